@@ -13,6 +13,8 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1_000
 """Limit for one stop string, since every new token's text is compared with all of them."""
 MAX_STOP_TOKEN_IDS = 128
+MIN_REPETITION_PENALTY = 0.01
+"""Logits that are divided by much smaller numbers become infinite."""
 MAX_LOGIT_BIAS = 1_024
 """Limit for tokens with a bias."""
 MAX_GRAMMAR_CHARACTERS = 100_000
@@ -101,8 +103,8 @@ class SamplingParams:
         _require(
             "repetition_penalty",
             self.repetition_penalty,
-            0.0 < self.repetition_penalty <= 100.0,
-            "above 0 and up to 100",
+            MIN_REPETITION_PENALTY <= self.repetition_penalty <= 100.0,
+            f"from {MIN_REPETITION_PENALTY} to 100",
         )
         _require(
             "logit_bias",

@@ -2,14 +2,16 @@
 
     CACHE/buckets/DIGEST/NAME/      DIGEST is of the URL and of the names, sizes and versions of its files
 
-Each file appears by a rename when it is complete. A partial file is continued. s3fs and gcsfs find
-credentials in the environment or on the machine.
+Each file appears by a rename when it is complete. A partial file is continued; on a volume without locks each
+process has partial files of its own, which are not. s3fs and gcsfs find credentials in the environment or on
+the machine.
 """
 
 import fnmatch
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,10 +60,11 @@ def _fetch(url: str, cache_dir: Path, on_progress: OnProgress, weights: bool) ->
     folder = cache_dir / "buckets" / _digest(url, files) / str(root).rstrip("/").rpartition("/")[2]
     with exclusive(
         folder.parent / ".lock", lambda: on_progress(f"waiting for another process that reads {url}", 0.0)
-    ):
+    ) as is_alone:
+        suffix = "partial" if is_alone else f"{uuid.uuid4().hex}.partial"
         folder.mkdir(exist_ok=True)
         small = [name for name in files if any(fnmatch.fnmatch(name, pattern) for pattern in SMALL)]
-        _copy(store, files, small, folder, lambda *_: None)
+        _copy(store, files, small, folder, suffix, lambda *_: None)
         is_gguf = is_file or not has_safetensors(files)
         chosen = [gguf_file(files, None, url)] if is_gguf else indexed_files(folder)
         if strangers := sorted(set(chosen) - set(files)):
@@ -72,6 +75,7 @@ def _fetch(url: str, cache_dir: Path, on_progress: OnProgress, weights: bool) ->
                 files,
                 chosen,
                 folder,
+                suffix,
                 lambda done, total: on_progress(
                     f"downloading {url}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB", done / max(total, 1)
                 ),
@@ -94,22 +98,25 @@ def _copy(
     files: dict[str, dict[str, Any]],
     names: list[str],
     folder: Path,
+    suffix: str,
     on_bytes: Callable[[int, int], None],
 ) -> None:
+    """`suffix`: the end of partial files' names; files with another end belong to other processes."""
     total, done = sum(files[name]["size"] for name in names), 0
     for name in names:
-        target, partial = folder / name, folder / f".{name}.partial"
-        if not target.is_file():
+        target, partial, size = folder / name, folder / f".{name}.{suffix}", files[name]["size"]
+        if not target.is_file() or target.stat().st_size != size:
             with store.open(files[name]["name"], "rb") as source, partial.open("ab") as content:
                 source.seek(position := content.tell())
                 while chunk := source.read(CHUNK_BYTES):
                     content.write(chunk)
                     position += len(chunk)
                     on_bytes(done + position, total)
-            if position != files[name]["size"]:
+            if (copied := partial.stat().st_size) != size:
                 partial.unlink()
                 raise ModelError(
-                    f"{files[name]['name']} has {position:,} bytes, not {files[name]['size']:,}; start again"
+                    f"the copy of {files[name]['name']} has {copied:,} bytes, expected {size:,}; it was removed. "
+                    "Start again"
                 )
             os.replace(partial, target)
-        done += files[name]["size"]
+        done += size

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -16,6 +16,13 @@ from engine.loading.dtype import dtype_of
 from engine.loading.gguf import GgufType, read_gguf
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.model_files import indexed_files, read_safetensors_header
+from engine.loading.vocabulary import (
+    ROUNDED_GROUP_SIZE,
+    StoredTable,
+    bits_in_groups,
+    stored_table,
+    vocabulary_bytes,
+)
 from engine.model_config import ModelArchitecture, read_architecture, read_json
 from engine.native.compilers import may_have_kernels
 from engine.quantization_config import Quantization, check_kv_cache_scheme, read_quantization
@@ -63,13 +70,27 @@ class StoredWeights:
     """How many of these bytes belong to a mixture's experts, without shared experts."""
     quantization: Quantization | None = None
     """The quantization of the checkpoint, if it is quantized already."""
+    embeddings: StoredTable = field(default_factory=StoredTable)
+    lm_head: StoredTable = field(default_factory=StoredTable)
+    """Empty if the embeddings are also the projection to logits."""
+
+    @property
+    def others(self) -> "StoredWeights":
+        """All but embeddings and projection to logits."""
+        tables = self.embeddings, self.lm_head
+        num_parameters = self.num_parameters - sum(table.num_parameters for table in tables)
+        num_bytes = self.num_bytes - sum(table.num_bytes for table in tables)
+        empty = StoredTable()
+        return replace(
+            self, num_parameters=num_parameters, num_bytes=num_bytes, embeddings=empty, lm_head=empty
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """The memory of one worker.
 
-    Bytes of weights are approximate: norms and embeddings may have other bits.
+    Bytes of weights are approximate: norms and biases may have other bits.
     """
 
     weights: StoredWeights | None
@@ -122,8 +143,8 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
     if config.engine.kv_cache_dtype == "fp8":
         check_kv_cache_scheme(read_json(folder / "config.json"))
     is_read = config.model.load_format == "auto"
-    weights = stored_weights(folder, architecture.unread_tensors) if is_read else None
-    kept = 0 if weights is None else _kept_bytes(config, weights)
+    weights = _read_weights(folder, architecture) if is_read else None
+    kept = 0 if weights is None else _kept_bytes(config, architecture, weights)
     fullest = None if weights is None else _fullest_rank(config, architecture, weights, kept)
     per_layer = _kv_bytes_per_layer(config, architecture, max(map(config.num_ranks, WorkerRole)))
     per_token = architecture.num_layers * per_layer
@@ -177,15 +198,30 @@ def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -
         )
 
 
+def _read_weights(folder: Path, architecture: ModelArchitecture) -> StoredWeights | None:
+    """The tensors of a folder that the model reads."""
+    copies = ("lm_head.",) if architecture.tie_word_embeddings else ()
+    return stored_weights(folder, (*architecture.unread_tensors, *copies))
+
+
 def stored_weights(folder: Path, unread: tuple[str, ...] = ()) -> StoredWeights | None:
     """The tensors of a folder; None if it lacks some weights. ModelError if a file is damaged.
 
     `unread`: prefixes of the names of tensors that do not count.
     """
     if (gguf := gguf_of(folder)) is not None:
-        kinds = [(prod(tensor.shape), tensor.type) for tensor in read_gguf(gguf).tensors.values()]
-        num_bits = sum(size * GGUF_BITS_KEPT[kind] for size, kind in kinds)
-        return StoredWeights(sum(size for size, _ in kinds), int(num_bits / 8), True)
+        of_name = {
+            name: _gguf_table(prod(tensor.shape), tensor.type)
+            for name, tensor in read_gguf(gguf).tensors.items()
+        }
+        tables = of_name.values()
+        return StoredWeights(
+            sum(table.num_parameters for table in tables),
+            sum(table.num_bytes for table in tables),
+            True,
+            embeddings=of_name.get("token_embd.weight", StoredTable()),
+            lm_head=of_name.get("output.weight", StoredTable()),
+        )
     files = [folder / name for name in indexed_files(folder)]
     if not all(file.is_file() for file in files):
         return None
@@ -200,7 +236,19 @@ def stored_weights(folder: Path, unread: tuple[str, ...] = ()) -> StoredWeights 
         size if quantization is None else quantization.num_parameters(name, size) for name, size in sizes
     ]
     num_bytes = sum(size for _, size in bytes_of)
-    return StoredWeights(sum(counts), num_bytes, False, num_expert_bytes, quantization)
+    counted = {name: (count, size) for (name, size), count in zip(bytes_of, counts, strict=True)}
+    embeddings, lm_head = (
+        stored_table(each, counted, quantization) for each in ("model.embed_tokens", "lm_head")
+    )
+    return StoredWeights(sum(counts), num_bytes, False, num_expert_bytes, quantization, embeddings, lm_head)
+
+
+def _gguf_table(num_parameters: int, kind: GgufType) -> StoredTable:
+    """A tensor of a GGUF file."""
+    bits = GGUF_BITS_KEPT[kind]
+    num_bytes = int(num_parameters * bits / 8)
+    group_size = 16 if kind is GgufType.Q6_K else 32
+    return StoredTable(num_parameters, num_bytes, num_bytes, None if bits >= 16 else group_size)
 
 
 def gpu_memory() -> int | None:
@@ -225,8 +273,21 @@ def _least_of_gpus(field: str) -> float | None:
         return None
 
 
-def _kept_bytes(config: BatonConfig, weights: StoredWeights) -> int:
-    """Bytes of the weights in a worker's memory.
+def _kept_bytes(config: BatonConfig, architecture: ModelArchitecture, weights: StoredWeights) -> int:
+    """Bytes of the weights in a worker's memory."""
+    return _kept_of_others(config, weights.others) + vocabulary_bytes(
+        weights.embeddings,
+        weights.lm_head,
+        config.model.quantization,
+        BYTES[config.model.dtype],
+        is_tied=architecture.tie_word_embeddings,
+        is_cpu=config.engine.device == "cpu",
+        has_kernels=may_have_kernels(os.environ),
+    )
+
+
+def _kept_of_others(config: BatonConfig, weights: StoredWeights) -> int:
+    """Bytes of the weights without embeddings and projection to logits in a worker's memory.
 
     A CPU keeps a GGUF file's groups, and keeps 16-bit weights in 16 bits even if the model computes in
     float32. It keeps matrices of a quantized checkpoint in groups, with a scale and at most a minimum per 32 numbers.
@@ -234,12 +295,14 @@ def _kept_bytes(config: BatonConfig, weights: StoredWeights) -> int:
     """
     is_cpu, quantization = config.engine.device == "cpu", config.model.quantization
     in_dtype = weights.num_parameters * BYTES[config.model.dtype]
-    if is_cpu and quantization in ("auto", "none") and not may_have_kernels(os.environ):
+    if is_cpu and quantization != "fp8" and not may_have_kernels(os.environ):
+        if quantization in BITS_KEPT:  # torch alone multiplies groups as they are
+            return int(weights.num_parameters * bits_in_groups(ROUNDED_GROUP_SIZE) / 8)
         return in_dtype
     if quantization in BITS_KEPT:  # at most this many bits: a matrix that has fewer bits is kept
         auto = config.model_copy(update={"model": config.model.with_values("model", quantization="auto")})
         at_most = int(weights.num_parameters * BITS_KEPT[quantization] / 8)
-        return min(at_most, _kept_bytes(auto, weights) if is_cpu and quantization != "fp8" else in_dtype)
+        return min(at_most, _kept_of_others(auto, weights) if is_cpu and quantization != "fp8" else in_dtype)
     if weights.quantization is not None:
         schemes = [scheme for _, scheme in weights.quantization.schemes] if quantization == "auto" else []
         if is_cpu and any(scheme.can_stay_in_groups for scheme in schemes):
@@ -261,11 +324,12 @@ def _fullest_rank(
 ) -> int | None:
     """The bytes on the rank with the most of `kept` bytes; None without expert parallelism.
 
-    Experts have the same share of `kept` as of the files. Ranks divide everything else equally."""
+    Experts have the same share of the layers' bytes as in the files. Ranks divide everything else equally."""
     if not any(map(config.has_expert_parallel, WorkerRole)):
         return None
     num_experts = max(mixture.num_experts for mixture in architecture.mixtures if mixture is not None)
-    of_experts = kept * weights.num_expert_bytes // max(weights.num_bytes, 1)
+    others = weights.others
+    of_experts = _kept_of_others(config, others) * others.num_expert_bytes // max(others.num_bytes, 1)
     sizes = []
     for role in WorkerRole:
         num_ranks = config.num_ranks(role)
@@ -279,11 +343,14 @@ def _fullest_rank(
 
 def _draft_bytes(config: BatonConfig, folder: Path) -> int:
     """Bytes of the draft model's weights in the worker's memory."""
-    if config.model.load_format != "auto" or (weights := stored_weights(folder)) is None:
+    if config.model.load_format != "auto":
+        return 0
+    architecture = read_architecture(folder)
+    if (weights := _read_weights(folder, architecture)) is None:
         return 0
     quantization = config.speculation.draft_quantization or config.model.quantization
     model = config.model.with_values("speculation", quantization=quantization)
-    return _kept_bytes(config.model_copy(update={"model": model}), weights)
+    return _kept_bytes(config.model_copy(update={"model": model}), architecture, weights)
 
 
 def _kv_bytes_per_layer(config: BatonConfig, architecture: ModelArchitecture, num_ranks: int = 1) -> int:

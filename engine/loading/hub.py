@@ -27,7 +27,7 @@ from baton.hub_name import HubName
 from baton.system.file_lock import exclusive
 from engine.loading.hub_download import LargeFile, Stopped, bytes_there, download
 from engine.loading.hub_errors import explained
-from engine.loading.model_files import SMALL, gguf_file, has_safetensors, indexed_files
+from engine.loading.model_files import SMALL, gguf_file, gguf_files, has_safetensors, indexed_files
 
 OnProgress = Callable[[str, float], None]
 
@@ -67,23 +67,27 @@ def _snapshot(repo: str, revision: str | None, allow: list[str], ignore: list[st
 
 def _weight_paths(name: HubName, folder: Path) -> tuple[list[str], bool]:
     """The paths of the files with the model's weights, and whether this is one GGUF file."""
-    paths = _paths(name.repo, folder)
-    if name.gguf is not None or not has_safetensors(paths):
+    paths, are_all = _paths(name.repo, folder)
+    may_have_more = not are_all and not gguf_files(paths)
+    if name.gguf is not None or not (has_safetensors(paths) or may_have_more):
         return [gguf_file(paths, name.gguf, name.repo)], True
     chosen = indexed_files(folder)
-    if strangers := sorted(set(chosen) - set(paths)):
+    if are_all and (strangers := sorted(set(chosen) - set(paths))):
         raise ModelError(
             f"{name.repo}: its index names {strangers[0]!r:.80}, which the repository does not have"
         )
     return chosen, False
 
 
-def _paths(repo: str, folder: Path) -> list[str]:
-    """The repository's files at this commit; if the cache has no such list, the files in the cache."""
+def _paths(repo: str, folder: Path) -> tuple[list[str], bool]:
+    """The repository's files at this commit, and whether these are all.
+
+    If the cache has no list of them, as when an older huggingface_hub filled it: the files in the cache.
+    """
     try:
-        return [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]
+        return [file.path for file in get_cached_repo_tree(repo, revision=folder.name)], True
     except CachedRepoTreeNotFoundError:
-        return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()], False
 
 
 def _missing(folder: Path, paths: Collection[str]) -> list[str]:

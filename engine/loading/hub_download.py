@@ -20,7 +20,7 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from baton.errors import ModelError
 
 MAX_FRUITLESS = 5
-"""Most tries in a row that bring no byte."""
+"""Most tries in a row that bring no new byte."""
 FIRST_PAUSE_S = 0.5
 """Pause after the first such try; each following pause is twice as long."""
 
@@ -63,29 +63,34 @@ def download(
 ) -> None:
     """Completes `folder/SHA256`. The caller must exclude other writers.
 
-    After a broken connection it tries again, as long as tries bring bytes. Then it raises the last error. It
-    raises Stopped soon after `stop` is set. In both cases the partial file stays for the next call. If the
-    sha256 is wrong, it deletes the file and raises ModelError.
+    After a broken connection, or an answer of another size, it tries again, as long as tries bring new bytes.
+    Then it raises the last error. It raises Stopped soon after `stop` is set. In both cases the partial file
+    stays for the next call. If the sha256 is wrong, it deletes the file and raises ModelError.
     """
     target, partial = folder / file.sha256, partial_of(file, folder)
     if target.exists():
         return
     partial.touch()
     fruitless = 0
-    while (position := partial.stat().st_size) != file.size_bytes:
+    position = partial.stat().st_size
+    largest = position if position <= file.size_bytes else 0
+    while position != file.size_bytes:
         if stop.is_set():
             raise Stopped
         if position > file.size_bytes:
             os.truncate(partial, 0)
-        try:
-            _append(file, partial, on_position, stop)
-        except (httpx2.TransportError, HfHubHTTPError) as error:
-            if isinstance(error, HfHubHTTPError) and not _is_passing(error):
-                raise
-            has_grown = partial.stat().st_size > position
-            fruitless = 0 if has_grown else fruitless + 1
-            if fruitless == MAX_FRUITLESS:
-                raise
+        failure = _try(file, partial, on_position, stop)
+        position = partial.stat().st_size
+        if largest < position <= file.size_bytes:
+            largest, fruitless = position, 0
+        else:
+            fruitless += 1
+        if fruitless == MAX_FRUITLESS:
+            raise failure or ModelError(
+                f"{file.url} has {file.size_bytes:,} bytes, but {position:,} came, and {MAX_FRUITLESS} tries in a row "
+                "brought nothing new; a proxy or mirror in between may serve another file, or only a part of it"
+            )
+        if position != file.size_bytes:
             stop.wait(FIRST_PAUSE_S * 2 ** max(fruitless - 1, 0))
     with partial.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -96,6 +101,21 @@ def download(
             "it happens again, a proxy or mirror in between serves another file"
         )
     os.replace(partial, target)
+
+
+def _try(
+    file: LargeFile, partial: Path, on_position: Callable[[int], None], stop: threading.Event
+) -> Exception | None:
+    """Makes one request; returns an error after which the same request may succeed."""
+    try:
+        _append(file, partial, on_position, stop)
+    except httpx2.TransportError as error:
+        return error
+    except HfHubHTTPError as error:
+        if not _is_passing(error):
+            raise
+        return error
+    return None
 
 
 def _append(

@@ -107,7 +107,7 @@ class StoredMatrix:
         if stored is None:
             return torch.full_like(scales_OG, half)
         if layout is Layout.NUMBERS:
-            return stored.to(torch.float32).view(num_outputs, -1).add_(half)
+            return _spread(self.scheme, stored.to(torch.float32), num_outputs) + half
         if layout is Layout.PACKED:
             zeros_OG = unpacked(stored.t(), bits).t()
         elif layout is Layout.AWQ:
@@ -253,7 +253,7 @@ def _scales(scheme: Scheme, stored: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(scheme: Scheme, scales: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    """O x G: repeats scales that several outputs share."""
+    """O x G: repeats scales or zero points that several outputs share."""
     scales_RG = scales.view(scales.shape[0] if scales.dim() else 1, -1)
     if scheme.outputs_per_scale is None:
         return scales_RG.expand(num_outputs, -1)

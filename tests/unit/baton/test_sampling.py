@@ -25,6 +25,8 @@ from baton.sampling import SamplingParams
         ("presence_penalty", 2.5),
         ("frequency_penalty", math.nan),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-40),
+        ("repetition_penalty", 100.5),
         ("logit_bias", {-1: 0.0}),
         ("logit_bias", {1: 101.0}),
         ("logit_bias", {1: math.nan}),
@@ -42,6 +44,12 @@ def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
         SamplingParams(**{field: value})
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: must be")
+
+
+def test_a_repetition_penalty_cannot_make_logits_infinite() -> None:
+    assert SamplingParams(repetition_penalty=0.01).repetition_penalty == 0.01
+    with pytest.raises(InvalidRequest, match=r"repetition_penalty: must be from 0\.01 to 100, got 0\.0099"):
+        SamplingParams(repetition_penalty=0.0099)
 
 
 def test_eos_ends_a_request_unless_ignored() -> None:

@@ -1,7 +1,9 @@
 """Folders of object stores, by fsspec's own file system in memory."""
 
+import io
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +26,10 @@ class InMemory(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
     protocol = "s3"
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        file = super()._open(path, mode, **options)
+        return io.BytesIO(file.getvalue()) if mode == "rb" else file  # each reader has a position of its own
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -73,6 +79,48 @@ def test_what_an_earlier_process_left_is_continued(store: Any, tmp_path: Path, f
     (path / ".model.safetensors.partial").write_bytes(b"\0" * 1000 + weights[1000:5000])
     fetched(tmp_path)
     assert (path / "model.safetensors").read_bytes() == b"\0" * 1000 + weights[1000:], "no byte twice"
+
+
+def test_without_locks_two_hosts_do_not_write_to_one_file(
+    store: Any, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second host begins while the first is in the middle of the weights."""
+
+    @contextmanager
+    def no_locks(path: Path, _on_wait: object) -> Iterator[bool]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield False
+
+    monkeypatch.setattr(bucket, "exclusive", no_locks)
+    monkeypatch.setattr(bucket, "CHUNK_BYTES", 100_000)
+    paths: list[Path] = []
+
+    def begin_second(text: str, part: float) -> None:
+        if not paths and 0 < part < 1:
+            paths.append(fetched(tmp_path))
+
+    assert [fetch(URL, tmp_path, begin_second)] == paths
+    assert {file.name for file in paths[0].iterdir()} == {file.name for file in folder.iterdir()}
+    assert (paths[0] / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_a_copy_of_another_size_is_not_used(
+    store: Any, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process appends to the partial file, as older versions did on volumes without locks."""
+    path = fetched(tmp_path, weights=False)
+    partial, size = path / ".model.safetensors.partial", (folder / "model.safetensors").stat().st_size
+
+    def append(_text: str, part: float) -> None:
+        if part == 1:
+            with partial.open("ab") as content:
+                content.write(b"more")
+
+    with pytest.raises(ModelError, match=rf"has {size + 4:,} bytes, expected {size:,}; it was removed"):
+        fetch(URL, tmp_path, append)
+    assert not partial.exists()
+    (path / "model.safetensors").write_bytes(b"what such a version left")
+    assert (fetched(tmp_path) / "model.safetensors").stat().st_size == size
 
 
 def test_another_file_in_its_place_is_another_folder(store: Any, tmp_path: Path) -> None:

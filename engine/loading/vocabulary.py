@@ -1,0 +1,84 @@
+"""vocabulary: a worker's bytes for the embeddings and for the projection to logits; imports no torch.
+
+The embeddings are looked up, and the projection is multiplied. Kernels of a CPU multiply a matrix in a layout
+of their own, so a CPU holds a matrix that does both twice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.quantization_config import Quantization
+
+ROUNDED_BITS = 9.0
+"""At most so many bits of a number of the projection with `model.quantization` int8 or int4, in the kernels' layout.
+Both of these matrices get 8 bits at least."""
+ROUNDED_GROUP_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTable:
+    """The embeddings, or the projection to logits, in a folder's files."""
+
+    num_parameters: int = 0
+    num_bytes: int = 0
+    """As in StoredWeights."""
+    packed_bytes: int = 0
+    """Bytes in the layout of Baton's CPU kernels, if the numbers keep their bits."""
+    group_size: int | None = None
+    """How many numbers share a scale, if a CPU can keep them in groups; None: they become plain numbers."""
+
+
+def stored_table(
+    module: str, counted: Mapping[str, tuple[int, int]], quantization: Quantization | None
+) -> StoredTable:
+    """The matrix of a module in safetensors files. `counted`: parameters and bytes by the names of tensors."""
+    found = [sizes for name, sizes in counted.items() if name.rpartition(".")[0] == module]
+    num_parameters, num_bytes = (sum(sizes[i] for sizes in found) for i in range(2))
+    scheme = None if quantization is None else quantization.scheme_of(module)
+    if scheme is None or len(found) < 2:  # only a quantized matrix has scales
+        return StoredTable(num_parameters, num_bytes, num_bytes)
+    if scheme.can_stay_in_groups:
+        return StoredTable(num_parameters, num_bytes, num_bytes + num_parameters // 8, ROUNDED_GROUP_SIZE)
+    return StoredTable(num_parameters, num_bytes, 4 * num_parameters)  # becomes numbers of `model.dtype`
+
+
+def vocabulary_bytes(
+    embeddings: StoredTable,
+    lm_head: StoredTable,
+    quantization: str,
+    number_bytes: int,
+    *,
+    is_tied: bool,
+    is_cpu: bool,
+    has_kernels: bool,
+) -> int:
+    """The bytes of both. `number_bytes`: of a number of `model.dtype`. `is_tied`: the embeddings are the projection.
+
+    `has_kernels`: whether workers have Baton's CPU kernels.
+    """
+    if not is_cpu:
+        return number_bytes * (embeddings.num_parameters + (0 if is_tied else lm_head.num_parameters))
+    keeps_groups = quantization == "auto" and has_kernels
+    rounds = quantization in ("int8", "int4")
+    projection = embeddings if is_tied else lm_head
+    looked_up = number_bytes * embeddings.num_parameters
+    if rounds or (keeps_groups and embeddings.group_size is not None):
+        looked_up = _bytes_in_groups(embeddings)
+    numbers = number_bytes * projection.num_parameters
+    if rounds and not has_kernels:  # torch alone multiplies groups as they are
+        return looked_up + (0 if is_tied else _bytes_in_groups(lm_head))
+    if rounds:
+        rounded = int(projection.num_parameters * ROUNDED_BITS / 8)
+        return looked_up + min(rounded, projection.packed_bytes)
+    if has_kernels and (keeps_groups or projection.group_size is None):
+        return looked_up + min(projection.packed_bytes, numbers)
+    return looked_up + numbers
+
+
+def _bytes_in_groups(table: StoredTable) -> int:
+    return int(table.num_parameters * bits_in_groups(table.group_size or ROUNDED_GROUP_SIZE) / 8)
+
+
+def bits_in_groups(group_size: int) -> float:
+    """Bits of a number of a GroupedWeight: a byte, and a scale and a minimum of 32 bits for each group."""
+    return 8 + 64 / group_size
