@@ -24,34 +24,37 @@ constexpr int64_t INPUT_BLOCK = 768;  // inputs; with ROW_BLOCK, what stays in t
 constexpr int64_t ROW_FLOATS = INPUT_BLOCK + 16;  // not a multiple of a page, so that rows do not share cache sets
 constexpr int MAX_PANELS = 4;         // computed together
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int MAX_ROWS = 4, FEW_ROWS = 1;  // 16 registers
+constexpr int MAX_ROWS = 6, FEW_ROWS = 1;  // their 12 sums leave 4 registers
+constexpr bool HAS_FEW_REGISTERS = true;
 #else
 constexpr int MAX_ROWS = 12, FEW_ROWS = 3;
+constexpr bool HAS_FEW_REGISTERS = false;
 #endif
 
 // How the weights of a pair of inputs are multiplied, for LANES outputs at a time: in STEPS steps, each with one Input
-// of a row.
+// of a row. A step loads its weights by itself, so that few registers hold weights.
 struct Pair {  // in float32
     static constexpr int STEPS = 2;
     using Input = float;
-    Floats weights[STEPS];
 
-    Floats add(int step, Floats sum, float x) const { return weights[step] * x + sum; }
+    static Floats add(Floats weights, Floats sum, float x) { return weights * x + sum; }
 };
 
 template <typename Element>
 struct PairOf : Pair {
     static constexpr int64_t BYTES = 2 * LANES * sizeof(Element);
-    explicit PairOf(const uint8_t *bytes)
-        : Pair{::load(reinterpret_cast<const Element *>(bytes)),
-               ::load(reinterpret_cast<const Element *>(bytes) + LANES)} {}
+    static Floats load(const uint8_t *bytes, int step) {
+        return ::load(reinterpret_cast<const Element *>(bytes) + step * LANES);
+    }
 };
 
 template <>
 struct PairOf<BFloat16> : Pair {
     static constexpr int64_t BYTES = 4 * LANES;
-    explicit PairOf(const uint8_t *bytes) : PairOf(load_raw<Bits>(bytes)) {}
-    explicit PairOf(Bits pairs) : Pair{(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000)} {}
+    static Floats load(const uint8_t *bytes, int step) {
+        const Bits pairs = load_raw<Bits>(bytes);
+        return step == 0 ? (Floats)(pairs << 16) : (Floats)(pairs & 0xffff0000);
+    }
 };
 
 #if defined(__AVX512BF16__)
@@ -59,10 +62,9 @@ struct BFloat16Units {
     static constexpr int STEPS = 1;
     static constexpr int64_t BYTES = 4 * LANES;
     using Input = uint32_t;  // a pair
-    __m512i weights;
 
-    explicit BFloat16Units(const uint8_t *bytes) : weights(_mm512_loadu_si512(bytes)) {}
-    Floats add(int, Floats sum, uint32_t x) const {
+    static __m512i load(const uint8_t *bytes, int) { return _mm512_loadu_si512(bytes); }
+    static Floats add(__m512i weights, Floats sum, uint32_t x) {
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(x));
     }
 };
@@ -88,13 +90,14 @@ void sum_tile(const uint8_t *const *panels, const void *rows, int64_t num_pairs,
         prefetch.step();
         for (int panel = 0; panel < PANELS; ++panel) {
             const uint8_t *bytes = panels[panel] + pair * 2 * Weight::BYTES;
-            const Weight low(bytes), high(bytes + Weight::BYTES);
-            for (int step = 0; step < Weight::STEPS; ++step)
+            for (int step = 0; step < Weight::STEPS; ++step) {
+                const auto low = Weight::load(bytes, step), high = Weight::load(bytes + Weight::BYTES, step);
                 for (int row = 0; row < ROWS; ++row) {
                     Floats(&sums_of_row)[2] = totals[panel][row];
-                    sums_of_row[0] = low.add(step, sums_of_row[0], x[row * ROW_INPUTS + step]);
-                    sums_of_row[1] = high.add(step, sums_of_row[1], x[row * ROW_INPUTS + step]);
+                    sums_of_row[0] = Weight::add(low, sums_of_row[0], x[row * ROW_INPUTS + step]);
+                    sums_of_row[1] = Weight::add(high, sums_of_row[1], x[row * ROW_INPUTS + step]);
                 }
+            }
         }
         x += Weight::STEPS;
     }
@@ -115,6 +118,23 @@ SumTile of_rows(int64_t rows, std::integer_sequence<int, ROWS_LESS_1...>) {
 template <class Weight> SumTile of_weight(int64_t rows, int64_t panels) {
     return panels == MAX_PANELS ? of_rows<Weight, MAX_PANELS>(rows, std::make_integer_sequence<int, FEW_ROWS>())
                                 : of_rows<Weight, 1>(rows, std::make_integer_sequence<int, MAX_ROWS>());
+}
+
+// Whether panels of these weights become float32 before they are multiplied: to widen bfloat16 takes registers that six
+// rows need. With fewer rows it is done in registers, for four rows at a time.
+bool widens_panels(Type type, int64_t num_rows) { return HAS_FEW_REGISTERS && type == BFLOAT16 && num_rows >= 64; }
+
+int64_t max_rows(Type type, int64_t num_rows) {
+    return HAS_FEW_REGISTERS && type == BFLOAT16 && !widens_panels(type, num_rows) ? 4 : MAX_ROWS;
+}
+
+// A panel of bfloat16 weights as one of float32.
+const uint8_t *widened(const uint8_t *panel, int64_t num_pairs) {
+    float *floats = reinterpret_cast<float *>(scratch<2>(num_pairs * 2 * PANEL * 4));
+    for (int64_t i = 0; i < 2 * num_pairs; ++i)
+        for (int step = 0; step < 2; ++step)
+            ::store(floats + (2 * i + step) * LANES, PairOf<BFloat16>::load(panel + i * PairOf<BFloat16>::BYTES, step));
+    return reinterpret_cast<const uint8_t *>(floats);
 }
 
 SumTile sum_tile_of(Type type, bool by_units, int64_t rows, int64_t panels) {
@@ -187,7 +207,8 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
     const Tiles row_blocks(num_rows, ROW_BLOCK);
     for (int64_t row_block = 0; row_block < row_blocks.count; ++row_block) {
         const int64_t first = row_blocks.begin(row_block);
-        const Tiles tiles(row_blocks.size(row_block), MAX_ROWS);
+        const bool widens = widens_panels(weight_type, row_blocks.size(row_block));
+        const Tiles tiles(row_blocks.size(row_block), max_rows(weight_type, row_blocks.size(row_block)));
         const int64_t row_bytes = ROW_FLOATS * size_of(row_type);
         uint8_t *rows = scratch<0>(num_blocks * tiles.num_rows * row_bytes);
         // Waking threads takes longer than converting few rows.
@@ -212,13 +233,17 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
                         panels[i] = layer->weights + (panel + i % outputs + i / outputs * num_panels) * panel_bytes +
                                     input * PANEL * size_of(weight_type);
                     const bool at_once = count == MAX_PANELS && tiles.num_rows <= FEW_ROWS;
-                    for (int64_t i = 0; i < count; i += at_once ? MAX_PANELS : 1)
+                    for (int64_t i = 0; i < count; i += at_once ? MAX_PANELS : 1) {
+                        const uint8_t *next = panels[i] + panel_bytes;
+                        if (widens) panels[i] = widened(panels[i], num_pairs);
                         for (int64_t tile = 0; tile < tiles.count; ++tile)
-                            sum_tile_of(weight_type, by_units, tiles.size(tile), at_once ? MAX_PANELS : 1)(
+                            sum_tile_of(widens ? FLOAT32 : weight_type, by_units, tiles.size(tile),
+                                        at_once ? MAX_PANELS : 1)(
                                 panels + i, rows + (block * tiles.num_rows + tiles.begin(tile)) * row_bytes, num_pairs,
                                 sums + i * stride + tiles.begin(tile) * PANEL, stride,
-                                Prefetch(panels[i] + panel_bytes, at_once ? 0 : 2 * PANEL * size_of(weight_type),
-                                         num_pairs, tile, tiles.count));
+                                Prefetch(next, at_once ? 0 : 2 * PANEL * size_of(weight_type), num_pairs, tile,
+                                         tiles.count));
+                    }
                 }
                 for (int64_t row = 0; row < tiles.num_rows; ++row)
                     for (int64_t i = 0; i < outputs; ++i) {
