@@ -12,6 +12,7 @@ from baton.sampling import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
     SamplingParams,
     StructuredOutput,
 )
@@ -59,7 +60,7 @@ class SamplingFields(Body):
     # Extensions to OpenAI's API; names and meanings are vLLM's.
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="0 and -1 keep every token.")
     min_p: float | None = Field(None, ge=0.0, le=1.0)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=100.0)
     min_tokens: int | None = Field(None, ge=0, description="At most max_tokens.")
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None

@@ -253,6 +253,7 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     ("presence_penalty", {"presence_penalty": 2.5}),
     ("frequency_penalty", {"frequency_penalty": -2.5}),
     ("repetition_penalty", {"repetition_penalty": -1.0}),
+    ("repetition_penalty", {"repetition_penalty": 1e-40}),
     ("min_tokens", {"min_tokens": 3, "max_tokens": 2}),
     ("stop", {"stop": [""]}),
     ("stop_token_ids", {"stop_token_ids": [99_999]}),

@@ -21,8 +21,12 @@ MAX_VALUE_CHARACTERS = 65_536
 MAX_MISREAD = 8
 """Most values of an answer that may begin like JSON but be none, because each is read twice."""
 _VALUE_END = Markers((PARAMETER_END,))
-_LIMITS = frozenset("const allOf anyOf oneOf not if then else $ref".split())  # noqa: SIM905
-_NOT_PLAIN = _LIMITS | {"pattern", "format", "minLength", "maxLength"}
+_NOT_PLAIN = frozenset(
+    {
+        *("pattern", "format", "minLength", "maxLength", "const"),
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref"),
+    }
+)
 """Keywords beside `type` or `enum` that limit a string: only a grammar of JSON can follow them."""
 
 
@@ -63,14 +67,14 @@ class QwenCoderCalls:
 
 def _is_plain(schema: Mapping[str, Any]) -> bool:
     """Whether a value is written without quotes: any string, or one of several listed strings."""
+    if not _NOT_PLAIN.isdisjoint(schema):
+        return False
     if "enum" in schema:
         values = schema["enum"]
-        return (
-            isinstance(values, list)
-            and all(isinstance(value, str) and PARAMETER_END not in value for value in values)
-            and _NOT_PLAIN.isdisjoint(schema)
+        return isinstance(values, list) and all(
+            isinstance(value, str) and PARAMETER_END not in value for value in values
         )
-    return schema.get("type") == "string" and _NOT_PLAIN.isdisjoint(schema)
+    return schema.get("type") == "string"
 
 
 def _key(reader: Reader) -> Steps[str | None]:

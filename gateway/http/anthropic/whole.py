@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from io import StringIO
-from typing import Any
 
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
@@ -74,30 +73,26 @@ def usage_json(usage: Usage) -> str:
     return _USAGE.dump_json(usage).decode()
 
 
-def input_of(arguments: str) -> dict[str, Any]:
-    """A call's input. If the answer ended within the call, the input has the parts that are complete, as
-    clients of a stream get them. Without a grammar, a model may write arguments that are not an object; then
-    the input is empty."""
-    try:
-        value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _is_object(arguments: str) -> bool:
-    """Whether the arguments are whole. Then they are the call's input as they are written, as in a stream: numbers
-    beyond a double cannot be written again."""
-    try:
-        return isinstance(from_json(arguments, allow_inf_nan=False), dict)
-    except ValueError:
-        return False
+def _input(arguments: str) -> str:
+    """A call's input as JSON. Whole arguments are the input as they are written, as in a stream: numbers beyond a
+    double cannot be written again. If the answer ended within the call, the input has the parts that are
+    complete, as clients of a stream get them. Without a grammar, a model may write arguments that are not an
+    object; then the input is empty."""
+    for allow_partial in (False, True):
+        try:
+            value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=allow_partial)
+        except ValueError:
+            continue
+        if not isinstance(value, dict):
+            return "{}"
+        return to_json(value, inf_nan_mode="null").decode() if allow_partial else arguments or "{}"
+    return "{}"
 
 
 def _block(head: Head, block: BlockOpens, content: str) -> Iterator[str]:
     if block.kind is BlockKind.TOOL_USE:
         yield head.call_start(block)
-        written = content if _is_object(content) else to_json(input_of(content)).decode()
+        written = _input(content)
         yield from (
             written[begin : begin + PIECE_CHARACTERS] for begin in range(0, len(written), PIECE_CHARACTERS)
         )

@@ -55,7 +55,9 @@ class JumpingClock(SystemClock):
 def test_a_standstill_of_the_process_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     clock = JumpingClock()
     watched = Watched(clock=clock)
+    deadline = time.monotonic() + 30.0
     while "this process stood still for " not in caplog.text:
+        assert time.monotonic() < deadline
         clock.ahead_s += 5.0
         time.sleep(0.1)
     watched.watch.stop()

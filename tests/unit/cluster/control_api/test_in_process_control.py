@@ -83,18 +83,18 @@ async def test_a_fleet_that_was_ended_says_so_to_all_who_call_later() -> None:
         await control.call(EndFleet(may_drain=False))  # as an owner in a hurry does
 
 
-async def test_a_fleet_that_could_not_be_ended_has_not_ended() -> None:
+async def test_a_fleet_that_could_not_be_ended_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     config = fleet_config()
     async with fleet(config) as tested:
         await tested.all_serve(3)
-        control, end = in_process(tested.controller, config), tested.controller.shutdown
+        control = in_process(tested.controller, config)
 
         async def fail(*, may_drain: bool) -> None:
             raise ClusterError(f"drain: {may_drain}")
 
-        tested.controller.shutdown = fail  # type: ignore[method-assign]
-        with pytest.raises(ClusterError):
-            await control.call(EndFleet(may_drain=True))
-        tested.controller.shutdown = end  # type: ignore[method-assign]
+        with monkeypatch.context() as patched:
+            patched.setattr(tested.controller, "shutdown", fail)
+            with pytest.raises(ClusterError):
+                await control.call(EndFleet(may_drain=True))
         assert await control.call(GetConfiguration()) == control.configuration
         assert not (await control.call(WaitOwner(0.01))).is_owned

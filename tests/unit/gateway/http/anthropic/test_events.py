@@ -71,11 +71,20 @@ def whole_of(
     return parsed
 
 
-def test_the_input_of_a_whole_call_is_as_it_was_written() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ('{"a": 1e400, "b": "ü"}', '{"a": 1e400, "b": "ü"}'),
+        ('{"a": 1e400, "b": ["x"], "c": "y', '{"a":null,"b":["x"]}'),
+        ('["x"]', "{}"),
+        ("", "{}"),
+    ],
+)
+def test_the_input_of_a_whole_call_is_as_it_was_written(arguments: str, written: str) -> None:
     blocks, message = ContentBlocks(True), CollectedMessage()
-    message.take(blocks.take([CallBegins(0, "f"), ArgumentsDelta(0, '{"a": 1e400, "b": "ü"}'), CallEnds(0)]))
-    written = "".join(message.write(HEAD, Stop("tool_use", None), AT_THE_END))
-    assert '"input":{"a": 1e400, "b": "ü"}' in written
+    message.take(blocks.take([CallBegins(0, "f"), ArgumentsDelta(0, arguments), CallEnds(0)]))
+    whole = "".join(message.write(HEAD, Stop("tool_use", None), AT_THE_END))
+    assert f'"input":{written}}}' in whole
 
 
 def read(stream: bytes) -> Iterator[dict[str, Any]]:
