@@ -166,6 +166,7 @@ def _setting(arguments: argparse.Namespace, folder: Path, end: float) -> Setting
         shapes=arguments.shapes or ("few" if arguments.dry_run else "many"),
         cases=arguments.cases,
         models=tuple(arguments.models),
+        quantization=arguments.quantization,
     )
 
 
@@ -205,6 +206,9 @@ def parse(given: Sequence[str] | None = None, out: str | None = None) -> argpars
     )
     parser.add_argument("--cases", default="", help="of the sweep: those with this in their names")
     parser.add_argument("--models", type=_names, default=[], help=f"of {','.join(LARGE)}; default: all")
+    parser.add_argument(
+        "--quantization", choices=("auto", "fp8"), default="auto", help="of the models of decode and prefill"
+    )
     arguments = parser.parse_args(given)
     for option, known in (("parts", PARTS), ("models", tuple(LARGE))):
         unknown = set(getattr(arguments, option) or ()) - set(known)

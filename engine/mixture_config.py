@@ -9,6 +9,9 @@ from engine.activation import Activation, ClampedSwiglu, Gate
 from engine.config_values import count_of, positive_of
 from engine.families import READ, Family
 
+LEAST_SUM = 1e-20
+"""Added to sums of sigmoids, which may all be 0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:

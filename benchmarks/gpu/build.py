@@ -67,9 +67,18 @@ class CheckedEngine:
     forward: NotingForward
 
 
-def load(setting: Setting, path: Path, dtype: Dtype, *, dummy: bool, torch_only: bool = False) -> LoadedModel:
+def load(
+    setting: Setting,
+    path: Path,
+    dtype: Dtype,
+    *,
+    dummy: bool,
+    torch_only: bool = False,
+    quantization: Literal["auto", "fp8"] = "auto",
+) -> LoadedModel:
     """Loads a model on the device, for our kernels or, with `torch_only`, for torch's kernels."""
-    config = ModelConfig(dtype=dtype, load_format="dummy" if dummy else "auto")
+    load_format: Literal["auto", "dummy"] = "dummy" if dummy else "auto"
+    config = ModelConfig(dtype=dtype, load_format=load_format, quantization=quantization)
     return load_model(config, path, setting.device, TorchBackend() if torch_only else TritonBackend())
 
 

@@ -38,7 +38,7 @@ from benchmarks.gpu.plans import PlanMaker
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
-from benchmarks.gpu.trace import trace_replay
+from benchmarks.gpu.trace import trace_work
 from engine.batch import StepLimits
 from engine.gpu.graphs import Replay
 from engine.loading.loader import LoadedModel
@@ -89,10 +89,12 @@ def run(setting: Setting, emit: Emit) -> None:
     emit(ceilings_row(PART, ceilings))
     for name, config in setting.chosen(sizes.models).items():
         path = write_config(setting.folder / name, config)
-        check = partial(_check_logits, setting, sizes, name, path)
-        guarded(emit, PART, f"{name}: logits beside torch's", check)
-        model = load(setting, path, sizes.dtype, dummy=True)
-        guarded(emit, PART, name, partial(_measure_model, setting, sizes, name, model, ceilings))
+        if setting.checks_logits(config):
+            check = partial(_check_logits, setting, sizes, name, path)
+            guarded(emit, PART, f"{name}: logits beside torch's", check)
+        model = load(setting, path, sizes.dtype, dummy=True, quantization=setting.quantization)
+        title = setting.titled(name)
+        guarded(emit, PART, title, partial(_measure_model, setting, sizes, title, model, ceilings))
         del model
         gc.collect()
 
@@ -153,11 +155,11 @@ def _measure_model(
     )
     engine = device_engine(setting, model, num_blocks, sizes.block_size, limits, recorder, batches)
     fill_randomly(engine.pool)
-    for number, (batch, context) in enumerate(cases):
+    for batch, context in cases:
         yield _measure_case(setting, sizes, name, engine, recorder, (batch, context), ceilings)
-        if number == 0:
+        if context == sizes.contexts[0]:
             with _replayed(sizes, engine, recorder, (batch, context)) as replay:
-                yield trace_replay(setting, PART, _title(name, batch, context), replay)
+                yield trace_work(setting, PART, _title(name, batch, context), replay)
     batch, context = min(SWITCHED_BATCH, max(batches)), sizes.contexts[0]
     comparison = Comparison(model, engine.pool, context, batch, sizes.rounds, sizes.max_error)
     yield from switch_rows(setting, PART, f"{name}, context {context}", comparison)
@@ -190,7 +192,8 @@ def _measure_case(
         graph_s = seconds(setting.device, replay, sizes.rounds)
     step_s = _loop_step_s(sizes, engine, batch, context)
     costs, size = ModelCosts.of(engine.model.architecture), itemsize(sizes.dtype)
-    floor_s = costs.decode_bytes(batch, context, size, size) / ceilings.bytes_per_s
+    layer_size = size if setting.quantization == "auto" else 1
+    floor_s = costs.decode_bytes(batch, context, layer_size, size, size) / ceilings.bytes_per_s
     outside = max(0.0, step_s - graph_s) / step_s
     return Row(
         PART,

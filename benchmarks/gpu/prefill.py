@@ -28,6 +28,7 @@ from benchmarks.gpu.plans import PlanMaker
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
+from benchmarks.gpu.trace import NUM_TRACED, trace_work
 from engine.batch import StepLimits
 
 PART = "prefill"
@@ -59,19 +60,21 @@ def run(setting: Setting, emit: Emit) -> None:
     emit(ceilings_row(PART, ceilings))
     for name, config in setting.chosen(sizes.models).items():
         path = write_config(setting.folder / name, config)
-        model = load(setting, path, sizes.dtype, dummy=True)
+        model = load(setting, path, sizes.dtype, dummy=True, quantization=setting.quantization)
         longest = max(*sizes.prompts, sizes.chunked_prompt, sizes.check_prompt)
         num_blocks = 2 + -(-longest // sizes.block_size)
         limits = StepLimits(2, longest, longest + 1)
         engine = device_engine(setting, model, num_blocks, sizes.block_size, limits)
-        reference = torch_engine(
-            load(setting, path, sizes.dtype, dummy=True, torch_only=True), num_blocks, sizes.block_size
-        )
         prompts = _Prompts(sizes, engine)
-        check = partial(_check_logits, setting, sizes, name, prompts, _Prompts(sizes, reference))
-        guarded(emit, PART, f"{name}: logits beside torch's", check)
-        del reference, check
-        guarded(emit, PART, name, partial(_measure_model, setting, sizes, name, prompts, ceilings))
+        if setting.checks_logits(config):
+            reference = torch_engine(
+                load(setting, path, sizes.dtype, dummy=True, torch_only=True), num_blocks, sizes.block_size
+            )
+            check = partial(_check_logits, setting, sizes, name, prompts, _Prompts(sizes, reference))
+            guarded(emit, PART, f"{name}: logits beside torch's", check)
+            del reference, check
+        title = setting.titled(name)
+        guarded(emit, PART, title, partial(_measure_model, setting, sizes, title, prompts, ceilings))
         del engine, model, prompts
         gc.collect()
 
@@ -100,13 +103,12 @@ def _check_logits(
 def _measure_model(
     setting: Setting, sizes: Sizes, name: str, prompts: "_Prompts", ceilings: Ceilings
 ) -> Iterator[Row]:
-    architecture = prompts.engine.model.architecture
-    costs = ModelCosts.of(architecture)
+    costs = ModelCosts.of(prompts.engine.model.architecture)
     for length in sizes.prompts:
         wall_s = wall_seconds(
             setting.device, prompts.prepared(length, length, sizes.rounds + 1), sizes.rounds
         )
-        flops = costs.prefill_flops(length, architecture.vocab_size * architecture.hidden_size)
+        flops = costs.prefill_flops(length)
         utilisation = flops / wall_s / ceilings.flops_per_s
         yield Row(
             PART,
@@ -115,6 +117,8 @@ def _measure_model(
             f"{1e3 * wall_s:.2f} ms from plan to token",
             figures={"tokens": length, "wall_s": wall_s, "model_flops_utilisation": utilisation},
         )
+        traced = prompts.prepared(length, length, NUM_TRACED)
+        yield trace_work(setting, PART, f"{name}: prompt of {length}", traced)
     for chunk in sizes.chunks:
         wall_s = wall_seconds(
             setting.device, prompts.prepared(sizes.chunked_prompt, chunk, sizes.rounds + 1), sizes.rounds

@@ -43,6 +43,17 @@ class Setting:
     models: tuple[str, ...] = ()
     """Names from shapes.LARGE; empty: all of them."""
 
+    quantization: Literal["auto", "fp8"] = "auto"
+    """How the parts decode and prefill keep the layers' weights; `auto`: as the model has them."""
+
+    def titled(self, model: str) -> str:
+        """The model's name in rows."""
+        return model if self.quantization == "auto" else f"{model}, {self.quantization}"
+
+    def checks_logits(self, model: dict[str, Any]) -> bool:
+        """Whether logits should be torch's; not if roundings choose other experts, nor with other weights."""
+        return "num_experts" not in model and self.quantization == "auto"
+
     @property
     def left_s(self) -> float:
         return max(0.0, self.ends_at - time.monotonic())

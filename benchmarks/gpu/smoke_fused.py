@@ -1,7 +1,7 @@
 """Smoke tests of fused products of few rows, experts' products, and launches that begin before others end.
 
 Shape suffixes: T tokens, I input features, O output features, P pairs of outputs, E hidden size, K experts of
-a token, X experts.
+a token, N pairs of token and expert, X experts.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,14 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
-from engine.kernels.expert_linear import ExpertMatrices, SortedPairs, expert_linear
+from engine.kernels.expert_linear import ExpertMatrices, expert_linear
+from engine.kernels.routing import route_rows
 from engine.kernels.skinny_epilogue import InputNorm
 from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_linear, skinny_silu_mul
+from engine.kernels.sort_pairs import ExpertPairs
+from engine.kernels.sum_pairs import sum_pairs
+from engine.layers.mixture import route
+from engine.mixture_config import Mixture
 from tests.kernels.references import (
     expert_linear_reference,
     rms_norm_reference,
@@ -31,7 +36,7 @@ def makers(shapes: Shapes) -> list[Maker]:
         partial(_fused, shapes, num_tokens, is_fp8) for num_tokens in (1, 4, 16) for is_fp8 in (False, True)
     ]
     found += [partial(_chain, shapes, num_tokens) for num_tokens in (1, 16)]
-    return [*found, partial(_experts, shapes)]
+    return [*found, *(partial(_experts, shapes, num_tokens) for num_tokens in (1, 16, 40))]
 
 
 def _fused(shapes: Shapes, num_tokens: int, is_fp8: bool) -> Iterator[SmokeCase]:
@@ -111,16 +116,33 @@ def _chain(shapes: Shapes, num_tokens: int) -> Iterator[SmokeCase]:
     )
 
 
-def _experts(shapes: Shapes) -> Iterator[SmokeCase]:
-    """Multiplies each token with the matrices of two of four experts."""
-    x_TI = shapes.randn(shapes.tokens, shapes.hidden)
-    matrices = ExpertMatrices(shapes.randn(4, shapes.hidden, shapes.hidden) * shapes.hidden**-0.5)
-    experts_TK = torch.arange(2 * shapes.tokens, device=shapes.device).view(-1, 2) % 4
+def _experts(shapes: Shapes, num_tokens: int) -> Iterator[SmokeCase]:
+    """A mixture of eight experts, two of them for each token: routes, multiplies twice and adds up."""
+    mixture = Mixture(num_experts=8, num_chosen=2, intermediate_size=shapes.hidden, is_normalised=True)
+    x_TE = shapes.randn(num_tokens, shapes.hidden)
+    logits_TX = shapes.randn(num_tokens, mixture.num_experts)
+    scale = shapes.hidden**-0.5
+    gate_up = ExpertMatrices(shapes.randn(8, 2 * shapes.hidden, shapes.hidden) * scale)
+    down = ExpertMatrices(shapes.randn(8, shapes.hidden, shapes.hidden) * scale)
+
+    def ours() -> Outputs:
+        experts_TK, weights_TK = route_rows(logits_TX, mixture)
+        pairs = ExpertPairs.of(experts_TK, mixture.num_experts)
+        x_NI = expert_linear(x_TE, gate_up, pairs, activation=mixture.activation)
+        y_NE = expert_linear(x_NI, down, pairs, factors_N=weights_TK.flatten())
+        return (weights_TK, sum_pairs(y_NE, pairs))
+
+    def torchs() -> Outputs:
+        experts_TK, weights_TK = route(logits_TX, mixture)
+        x_NI = silu_mul_reference(expert_linear_reference(x_TE, gate_up, experts_TK, None))
+        y_NE = expert_linear_reference(x_NI, down, experts_TK, weights_TK.flatten())
+        return (weights_TK, y_NE.float().unflatten(0, (num_tokens, 2)).sum(1).to(x_TE.dtype))
+
     yield SmokeCase(
-        "expert_linear",
-        ("expert_linear",),
-        lambda: (expert_linear(x_TI, matrices, SortedPairs.of(experts_TK, 4)),),
-        lambda: (expert_linear_reference(x_TI, matrices, experts_TK, None),),
+        f"a mixture of experts, {num_tokens} tokens",
+        ("routing", "sort_pairs", "expert_linear", "sum_pairs"),
+        ours,
+        torchs,
         shapes.max_error,
     )
 

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.gpu import sweep_attention, sweep_latents, sweep_linear
+from benchmarks.gpu import sweep_attention, sweep_experts, sweep_latents, sweep_linear
 from benchmarks.gpu.measure import all_seconds, make_recorder, relative_error
 from benchmarks.gpu.precompile import precompile
 from benchmarks.gpu.report import Row
@@ -35,6 +35,7 @@ def run(setting: Setting, emit: Emit) -> None:
         *sweep_linear.cases(setting),
         *sweep_attention.cases(setting),
         *sweep_latents.cases(setting),
+        *sweep_experts.cases(setting),
     )
     cases = [case for case in all_cases if setting.cases in case.name]
     if not cases:

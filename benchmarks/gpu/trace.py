@@ -4,7 +4,7 @@ import gzip
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,10 +16,11 @@ import torch
 from benchmarks.gpu.measure import synchronize
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Setting
-from engine.gpu.graphs import Replay
 from kv_transfer.cuda.copy_kernel import NAME as COPY_KERNEL
 
 NUM_WARM = 3
+NUM_TRACED = NUM_WARM + 1
+"""How often `trace_work` does its work."""
 NUM_SHOWN = 8
 """How many of the slowest kernels the summary names."""
 Event = dict[str, Any]
@@ -41,13 +42,13 @@ class KernelSums:
 
 
 @torch.inference_mode()
-def trace_replay(setting: Setting, part: str, title: str, replay: Replay) -> Row:
-    """Traces one replay of a recorded step: the times of its kernels, and of the gaps between them."""
+def trace_work(setting: Setting, part: str, title: str, work: Callable[[], object]) -> Row:
+    """Traces one step: the times of its kernels, and of the gaps between them. `work` queues one such step."""
     for _ in range(NUM_WARM):
-        replay()
+        work()
     synchronize(setting.device)
     with profiled(setting) as profile:
-        replay()
+        work()
     path = setting.folder_for_files() / f"step-{re.sub(r'[^A-Za-z0-9.]+', '-', title)}.json.gz"
     sums = sum_kernels(write_trace(profile, path))
     return Row(

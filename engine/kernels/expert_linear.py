@@ -1,11 +1,14 @@
 """The products of a mixture of experts in one launch: multiplies each row by the matrices of its experts.
 
-A row and one of its experts form a pair. Pairs are sorted by expert, and a program multiplies up to one tile
-of rows of one expert. The program finds its expert by the number of pairs of each expert, which only the
-device knows. So the host launches the largest possible number of programs, and programs without a tile end at
-once. Nothing waits for the device, and one graph can be used for any routing. An expert without pairs is not
-read. With expert parallelism, pairs with experts of other ranks are sorted to the end, and no tile contains
-them.
+A row and one of its experts form a pair. A program multiplies one tile of pairs of one expert, and finds its tile by
+what only the device knows. So the host launches the largest possible number of programs, and programs without a tile
+end at once. Nothing waits for the device, and one graph can be used for any routing. An expert without pairs is not
+read.
+
+* With few tokens, a program's number is a pair's. If that pair is the first of its expert, the program's tile has all
+  pairs of the expert: at most one for each token.
+* With more tokens, pairs are sorted by expert, and tiles are numbered expert by expert. Those of one expert run side by
+  side, and share its weights in the cache.
 
 Shape suffixes: T tokens, K experts of a token, N pairs (T x K), X experts, I input features, O output features.
 """
@@ -17,9 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_FEW_TOKENS = 16
-"""Steps with at most this many tokens use tiles of 16 pairs, the matrix units' minimum: most experts have
-fewer pairs."""
+from engine.activation import Activation
+from engine.kernels.dependent_launch import launch_options, wait_for_former
+from engine.kernels.silu_mul import activation_constants, gated
+from engine.kernels.skinny_epilogue import weight_row
+from engine.kernels.sort_pairs import MAX_UNSORTED_TOKENS, ExpertPairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,138 +39,215 @@ class ExpertMatrices:
 
 
 @dataclass(frozen=True, slots=True)
-class SortedPairs:
-    """A step's pairs; pair n is of token n // K."""
+class ExpertLaunch:
+    """How the kernel is launched; the blocks are powers of two."""
 
-    order_N: torch.Tensor
-    """int64: the pairs of expert 0, then those of expert 1, ..."""
-    counts_X: torch.Tensor
-    """int32: pairs of each expert."""
-    num_tokens: int
-    is_here_N: torch.Tensor | None = None
-    """Whether a pair's expert is on this rank; None: all are."""
+    block_pairs: int
+    """Pairs of a tile: at least 16, the matrix units' minimum."""
+    block_outputs: int
+    """Outputs of a program. With 64 or more, and 4 or 8 warps, they are the rows of Hopper's wgmma."""
+    block_inputs: int
+    num_warps: int
+    num_stages: int
+    """Blocks of weights and inputs in shared memory, all but one of them in flight."""
 
-    @classmethod
-    def of(cls, experts_TK: torch.Tensor, num_experts: int, *, has_others: bool = False) -> "SortedPairs":
-        """Sorts pairs by expert, without waiting for the device.
 
-        `has_others`: whether the number `num_experts` means an expert of another rank.
-        """
-        experts_N = experts_TK.flatten()
-        counts_X = torch.zeros(num_experts + has_others, dtype=torch.int32, device=experts_N.device)
-        counts_X.scatter_add_(0, experts_N, torch.ones_like(experts_N, dtype=torch.int32))
-        is_here_N = experts_N < num_experts if has_others else None
-        return cls(experts_N.argsort(stable=True), counts_X[:num_experts], len(experts_TK), is_here_N)
+def choose_expert_launch(
+    num_tokens: int, num_pairs: int, num_experts: int, dtype: torch.dtype, *, is_gated: bool
+) -> ExpertLaunch:
+    """The launch for a step's products: tiles of about as many pairs as an expert has. `dtype`: of the inputs.
+
+    As measured on an H200 (docs/kernels.md, "expert_linear").
+    """
+    is_sorted, pairs_each = num_tokens > MAX_UNSORTED_TOKENS, num_pairs / num_experts
+    if dtype is torch.float32:  # for correctness, not speed
+        return ExpertLaunch(64 if is_sorted else 16, 32, 32, num_warps=4, num_stages=2)
+    if not is_sorted or pairs_each <= 8:
+        return ExpertLaunch(16, 64, 128, num_warps=4, num_stages=4)
+    if pairs_each <= 32:
+        return ExpertLaunch(32, 128, 64, num_warps=4, num_stages=4)
+    if pairs_each < 96:
+        return ExpertLaunch(64, 128, 64, num_warps=4, num_stages=3)
+    return ExpertLaunch(128, 128 if is_gated else 256, 64, num_warps=8, num_stages=3)
 
 
 def expert_linear(
-    x: torch.Tensor, matrices: ExpertMatrices, pairs: SortedPairs, factors_N: torch.Tensor | None = None
+    x: torch.Tensor,
+    matrices: ExpertMatrices,
+    pairs: ExpertPairs,
+    *,
+    factors_N: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    launch: ExpertLaunch | None = None,
 ) -> torch.Tensor:
     """`x @ weight[expert].T + bias[expert]` for each pair, N x O in x's dtype; sums in float32, rounded once.
 
     `x` has a row for each token, which all its pairs take, or for each pair. `factors_N` (float32) multiply the sums.
-    Rows of pairs with experts of other ranks are 0 with `factors_N`, and undefined without.
+    With an `activation`, the first half of each matrix makes gates, and the second half what they scale: the result has
+    O / 2 columns, and the products are rounded before the activation. Rows of pairs with experts of other ranks are
+    undefined.
     """
     weight_XOI, scales_XO = matrices.weight_XOI, matrices.scales_XO
-    num_experts, num_outputs, num_inputs = weight_XOI.shape
-    num_pairs = len(pairs.order_N)
+    num_experts, num_weight_rows, num_inputs = weight_XOI.shape
+    num_tokens, num_chosen = pairs.experts_TK.shape
+    num_pairs = num_tokens * num_chosen
+    assert num_experts == pairs.num_experts
     assert x.shape[1] == num_inputs, f"{x.shape[1]} inputs for weights of {num_inputs}"
-    assert len(x) in (pairs.num_tokens, num_pairs)
+    assert len(x) in (num_tokens, num_pairs)
     assert x.stride(1) == 1, "a row is one span"
     assert weight_XOI.is_contiguous()
     assert (scales_XO is not None) == (weight_XOI.dtype is torch.float8_e4m3fn)
     assert scales_XO is not None or weight_XOI.dtype is x.dtype, f"{x.dtype} x {weight_XOI.dtype}"
-    is_filled = pairs.is_here_N is not None and factors_N is not None
-    make = torch.zeros if is_filled else torch.empty
-    y_NO = make((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
+    is_gated = activation is not None
+    assert not is_gated or num_weight_rows % 2 == 0, f"{num_weight_rows} outputs are not pairs"
+    num_outputs = num_weight_rows // 2 if is_gated else num_weight_rows
+    y_NO = torch.empty(num_pairs, num_outputs, dtype=x.dtype, device=x.device)
     if num_pairs == 0:
         return y_NO
-    is_few = pairs.num_tokens <= MAX_FEW_TOKENS
-    is_float32 = x.dtype is torch.float32  # for correctness, not speed
-    block_rows = 16 if is_few else 64
-    block_outputs = 32 if is_float32 else 64 if is_few else 128
-    most_tiles = min(num_pairs, num_pairs // block_rows + num_experts)
-    _expert_linear_kernel[(most_tiles, triton.cdiv(num_outputs, block_outputs))](
+    launch = launch or choose_expert_launch(num_tokens, num_pairs, num_experts, x.dtype, is_gated=is_gated)
+    most_tiles = num_pairs
+    if pairs.order_N is not None:
+        most_tiles = min(num_pairs, num_pairs // launch.block_pairs + num_experts)
+    _expert_linear_kernel[(most_tiles, triton.cdiv(num_outputs * (1 + is_gated), launch.block_outputs))](
         x,
         weight_XOI,
         scales_XO,
         matrices.bias_XO,
+        pairs.experts_TK,
         pairs.order_N,
         pairs.counts_X,
         factors_N,
         y_NO,
         x.stride(0),
+        num_tokens,
         num_outputs,
         NUM_INPUTS=num_inputs,
         NUM_EXPERTS=num_experts,
         PADDED_X=triton.next_power_of_2(num_experts),
+        NUM_CHOSEN=num_chosen,
+        PADDED_K=triton.next_power_of_2(num_chosen),
         PAIRS_PER_ROW=num_pairs // len(x),
-        BLOCK_N=block_rows,
-        BLOCK_O=block_outputs,
-        BLOCK_I=32 if is_float32 else 128 if is_few else 64,
-        num_warps=4,
-        num_stages=2 if is_float32 else 4,
+        **(activation_constants(activation) if activation else {"KIND": None, "ALPHA": None, "LIMIT": None}),
+        BLOCK_N=launch.block_pairs,
+        BLOCK_O=launch.block_outputs,
+        BLOCK_I=launch.block_inputs,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **launch_options(),
     )
     return y_NO
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # it changes from step to step
 def _expert_linear_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
     scales_ptr,
     bias_ptr,
+    experts_ptr,
     order_ptr,
     counts_ptr,
     factors_ptr,
     y_ptr,
     x_stride,
+    num_tokens,
     num_outputs,
     NUM_INPUTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     PADDED_X: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    PADDED_K: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Tiles are numbered expert by expert. Those of one expert run side by side, and share its weights in the cache."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    """Computes weight @ x.T, so that a gate and what it scales may be neighbours. `num_outputs`: columns of y."""
+    GATED: tl.constexpr = KIND is not None
+    OUTPUTS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    wait_for_former(PDL)
+    if order_ptr is None:
+        expert, pairs_N, is_pair_N = _pairs_of_first(
+            experts_ptr, num_tokens, NUM_EXPERTS, NUM_CHOSEN, PADDED_K, BLOCK_N
+        )
+    else:
+        expert, pairs_N, is_pair_N = _pairs_of_tile(order_ptr, counts_ptr, NUM_EXPERTS, PADDED_X, BLOCK_N)
+    pairs_N = pairs_N.to(tl.int64)
+    if expert < NUM_EXPERTS:
+        rows_O = tl.arange(0, BLOCK_O)
+        first_output = tl.program_id(1) * OUTPUTS
+        is_row_O = first_output + (rows_O // 2 if GATED else rows_O) < num_outputs
+        weight_rows_O = expert.to(tl.int64) * num_outputs * (2 if GATED else 1)
+        weight_rows_O += first_output + weight_row(rows_O, num_outputs, GATED)
+        columns_I = tl.arange(0, BLOCK_I)
+        weight_ptrs = weight_ptr + weight_rows_O[:, None] * NUM_INPUTS + columns_I[None, :]
+        x_ptrs = x_ptr + (pairs_N // PAIRS_PER_ROW)[None, :] * x_stride + columns_I[:, None]
+        y_ON = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+        for first in range(0, NUM_INPUTS, BLOCK_I):
+            weight_mask, x_mask = is_row_O[:, None], is_pair_N[None, :]
+            if NUM_INPUTS % BLOCK_I != 0:
+                weight_mask = weight_mask & (first + columns_I < NUM_INPUTS)[None, :]
+                x_mask = x_mask & (first + columns_I < NUM_INPUTS)[:, None]
+            weight_OI = tl.load(weight_ptrs + first, weight_mask, other=0.0)
+            x_IN = tl.load(x_ptrs + first, x_mask, other=0.0)
+            # "ieee" is for float32, which would otherwise be rounded to tf32.
+            y_ON = tl.dot(weight_OI.to(dtype), x_IN, y_ON, input_precision="ieee")
+        if scales_ptr is not None:
+            y_ON *= tl.load(scales_ptr + weight_rows_O, is_row_O, other=0.0)[:, None]
+        if bias_ptr is not None:
+            y_ON += tl.load(bias_ptr + weight_rows_O, is_row_O, other=0.0)[:, None]
+        if GATED:
+            pairs_OUN = tl.reshape(y_ON.to(dtype), [OUTPUTS, 2, BLOCK_N])
+            gate_ON, up_ON = tl.split(tl.permute(pairs_OUN, (0, 2, 1)))
+            y_ON = gated(gate_ON.to(tl.float32), up_ON.to(tl.float32), KIND, ALPHA, LIMIT)
+        if factors_ptr is not None:
+            y_ON *= tl.load(factors_ptr + pairs_N, is_pair_N, other=0.0)[None, :]
+        outputs_O = first_output + tl.arange(0, OUTPUTS)
+        y_ptrs = y_ptr + pairs_N[None, :] * num_outputs + outputs_O[:, None]
+        tl.store(y_ptrs, y_ON.to(dtype), is_pair_N[None, :] & (outputs_O < num_outputs)[:, None])
+
+
+@triton.jit
+def _pairs_of_first(  # type: ignore[no-untyped-def]
+    experts_ptr,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The expert of the program's pair, and its pairs by token; NUM_EXPERTS if an earlier pair has the same expert."""
+    first = tl.program_id(0)
+    tokens_N, chosen_K = tl.arange(0, BLOCK_N), tl.arange(0, PADDED_K)
+    pairs_NK = tokens_N[:, None] * NUM_CHOSEN + chosen_K[None, :]
+    is_pair_NK = (tokens_N < num_tokens)[:, None] & (chosen_K < NUM_CHOSEN)[None, :]
+    expert = tl.load(experts_ptr + first)
+    is_its_NK = tl.load(experts_ptr + pairs_NK, is_pair_NK, other=-1) == expert
+    num_earlier = tl.sum(tl.sum((is_its_NK & (pairs_NK < first)).to(tl.int32), 1), 0)
+    pairs_N = tl.max(tl.where(is_its_NK, pairs_NK, -1), 1)
+    return tl.where(num_earlier > 0, NUM_EXPERTS, expert), tl.maximum(pairs_N, 0), pairs_N >= 0
+
+
+@triton.jit
+def _pairs_of_tile(  # type: ignore[no-untyped-def]
+    order_ptr, counts_ptr, NUM_EXPERTS: tl.constexpr, PADDED_X: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The expert of the program's tile, and the tile's pairs; NUM_EXPERTS or more behind the last tile."""
     tile = tl.program_id(0)
-    experts = tl.arange(0, PADDED_X)
-    counts_X = tl.load(counts_ptr + experts, experts < NUM_EXPERTS, other=0)
+    experts_X = tl.arange(0, PADDED_X)
+    counts_X = tl.load(counts_ptr + experts_X, experts_X < NUM_EXPERTS, other=0)
     tiles_X = (counts_X + BLOCK_N - 1) // BLOCK_N
     tile_ends_X, ends_X = tl.cumsum(tiles_X, 0), tl.cumsum(counts_X, 0)
-    if tile < tl.sum(tiles_X, 0):
-        expert = tl.sum((tile_ends_X <= tile).to(tl.int32), 0)
-        is_it = experts == expert
-        first_tile = tl.sum(tl.where(is_it, tile_ends_X - tiles_X, 0), 0)
-        end = tl.sum(tl.where(is_it, ends_X, 0), 0)
-        first = tl.sum(tl.where(is_it, ends_X - counts_X, 0), 0) + (tile - first_tile) * BLOCK_N
-        places = first + tl.arange(0, BLOCK_N)
-        is_pair = places < end
-        pairs = tl.load(order_ptr + places, is_pair, other=0)
-        outputs = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-        is_output = outputs < num_outputs
-        columns = tl.arange(0, BLOCK_I)
-        row = expert.to(tl.int64) * num_outputs + outputs
-        weight_ptrs = weight_ptr + row[None, :] * NUM_INPUTS + columns[:, None]
-        x_ptrs = x_ptr + (pairs // PAIRS_PER_ROW)[:, None] * x_stride + columns[None, :]
-        y_NO = tl.zeros([BLOCK_N, BLOCK_O], tl.float32)
-        for begin in range(0, NUM_INPUTS, BLOCK_I):
-            x_mask, weight_mask = is_pair[:, None], is_output[None, :]
-            if NUM_INPUTS % BLOCK_I != 0:
-                x_mask = x_mask & (begin + columns < NUM_INPUTS)[None, :]
-                weight_mask = weight_mask & (begin + columns < NUM_INPUTS)[:, None]
-            x_NI = tl.load(x_ptrs + begin, x_mask, other=0.0)
-            weight_IO = tl.load(weight_ptrs + begin, weight_mask, other=0.0)
-            # "ieee" is for float32, which would otherwise be rounded to tf32.
-            y_NO = tl.dot(x_NI, weight_IO.to(dtype), y_NO, input_precision="ieee")
-        if scales_ptr is not None:
-            y_NO *= tl.load(scales_ptr + row, is_output, other=0.0)[None, :]
-        if bias_ptr is not None:
-            y_NO += tl.load(bias_ptr + row, is_output, other=0.0)[None, :]
-        if factors_ptr is not None:
-            y_NO *= tl.load(factors_ptr + pairs, is_pair, other=0.0)[:, None]
-        y_ptrs = y_ptr + pairs[:, None] * num_outputs + outputs[None, :]
-        tl.store(y_ptrs, y_NO.to(dtype), is_pair[:, None] & is_output[None, :])
+    expert = tl.sum((tile_ends_X <= tile).to(tl.int32), 0)
+    is_it_X = experts_X == expert
+    first_tile = tl.sum(tl.where(is_it_X, tile_ends_X - tiles_X, 0), 0)
+    end = tl.sum(tl.where(is_it_X, ends_X, 0), 0)
+    first = tl.sum(tl.where(is_it_X, ends_X - counts_X, 0), 0) + (tile - first_tile) * BLOCK_N
+    places_N = first + tl.arange(0, BLOCK_N)
+    is_pair_N = places_N < end
+    return expert, tl.load(order_ptr + places_N, is_pair_N, other=0), is_pair_N

@@ -15,13 +15,10 @@ from engine.kernels.row_launch import row_launch
 BLOCK_I = 1024
 
 
-def silu_mul(
-    gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU, is_wanted_T: torch.Tensor | None = None
-) -> torch.Tensor:
+def silu_mul(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> torch.Tensor:
     """T x I in the input's dtype, computed in float32. Rows may be strided; their elements are contiguous.
 
-    `activation`: which one takes the place of SiLU. `is_wanted_T`: rows that are not wanted are neither read nor
-    written.
+    `activation`: which one takes the place of SiLU.
     """
     num_tokens, width = gate_up_TM.shape
     assert gate_up_TM.stride(1) == 1, "a row is one span"
@@ -31,10 +28,9 @@ def silu_mul(
     _silu_mul_kernel[grid](
         gate_up_TM,
         out_TI,
-        None if is_wanted_T is None else is_wanted_T.view(torch.uint8),
         gate_up_TM.stride(0),
         width // 2,
-        **_constants(activation),
+        **activation_constants(activation),
         BLOCK_I=BLOCK_I,
         num_warps=4,
         **launch_options(),
@@ -62,14 +58,14 @@ def silu_mul_fp8(
             scales_T1,
             gate_up_TM.stride(0),
             width // 2,
-            **_constants(activation),
+            **activation_constants(activation),
             PADDED_I=padded,
             num_warps=num_warps,
         )
     return q_TI, scales_T1
 
 
-def _constants(activation: Activation) -> dict[str, object]:
+def activation_constants(activation: Activation) -> dict[str, object]:
     """The constants with which the kernels are compiled for this activation."""
     if isinstance(activation, ClampedSwiglu):
         return {"KIND": "swiglu", "ALPHA": activation.alpha, "LIMIT": activation.limit}
@@ -80,7 +76,6 @@ def _constants(activation: Activation) -> dict[str, object]:
 def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     gate_up_ptr,
     out_ptr,
-    is_wanted_ptr,
     row_stride,
     num_columns,
     KIND: tl.constexpr,
@@ -92,13 +87,10 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     wait_for_former(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    num_wanted = num_columns
-    if is_wanted_ptr is not None:
-        num_wanted *= tl.load(is_wanted_ptr + row).to(tl.int32)
-    mask = columns < num_wanted
+    mask = columns < num_columns
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + num_columns + columns, mask, other=0.0).to(tl.float32)
-    out = _gated(gate, up, KIND, ALPHA, LIMIT)
+    out = gated(gate, up, KIND, ALPHA, LIMIT)
     tl.store(out_ptr + row * num_columns + columns, out.to(out_ptr.dtype.element_ty), mask)
 
 
@@ -119,12 +111,12 @@ def _silu_mul_fp8_kernel(  # type: ignore[no-untyped-def]
     mask = columns < num_columns
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + num_columns + columns, mask, other=0.0).to(tl.float32)
-    out = _gated(gate, up, KIND, ALPHA, LIMIT)
+    out = gated(gate, up, KIND, ALPHA, LIMIT)
     store_quantized_row(out, q_ptr, scales_ptr, row, columns, num_columns)
 
 
 @triton.jit
-def _gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """GELU is x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3). Clamped values that are NaN stay NaN."""
     if KIND == "swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)

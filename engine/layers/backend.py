@@ -99,6 +99,10 @@ class MixtureLayer(Protocol):
         """T x E; the caller may overwrite the result."""
         ...
 
+    def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
+        """Adds the result to the residual stream in place and returns True, if its last launch can do so."""
+        ...
+
 
 class Backend(Protocol):
     """The parts of a decoder layer besides attention."""

@@ -10,10 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.layers.backend import Activations, LinearLayer, Router
-from engine.mixture_config import Mixture
-
-LEAST_SUM = 1e-20
-"""Added to sums of sigmoids, which may all be 0."""
+from engine.mixture_config import LEAST_SUM, Mixture
 
 
 class LoopedMixture:
@@ -50,6 +47,10 @@ class LoopedMixture:
                 sums_TE.index_add_(0, rows_R, y_RE * weights_R.unsqueeze(1))
         return sums_TE.to(x_TE.dtype)
 
+    def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
+        del x_TE, residual_TE
+        return False
+
 
 class ExpertChoice:
     """Chooses the experts of rows."""
@@ -60,7 +61,7 @@ class ExpertChoice:
         self.mixture = mixture
         self._scores = scores
         self._dtype = router.weight_XE.dtype
-        self._bias_X = router.choice_bias_X
+        self.bias_X = router.choice_bias_X
 
     @property
     def num_experts(self) -> int:
@@ -68,7 +69,11 @@ class ExpertChoice:
 
     def __call__(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row, best first, and their weights in float32: two tensors of T x K."""
-        return route(self._scores(x_TE.to(self._dtype)), self.mixture, self._bias_X)
+        return route(self.logits(x_TE), self.mixture, self.bias_X)
+
+    def logits(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """T x X: the router's product, in the router's dtype."""
+        return self._scores(x_TE.to(self._dtype))
 
 
 def route(

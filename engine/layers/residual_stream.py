@@ -6,15 +6,15 @@ Shape suffixes: T tokens of a step, E hidden size, I input features of a project
 import torch
 
 from engine.collectives import Collectives
-from engine.layers.backend import Activations, Backend, LinearLayer
+from engine.layers.backend import Activations, Backend, LinearLayer, MixtureLayer
 
 
 class ResidualStream:
     """The stream of one step.
 
-    A branch ends with a projection. Its result is added at once if the branch ends with a norm. It is also
-    added at once if the backend can multiply and add in one launch, and there is only one rank. Otherwise the
-    result is added together with the next norm.
+    A branch ends with a projection or with a mixture of experts. Its result is added at once if the branch ends
+    with a norm. It is also added at once if the backend can multiply and add in one launch, and there is only one
+    rank. Otherwise the result is added together with the next norm.
     """
 
     def __init__(self, rows_TE: torch.Tensor, backend: Backend, collectives: Collectives, eps: float) -> None:
@@ -63,6 +63,12 @@ class ResidualStream:
         if self._collectives.size == 1 and self._backend.adds(linear, x_TI, self._rows_TE):
             return
         self.add_parts(linear(x_TI))
+
+    def add_mixture(self, mixture: MixtureLayer, x_TE: torch.Tensor) -> None:
+        """Adds the sum of all ranks' `mixture(x_TE)`."""
+        assert self._branch_TE is None, "each branch begins with a norm"
+        if self._collectives.size > 1 or not mixture.adds(x_TE, self._rows_TE):
+            self.add_parts(mixture(x_TE))
 
     def add_parts(self, branch_TE: torch.Tensor) -> None:
         """Adds the sum of all ranks' `branch_TE`, and overwrites `branch_TE`."""

@@ -28,7 +28,6 @@ from engine.layers.backend import (
 from engine.layers.few_rows import FewRows
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
-from engine.layers.linear import Linear
 from engine.layers.mixture import ExpertChoice
 from engine.layers.timed_products import TimedProducts
 from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
@@ -68,12 +67,11 @@ class TritonBackend:
         linear: MakeLinear,
         here: range | None = None,
     ) -> TritonMixture:
-        """The router uses plain torch.
+        """Each rank computes the routing, so all ranks must multiply in the same way.
 
-        Each rank computes the routing, so all ranks must multiply in the same way; timed products may differ
-        between ranks.
+        Timed products may differ between ranks, so the router's product is not timed.
         """
-        choice = ExpertChoice(mixture, router, Linear(router.weight_XE, router.bias_X))
+        choice = ExpertChoice(mixture, router, TritonLinear(router.weight_XE, router.bias_X, None))
         return TritonMixture(choice, experts, here, is_fp8=linear == self.fp8_linear)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:

@@ -19,10 +19,11 @@ class TritonLinear:
     """`x_TI @ weight_OI.T + bias_O`. torch's library also computes few rows if it was timed to be faster."""
 
     def __init__(
-        self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, timed_products: TimedProducts
+        self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, timed_products: TimedProducts | None
     ) -> None:
+        """`timed_products`: None for a product that must be the same on every rank: it is not timed."""
         self.few_rows = FewRows(weight_OI.contiguous(), bias_O, None)
-        self._timed = timed_products.add(self.few_rows)
+        self._timed = None if timed_products is None else timed_products.add(self.few_rows)
 
     def __call__(self, x_TI: Activations) -> torch.Tensor:
         if self.few_rows.takes(x_TI) and not self._is_by_library(x_TI):
@@ -34,9 +35,9 @@ class TritonLinear:
 
         False for a product that is fused with a norm: this saves a launch.
         """
-        if not isinstance(x_TI, torch.Tensor) or not kernel_switches().timed_products:
+        if self._timed is None or not kernel_switches().timed_products:
             return False
-        return self._timed.are_by_library(len(x_TI))
+        return isinstance(x_TI, torch.Tensor) and self._timed.are_by_library(len(x_TI))
 
 
 class TritonFp8Linear:

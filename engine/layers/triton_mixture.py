@@ -8,8 +8,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from engine.kernels.expert_linear import ExpertMatrices, SortedPairs, expert_linear
-from engine.kernels.silu_mul import silu_mul
+from engine.kernels.expert_linear import ExpertMatrices, expert_linear
+from engine.kernels.routing import route_rows
+from engine.kernels.sort_pairs import ExpertPairs
+from engine.kernels.sum_pairs import sum_pairs
+from engine.kernels.switches import kernel_switches
 from engine.layers.backend import Expert, Matrix
 from engine.layers.fp8 import FP8, Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
@@ -39,22 +42,28 @@ class TritonMixture:
             self._places_X = _places(here, choice.num_experts, self._down.weight_XOI.device)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        experts_TK, weights_TK = self._choice(x_TE)
-        if self._places_X is not None:
-            experts_TK = self._places_X[experts_TK]
-        pairs = SortedPairs.of(experts_TK, len(self._down.weight_XOI), has_others=self._places_X is not None)
-        x_NI = silu_mul(
-            expert_linear(x_TE, self._gate_up, pairs), self._choice.mixture.activation, pairs.is_here_N
+        return self._sum(x_TE)
+
+    def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
+        if kernel_switches().fused_residual:
+            self._sum(x_TE, residual_TE)
+        return kernel_switches().fused_residual
+
+    def _sum(self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+        mixture = self._choice.mixture
+        experts_TK, weights_TK = route_rows(
+            self._choice.logits(x_TE), mixture, self._choice.bias_X, self._places_X
         )
-        y_NE = expert_linear(x_NI, self._down, pairs, weights_TK.flatten())
-        y_TE: torch.Tensor = y_NE.view(*experts_TK.shape, -1).sum(1, dtype=torch.float32)
-        return y_TE.to(x_TE.dtype)
+        pairs = ExpertPairs.of(experts_TK, len(self._down.weight_XOI))
+        x_NI = expert_linear(x_TE, self._gate_up, pairs, activation=mixture.activation)
+        y_NE = expert_linear(x_NI, self._down, pairs, factors_N=weights_TK.flatten())
+        return sum_pairs(y_NE, pairs, residual_TE)
 
 
 def _places(here: range, num_experts: int, device: torch.device) -> torch.Tensor:
     """Each expert's index among this rank's experts; other ranks' experts get the next index after them."""
-    places_X = torch.full((num_experts,), len(here), device=device)
-    places_X[here.start : here.stop] = torch.arange(len(here), device=device)
+    places_X = torch.full((num_experts,), len(here), dtype=torch.int32, device=device)
+    places_X[here.start : here.stop] = torch.arange(len(here), dtype=torch.int32, device=device)
     return places_X
 
 

@@ -30,4 +30,4 @@ class GptOssLayer:
         """Adds both branches to the stream."""
         qkv_TPD = self._qkv_proj(stream.normed(self._input_norm_E)).unflatten(-1, (-1, self._head_dim))
         stream.add(self._o_proj, attention(self._index, qkv_TPD, None, self._sinks_Q))
-        stream.add_parts(self._mixture(stream.normed_rows(self._post_norm_E)))
+        stream.add_mixture(self._mixture, stream.normed_rows(self._post_norm_E))

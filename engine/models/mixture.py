@@ -40,7 +40,7 @@ class MixtureOfExpertsLayer:
         """Adds both branches to the stream."""
         qkv_TPD = self._qkv_proj(stream.normed(self._input_norm_E)).unflatten(-1, (-1, self._head_dim))
         stream.add(self._o_proj, attention(self._index, qkv_TPD, self._head_norm))
-        stream.add_parts(self._mixture(stream.normed_rows(self._post_norm_E)))
+        stream.add_mixture(self._mixture, stream.normed_rows(self._post_norm_E))
 
 
 def mixture_layer(

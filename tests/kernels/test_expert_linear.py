@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from engine.activation import Activation, ClampedSwiglu, Gate
-from engine.kernels.expert_linear import ExpertMatrices, SortedPairs, expert_linear
+from engine.kernels.expert_linear import ExpertMatrices, expert_linear
+from engine.kernels.sort_pairs import MAX_UNSORTED_TOKENS, ExpertPairs
+from engine.kernels.sum_pairs import sum_pairs
 from engine.layers.backend import Expert, Router
 from engine.layers.fp8 import quantize_rows
 from engine.layers.torch_backend import TorchBackend
@@ -23,7 +25,7 @@ from engine.mixture_config import Mixture
 from engine.model_config import read_architecture
 from engine.models.decoder import Decoder
 from tests.factories.models import make_model_dir
-from tests.kernels.references import expert_linear_reference
+from tests.kernels.references import expert_linear_reference, silu_mul_reference
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 
@@ -36,6 +38,7 @@ def empty_launch(
     *,
     is_second: bool = False,
     has_bias: bool = False,
+    activation: Activation = Gate.SILU,
 ) -> None:
     """`dtype`: of the weights. `is_second`: of the products that give each token's result."""
     meta = partial(torch.empty, device="meta")
@@ -44,10 +47,19 @@ def empty_launch(
         meta(shape[:2]) if dtype is FP8 else None,
         meta(shape[:2]) if has_bias else None,
     )
-    pairs = SortedPairs.of(meta(num_tokens, num_chosen, dtype=torch.int64), shape[0])
-    num_pairs = num_tokens * num_chosen
+    num_pairs, num_experts = num_tokens * num_chosen, shape[0]
+    is_sorted = num_tokens > MAX_UNSORTED_TOKENS
+    pairs = ExpertPairs(
+        meta(num_tokens, num_chosen, dtype=torch.int32),
+        num_experts,
+        meta(num_pairs, dtype=torch.int32) if is_sorted else None,
+        meta(num_experts, dtype=torch.int32) if is_sorted else None,
+    )
     x = meta(num_pairs if is_second else num_tokens, shape[2], dtype=F32 if dtype is F32 else BF16)
-    expert_linear(x, matrices, pairs, meta(num_pairs) if is_second else None)
+    if is_second:
+        expert_linear(x, matrices, pairs, factors_N=meta(num_pairs))
+    else:
+        expert_linear(x, matrices, pairs, activation=activation)
 
 
 USUAL = {
@@ -57,7 +69,14 @@ USUAL = {
     "Qwen3-30B-A3B gate_up, 8192, float8": partial(empty_launch, 8192, 8, (128, 1536, 2048), FP8),
 }
 RARE = {
-    "gpt-oss-20b gate_up, 1": partial(empty_launch, 1, 4, (32, 5760, 2880), has_bias=True),
+    "gpt-oss-20b gate_up, 1": partial(
+        empty_launch,
+        1,
+        4,
+        (32, 5760, 2880),
+        has_bias=True,
+        activation=ClampedSwiglu(alpha=1.702, limit=7.0),
+    ),
     "gpt-oss-20b down, 64": partial(empty_launch, 64, 4, (32, 2880, 2880), is_second=True, has_bias=True),
     "Qwen3-30B-A3B down, 1": partial(empty_launch, 1, 8, (128, 2048, 768), is_second=True),
     "Qwen3-30B-A3B gate_up, 64": partial(empty_launch, 64, 8, (128, 1536, 2048)),
@@ -71,8 +90,9 @@ LAUNCHES = USUAL | RARE
 def random_experts(
     generator: torch.Generator, num_tokens: int, num_chosen: int, num_experts: int
 ) -> torch.Tensor:
-    """T x K, none twice in a row; the last expert is never chosen."""
-    return torch.rand(num_tokens, num_experts - 1, generator=generator).argsort(-1)[:, :num_chosen]
+    """T x K, int32, none twice in a row; the last expert is never chosen."""
+    experts_TK = torch.rand(num_tokens, num_experts - 1, generator=generator).argsort(-1)[:, :num_chosen]
+    return experts_TK.to(torch.int32).contiguous()
 
 
 @pytest.mark.parametrize(
@@ -103,58 +123,68 @@ def test_is_what_torch_computes(
         torch.randn(num_experts, num_outputs, generator=generator).to(device) if has_bias else None,
     )
     experts_TK = random_experts(generator, num_tokens, 2, num_experts).to(device)
-    pairs = SortedPairs.of(experts_TK, num_experts)
-    assert int(pairs.counts_X[-1]) == 0
+    pairs = ExpertPairs.of(experts_TK, num_experts)
     for num_rows, has_factors in ((num_tokens, False), (2 * num_tokens, True)):
         x = torch.randn(num_rows, num_inputs + 8, generator=generator).to(x_dtype).to(device)[:, :num_inputs]
         factors_N = torch.rand(2 * num_tokens, generator=generator).to(device) if has_factors else None
-        found = expert_linear(x, matrices, pairs, factors_N)
+        found = expert_linear(x, matrices, pairs, factors_N=factors_N)
         expected = expert_linear_reference(x, matrices, experts_TK, factors_N)
         assert found.dtype is x_dtype
         torch.testing.assert_close(found, expected)
 
 
-def test_all_rows_of_one_expert(device: torch.device, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("num_tokens", [5, 40])
+@pytest.mark.parametrize(
+    "activation", [Gate.SILU, Gate.GELU_TANH, ClampedSwiglu(alpha=1.702, limit=0.7)], ids=str
+)
+def test_an_activation_halves_the_outputs(
+    num_tokens: int, activation: Activation, device: torch.device, generator: torch.Generator
+) -> None:
+    """The number of gates is no multiple of a block's outputs."""
+    matrices = ExpertMatrices(
+        torch.randn(4, 2 * 41, 40, generator=generator).to(device) / 6,
+        bias_XO=torch.randn(4, 2 * 41, generator=generator).to(device),
+    )
+    experts_TK = random_experts(generator, num_tokens, 2, 4).to(device)
+    x_TI = torch.randn(num_tokens, 40, generator=generator).to(device)
+    found_NO = expert_linear(x_TI, matrices, ExpertPairs.of(experts_TK, 4), activation=activation)
+    gate_up_NM = expert_linear_reference(x_TI, matrices, experts_TK, None)
+    torch.testing.assert_close(found_NO, silu_mul_reference(gate_up_NM, activation))
+
+
+@pytest.mark.parametrize("num_tokens", [16, 40])
+def test_all_rows_of_one_expert(num_tokens: int, device: torch.device, generator: torch.Generator) -> None:
     """As in a rehearsal, whose tokens are all the same."""
     weight_XOI = torch.randn(6, 32, 32, generator=generator).to(device)
-    experts_TK = torch.full((40, 1), 4, device=device)
-    x_TI = torch.randn(40, 32, generator=generator).to(device)
+    experts_TK = torch.full((num_tokens, 1), 4, dtype=torch.int32, device=device)
+    x_TI = torch.randn(num_tokens, 32, generator=generator).to(device)
     matrices = ExpertMatrices(weight_XOI)
-    found = expert_linear(x_TI, matrices, SortedPairs.of(experts_TK, 6))
+    found = expert_linear(x_TI, matrices, ExpertPairs.of(experts_TK, 6))
     torch.testing.assert_close(found, x_TI @ weight_XOI[4].T)
-
-
-@pytest.mark.parametrize("has_others", [False, True])
-def test_sorting_asks_nothing_of_the_device(has_others: bool) -> None:
-    """A meta tensor has no values, so whatever would wait for one raises."""
-    experts_TK = torch.empty(5, 2, dtype=torch.int64, device="meta")
-    pairs = SortedPairs.of(experts_TK, 7, has_others=has_others)
-    assert (pairs.order_N.shape, pairs.counts_X.shape, pairs.num_tokens) == ((10,), (7,), 5)
-    assert (pairs.is_here_N is not None) == has_others
 
 
 @pytest.mark.parametrize("num_tokens", [3, 20, 70])
 def test_pairs_with_experts_of_other_ranks_are_not_computed(
     num_tokens: int, device: torch.device, generator: torch.Generator
 ) -> None:
-    """Tiles of 16 and of 64 pairs. What the first product leaves undefined does not reach the second."""
+    """Few tokens, and tiles of 16 and of 64 pairs. What these products leave undefined does not reach the sum."""
     num_here = 3
     experts_TK = random_experts(generator, num_tokens, 2, 6).clamp_(max=num_here).to(device)
-    pairs = SortedPairs.of(experts_TK, num_here, has_others=True)
+    experts_TK[0, 0], experts_TK[0, 1] = num_here, num_here  # both are of other ranks
+    pairs = ExpertPairs.of(experts_TK, num_here)
     is_here_N = experts_TK.flatten() < num_here
-    assert pairs.is_here_N is not None
-    assert torch.equal(pairs.is_here_N, is_here_N)
-    assert 0 < int(is_here_N.sum()) == int(pairs.counts_X.sum()) < len(is_here_N)
+    assert 0 < int(is_here_N.sum()) < len(is_here_N)
     matrices = ExpertMatrices(torch.randn(num_here, 40, 32, generator=generator).to(device))
     factors_N = torch.rand(2 * num_tokens, generator=generator).to(device)
     x_NI = torch.randn(2 * num_tokens, 32, generator=generator).to(device)
     x_NI[~is_here_N] = math.nan
-    found_NO = expert_linear(x_NI, matrices, pairs, factors_N)
+    found_NO = expert_linear(x_NI, matrices, pairs, factors_N=factors_N)
     own_N1 = experts_TK.flatten().masked_fill(~is_here_N, 0).unsqueeze(1)
     expected_NO = expert_linear_reference(x_NI, matrices, own_N1, factors_N)
-    torch.testing.assert_close(found_NO, expected_NO.masked_fill(~is_here_N.unsqueeze(1), 0.0))
-    first_NO = expert_linear(x_NI, matrices, pairs)
-    assert torch.isfinite(first_NO[is_here_N]).all()
+    torch.testing.assert_close(found_NO[is_here_N], expected_NO[is_here_N])
+    found_NO[~is_here_N] = math.nan
+    expected_TO = expected_NO.masked_fill(~is_here_N.unsqueeze(1), 0.0).unflatten(0, (num_tokens, 2)).sum(1)
+    torch.testing.assert_close(sum_pairs(found_NO, pairs), expected_TO)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from engine.kernels.attention_tuning import AttentionShape, decode_tuning, prefill_tuning
 from engine.kernels.copy_blocks import copy_blocks
 from engine.kernels.embedding import embed
-from engine.kernels.expert_linear import ExpertMatrices, SortedPairs, expert_linear
+from engine.kernels.expert_linear import ExpertMatrices, expert_linear
 from engine.kernels.logprobs import token_logprobs
 from engine.kernels.paged_attention import Softmax
 from engine.kernels.quantize_fp8 import quantize_fp8
@@ -24,6 +24,7 @@ from engine.kernels.sampling_parts import allocate_workspace
 from engine.kernels.silu_mul import silu_mul
 from engine.kernels.skinny_epilogue import InputNorm
 from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_linear, skinny_silu_mul
+from engine.kernels.sort_pairs import ExpertPairs
 from engine.layers.fp8 import quantize_rows
 from tests.kernels.float8 import assert_same_float8
 from tests.kernels.references import (
@@ -156,7 +157,7 @@ SHAPES: Shapes = {
         [(2, 32, 20, (3, 2), F32)],
         [
             (tokens, inputs, outputs, experts, dtype)
-            for tokens in (1, 16, 17, 500)
+            for tokens in (1, 16, 17, 100, 500, 2000)
             for inputs, outputs, experts in (
                 (2048, 1536, (128, 8)),
                 (768, 2048, (128, 8)),
@@ -340,8 +341,9 @@ def test_expert_linear(shape: Any, device: torch.device, generator: torch.Genera
     tokens, inputs, outputs, (num_experts, num_chosen), dtype = shape
     x_TI = _randn(generator, device, dtype, tokens, inputs)
     weight_XOI = _randn(generator, device, dtype, num_experts, outputs, inputs) * inputs**-0.5
-    experts_TK = torch.rand(tokens, num_experts, generator=generator).argsort(-1)[:, :num_chosen].to(device)
-    found_NO = expert_linear(x_TI, ExpertMatrices(weight_XOI), SortedPairs.of(experts_TK, num_experts))
+    experts_TK = torch.rand(tokens, num_experts, generator=generator).argsort(-1)[:, :num_chosen]
+    experts_TK = experts_TK.to(torch.int32).contiguous().to(device)
+    found_NO = expert_linear(x_TI, ExpertMatrices(weight_XOI), ExpertPairs.of(experts_TK, num_experts))
     want_NO = torch.empty_like(found_NO, dtype=torch.float64)
     for expert in range(num_experts):
         is_its_N = (experts_TK == expert).flatten()

@@ -9,9 +9,6 @@ from tests.kernels.references import silu_mul_reference
 
 LAUNCHES = {
     "Llama-3.1-8B": lambda: silu_mul(torch.empty(1, 2 * 14336, dtype=torch.bfloat16)),
-    "Qwen3-30B-A3B, experts of 2 ranks": lambda: silu_mul(
-        torch.empty(8, 2 * 768, dtype=torch.bfloat16), is_wanted_T=torch.ones(8, dtype=torch.bool)
-    ),
     "float32": lambda: silu_mul(torch.empty(1, 2 * 96)),
     "Gemma-3-4B": lambda: silu_mul(torch.empty(1, 2 * 10240, dtype=torch.bfloat16), Gate.GELU_TANH),
     "gpt-oss-20b": lambda: silu_mul(
@@ -37,15 +34,6 @@ def test_is_what_torch_computes(
     gate_up_TM = (4 * torch.randn(num_tokens, width, generator=generator)).to(dtype).to(device)
     expected_TI = silu_mul_reference(gate_up_TM, activation)
     torch.testing.assert_close(silu_mul(gate_up_TM, activation), expected_TI)
-
-
-def test_rows_that_are_not_wanted_are_not_read(device: torch.device, generator: torch.Generator) -> None:
-    gate_up_TM = torch.randn(5, 40, generator=generator).to(device)
-    is_wanted_T = torch.tensor([True, False, True, True, False], device=device)
-    expected_TI = silu_mul_reference(gate_up_TM, Gate.SILU)
-    gate_up_TM[~is_wanted_T] = torch.nan
-    found_TI = silu_mul(gate_up_TM, is_wanted_T=is_wanted_T)
-    torch.testing.assert_close(found_TI[is_wanted_T], expected_TI[is_wanted_T])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
