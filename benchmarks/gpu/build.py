@@ -89,14 +89,20 @@ def device_parts(
     limits: StepLimits,
     recorder: Recorder | None = None,
     sizes: Sequence[int] = (),
+    prompt_sizes: Sequence[int] = (),
 ) -> DeviceParts:
-    """The parts of a GPU worker. Times products of `sizes` decodes, then records steps of these sizes."""
+    """The parts of a GPU worker. Times products of `sizes` decodes, then records steps of these sizes.
+
+    Of `prompt_sizes`, it records those that a worker would record.
+    """
     parts = make_device_parts(model, pool, limits, setting.num_multiprocessors)
     if recorder is not None:
         for size in sizes:
             if size <= MAX_TOKENS:
                 parts.forward.rehearse(size, 1)
         parts.choose_products()
+        recorded = [size for size in prompt_sizes if size in parts.mixed_sizes]
+        parts.forward.record(recorded, recorder, has_chunks=True)
         parts.forward.record(sizes, recorder, has_chunks=False)
     return parts
 
@@ -109,10 +115,11 @@ def device_engine(
     limits: StepLimits,
     recorder: Recorder | None = None,
     sizes: Sequence[int] = (),
+    prompt_sizes: Sequence[int] = (),
 ) -> CheckedEngine:
     """An engine over these parts, with its own pool. It keeps its logits."""
     pool = KVPool(num_blocks, model.kv_block_shape(block_size), setting.device)
-    return engine_over(setting, model, pool, limits, recorder, sizes)
+    return engine_over(setting, model, pool, limits, recorder, sizes, prompt_sizes)
 
 
 def engine_over(
@@ -122,9 +129,10 @@ def engine_over(
     limits: StepLimits,
     recorder: Recorder | None = None,
     sizes: Sequence[int] = (),
+    prompt_sizes: Sequence[int] = (),
 ) -> CheckedEngine:
     """An engine like that of `device_engine`, over a given pool. Several engines may use the pool in turn."""
-    parts = device_parts(setting, model, pool, limits, recorder, sizes)
+    parts = device_parts(setting, model, pool, limits, recorder, sizes, prompt_sizes)
     forward = NotingForward(parts.forward)
     runner = ModelRunner(
         forward,

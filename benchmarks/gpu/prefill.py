@@ -19,6 +19,7 @@ from benchmarks.gpu.decode import ceilings_row
 from benchmarks.gpu.measure import (
     MAX_ERROR,
     Ceilings,
+    make_recorder,
     measure_ceilings,
     relative_error,
     synchronize,
@@ -64,7 +65,16 @@ def run(setting: Setting, emit: Emit) -> None:
         longest = max(*sizes.prompts, sizes.chunked_prompt, sizes.check_prompt)
         num_blocks = 2 + -(-longest // sizes.block_size)
         limits = StepLimits(2, longest, longest + 1)
-        engine = device_engine(setting, model, num_blocks, sizes.block_size, limits)
+        lengths = sorted({*sizes.prompts, *sizes.chunks})
+        engine = device_engine(
+            setting,
+            model,
+            num_blocks,
+            sizes.block_size,
+            limits,
+            make_recorder(setting.device),
+            prompt_sizes=lengths,
+        )
         prompts = _Prompts(sizes, engine)
         if setting.checks_logits(config):
             reference = torch_engine(

@@ -127,7 +127,7 @@ def _experts(shapes: Shapes, num_tokens: int) -> Iterator[SmokeCase]:
 
     def ours() -> Outputs:
         experts_TK, weights_TK = route_rows(logits_TX, mixture)
-        pairs = ExpertPairs.of(experts_TK, mixture.num_experts)
+        pairs = ExpertPairs.of(experts_TK, mixture.num_experts, mixture.num_experts)
         x_NI = expert_linear(x_TE, gate_up, pairs, activation=mixture.activation)
         y_NE = expert_linear(x_NI, down, pairs, factors_N=weights_TK.flatten())
         return (weights_TK, sum_pairs(y_NE, pairs))

@@ -74,7 +74,7 @@ def _candidates(
     randn = partial(torch.randn, dtype=dtype, device=device, generator=generator)
     scores_TX = torch.rand(num_tokens, sizes.num_experts, device=device, generator=generator)
     experts_TK = scores_TX.topk(sizes.num_chosen).indices.to(torch.int32)
-    pairs = ExpertPairs.of(experts_TK, sizes.num_experts)
+    pairs = ExpertPairs.of(experts_TK, sizes.num_experts, sizes.num_experts)
     num_pairs = num_tokens * sizes.num_chosen
     x = randn(num_tokens if product.is_first else num_pairs, product.num_inputs)
     factors_N = None if product.is_first else torch.rand(num_pairs, device=device, generator=generator)

@@ -3,7 +3,7 @@
 Shape suffixes: R rows that sample, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,10 @@ class DeviceParts:
     timed_products: TimedProducts
     limits: StepLimits
     kv_groups: KVGroups
+    token_counts: Collection[int]
+    """Numbers of tokens so that, with all of them, a step's products are launched in every way."""
+    mixed_sizes: Sequence[int]
+    """Numbers of tokens for which steps with prompts are recorded."""
 
     def rehearse(self) -> None:
         """Runs the largest possible step and each kind of step, so that kernels are compiled and memory is allocated.
@@ -72,12 +76,20 @@ class DeviceParts:
             self.sampler(logits_RV, [_rehearsed(row, params) for row in range(num_requests)]).wait()
         self.forward.rehearse(num_requests, 1)
         for count in NUM_ROWS:
-            self.forward.rehearse(1, min(count, limits.max_num_batched_tokens, limits.max_model_len))
             self.forward.rehearse(min(count, num_requests), 1)
+        for count in self.token_counts:
+            self._rehearse_prompts(count)
         # With few requests, long contexts are split. For chunks, a separate kernel merges the parts.
         for num_tokens in (1, min(2, limits.max_num_batched_tokens, limits.max_model_len)):
             self.forward.rehearse(1, num_tokens, limits.max_model_len)
         self.choose_products()
+
+    def _rehearse_prompts(self, num_tokens: int) -> None:
+        """Runs a step of so many tokens in as few prompts as possible, if there can be such a step."""
+        most, longest = self.limits.max_num_batched_tokens, self.limits.max_model_len
+        num_requests = -(-min(num_tokens, most) // longest)
+        if num_requests <= self.limits.max_num_seqs:
+            self.forward.rehearse(num_requests, min(-(-num_tokens // num_requests), most // num_requests))
 
     def choose_products(self) -> None:
         """Times the products of few rows that steps have used; torch's library computes those where it is faster.
@@ -92,15 +104,14 @@ class DeviceParts:
 
         `on_progress` receives the number of recorded graphs and their total.
         """
-        mixed = mixed_sizes(self.limits.max_num_batched_tokens)
-        decodes = decode_sizes(self.limits.max_num_seqs)
+        decodes, num_mixed = decode_sizes(self.limits.max_num_seqs), len(self.mixed_sizes)
 
         def report(done: int) -> None:
             if on_progress is not None:
-                on_progress(done, len(mixed) + len(decodes))
+                on_progress(done, num_mixed + len(decodes))
 
-        self.forward.record(mixed, recorder, report, has_chunks=True)
-        self.forward.record(decodes, recorder, lambda done: report(len(mixed) + done), has_chunks=False)
+        self.forward.record(self.mixed_sizes, recorder, report, has_chunks=True)
+        self.forward.record(decodes, recorder, lambda done: report(num_mixed + done), has_chunks=False)
 
     def runner(
         self,
@@ -148,7 +159,17 @@ def make_device_parts(
     )
     forward = StagedForward(model.decoder, attention, limits, sampler.sampled_R, model.device)
     assert isinstance(model.backend, TritonBackend), "loaded to be computed by torch alone"
-    return DeviceParts(forward, sampler, model.backend.timed_products, limits, groups.groups)
+    backend = model.backend
+    num_layers = model.architecture.num_layers
+    return DeviceParts(
+        forward,
+        sampler,
+        backend.timed_products,
+        limits,
+        groups.groups,
+        sorted(backend.token_counts),
+        mixed_sizes(limits.max_num_batched_tokens, num_layers, backend.weights_per_token),
+    )
 
 
 def copy_by_kernel(

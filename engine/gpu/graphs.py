@@ -85,15 +85,27 @@ class _View:
 
 
 MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
-"""Numbers of tokens for which steps with prompts are recorded. A larger step takes the GPU longer than Python
-needs to queue it (about 10 ms for 8 billion parameters), so a graph would save nothing. With up to about 200
-tokens, a step mostly reads weights, so padding is free."""
+"""Numbers of tokens for which steps with prompts are recorded. With up to about 200 tokens, a step mostly reads
+weights, so padding is free."""
+LARGER_SIZES = (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+"""Such numbers for models whose steps take Python longer to queue than the GPU to compute."""
+WEIGHTS_PER_LAYER = 1.3e11
+"""While Python queues a layer, an H200 multiplies about so many weights, each with one token. (It queues some
+ten launches in 0.4 ms; 600 TFLOP/s.) A GPU that waits longer for Python has no use for more graphs, only
+more padding."""
 
 
-def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """The MIXED_SIZES that steps can have, and the largest step's size if it is no more than the largest of them."""
-    sizes = [size for size in MIXED_SIZES if size < max_num_batched_tokens]
-    return [*sizes, max_num_batched_tokens] if max_num_batched_tokens <= MIXED_SIZES[-1] else sizes
+def mixed_sizes(max_num_batched_tokens: int, num_layers: int, weights_per_token: int) -> list[int]:
+    """Numbers of tokens to record: those that steps can have, and the largest step's size if it is not far above.
+
+    `weights_per_token`: with how many weights a token is multiplied in all layers. A larger step takes the GPU
+    longer than Python needs to queue it, so a graph would save nothing. For Llama-3.1-8B these are steps of
+    more than 512 tokens.
+    """
+    most = int(WEIGHTS_PER_LAYER * num_layers / max(1, weights_per_token))
+    sizes = (*MIXED_SIZES, *(size for size in LARGER_SIZES if size <= most))
+    smaller = [size for size in sizes if size < max_num_batched_tokens]
+    return [*smaller, max_num_batched_tokens] if max_num_batched_tokens <= sizes[-1] else smaller
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

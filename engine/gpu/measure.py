@@ -15,7 +15,7 @@ import torch
 
 from engine.batch import StepLimits
 from engine.gpu.device_parts import DeviceParts, make_device_parts
-from engine.gpu.graphs import CudaGraphs, Recorder, decode_sizes, mixed_sizes
+from engine.gpu.graphs import CudaGraphs, Recorder, decode_sizes
 from engine.gpu.memory import DeviceMemory
 from engine.gpu.product_timer import gpu_seconds
 from engine.kv_cache import KVPool
@@ -62,11 +62,13 @@ def measure(
         parts = make_device_parts(model, pool, limits)
         torch.cuda.reset_peak_memory_stats(device)
         parts.rehearse()
-        chunk = chosen_chunk(limits, partial(_throughput, parts)) if wants_chunk else None
-        # Timing products has recorded graphs, before which PyTorch returned the memory of the steps until then.
+        throughput = partial(_throughput, parts, uses_graphs=uses_graphs)
+        chunk = chosen_chunk(limits, throughput) if wants_chunk else None
+        parts.forward.record((), CudaGraphs(), has_chunks=True)
+        # Recording returned the memory of the steps until then; the recorded steps themselves are not counted here.
+        free_memory(device)
         returned = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
         activations = free_loaded - _free_now(device) + returned
-        free_memory(device)  # else the first graph's recording would return it, and seem to need less
         graphs = graphs_bytes(parts, CudaGraphs(), lambda: _free_now(device)) if uses_graphs else 0
     if model.collectives.size > 1:
         graphs += COLLECTIVES_BYTES
@@ -100,7 +102,7 @@ def graphs_bytes(parts: DeviceParts, recorder: Recorder, free_now: Callable[[], 
     """
     limits, total = parts.limits, 0
     for sizes, has_chunks in (
-        (mixed_sizes(limits.max_num_batched_tokens), True),
+        (parts.mixed_sizes, True),
         (decode_sizes(limits.max_num_seqs), False),
     ):
         free = [free_now()]
@@ -141,7 +143,9 @@ def _free_now(device: torch.device) -> int:
     return free
 
 
-def _throughput(parts: DeviceParts, chunk: int) -> float:
-    """Tokens a second of the forward pass of one chunk; the median of a few runs."""
+def _throughput(parts: DeviceParts, chunk: int, *, uses_graphs: bool) -> float:
+    """Tokens a second of the forward pass of one chunk, recorded if a worker records it; the median of a few runs."""
+    recorded = (chunk,) if uses_graphs and chunk in parts.mixed_sizes else ()
+    parts.forward.record(recorded, CudaGraphs(), has_chunks=True)
     _, *times_s = gpu_seconds(lambda: parts.forward.rehearse(1, chunk), NUM_TIMED + 1)
     return chunk / median(times_s)

@@ -14,7 +14,8 @@ Shape suffixes: T tokens, K experts of a token, N pairs (T x K), X experts, I in
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -52,23 +53,35 @@ class ExpertLaunch:
     """Blocks of weights and inputs in shared memory, all but one of them in flight."""
 
 
+SORTED_LAUNCHES = (
+    (8.0, ExpertLaunch(16, 64, 128, num_warps=4, num_stages=3)),
+    (32.0, ExpertLaunch(32, 128, 64, num_warps=4, num_stages=3)),
+    (96.0, ExpertLaunch(64, 128, 64, num_warps=4, num_stages=3)),
+    (math.inf, ExpertLaunch(128, 128, 64, num_warps=8, num_stages=3)),
+)
+"""Launches for sorted pairs up to so many pairs for each expert, as measured on an H200 (docs/kernels.md)."""
+
+
 def choose_expert_launch(
     num_tokens: int, num_pairs: int, num_experts: int, dtype: torch.dtype, *, is_gated: bool
 ) -> ExpertLaunch:
-    """The launch for a step's products: tiles of about as many pairs as an expert has. `dtype`: of the inputs.
-
-    As measured on an H200 (docs/kernels.md, "expert_linear").
-    """
-    is_sorted, pairs_each = num_tokens > MAX_UNSORTED_TOKENS, num_pairs / num_experts
+    """The launch for a step's products: tiles of about as many pairs as an expert has. `dtype`: of the inputs."""
+    is_sorted = num_tokens > MAX_UNSORTED_TOKENS
     if dtype is torch.float32:  # for correctness, not speed
         return ExpertLaunch(64 if is_sorted else 16, 32, 32, num_warps=4, num_stages=2)
-    if not is_sorted or pairs_each <= 8:
-        return ExpertLaunch(16, 64, 128, num_warps=4, num_stages=4)
-    if pairs_each <= 32:
-        return ExpertLaunch(32, 128, 64, num_warps=4, num_stages=4)
-    if pairs_each < 96:
-        return ExpertLaunch(64, 128, 64, num_warps=4, num_stages=3)
-    return ExpertLaunch(128, 128 if is_gated else 256, 64, num_warps=8, num_stages=3)
+    if not is_sorted:
+        return SORTED_LAUNCHES[0][1]
+    launch = next(launch for most, launch in SORTED_LAUNCHES if num_pairs / num_experts <= most)
+    if launch.block_pairs == 128 and not is_gated:  # its inputs, which all blocks of outputs read, are narrow
+        return replace(launch, block_outputs=256, num_stages=4)
+    return launch
+
+
+def token_counts_by_launch(num_chosen: int, num_experts: int) -> tuple[int, ...]:
+    """Numbers of tokens for which the products are launched in different ways."""
+    sorted_from = MAX_UNSORTED_TOKENS + 1
+    limits = [int(most * num_experts / num_chosen) for most, _ in SORTED_LAUNCHES[:-1]]
+    return (1, sorted_from, *(limit + 1 for limit in limits if limit + 1 > sorted_from))
 
 
 def expert_linear(
@@ -88,10 +101,10 @@ def expert_linear(
     undefined.
     """
     weight_XOI, scales_XO = matrices.weight_XOI, matrices.scales_XO
-    num_experts, num_weight_rows, num_inputs = weight_XOI.shape
+    num_here, num_weight_rows, num_inputs = weight_XOI.shape
     num_tokens, num_chosen = pairs.experts_TK.shape
     num_pairs = num_tokens * num_chosen
-    assert num_experts == pairs.num_experts
+    assert num_here == pairs.num_here
     assert x.shape[1] == num_inputs, f"{x.shape[1]} inputs for weights of {num_inputs}"
     assert len(x) in (num_tokens, num_pairs)
     assert x.stride(1) == 1, "a row is one span"
@@ -104,10 +117,12 @@ def expert_linear(
     y_NO = torch.empty(num_pairs, num_outputs, dtype=x.dtype, device=x.device)
     if num_pairs == 0:
         return y_NO
-    launch = launch or choose_expert_launch(num_tokens, num_pairs, num_experts, x.dtype, is_gated=is_gated)
+    launch = launch or choose_expert_launch(
+        num_tokens, num_pairs, pairs.num_experts, x.dtype, is_gated=is_gated
+    )
     most_tiles = num_pairs
     if pairs.order_N is not None:
-        most_tiles = min(num_pairs, num_pairs // launch.block_pairs + num_experts)
+        most_tiles = min(num_pairs, num_pairs // launch.block_pairs + num_here)
     _expert_linear_kernel[(most_tiles, triton.cdiv(num_outputs * (1 + is_gated), launch.block_outputs))](
         x,
         weight_XOI,
@@ -122,8 +137,8 @@ def expert_linear(
         num_tokens,
         num_outputs,
         NUM_INPUTS=num_inputs,
-        NUM_EXPERTS=num_experts,
-        PADDED_X=triton.next_power_of_2(num_experts),
+        NUM_HERE=num_here,
+        PADDED_X=triton.next_power_of_2(num_here),
         NUM_CHOSEN=num_chosen,
         PADDED_K=triton.next_power_of_2(num_chosen),
         PAIRS_PER_ROW=num_pairs // len(x),
@@ -153,7 +168,7 @@ def _expert_linear_kernel(  # type: ignore[no-untyped-def]
     num_tokens,
     num_outputs,
     NUM_INPUTS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
+    NUM_HERE: tl.constexpr,
     PADDED_X: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
     PADDED_K: tl.constexpr,
@@ -173,12 +188,12 @@ def _expert_linear_kernel(  # type: ignore[no-untyped-def]
     wait_for_former(PDL)
     if order_ptr is None:
         expert, pairs_N, is_pair_N = _pairs_of_first(
-            experts_ptr, num_tokens, NUM_EXPERTS, NUM_CHOSEN, PADDED_K, BLOCK_N
+            experts_ptr, num_tokens, NUM_HERE, NUM_CHOSEN, PADDED_K, BLOCK_N
         )
     else:
-        expert, pairs_N, is_pair_N = _pairs_of_tile(order_ptr, counts_ptr, NUM_EXPERTS, PADDED_X, BLOCK_N)
+        expert, pairs_N, is_pair_N = _pairs_of_tile(order_ptr, counts_ptr, NUM_HERE, PADDED_X, BLOCK_N)
     pairs_N = pairs_N.to(tl.int64)
-    if expert < NUM_EXPERTS:
+    if expert < NUM_HERE:
         rows_O = tl.arange(0, BLOCK_O)
         first_output = tl.program_id(1) * OUTPUTS
         is_row_O = first_output + (rows_O // 2 if GATED else rows_O) < num_outputs
@@ -216,12 +231,12 @@ def _expert_linear_kernel(  # type: ignore[no-untyped-def]
 def _pairs_of_first(  # type: ignore[no-untyped-def]
     experts_ptr,
     num_tokens,
-    NUM_EXPERTS: tl.constexpr,
+    NUM_HERE: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
     PADDED_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The expert of the program's pair, and its pairs by token; NUM_EXPERTS if an earlier pair has the same expert."""
+    """The expert of the program's pair, and its pairs by token; NUM_HERE if an earlier pair has the same expert."""
     first = tl.program_id(0)
     tokens_N, chosen_K = tl.arange(0, BLOCK_N), tl.arange(0, PADDED_K)
     pairs_NK = tokens_N[:, None] * NUM_CHOSEN + chosen_K[None, :]
@@ -230,17 +245,17 @@ def _pairs_of_first(  # type: ignore[no-untyped-def]
     is_its_NK = tl.load(experts_ptr + pairs_NK, is_pair_NK, other=-1) == expert
     num_earlier = tl.sum(tl.sum((is_its_NK & (pairs_NK < first)).to(tl.int32), 1), 0)
     pairs_N = tl.max(tl.where(is_its_NK, pairs_NK, -1), 1)
-    return tl.where(num_earlier > 0, NUM_EXPERTS, expert), tl.maximum(pairs_N, 0), pairs_N >= 0
+    return tl.where(num_earlier > 0, NUM_HERE, expert), tl.maximum(pairs_N, 0), pairs_N >= 0
 
 
 @triton.jit
 def _pairs_of_tile(  # type: ignore[no-untyped-def]
-    order_ptr, counts_ptr, NUM_EXPERTS: tl.constexpr, PADDED_X: tl.constexpr, BLOCK_N: tl.constexpr
+    order_ptr, counts_ptr, NUM_HERE: tl.constexpr, PADDED_X: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The expert of the program's tile, and the tile's pairs; NUM_EXPERTS or more behind the last tile."""
+    """The expert of the program's tile, and the tile's pairs; NUM_HERE or more behind the last tile."""
     tile = tl.program_id(0)
     experts_X = tl.arange(0, PADDED_X)
-    counts_X = tl.load(counts_ptr + experts_X, experts_X < NUM_EXPERTS, other=0)
+    counts_X = tl.load(counts_ptr + experts_X, experts_X < NUM_HERE, other=0)
     tiles_X = (counts_X + BLOCK_N - 1) // BLOCK_N
     tile_ends_X, ends_X = tl.cumsum(tiles_X, 0), tl.cumsum(counts_X, 0)
     expert = tl.sum((tile_ends_X <= tile).to(tl.int32), 0)

@@ -23,27 +23,30 @@ class ExpertPairs:
     """A step's pairs; pair n is of token n // K."""
 
     experts_TK: torch.Tensor
-    """int32. No number from 0 to `num_experts` - 1 occurs twice in a row; other numbers are other ranks' experts."""
+    """int32. No number from 0 to `num_here` - 1 occurs twice in a row; other numbers are other ranks' experts."""
+    num_here: int
+    """This rank's experts."""
     num_experts: int
+    """Those of all ranks."""
     order_N: torch.Tensor | None
     """int32: the pairs of expert 0, then those of expert 1, ...; behind them it is undefined. None: not sorted."""
     counts_X: torch.Tensor | None
     """int32: pairs of each expert, if the pairs are sorted."""
 
     @classmethod
-    def of(cls, experts_TK: torch.Tensor, num_experts: int) -> "ExpertPairs":
+    def of(cls, experts_TK: torch.Tensor, num_here: int, num_experts: int) -> "ExpertPairs":
         """Sorts the pairs of more than `MAX_UNSORTED_TOKENS` tokens by expert, without waiting for the device."""
         num_tokens, num_chosen = experts_TK.shape
         assert experts_TK.is_contiguous()
         if num_tokens <= MAX_UNSORTED_TOKENS:
-            return cls(experts_TK, num_experts, None, None)
+            return cls(experts_TK, num_here, num_experts, None, None)
         num_pairs, device = num_tokens * num_chosen, experts_TK.device
         order_N = torch.empty(num_pairs, dtype=torch.int32, device=device)
-        counts_X = torch.empty(num_experts, dtype=torch.int32, device=device)
-        _sort_pairs_kernel[(num_experts,)](
+        counts_X = torch.empty(num_here, dtype=torch.int32, device=device)
+        _sort_pairs_kernel[(num_here,)](
             experts_TK, order_N, counts_X, num_pairs, BLOCK_N=BLOCK_N, num_warps=8, **launch_options()
         )
-        return cls(experts_TK, num_experts, order_N, counts_X)
+        return cls(experts_TK, num_here, num_experts, order_N, counts_X)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])  # it changes from step to step

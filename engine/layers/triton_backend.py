@@ -4,11 +4,13 @@ Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate 
 """
 
 from collections.abc import Iterable
+from math import prod
 
 import torch
 
 from engine.activation import Activation, Gate
 from engine.kernels.embedding import embed
+from engine.kernels.expert_linear import token_counts_by_launch
 from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_fp8_, rms_norm
 from engine.kernels.row_launch import MAX_WIDTH
 from engine.kernels.silu_mul import silu_mul, silu_mul_fp8
@@ -25,7 +27,7 @@ from engine.layers.backend import (
     Router,
     UnnormedRows,
 )
-from engine.layers.few_rows import FewRows
+from engine.layers.few_rows import NUM_ROWS, FewRows
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.mixture import ExpertChoice
@@ -45,10 +47,15 @@ class TritonBackend:
 
     def __init__(self) -> None:
         self.timed_products = TimedProducts()
+        self.weights_per_token = 0
+        """With how many weights of this backend's layers a token is multiplied, on average."""
+        self.token_counts = set(NUM_ROWS)
+        """Numbers of tokens so that, with all of them, a step's products are launched in every way."""
         self._has_fp8_linears = False
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> TritonLinear | TritonFp8Linear:
         """An Fp8Weight's linear quantises its own inputs, since other layers may have 16-bit weights."""
+        self.weights_per_token += prod(weight_OI.shape)
         if isinstance(weight_OI, Fp8Weight):
             return TritonFp8Linear(weight_OI, bias_O)
         assert isinstance(weight_OI, torch.Tensor), "4 and 8 bits in groups are for CPUs"
@@ -56,6 +63,7 @@ class TritonBackend:
 
     def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> TritonFp8Linear:
         assert not isinstance(weight_OI, GroupedWeight), "4 and 8 bits in groups are for CPUs"
+        self.weights_per_token += prod(weight_OI.shape)
         self._has_fp8_linears = True
         return TritonFp8Linear(weight_OI, bias_O)
 
@@ -71,8 +79,11 @@ class TritonBackend:
 
         Timed products may differ between ranks, so the router's product is not timed.
         """
+        self.token_counts.update(token_counts_by_launch(mixture.num_chosen, mixture.num_experts))
         choice = ExpertChoice(mixture, router, TritonLinear(router.weight_XE, router.bias_X, None))
-        return TritonMixture(choice, experts, here, is_fp8=linear == self.fp8_linear)
+        made = TritonMixture(choice, experts, here, is_fp8=linear == self.fp8_linear)
+        self.weights_per_token += made.num_weights * mixture.num_chosen // mixture.num_experts
+        return made
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert isinstance(weight_VE, torch.Tensor), "4 and 8 bits in groups are for CPUs"

@@ -41,6 +41,11 @@ class TritonMixture:
         if len(here) < choice.num_experts:
             self._places_X = _places(here, choice.num_experts, self._down.weight_XOI.device)
 
+    @property
+    def num_weights(self) -> int:
+        """The weights of all experts."""
+        return self._gate_up.weight_XOI.numel() + self._down.weight_XOI.numel()
+
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         return self._sum(x_TE)
 
@@ -54,7 +59,7 @@ class TritonMixture:
         experts_TK, weights_TK = route_rows(
             self._choice.logits(x_TE), mixture, self._choice.bias_X, self._places_X
         )
-        pairs = ExpertPairs.of(experts_TK, len(self._down.weight_XOI))
+        pairs = ExpertPairs.of(experts_TK, len(self._down.weight_XOI), mixture.num_experts)
         x_NI = expert_linear(x_TE, self._gate_up, pairs, activation=mixture.activation)
         y_NE = expert_linear(x_NI, self._down, pairs, factors_N=weights_TK.flatten())
         return sum_pairs(y_NE, pairs, residual_TE)

@@ -335,9 +335,14 @@ def test_c52_a_request_that_moves_with_half_its_answer_keeps_its_tokens(
 
 @pytest.mark.parametrize("max_tokens", [8, 16, 100, 512, 8192])
 def test_sizes_of_recorded_steps_cover_what_steps_there_are(max_tokens: int) -> None:
-    mixed = mixed_sizes(max_tokens)
-    assert mixed == sorted(set(mixed))
-    assert max(mixed) == min(max_tokens, 512)
+    for num_layers, weights_per_token, largest in (
+        (32, 7_500_000_000, 512),  # Llama-3.1-8B
+        (48, 3_000_000_000, 2048),  # Qwen3-30B-A3B
+        (36, 4_000_000_000, 1024),  # Qwen3-4B
+    ):
+        mixed = mixed_sizes(max_tokens, num_layers, weights_per_token)
+        assert mixed == sorted(set(mixed))
+        assert max(mixed) == min(max_tokens, largest)
     decodes = decode_sizes(max_tokens)
     assert decodes == sorted(set(decodes))
     assert decodes[-1] == max_tokens

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from engine.activation import Activation, ClampedSwiglu, Gate
-from engine.kernels.expert_linear import ExpertMatrices, expert_linear
+from engine.kernels.expert_linear import (
+    ExpertLaunch,
+    ExpertMatrices,
+    choose_expert_launch,
+    expert_linear,
+    token_counts_by_launch,
+)
 from engine.kernels.sort_pairs import MAX_UNSORTED_TOKENS, ExpertPairs
 from engine.kernels.sum_pairs import sum_pairs
 from engine.layers.backend import Expert, Router
@@ -51,6 +57,7 @@ def empty_launch(
     is_sorted = num_tokens > MAX_UNSORTED_TOKENS
     pairs = ExpertPairs(
         meta(num_tokens, num_chosen, dtype=torch.int32),
+        num_experts,
         num_experts,
         meta(num_pairs, dtype=torch.int32) if is_sorted else None,
         meta(num_experts, dtype=torch.int32) if is_sorted else None,
@@ -123,7 +130,7 @@ def test_is_what_torch_computes(
         torch.randn(num_experts, num_outputs, generator=generator).to(device) if has_bias else None,
     )
     experts_TK = random_experts(generator, num_tokens, 2, num_experts).to(device)
-    pairs = ExpertPairs.of(experts_TK, num_experts)
+    pairs = ExpertPairs.of(experts_TK, num_experts, num_experts)
     for num_rows, has_factors in ((num_tokens, False), (2 * num_tokens, True)):
         x = torch.randn(num_rows, num_inputs + 8, generator=generator).to(x_dtype).to(device)[:, :num_inputs]
         factors_N = torch.rand(2 * num_tokens, generator=generator).to(device) if has_factors else None
@@ -131,6 +138,23 @@ def test_is_what_torch_computes(
         expected = expert_linear_reference(x, matrices, experts_TK, factors_N)
         assert found.dtype is x_dtype
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_chosen", "num_experts"), [(8, 128), (4, 32), (2, 8), (6, 160), (1, 3)], ids=str
+)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_each_launch_has_a_number_of_tokens(num_chosen: int, num_experts: int, is_gated: bool) -> None:
+    """A worker rehearses these numbers, so that it compiles no kernel later."""
+
+    def launch(num_tokens: int) -> tuple[bool, ExpertLaunch]:
+        chosen = choose_expert_launch(
+            num_tokens, num_tokens * num_chosen, num_experts, BF16, is_gated=is_gated
+        )
+        return num_tokens > MAX_UNSORTED_TOKENS, chosen
+
+    rehearsed = {launch(count) for count in token_counts_by_launch(num_chosen, num_experts)}
+    assert rehearsed == {launch(count) for count in range(1, 5000)}
 
 
 @pytest.mark.parametrize("num_tokens", [5, 40])
@@ -147,7 +171,7 @@ def test_an_activation_halves_the_outputs(
     )
     experts_TK = random_experts(generator, num_tokens, 2, 4).to(device)
     x_TI = torch.randn(num_tokens, 40, generator=generator).to(device)
-    found_NO = expert_linear(x_TI, matrices, ExpertPairs.of(experts_TK, 4), activation=activation)
+    found_NO = expert_linear(x_TI, matrices, ExpertPairs.of(experts_TK, 4, 4), activation=activation)
     gate_up_NM = expert_linear_reference(x_TI, matrices, experts_TK, None)
     torch.testing.assert_close(found_NO, silu_mul_reference(gate_up_NM, activation))
 
@@ -159,7 +183,7 @@ def test_all_rows_of_one_expert(num_tokens: int, device: torch.device, generator
     experts_TK = torch.full((num_tokens, 1), 4, dtype=torch.int32, device=device)
     x_TI = torch.randn(num_tokens, 32, generator=generator).to(device)
     matrices = ExpertMatrices(weight_XOI)
-    found = expert_linear(x_TI, matrices, ExpertPairs.of(experts_TK, 6))
+    found = expert_linear(x_TI, matrices, ExpertPairs.of(experts_TK, 6, 6))
     torch.testing.assert_close(found, x_TI @ weight_XOI[4].T)
 
 
@@ -171,7 +195,7 @@ def test_pairs_with_experts_of_other_ranks_are_not_computed(
     num_here = 3
     experts_TK = random_experts(generator, num_tokens, 2, 6).clamp_(max=num_here).to(device)
     experts_TK[0, 0], experts_TK[0, 1] = num_here, num_here  # both are of other ranks
-    pairs = ExpertPairs.of(experts_TK, num_here)
+    pairs = ExpertPairs.of(experts_TK, num_here, 6)
     is_here_N = experts_TK.flatten() < num_here
     assert 0 < int(is_here_N.sum()) < len(is_here_N)
     matrices = ExpertMatrices(torch.randn(num_here, 40, 32, generator=generator).to(device))

@@ -343,7 +343,9 @@ def test_expert_linear(shape: Any, device: torch.device, generator: torch.Genera
     weight_XOI = _randn(generator, device, dtype, num_experts, outputs, inputs) * inputs**-0.5
     experts_TK = torch.rand(tokens, num_experts, generator=generator).argsort(-1)[:, :num_chosen]
     experts_TK = experts_TK.to(torch.int32).contiguous().to(device)
-    found_NO = expert_linear(x_TI, ExpertMatrices(weight_XOI), ExpertPairs.of(experts_TK, num_experts))
+    found_NO = expert_linear(
+        x_TI, ExpertMatrices(weight_XOI), ExpertPairs.of(experts_TK, num_experts, num_experts)
+    )
     want_NO = torch.empty_like(found_NO, dtype=torch.float64)
     for expert in range(num_experts):
         is_its_N = (experts_TK == expert).flatten()

@@ -11,7 +11,7 @@ import torch
 
 from engine.batch import StepLimits
 from engine.gpu.device_parts import DeviceParts
-from engine.gpu.graphs import Replay, decode_sizes, mixed_sizes
+from engine.gpu.graphs import Replay, decode_sizes
 from engine.gpu.measure import CHUNKS, chosen_chunk, graphs_bytes
 from tests.kernels.device_parts import make_parts
 
@@ -49,7 +49,7 @@ def parts(tmp_path: Path, device: torch.device) -> DeviceParts:
 
 
 def test_two_graphs_of_each_kind_estimate_all(parts: DeviceParts) -> None:
-    assert len(mixed_sizes(LIMITS.max_num_batched_tokens)) == NUM_MIXED
+    assert len(parts.mixed_sizes) == NUM_MIXED
     assert len(decode_sizes(LIMITS.max_num_seqs)) == NUM_DECODES
     costs = Costs(1000, 30, 200, 7)
     reckoned = graphs_bytes(parts, costs, lambda: costs.free)

@@ -10,15 +10,15 @@ from engine.kernels.sort_pairs import ExpertPairs
 from engine.kernels.sum_pairs import sum_pairs
 
 LAUNCHES = {
-    "sort 64 tokens": lambda: ExpertPairs.of(torch.empty(64, 8, dtype=torch.int32, device="meta"), 128),
+    "sort 64 tokens": lambda: ExpertPairs.of(torch.empty(64, 8, dtype=torch.int32, device="meta"), 128, 128),
     "sum, added": lambda: sum_pairs(
         torch.empty(8, 2048, dtype=torch.bfloat16, device="meta"),
-        ExpertPairs.of(torch.empty(1, 8, dtype=torch.int32, device="meta"), 128),
+        ExpertPairs.of(torch.empty(1, 8, dtype=torch.int32, device="meta"), 128, 128),
         torch.empty(1, 2048, dtype=torch.bfloat16, device="meta"),
     ),
     "sum": lambda: sum_pairs(
         torch.empty(8, 2048, dtype=torch.bfloat16, device="meta"),
-        ExpertPairs.of(torch.empty(1, 8, dtype=torch.int32, device="meta"), 128),
+        ExpertPairs.of(torch.empty(1, 8, dtype=torch.int32, device="meta"), 128, 128),
     ),
 }
 
@@ -33,7 +33,7 @@ def test_pairs_of_each_expert_are_in_order(
     shape = (num_tokens, num_chosen)
     experts_TK = torch.randint(0, num_experts + 1, shape, dtype=torch.int32, generator=generator).to(device)
     experts_TK[experts_TK == 1] = 2
-    pairs = ExpertPairs.of(experts_TK, num_experts)
+    pairs = ExpertPairs.of(experts_TK, num_experts, num_experts)
     experts_N = experts_TK.flatten().long()
     assert pairs.order_N is not None
     assert pairs.counts_X is not None
@@ -46,7 +46,7 @@ def test_pairs_of_each_expert_are_in_order(
 
 
 def test_pairs_of_few_tokens_are_not_sorted(device: torch.device) -> None:
-    pairs = ExpertPairs.of(torch.zeros(16, 1, dtype=torch.int32, device=device), 3)
+    pairs = ExpertPairs.of(torch.zeros(16, 1, dtype=torch.int32, device=device), 3, 3)
     assert pairs.order_N is None
     assert pairs.counts_X is None
 
@@ -67,7 +67,7 @@ def test_sums_are_in_float32_without_rows_of_other_ranks(
     y_NE = torch.randn(num_tokens * num_chosen, width, generator=generator).to(dtype).to(device)
     is_other_N1 = (experts_TK.flatten() == 3).unsqueeze(1)
     expected_NE = y_NE.float().masked_fill(is_other_N1, 0.0)
-    y_NE, pairs = y_NE.masked_fill(is_other_N1, torch.nan), ExpertPairs(experts_TK, 3, None, None)
+    y_NE, pairs = y_NE.masked_fill(is_other_N1, torch.nan), ExpertPairs(experts_TK, 3, 4, None, None)
     found_TE = sum_pairs(y_NE, pairs)
     expected_TE = expected_NE.unflatten(0, (num_tokens, num_chosen)).sum(1).to(dtype)
     torch.testing.assert_close(found_TE, expected_TE)
