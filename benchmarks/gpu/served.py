@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class Numbers:
 
 
 EXACT = Numbers("float32", ("--dtype", "float32", "--quantization", "none"), 1.0, 1.0)
-ROUNDED = (
+ROUNDED: tuple[Numbers, ...] = (
     Numbers("bfloat16", ("--dtype", "bfloat16", "--quantization", "none"), 0.0, 0.85),
     Numbers("fp8", ("--dtype", "bfloat16", "--quantization", "fp8", "--kv-cache-dtype", "fp8"), 0.0, 0.7),
 )
@@ -96,7 +96,11 @@ class Workload:
 
 def run(setting: Setting, emit: Emit) -> None:
     sizes = TINY if setting.is_dry else FULL
-    path = _model(setting)
+    path = _trained_model(setting)
+    rounded = ROUNDED
+    if path is None:  # rounding changes any token of a random model
+        path = make_model_dir(setting.folder / "served-model", "llama", head_dim=64)
+        rounded = tuple(replace(numbers, least_equal_first=0.0) for numbers in ROUNDED)
     prompts = _prompts(path, sizes)
     workload = Workload(sizes, prompts, _computed_on_cpu(path, sizes, prompts))
     num_devices = 0 if setting.is_dry else torch.cuda.device_count()
@@ -109,18 +113,16 @@ def run(setting: Setting, emit: Emit) -> None:
         config = Path(folder) / "served.yaml"
         config.write_text(json.dumps(CONFIG))  # JSON is YAML
         flags = [str(config), "--ray-address", address, *_flags(setting, sizes, path)]
-        for numbers in (EXACT, *ROUNDED):
+        for numbers in (EXACT, *rounded):
             victims = ("decode", "prefill") if numbers is EXACT else ()
             work = partial(_serve, [*flags, *numbers.flags], workload, numbers, victims)
             guarded(emit, PART, numbers.name, work)
 
 
-def _model(setting: Setting) -> Path:
-    """The real small model if it is in the cache, else a random one."""
+def _trained_model(setting: Setting) -> Path | None:
+    """The real small model, if it is in the cache."""
     cache = default_cache_dir(os.environ)
-    if not setting.is_dry and is_cached(MODEL, cache):
-        return resolve(MODEL, cache)
-    return make_model_dir(setting.folder / "served-model", "llama", head_dim=64)
+    return resolve(MODEL, cache) if not setting.is_dry and is_cached(MODEL, cache) else None
 
 
 def _prompts(path: Path, sizes: Sizes) -> Prompts:
