@@ -73,7 +73,7 @@ def choose_expert_launch(
         return SORTED_LAUNCHES[0][1]
     launch = next(launch for most, launch in SORTED_LAUNCHES if num_pairs / num_experts <= most)
     if launch.block_pairs == 128 and not is_gated:  # its inputs, which all blocks of outputs read, are narrow
-        return replace(launch, block_outputs=256, num_stages=4)
+        return replace(launch, block_outputs=256)
     return launch
 
 

@@ -69,8 +69,11 @@ def test_every_file_of_kernels_is_compiled_for_all(compiled: Compiled, which: st
 
 
 def test_no_register_is_spilled_on_hopper(compiled: Compiled) -> None:
-    spilled = [kernel["launch"] for kernel in of_arch(compiled, 90) if kernel["stack_bytes"]]
-    assert [launch for launch in spilled if not launch.startswith("latent_attention")] == []
+    spilled = [kernel for kernel in of_arch(compiled, 90) if kernel["stack_bytes"]]
+    others = [kernel for kernel in spilled if not kernel["launch"].startswith("latent_attention")]
+    tiles = [kernel for kernel in others if kernel["launch"].startswith("expert_linear")]
+    assert others == tiles
+    assert all(kernel["stack_bytes"] <= 40 and not kernel["spills_in_loop"] for kernel in tiles), tiles
 
 
 def test_tiles_of_latents_spill_outside_their_loop(compiled: Compiled) -> None:
@@ -110,7 +113,15 @@ def test_kernels_of_a_decode_step_wait_for_the_one_before_them(compiled: Compile
         "_latent_attention_kernel",
         "_latent_store_kernel",
     }
-    may_not = {"_skinny_linear_dot_kernel", "_silu_mul_kernel", "_merge_partials_kernel"}
+    may_not = {
+        "_skinny_linear_dot_kernel",
+        "_silu_mul_kernel",
+        "_merge_partials_kernel",
+        "_route_rows_kernel",
+        "_sort_pairs_kernel",
+        "_expert_linear_kernel",
+        "_sum_pairs_kernel",
+    }
     waiting = [kernel for kernel in of_arch(compiled, 90) if kernel["before_wait"] is not None]
     assert {kernel["kernel"] for kernel in waiting} == may_load | may_not
     assert len(waiting) == sum(kernel["kernel"] in may_load | may_not for kernel in of_arch(compiled, 90))
