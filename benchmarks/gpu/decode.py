@@ -38,7 +38,7 @@ from benchmarks.gpu.measure import (
 from benchmarks.gpu.plans import PlanMaker
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
-from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
+from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, comparable, write_config
 from benchmarks.gpu.trace import trace_work
 from engine.batch import StepLimits
 from engine.gpu.graphs import Replay
@@ -90,8 +90,9 @@ def run(setting: Setting, emit: Emit) -> None:
     emit(ceilings_row(PART, ceilings))
     for name, config in setting.chosen(sizes.models).items():
         path = write_config(setting.folder / name, config)
-        if setting.checks_logits(config):
-            check = partial(_check_logits, setting, sizes, name, path)
+        if setting.quantization == "auto":
+            checked = write_config(setting.folder / f"{name}-checked", comparable(config))
+            check = partial(_check_logits, setting, sizes, name, checked)
             guarded(emit, PART, f"{name}: logits beside torch's", check)
         model = load(setting, path, sizes.dtype, dummy=True, quantization=setting.quantization)
         title = setting.titled(name)

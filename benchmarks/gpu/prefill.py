@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from benchmarks.gpu.measure import (
 from benchmarks.gpu.plans import PlanMaker
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
-from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
+from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, comparable, write_config
 from benchmarks.gpu.trace import NUM_TRACED, trace_work
 from engine.batch import StepLimits
 
@@ -60,39 +61,47 @@ def run(setting: Setting, emit: Emit) -> None:
     ceilings = measure_ceilings(setting, torch.float32 if setting.is_dry else torch.bfloat16)
     emit(ceilings_row(PART, ceilings))
     for name, config in setting.chosen(sizes.models).items():
-        path = write_config(setting.folder / name, config)
-        model = load(setting, path, sizes.dtype, dummy=True, quantization=setting.quantization)
-        longest = max(*sizes.prompts, sizes.chunked_prompt, sizes.check_prompt)
-        num_blocks = 2 + -(-longest // sizes.block_size)
-        limits = StepLimits(2, longest, longest + 1)
-        lengths = sorted({*sizes.prompts, *sizes.chunks})
-        engine = device_engine(
-            setting,
-            model,
-            num_blocks,
-            sizes.block_size,
-            limits,
-            make_recorder(setting.device),
-            prompt_sizes=lengths,
-        )
-        prompts = _Prompts(sizes, engine)
-        if setting.checks_logits(config):
-            reference = torch_engine(
-                load(setting, path, sizes.dtype, dummy=True, torch_only=True), num_blocks, sizes.block_size
-            )
-            check = partial(_check_logits, setting, sizes, name, prompts, _Prompts(sizes, reference))
+        if setting.quantization == "auto":
+            checked = write_config(setting.folder / f"{name}-checked", comparable(config))
+            check = partial(_check_logits, setting, sizes, name, checked)
             guarded(emit, PART, f"{name}: logits beside torch's", check)
-            del reference, check
-        title = setting.titled(name)
+            gc.collect()
+        path, title = write_config(setting.folder / name, config), setting.titled(name)
+        prompts = _our_prompts(setting, sizes, path)
         guarded(emit, PART, title, partial(_measure_model, setting, sizes, title, prompts, ceilings))
-        del engine, model, prompts
+        del prompts
         gc.collect()
 
 
-def _check_logits(
-    setting: Setting, sizes: Sizes, name: str, ours: "_Prompts", theirs: "_Prompts"
-) -> Iterator[Row]:
+def _our_prompts(setting: Setting, sizes: Sizes, path: Path) -> "_Prompts":
+    """Computes with our kernels, and with graphs for those sizes for which a worker records them."""
+    model = load(setting, path, sizes.dtype, dummy=True, quantization=setting.quantization)
+    longest = _longest(sizes)
+    engine = device_engine(
+        setting,
+        model,
+        _num_blocks(sizes),
+        sizes.block_size,
+        StepLimits(2, longest, longest + 1),
+        make_recorder(setting.device),
+        prompt_sizes=sorted({*sizes.prompts, *sizes.chunks}),
+    )
+    return _Prompts(sizes, engine)
+
+
+def _longest(sizes: Sizes) -> int:
+    return max(*sizes.prompts, sizes.chunked_prompt, sizes.check_prompt)
+
+
+def _num_blocks(sizes: Sizes) -> int:
+    return 2 + -(-_longest(sizes) // sizes.block_size)
+
+
+def _check_logits(setting: Setting, sizes: Sizes, name: str, path: Path) -> Iterator[Row]:
     """Compares a whole prompt: our kernels compute it in two chunks, torch's in one."""
+    ours = _our_prompts(setting, sizes, path)
+    model = load(setting, path, sizes.dtype, dummy=True, torch_only=True)
+    theirs = _Prompts(sizes, torch_engine(model, _num_blocks(sizes), sizes.block_size))
     logits = []
     for prompts, chunk in ((ours, sizes.check_prompt // 2 + 1), (theirs, sizes.check_prompt)):
         prompts.prepared(sizes.check_prompt, chunk, 1)()

@@ -50,10 +50,6 @@ class Setting:
         """The model's name in rows."""
         return model if self.quantization == "auto" else f"{model}, {self.quantization}"
 
-    def checks_logits(self, model: dict[str, Any]) -> bool:
-        """Whether logits should be torch's; not if roundings choose other experts, nor with other weights."""
-        return "num_experts" not in model and self.quantization == "auto"
-
     @property
     def left_s(self) -> float:
         return max(0.0, self.ends_at - time.monotonic())

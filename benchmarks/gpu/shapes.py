@@ -95,6 +95,13 @@ def expected_experts(num_experts: int, num_chosen: int, num_tokens: int) -> floa
     return num_experts * (1.0 - (1.0 - num_chosen / num_experts) ** num_tokens)
 
 
+def comparable(config: dict[str, Any]) -> dict[str, Any]:
+    """The model with as many experts as a token chooses, so that no rounding decides which ones are chosen."""
+    if "num_experts" not in config:
+        return config
+    return {**config, "num_experts": config["num_experts_per_tok"]}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
     """The least bytes and operations that a token needs, to compare with. Mixtures have no shared experts."""

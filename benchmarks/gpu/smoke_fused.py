@@ -36,7 +36,8 @@ def makers(shapes: Shapes) -> list[Maker]:
         partial(_fused, shapes, num_tokens, is_fp8) for num_tokens in (1, 4, 16) for is_fp8 in (False, True)
     ]
     found += [partial(_chain, shapes, num_tokens) for num_tokens in (1, 16)]
-    return [*found, *(partial(_experts, shapes, num_tokens) for num_tokens in (1, 16, 40))]
+    counts = (1, 16, 40) if shapes.device.type == "cpu" else (1, 16, 40, 1000)
+    return [*found, *(partial(_experts, shapes, num_tokens) for num_tokens in counts)]
 
 
 def _fused(shapes: Shapes, num_tokens: int, is_fp8: bool) -> Iterator[SmokeCase]:

@@ -88,7 +88,9 @@ def _candidates(
             x, matrices, pairs, factors_N=factors_N, activation=activation, launch=launch
         )
 
-    chosen = choose_expert_launch(num_tokens, num_pairs, sizes.num_experts, dtype, is_gated=product.is_first)
+    chosen = choose_expert_launch(
+        num_tokens, num_pairs, sizes.num_experts, dtype, is_wide=not product.is_first
+    )
     alternatives: dict[str, tuple[int, ...]] = {"num_warps": (8,)} if setting.is_dry else ALTERNATIVES
     launches = dict(neighbours(chosen, alternatives))
     if num_tokens > MAX_UNSORTED_TOKENS and not setting.is_dry:

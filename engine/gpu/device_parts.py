@@ -59,7 +59,7 @@ class DeviceParts:
     limits: StepLimits
     kv_groups: KVGroups
     token_counts: Collection[int]
-    """Numbers of tokens so that, with all of them, a step's products are launched in every way."""
+    """Steps of these numbers of tokens launch every variant of the products."""
     mixed_sizes: Sequence[int]
     """Numbers of tokens for which steps with prompts are recorded."""
 
@@ -85,7 +85,7 @@ class DeviceParts:
         self.choose_products()
 
     def _rehearse_prompts(self, num_tokens: int) -> None:
-        """Runs a step of so many tokens in as few prompts as possible, if there can be such a step."""
+        """Runs a step of about so many tokens, in as few prompts of one length as possible, if there can be one."""
         most, longest = self.limits.max_num_batched_tokens, self.limits.max_model_len
         num_requests = -(-min(num_tokens, most) // longest)
         if num_requests <= self.limits.max_num_seqs:
@@ -160,7 +160,6 @@ def make_device_parts(
     forward = StagedForward(model.decoder, attention, limits, sampler.sampled_R, model.device)
     assert isinstance(model.backend, TritonBackend), "loaded to be computed by torch alone"
     backend = model.backend
-    num_layers = model.architecture.num_layers
     return DeviceParts(
         forward,
         sampler,
@@ -168,7 +167,7 @@ def make_device_parts(
         limits,
         groups.groups,
         sorted(backend.token_counts),
-        mixed_sizes(limits.max_num_batched_tokens, num_layers, backend.weights_per_token),
+        mixed_sizes(limits.max_num_batched_tokens, model.architecture, model.collectives.size),
     )
 
 

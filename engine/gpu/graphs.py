@@ -1,10 +1,12 @@
-"""Graphs: work on a device, recorded once and repeated with one call; knows nothing about the work."""
+"""Graphs: work on a device, recorded once and repeated with one call; which sizes of steps are recorded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+
+from engine.model_config import ModelArchitecture
 
 Replay = Callable[[], None]
 
@@ -90,22 +92,35 @@ weights, so padding is free."""
 LARGER_SIZES = (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 """Such numbers for models whose steps take Python longer to queue than the GPU to compute."""
 WEIGHTS_PER_LAYER = 1.3e11
-"""While Python queues a layer, an H200 multiplies about so many weights, each with one token. (It queues some
-ten launches in 0.4 ms; 600 TFLOP/s.) A GPU that waits longer for Python has no use for more graphs, only
-more padding."""
+"""While Python queues a layer, an H200 multiplies about so many weights, each with one token: Python queues some
+ten launches in 0.4 ms, and the GPU computes 600 TFLOP/s. A slower GPU has less use for larger graphs, whose
+padding costs time."""
 
 
-def mixed_sizes(max_num_batched_tokens: int, num_layers: int, weights_per_token: int) -> list[int]:
-    """Numbers of tokens to record: those that steps can have, and the largest step's size if it is not far above.
+def mixed_sizes(max_num_batched_tokens: int, architecture: ModelArchitecture, num_ranks: int) -> list[int]:
+    """Numbers of tokens to record: those that steps can have, and the largest step's size if it is not above them.
 
-    `weights_per_token`: with how many weights a token is multiplied in all layers. A larger step takes the GPU
-    longer than Python needs to queue it, so a graph would save nothing. For Llama-3.1-8B these are steps of
-    more than 512 tokens.
+    A larger step takes the GPU longer than Python needs to queue it, so a graph would save nothing. For
+    Llama-3.1-8B these are steps of more than 512 tokens. All ranks record the same sizes: a rank that pads a
+    step, and one that does not, would sum tensors of different sizes.
     """
-    most = int(WEIGHTS_PER_LAYER * num_layers / max(1, weights_per_token))
+    weights = max(1, weights_per_token(architecture) // num_ranks)
+    most = int(WEIGHTS_PER_LAYER * architecture.num_layers / weights)
     sizes = (*MIXED_SIZES, *(size for size in LARGER_SIZES if size <= most))
     smaller = [size for size in sizes if size < max_num_batched_tokens]
     return [*smaller, max_num_batched_tokens] if max_num_batched_tokens <= sizes[-1] else smaller
+
+
+def weights_per_token(architecture: ModelArchitecture) -> int:
+    """With about how many weights of the layers a token is multiplied, on all ranks together."""
+    a = architecture
+    weights = a.num_layers * 2 * (a.num_heads + a.num_kv_heads) * a.head_dim * a.hidden_size
+    for mixture in a.mixtures:
+        size = a.intermediate_size
+        if mixture is not None:
+            size = mixture.num_chosen * mixture.intermediate_size + mixture.shared_size
+        weights += 3 * a.hidden_size * size
+    return weights
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

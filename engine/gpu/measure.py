@@ -62,12 +62,13 @@ def measure(
         parts = make_device_parts(model, pool, limits)
         torch.cuda.reset_peak_memory_stats(device)
         parts.rehearse()
+        most_reserved = torch.cuda.max_memory_reserved(device)
         throughput = partial(_throughput, parts, uses_graphs=uses_graphs)
         chunk = chosen_chunk(limits, throughput) if wants_chunk else None
         parts.forward.record((), CudaGraphs(), has_chunks=True)
-        # Recording returned the memory of the steps until then; the recorded steps themselves are not counted here.
+        # Recording returned the memory of the steps until then. What it used itself counts as the graphs' memory.
         free_memory(device)
-        returned = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+        returned = most_reserved - torch.cuda.memory_reserved(device)
         activations = free_loaded - _free_now(device) + returned
         graphs = graphs_bytes(parts, CudaGraphs(), lambda: _free_now(device)) if uses_graphs else 0
     if model.collectives.size > 1:

@@ -4,7 +4,6 @@ Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate 
 """
 
 from collections.abc import Iterable
-from math import prod
 
 import torch
 
@@ -47,15 +46,12 @@ class TritonBackend:
 
     def __init__(self) -> None:
         self.timed_products = TimedProducts()
-        self.weights_per_token = 0
-        """With how many weights of this backend's layers a token is multiplied, on average."""
         self.token_counts = set(NUM_ROWS)
-        """Numbers of tokens so that, with all of them, a step's products are launched in every way."""
+        """Steps of these numbers of tokens launch every variant of the products."""
         self._has_fp8_linears = False
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> TritonLinear | TritonFp8Linear:
         """An Fp8Weight's linear quantises its own inputs, since other layers may have 16-bit weights."""
-        self.weights_per_token += prod(weight_OI.shape)
         if isinstance(weight_OI, Fp8Weight):
             return TritonFp8Linear(weight_OI, bias_O)
         assert isinstance(weight_OI, torch.Tensor), "4 and 8 bits in groups are for CPUs"
@@ -63,7 +59,6 @@ class TritonBackend:
 
     def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> TritonFp8Linear:
         assert not isinstance(weight_OI, GroupedWeight), "4 and 8 bits in groups are for CPUs"
-        self.weights_per_token += prod(weight_OI.shape)
         self._has_fp8_linears = True
         return TritonFp8Linear(weight_OI, bias_O)
 
@@ -81,9 +76,7 @@ class TritonBackend:
         """
         self.token_counts.update(token_counts_by_launch(mixture.num_chosen, mixture.num_experts))
         choice = ExpertChoice(mixture, router, TritonLinear(router.weight_XE, router.bias_X, None))
-        made = TritonMixture(choice, experts, here, is_fp8=linear == self.fp8_linear)
-        self.weights_per_token += made.num_weights * mixture.num_chosen // mixture.num_experts
-        return made
+        return TritonMixture(choice, experts, here, is_fp8=linear == self.fp8_linear)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert isinstance(weight_VE, torch.Tensor), "4 and 8 bits in groups are for CPUs"

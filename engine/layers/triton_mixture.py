@@ -41,18 +41,14 @@ class TritonMixture:
         if len(here) < choice.num_experts:
             self._places_X = _places(here, choice.num_experts, self._down.weight_XOI.device)
 
-    @property
-    def num_weights(self) -> int:
-        """The weights of all experts."""
-        return self._gate_up.weight_XOI.numel() + self._down.weight_XOI.numel()
-
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         return self._sum(x_TE)
 
     def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
-        if kernel_switches().fused_residual:
-            self._sum(x_TE, residual_TE)
-        return kernel_switches().fused_residual
+        if not kernel_switches().fused_residual:
+            return False
+        self._sum(x_TE, residual_TE)
+        return True
 
     def _sum(self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
         mixture = self._choice.mixture

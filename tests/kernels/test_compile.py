@@ -5,6 +5,7 @@ In processes of their own: kernels that are interpreted here cannot be compiled 
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_every_file_of_kernels_is_compiled_for_all(compiled: Compiled, which: st
 def test_no_register_is_spilled_on_hopper(compiled: Compiled) -> None:
     spilled = [kernel for kernel in of_arch(compiled, 90) if kernel["stack_bytes"]]
     others = [kernel for kernel in spilled if not kernel["launch"].startswith("latent_attention")]
-    tiles = [kernel for kernel in others if kernel["launch"].startswith("expert_linear")]
+    tiles = [kernel for kernel in others if re.match("expert_linear: .* down, .*[0-9]{4}", kernel["launch"])]
     assert others == tiles
     assert all(kernel["stack_bytes"] <= 40 and not kernel["spills_in_loop"] for kernel in tiles), tiles
 

@@ -21,6 +21,7 @@ from engine.kernels.expert_linear import (
 )
 from engine.kernels.sort_pairs import MAX_UNSORTED_TOKENS, ExpertPairs
 from engine.kernels.sum_pairs import sum_pairs
+from engine.kernels.switches import switched
 from engine.layers.backend import Expert, Router
 from engine.layers.fp8 import quantize_rows
 from engine.layers.torch_backend import TorchBackend
@@ -85,6 +86,7 @@ RARE = {
         activation=ClampedSwiglu(alpha=1.702, limit=7.0),
     ),
     "gpt-oss-20b down, 64": partial(empty_launch, 64, 4, (32, 2880, 2880), is_second=True, has_bias=True),
+    "Qwen3-30B-A3B down, 8192, float8": partial(empty_launch, 8192, 8, (128, 2048, 768), FP8, is_second=True),
     "Qwen3-30B-A3B down, 1": partial(empty_launch, 1, 8, (128, 2048, 768), is_second=True),
     "Qwen3-30B-A3B gate_up, 64": partial(empty_launch, 64, 8, (128, 1536, 2048)),
     "Mixtral-8x7B tp2 gate_up, 16": partial(empty_launch, 16, 2, (8, 14336, 4096)),
@@ -143,37 +145,45 @@ def test_is_what_torch_computes(
 @pytest.mark.parametrize(
     ("num_chosen", "num_experts"), [(8, 128), (4, 32), (2, 8), (6, 160), (1, 3)], ids=str
 )
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_each_launch_has_a_number_of_tokens(num_chosen: int, num_experts: int, is_gated: bool) -> None:
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_each_launch_has_a_number_of_tokens(num_chosen: int, num_experts: int, is_wide: bool) -> None:
     """A worker rehearses these numbers, so that it compiles no kernel later."""
 
     def launch(num_tokens: int) -> tuple[bool, ExpertLaunch]:
-        chosen = choose_expert_launch(
-            num_tokens, num_tokens * num_chosen, num_experts, BF16, is_gated=is_gated
-        )
+        chosen = choose_expert_launch(num_tokens, num_tokens * num_chosen, num_experts, BF16, is_wide=is_wide)
         return num_tokens > MAX_UNSORTED_TOKENS, chosen
 
     rehearsed = {launch(count) for count in token_counts_by_launch(num_chosen, num_experts)}
     assert rehearsed == {launch(count) for count in range(1, 5000)}
 
 
-@pytest.mark.parametrize("num_tokens", [5, 40])
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype"), [(5, F32), (40, F32), (5, F16), (60, F16), (300, F16), (300, BF16)]
+)
 @pytest.mark.parametrize(
     "activation", [Gate.SILU, Gate.GELU_TANH, ClampedSwiglu(alpha=1.702, limit=0.7)], ids=str
 )
 def test_an_activation_halves_the_outputs(
-    num_tokens: int, activation: Activation, device: torch.device, generator: torch.Generator
+    num_tokens: int,
+    dtype: torch.dtype,
+    activation: Activation,
+    device: torch.device,
+    generator: torch.Generator,
 ) -> None:
-    """The number of gates is no multiple of a block's outputs."""
+    """Tiles of 16 to 128 pairs; the number of gates is no multiple of a block's outputs."""
+    if dtype is BF16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies matrices of bfloat16 wrongly")
     matrices = ExpertMatrices(
-        torch.randn(4, 2 * 41, 40, generator=generator).to(device) / 6,
+        (torch.randn(4, 2 * 41, 40, generator=generator) / 6).to(dtype).to(device),
         bias_XO=torch.randn(4, 2 * 41, generator=generator).to(device),
     )
     experts_TK = random_experts(generator, num_tokens, 2, 4).to(device)
-    x_TI = torch.randn(num_tokens, 40, generator=generator).to(device)
+    x_TI = torch.randn(num_tokens, 40, generator=generator).to(dtype).to(device)
     found_NO = expert_linear(x_TI, matrices, ExpertPairs.of(experts_TK, 4, 4), activation=activation)
     gate_up_NM = expert_linear_reference(x_TI, matrices, experts_TK, None)
-    torch.testing.assert_close(found_NO, silu_mul_reference(gate_up_NM, activation))
+    tolerance = {F32: 1e-5, F16: 1e-2, BF16: 5e-2}[dtype]  # the products are rounded before the activation
+    expected_NO = silu_mul_reference(gate_up_NM, activation)
+    torch.testing.assert_close(found_NO, expected_NO, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("num_tokens", [16, 40])
@@ -216,7 +226,7 @@ def test_pairs_with_experts_of_other_ranks_are_not_computed(
     [(True, Gate.SILU), (False, Gate.SILU), (True, ClampedSwiglu(alpha=1.702, limit=0.7))],
     ids=str,
 )
-@pytest.mark.parametrize("num_tokens", [3, 20])
+@pytest.mark.parametrize("num_tokens", [3, 16, 17])
 def test_the_mixture_is_that_of_the_cpu(
     is_normalised: bool,
     activation: Activation,
@@ -246,8 +256,15 @@ def test_the_mixture_is_that_of_the_cpu(
     gpu = TritonBackend()
     there = [_on(device, expert) for expert in experts]
     router = Router(router_XE.to(device), None if router_bias_X is None else router_bias_X.to(device))
-    found = gpu.mixture(mixture, router, there, gpu.linear)(x_TE.to(device))
+    layer = gpu.mixture(mixture, router, there, gpu.linear)
+    found = layer(x_TE.to(device))
     torch.testing.assert_close(found.cpu(), expected)
+    residual_TE = torch.randn(x_TE.shape, generator=generator).to(device)
+    expected_sum_TE = residual_TE + found
+    with switched(fused_residual=False):
+        assert not layer.adds(x_TE.to(device), residual_TE)
+    assert layer.adds(x_TE.to(device), residual_TE)
+    torch.testing.assert_close(residual_TE, expected_sum_TE)
     parts = []
     for rank in range(2):
         here = mixture.experts_on(rank, 2)
