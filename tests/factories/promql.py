@@ -38,4 +38,9 @@ def documented_metrics() -> set[str]:
 
 def metrics_in(expression: str) -> set[str]:
     """The names of our metrics in an expression, and of metrics that Prometheus' library adds."""
-    return set(re.findall(r"\b(?:baton|process)_[a-z0-9_]+", expression))
+    return set(re.findall(r"\b(?:baton|process)_[a-z0-9_]+", re.sub(r"\{[^}]*\}", "", expression)))
+
+
+def selectors_in(expression: str) -> list[str]:
+    """Each use of a metric in an expression, with its labels in braces if it has any."""
+    return re.findall(r"\b(?:up|(?:baton|process)_[a-z0-9_]+)\b(?:\{[^}]*\})?", expression)

@@ -162,9 +162,22 @@ def test_without_a_gpu_there_are_no_kernels_to_keep() -> None:
     assert "kernels" not in [volume["name"] for volume in spec["volumes"]]
 
 
-def test_without_prefill_workers_there_is_no_group_for_them() -> None:
-    release = render({"prefill": {"replicas": 0}})
-    assert [group["groupName"] for group in release.ray["workerGroupSpecs"]] == ["decode"]
+NO_PREFILL: dict[str, Any] = {
+    "by hand": {"prefill": {"replicas": 0}},
+    "by autoscaling": {
+        "prefill": {"replicas": 0},
+        "autoscaling": {"workers": {"enabled": True, "minPrefill": 0, "maxPrefill": 0}},
+    },
+}
+
+
+@pytest.mark.parametrize("how", NO_PREFILL)
+def test_without_prefill_workers_their_group_stays_and_has_no_pods(how: str) -> None:
+    """KubeRay leaves the pods of a removed group alone; with Recreate, a removed group restarts all pods."""
+    prefill, decode = render(NO_PREFILL[how]).ray["workerGroupSpecs"]
+    assert (prefill["groupName"], decode["groupName"]) == ("prefill", "decode")
+    assert (prefill["replicas"], prefill["minReplicas"], prefill["maxReplicas"]) == (0, 0, 0)
+    assert decode["replicas"] == 1
 
 
 def test_budgets_leave_as_many_as_there_are_at_least_but_one() -> None:
@@ -312,7 +325,8 @@ def test_without_a_model_of_the_hub_no_pod_hears_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["acme/tiny", "acme/tiny@v1", "a/b:*q4*.gguf", "smollm2", "/models/a", "a/b/c", "a/b@"]
+    "path",
+    ["acme/tiny", "acme/tiny@v1", "a/b:*q4*.gguf", "a/b.gguf", "smollm2", "/models/a", "a/b/c", "a/b@"],
 )
 def test_the_chart_knows_names_of_the_hub_as_baton_does(path: str) -> None:
     if HubName.parse(path) is not None or path == "smollm2":

@@ -139,6 +139,22 @@ def test_gateways_leave_the_weights_out(tmp_path: Path, url: str) -> None:
 
 
 @needs_helm
+@pytest.mark.parametrize(
+    ("path", "file"),
+    [
+        ("/models/tiny.Q4_K_M.gguf", {"url": "https://example.com/tiny.Q4_K_M.gguf"}),
+        ("/models/mine/tiny.gguf", {"url": "https://example.com/a?file=1", "name": "tiny.gguf"}),
+    ],
+    ids=["by its URL", "by its name"],
+)
+def test_a_gguf_file_is_fetched_into_its_folder(path: str, file: dict[str, str]) -> None:
+    """Its own path is no folder: the file would be below itself."""
+    files = [file | {"sha256": "a" * 64}]
+    for pod in render({"model": {"path": path, "download": {"files": files}}}).pods().values():
+        assert containers(pod)["fetch-model"]["command"][3] == str(Path(path).parent)
+
+
+@needs_helm
 def test_every_pod_fetches_what_it_needs() -> None:
     files = [{"url": "https://example.com/config.json", "sha256": "a" * 64}]
     release = render({"model": {"path": "/models/mine", "download": {"files": files}}})

@@ -172,6 +172,10 @@ CONTRADICTIONS: Cases = {
         {"security": {"tls": {"hasAuthority": False}}},
         ["security.tls.hasAuthority: false is for modes existingSecret and certManager, not generated"],
     ),
+    "a certificate of a public authority by no name": (
+        {"security": {"tls": {"mode": "existingSecret", "existingSecret": "mine", "hasAuthority": False}}},
+        ["security.tls.hasAuthority: false with mode existingSecret needs security.tls.serverName"],
+    ),
     "a certificate without names": (
         {"security": {"tls": {"mode": "certManager", "issuerRef": {"name": "a"}, "internalNames": False}}},
         ["security.tls.internalNames: false needs security.tls.mode certManager", "and extraNames"],
@@ -288,12 +292,14 @@ CONTRADICTIONS: Cases = {
         {"networkPolicy": {"egress": {"rules": [{"ports": [{"port": 443}]}]}}},
         ["networkPolicy.egress.rules need networkPolicy.egress.enabled: true"],
     ),
-    "a policy that shuts off Redis": (
+    "a GGUF file that no download brings": (
         {
-            "networkPolicy": {"egress": {"enabled": True}},
-            "rayHead": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis://redis:6379"}},
+            "model": {
+                "path": "/models/tiny.gguf",
+                "download": {"files": [{"url": "https://a.b/tiny.gguf?x=1", "sha256": "a" * 64}]},
+            }
         },
-        ["networkPolicy.egress.enabled shuts pods off from", "allow it in networkPolicy.egress.rules"],
+        ["model.path (/models/tiny.gguf) is a GGUF file", "set its name to tiny.gguf"],
     ),
 }
 

@@ -135,6 +135,18 @@ def test_no_container_may_more_than_it_must(values: Path) -> None:
 
 
 @every_cluster
+def test_the_pod_of_helm_test_is_admitted_where_the_others_are(values: Path) -> None:
+    """By a registry that needs a Secret, and by a quota of resources."""
+    release = render(values)
+    spec = release.one("Pod")["spec"]
+    gateway = release.pods()["gateway"]["spec"]
+    assert spec.get("imagePullSecrets") == gateway.get("imagePullSecrets")
+    (container,) = spec["containers"]
+    for bound in ("requests", "limits"):
+        assert set(container["resources"][bound]) == {"cpu", "memory"}
+
+
+@every_cluster
 def test_every_mount_has_its_volume_and_every_reference_its_object(values: Path) -> None:
     release = render(values)
     made = {(item["kind"], item["metadata"]["name"]) for item in release.objects}
@@ -173,6 +185,24 @@ def given(values: Path) -> set[str]:
     security = text.get("security", {})
     names = {part["existingSecret"] for part in security.values() if "existingSecret" in part}
     return names | {text["model"].get("existingClaim", ""), "demo-baton-tls" if security else ""}
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"path": "/models/tiny.Q4_K_M.gguf", "existingClaim": "weights"}, "tiny.Q4_K_M"),
+        ({"path": "/opt/mine", "inImage": True}, "mine"),
+        ({"path": "acme/tiny:tiny.Q4_K_M.gguf"}, "acme/tiny:tiny.Q4_K_M.gguf"),
+    ],
+    ids=["GGUF file", "folder", "GGUF file of the Hub"],
+)
+def test_the_notes_ask_for_the_model_by_the_name_that_gateways_serve(values: Object, name: str) -> None:
+    assert f'"model": "{name}"' in render({"model": values}).notes
+
+
+def test_the_notes_say_that_an_upgrade_forgets_what_is_only_on_the_command_line() -> None:
+    assert "forgets what --set gave" in render().notes
+    assert "forgets what --set gave" not in render({"security": {"apiKeys": {"adminSha256": "a" * 64}}}).notes
 
 
 def test_the_notes_say_what_to_type_next() -> None:

@@ -51,6 +51,7 @@ CHANGES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "the fleet's configuration": ({"config": {"scheduler": {"max_num_seqs": 8}}}, FLEET),
     "what everybody logs": ({"config": {"logging": {"level": "info"}}}, FLEET | {"gateway"}),
     "how many workers": ({"prefill": {"replicas": 2}, "decode": {"replicas": 4}}, set()),
+    "no prefill workers": ({"prefill": {"replicas": 0}}, set()),
     "memory of decode workers": ({"decode": {"shmSize": "4Gi"}}, {"decode", "ray"}),
     "ranks of prefill workers": ({"prefill": {"tensorParallel": 2}}, FLEET | {"prefill"}),
     "the model": ({"model": {"path": "/elsewhere/model", "inImage": True}}, FLEET | {"gateway"}),
@@ -149,6 +150,24 @@ def test_an_upgrade_asks_for_as_many_workers_as_rays_autoscaler_has_come_to(
     assert {group["groupName"]: group["replicas"] for group in groups} == {"prefill": 1, "decode": expected}
     fixed = render_over([scaled], {"decode": {"replicas": 2}}).ray["workerGroupSpecs"]
     assert {group["groupName"]: group["replicas"] for group in fixed} == {"prefill": 1, "decode": 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"maxDecode": 9},
+        {"config": {"interval_s": 1.0}},
+        {"idleSeconds": 60},
+        {"enabled": False, "maxDecode": 8},
+    ],
+    ids=["bounds", "targets", "idle", "off"],
+)
+def test_what_autoscaling_of_workers_may_do_is_of_the_whole_fleet(changes: Object) -> None:
+    """As docs/kubernetes.md says: the controller rereads only the numbers of workers."""
+    scaled: Object = merged(KEPT, WORKERS)
+    before = render(scaled)
+    after = render(merged(scaled, {"autoscaling": {"workers": changes}}))
+    assert without_scale(before) != without_scale(after)
 
 
 def test_the_claim_outlives_the_release() -> None:

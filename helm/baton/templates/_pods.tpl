@@ -83,7 +83,8 @@ securityContext:
 {{/* Whether model.path is a name of the Hub, as baton/hub_name.py reads it. */}}
 {{- define "baton.isOfHub" -}}
 {{- $part := "[A-Za-z0-9_][A-Za-z0-9._-]*" -}}
-{{- if regexMatch (printf "^%s/%s(@[^@:\\s]+)?(:[^@:\\s]+)?$" $part $part) .Values.model.path -}}yes{{- end -}}
+{{- if regexMatch "^[^:]*\\.gguf$" .Values.model.path -}}
+{{- else if regexMatch (printf "^%s/%s(@[^@:\\s]+)?(:[^@:\\s]+)?$" $part $part) .Values.model.path -}}yes{{- end -}}
 {{- end }}
 
 {{/* The model's name for clients. */}}
@@ -91,7 +92,7 @@ securityContext:
 {{- if include "baton.isOfHub" . -}}
 {{- regexReplaceAll "@[^:]*" .Values.model.path "" -}}
 {{- else -}}
-{{- base .Values.model.path -}}
+{{- base .Values.model.path | trimSuffix ".gguf" -}}
 {{- end -}}
 {{- end }}
 
@@ -136,12 +137,17 @@ securityContext:
 {{- end }}
 {{- end }}
 
+{{/* Where downloads go: model.path, or the folder of the GGUF file that it is. */}}
+{{- define "baton.downloadFolder" -}}
+{{- hasSuffix ".gguf" .Values.model.path | ternary (dir .Values.model.path) .Values.model.path -}}
+{{- end }}
+
 {{/* (dict "root" $ "skip" PATTERN): fetches what is not there yet, and checks all of it. */}}
 {{- define "baton.fetchContainer" -}}
 {{- if .root.Values.model.download.files -}}
 - name: fetch-model
   {{- include "baton.container" .root | nindent 2 }}
-  command: [python3, /etc/baton/fetch/fetch_model.py, /etc/baton/fetch/files.json, {{ .root.Values.model.path | quote }}{{ with .skip }}, --skip, {{ . | quote }}{{ end }}]
+  command: [python3, /etc/baton/fetch/fetch_model.py, /etc/baton/fetch/files.json, {{ include "baton.downloadFolder" .root | quote }}{{ with .skip }}, --skip, {{ . | quote }}{{ end }}]
   resources:
     {{- toYaml .root.Values.model.download.resources | nindent 4 }}
   volumeMounts:
