@@ -115,12 +115,13 @@ class Preprocessor:
         new_parser, is_of_tools = no_parser, False
         if isinstance(prompt, Conversation):
             answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
-            grammar = answer_format.grammar(prompt, end, params.structured_output)
-            is_of_tools = bool(prompt.tools) and params.structured_output is None
-            if grammar is not None and params.structured_output is None:
+            answer = params.structured_output
+            grammar = answer_format.grammar(prompt, end, answer)
+            is_of_tools = bool(prompt.tools) and answer is None
+            if grammar is not None and answer is None:
                 _check_may_end(params, "tools" if prompt.tools else "a reasoning budget")
             params = replace(params, structured_output=grammar)
-            new_parser = partial(answer_format.new_parser, prompt, end)
+            new_parser = partial(answer_format.new_parser, prompt, end, answer)
         if params.structured_output is not None:
             with _names_tools(is_of_tools):
                 left_s = _left(timeout_s, now() - began)

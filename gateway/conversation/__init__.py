@@ -2,6 +2,7 @@
 
 from gateway.conversation.answer_format import (
     NUM_PROMPT_END_TOKENS,
+    SPECIAL,
     AnswerFormat,
     AnswerParser,
     kept_token_ids,
@@ -32,6 +33,7 @@ from gateway.conversation.messages import (
 __all__ = [
     "FORMAT_NAMES",
     "NUM_PROMPT_END_TOKENS",
+    "SPECIAL",
     "AnswerEvent",
     "AnswerFormat",
     "AnswerParser",

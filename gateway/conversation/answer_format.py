@@ -1,6 +1,7 @@
 """AnswerFormat: how one model writes reasoning and calls, and how its chat template gets the tools."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from baton.errors import InvalidRequest
@@ -11,6 +12,10 @@ from gateway.conversation.messages import Conversation
 NUM_PROMPT_END_TOKENS = 32
 """Number of a prompt's last tokens that a format gets. They show whether the template has already begun the
 reasoning."""
+
+SPECIAL = "\udc00"
+"""Comes before the text of a special token if other text may spell the token. It is a lone surrogate, which no token
+has. Parsers drop it."""
 
 
 class AnswerParser(Protocol):
@@ -37,9 +42,9 @@ class AnswerFormat(Protocol):
     """How one model writes its answers. Stateless; one instance serves all requests."""
 
     @property
-    def kept_special_tokens(self) -> frozenset[str]:
-        """Special tokens that must stay in the text for the parser. Other special tokens are left out of the
-        text."""
+    def kept_special_tokens(self) -> Mapping[str, str]:
+        """Special tokens that must stay in the text for the parser, and their texts there. Other special tokens
+        are left out of the text."""
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
         """`conversation`, `tools` and further variables of the model's chat template. Raises InvalidRequest
@@ -56,14 +61,19 @@ class AnswerFormat(Protocol):
         combined with the conversation's tools or reasoning.
         """
 
-    def new_parser(self, conversation: Conversation, prompt_end: str) -> AnswerParser | None:
-        """A parser of the turn that continues this conversation; None: the answer is only text."""
+    def new_parser(
+        self, conversation: Conversation, prompt_end: str, answer: StructuredOutput | None = None
+    ) -> AnswerParser | None:
+        """A parser of the turn that continues this conversation; None: the answer is only text.
+
+        `answer` is what `grammar` got. Text that must match it has no calls, whatever marks it spells.
+        """
 
 
 class PlainFormat:
     """The format of a model without a chat template. Such a model has no conversations."""
 
-    kept_special_tokens: frozenset[str] = frozenset()
+    kept_special_tokens: Mapping[str, str] = MappingProxyType({})
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
         turns = [{"role": turn.role, "content": turn.content} for turn in conversation.messages]
@@ -79,7 +89,12 @@ class PlainFormat:
             raise InvalidRequest("tools", "this model is served without tools")
         return answer
 
-    def new_parser(self, conversation: Conversation, prompt_end: str) -> AnswerParser | None:  # noqa: ARG002
+    def new_parser(
+        self,
+        conversation: Conversation,  # noqa: ARG002 - AnswerFormat's signature
+        prompt_end: str,  # noqa: ARG002
+        answer: StructuredOutput | None = None,  # noqa: ARG002
+    ) -> AnswerParser | None:
         return None
 
 
@@ -95,4 +110,5 @@ def parsed(parser: AnswerParser | None, text: str, is_last: bool) -> list[Answer
 
 def kept_token_ids(answer_format: AnswerFormat, vocabulary: Mapping[str, int]) -> dict[int, str]:
     """The ids of the special tokens that a parser must see, and their texts."""
-    return {vocabulary[token]: token for token in answer_format.kept_special_tokens if token in vocabulary}
+    kept = answer_format.kept_special_tokens
+    return {vocabulary[token]: text for token, text in kept.items() if token in vocabulary}

@@ -35,9 +35,9 @@ class ModelFormat:
         self._style = style
 
     @property
-    def kept_special_tokens(self) -> frozenset[str]:
+    def kept_special_tokens(self) -> dict[str, str]:
         tags = () if self._tags is None else (self._tags.begin, self._tags.end)
-        return frozenset((*self.syntax.markers, *self.syntax.tokens, *tags))
+        return {token: token for token in (*self.syntax.markers, *self.syntax.tokens, *tags)}
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
         check_tools(conversation)
@@ -58,14 +58,16 @@ class ModelFormat:
         tags, has_begun = self._reasoning(prompt_end)
         return turn_grammar(self._vocabulary, self.syntax, conversation, tags, has_begun, answer)
 
-    def new_parser(self, conversation: Conversation, prompt_end: str) -> TurnParser | None:
+    def new_parser(
+        self, conversation: Conversation, prompt_end: str, answer: StructuredOutput | None = None
+    ) -> TurnParser | None:
         tags, has_begun = self._reasoning(prompt_end)
         syntax = (
             None if conversation.tool_choice.use is ToolUse.NONE or not conversation.tools else self.syntax
         )
         if tags is None and syntax is None:
             return None
-        return TurnParser(syntax, conversation.tools, tags, has_begun)
+        return TurnParser(syntax, conversation.tools, tags, has_begun, is_formatted=answer is not None)
 
     def _reasoning(self, prompt_end: str) -> tuple[ReasoningTags | None, bool]:
         """The tags that may follow this prompt, and whether the prompt has already opened them. None: no

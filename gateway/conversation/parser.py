@@ -1,10 +1,11 @@
 """TurnParser: turns an assistant's turn into events while the model writes it.
 
     [reasoning] ( text | section of calls )*
+    [reasoning] ( formatted text | sections of calls )      if a response format holds for the text
 
 If a text begins like a call but is none, it counts as text. There is one exception: if the answer has a call
 already, and ends within such a text, the text is dropped as an unfinished call. Spaces around reasoning and
-calls are dropped.
+calls are dropped. Formatted text is text to its end, since a JSON string may spell marks.
 """
 
 from collections.abc import Sequence
@@ -34,12 +35,17 @@ class TurnParser(Stepwise):
         tools: Sequence[Tool],
         tags: ReasoningTags | None,
         has_begun_to_reason: bool,
+        *,
+        is_formatted: bool,
     ) -> None:
         """`syntax`: None if there are no calls. `has_begun_to_reason`: the prompt ends with the opening
-        tag."""
+        tag. `is_formatted`: a response format holds for the text."""
         self._syntax = syntax
         self._tags = tags
         self._has_begun_to_reason = has_begun_to_reason
+        self._is_formatted = is_formatted
+        self._has_text = False
+        """Whether text has begun; spaces do not count."""
         self._part = AnswerPart.TEXT
         self._may_reason = tags is not None
         super().__init__()
@@ -90,6 +96,9 @@ class TurnParser(Stepwise):
             num_spaces, length = yield from self._reader.until(markers, self._text)
             if not length:
                 return
+            if self._is_formatted and self._has_text:
+                markers = Markers(())
+                continue
             self._reader.begin_attempt()
             self._reader.take(num_spaces + length)
             if not (yield from self._section(syntax, markers)):
@@ -114,6 +123,7 @@ class TurnParser(Stepwise):
 
     def _text(self, text: str) -> None:
         if text:
+            self._has_text |= not text.isspace()
             self._events.append(Text(text))
 
     def _reasoning(self, text: str) -> None:

@@ -139,7 +139,7 @@ def delta_to_response(
     response = generation_pb.GenerateResponse(
         request_id=request_id,
         token_ids=delta.token_ids,
-        text=delta.text,
+        text=delta.shown_text,
         logprobs=[_logprobs_to_message(logprobs) for logprobs in delta.logprobs],
         finish=_finish_to_message(delta.finish, num_reasoning_tokens) if delta.finish else None,
     )

@@ -78,9 +78,10 @@ class PageTrial:
                     if isinstance(item, Placement):
                         yield event("placed", _placement(item) | {"at_s": at_s})
                         continue
-                    if item.token_ids or item.text:
+                    if item.token_ids or item.shown_text:
+                        num_tokens = len(item.token_ids)
                         yield event(
-                            "tokens", {"text": item.text, "num_tokens": len(item.token_ids), "at_s": at_s}
+                            "tokens", {"text": item.shown_text, "num_tokens": num_tokens, "at_s": at_s}
                         )
                     if item.finish is not None:
                         yield event("end", _end(item.finish))

@@ -7,7 +7,7 @@ from baton.request import FinishReason, TokenLogprobs
 from baton.sampling import SamplingParams
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import TraceContext
-from gateway.conversation import AnswerParser
+from gateway.conversation import SPECIAL, AnswerParser
 from gateway.requests.timing import Timing
 from gateway.routing.placement import BlockHashes, Mode, Placement
 from gateway.text import TextStream
@@ -82,8 +82,14 @@ class Delta:
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
+    """For the request's parser; clients get its events, or `shown_text`."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: Finish | None = None
+
+    @property
+    def shown_text(self) -> str:
+        """The text without what only parsers need."""
+        return self.text.replace(SPECIAL, "")
 
     def without_reasons(self) -> "Delta":
         """A copy without workers' reasons, for clients that may not administer: reasons may name machines and

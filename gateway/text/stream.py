@@ -41,10 +41,10 @@ class Detokenizer:
         kept_tokens: Mapping[int, str] = NO_TOKENS,
     ) -> None:
         """The prompt's tokens are the context of the first word. Without a context, decoders drop the space
-        before it. `kept_tokens`: special tokens that are not skipped, and their texts."""
+        before it. `kept_tokens`: special tokens that are never skipped, and their texts."""
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
-        self._kept_tokens = kept_tokens if skip_special_tokens else NO_TOKENS
+        self._kept_tokens = kept_tokens
         self._context = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
         """The last tokens that became text."""
         self._stream = self._stream_behind(self._context)

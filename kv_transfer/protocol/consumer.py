@@ -28,6 +28,8 @@ from kv_transfer.protocol.incoming import (
     link_failure,
 )
 from kv_transfer.protocol.messages import (
+    MAX_PIECES,
+    MAX_VERSION,
     Aborted,
     Ack,
     Cancel,
@@ -73,7 +75,7 @@ class Consumer:
     ) -> list[Effect]:
         """The engine accepted the request. Asks the producer to keep the prompt's KV until there is room.
 
-        A second request with the same key is never served.
+        A second request with the same key is never served. A prompt of too many pieces is lost at once.
         """
         if key in self._transfers:
             self._counters["kv_duplicate_messages"] += 1
@@ -83,6 +85,12 @@ class Consumer:
         self._transfers.add(transfer)
         self._transfers.bind(transfer)
         self._waits.begin(key, now)
+        if (num_pieces := shape.num_pieces_for(num_tokens)) > MAX_PIECES:
+            reason = (
+                f"the prompt of {num_tokens} tokens has {num_pieces} pieces of blocks; at most {MAX_PIECES} can be "
+                "handed over. Set a larger scheduler.block_size for both roles"
+            )
+            return self._lose(transfer, Loss(reason))
         return self._ask(transfer, now)
 
     def load(
@@ -172,10 +180,16 @@ class Consumer:
     def wanted(self, message: Pieces, now: float) -> WantedPieces | None:
         """The announced pieces to write now, or None. The caller must then call `on_arrived` or `on_unread`.
 
-        All other pieces are late, duplicate or foreign, or were announced before a transport was chosen.
+        All other pieces are late, duplicate or foreign, were announced before a transport was chosen, or have a
+        version that no producer reaches.
         """
         transfer = self._transfers.get(message.key)
-        if transfer is None or not transfer.is_loading or transfer.transport is None:
+        if (
+            transfer is None
+            or not transfer.is_loading
+            or transfer.transport is None
+            or message.version > MAX_VERSION
+        ):
             self._counters["kv_late_messages"] += 1
             return None
         assert transfer.producer_host is not None

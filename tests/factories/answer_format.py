@@ -1,7 +1,8 @@
 """A format of answers that tests can read: `<think>...</think>` and `<call name>{...}</call>`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from baton.sampling import GrammarKind, StructuredOutput
@@ -92,7 +93,7 @@ class MarkedFormat:
     Forced calls are guided.
     """
 
-    kept_special_tokens: frozenset[str] = frozenset()
+    kept_special_tokens: Mapping[str, str] = MappingProxyType({})
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
         """The arguments of the template, which reads any option. So all options are accepted."""
@@ -119,5 +120,7 @@ class MarkedFormat:
             return StructuredOutput(GrammarKind.REGEX, f"<call ({names})>.*</call>")
         return answer
 
-    def new_parser(self, conversation: Conversation, prompt_end: str) -> AnswerParser | None:
+    def new_parser(
+        self, conversation: Conversation, prompt_end: str, answer: StructuredOutput | None = None
+    ) -> AnswerParser | None:
         return MarkedParser()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from baton.sampling import StructuredOutput
 from gateway.conversation import (
     AnswerFormat,
     AnswerParts,
@@ -181,9 +182,10 @@ def parts_of(
     pieces: Sequence[str],
     conversation: Conversation = ASKED,
     prompt_end: str = "",
+    answer: StructuredOutput | None = None,
 ) -> AnswerParts:
     """The parts of an answer that arrives in these pieces."""
-    parser = answer_format.new_parser(conversation, prompt_end)
+    parser = answer_format.new_parser(conversation, prompt_end, answer)
     assert parser is not None
     parts = AnswerParts()
     for piece in pieces:
@@ -197,9 +199,10 @@ def merged_events(
     pieces: Sequence[str],
     conversation: Conversation = ASKED,
     prompt_end: str = "",
+    answer: StructuredOutput | None = None,
 ) -> list[tuple[object, ...]]:
     """The events of an answer that arrives in these pieces. Adjacent events of one kind are joined."""
-    parser = answer_format.new_parser(conversation, prompt_end)
+    parser = answer_format.new_parser(conversation, prompt_end, answer)
     assert parser is not None
     events = [event for piece in pieces for event in parser.push(piece)]
     merged: list[tuple[object, ...]] = []

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.sampling import StructuredOutput
+from gateway.conversation.answer_format import SPECIAL
 from gateway.conversation.formats.harmony_grammar import harmony_grammar
 from gateway.conversation.formats.harmony_parser import HarmonyParser
 from gateway.conversation.formats.harmony_tokens import TOKENS
@@ -26,11 +27,15 @@ from gateway.conversation.template import ChatTemplate, TemplateStyle, described
 class HarmonyFormat:
     """An AnswerFormat."""
 
-    kept_special_tokens: frozenset[str] = frozenset(TOKENS)
-
     def __init__(self, template: ChatTemplate, vocabulary: Vocabulary) -> None:
         self._template = template
         self._vocabulary = vocabulary
+        self._prefix = SPECIAL if all(token in vocabulary.ids for token in TOKENS) else ""
+        """The text before each of the format's tokens in an answer's text. Empty: the tokens are ordinary text."""
+
+    @property
+    def kept_special_tokens(self) -> dict[str, str]:
+        return {token: self._prefix + token for token in TOKENS}
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
         check_tools(conversation)
@@ -49,9 +54,14 @@ class HarmonyFormat:
     ) -> StructuredOutput | None:
         return harmony_grammar(self._vocabulary, conversation, answer)
 
-    def new_parser(self, conversation: Conversation, prompt_end: str) -> HarmonyParser:  # noqa: ARG002
+    def new_parser(
+        self,
+        conversation: Conversation,
+        prompt_end: str,  # noqa: ARG002 - AnswerFormat's signature
+        answer: StructuredOutput | None = None,  # noqa: ARG002
+    ) -> HarmonyParser:
         may_call = conversation.tool_choice.use is not ToolUse.NONE
-        return HarmonyParser(conversation.tools if may_call else ())
+        return HarmonyParser(conversation.tools if may_call else (), self._prefix)
 
 
 def _one_by_one(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:

@@ -1,13 +1,14 @@
 """HarmonyParser: turns a turn's messages into events while they arrive; harmony.py shows the format.
 
-Content without a head, or on an unknown channel, is text. The format's tokens are always dropped. If the
-answer ends within a head, or within a token after a message, that unfinished part is dropped, too. A line end
-separates two messages of the same kind.
+Content without a head, or on an unknown channel, is text. The format's tokens are always dropped; text that only
+spells them stays. If the answer ends within a head, or within a token after a message, that unfinished part is
+dropped, too. A line end separates two messages of the same kind.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gateway.conversation.answer_format import SPECIAL
 from gateway.conversation.call_syntax import CallWriter, is_tool_name
 from gateway.conversation.events import AnswerPart, Reasoning, Text
 from gateway.conversation.formats.harmony_tokens import (
@@ -26,8 +27,7 @@ from gateway.conversation.messages import Tool
 from gateway.conversation.reader import Markers, Steps
 from gateway.conversation.stepwise import Stepwise
 
-_TOKENS = Markers(TOKENS)
-_WORD_ENDS = "< \t\r\n"
+_WORD_ENDS = f"{SPECIAL}< \t\r\n"
 _MAX_WORD = 200
 
 
@@ -42,9 +42,12 @@ class Head:
 class HarmonyParser(Stepwise):
     """An AnswerParser. However the text is divided into pieces, the joined events are the same."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        """`tools`: the tools that the model may call. If it is empty, there are no calls."""
+    def __init__(self, tools: Sequence[Tool], prefix: str) -> None:
+        """`tools`: the tools that the model may call. If it is empty, there are no calls. `prefix`: the text
+        before each of the format's tokens."""
         self._has_calls = bool(tools)
+        self._prefix = prefix
+        self._tokens = Markers([prefix + token for token in TOKENS])
         self._part = AnswerPart.TEXT
         super().__init__()
         self._calls = CallWriter(tools, self._events.append)
@@ -78,24 +81,24 @@ class HarmonyParser(Stepwise):
         """Reads a head, within an attempt. None: there is no head, or it is not complete."""
         reader, recipient = self._reader, ""
         yield from reader.skip_spaces()
-        if (yield from reader.next_is(START)):
+        if (yield from self._next_is(START)):
             yield from reader.word(_WORD_ENDS, _MAX_WORD)
             yield from reader.skip_spaces()
         if (yield from reader.next_is(RECIPIENT)):
             recipient = yield from reader.word(_WORD_ENDS, _MAX_WORD)
             yield from reader.skip_spaces()
-        if (yield from reader.next_is(MESSAGE)):
+        if (yield from self._next_is(MESSAGE)):
             return Head("", recipient)
-        if not (yield from reader.next_is(CHANNEL)):
+        if not (yield from self._next_is(CHANNEL)):
             return None
         channel = yield from reader.word(_WORD_ENDS, _MAX_WORD)
         while True:
             yield from reader.skip_spaces()
-            if (yield from reader.next_is(MESSAGE)):
+            if (yield from self._next_is(MESSAGE)):
                 return Head(channel, recipient)
             if (yield from reader.next_is(RECIPIENT)):
                 recipient = yield from reader.word(_WORD_ENDS, _MAX_WORD)
-            elif not (yield from reader.next_is(CONSTRAIN)) and not (
+            elif not (yield from self._next_is(CONSTRAIN)) and not (
                 # This word is a type of content, such as `json`, which is ignored.
                 yield from reader.word(_WORD_ENDS, _MAX_WORD)
             ):
@@ -106,10 +109,10 @@ class HarmonyParser(Stepwise):
         self._reader.rewind()
         self._reader.begin_attempt()
         yield from self._reader.skip_spaces()
-        for token in (*HEADS, RECIPIENT + FUNCTIONS):
-            if (yield from self._reader.next_is(token)):
+        for token in HEADS:
+            if (yield from self._next_is(token)):
                 return True
-        return False
+        return (yield from self._reader.next_is(RECIPIENT + FUNCTIONS))
 
     def _message(self, head: Head) -> Steps[None]:
         self._is_new_message = True
@@ -119,7 +122,7 @@ class HarmonyParser(Stepwise):
             self._part = AnswerPart.TEXT
             if is_call:
                 yield from self._reader.skip_spaces()
-                yield from self._reader.drop_beginning(_TOKENS)
+                yield from self._reader.drop_beginning(self._tokens)
             yield from self._content(self._text)
         elif head.channel == ANALYSIS and not head.recipient:
             self._part = AnswerPart.REASONING
@@ -127,7 +130,7 @@ class HarmonyParser(Stepwise):
             self._part = AnswerPart.TEXT
         else:
             yield from self._content(self._text)
-        yield from self._reader.drop_beginning(_TOKENS)
+        yield from self._reader.drop_beginning(self._tokens)
 
     def _function(self, recipient: str) -> str | None:
         """The function to which a message is addressed; None if there is none."""
@@ -141,12 +144,12 @@ class HarmonyParser(Stepwise):
         yield from reader.skip_spaces()
         if (yield from reader.peek()) == "{":
             self._calls.begin(name)
-            if (yield from reader.json_container(self._calls.add)):
+            if (yield from reader.json_container(self._arguments)):
                 self._calls.end()
             return True
         reader.begin_attempt()
         for token in ENDS:
-            if (yield from reader.next_is(token)):
+            if (yield from self._next_is(token)):
                 self._calls.begin(name)
                 self._calls.add("{}")
                 self._calls.end()
@@ -160,12 +163,12 @@ class HarmonyParser(Stepwise):
         content."""
         reader = self._reader
         while True:
-            num_spaces, length = yield from reader.until(_TOKENS, show)
+            num_spaces, length = yield from reader.until(self._tokens, show)
             show(reader.take(num_spaces))
             if not length:
                 return
             reader.begin_attempt()
-            token = reader.take(length)
+            token = reader.take(length).removeprefix(self._prefix)
             if token in HEADS:
                 reader.rewind()
                 return
@@ -178,18 +181,25 @@ class HarmonyParser(Stepwise):
         reader = self._reader
         reader.begin_attempt()
         for token in TOKENS:
-            if (yield from reader.next_is(token)):
+            if (yield from self._next_is(token)):
                 reader.commit()
                 return
         reader.rewind()
         yield from self._content(self._text)
 
+    def _next_is(self, token: str) -> Steps[bool]:
+        """Reads this token of the format if it comes next, within an attempt."""
+        return self._reader.next_is(self._prefix + token)
+
+    def _arguments(self, json: str) -> None:
+        self._calls.add(json.replace(SPECIAL, ""))
+
     def _text(self, text: str) -> None:
-        if text:
+        if text := text.replace(SPECIAL, ""):
             self._events.append(Text(self._separated(AnswerPart.TEXT, text)))
 
     def _reasoning(self, text: str) -> None:
-        if text:
+        if text := text.replace(SPECIAL, ""):
             self._events.append(Reasoning(self._separated(AnswerPart.REASONING, text)))
 
     def _separated(self, part: AnswerPart, text: str) -> str:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from io import StringIO
 
 from pydantic import TypeAdapter
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from gateway.choices import CallIds
 from gateway.http.anthropic.answers import Stop, Usage
+from gateway.http.anthropic.call_input import input_pieces
 from gateway.http.anthropic.content import BlockGrows, BlockKind, BlockOpens, BlockStep
-from gateway.http.whole_json import PIECE_CHARACTERS, string_pieces
+from gateway.http.whole_json import string_pieces
 
 _USAGE = TypeAdapter(Usage)
 
@@ -73,29 +74,10 @@ def usage_json(usage: Usage) -> str:
     return _USAGE.dump_json(usage).decode()
 
 
-def _input(arguments: str) -> str:
-    """A call's input as JSON. Whole arguments are the input as they are written, as in a stream: numbers beyond a
-    double cannot be written again. If the answer ended within the call, the input has the parts that are
-    complete, as clients of a stream get them. Without a grammar, a model may write arguments that are not an
-    object; then the input is empty."""
-    for allow_partial in (False, True):
-        try:
-            value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=allow_partial)
-        except ValueError:
-            continue
-        if not isinstance(value, dict):
-            return "{}"
-        return to_json(value, inf_nan_mode="null").decode() if allow_partial else arguments or "{}"
-    return "{}"
-
-
 def _block(head: Head, block: BlockOpens, content: str) -> Iterator[str]:
     if block.kind is BlockKind.TOOL_USE:
         yield head.call_start(block)
-        written = _input(content)
-        yield from (
-            written[begin : begin + PIECE_CHARACTERS] for begin in range(0, len(written), PIECE_CHARACTERS)
-        )
+        yield from input_pieces(content)
         yield "}"
         return
     kind = block.kind.value

@@ -71,11 +71,16 @@ def whole_of(
     return parsed
 
 
+DEEP = f'{{"a": {"[" * 300}{"]" * 300}}}'
+"""Deeper than pydantic reads."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "written"),
     [
         ('{"a": 1e400, "b": "ü"}', '{"a": 1e400, "b": "ü"}'),
-        ('{"a": 1e400, "b": ["x"], "c": "y', '{"a":null,"b":["x"]}'),
+        ('{"a": 1e400, "b": ["x"], "c": "y', '{"a": 1e400, "b": ["x"]}'),
+        (DEEP, DEEP),
         ('["x"]', "{}"),
         ("", "{}"),
     ],
@@ -168,7 +173,7 @@ def test_a_call_that_was_cut_off_has_what_is_whole_of_its_input(arguments: str) 
     assert whole_of(events, stop)["content"] == accumulated(stream_of([events], stop))["content"]
 
 
-@pytest.mark.parametrize("arguments", ["[1]", "1", '{"a": NaN}', "{a: 1}", '{"a": "\\ud800"}', '"{}"'])
+@pytest.mark.parametrize("arguments", ["[1]", "1", '{"a": NaN}', "{a: 1}", '"{}"'])
 def test_a_call_whose_arguments_are_no_object_has_no_input(arguments: str) -> None:
     """Only of a model that no grammar guides."""
     (call,) = whole_of([CallBegins(0, "f"), ArgumentsDelta(0, arguments), CallEnds(0)])["content"]
