@@ -1,9 +1,9 @@
-"""Autoscaler: observes the fleet at a fixed pace, asks the planner, and carries out or only logs the decision."""
+"""Autoscaler: observes the fleet at a fixed pace, asks the planner, and carries out or only logs the decisions."""
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from baton.clock import Clock
 from baton.config import AutoscalingConfig
@@ -25,7 +25,7 @@ _MAX_DECISIONS = 50
 
 
 class Autoscaler:
-    """Repeats `look` at a fixed pace. All methods belong to one event loop."""
+    """Decides again and again, and carries out what is decided. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -36,15 +36,18 @@ class Autoscaler:
         replicas: Callable[[], Sequence[ReplicaDescription]],
         scale: Callable[[WorkerRole, int], Awaitable[None]],
         set_role: Callable[[str, WorkerRole], Awaitable[None]],
+        leaving: Callable[[], Collection[str]] = tuple,
     ) -> None:
         """`has_equal_ranks`: workers of both roles have the same number of ranks, so roles may change.
-        `scale` and `set_role` act on the fleet, and raise FleetError or ClusterError on failure.
+        `scale` and `set_role` act on the fleet, and raise FleetError or ClusterError on failure. `leaving` returns
+        the names of replicas that drain for good: `scale` does not count these.
         """
         self._config = config
         self._clock = clock
         self._replicas = replicas
         self._scale = scale
         self._set_role = set_role
+        self._leaving = leaving
         self._standstill = Standstill(_PACE * config.interval_s)
         self._planner = Planner(config, bounds, config.may_change_roles and has_equal_ranks)
         self._reports: dict[str, tuple[float, GatewayReport]] = {}
@@ -62,22 +65,30 @@ class Autoscaler:
             self._reports[report.gateway] = (self._running_s(), report)
 
     async def run(self) -> None:
-        """Runs until cancelled."""
-        while True:
-            await asyncio.sleep(self._config.interval_s)
-            await self.look()
+        """Decides at a fixed pace until cancelled. A decision does not wait for former changes, which may take long."""
+        async with asyncio.TaskGroup() as changes:
+            while True:
+                await asyncio.sleep(self._config.interval_s)
+                changes.create_task(self._carry_out(self._decide()))
 
     async def look(self) -> Decision:
-        """Observes, decides and acts once. A refused change is logged, and tried again if the load still needs it."""
+        """Decides once, and returns when the change is carried out."""
+        decision = self._decide()
+        await self._carry_out(decision)
+        return decision
+
+    def _decide(self) -> Decision:
         now = self._running_s()
         self._forget_stale(now)
         reports = [report for _, report in self._reports.values()]
-        observation = merge(self._replicas(), reports) if reports else None
+        observation = merge(self._replicas(), reports, self._leaving()) if reports else None
         decision = self._planner.observe(observation, now)
         self._log(decision)
+        return decision
+
+    async def _carry_out(self, decision: Decision) -> None:
         if decision.change is not None and self._config.mode == "on":
             await self._act(decision.change)
-        return decision
 
     def _forget_stale(self, now: float) -> None:
         oldest = now - _STALE_AFTER * self._config.interval_s
@@ -100,12 +111,14 @@ class Autoscaler:
         logger.info("%s", sentence)
 
     async def _act(self, change: ScaleDecision | RoleChange) -> None:
+        """A refused change is logged, and tried again if the load still needs it."""
         try:
             if isinstance(change, ScaleDecision):
                 await self._scale(change.role, change.count)
                 return
             if change.replaces_unplaced:
-                count = sum(replica.role is change.role for replica in self._replicas())
+                leaving = self._leaving()
+                count = sum(r.role is change.role and r.name not in leaving for r in self._replicas())
                 await self._scale(change.role, count - 1)
             await self._set_role(change.worker, change.role)
         except (FleetError, ClusterError) as error:

@@ -4,9 +4,11 @@ Plain asyncio: a Launcher runs the workers, and a Store keeps what survives this
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from baton.clock import Clock
 from baton.config import BatonConfig
@@ -20,10 +22,9 @@ from baton.fleet import (
     RolloutStep,
 )
 from baton.messages.control import CachesFlushed, CallFailure, StartReport, WaitStart, WaitView
-from baton.system.awake_timer import awake_timeout
-from baton.system.standstill import Standstill, pace_of
 from baton.worker import WorkerRole
 from cluster.controller.autoscaler import Autoscaler
+from cluster.controller.callers import Callers
 from cluster.controller.desired import DesiredFleet, DesiredReplica, Store
 from cluster.controller.draining_nodes import DrainingNodes
 from cluster.controller.launcher import Found, Launcher
@@ -62,19 +63,17 @@ class Controller:
                 bounds,
                 self._has_equal_ranks,
                 clock,
-                self.replicas,
+                self._replicas_to_scale,
                 self.scale,
                 self.set_role,
+                lambda: self._desired.leaving,
             )
         self._scaling: asyncio.Task[None] | None = None
         self._was_whole = False
         """Whether all workers once served at the same moment, under this controller or a former one."""
         self._draining: set[asyncio.Task[None]] = set()
         self._failure: BatonError | None = None
-        self._num_waiting = 0
-        self._standstill = Standstill(pace_of(config.cluster.orphan_timeout_s))
-        self._last_call = self._running_s()
-        self._owner_called = asyncio.Event()
+        self._callers = Callers(clock, config.cluster.orphan_timeout_s)
         self._rolling: str | None = None
         self.rollouts = Rollouts(self.rollout)
         self._draining_nodes = DrainingNodes(launcher, self._supervisors.values)
@@ -261,22 +260,11 @@ class Controller:
 
     async def is_owned(self, within_s: float) -> bool:
         """Whether an owner calls within `within_s`."""
-        self._owner_called.clear()
-        try:
-            async with awake_timeout(within_s):
-                await self._owner_called.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await self._callers.is_owned(within_s)
 
     async def orphaned(self, timeout_s: float) -> None:
         """Returns once no gateway has called for `timeout_s`; standstills of this process do not count."""
-        look_every_s = pace_of(timeout_s) / 2
-        while True:
-            left_s = self._last_call + timeout_s - self._running_s()
-            if self._num_waiting == 0 and left_s <= 0:
-                return
-            await asyncio.sleep(look_every_s if self._num_waiting else min(left_s, look_every_s))
+        await self._callers.orphaned(timeout_s)
 
     async def shutdown(self, *, may_drain: bool) -> None:
         """Ends all workers together, after a drain if `may_drain`. Then nothing of the fleet is left."""
@@ -294,22 +282,20 @@ class Controller:
         self._store.clear()
 
     async def _until(self, has_changed: Callable[[], bool], timeout_s: float, *, by_owner: bool) -> None:
-        """Waits until `has_changed` is true, or for `timeout_s`. A fleet with a waiting call is no orphan."""
-        self._num_waiting += 1
-        if by_owner:
-            self._owner_called.set()
-        try:
+        """Waits until `has_changed` is true, or for `timeout_s`."""
+        with self._callers.waiting(by_owner=by_owner), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not has_changed():
                     await self._changed.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._num_waiting -= 1
-            self._last_call = self._running_s()
 
-    def _running_s(self) -> float:
-        return self._standstill.running(self._clock.now())
+    def _replicas_to_scale(self) -> list[ReplicaDescription]:
+        """The replicas for the autoscaler: a worker that changes its role is about to start in its new role."""
+        return [
+            replace(each, role=self._desired.replicas[each.name].role, state=ReplicaState.STARTING)
+            if each.name in self._changing_role
+            else each
+            for each in self.replicas()
+        ]
 
     def _supervise(self, desired: DesiredReplica, found: Found | None) -> None:
         role = desired.role if found is None else found.endpoint.role

@@ -104,6 +104,11 @@ class DesiredFleet:
         """Whether this is the name of a former worker."""
         return name not in self.replicas and name in {f"w{index}" for index in range(self.num_names)}
 
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Names of the replicas that are draining."""
+        return frozenset(replica.name for replica in self.replicas.values() if replica.is_draining)
+
     def with_role(self, role: WorkerRole) -> list[DesiredReplica]:
         """Replicas of this role that are not draining, oldest first."""
         return [

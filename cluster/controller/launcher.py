@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from baton.errors import ClusterError
 from baton.fleet import NodeDescription
 from baton.messages.control import ControlRequest
 from baton.worker import StartProgress, WorkerEndpoint, WorkerRole
@@ -11,6 +12,10 @@ from baton.worker import StartProgress, WorkerEndpoint, WorkerRole
 R = TypeVar("R")
 
 OnStartProgress = Callable[[StartProgress], None]
+
+
+class NodeDrains(ClusterError):
+    """The node of an incarnation began to drain before the incarnation served. The next one may begin at once."""
 
 
 class Incarnation(Protocol):
@@ -67,7 +72,8 @@ class Launcher(Protocol):
     async def place(self, name: str, role: WorkerRole, number: int) -> Incarnation:
         """Finds room and starts a process for a worker's next incarnation; waits while there is no room.
 
-        A cancelled call leaves nothing behind. Raises ClusterError if waiting cannot help.
+        A cancelled call leaves nothing behind. Raises ClusterError if waiting cannot help, and NodeDrains if the
+        node of the process is one to avoid by now.
         """
         ...
 

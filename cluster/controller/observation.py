@@ -1,6 +1,6 @@
 """Observation: the planner's input, merged from gateways' reports and the controller's replicas; pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
@@ -20,6 +20,8 @@ class ObservedWorker:
     replica: ReplicaDescription
     status: WorkerStatus | None = None
     """None: no gateway has reported it recently."""
+    is_leaving: bool = False
+    """The worker drains, or is about to, and no other incarnation follows."""
 
     @property
     def num_requests(self) -> int:
@@ -47,16 +49,22 @@ class Observation:
         return [worker for worker in self.of(role) if worker.replica.state is ReplicaState.SERVING]
 
 
-def merge(replicas: Sequence[ReplicaDescription], reports: Iterable[GatewayReport]) -> Observation:
+def merge(
+    replicas: Sequence[ReplicaDescription], reports: Iterable[GatewayReport], leaving: Collection[str] = ()
+) -> Observation:
     """Merges the reports of all gateways: the worst latencies and queues count, since each gateway has its own clients.
 
-    All gateways receive the same status of a worker, so the status from any gateway is used.
+    All gateways receive the same status of a worker, so the status from any gateway is used. `leaving`: the names of
+    leaving workers.
     """
     reports = list(reports)
     status_by_name = {status.ref.name: status for report in reports for status in report.workers}
     enough = [report for report in reports if report.num_finished >= MIN_FINISHED]
     return Observation(
-        workers=tuple(ObservedWorker(replica, status_by_name.get(replica.name)) for replica in replicas),
+        workers=tuple(
+            ObservedWorker(replica, status_by_name.get(replica.name), replica.name in leaving)
+            for replica in replicas
+        ),
         oldest_queued_s=max((report.oldest_queued_s for report in reports), default=0.0),
         ttft_p99_s=max((report.ttft_s[1] for report in enough), default=0.0),
         itl_p99_s=max((report.itl_s[1] for report in reports), default=0.0),

@@ -73,15 +73,18 @@ class Decision:
 
 @dataclass(slots=True)
 class _Role:
-    """One role in the latest observation."""
+    """One role in the latest observation. Its workers are those that stay; `leaving` are the others."""
 
     role: WorkerRole
     low: int
     high: int
     watch: RoleWatch
     all: list[ObservedWorker] = field(default_factory=list)
+    leaving: list[ObservedWorker] = field(default_factory=list)
     changed_at: float = float("-inf")
-    """When a change was begun, or was last seen in progress."""
+    """When a change was begun, or a worker was last seen that starts or is restarted."""
+    left_at: float = float("-inf")
+    """When a worker was last seen leaving."""
     ordered_at: float = float("-inf")
     unplaced_since: float | None = None
     incomplete_since: float | None = None
@@ -97,6 +100,16 @@ class _Role:
         return len(self.all)
 
     @property
+    def most(self) -> int:
+        """The most workers that may stay now: a leaving worker counts towards `high` until it has ended."""
+        return self.high - len(self.leaving)
+
+    @property
+    def settled_at(self) -> float:
+        """When the last change was over. The loss of a worker is over when the worker has left."""
+        return max(self.changed_at, self.left_at)
+
+    @property
     def serving(self) -> list[ObservedWorker]:
         return [worker for worker in self.all if worker.replica.state is ReplicaState.SERVING]
 
@@ -105,9 +118,13 @@ class _Role:
         return [worker for worker in self.all if worker.replica.state in CHANGING]
 
     def see(self, observation: Observation, now: float) -> None:
-        self.all = observation.of(self.role)
+        workers = observation.of(self.role)
+        self.all = [worker for worker in workers if not worker.is_leaving]
+        self.leaving = [worker for worker in workers if worker.is_leaving]
         if self.changing:
             self.changed_at = now
+        if self.leaving:
+            self.left_at = now
         states = [worker.replica.state for worker in self.all]
         self.unplaced_since = _since(self.unplaced_since, ReplicaState.PLACING in states, now)
         self.incomplete_since = _since(
@@ -170,11 +187,10 @@ class Planner:
         yield from waiting
 
     def _back_into_bounds(self, role: _Role) -> Iterator[Decision]:
-        count = max(role.low, min(role.count, role.high))
-        if count != role.count:
-            side = "below the minimum" if count > role.count else "above the maximum"
-            why = f"{role.count} is {side} of {count}"
-            yield _scale(role, count, why)
+        if role.count > role.high:
+            yield _scale(role, role.high, f"{role.count} is above the maximum of {role.high}")
+        if role.count < (count := min(role.low, role.most)):
+            yield _scale(role, count, f"{role.count} is below the minimum of {role.low}")
 
     def _relieve(self, role: _Role, shortage: Shortage, now: float) -> Decision:
         """The change that helps a role that misses a target, or the reason why nothing changes."""
@@ -196,10 +212,10 @@ class Planner:
         role.watch.remember_limit(len(role.serving))
         if (before := role.watch.falls_from()) is not None:
             return _nothing(role, Reason.FALLING, f"{why}, but falling: it was {shortage.worst.show(before)}")
-        if role.count >= role.high:
+        if role.count >= role.most:
             return _nothing(role, Reason.AT_MAX, f"{why}, but {_at_max(role)}")
         step = ceil(role.count / 2) if shortage.worst.ratio >= FAR_OFF else 1
-        return _scale(role, min(role.count + max(1, step), role.high), why)
+        return _scale(role, min(role.count + max(1, step), role.most), why)
 
     def _no_help(self, role: _Role, shortage: Shortage) -> str | None:
         """Why more workers would not help, or None. Prefill workers that are mostly idle need no others."""
@@ -211,14 +227,14 @@ class Planner:
     def _change_role(self, short: _Role, why: str, now: float) -> Decision | None:
         """Gives this role a spare worker of the other role, which is faster and cheaper than a new worker."""
         config, other = self._config, next(role for role in self._roles if role is not short)
-        has_waited = now - max(other.changed_at, self._refused_at) >= config.grow_cooldown_s
-        if not self._may_change_roles or not has_waited or other.changing:
+        has_waited = now - max(other.settled_at, self._refused_at) >= config.grow_cooldown_s
+        if not self._may_change_roles or not has_waited or other.changing or other.leaving:
             return None
         if len(other.serving) <= other.low or other.count <= other.low:
             return None
         lacks_room = self._lacks_room(short, now)
         is_settled = not short.changing and now - short.changed_at >= config.grow_cooldown_s
-        if not (is_settled or lacks_room) or short.count - lacks_room >= short.high:
+        if not (is_settled or lacks_room) or short.count - lacks_room >= short.most:
             return None
         left = other.watch.spare(len(other.serving) - 1, config.grow_after_s)
         if left is None:
@@ -244,7 +260,12 @@ class Planner:
     def _shrink(self, role: _Role, now: float) -> Iterator[Decision]:
         config = self._config
         has_cooled = now - role.ordered_at >= config.shrink_cooldown_s
-        if role.count <= role.low or role.watch.calm_for() < config.shrink_after_s or not has_cooled:
+        if (
+            role.leaving
+            or role.count <= role.low
+            or role.watch.calm_for() < config.shrink_after_s
+            or not has_cooled
+        ):
             return
         long = seconds(role.watch.calm_for())
         since = role.incomplete_since
@@ -256,7 +277,7 @@ class Planner:
                 why = f"all its targets were met for {long} without {absent.name} ({absent.state.value})"
                 yield _scale(role, role.count - 1, why)
             return
-        if now - role.changed_at < config.shrink_cooldown_s:
+        if now - role.settled_at < config.shrink_cooldown_s:
             return
         left = role.watch.spare(role.count - 1, config.shrink_after_s)
         if left is not None:
@@ -287,7 +308,11 @@ def _what_changes(role: _Role) -> str:
 
 
 def _at_max(role: _Role) -> str:
-    dead = [w.replica.name for w in role.all if w.replica.state not in COMING | {ReplicaState.SERVING}]
+    dead = [
+        worker.replica.name
+        for worker in (*role.all, *role.leaving)
+        if worker.replica.state not in COMING | {ReplicaState.SERVING}
+    ]
     note = f", of which {', '.join(dead)} is not serving" if dead else ""
     return f"{role.high} is the maximum{note}"
 

@@ -5,6 +5,8 @@ PLACING ---> STARTING ---> SERVING ---> DRAINING ---> (gone, or PLACING: its nex
  |    v          v            v
  |   BACKING_OFF  or  CRASH_LOOP
  +---------+---------------+
+
+If its node begins to drain before the incarnation serves, the replica is PLACING again.
 """
 
 from collections import deque
@@ -17,8 +19,8 @@ from baton.worker import WorkerRole
 _ENDED = frozenset({ReplicaState.BACKING_OFF, ReplicaState.CRASH_LOOP})
 
 MOVES: dict[ReplicaState, frozenset[ReplicaState]] = {
-    ReplicaState.PLACING: _ENDED | {ReplicaState.STARTING},
-    ReplicaState.STARTING: _ENDED | {ReplicaState.SERVING},
+    ReplicaState.PLACING: _ENDED | {ReplicaState.PLACING, ReplicaState.STARTING},
+    ReplicaState.STARTING: _ENDED | {ReplicaState.PLACING, ReplicaState.SERVING},
     ReplicaState.SERVING: _ENDED | {ReplicaState.DRAINING},
     ReplicaState.DRAINING: frozenset({ReplicaState.PLACING}),
     ReplicaState.BACKING_OFF: frozenset({ReplicaState.PLACING}),

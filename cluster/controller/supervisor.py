@@ -14,7 +14,8 @@ from baton.messages.control import Drain, FlushCache, SetRole, WaitStatus
 from baton.system.awake_timer import awake_timeout
 from baton.system.standstill import Standstill, pace_of
 from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
-from cluster.controller.launcher import Found, Incarnation, Launcher
+from cluster.controller.launcher import Found, Incarnation, Launcher, NodeDrains
+from cluster.controller.next_incarnation import NextIncarnation
 from cluster.controller.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Supervisor:
         on_incarnation: Callable[[str], int],
         on_change: Callable[["Supervisor"], None],
     ) -> None:
-        """`on_incarnation` records that another incarnation of this worker begins, and returns its number."""
+        """`on_incarnation`: see NextIncarnation."""
         self.replica = replica
         self.endpoint: WorkerEndpoint | None = None
         """Set while the worker serves or drains."""
@@ -77,19 +78,11 @@ class Supervisor:
         self._launcher = launcher
         self._patience = patience
         self._clock = clock
-        self._on_incarnation = on_incarnation
         self._on_change = on_change
         self._incarnation: Incarnation | None = None
         self.was_adopted = False
         """Whether an incarnation has served. A found one serves before `run` waits for the first time."""
-        self._ready: Found | None = None
-        """The next incarnation, already started; it serves as soon as the present one has ended."""
-        self._preparing: asyncio.Task[None] | None = None
-        """The task that starts the next incarnation."""
-        self._next: Incarnation | None = None
-        """The next incarnation, from its placement until it serves or ends."""
-        self._avoided: Collection[str] = ()
-        """Nodes from which this worker moves away."""
+        self._next = NextIncarnation(replica, launcher, patience.start_s, on_incarnation, self._note_progress)
         self._serves_since = 0.0
         self._is_over = False
         self._changed = asyncio.Event()
@@ -104,12 +97,12 @@ class Supervisor:
 
         Begins with the incarnation `found`, if there is one.
         """
-        self._ready = found
         try:
             while True:
+                ready, found = found or self._next.take(), None
                 try:
-                    incarnation, endpoint = await self._place()
-                    self._serve(await self._start_incarnation(incarnation) if endpoint is None else endpoint)
+                    incarnation = await self._place(ready)
+                    self._serve(await self._next.start(incarnation) if ready is None else ready.endpoint)
                     await self._watch(incarnation)
                 except Exception as error:  # also unexpected ones: the replica must not stay empty
                     failure = _as_failure(error)
@@ -118,13 +111,10 @@ class Supervisor:
                     await self._back_off(failure, served_s)
         finally:
             self._is_over = True
-            if self._preparing is not None:
-                self._preparing.cancel()
-                await asyncio.gather(self._preparing, return_exceptions=True)
+            await self._next.stop()
             await self._end_incarnation(
                 "it was stopped", _STOP_TIMEOUT_S if self.endpoint is not None else 0.0
             )
-            await self._discard_ready()
 
     async def drain(self) -> bool:
         """Drains a serving worker; True if no request was lost. The worker accepts no more requests.
@@ -146,12 +136,12 @@ class Supervisor:
                 self._incarnation,
             )
             if await self._launcher.has_room(self.replica.role):
-                await self._prepare()
+                await self._next.prepare()
             if incarnation is not None and self._incarnation is incarnation:
                 await self._drain()
                 await incarnation.stop(_STOP_TIMEOUT_S)
             else:  # the old incarnation failed meanwhile, so `run` already starts another one
-                await self._discard_ready()
+                await self._next.discard()
             return await self._next_endpoint(except_for=former)
 
     async def set_role(self, role: WorkerRole) -> None:
@@ -186,8 +176,8 @@ class Supervisor:
 
     def is_on(self, nodes: Collection[str]) -> bool:
         """Whether the present incarnation, or the next one, is on one of these nodes."""
-        both = (self._incarnation, self._next)
-        return any(incarnation is not None and incarnation.node in nodes for incarnation in both)
+        present = self._incarnation
+        return (present is not None and present.node in nodes) or self._next.is_on(nodes)
 
     async def move_away(self, nodes: Collection[str]) -> None:
         """Drains and ends the present incarnation if it is on one of these nodes.
@@ -195,7 +185,7 @@ class Supervisor:
         The next incarnation begins as soon as there is room; this call does not wait for it. If the next incarnation
         already starts on one of these nodes, it gives way to another one.
         """
-        self._avoided = nodes
+        self._next.avoid(nodes)
         async with self._commands:
             incarnation = self._incarnation
             if incarnation is None or incarnation.node not in nodes:
@@ -206,77 +196,15 @@ class Supervisor:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def _place(self) -> tuple[Incarnation, WorkerEndpoint | None]:
-        """The next incarnation, and its endpoint if it was already started."""
+    async def _place(self, ready: Found | None) -> Incarnation:
+        """The next incarnation, which is `ready` if that was already started."""
         self._notify()
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            self._incarnation = incarnation = ready.incarnation
-            self._next = None
-        else:
-            number = self._on_incarnation(self.replica.name)
-            self._incarnation = incarnation = await self._launcher.place(
-                self.replica.name, self.replica.role, number
-            )
+        self._incarnation = incarnation = await self._next.place() if ready is None else ready.incarnation
         self.replica.num_starts = incarnation.number
         self.replica.node = incarnation.node
         self.replica.move(ReplicaState.STARTING)
         self._notify()
-        return incarnation, None if ready is None else ready.endpoint
-
-    async def _start_incarnation(self, incarnation: Incarnation) -> WorkerEndpoint:
-        timeout_s = self._patience.start_s
-        try:
-            async with awake_timeout(timeout_s):
-                return await incarnation.start(self._note_progress)
-        except TimeoutError:
-            raise ClusterError(f"it was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
-
-    async def _prepare(self) -> None:
-        """Starts a second incarnation beside the serving one. Cancelling `run` also cancels this start."""
-        if self._is_over:
-            raise FleetError(f"worker {self.replica.name} was stopped")
-        preparing = self._preparing = asyncio.create_task(
-            self._make_ready(), name=f"next incarnation of {self.replica.name}"
-        )
-        try:
-            await asyncio.wait([preparing])
-        finally:
-            preparing.cancel()
-            await asyncio.gather(preparing, return_exceptions=True)
-            self._preparing = None
-            if self._ready is None:
-                self._next = None
-        if preparing.cancelled():
-            raise FleetError(f"worker {self.replica.name} was stopped")
-        preparing.result()
-
-    async def _make_ready(self) -> None:
-        incarnation: Incarnation | None = None
-        try:
-            while self._ready is None:
-                number = self._on_incarnation(self.replica.name)
-                async with awake_timeout(self._patience.start_s):
-                    incarnation = await self._launcher.place(self.replica.name, self.replica.role, number)
-                self._next = incarnation
-                endpoint = await self._start_incarnation(incarnation)
-                if incarnation.node in self._avoided:  # it began to drain meanwhile
-                    await incarnation.stop(0.0)
-                    self._next = None
-                else:
-                    self._ready = Found(incarnation, endpoint)
-        except (TimeoutError, BatonError) as error:
-            reason = str(error) or "no room became free"
-            raise FleetError(f"no new incarnation of worker {self.replica.name}: {reason}") from None
-        finally:
-            if incarnation is not None and self._ready is None:
-                await incarnation.stop(0.0)
-
-    async def _discard_ready(self) -> None:
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            await ready.incarnation.stop(0.0)
-            self._next = None
+        return incarnation
 
     def _serve(self, endpoint: WorkerEndpoint) -> None:
         self.endpoint = endpoint
@@ -342,9 +270,9 @@ class Supervisor:
             await incarnation.stop(timeout_s)
 
     async def _back_off(self, error: BatonError, served_s: float) -> None:
-        """Waits until the next incarnation may begin: at once if the last one was draining."""
+        """Waits until the next incarnation may begin: at once if the last one, or its node, was draining."""
         replica = self.replica
-        if replica.state is ReplicaState.DRAINING:
+        if replica.state is ReplicaState.DRAINING or isinstance(error, NodeDrains):
             replica.move(ReplicaState.PLACING)
             return
         self.failure = error

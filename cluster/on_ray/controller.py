@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from baton.clock import SystemClock
@@ -32,34 +31,10 @@ from cluster.on_ray.carrier import CONTROLLER_CODEC, CONTROLLER_NAME, RayCarrier
 from cluster.on_ray.incarnations import fleet_of, remove_incarnations
 from cluster.on_ray.launcher import RayLauncher
 from cluster.on_ray.session import check_token
+from cluster.on_ray.store import RayStore
 from engine.loading.commit import with_commit
 
 logger = logging.getLogger(__name__)
-
-
-class RayStore:
-    """Bytes in Ray's key-value store, which lasts as long as the cluster. See cluster.controller.desired.Store."""
-
-    def __init__(self, name: str, fleet: str) -> None:
-        """`name` and `fleet`: the name and the id of the fleet."""
-        self._namespace = f"baton/{name}".encode()
-        self._key = fleet.encode()
-
-    def load(self) -> bytes | None:
-        content: bytes | None = internal_kv._internal_kv_get(self._key, namespace=self._namespace)
-        return content
-
-    def save(self, content: bytes) -> None:
-        internal_kv._internal_kv_put(self._key, content, overwrite=True, namespace=self._namespace)
-
-    def clear(self) -> None:
-        internal_kv._internal_kv_del(self._key, namespace=self._namespace)
-
-    def clear_others(self) -> None:
-        """Removes the stored bytes of earlier fleets of this name."""
-        for key in internal_kv._internal_kv_list(b"", namespace=self._namespace):
-            if key != self._key:
-                internal_kv._internal_kv_del(key, namespace=self._namespace)
 
 
 class ControllerActor:
@@ -70,7 +45,7 @@ class ControllerActor:
         write_logs(config.logging, component="controller", fleet=config.cluster.name)
         check_token(config.cluster)
         self._config = config
-        fleet = fleet_of(str(ray.get_runtime_context().get_actor_id()))
+        self._fleet = fleet = fleet_of(str(ray.get_runtime_context().get_actor_id()))
         store = RayStore(config.cluster.name, fleet)
         if store.load() is None:  # the first start. Earlier fleets of this name have no controller any more
             remove_incarnations(lambda title: title.fleet != fleet)
@@ -100,6 +75,7 @@ class ControllerActor:
         await self._controller.orphaned(timeout_s)
         logger.error("no gateway has called for %g s (cluster.orphan_timeout_s): the fleet ends", timeout_s)
         await self._control.end(may_drain=False)
+        remove_incarnations(lambda title: title.fleet == self._fleet)
         ray.kill(ray.get_runtime_context().current_actor)
 
 
@@ -108,13 +84,18 @@ class OwnedController:
 
     def __init__(self, actor: Any, config: BatonConfig) -> None:
         self._carrier = RayCarrier(actor, config.cluster.start_timeout_s)
-        self._fleet = fleet_of(actor._actor_id.hex())
-        self._store = RayStore(config.cluster.name, self._fleet)
+        self._name, self._fleet = config.cluster.name, fleet_of(actor._actor_id.hex())
+        self._store = RayStore(self._name, self._fleet)
         self.control = ControlClient(self._carrier, Patience.of(config))
 
     @property
     def has_answered(self) -> bool:
         return self._carrier.has_answered
+
+    def claim(self) -> None:
+        """Makes this command the fleet's owner, until its process ends. Raises ClusterError if another one owns it."""
+        if (owner := self._store.claim()) is not None:
+            raise ClusterError(_in_use(self._name, f" ({owner})"))
 
     async def shutdown(self, *, may_drain: bool) -> None:
         """Ends the workers; call `end` afterwards to end the controller. Kills a controller that hangs."""
@@ -143,13 +124,15 @@ def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedCont
         scheduling_strategy=_near_head(),
     )
     try:
-        return OwnedController(actor.remote(for_actors(config), digest, model_path), config)
+        begun = OwnedController(actor.remote(for_actors(config), digest, model_path), config)
     except ValueError:  # another command began a fleet since `find_fleet`
         raise ClusterError(_in_use(config.cluster.name)) from None
+    begun.claim()
+    return begun
 
 
 async def find_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedController | None:
-    """A fleet of this name without an owner; None if there is no fleet.
+    """A fleet of this name that had no owner; from now on this command is its owner. None if there is no fleet.
 
     Kills the controller of a fleet that has ended: its owner may have died before that. Raises ClusterError if
     the fleet is in use, or if its configuration differs.
@@ -162,6 +145,7 @@ async def find_fleet(config: BatonConfig, digest: str, model_path: Path) -> Owne
     except FleetEnded:
         found.end()  # Ray then frees its name
         return None
+    found.claim()  # another command may have made the same checks meanwhile
     return found
 
 
@@ -198,10 +182,10 @@ def running_fleet(config: BatonConfig) -> ControlClient | None:
     return None if actor is None else ControlClient(RayCarrier(actor), Patience.of(config))
 
 
-def _in_use(name: str) -> str:
+def _in_use(name: str, owner: str = "") -> str:
     return (
-        f"a fleet named '{name}' is in use by another `baton serve` on this cluster; use another cluster.name, or "
-        "`baton gateway` for one more gateway to it"
+        f"a fleet named '{name}' is in use by another `baton serve`{owner} on this cluster; use another "
+        "cluster.name, or `baton gateway` for one more gateway to it"
     )
 
 

@@ -7,7 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import ray
-from ray.util.placement_group import PlacementGroup, get_placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from baton.errors import BatonError, ClusterError
 from baton.messages.control import ControlRequest, WaitStatus
@@ -56,12 +61,21 @@ def fleet_of(actor_id: str) -> str:
 
 
 def remove_incarnations(is_theirs: Callable[[Title], bool]) -> None:
-    """Ends by force the workers in this namespace for whose titles `is_theirs` is true."""
-    for title in filter(None, map(parse_title, ray.util.list_named_actors())):
-        if is_theirs(title):
-            with contextlib.suppress(ValueError):  # the actor has just ended
-                ray.kill(ray.get_actor(str(title)))
-            give_room_back(str(title))
+    """Ends by force the workers in this namespace for whose titles `is_theirs` is true, and gives their room back.
+
+    Also gives back the room of workers that have died: their actors have no name any more.
+    """
+    for title in filter(is_theirs, filter(None, map(parse_title, ray.util.list_named_actors()))):
+        with contextlib.suppress(ValueError):  # the actor has just ended
+            ray.kill(ray.get_actor(str(title)))
+    for title in filter(is_theirs, titles_with_room()):
+        give_room_back(str(title))
+
+
+def titles_with_room() -> list[Title]:
+    """The titles of all incarnations that have a placement group, or wait for its room; of any namespace."""
+    groups = (group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED")
+    return list(filter(None, map(parse_title, groups)))
 
 
 class RayIncarnation:
@@ -115,6 +129,13 @@ class RayIncarnation:
         return value
 
     async def stop(self, timeout_s: float) -> None:
+        try:
+            await self._end_process(timeout_s)
+        finally:  # also if the caller stops waiting
+            give_room_back(str(self.title))
+            self.is_over = True
+
+    async def _end_process(self, timeout_s: float) -> None:
         if self._has_started and timeout_s > 0:
             with contextlib.suppress(TimeoutError, BatonError):
                 async with awake_timeout(timeout_s):
@@ -127,8 +148,6 @@ class RayIncarnation:
             with contextlib.suppress(TimeoutError, ClusterError):
                 async with awake_timeout(_REAP_TIMEOUT_S):
                     await kill_process(self._pid, self.node_id)
-        give_room_back(str(self.title))
-        self.is_over = True
 
     async def _follow(self, on_progress: OnStartProgress) -> None:
         while (progress := (await self._exchange(WaitProgress())).progress) is not None:
@@ -145,7 +164,7 @@ def node_name(host: str, node_id: str) -> str:
 
 
 def give_room_back(title: str) -> None:
-    """Removes the placement group of an incarnation, which also ends all processes in it."""
+    """Removes the placement group of an incarnation in this namespace, which also ends all processes in the group."""
     group = group_of(title)
     if group is not None:
         remove_placement_group(group)

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.config import BatonConfig
@@ -19,10 +19,17 @@ from baton.system.awake_timer import awake_timeout
 from baton.system.cpus import CpuShare
 from baton.worker import WorkerRole
 from cluster.controller.cpu_shares import CpuShares
-from cluster.controller.launcher import Found
+from cluster.controller.launcher import Found, NodeDrains
 from cluster.on_ray.actors import ACTOR_THREADS, WorkerActor
 from cluster.on_ray.calls import as_actor
-from cluster.on_ray.incarnations import RayIncarnation, Title, give_room_back, node_name, parse_title
+from cluster.on_ray.incarnations import (
+    RayIncarnation,
+    Title,
+    give_room_back,
+    node_name,
+    parse_title,
+    titles_with_room,
+)
 from cluster.on_ray.placement import NodeRoom, bundle_of, choose_node, labels_of, num_machines
 
 logger = logging.getLogger(__name__)
@@ -65,7 +72,7 @@ class RayLauncher:
                     name, role, host, introduction.machine, alive, num_nodes
                 )
             if incarnation.node in self._avoided:
-                raise ClusterError(
+                raise NodeDrains(
                     f"its node {incarnation.node} began to drain while the worker waited for room there"
                 )
         except BaseException:
@@ -85,14 +92,10 @@ class RayLauncher:
             if (former := found.get(each.incarnation.name)) is not None:
                 await former.incarnation.stop(0.0)
             found[each.incarnation.name] = each
-        kept = {str(Title(name, each.incarnation.number, self._fleet)) for name, each in found.items()}
-        for group in placement_group_table().values():
-            if (
-                self._is_ours(parse_title(group["name"]))
-                and group["state"] != "REMOVED"
-                and group["name"] not in kept
-            ):
-                give_room_back(group["name"])  # finds only names of this namespace
+        kept = {Title(name, each.incarnation.number, self._fleet) for name, each in found.items()}
+        for title in titles_with_room():
+            if self._is_ours(title) and title not in kept:
+                give_room_back(str(title))
         return found
 
     def avoid(self, nodes: Sequence[str]) -> None:

@@ -93,7 +93,9 @@ class FakeIncarnation:
     async def start(self, on_progress: OnStartProgress) -> WorkerEndpoint:
         on_progress(StartProgress("weights", 1, 1))
         await asyncio.sleep(0)
-        await self.may_start.wait()
+        await self._until(self.may_start)
+        if not self.may_start.is_set():
+            raise ClusterError(self.death.result())
         if self.start_error is not None:
             raise self.start_error
         return self.endpoint
@@ -140,12 +142,16 @@ class FakeIncarnation:
     async def _drain(self, timeout_s: float) -> bool:
         self.commands.append(f"drain {timeout_s:g}")
         self.is_draining = True
-        waiting: asyncio.Future[Any] = asyncio.ensure_future(self.may_drain.wait())
-        await asyncio.wait([waiting, self.death], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        await self._until(self.may_drain)
         if self.death.done():
             raise ClusterError(self.death.result())
         return True
+
+    async def _until(self, event: asyncio.Event) -> None:
+        """Returns at the event, or when this worker has died."""
+        waiting: asyncio.Future[Any] = asyncio.ensure_future(event.wait())
+        await asyncio.wait([waiting, self.death], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
 
     async def _set_role(self, role: WorkerRole, timeout_s: float) -> None:
         self.commands.append(f"{role.value} {timeout_s:g}")

@@ -9,6 +9,7 @@ from baton.fleet import FleetDescription
 from baton.worker import WorkerRole
 from tests.factories.fleet import QUICK, FleetUnderTest, fleet
 from tests.factories.observed_fleet import gateway_report, worker_status
+from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 
 QUICKLY = {
     "target_itl_p99_s": 0.05,
@@ -21,10 +22,10 @@ QUICKLY = {
 SLOW: dict[str, Any] = {"itl_s": (0.05, 0.083)}
 
 
-def scaled_config(prefill: int, decode: int, **autoscaling: Any) -> BatonConfig:
+def scaled_config(prefill: int, decode: int, drain_timeout_s: float = 0.0, **autoscaling: Any) -> BatonConfig:
     return BatonConfig.from_mapping(
         {
-            "cluster": {"prefill": prefill, "decode": decode, **QUICK},
+            "cluster": {"prefill": prefill, "decode": decode, **QUICK, "drain_timeout_s": drain_timeout_s},
             "kv_transfer": {"lease_s": 0.1},
             "autoscaling": {"mode": "on", **QUICKLY, **autoscaling},
         }
@@ -49,6 +50,10 @@ async def reporting_until(
 
 def num_serving(described: FleetDescription, role: WorkerRole) -> int:
     return sum(replica.role is role and replica.state.value == "serving" for replica in described.replicas)
+
+
+def num_draining(described: FleetDescription) -> int:
+    return sum(replica.state.value == "draining" for replica in described.replicas)
 
 
 def test_a_fleet_grows_under_load_and_shrinks_after_it() -> None:
@@ -78,6 +83,44 @@ def test_a_spare_worker_changes_its_role() -> None:
             assert len(tested.launcher.incarnations) == 3  # no worker was started for it
 
     asyncio.run(change())
+
+
+@in_virtual_time
+async def test_a_fleet_grows_while_a_worker_drains_but_loses_one_at_a_time() -> None:
+    async with fleet(scaled_config(1, 3, 100.0, min_decode=1, max_decode=4)) as tested:
+        await tested.all_serve(4)
+        for incarnation in tested.launcher.incarnations:
+            incarnation.may_drain.clear()
+        await reporting_until(tested, lambda it: num_draining(it) == 1, 0)
+        calm_until = virtual_loop().now() + 2.0  # ten times as long as a worker must be spare
+        calm = await reporting_until(tested, lambda _: virtual_loop().now() > calm_until, 0)
+        assert num_draining(calm) == 1
+        grown = await reporting_until(tested, lambda it: num_serving(it, WorkerRole.DECODE) == 3, 10, **SLOW)
+        assert (len(grown.replicas), num_draining(grown)) == (5, 1)
+        assert any(s.startswith("decode +1 (2 -> 3): inter-token latency p99") for s in grown.decisions)
+        full = await reporting_until(tested, lambda it: "is the maximum" in it.decisions[-1], 10, **SLOW)
+        assert len(full.replicas) == 5, "a worker that drains counts until it has ended"
+        for incarnation in tested.launcher.incarnations:
+            incarnation.may_drain.set()
+        await reporting_until(tested, lambda it: num_serving(it, WorkerRole.DECODE) == 4, 10, **SLOW)
+
+
+@in_virtual_time
+async def test_a_fleet_grows_while_a_worker_changes_its_role() -> None:
+    bounds = {"min_prefill": 1, "max_prefill": 2, "max_decode": 2}
+    async with fleet(scaled_config(2, 1, 100.0, target_ttft_p99_s=2.0, **bounds)) as tested:
+        await tested.all_serve(3)
+        for incarnation in tested.launcher.incarnations:
+            incarnation.may_drain.clear()
+        await reporting_until(tested, lambda it: "prefill -> decode" in " ".join(it.decisions), 0, **SLOW)
+        waits = await reporting_until(tested, lambda it: it.decisions[-1].endswith("is starting"), 0, **SLOW)
+        assert waits.decisions[-1].startswith("decode stays 2: inter-token latency p99")
+        await reporting_until(
+            tested, lambda it: num_serving(it, WorkerRole.PREFILL) == 3, 1, ttft_s=(1.0, 3.0)
+        )
+        for incarnation in tested.launcher.incarnations:
+            incarnation.may_drain.set()
+        await reporting_until(tested, lambda it: num_serving(it, WorkerRole.DECODE) == 2, 0)
 
 
 def test_a_fleet_that_is_not_scaled_heeds_no_report() -> None:

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
-from baton.errors import FleetError
+from baton.errors import ClusterError, FleetError
 from cluster.controller.desired import Memory
+from cluster.controller.launcher import NodeDrains
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
+from tests.factories.virtual_loop import in_virtual_time, virtual_loop
+from tests.unit.cluster.controller.test_controller import state_becomes
 
 
 def two_nodes(**options: Any) -> FakeLauncher:
@@ -56,22 +59,60 @@ async def test_their_successors_are_not_waited_for() -> None:
         await all_serve_on(tested, "n2")
 
 
-async def test_a_worker_that_is_still_starting_there_goes_too() -> None:
+@pytest.mark.parametrize("has_loaded", [False, True])
+@in_virtual_time
+async def test_a_worker_that_is_still_starting_there_begins_at_once_elsewhere(
+    has_loaded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has not crashed: it waits for no delay, and no crash loop begins."""
     may_start = asyncio.Event()
 
     def hold(incarnation: FakeIncarnation) -> None:
         if incarnation.name == "w2" and incarnation.number == 1:
+            incarnation.start_error = ClusterError("no driver")
+        elif incarnation.name == "w2" and incarnation.node == "n1":
             incarnation.may_start = may_start
 
     launcher = two_nodes(prepare=hold)
-    async with fleet(fleet_config(), launcher) as tested:
+    config = fleet_config(
+        restart_delay_s=90.0, restart_delay_max_s=900.0, crash_loop_deaths=2, start_timeout_s=60.0
+    )
+    async with fleet(config, launcher) as tested:
         await tested.all_serve(2)
-        draining = asyncio.create_task(tested.controller.drain_node("n1", 10.0))
-        while not launcher.latest("w2").death.done():
+        while launcher.latest("w2").number < 2:
             await asyncio.sleep(0.01)
-        may_start.set()  # a process that is killed comes to no end of its own; this one does
-        await draining
+        await state_becomes(tested, "w2", "starting")
+        began = virtual_loop().now()
+        if has_loaded:  # its endpoint arrives while the worker is ended
+            may_start.set()
+        await tested.controller.drain_node("n1", 10.0)
         await all_serve_on(tested, "n2")
+        assert virtual_loop().now() - began < 1.0
+        replica = (await tested.controller.describe()).replicas[2]
+        assert (replica.num_starts, replica.last_failure) == (3, "no driver")
+        assert tested.view.deaths == ()
+        assert [message for message in caplog.messages if "died" in message] == [
+            "worker w2 (decode) died: no driver"
+        ]
+
+
+@in_virtual_time
+async def test_a_worker_whose_place_is_on_a_node_that_began_to_drain_is_placed_again_at_once() -> None:
+    def drain_now(incarnation: FakeIncarnation) -> None:
+        if incarnation.name == "w2" and incarnation.number in (1, 2, 4):
+            incarnation.kill()
+            raise NodeDrains("its node n1 began to drain while the worker waited for room there")
+
+    launcher = two_nodes(prepare=drain_now)
+    config = fleet_config(restart_delay_s=90.0, restart_delay_max_s=900.0, crash_loop_deaths=2)
+    async with fleet(config, launcher) as tested:
+        await tested.all_serve(3)
+        assert virtual_loop().now() < 1.0
+        replica = (await tested.controller.describe()).replicas[2]
+        assert (replica.num_starts, replica.last_failure) == (3, "")
+        launcher.has_spare_room = True
+        assert (await anext(tested.controller.rollout(("w2",)))).worker == "w2"
+        assert launcher.latest("w2").number == 5
 
 
 async def test_a_rollouts_next_incarnation_that_still_loads_there_gives_way_to_another_one() -> None:

@@ -13,7 +13,6 @@ from baton.system.secret import SECRET_VARIABLE
 from baton.worker import StartProgress, WorkerRole
 from cluster.control_api.configuration import keys_digest
 from cluster.on_ray.actors import Latest, WorkerActor, keys_of_node, on_node
-from cluster.on_ray.incarnations import Title, parse_title, remove_incarnations
 from tests.factories.security import OTHER_SECRET, SECRET
 
 
@@ -52,17 +51,6 @@ def test_a_worker_takes_the_secret_of_its_node_and_refuses_another_one(
         keys_of_node(network, keys_digest(keys))
     assert not (tmp_path / "secret").exists(), "a worker makes none"
     assert keys_of_node(NetworkConfig(security="none"), keys_digest(derive_keys(None))) == derive_keys(None)
-
-
-def test_a_fleet_that_ends_leaves_the_next_one_of_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, ended = ["controller", "w0/1@0a", "w0/1@0b", "w1"], list[str]()
-    assert [parse_title(name) for name in names] == [None, Title("w0", 1, "0a"), Title("w0", 1, "0b"), None]
-    monkeypatch.setattr("ray.util.list_named_actors", lambda: names)
-    monkeypatch.setattr("ray.get_actor", lambda name: name)
-    monkeypatch.setattr("ray.kill", ended.append)
-    monkeypatch.setattr("cluster.on_ray.incarnations.give_room_back", ended.append)
-    remove_incarnations(lambda title: title.fleet == "0a")
-    assert ended == ["w0/1@0a"] * 2
 
 
 def test_only_the_latest_value_is_taken_and_none_after_the_last() -> None:

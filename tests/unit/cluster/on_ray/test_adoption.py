@@ -1,6 +1,9 @@
 """Which running fleet a command adopts: by its model, and whether it has ended."""
 
+import asyncio
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -15,6 +18,7 @@ from cluster.on_ray import fleet as fleet_module
 from cluster.on_ray.controller import _differences, begin_fleet, find_fleet
 from cluster.on_ray.fleet import RayFleet
 from tests.factories.control_api import MODEL_PATH, StandingFleet, packed
+from tests.factories.ray_store import FakeRayStore
 from tests.factories.security import SECRET
 
 R = TypeVar("R")
@@ -72,6 +76,9 @@ class Found:
     def commands(self) -> list[tuple[str, ...]]:
         return self._fleet.commands
 
+    def claim(self) -> None:
+        self.done.append("claim")
+
     def end(self) -> None:
         self.done.append("end")
 
@@ -98,7 +105,32 @@ async def test_a_fleet_is_adopted_once_it_has_no_owner(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "OwnedController", lambda *_: free)
     adopted: object = await find_fleet(config, digest, MODEL_PATH)
     assert adopted is free
-    assert owned.done == free.done == []
+    assert (owned.done, free.done) == ([], ["claim"])
+
+
+async def test_of_two_commands_that_find_a_fleet_without_an_owner_one_adopts_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray_store = FakeRayStore(monkeypatch)
+    checked = asyncio.Barrier(2)
+
+    async def check_adoption(*_: object) -> None:
+        await checked.wait()  # neither has heard of an owner
+
+    async def adopt(job: str) -> str:
+        ray_store.act_as(job)
+        try:
+            return "adopted" if await find_fleet(BatonConfig(), "", MODEL_PATH) else "none"
+        except ClusterError as error:
+            return str(error)
+
+    monkeypatch.setattr(module, "controller_actor", lambda: SimpleNamespace(_actor_id=bytes(8)))
+    monkeypatch.setattr(module, "_check_adoption", check_adoption)
+    outcomes = await asyncio.gather(*[asyncio.create_task(adopt(job)) for job in ("01000000", "02000000")])
+    (refusal,) = [outcome for outcome in outcomes if outcome != "adopted"]
+    assert re.match(
+        r"a fleet named 'baton' is in use by another `baton serve` \(process 70[12] on 10", refusal
+    )
 
 
 async def test_an_adopted_fleet_is_scaled_though_it_began_with_the_same_counts(
@@ -126,7 +158,9 @@ def test_the_controllers_actor_gets_no_password_of_the_gateway(monkeypatch: pyte
 
     monkeypatch.setattr(module, "as_actor", lambda *_, **__: Actor())
     monkeypatch.setattr(module, "_near_head", lambda: None)
-    monkeypatch.setattr(module, "OwnedController", lambda *given: given)
+    monkeypatch.setattr(
+        module, "OwnedController", lambda *_: Found(BatonConfig(), is_owned=False, ends_at=None)
+    )
     gateway = {"response_store": "redis://:password@redis:6379", "max_in_flight": 9}
     begin_fleet(BatonConfig.from_mapping({"gateway": gateway}), "digest", MODEL_PATH)
     assert arguments == [BatonConfig.from_mapping({"gateway": {"max_in_flight": 9}}), "digest", MODEL_PATH]

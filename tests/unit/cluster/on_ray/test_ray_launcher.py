@@ -9,6 +9,7 @@ import ray
 from baton.config import BatonConfig
 from baton.system.cpus import Core, CpuShare, Machine
 from baton.worker import WorkerRole
+from cluster.controller.launcher import NodeDrains
 from cluster.on_ray import launcher as module
 from cluster.on_ray.actors import Introduction
 from cluster.on_ray.incarnations import RayIncarnation
@@ -87,3 +88,13 @@ async def test_a_worker_that_serves_keeps_its_cores_though_its_next_incarnation_
     await (await launcher.place("w0", P, 2)).stop(0.0)
     nodes.goes_to = "n0@a"
     assert (await launcher.place("w1", D, 1)).share == CpuShare(2, (2, 3))
+
+
+async def test_a_worker_that_ray_places_on_a_node_that_drains_by_then_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes, launcher = Nodes(monkeypatch, 1.0, num_cores=4), make_launcher(prefill=1, decode=1)
+    nodes.goes_to = "n0@a"
+    launcher.avoid(("a-n0",))
+    with pytest.raises(NodeDrains, match="its node a-n0 began to drain"):
+        await launcher.place("w0", P, 1)

@@ -1,0 +1,54 @@
+"""Callers: notes the calls of gateways and owners, to tell a fleet in use from an orphan; carries out none."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from baton.clock import Clock
+from baton.system.awake_timer import awake_timeout
+from baton.system.standstill import Standstill, pace_of
+
+
+class Callers:
+    """Standstills of this process do not count as time without a call."""
+
+    def __init__(self, clock: Clock, orphan_timeout_s: float) -> None:
+        self._clock = clock
+        self._standstill = Standstill(pace_of(orphan_timeout_s))
+        self._num_waiting = 0
+        self._last_call = self._running_s()
+        self._owner_called = asyncio.Event()
+
+    @contextmanager
+    def waiting(self, *, by_owner: bool) -> Iterator[None]:
+        """A call that waits for its answer during the block. A fleet with a waiting call is no orphan."""
+        self._num_waiting += 1
+        if by_owner:
+            self._owner_called.set()
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            self._last_call = self._running_s()
+
+    async def is_owned(self, within_s: float) -> bool:
+        """Whether an owner calls within `within_s`."""
+        self._owner_called.clear()
+        try:
+            async with awake_timeout(within_s):
+                await self._owner_called.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def orphaned(self, timeout_s: float) -> None:
+        """Returns once no call has come for `timeout_s`."""
+        look_every_s = pace_of(timeout_s) / 2
+        while True:
+            left_s = self._last_call + timeout_s - self._running_s()
+            if self._num_waiting == 0 and left_s <= 0:
+                return
+            await asyncio.sleep(look_every_s if self._num_waiting else min(left_s, look_every_s))
+
+    def _running_s(self) -> float:
+        return self._standstill.running(self._clock.now())
