@@ -26,7 +26,7 @@ from engine.grammars.compiler import GrammarCompiler
 from engine.kernels.switches import VARIABLE, KernelSwitches, set_kernel_switches
 from engine.kv_cache import HostBlocks, KVPool
 from engine.loading.demands import check_quantization
-from engine.loading.loader import LoadedModel, kv_dtype_of, load_model, outline_model
+from engine.loading.loader import LoadedModel, check_fp8, kv_dtype_of, load_model, outline_model
 from engine.model_config import check_device, read_architecture
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
@@ -159,6 +159,7 @@ def build_device_engine(
     check_quantization(model_config, device.type)  # before kernels are compiled ahead
     check_device(read_architecture(model_path), device.type)
     kv_dtype_of(model_config, config.kv_cache_dtype, device)
+    check_fp8(model_config, config.kv_cache_dtype, device)
     _begin_with(device)
     compiler = None if device.type == "cpu" else _compiler_of(device)
     wait = make_memory_wait(device, clock)
@@ -282,7 +283,7 @@ def _compiling_ahead(
         )
         rehearse_outline(
             outline,
-            with_defaults_of(device, scheduler).block_size,
+            with_defaults_of(device, scheduler, scheduler.max_model_len or outline.max_model_len).block_size,
             largest_steps(scheduler, outline, num_drafts),
             torch.cuda.get_device_properties(device).multi_processor_count,
             uses_graphs=config.cuda_graphs,

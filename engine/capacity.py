@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WHOLE_PROMPTS_BUDGET = 512
-"""Largest step on a CPU if prompts are not split, in tokens; at least `max_model_len`, if that is set."""
+"""Largest step on a CPU if prompts are not split, in tokens; at least the longest request."""
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": GPU_BLOCK_SIZE}
 """Values that replace the defaults on a GPU: the defaults are for a CPU, and too small to keep a GPU busy."""
 
@@ -49,15 +49,14 @@ def reckon(
     unless the configuration sets all values. `num_drafts`: the most drafts of a request in a step. `draft`:
     the model that guesses the drafts; its KV uses a part of the memory.
     """
-    asked = with_defaults_of(model.device, scheduler)
-    max_model_len = _max_model_len(asked, model)
+    max_model_len = _max_model_len(scheduler, model)
+    asked = with_defaults_of(model.device, scheduler, max_model_len)
     values: dict[str, object] = {
         "max_model_len": max_model_len,
         "num_blocks": asked.num_blocks,
         "num_swap_blocks": _num_swap_blocks(engine.swap_space_mib, scheduler, asked.block_size, model),
     }
-    is_chunked = asked.enable_chunked_prefill and asked.batching == "unified"
-    wants_chunk = is_chunked and "max_num_batched_tokens" not in scheduler.model_fields_set
+    wants_chunk = not _has_whole_prompts(asked) and "max_num_batched_tokens" not in scheduler.model_fields_set
     wants_memory = asked.num_blocks is None and engine.kv_cache_memory_mib is None
     if model.device.type == "cuda" and (wants_chunk or wants_memory):
         limits = _limits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len, num_drafts)
@@ -90,16 +89,19 @@ def reckon(
 
 def largest_steps(scheduler: SchedulerConfig, model: LoadedModel, num_drafts: int = 0) -> StepLimits:
     """The largest steps that configuration and model allow; a worker rehearses them when it starts."""
-    asked = with_defaults_of(model.device, scheduler)
-    max_model_len = _max_model_len(asked, model)
+    max_model_len = _max_model_len(scheduler, model)
+    asked = with_defaults_of(model.device, scheduler, max_model_len)
     return _limits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len, num_drafts)
 
 
-def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerConfig:
-    """Replaces unset keys by the defaults of this kind of device."""
+def with_defaults_of(device: torch.device, asked: SchedulerConfig, max_model_len: int) -> SchedulerConfig:
+    """Replaces unset keys by the defaults of this kind of device. `max_model_len`: of the longest request."""
     if device.type == "cpu":
-        return asked.with_values("scheduler", **_cpu_budget(asked))
-    unset = {key: value for key, value in GPU_DEFAULTS.items() if key not in asked.model_fields_set}
+        return asked.with_values("scheduler", **_cpu_budget(asked, max_model_len))
+    defaults = dict(GPU_DEFAULTS)
+    if _has_whole_prompts(asked):
+        defaults["max_num_batched_tokens"] = max(defaults["max_num_batched_tokens"], max_model_len)
+    unset = {key: value for key, value in defaults.items() if key not in asked.model_fields_set}
     return asked.with_values("scheduler", **unset)
 
 
@@ -108,13 +110,18 @@ def _has_no_budget(asked: SchedulerConfig) -> bool:
     return asked.batching == "mixed" and "max_num_batched_tokens" not in asked.model_fields_set
 
 
-def _cpu_budget(asked: SchedulerConfig) -> dict[str, object]:
+def _has_whole_prompts(asked: SchedulerConfig) -> bool:
+    """Whether a prompt is never split over several steps."""
+    return not (asked.enable_chunked_prefill and asked.batching == "unified")
+
+
+def _cpu_budget(asked: SchedulerConfig, max_model_len: int) -> dict[str, object]:
     """A larger budget, if it is unset and too small for a step of decodes, or for prompts that stay whole."""
     if "max_num_batched_tokens" in asked.model_fields_set:
         return {}
     least = max(asked.max_num_batched_tokens, asked.max_num_seqs)
-    if not (asked.enable_chunked_prefill and asked.batching == "unified"):
-        least = max(least, WHOLE_PROMPTS_BUDGET, asked.max_model_len or 0)
+    if _has_whole_prompts(asked):
+        least = max(least, WHOLE_PROMPTS_BUDGET, max_model_len)
     return {"max_num_batched_tokens": least} if least > asked.max_num_batched_tokens else {}
 
 
@@ -169,7 +176,8 @@ def _num_gpu_blocks(memory: "DeviceMemory", asked: SchedulerConfig, model: Loade
     max_model_len, groups = asked.max_model_len, model.layer_groups.groups
     assert max_model_len is not None
     needed = groups.num_blocks_for_one(max_model_len, asked.block_size, asked.max_num_batched_tokens)
-    return memory.num_blocks(model.kv_block_shape(asked.block_size).size_bytes, needed, max_model_len)
+    shape = model.kv_block_shape(asked.block_size)
+    return min(memory.num_blocks(shape.size_bytes, needed, max_model_len), shape.most_on_gpu)
 
 
 def _num_swap_blocks(

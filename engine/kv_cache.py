@@ -54,6 +54,11 @@ class KVBlockShape:
         num_elements: int = int(np.prod(self.dimensions))
         return num_elements * self.dtype.itemsize
 
+    @property
+    def most_on_gpu(self) -> int:
+        """The most blocks of a GPU's pool, whose copy engine counts the pool's keys and values in 32 bits."""
+        return (2**31 - 1) // int(np.prod(self.dimensions[:-1]))
+
     def num_blocks_for(self, memory_bytes: int) -> int:
         """How many blocks fit into this memory, including the null block."""
         return memory_bytes // self.size_bytes

@@ -29,8 +29,8 @@ class ModelConfig(Section):
     bits, with a scale, and with 4 bits a minimum, for every 32 inputs, quantized while loading; bits that the model has
     stay where they suffice, and with `int4` embeddings and the projection to logits have 8. `fp8`: the layers' matrices
     as 8-bit floats (e4m3) with one scale per output; embeddings and the projection to logits stay as they are. GPUs
-    with 8-bit matrix units (NVIDIA Ada, Hopper and newer) then also quantize the inputs, token by token. All workers
-    must use the same value."""
+    (only NVIDIA Ada, Hopper and newer) then also quantize the inputs, token by token. All workers must use the same
+    value."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` makes random weights from config.json alone; they are the same in every process on the same kind of
     device."""
@@ -64,8 +64,8 @@ class EngineConfig(Section):
     """Share of a GPU's memory that may be in use once the worker runs, including memory that was in use before.
     Workers that share a GPU need `kv_cache_memory_mib`."""
     cuda_graphs: bool = True
-    """Record decode-only steps as CUDA graphs when a worker starts, and replay them, so that the GPU need not wait
-    for Python."""
+    """Record decode steps and small steps with prompts as CUDA graphs when a worker starts, and replay them, so that
+    the GPU need not wait for Python."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """`auto`: as `model.dtype`; but `bfloat16` where `model.dtype: auto` chooses float32 and there are kernels of our
     own. `bfloat16`, on CPUs with `model.dtype: float32`: keys and values are rounded to 16 bits, and all arithmetic

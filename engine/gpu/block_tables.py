@@ -53,5 +53,5 @@ def most_entries(limits: StepLimits, groups: KVGroups, block_size: int, num_keys
     num_tokens = max(limits.max_num_batched_tokens, num_sequences)
     # n tokens from position p on need the blocks of the keys p - window + 1 (rounded down to a multiple of
     # `num_keys`) to p + n - 1.
-    of_windows = num_sequences * ((groups.window + num_keys) // block_size + 2) + num_tokens // block_size
+    of_windows = num_sequences * ((groups.window + num_keys) // block_size + 3) + num_tokens // block_size
     return groups.num_full * whole + groups.num_windowed * min(whole, of_windows)

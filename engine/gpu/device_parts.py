@@ -71,10 +71,11 @@ class DeviceParts:
         limits = self.limits
         num_requests = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens // 2))
         num_tokens = min(limits.max_num_batched_tokens // num_requests, limits.max_model_len)
-        logits_RV = self.forward.rehearse(num_requests, num_tokens)
+        self.forward.rehearse(num_requests, num_tokens)
+        num_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        logits_RV = self.forward.rehearse(num_decodes, 1)
         for params in REHEARSED:
-            self.sampler(logits_RV, [_rehearsed(row, params) for row in range(num_requests)]).wait()
-        self.forward.rehearse(num_requests, 1)
+            self.sampler(logits_RV, [_rehearsed(row, params) for row in range(num_decodes)]).wait()
         for count in NUM_ROWS:
             self.forward.rehearse(min(count, num_requests), 1)
         for count in self.token_counts:

@@ -202,14 +202,16 @@ class DeviceSampledTokens:
 
 def _logprobs(logits_RV: torch.Tensor, tokens_R: torch.Tensor, batch: _Batch) -> _Logprobs:
     """From the logits before any processing."""
-    logprobs_L, ranks_L, log_sum_exp_L = token_logprobs(logits_RV, batch.rows_L, tokens_R)
+    logprobs_L, ranks_L, log_totals_L = token_logprobs(logits_RV, batch.rows_L, tokens_R)
     num_top = min(max(batch.num_top_tokens.values()), logits_RV.shape[1])
     top = logits_RV.index_select(0, batch.rows_L).to(torch.float32).topk(num_top)
     return _Logprobs(
         logprobs_L=_to_host(logprobs_L),
         ranks_L=_to_host(ranks_L),
         top_ids_LN=_to_host(top.indices),
-        top_logprobs_LN=_to_host(top.values - log_sum_exp_L.unsqueeze(1)),
+        top_logprobs_LN=_to_host(
+            (top.values - top.values[:, :1]) - log_totals_L.unsqueeze(1)
+        ),  # as the kernel does
     )
 
 

@@ -14,26 +14,27 @@ def token_logprobs(
     logits_RV: torch.Tensor, rows_L: torch.Tensor, tokens_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """L each: log-softmax of token `tokens_R[row]` in row `rows_L[l]` (float32), its rank (int32: 1 + the number of
-    strictly larger logits in the row), and the row's log-sum-exp (float32). Indices are int32.
+    strictly larger logits in the row), and the logarithm of the sum of exp(logit - the row's largest logit) (float32).
+    Indices are int32.
     """
     num_wanted, vocab_size = len(rows_L), logits_RV.shape[1]
     assert logits_RV.stride(1) == 1, "a row is one span"
     logprobs_L = torch.empty(num_wanted, dtype=torch.float32, device=logits_RV.device)
     ranks_L = torch.empty(num_wanted, dtype=torch.int32, device=logits_RV.device)
-    log_sum_exp_L = torch.empty_like(logprobs_L)
+    log_totals_L = torch.empty_like(logprobs_L)
     _token_logprobs_kernel[(num_wanted,)](
         logits_RV,
         rows_L,
         tokens_R,
         logprobs_L,
         ranks_L,
-        log_sum_exp_L,
+        log_totals_L,
         logits_RV.stride(0),
         vocab_size,
         BLOCK_V=BLOCK_V,
         num_warps=16,  # one program a row: few rows ask for this
     )
-    return logprobs_L, ranks_L, log_sum_exp_L
+    return logprobs_L, ranks_L, log_totals_L
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _token_logprobs_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr,
     logprobs_ptr,
     ranks_ptr,
-    log_sum_exp_ptr,
+    log_total_ptr,
     row_stride,
     vocab_size,
     BLOCK_V: tl.constexpr,
@@ -69,4 +70,4 @@ def _token_logprobs_kernel(  # type: ignore[no-untyped-def]
     log_total = tl.log(total)
     tl.store(logprobs_ptr + wanted, (logit - best) - log_total)  # in torch's order
     tl.store(ranks_ptr + wanted, num_larger + 1)
-    tl.store(log_sum_exp_ptr + wanted, best + log_total)
+    tl.store(log_total_ptr + wanted, log_total)

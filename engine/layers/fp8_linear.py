@@ -18,14 +18,16 @@ from engine.layers.fp8 import Fp8Weight, quantize_rows
 QuantizeRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Converts T x I to 8-bit floats of the same shape, and float32 scales T x 1."""
 
+FIRST_WITH_FP8 = (8, 9)
+"""Compute capability of the first GPUs with 8-bit floats: Ada."""
+
 
 class Fp8Linear:
     """`x_TI @ weight_OI.T + bias_O`; quantizes the given weight if necessary, and does not keep it.
 
-    On GPUs with 8-bit matrix units (compute capability 8.9 and newer), activations in bfloat16 or float16 are
-    quantized token by token, too. This halves the bytes and doubles the arithmetic rate. On other devices
-    only weights are quantized, and each call converts them back to the activations' dtype. This saves memory,
-    but no time.
+    On GPUs, activations in bfloat16 or float16 are quantized token by token, too. This halves the bytes and
+    doubles the arithmetic rate. On CPUs only weights are quantized, and each call converts them back to the
+    activations' dtype. This saves memory, but no time.
     """
 
     def __init__(
@@ -89,4 +91,4 @@ def has_fp8_units(device: torch.device, dtype: torch.dtype) -> bool:
     gpu = gpu_of(device)
     if gpu is None or dtype is torch.float32:
         return False
-    return torch.cuda.get_device_capability(gpu) >= (8, 9)
+    return torch.cuda.get_device_capability(gpu) >= FIRST_WITH_FP8

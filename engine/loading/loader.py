@@ -13,7 +13,7 @@ from engine.kv_cache import KVBlockShape
 from engine.layer_groups import LayerGroups, group_layers
 from engine.layers.backend import Backend
 from engine.layers.fp8 import FP8
-from engine.layers.fp8_linear import has_fp8_units
+from engine.layers.fp8_linear import FIRST_WITH_FP8, has_fp8_units
 from engine.layers.native_backend import NativeBackend
 from engine.layers.scaled_attention import KVScale
 from engine.layers.torch_backend import TorchBackend
@@ -293,6 +293,22 @@ def kv_dtype_of(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch
             )
         return torch.bfloat16
     return DTYPES[config.dtype]
+
+
+def check_fp8(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch.device) -> None:
+    """ConfigError if a key asks for 8-bit floats of a GPU whose kernels cannot have them."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    for key, value in (
+        ("model.quantization", config.quantization),
+        ("engine.kv_cache_dtype", kv_cache_dtype),
+    ):
+        if value == "fp8" and capability < FIRST_WITH_FP8:
+            raise ConfigError(
+                f"{key}: 'fp8' needs a GPU of compute capability 8.9 or newer (Ada, Hopper); this one has "
+                f"{'.'.join(map(str, capability))}"
+            )
 
 
 def _kept_as(config: ModelConfig, path: Path, device: torch.device) -> str | None:

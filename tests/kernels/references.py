@@ -194,7 +194,7 @@ def token_logprobs_reference(
     tokens_L1 = tokens_R[rows_L.long()].long().unsqueeze(1)
     logprobs_L = logits_LV.log_softmax(-1).gather(1, tokens_L1)[:, 0]
     ranks_L = (logits_LV > logits_LV.gather(1, tokens_L1)).sum(-1, dtype=torch.int32) + 1
-    return logprobs_L, ranks_L, logits_LV.logsumexp(-1)
+    return logprobs_L, ranks_L, logits_LV.logsumexp(-1) - logits_LV.amax(-1)
 
 
 def row_stats_reference(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -19,10 +19,11 @@ from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from benchmarks.gpu.shapes import LLAMA_3_1_8B, QWEN3_8B, QWEN3_30B_A3B, write_config
-from engine.batch import StepLimits
+from engine.batch import SampledRequest, StepLimits
 from engine.capacity import largest_steps
 from engine.drafts import Drafter, NGramProposer
 from engine.gpu.device_parts import make_device_parts
+from engine.gpu.device_sampler import DeviceSampledTokens, DeviceSampler
 from engine.gpu.graphs import CudaGraphs, Repeats, decode_sizes, mixed_sizes
 from engine.kernels.switches import ALL_OFF, KernelSwitches, switched
 from engine.kv_cache import KVPool
@@ -361,6 +362,25 @@ def test_sizes_of_recorded_steps_cover_what_steps_there_are(max_tokens: int, tmp
     assert decodes == sorted(set(decodes))
     assert decodes[-1] == max_tokens
     assert all(b - a <= max(8, b // 8) for a, b in pairwise(decodes))
+
+
+def test_a_rehearsal_samples_as_many_rows_as_a_step_of_decodes_has(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a step has room for only one token of each request."""
+    num_rows: list[int] = []
+    sample = DeviceSampler.__call__
+
+    def noting(
+        self: DeviceSampler, logits_RV: torch.Tensor | None, requests: Sequence[SampledRequest]
+    ) -> DeviceSampledTokens:
+        num_rows.append(len(requests))
+        return sample(self, logits_RV, requests)
+
+    monkeypatch.setattr(DeviceSampler, "__call__", noting)
+    _, parts, _ = make_parts(tmp_path, device, StepLimits(8, 8, 32))
+    parts.rehearse()
+    assert max(num_rows) == 8
 
 
 def test_a_rehearsal_leaves_nothing_behind(tmp_path: Path, device: torch.device) -> None:

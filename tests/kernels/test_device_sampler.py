@@ -99,6 +99,7 @@ def test_equal_logits_give_equal_tokens(seed: int, device: torch.device) -> None
         assert token.logprobs.rank == reference.logprobs.rank
         assert math.isclose(token.logprobs.logprob, reference.logprobs.logprob, abs_tol=1e-5)
         assert [i for i, _ in token.logprobs.top] == [i for i, _ in reference.logprobs.top]
+        assert dict(token.logprobs.top).get(token.token_id, token.logprobs.logprob) == token.logprobs.logprob
         for (_, value), (_, wanted) in zip(token.logprobs.top, reference.logprobs.top, strict=True):
             assert math.isclose(value, wanted, abs_tol=1e-5)
 

@@ -28,11 +28,11 @@ def test_is_what_torch_computes(
     logits_RV[1, : vocab_size // 2] = -torch.inf
     rows_L = torch.tensor([3, 1, 2], dtype=torch.int32, device=device)
     tokens_R = torch.tensor([0, vocab_size - 1, vocab_size // 2, 0], dtype=torch.int32, device=device)
-    logprobs_L, ranks_L, log_sum_exp_L = token_logprobs(logits_RV, rows_L, tokens_R)
+    logprobs_L, ranks_L, log_totals_L = token_logprobs(logits_RV, rows_L, tokens_R)
     expected = token_logprobs_reference(logits_RV, rows_L, tokens_R)
     torch.testing.assert_close(logprobs_L, expected[0])
     assert torch.equal(ranks_L, expected[1])
-    torch.testing.assert_close(log_sum_exp_L, expected[2])
+    torch.testing.assert_close(log_totals_L, expected[2])
 
 
 def test_equal_logits_share_a_rank(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -80,9 +81,9 @@ def test_too_much_is_refused_by_its_key(model: LoadedModel, sections: dict[str, 
 
 
 def test_a_gpu_has_defaults_of_its_own_which_give_way_to_what_is_set() -> None:
-    config = with_defaults_of(CUDA, SchedulerConfig(max_num_seqs=7))
+    config = with_defaults_of(CUDA, SchedulerConfig(max_num_seqs=7), 10_000)
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (7, 8192, 64)
-    assert with_defaults_of(CPU, SchedulerConfig()) == SchedulerConfig()
+    assert with_defaults_of(CPU, SchedulerConfig(), 10_000) == SchedulerConfig()
 
 
 @pytest.mark.parametrize(
@@ -90,18 +91,20 @@ def test_a_gpu_has_defaults_of_its_own_which_give_way_to_what_is_set() -> None:
     [
         ({"max_num_seqs": 200}, 200),
         ({"max_num_seqs": 200, "max_num_batched_tokens": 100}, 100),
-        ({"enable_chunked_prefill": False}, 512),
-        ({"batching": "prefill_first"}, 512),
-        ({"batching": "mixed"}, 512),
+        ({"enable_chunked_prefill": False}, 700),
+        ({"batching": "prefill_first"}, 700),
+        ({"batching": "mixed"}, 700),
         ({"enable_chunked_prefill": False, "max_model_len": 256}, 512),
-        ({"enable_chunked_prefill": False, "max_model_len": 1000}, 1000),
+        ({"enable_chunked_prefill": False, "max_model_len": 600}, 600),
     ],
     ids=str,
 )
 def test_on_a_cpu_a_step_of_decodes_and_an_unsplit_prompt_fit_the_budget_unless_it_is_set(
     settings: dict[str, Any], budget: int
 ) -> None:
-    assert with_defaults_of(CPU, SchedulerConfig(**settings)).max_num_batched_tokens == budget
+    """The model's longest request has 700 tokens."""
+    asked = SchedulerConfig(**settings)
+    assert with_defaults_of(CPU, asked, asked.max_model_len or 700).max_num_batched_tokens == budget
 
 
 def test_c60_mixed_steps_on_a_cpu_are_limited_by_the_pool_alone_unless_a_budget_is_set(
@@ -117,11 +120,19 @@ def test_c60_mixed_steps_on_a_cpu_are_limited_by_the_pool_alone_unless_a_budget_
     assert reckoned(model, scheduler=budget | {"batching": "mixed"}).max_num_batched_tokens == 128
 
 
-def test_on_a_gpu_unsplit_prompts_may_be_longer_than_a_cpus_budget() -> None:
-    config = with_defaults_of(CUDA, SchedulerConfig(enable_chunked_prefill=False, max_model_len=8192))
-    assert config.max_num_batched_tokens == 8192
-    with pytest.raises(ConfigError, match=r"\(8192\) must be at least max_model_len \(8193\)"):
-        with_defaults_of(CUDA, SchedulerConfig(enable_chunked_prefill=False, max_model_len=8193))
+@pytest.mark.parametrize("length", [700, 8192, 20_000])
+def test_on_a_gpu_the_longest_prompt_fits_a_step_if_prompts_are_not_split(length: int) -> None:
+    for asked in (
+        SchedulerConfig(enable_chunked_prefill=False),
+        SchedulerConfig(batching="prefill_first", max_model_len=length),
+    ):
+        assert with_defaults_of(CUDA, asked, length).max_num_batched_tokens == max(8192, length)
+
+
+def test_prompts_that_are_not_split_need_no_other_key(model: LoadedModel) -> None:
+    found = capacity_of(model, scheduler={"enable_chunked_prefill": False}).scheduler_config
+    assert found.max_model_len is not None
+    assert found.max_num_batched_tokens >= found.max_model_len
 
 
 def test_what_a_gpu_rehearses_is_known_before_its_model_is_loaded(tmp_path: Path) -> None:
@@ -189,6 +200,17 @@ def test_a_chunk_that_is_pinned_or_means_nothing_is_not_chosen(
     assert config.max_num_batched_tokens == settings.get("max_num_batched_tokens", 8192)
 
 
+def test_a_gpus_pool_has_no_more_rows_than_its_copy_engine_counts(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = DeviceMemory(2**60, 0, 0, 0, 0, 1.0)
+    monkeypatch.setattr(capacity, "_measure", lambda *_, **__: SimpleNamespace(memory=memory, chunk=None))
+    num_blocks = reckoned(replace(model, device=CUDA)).num_blocks
+    num_rows = math.prod(model.kv_block_shape(64).dimensions[:-1])
+    assert num_blocks is not None
+    assert num_blocks * num_rows < 2**31 <= (num_blocks + 1) * num_rows
+
+
 def test_a_gpu_counts_the_blocks_of_groups_as_a_cpu_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +241,6 @@ def test_a_gpu_counts_the_blocks_of_groups_as_a_cpu_does(
 )
 def test_unset_keys_stay_unset_on_the_way_to_the_worker(travel: Any, tmp_path: Path) -> None:
     config = BatonConfig.from_mapping({"scheduler": {"block_size": 16}})
-    scheduler = with_defaults_of(CUDA, travel(config).scheduler)
+    scheduler = with_defaults_of(CUDA, travel(config).scheduler, 100)
     assert scheduler.block_size == 16, "set, if to the default"
     assert scheduler.max_num_seqs == 256

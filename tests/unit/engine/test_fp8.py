@@ -1,11 +1,17 @@
 """8-bit floats: rounding, scales, and the product with them."""
 
+from typing import Literal
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from baton.config import ModelConfig
+from baton.config.engine import KVCacheDtype
+from baton.errors import ConfigError
 from engine.layers.fp8 import FP8, FP8_MAX, as_bytes, quantize_rows, saturate
 from engine.layers.fp8_linear import Fp8Linear, can_multiply_fp8
+from engine.loading.loader import check_fp8
 
 
 def test_saturate_rounds_to_the_nearest_and_never_overflows() -> None:
@@ -138,3 +144,30 @@ def test_on_a_gpu_the_product_equals_the_one_written_out(num_rows: int, dtype: t
     (q, q_scale), (w, w_scale) = quantize_rows(x), quantize_rows(weight)
     expected = (q.double() * q_scale) @ (w.double() * w_scale).T + bias.double()
     torch.testing.assert_close(found.double(), expected, rtol=2**-6, atol=2**-6 * 16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "quantization", "kv_cache_dtype", "key"),
+    [
+        ((8, 0), "fp8", "auto", "model.quantization"),
+        ((8, 6), "auto", "fp8", "engine.kv_cache_dtype"),
+        ((8, 0), "auto", "auto", None),
+        ((8, 9), "fp8", "fp8", None),
+    ],
+)
+def test_gpus_without_8_bit_floats_refuse_them_by_the_key(
+    capability: tuple[int, int],
+    quantization: Literal["auto", "fp8"],
+    kv_cache_dtype: KVCacheDtype,
+    key: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their kernels would not compile, after the weights have been loaded."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    config = ModelConfig(quantization=quantization)
+    check_fp8(config, kv_cache_dtype, torch.device("cpu"))
+    if key is None:
+        check_fp8(config, kv_cache_dtype, torch.device("cuda", 0))
+        return
+    with pytest.raises(ConfigError, match=f"{key}: 'fp8' needs .* this one has 8"):
+        check_fp8(config, kv_cache_dtype, torch.device("cuda", 0))
