@@ -121,6 +121,8 @@ class Autoscaler:
                 count = sum(r.role is change.role and r.name not in leaving for r in self._replicas())
                 await self._scale(change.role, count - 1)
             await self._set_role(change.worker, change.role)
-        except (FleetError, ClusterError) as error:
+        except Exception as error:  # an unexpected one must end neither later decisions nor the other changes
+            if not isinstance(error, FleetError | ClusterError):
+                logger.exception("a change failed unexpectedly")
             self._planner.refused(change, self._running_s())
             self._note(f"the change failed: {error}")

@@ -113,7 +113,8 @@ def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedCont
     """Starts a new fleet in this driver's namespace; its controller begins to start the workers.
 
     Raises ClusterError if a fleet of this name exists. If two commands run at the same time, Ray gives the
-    controller's name to only one of them. Nothing else is started before that.
+    controller's name to only one of them. Nothing else is started before that. Also raises ClusterError, and ends
+    the new fleet, if Ray cannot store who owns it.
     """
     actor = as_actor(
         ControllerActor,
@@ -127,7 +128,15 @@ def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedCont
         begun = OwnedController(actor.remote(for_actors(config), digest, model_path), config)
     except ValueError:  # another command began a fleet since `find_fleet`
         raise ClusterError(_in_use(config.cluster.name)) from None
-    begun.claim()
+    try:
+        begun.claim()
+    except ClusterError:  # another command owns it already
+        raise
+    except Exception as error:  # nobody would own the fleet, and it would keep its devices
+        begun.end()
+        raise ClusterError(
+            f"cannot become the owner of the new fleet '{config.cluster.name}': {error}"
+        ) from error
     return begun
 
 

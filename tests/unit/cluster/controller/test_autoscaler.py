@@ -21,9 +21,9 @@ P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 class FakeFleet:
     """Carries out every change at once, or refuses it."""
 
-    def __init__(self, *roles: WorkerRole, refuses: bool = False) -> None:
+    def __init__(self, *roles: WorkerRole, problem: Exception | None = None) -> None:
         self.roles = {f"w{index}": role for index, role in enumerate(roles)}
-        self.refuses = refuses
+        self.problem = problem
         self.commands: list[tuple[Any, ...]] = []
 
     def replicas(self) -> Sequence[ReplicaDescription]:
@@ -46,8 +46,8 @@ class FakeFleet:
 
     def _obey(self, *command: Any) -> None:
         self.commands.append(command)
-        if self.refuses:
-            raise FleetError("w0 still holds leased blocks")
+        if self.problem is not None:
+            raise self.problem
 
     def statuses(self, running: int) -> tuple[Any, ...]:
         return tuple(worker_status(name, role, running=running) for name, role in self.roles.items())
@@ -90,8 +90,10 @@ def test_it_does_what_it_says_and_a_dry_run_only_says_it(
     assert autoscaler.decisions[-1].startswith(f"{prefix}inter-token latency p99 is 83 ms")
 
 
-def test_a_refused_change_is_logged_and_not_tried_again_at_once() -> None:
-    clock, fleet = VirtualClock(), FakeFleet(P, P, D, refuses=True)
+@pytest.mark.parametrize("kind", [FleetError, RuntimeError])
+def test_a_refused_change_is_logged_and_not_tried_again_at_once(kind: type[Exception]) -> None:
+    """An unexpected error counts as a refusal, too: it must not end the autoscaler."""
+    clock, fleet = VirtualClock(), FakeFleet(P, P, D, problem=kind("w0 still holds leased blocks"))
     autoscaler = autoscaler_of(fleet, clock, prefill=2)
     look_often(autoscaler, fleet, clock, 6, running=0, **SLOW)
     assert fleet.commands == [("set_role", "w0", D)]

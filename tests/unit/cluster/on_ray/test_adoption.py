@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -158,9 +159,31 @@ def test_the_controllers_actor_gets_no_password_of_the_gateway(monkeypatch: pyte
 
     monkeypatch.setattr(module, "as_actor", lambda *_, **__: Actor())
     monkeypatch.setattr(module, "_near_head", lambda: None)
-    monkeypatch.setattr(
-        module, "OwnedController", lambda *_: Found(BatonConfig(), is_owned=False, ends_at=None)
-    )
+    begun = Found(BatonConfig(), is_owned=False, ends_at=None)
+    monkeypatch.setattr(module, "OwnedController", lambda *_: begun)
     gateway = {"response_store": "redis://:password@redis:6379", "max_in_flight": 9}
     begin_fleet(BatonConfig.from_mapping({"gateway": gateway}), "digest", MODEL_PATH)
     assert arguments == [BatonConfig.from_mapping({"gateway": {"max_in_flight": 9}}), "digest", MODEL_PATH]
+    assert begun.done == ["claim"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "message", "done"),
+    [
+        (ClusterError("in use by process 7"), "in use by process 7", []),
+        (RuntimeError("no answer"), "cannot become the owner of the new fleet 'baton': no answer", ["end"]),
+    ],
+    ids=["another owner", "Ray"],
+)
+def test_a_new_fleet_that_nobody_can_own_ends(
+    monkeypatch: pytest.MonkeyPatch, problem: Exception, message: str, done: list[str]
+) -> None:
+    """Else it would keep its devices."""
+    begun = Found(BatonConfig(), is_owned=False, ends_at=None)
+    monkeypatch.setattr(begun, "claim", Mock(side_effect=problem))
+    monkeypatch.setattr(module, "as_actor", lambda *_, **__: Mock())
+    monkeypatch.setattr(module, "_near_head", lambda: None)
+    monkeypatch.setattr(module, "OwnedController", lambda *_: begun)
+    with pytest.raises(ClusterError, match=message):
+        begin_fleet(BatonConfig(), "digest", MODEL_PATH)
+    assert begun.done == done
