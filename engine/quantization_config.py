@@ -13,6 +13,8 @@ from typing import Any, Literal
 from baton.errors import ModelError
 
 KEY = "quantization_config"
+FIRST_WITH_FP8 = (8, 9)
+"""Compute capability of Ada, the first GPUs with 8-bit floats."""
 
 
 class Layout(Enum):

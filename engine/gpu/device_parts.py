@@ -78,7 +78,7 @@ class DeviceParts:
             self.sampler(logits_RV, [_rehearsed(row, params) for row in range(num_decodes)]).wait()
         for count in NUM_ROWS:
             self.forward.rehearse(min(count, num_requests), 1)
-        for count in self.token_counts:
+        for count in {min(count, limits.max_num_batched_tokens) for count in self.token_counts}:
             self._rehearse_prompts(count)
         # With few requests, long contexts are split. For chunks, a separate kernel merges the parts.
         for num_tokens in (1, min(2, limits.max_num_batched_tokens, limits.max_model_len)):
@@ -87,10 +87,11 @@ class DeviceParts:
 
     def _rehearse_prompts(self, num_tokens: int) -> None:
         """Runs a step of about so many tokens, in as few prompts of one length as possible, if there can be one."""
-        most, longest = self.limits.max_num_batched_tokens, self.limits.max_model_len
-        num_requests = -(-min(num_tokens, most) // longest)
-        if num_requests <= self.limits.max_num_seqs:
-            self.forward.rehearse(num_requests, min(-(-num_tokens // num_requests), most // num_requests))
+        limits = self.limits
+        num_requests = -(-num_tokens // limits.max_model_len)
+        if num_requests <= limits.max_num_seqs:
+            most_each = limits.max_num_batched_tokens // num_requests
+            self.forward.rehearse(num_requests, min(-(-num_tokens // num_requests), most_each))
 
     def choose_products(self) -> None:
         """Times the products of few rows that steps have used; torch's library computes those where it is faster.

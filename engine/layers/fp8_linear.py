@@ -14,12 +14,10 @@ import torch.nn.functional as F
 from engine.device import gpu_of
 from engine.layers.backend import Activations, QuantizedRows
 from engine.layers.fp8 import Fp8Weight, quantize_rows
+from engine.quantization_config import FIRST_WITH_FP8
 
 QuantizeRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Converts T x I to 8-bit floats of the same shape, and float32 scales T x 1."""
-
-FIRST_WITH_FP8 = (8, 9)
-"""Compute capability of the first GPUs with 8-bit floats: Ada."""
 
 
 class Fp8Linear:

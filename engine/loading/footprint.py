@@ -25,7 +25,12 @@ from engine.loading.vocabulary import (
 )
 from engine.model_config import ModelArchitecture, read_architecture, read_json
 from engine.native.compilers import may_have_kernels
-from engine.quantization_config import Quantization, check_kv_cache_scheme, read_quantization
+from engine.quantization_config import (
+    FIRST_WITH_FP8,
+    Quantization,
+    check_kv_cache_scheme,
+    read_quantization,
+)
 
 CPU_KV_CACHE_MIB = 1024
 """Size of a CPU's pool for keys and values of 16 or 8 bits. In float32 the pool is twice as large, so that it
@@ -51,8 +56,6 @@ weights. A group of a type with one value for zero has no minimum."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 EXPERTS = ".experts."
 """Part of the names of tensors of a mixture's experts."""
-FIRST_WITH_FP8 = 8.9
-"""Compute capability of Ada, the first GPUs with matrix units for 8-bit floats."""
 GPU_BLOCK_SIZE = 64
 """The default of `scheduler.block_size` on a GPU, whose copy engine needs blocks of 64 tokens
 (engine/kernels/attention_tuning.py)."""
@@ -260,7 +263,8 @@ def gpu_memory() -> int | None:
 def _multiplies_fp8() -> bool:
     """Whether this machine's GPUs have matrix units for 8-bit floats; True if it has no GPU."""
     least = _least_of_gpus("compute_cap")
-    return least is None or least >= FIRST_WITH_FP8
+    major, minor = FIRST_WITH_FP8
+    return least is None or least >= major + minor / 10
 
 
 def _least_of_gpus(field: str) -> float | None:

@@ -13,7 +13,7 @@ from engine.kv_cache import KVBlockShape
 from engine.layer_groups import LayerGroups, group_layers
 from engine.layers.backend import Backend
 from engine.layers.fp8 import FP8
-from engine.layers.fp8_linear import FIRST_WITH_FP8, has_fp8_units
+from engine.layers.fp8_linear import has_fp8_units
 from engine.layers.native_backend import NativeBackend
 from engine.layers.scaled_attention import KVScale
 from engine.layers.torch_backend import TorchBackend
@@ -47,7 +47,7 @@ from engine.model_config import (
 )
 from engine.models.decoder import Decoder
 from engine.native.library import native_library
-from engine.quantization_config import read_quantization
+from engine.quantization_config import FIRST_WITH_FP8, read_quantization
 
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 """Values of `model.quantization`, and their bits."""
@@ -307,7 +307,7 @@ def check_fp8(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch.d
         if value == "fp8" and capability < FIRST_WITH_FP8:
             raise ConfigError(
                 f"{key}: 'fp8' needs a GPU of compute capability 8.9 or newer (Ada, Hopper); this one has "
-                f"{'.'.join(map(str, capability))}"
+                f"{'.'.join(map(str, capability))}. Use 'auto'"
             )
 
 
