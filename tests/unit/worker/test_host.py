@@ -38,7 +38,7 @@ from worker.step_trace import TraceEnd, read_trace
             "engine.swap_space_mib: got 1, which is too little for one block",
         ),
         (
-            {"scheduler": {"enable_chunked_prefill": False}},
+            {"scheduler": {"enable_chunked_prefill": False, "max_num_batched_tokens": 512}},
             r"scheduler: max_num_batched_tokens \(512\) must be at least max_model_len \(1024\)",
         ),
         ({"engine": {"trace_dir": "/dev/null/traces"}}, "engine.trace_dir: got '/dev/null/traces'"),
