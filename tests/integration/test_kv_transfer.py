@@ -1,5 +1,6 @@
 """Two workers' connectors over real sockets, by every transport: blocks arrive, and either end may vanish."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -339,31 +340,36 @@ def test_garbage_on_the_kv_plane_is_counted_and_dropped(prefill: Worker, decode:
 
 
 def test_stopping_ends_the_thread_and_closes_the_port() -> None:
-    before = threading.active_count()
+    earlier = {*threading.enumerate()}
     worker = Worker("p0", "p-life-1")
-    assert threading.active_count() == before + 1
+    [thread] = {*threading.enumerate()} - earlier
     worker.stop()
-    assert threading.active_count() == before
+    assert not thread.is_alive()
 
 
 def test_a_connector_that_was_never_started_closes_its_sockets_too() -> None:
     """A worker whose start fails stops its connector; it used to leave the sockets to the garbage collector."""
-    before = num_sockets()
+    earlier = sockets()
     worker = Worker("p0", "p-life-1", is_started=False)
-    assert num_sockets() > before
+    opened = sockets() - earlier
+    assert opened
     worker.stop()
     worker.stop()
-    assert num_sockets() == before
+    assert not opened & sockets()
 
 
-def num_sockets() -> int:
-    """Open sockets of this process; Path.is_socket is False for the descriptor that the listing itself used."""
-    return sum(descriptor.is_socket() for descriptor in Path("/proc/self/fd").iterdir())
+def sockets() -> set[str]:
+    """Open sockets of this process by their inodes, which no later one has.
+
+    Not by descriptors: other tests' sockets may be closed at any time.
+    """
+    files = (file for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
+    return {name for file in files if (name := os.readlink(file)).startswith("socket:")}
 
 
 def test_stopping_leaves_no_thread_of_a_transport_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "MIN_BYTES_FOR_TWO", 1)  # so small a prompt is copied by two threads
-    before = threading.active_count()
+    earlier = {*threading.enumerate()}
     prefill, decode = Worker("p0", "p-life-1"), Worker("d0", "d-life-1")
     start(prefill, decode)
     prefill.command(after=(SendBlocks("r", 0, (1, 2)),))
@@ -371,7 +377,7 @@ def test_stopping_leaves_no_thread_of_a_transport_either(monkeypatch: pytest.Mon
     decode.until(lambda news: news.finished_recving)
     prefill.stop()
     decode.stop()
-    assert threading.active_count() == before
+    assert {*threading.enumerate()} <= earlier
 
 
 def test_c54_a_transfer_thread_that_waits_for_messages_has_nothing_to_do(prefill: Worker) -> None:
