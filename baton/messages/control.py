@@ -21,7 +21,7 @@ from baton.errors import (
 from baton.fleet import CacheFlush, FleetDescription, FleetView, GatewayReport, RolloutStep
 from baton.worker import StartProgress, WorkerRole, WorkerStatus
 
-FLEET_PLANE_VERSION = 8
+FLEET_PLANE_VERSION = 9
 """Increases whenever one of these messages, or a frame of control_codec.py, changes."""
 
 R = TypeVar("R")
@@ -132,13 +132,6 @@ class StartReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Ownership:
-    """Whether an owner has called."""
-
-    is_owned: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Drained:
     """The worker has no requests, transfers or leases left. `is_clean`: no request was lost."""
 
@@ -162,8 +155,6 @@ class WaitView(ControlRequest[FleetView]):
     controller_incarnation: str
     version: int
     wait_s: float
-    is_owner: bool = False
-    """Whether the fleet ends with the caller. It does not end with a gateway that has joined it."""
 
     def __post_init__(self) -> None:
         _check_time("wait_s", self.wait_s)
@@ -257,16 +248,6 @@ class WaitStart(ControlRequest[StartReport]):
 
     def __post_init__(self) -> None:
         _check_time("wait_s", self.wait_s)
-
-
-@dataclass(frozen=True, slots=True)
-class WaitOwner(ControlRequest[Ownership]):
-    """Asks whether an owner calls within `within_s`."""
-
-    within_s: float
-
-    def __post_init__(self) -> None:
-        _check_time("within_s", self.within_s)
 
 
 @dataclass(frozen=True, slots=True)

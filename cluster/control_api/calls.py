@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from baton.errors import FleetEnded
+from baton.errors import ClusterError, FleetEnded
 from baton.messages.control import (
     BeginRollout,
     ControlRequest,
@@ -18,11 +18,9 @@ from baton.messages.control import (
     FleetConfiguration,
     FlushCaches,
     GetConfiguration,
-    Ownership,
     ReportLoad,
     ScaleRole,
     SetWorkerRole,
-    WaitOwner,
     WaitRolloutStep,
     WaitStart,
     WaitView,
@@ -55,9 +53,9 @@ class InProcessControl:
         answer: R = await (self._command(row, request) if row.is_command else row.answer(self, request))
         return answer
 
-    async def is_owned(self, within_s: float) -> bool:
-        """Whether an owner calls within `within_s`, or is ending the fleet."""
-        return self._num_ends > 0 or await self.controller.is_owned(within_s)
+    @property
+    def is_ending(self) -> bool:
+        return self._num_ends > 0
 
     async def end(self, *, may_drain: bool) -> None:
         """Ends the fleet. Calls that come later raise FleetEnded."""
@@ -114,11 +112,9 @@ def _renew_s(_: object, patience: Patience) -> float:
 
 
 async def _configuration(fleet: InProcessControl) -> FleetConfiguration:
+    if fleet.is_ending:  # its owner may have died since
+        raise ClusterError("the fleet is ending; try again when it has ended")
     return fleet.configuration
-
-
-async def _ownership(fleet: InProcessControl, request: WaitOwner) -> Ownership:
-    return Ownership(await fleet.is_owned(request.within_s))
 
 
 CALLS: dict[type[ControlRequest[Any]], CallRow] = {
@@ -169,7 +165,6 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
         wait_s=lambda request, _: request.wait_s,
         is_for_owner=True,
     ),
-    WaitOwner: CallRow(answer=_ownership, wait_s=lambda request, _: request.within_s, is_for_owner=True),
     EndFleet: CallRow(
         answer=lambda fleet, request: _done(fleet.end(may_drain=request.may_drain)),
         wait_s=_leave_s,

@@ -12,7 +12,7 @@ class ViewCache:
     """Answers WaitView as a controller does; keeps the last view while the controller is unreachable."""
 
     def __init__(self, control: ControlApi) -> None:
-        self._follower = ViewFollower(control, self._show, is_owner=True)
+        self._follower = ViewFollower(control, self._show)
         self._view: FleetView | None = None
         self._end: str | None = None
         """Why no more views follow."""

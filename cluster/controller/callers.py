@@ -1,11 +1,10 @@
-"""Callers: notes the calls of gateways and owners, to tell a fleet in use from an orphan; carries out none."""
+"""Callers: notes the calls of gateways and the owner, to tell a fleet in use from an orphan; carries out none."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from baton.clock import Clock
-from baton.system.awake_timer import awake_timeout
 from baton.system.standstill import Standstill, pace_of
 
 
@@ -17,29 +16,16 @@ class Callers:
         self._standstill = Standstill(pace_of(orphan_timeout_s))
         self._num_waiting = 0
         self._last_call = self._running_s()
-        self._owner_called = asyncio.Event()
 
     @contextmanager
-    def waiting(self, *, by_owner: bool) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """A call that waits for its answer during the block. A fleet with a waiting call is no orphan."""
         self._num_waiting += 1
-        if by_owner:
-            self._owner_called.set()
         try:
             yield
         finally:
             self._num_waiting -= 1
             self._last_call = self._running_s()
-
-    async def is_owned(self, within_s: float) -> bool:
-        """Whether an owner calls within `within_s`."""
-        self._owner_called.clear()
-        try:
-            async with awake_timeout(within_s):
-                await self._owner_called.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def orphaned(self, timeout_s: float) -> None:
         """Returns once no call has come for `timeout_s`."""

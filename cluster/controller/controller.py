@@ -109,16 +109,14 @@ class Controller:
     # calls of gateways
 
     async def wait_view(self, request: WaitView) -> FleetView:
-        """See WaitView. A call shows that the fleet is in use; an owner's call shows that it has an owner."""
+        """See WaitView. A call shows that the fleet is in use."""
         known = (request.controller_incarnation, request.version)
-        await self._until(
-            lambda: known != (self._incarnation, self._version), request.wait_s, by_owner=request.is_owner
-        )
+        await self._until(lambda: known != (self._incarnation, self._version), request.wait_s)
         return self._view
 
     async def wait_start(self, request: WaitStart) -> StartReport:
-        """See WaitStart. Only an owner calls this."""
-        await self._until(lambda: request.version != self._start_version, request.wait_s, by_owner=True)
+        """See WaitStart. Only the owner calls this."""
+        await self._until(lambda: request.version != self._start_version, request.wait_s)
         supervisors = self._supervisors.values()
         serving = {supervisor.replica.role for supervisor in supervisors if supervisor.is_serving}
         return StartReport(
@@ -258,10 +256,6 @@ class Controller:
 
     # calls of the fleet's owner
 
-    async def is_owned(self, within_s: float) -> bool:
-        """Whether an owner calls within `within_s`."""
-        return await self._callers.is_owned(within_s)
-
     async def orphaned(self, timeout_s: float) -> None:
         """Returns once no gateway has called for `timeout_s`; standstills of this process do not count."""
         await self._callers.orphaned(timeout_s)
@@ -281,9 +275,9 @@ class Controller:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._store.clear()
 
-    async def _until(self, has_changed: Callable[[], bool], timeout_s: float, *, by_owner: bool) -> None:
+    async def _until(self, has_changed: Callable[[], bool], timeout_s: float) -> None:
         """Waits until `has_changed` is true, or for `timeout_s`."""
-        with self._callers.waiting(by_owner=by_owner), contextlib.suppress(TimeoutError):
+        with self._callers.waiting(), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not has_changed():
                     await self._changed.wait()

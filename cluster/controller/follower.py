@@ -38,10 +38,9 @@ async def keep_reporting(control: ControlApi, report: Callable[[], GatewayReport
 class ViewFollower:
     """Calls `on_view` with each answer to a WaitView. Retries while the controller is unreachable."""
 
-    def __init__(self, control: ControlApi, on_view: Callable[[FleetView], None], *, is_owner: bool) -> None:
+    def __init__(self, control: ControlApi, on_view: Callable[[FleetView], None]) -> None:
         self._control = control
         self._on_view = on_view
-        self._is_owner = is_owner
         self._view = FleetView("", -1, ())
 
     async def run(self) -> None:
@@ -62,7 +61,7 @@ class ViewFollower:
     async def catch_up(self, wait_s: float) -> FleetView:
         """The next view, or the present one if nothing has changed within `wait_s`."""
         known = self._view
-        request = WaitView(known.controller_incarnation, known.version, wait_s, self._is_owner)
+        request = WaitView(known.controller_incarnation, known.version, wait_s)
         self._view = await self._control.call(request)
         self._on_view(self._view)
         return self._view
@@ -71,8 +70,8 @@ class ViewFollower:
 class Follower:
     """Adds and removes a gateway's workers. A new incarnation of a worker replaces the former one."""
 
-    def __init__(self, control: ControlApi, registry: Registry, *, is_owner: bool = False) -> None:
-        self._views = ViewFollower(control, self._apply, is_owner=is_owner)
+    def __init__(self, control: ControlApi, registry: Registry) -> None:
+        self._views = ViewFollower(control, self._apply)
         self._registry = registry
         self._known: dict[str, WorkerEndpoint] = {}
 

@@ -15,7 +15,7 @@ from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, FleetEnded
 from baton.hub_name import is_pinned, leaves_open
-from baton.messages.control import EndFleet, GetConfiguration, WaitOwner
+from baton.messages.control import EndFleet, GetConfiguration, WaitView
 from baton.messages.control_codec import failure, read_call
 from baton.system.logs import write_logs
 from cluster.control_api.calls import InProcessControl
@@ -23,7 +23,6 @@ from cluster.control_api.client import ControlClient
 from cluster.control_api.configuration import for_actors, pack_configuration, unpack_configuration
 from cluster.controller.controller import Controller
 from cluster.controller.desired import differences
-from cluster.controller.follower import POLL_S
 from cluster.controller.supervisor import Patience
 from cluster.on_ray.actors import Introduce, whereabouts
 from cluster.on_ray.calls import as_actor
@@ -95,7 +94,7 @@ class OwnedController:
     def claim(self) -> None:
         """Makes this command the fleet's owner, until its process ends. Raises ClusterError if another one owns it."""
         if (owner := self._store.claim()) is not None:
-            raise ClusterError(_in_use(self._name, f" ({owner})"))
+            raise ClusterError(_in_use(self._name, owner))
 
     async def shutdown(self, *, may_drain: bool) -> None:
         """Ends the workers; call `end` afterwards to end the controller. Kills a controller that hangs."""
@@ -127,7 +126,7 @@ def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedCont
     try:
         begun = OwnedController(actor.remote(for_actors(config), digest, model_path), config)
     except ValueError:  # another command began a fleet since `find_fleet`
-        raise ClusterError(_in_use(config.cluster.name)) from None
+        raise ClusterError(_in_use(config.cluster.name, "it has just begun")) from None
     try:
         begun.claim()
     except ClusterError:  # another command owns it already
@@ -144,30 +143,28 @@ async def find_fleet(config: BatonConfig, digest: str, model_path: Path) -> Owne
     """A fleet of this name that had no owner; from now on this command is its owner. None if there is no fleet.
 
     Kills the controller of a fleet that has ended: its owner may have died before that. Raises ClusterError if
-    the fleet is in use, or if its configuration differs.
+    the fleet is ending or in use, or if its configuration differs.
     """
     if (actor := controller_actor()) is None:
         return None
     found = OwnedController(actor, config)
     try:
         await _check_adoption(found.control, config, digest, model_path)
+        found.claim()
+        await found.control.call(WaitView("", -1, 0.0))  # its former owner may have ended it since the check
     except FleetEnded:
         found.end()  # Ray then frees its name
         return None
-    found.claim()  # another command may have made the same checks meanwhile
     return found
 
 
 async def _check_adoption(control: ControlClient, config: BatonConfig, digest: str, model_path: Path) -> None:
     """Raises ClusterError if the fleet must not be adopted."""
-    name = config.cluster.name
     if contradictions := await _differences(control, config, digest, model_path):
         raise ClusterError(
-            f"a fleet named '{name}' runs on this cluster with another configuration: "
+            f"a fleet named '{config.cluster.name}' runs on this cluster with another configuration: "
             f"{'; '.join(contradictions)}. Use its configuration, or another cluster.name"
         )
-    if (await control.call(WaitOwner(POLL_S + 1.0))).is_owned:
-        raise ClusterError(_in_use(name))
 
 
 async def _differences(
@@ -191,9 +188,9 @@ def running_fleet(config: BatonConfig) -> ControlClient | None:
     return None if actor is None else ControlClient(RayCarrier(actor), Patience.of(config))
 
 
-def _in_use(name: str, owner: str = "") -> str:
+def _in_use(name: str, owner: str) -> str:
     return (
-        f"a fleet named '{name}' is in use by another `baton serve`{owner} on this cluster; use another "
+        f"a fleet named '{name}' is in use by another `baton serve` on this cluster ({owner}); use another "
         "cluster.name, or `baton gateway` for one more gateway to it"
     )
 

@@ -82,7 +82,7 @@ async def _run(
             if folder != model_path:
                 tokenizer = await asyncio.to_thread(load_tokenizer, agreed, folder)
             gateway = make_gateway(agreed, keys, folder, tokenizer, control)
-            following = FollowingGateway(agreed, gateway, control, is_owner=True)
+            following = FollowingGateway(agreed, gateway, control)
             service = await following.start()
             stage(workers_text(service.endpoints))
         await following.use(while_ready(service))

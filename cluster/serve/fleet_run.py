@@ -89,7 +89,7 @@ async def _run(
                 lambda name, progress: stage.report(name, progress.what, progress.done / progress.count),
                 open_to_gateways,
             )
-            view = await control.call(WaitView("", -1, FIRST_VIEW_S, is_owner=True))
+            view = await control.call(WaitView("", -1, FIRST_VIEW_S))
             stage(workers_text(view.endpoints))
         await _either(
             while_open(OpenFleet(server.address, view.endpoints)),

@@ -40,14 +40,10 @@ WhileReady = Callable[[Service], Awaitable[None]]
 class FollowingGateway:
     """A gateway, and the tasks that follow its fleet. `stop` may be called after any outcome of `start`."""
 
-    def __init__(
-        self, config: BatonConfig, gateway: "Gateway", control: ControlApi, *, is_owner: bool
-    ) -> None:
-        """`is_owner`: this process also ends the fleet."""
+    def __init__(self, config: BatonConfig, gateway: "Gateway", control: ControlApi) -> None:
         self._config = config
         self._gateway = gateway
         self._control = control
-        self._is_owner = is_owner
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Service:
@@ -55,7 +51,7 @@ class FollowingGateway:
         gateway = self._gateway
         settle()  # takes half a second, so call it before clients can connect
         await gateway.start()
-        follower = Follower(self._control, gateway, is_owner=self._is_owner)
+        follower = Follower(self._control, gateway)
         endpoints, _ = await asyncio.gather(self._until_some_decode(follower), gateway.warm_up())
         await asyncio.gather(*[gateway.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
         self._tasks.append(asyncio.create_task(follower.run(), name="follow the fleet"))

@@ -89,7 +89,7 @@ async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, sig
         ):
             model_path, tokenizer = await asyncio.wrap_future(loading.result)
             gateway = make_gateway(found.config, found.keys, model_path, tokenizer, found.control)
-            following = FollowingGateway(found.config, gateway, found.control, is_owner=False)
+            following = FollowingGateway(found.config, gateway, found.control)
             service = await following.start()
             stage(workers_text(service.endpoints))
         await following.use(while_ready(service))

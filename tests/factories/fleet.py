@@ -245,7 +245,7 @@ class FleetUnderTest:
                     return known
                 view = self.view
                 self.view = await self.controller.wait_view(
-                    WaitView(view.controller_incarnation, view.version, 5.0, is_owner=True)
+                    WaitView(view.controller_incarnation, view.version, 5.0)
                 )
 
     async def all_serve(self, count: int) -> dict[str, WorkerEndpoint]:

@@ -37,6 +37,7 @@ def test_a_fleet_that_lost_its_command_is_taken_over(config: Path, address_of_ra
         with serving(*arguments, environment=RAY_ENVIRONMENT) as second:
             assert second.wait_gone() == 1
             assert "a fleet named 'blue' is in use by another `baton serve`" in second.stderr
+            assert f"(process {serve.process.pid} on " in second.stderr
         with serving(*arguments, "--dtype", "bfloat16", environment=RAY_ENVIRONMENT) as other:
             assert other.wait_gone() == 1
             assert "model.dtype is 'float32' there, 'bfloat16' here" in other.stderr

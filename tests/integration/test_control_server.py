@@ -25,7 +25,6 @@ from baton.messages.control import (
     ReportLoad,
     ScaleRole,
     SetWorkerRole,
-    WaitOwner,
     WaitRolloutStep,
     WaitStart,
     WaitView,
@@ -299,7 +298,6 @@ async def test_calls_that_are_unknown_or_for_the_owner_are_refused_in_words() ->
         async with control_server(config, tested.controller) as server, client_of(server, config) as client:
             owners: list[ControlRequest[object]] = [
                 EndFleet(may_drain=False),
-                WaitOwner(1.0),
                 WaitStart(-1, 1.0),
             ]
             for request in owners:

@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import ClusterError, FleetError
 from baton.fleet import ReplicaState
-from baton.messages.control import WaitStart, WaitView
+from baton.messages.control import WaitView
 from baton.worker import WorkerRole
 from cluster.controller.desired import Memory
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
@@ -38,9 +38,7 @@ async def test_a_restarted_controller_continues_the_drain_of_its_predecessor() -
             async with fleet(config, launcher, store) as second:
                 assert {
                     endpoint.ref.name
-                    for endpoint in (
-                        await second.controller.wait_view(WaitView("", 0, 0.0, is_owner=True))
-                    ).endpoints
+                    for endpoint in (await second.controller.wait_view(WaitView("", 0, 0.0))).endpoints
                 }
                 assert (await second.states())["w1"] == "draining"
                 launcher.latest("w1").may_drain.set()
@@ -178,15 +176,6 @@ async def test_a_name_that_no_worker_ever_had_cannot_be_drained(name: str) -> No
         await tested.all_serve(3)
         with pytest.raises(FleetError, match="there is no worker"):
             await tested.controller.drain(name)
-
-
-async def test_a_fleet_whose_first_start_is_waited_for_is_in_use() -> None:
-    """Else a second `baton serve` would take it for one that was left alone."""
-    async with fleet(fleet_config()) as tested:
-        asking = asyncio.ensure_future(tested.controller.is_owned(1.0))
-        await asyncio.sleep(0.01)
-        await tested.controller.wait_start(WaitStart(-1, 0.01))
-        assert await asking
 
 
 async def test_who_is_drained_while_it_crashes_on_and_on_is_gone() -> None:

@@ -356,25 +356,6 @@ async def test_a_fleet_without_calls_is_an_orphan() -> None:
         orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
         await tested.controller.wait_view(WaitView(view.controller_incarnation, view.version, 0.4))
         assert not orphaned.done()
-        assert not await tested.controller.is_owned(0.01)
-        await orphaned
-
-
-async def test_a_gateway_beside_its_owner_keeps_a_fleet_alive_and_does_not_own_it() -> None:
-    async with fleet(fleet_config()) as tested:
-        await tested.all_serve(3)
-        view = tested.view
-        orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
-        known = view.controller_incarnation, view.version
-        asking = asyncio.ensure_future(tested.controller.is_owned(0.3))
-        await asyncio.sleep(0)
-        await tested.controller.wait_view(WaitView(*known, 0.4))
-        assert not orphaned.done()
-        assert not await asking
-        asking = asyncio.ensure_future(tested.controller.is_owned(0.3))
-        await asyncio.sleep(0)
-        await tested.controller.wait_view(WaitView(*known, 0.01, is_owner=True))
-        assert await asking
         await orphaned
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.errors import ClusterError
-from baton.messages.control import ControlRequest, StartReport, WaitStart, WaitView
+from baton.messages.control import ControlRequest, StartReport, WaitStart
 from cluster.controller.first_start import first_start
 from tests.factories.fleet import fleet, fleet_config
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
@@ -82,21 +82,6 @@ async def test_a_fleet_is_no_orphan_for_it() -> None:
         assert not orphaned.done(), "no gateway could ask"
         await asyncio.sleep(3.0)
         assert orphaned.done(), "and none has asked since"
-
-
-@in_virtual_time
-async def test_its_owner_may_ask_later() -> None:
-    async with fleet(fleet_config()) as tested:
-        await tested.all_serve(3)
-        view = tested.view
-        asking = asyncio.create_task(tested.controller.is_owned(4.0))
-        await asyncio.sleep(1.0)
-        virtual_loop().stand_still(STOOD_S)
-        await asyncio.sleep(0.5)
-        await tested.controller.wait_view(
-            WaitView(view.controller_incarnation, view.version, 0.1, is_owner=True)
-        )
-        assert await asking
 
 
 class SlowStart:

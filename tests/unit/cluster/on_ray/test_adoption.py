@@ -11,7 +11,7 @@ import pytest
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError, FleetEnded
-from baton.messages.control import ControlRequest, Ownership, WaitOwner
+from baton.messages.control import ControlRequest, GetConfiguration, WaitView
 from baton.system.curve import derive_keys
 from cluster.control_api.configuration import keys_digest
 from cluster.on_ray import controller as module
@@ -57,20 +57,20 @@ async def test_a_fleet_is_adopted_if_it_serves_what_the_name_means(
 
 
 class Found:
-    """The handle of a fleet that is found: owned, without an owner, or ended as the next call says."""
+    """The handle of a fleet that is found: with or without an owner, or ended, as this call says."""
 
-    def __init__(self, config: BatonConfig, *, is_owned: bool, ends_at: type[Any] | None) -> None:
+    def __init__(
+        self, config: BatonConfig, *, owner: str | None = None, ends_at: type[Any] | None = None
+    ) -> None:
         self.done: list[str] = []
         self.control = self
         self._fleet = StandingFleet(packed(config))
-        self._is_owned = is_owned
+        self._owner = owner
         self._ends_at = ends_at
 
     async def call(self, request: ControlRequest[R]) -> R:
         if self._ends_at is not None and isinstance(request, self._ends_at):
             raise FleetEnded("the fleet was ended by its owner")
-        if isinstance(request, WaitOwner):
-            return Ownership(self._is_owned)  # type: ignore[return-value]
         return await self._fleet.call(request)
 
     @property
@@ -78,30 +78,36 @@ class Found:
         return self._fleet.commands
 
     def claim(self) -> None:
+        if self._owner is not None:
+            raise ClusterError(f"in use by {self._owner}")
         self.done.append("claim")
 
     def end(self) -> None:
         self.done.append("end")
 
 
-@pytest.mark.parametrize("ends_at", [ControlRequest, WaitOwner], ids=["before", "meanwhile"])
+@pytest.mark.parametrize(
+    ("ends_at", "done"),
+    [(GetConfiguration, ["end"]), (WaitView, ["claim", "end"])],
+    ids=["before", "meanwhile"],
+)
 async def test_a_fleet_that_has_ended_is_not_adopted_and_its_controller_is_killed(
-    monkeypatch: pytest.MonkeyPatch, ends_at: type[Any]
+    monkeypatch: pytest.MonkeyPatch, ends_at: type[Any], done: list[str]
 ) -> None:
     config = BatonConfig()
-    found = Found(config, is_owned=False, ends_at=ends_at)
+    found = Found(config, ends_at=ends_at)
     monkeypatch.setattr(module, "controller_actor", object)
     monkeypatch.setattr(module, "OwnedController", lambda *_: found)
     assert await find_fleet(config, keys_digest(derive_keys(SECRET)), MODEL_PATH) is None
-    assert found.done == ["end"]
+    assert found.done == done
 
 
 async def test_a_fleet_is_adopted_once_it_has_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     config, digest = BatonConfig(), keys_digest(derive_keys(SECRET))
-    owned, free = (Found(config, is_owned=is_owned, ends_at=None) for is_owned in (True, False))
+    owned, free = (Found(config, owner=owner) for owner in ("process 7", None))
     monkeypatch.setattr(module, "controller_actor", object)
     monkeypatch.setattr(module, "OwnedController", lambda *_: owned)
-    with pytest.raises(ClusterError, match="is in use by another `baton serve`"):
+    with pytest.raises(ClusterError, match="in use by process 7"):
         await find_fleet(config, digest, MODEL_PATH)
     monkeypatch.setattr(module, "OwnedController", lambda *_: free)
     adopted: object = await find_fleet(config, digest, MODEL_PATH)
@@ -127,10 +133,12 @@ async def test_of_two_commands_that_find_a_fleet_without_an_owner_one_adopts_it(
 
     monkeypatch.setattr(module, "controller_actor", lambda: SimpleNamespace(_actor_id=bytes(8)))
     monkeypatch.setattr(module, "_check_adoption", check_adoption)
+    monkeypatch.setattr(module, "ControlClient", lambda *_: Found(BatonConfig()))
     outcomes = await asyncio.gather(*[asyncio.create_task(adopt(job)) for job in ("01000000", "02000000")])
     (refusal,) = [outcome for outcome in outcomes if outcome != "adopted"]
     assert re.match(
-        r"a fleet named 'baton' is in use by another `baton serve` \(process 70[12] on 10", refusal
+        r"a fleet named 'baton' is in use by another `baton serve` on this cluster \(process 70[12] on 10",
+        refusal,
     )
 
 
@@ -139,7 +147,7 @@ async def test_an_adopted_fleet_is_scaled_though_it_began_with_the_same_counts(
 ) -> None:
     """It may have been scaled since, by the file of the owner that died."""
     config = BatonConfig.from_mapping({"cluster": {"prefill": 1, "decode": 3}})
-    found = Found(config, is_owned=False, ends_at=None)
+    found = Found(config)
 
     async def find(*_: object) -> Found:
         return found
@@ -159,7 +167,7 @@ def test_the_controllers_actor_gets_no_password_of_the_gateway(monkeypatch: pyte
 
     monkeypatch.setattr(module, "as_actor", lambda *_, **__: Actor())
     monkeypatch.setattr(module, "_near_head", lambda: None)
-    begun = Found(BatonConfig(), is_owned=False, ends_at=None)
+    begun = Found(BatonConfig())
     monkeypatch.setattr(module, "OwnedController", lambda *_: begun)
     gateway = {"response_store": "redis://:password@redis:6379", "max_in_flight": 9}
     begin_fleet(BatonConfig.from_mapping({"gateway": gateway}), "digest", MODEL_PATH)
@@ -179,7 +187,7 @@ def test_a_new_fleet_that_nobody_can_own_ends(
     monkeypatch: pytest.MonkeyPatch, problem: Exception, message: str, done: list[str]
 ) -> None:
     """Else it would keep its devices."""
-    begun = Found(BatonConfig(), is_owned=False, ends_at=None)
+    begun = Found(BatonConfig())
     monkeypatch.setattr(begun, "claim", Mock(side_effect=problem))
     monkeypatch.setattr(module, "as_actor", lambda *_, **__: Mock())
     monkeypatch.setattr(module, "_near_head", lambda: None)

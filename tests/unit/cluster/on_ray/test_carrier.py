@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from baton.errors import ClusterError
-from baton.messages.control import WaitOwner
+from baton.messages.control import WaitStart
 from cluster.on_ray import carrier as carrier_module
 from cluster.on_ray.carrier import CONTROLLER_CODEC, RESTART_S, RayCarrier
 
@@ -32,7 +32,7 @@ async def test_a_controller_that_still_starts_is_waited_for(start_s: float, wait
         return asyncio.timeout(0.0)
 
     carrier = RayCarrier(SilentActor(), start_s)
-    frame = CONTROLLER_CODEC.frame(0, 2.0, WaitOwner(2.0))
+    frame = CONTROLLER_CODEC.frame(0, 2.0, WaitStart(-1, 2.0))
     with (
         patch.object(carrier_module, "awake_timeout", no_time),
         patch.object(carrier_module, "answer", _answer),

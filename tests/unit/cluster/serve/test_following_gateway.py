@@ -22,6 +22,6 @@ async def test_c58_memory_is_settled_before_a_client_can_wait_for_it(monkeypatch
             raise ConfigError("the port is in use")
 
     control: Any = None
-    starting = FollowingGateway(BatonConfig(), cast("Gateway", TakenPort()), control, is_owner=True)
+    starting = FollowingGateway(BatonConfig(), cast("Gateway", TakenPort()), control)
     with pytest.raises(ConfigError):
         await starting.start()
