@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -12,7 +13,7 @@ from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.worker import WorkerRole
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.observation import merge
-from cluster.controller.planner import Reason
+from cluster.controller.planner import Decision, Reason, RoleChange
 from tests.factories.observed_fleet import autoscaling_config, gateway_report, worker_status
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -98,6 +99,20 @@ def test_a_refused_change_is_logged_and_not_tried_again_at_once(kind: type[Excep
     look_often(autoscaler, fleet, clock, 6, running=0, **SLOW)
     assert fleet.commands == [("set_role", "w0", D)]
     assert "the change failed: w0 still holds leased blocks" in autoscaler.decisions
+
+
+def test_a_worker_that_replaces_an_unplaced_one_leaves_the_number_of_those_that_stay() -> None:
+    """A worker that drains for good does not count: `scale` does not count it either."""
+    clock, fleet = VirtualClock(), FakeFleet(P, P, D, D, D)
+    values = autoscaling_config(prefill=2, decode=3)
+    bounds = {role: values.worker_bounds(role) for role in WorkerRole}
+    autoscaler = Autoscaler(
+        values.autoscaling, bounds, True, clock, fleet.replicas, fleet.scale, fleet.set_role, lambda: ["w2"]
+    )
+    change = RoleChange("w0", D, replaces_unplaced=True)
+    with patch.object(autoscaler._planner, "observe", return_value=Decision("a change", change)):
+        asyncio.run(autoscaler.look())
+    assert fleet.commands == [("scale", D, 1), ("set_role", "w0", D)]
 
 
 def test_the_same_reason_for_no_change_is_logged_once() -> None:

@@ -1,4 +1,4 @@
-"""Which cores workers on Ray's nodes get; Ray itself and the actors are replaced."""
+"""Which cores workers on Ray's nodes get, and whose room is kept; Ray itself and the actors are replaced."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,13 @@ import pytest
 import ray
 
 from baton.config import BatonConfig
+from baton.kv import WorkerRef
 from baton.system.cpus import Core, CpuShare, Machine
-from baton.worker import WorkerRole
+from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.controller.launcher import NodeDrains
 from cluster.on_ray import launcher as module
 from cluster.on_ray.actors import Introduction
-from cluster.on_ray.incarnations import RayIncarnation
+from cluster.on_ray.incarnations import RayIncarnation, Title
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 
@@ -98,3 +99,27 @@ async def test_a_worker_that_ray_places_on_a_node_that_drains_by_then_has_not_fa
     launcher.avoid(("a-n0",))
     with pytest.raises(NodeDrains, match="its node a-n0 began to drain"):
         await launcher.place("w0", P, 1)
+
+
+async def test_a_new_controller_gives_back_the_room_of_workers_of_its_fleet_that_do_not_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serves, dead = Title("w0", 2, "f1ee7000"), Title("w1", 1, "f1ee7000")
+    of_another_fleet = Title("w0", 1, "0a0a0a0a")
+    endpoint = WorkerEndpoint(
+        WorkerRef("w0", "life", ("tcp://127.0.0.1:3",), 16), D, "tcp://127.0.0.1:2", "a", 1
+    )
+    given_back: list[str] = []
+
+    async def introduce(*_: object) -> Introduction:
+        return Introduction("n0", "a", 1, Machine((Core((0,), 0),), 1), endpoint)
+
+    monkeypatch.setattr(RayIncarnation, "_exchange", introduce)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda: [str(serves), str(of_another_fleet)])
+    monkeypatch.setattr(ray, "get_actor", lambda _: object())
+    monkeypatch.setattr(module, "titles_with_room", lambda: [serves, dead, of_another_fleet])
+    monkeypatch.setattr(module, "give_room_back", given_back.append)
+    assert {name: found.endpoint for name, found in (await make_launcher().adopt(1.0)).items()} == {
+        "w0": endpoint
+    }
+    assert given_back == [str(dead)]
