@@ -14,6 +14,7 @@ RECIPES = {
     if "\nFollow `" in body
 }
 GENERATED = ("baton/v1/", "gateway/grpc/generated/")
+FILE_ENDS = (".py", ".proto", ".js", ".css", ".cpp", ".h", ".json", ".yaml", ".toml")
 
 
 def example(body: str) -> str:
@@ -38,6 +39,32 @@ def files_with(pattern: str) -> set[str]:
 
 def test_there_is_a_recipe_for_each_common_change() -> None:
     assert len(RECIPES) == 7
+
+
+def test_every_name_exists() -> None:
+    """Names of the code in backticks are words of its files, or of the file that they follow: `file.py` (`name`)."""
+    in_files = re.findall(r"`([\w.-]+(?:/[\w.-]+)+)` \(((?:`[^`]+`(?:, )?)+)\)", PAGE)
+    for path, names in in_files:
+        text = (ROOT / path).read_text()
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert words(name) <= words(text), f"{path} has no {name}"
+    named = {
+        name for name in re.findall(r"`([A-Za-z_][\w.]*)`", PAGE) if not name.endswith((*FILE_ENDS, ".md"))
+    }
+    known = {word for path in tracked() for word in words((ROOT / path).read_text(errors="ignore"))}
+    assert len(named) > 100
+    assert [name for name in sorted(named) if not words(name) <= known] == []
+
+
+def words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
+
+
+def tracked() -> list[str]:
+    """Files in which names may be: not those in which only prose has them."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    paths = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    return [path for path in paths if path.endswith(FILE_ENDS) and (ROOT / path).exists()]
 
 
 def test_every_path_exists() -> None:

@@ -28,7 +28,10 @@ def times_of_the_configuration() -> dict[str, Any]:
 
 def test_every_time_of_the_configuration_is_there_once() -> None:
     listed = [name for name, _ in ROWS if not name.rpartition(".")[2].isupper()]
-    assert sorted(listed) == sorted(times_of_the_configuration())
+    times = set(times_of_the_configuration())
+    assert not times - set(listed), "docs/timeouts.md lacks a key"
+    assert not set(listed) - times, "docs/timeouts.md has a key that the configuration has not"
+    assert len(listed) == len(times), "docs/timeouts.md has a key twice"
 
 
 @pytest.mark.parametrize(("name", "default"), ROWS)

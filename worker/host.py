@@ -36,9 +36,10 @@ from engine.grammars.compiler import GrammarCompiler
 from engine.ranks.processes import RankProcesses
 from kv_transfer.connector.worker import KVConnectorWorker
 from scheduler import Scheduler
+from worker.commands import CommandQueue
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
-from worker.loop import CommandQueue, EngineLoop, EngineSnapshot
+from worker.loop import EngineLoop, EngineSnapshot
 from worker.metrics_server import MetricsServer
 from worker.request_plane import RequestServer
 from worker.role import Role

@@ -19,6 +19,7 @@ from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.step import NON_FINITE
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
 from scheduler import RequestStatus
+from worker.commands import CommandQueue
 from worker.core import ClientOutputs, EngineCore
 from worker.drain import ANSWER_TIMEOUT_S, DrainStage, DrainState, what_is_left
 from worker.kv_events import KVChange, net
@@ -60,17 +61,6 @@ class Outbox(Protocol):
     def beat(self) -> None:
         """Sends heartbeats now, to notify all gateways of a change."""
         ...
-
-
-Command = Callable[[], None]
-
-
-class CommandQueue(queue.SimpleQueue[Command]):
-    """Commands for the engine's thread between two steps, from any thread. Created before the engine."""
-
-    def wake(self) -> None:
-        """Wakes the loop after a change outside it, such as the end of a transfer."""
-        self.put(lambda: None)
 
 
 class EngineLoop:
@@ -156,14 +146,7 @@ class EngineLoop:
 
     def flush_cache(self, timeout_s: float, *, force: bool) -> None:
         """Forgets the prefix cache; FleetError says why not. See EngineHost."""
-        flushed: Future[None] = Future()
-        self._commands.put(lambda: self._flush_cache(flushed, force))
-        either: list[Future[Any]] = [flushed, self._ended]
-        wait(either, timeout_s, FIRST_COMPLETED)
-        if flushed.cancel():
-            obstacle = "has ended" if self._ended.done() else f"was busy with one step for {timeout_s:g} s"
-            raise FleetError(f"its engine {obstacle}")
-        flushed.result()
+        self._commands.ask(lambda: self._flush_cache(force), timeout_s, self._ended)
 
     def stop(self) -> None:
         """Ends the thread after the current step. May be called before `start`.
@@ -291,16 +274,12 @@ class EngineLoop:
         if self._kv_followers and (change := net(self._core.take_kv_events())) is not None:
             self._outbox.send_kv_change(tuple(self._kv_followers), change)
 
-    def _flush_cache(self, flushed: "Future[None]", force: bool) -> None:
-        if not flushed.set_running_or_notify_cancel():
-            return  # the caller has been told that nothing was flushed
+    def _flush_cache(self, force: bool) -> None:
         num_running = self._core.request_counts().running
-        if self._core.reset_prefix_cache(force=force):
-            logger.info("emptied the prefix cache; %d running request(s) compute their KV again", num_running)
-            flushed.set_result(None)
-        else:
+        if not self._core.reset_prefix_cache(force=force):
             in_use = what_is_left(self._core.request_counts(), self._core.kv_block_counts())
-            flushed.set_exception(FleetError(f"blocks are in use ({in_use}); wait, or force it"))
+            raise FleetError(f"blocks are in use ({in_use}); wait, or force it")
+        logger.info("emptied the prefix cache; %d running request(s) compute their KV again", num_running)
 
     def _publish(self) -> None:
         former, self.snapshot = self.snapshot, self._take_snapshot()

@@ -34,7 +34,8 @@ from scheduler import Scheduler
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.kv_events import KVChange
-from worker.loop import CommandQueue, EngineLoop
+from worker.commands import CommandQueue
+from worker.loop import EngineLoop
 
 PATIENCE_S = 300.0
 NO_PEER = WorkerRef("no-peer", "1", ("tcp://127.0.0.1:1",), 1)

@@ -1,4 +1,4 @@
-"""Shared by `baton drain`, `role`, `rollout` and `flush-cache`: runs a command and shows its progress."""
+"""Shared by the commands of operators that change a fleet: runs a command and shows its progress."""
 
 import asyncio
 import sys

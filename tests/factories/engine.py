@@ -20,10 +20,11 @@ from engine.pipeline import Pipeline, Runner, ThreadedPipeline, make_pipeline
 from kv_transfer.connector.endpoint import COUNTERS
 from scheduler import Scheduler
 from tests.factories.scheduling import EOS, FakeRunner, make_config
+from worker.commands import CommandQueue
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.kv_events import KVChange
-from worker.loop import CommandQueue, EngineLoop, EngineSnapshot
+from worker.loop import EngineLoop, EngineSnapshot
 from worker.role import Role
 from worker.step_trace_writer import StepTraceWriter
 

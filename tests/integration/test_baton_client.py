@@ -15,7 +15,8 @@ import pytest
 from baton.config import Tls
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
-from examples.baton_client import TLS, BatonClient, BatonError, Part, Retry
+from baton.v1.sampling_pb2 import SamplingParams
+from examples.baton_client import TLS, BatonClient, BatonError, Part, Retry, Sampling
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS
 from tests.factories.certificates import make_certificates
 from tests.factories.gateway import answering, gateway_with
@@ -119,6 +120,12 @@ async def _all_serving(gateways: Sequence[Gateway]) -> AsyncIterator[list[str]]:
         return
     async with serving(gateways[0]) as target, _all_serving(gateways[1:]) as others:
         yield [target, *others]
+
+
+def test_it_passes_on_every_sampling_parameter_but_log_probabilities() -> None:
+    """Its parts of an answer have no place for these."""
+    fields = {field.name for field in SamplingParams.DESCRIPTOR.fields}
+    assert {*Sampling.__annotations__} == fields - {"logprobs"}
 
 
 def test_lost_workers_are_skipped() -> None:

@@ -85,7 +85,8 @@ def test_a_real_cluster_tells_what_dashboard_and_alerts_ask_and_its_first_tokens
             assert by_role["prefill"]("step_seconds_count", kind="prefill") == 4
 
             families = now.families.union(*(worker.families for worker in workers))
-            assert documented_metrics() == {name.removeprefix("baton_") for name in families}
+            exposed_families = {name.removeprefix("baton_") for name in families}
+            assert documented_metrics() == exposed_families, "docs/observability.md, All metrics"
             exposed = now.names.union(*(worker.names for worker in workers))
             for where, expression in (*dashboard_expressions(), *alert_expressions()):
                 missing = metrics_in(expression) - exposed

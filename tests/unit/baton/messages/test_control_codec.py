@@ -17,6 +17,7 @@ from baton.errors import (
     WireError,
 )
 from baton.fleet import FleetDescription, FleetView
+from baton.messages import control
 from baton.messages.control import (
     FLEET_PLANE_VERSION,
     WORKER_CALLS,
@@ -40,6 +41,7 @@ from baton.messages.control_codec import (
     read_reply,
     write_call,
 )
+from cluster.control_api.calls import CALLS
 
 CODEC = ControlCodec((WaitView, DescribeFleet, *WORKER_CALLS))
 
@@ -51,6 +53,16 @@ def test_a_request_and_its_answer_cross_as_they_were() -> None:
     view = FleetView("c-life", 4, (), (("gone", "killed"),))
     reply = read_reply(CODEC.answer(7, request, view))
     assert (reply.number, CODEC.value_in(reply, request)) == (7, view)
+
+
+def test_every_call_is_one_of_a_controller_or_of_a_worker() -> None:
+    """Carriers send only these."""
+    defined = {
+        kind
+        for kind in vars(control).values()
+        if isinstance(kind, type) and issubclass(kind, ControlRequest) and kind is not ControlRequest
+    }
+    assert defined == {*CALLS, *WORKER_CALLS}
 
 
 def test_a_request_names_its_answers_type() -> None:

@@ -55,6 +55,10 @@ def test_every_field_of_the_public_api_is_known_and_on_the_page() -> None:
     assert [name for name in sorted(PUBLIC) if f"`{name}`" not in PAGE] == []
 
 
+def test_the_page_tells_of_every_field_of_ours() -> None:
+    assert [name for name in ResponseRequest.model_fields if f"`{name}`" not in PAGE] == []
+
+
 def test_the_token_count_knows_the_public_fields() -> None:
     assert sorted(set(InputTokenCountParams.__annotations__) - set(InputTokensRequest.model_fields)) == []
 
