@@ -119,8 +119,11 @@ class GatewayReport:
     """Requests that wait at the gateway."""
     oldest_queued_s: float
     """The longest wait of those that wait for a worker with room, not for their turn at the gateway."""
+    oldest_without_prefill_s: float
+    """The longest wait of those that require a prefill worker, while there is none for them."""
     num_in_flight: int
     num_finished: int
+    num_first_tokens: int
     ttft_s: tuple[float, float]
     """Median and 99th percentile of the time to first token; zeros without a measurement."""
     itl_s: tuple[float, float]

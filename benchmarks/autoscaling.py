@@ -5,6 +5,8 @@ Takes a minute or two.
 For comparison, the same day runs on three fleets of fixed size. They have as many workers as the autoscaler
 had at most, before the burst, and on average. The result is the share of time in which targets were missed,
 and the cost in worker hours.
+
+With `--dry-run`, it prints what a dry run says about a fleet that has just enough workers, in seconds.
 """
 
 import argparse
@@ -137,6 +139,15 @@ def compare(num_hours: int) -> list[str]:
     return lines
 
 
+def dry_run() -> tuple[str, ...]:
+    """What a dry run of a quarter of an hour says. The load is nearly too much for the only decode worker."""
+    scaling = {"mode": "dry_run", "min_prefill": 1, "max_prefill": 4, "max_decode": 4, **TARGETS}
+    config = BatonConfig.from_mapping({"cluster": {"prefill": 2, "decode": 1}, "autoscaling": scaling})
+    fleet = QueueingFleet(config, Timing(), seed=7)
+    fleet.play(Load(lambda _: 4.2, max_requests_per_s=40.0), 900.0)
+    return fleet.autoscaler.decisions
+
+
 def _line(name: str, day: Day) -> str:
     return f"{name:<24} {day.worker_hours:8.0f}  {day.missed:14.1%}  {day.changes.total():7}"
 
@@ -144,8 +155,9 @@ def _line(name: str, day: Day) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hours", type=int, default=24)
+    parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
-    print(*compare(options.hours), sep="\n")
+    print(*(dry_run() if options.dry_run else compare(options.hours)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ from pydantic import Field, field_validator, model_validator
 
 from baton.config.section import Section
 
+MIN_LATENCY_WINDOW_S = 2.0
+"""A shorter window could lie within a second that has just begun."""
+
 
 class AutoscalingConfig(Section):
     """How many workers run, controlled by how long requests wait."""
@@ -35,13 +38,19 @@ class AutoscalingConfig(Section):
     interval_s: float = Field(5.0, gt=0.0)
     """Seconds between two evaluations of the fleet."""
     grow_after_s: float = Field(15.0, ge=0.0)
-    """How long a target must be missed before the fleet grows. Latency percentiles cover the same period."""
+    """How long a target must be missed before the fleet grows. Latency percentiles cover the same period, but at least
+    2 s and `interval_s`, and at most 60 s."""
     shrink_after_s: float = Field(300.0, ge=0.0)
     """How long all targets of a role must be met with room to spare before the role loses a worker."""
     grow_cooldown_s: float = Field(30.0, ge=0.0)
     """After a change, once its new workers serve, a role does not grow again for this long."""
     shrink_cooldown_s: float = Field(120.0, ge=0.0)
     """After a change, once its new workers serve, a role does not shrink for this long."""
+
+    @property
+    def latency_window_s(self) -> float:
+        """The time that percentiles of latencies cover, at least from one report to the next."""
+        return max(self.grow_after_s, self.interval_s, MIN_LATENCY_WINDOW_S)
 
     @field_validator("mode", mode="before")
     @classmethod

@@ -21,7 +21,7 @@ from baton.errors import (
 from baton.fleet import CacheFlush, FleetDescription, FleetView, GatewayReport, RolloutStep
 from baton.worker import StartProgress, WorkerRole, WorkerStatus
 
-FLEET_PLANE_VERSION = 9
+FLEET_PLANE_VERSION = 10
 """Increases whenever one of these messages, or a frame of control_codec.py, changes."""
 
 R = TypeVar("R")

@@ -31,10 +31,10 @@ from engine.pipeline import InlinePipeline, StreamPipeline
 from engine.runner import ModelRunner
 from kv_transfer import KVConnectorMetadata
 from scheduler import Scheduler
+from worker.commands import CommandQueue
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.kv_events import KVChange
-from worker.commands import CommandQueue
 from worker.loop import EngineLoop
 
 PATIENCE_S = 300.0

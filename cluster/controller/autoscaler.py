@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from baton.clock import Clock
@@ -11,8 +10,9 @@ from baton.errors import ClusterError, FleetError
 from baton.fleet import GatewayReport, ReplicaDescription
 from baton.system.standstill import Standstill
 from baton.worker import WorkerRole
+from cluster.controller.decision_log import DecisionLog
 from cluster.controller.observation import merge
-from cluster.controller.planner import Bounds, Decision, Planner, Reason, RoleChange, ScaleDecision
+from cluster.controller.planner import Bounds, Decision, Planner, RoleChange, ScaleDecision
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,6 @@ _STALE_AFTER = 3.0
 _PACE = 2.0
 """Two calls of `look` are at most this many intervals apart; a longer gap is a standstill of this process."""
 _MAX_GATEWAYS = 1000
-_MAX_DECISIONS = 50
 
 
 class Autoscaler:
@@ -51,13 +50,12 @@ class Autoscaler:
         self._standstill = Standstill(_PACE * config.interval_s)
         self._planner = Planner(config, bounds, config.may_change_roles and has_equal_ranks)
         self._reports: dict[str, tuple[float, GatewayReport]] = {}
-        self._decisions: deque[str] = deque(maxlen=_MAX_DECISIONS)
-        self._last: tuple[Reason | None, WorkerRole | None] | None = None
+        self._log = DecisionLog(config)
 
     @property
     def decisions(self) -> tuple[str, ...]:
-        """The latest decisions, oldest first. A decision without a change appears only when its reason is new."""
-        return tuple(self._decisions)
+        """The latest decisions, oldest first, without repetitions."""
+        return self._log.sentences
 
     def report(self, report: GatewayReport) -> None:
         """Stores a gateway's report. The report counts for three intervals."""
@@ -83,7 +81,8 @@ class Autoscaler:
         reports = [report for _, report in self._reports.values()]
         observation = merge(self._replicas(), reports, self._leaving()) if reports else None
         decision = self._planner.observe(observation, now)
-        self._log(decision)
+        if (sentence := self._log.decided(decision, now)) is not None:
+            logger.info("%s", sentence)
         return decision
 
     async def _carry_out(self, decision: Decision) -> None:
@@ -97,18 +96,6 @@ class Autoscaler:
     def _running_s(self) -> float:
         """The time without this process's standstills, which make no report older and no shortage longer."""
         return self._standstill.running(self._clock.now())
-
-    def _log(self, decision: Decision) -> None:
-        kind = (decision.reason, decision.role)
-        if decision.change is None and kind == self._last:
-            return
-        self._last = kind
-        is_wish = decision.change is not None and self._config.mode == "dry_run"
-        self._note(f"would do: {decision.sentence}" if is_wish else decision.sentence)
-
-    def _note(self, sentence: str) -> None:
-        self._decisions.append(sentence)
-        logger.info("%s", sentence)
 
     async def _act(self, change: ScaleDecision | RoleChange) -> None:
         """A refused change is logged, and tried again if the load still needs it."""
@@ -125,4 +112,4 @@ class Autoscaler:
             if not isinstance(error, FleetError | ClusterError):
                 logger.exception("a change failed unexpectedly")
             self._planner.refused(change, self._running_s())
-            self._note(f"the change failed: {error}")
+            logger.info("%s", self._log.note(f"the change failed: {error}"))

@@ -34,28 +34,64 @@ class Signal:
 
 
 def signals(
-    config: AutoscalingConfig, observation: Observation, role: WorkerRole, has_prefill: bool
+    config: AutoscalingConfig, observation: Observation, role: WorkerRole, may_have_prefill: bool
 ) -> list[Signal]:
-    """All signals of one role. Without prefill workers, the signals of prompts belong to decode workers."""
+    """All signals of one role. If there may be no prefill workers, the signals of prompts belong to decode workers."""
     found = []
     if role is WorkerRole.DECODE:
         found += _decode_signals(config, observation)
-    if role is WorkerRole.PREFILL or not has_prefill:
-        found += _prompt_signals(config, observation, role)
+    if role is _role_of_prompts(may_have_prefill):
+        found += _prompt_signals(config, observation)
+    if role is WorkerRole.PREFILL and may_have_prefill:
+        found += _prefill_queue(config, observation)
     return found
 
 
-def _prompt_signals(config: AutoscalingConfig, observation: Observation, role: WorkerRole) -> list[Signal]:
-    found = []
-    waits_for_decode_room = False
-    if (target := config.target_queue_time_s) is not None:
-        waited_s = max((s.load.oldest_waiting_s for s in _statuses(observation, role)), default=0.0)
-        found.append(Signal("queue time of prompts", waited_s, target, "time"))
-        waits_for_decode_room = observation.oldest_queued_s > target
-    # More prefill workers do not help prompts that wait for room on a decode worker.
-    if (target := config.target_ttft_p99_s) is not None and not waits_for_decode_room:
-        found.append(Signal(TTFT, observation.ttft_p99_s, target, "time"))
+def signals_of_fewer(
+    config: AutoscalingConfig, observation: Observation, role: WorkerRole, may_have_prefill: bool
+) -> list[Signal]:
+    """Signals that are no reason for more workers of the role, but must be within their targets before it loses one."""
+    if role is not _role_of_prompts(may_have_prefill):
+        return []
+    found = _ttft_signals(config, observation, observation.slowest_ttft_s)
+    if role is WorkerRole.PREFILL and len(observation.of(role)) == 1:
+        found += _prompt_queue(config, observation, WorkerRole.DECODE)  # it counts once the last one has left
     return found
+
+
+def _role_of_prompts(may_have_prefill: bool) -> WorkerRole:
+    return WorkerRole.PREFILL if may_have_prefill else WorkerRole.DECODE
+
+
+def _prompt_signals(config: AutoscalingConfig, observation: Observation) -> list[Signal]:
+    computed_by = WorkerRole.PREFILL if observation.serving(WorkerRole.PREFILL) else WorkerRole.DECODE
+    return [
+        *_prompt_queue(config, observation, computed_by),
+        *_ttft_signals(config, observation, observation.ttft_p99_s),
+    ]
+
+
+def _prompt_queue(config: AutoscalingConfig, observation: Observation, role: WorkerRole) -> list[Signal]:
+    if (target := config.target_queue_time_s) is None:
+        return []
+    waited_s = max((s.load.oldest_waiting_s for s in _statuses(observation, role)), default=0.0)
+    return [Signal("queue time of prompts", waited_s, target, "time")]
+
+
+def _ttft_signals(config: AutoscalingConfig, observation: Observation, ttft_s: float) -> list[Signal]:
+    """None while prompts wait for room on a decode worker: more prefill workers do not help these."""
+    queue_target, target = config.target_queue_time_s, config.target_ttft_p99_s
+    waits_for_decode_room = queue_target is not None and observation.oldest_queued_s > queue_target
+    if target is None or waits_for_decode_room:
+        return []
+    return [Signal(TTFT, ttft_s, target, "time")]
+
+
+def _prefill_queue(config: AutoscalingConfig, observation: Observation) -> list[Signal]:
+    if (target := config.target_queue_time_s) is None:
+        return []
+    waited_s = observation.oldest_without_prefill_s
+    return [Signal("queue time for a prefill worker", waited_s, target, "time")]
 
 
 def _decode_signals(config: AutoscalingConfig, observation: Observation) -> list[Signal]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.worker import WorkerRole, WorkerStatus
 
-MIN_FINISHED = 5
-"""If a gateway finished fewer requests, the 99th percentile of its times to first token is ignored."""
+MIN_FOR_P99 = 5
+"""Of fewer times to first token, the median counts: the 99th percentile would be that of a single request."""
+MIN_FOR_MEDIAN = 2
 
 COMING = frozenset({ReplicaState.PLACING, ReplicaState.STARTING})
 CHANGING = COMING | {ReplicaState.DRAINING}
@@ -38,7 +39,12 @@ class Observation:
     workers: tuple[ObservedWorker, ...]
     oldest_queued_s: float = 0.0
     """The longest wait of a request at a gateway for a worker with room."""
+    oldest_without_prefill_s: float = 0.0
+    """The longest wait of a request at a gateway that requires a prefill worker, while there is none for it."""
     ttft_p99_s: float = 0.0
+    """Of gateways with few first tokens, the median."""
+    slowest_ttft_s: float = 0.0
+    """The 99th percentile, however few first tokens a gateway had."""
     itl_p99_s: float = 0.0
 
     def of(self, role: WorkerRole) -> list[ObservedWorker]:
@@ -59,13 +65,21 @@ def merge(
     """
     reports = list(reports)
     status_by_name = {status.ref.name: status for report in reports for status in report.workers}
-    enough = [report for report in reports if report.num_finished >= MIN_FINISHED]
     return Observation(
         workers=tuple(
             ObservedWorker(replica, status_by_name.get(replica.name), replica.name in leaving)
             for replica in replicas
         ),
         oldest_queued_s=max((report.oldest_queued_s for report in reports), default=0.0),
-        ttft_p99_s=max((report.ttft_s[1] for report in enough), default=0.0),
+        oldest_without_prefill_s=max((report.oldest_without_prefill_s for report in reports), default=0.0),
+        ttft_p99_s=max(map(_ttft_p99_s, reports), default=0.0),
+        slowest_ttft_s=max((report.ttft_s[1] for report in reports), default=0.0),
         itl_p99_s=max((report.itl_s[1] for report in reports), default=0.0),
     )
+
+
+def _ttft_p99_s(report: GatewayReport) -> float:
+    median_s, p99_s = report.ttft_s
+    if report.num_first_tokens >= MIN_FOR_P99:
+        return p99_s
+    return median_s if report.num_first_tokens >= MIN_FOR_MEDIAN else 0.0

@@ -5,7 +5,7 @@ Each call makes one decision with at most one change, so that the next call can 
   no recent report?       ->  nothing
   outside the bounds?     ->  back into them
   a role is short?        ->  a worker of the other role if one is spare there, else a new one
-  a role has one to spare ->  one fewer
+  a role has one to spare ->  one fewer, unless the other role may soon take it
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from math import ceil
 from baton.config import AutoscalingConfig
 from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
-from cluster.controller.load_signals import TTFT, percent, seconds, signals
+from cluster.controller.load_signals import TTFT, percent, seconds, signals, signals_of_fewer
 from cluster.controller.observation import CHANGING, COMING, Observation, ObservedWorker
 from cluster.controller.role_watch import RoleWatch, Shortage
 
@@ -60,6 +60,10 @@ class Reason(Enum):
     AT_MAX = "at_max"
 
 
+_MAY_TAKE_A_WORKER = (Reason.NOT_YET, Reason.CHANGING, Reason.COOLING, Reason.FALLING)
+"""Why a role that is short has no other worker yet, but may soon take one of the other role."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """The change, and its reason in one sentence. Exactly one of `change` and `reason` is set."""
@@ -87,6 +91,8 @@ class _Role:
     """When a worker was last seen leaving."""
     ordered_at: float = float("-inf")
     unplaced_since: float | None = None
+    bounded_to: int | None = None
+    """The count within the bounds, while `count` is outside of them."""
     incomplete_since: float | None = None
     """Since when some replica has no serving worker."""
 
@@ -139,6 +145,7 @@ class Planner:
         """`bounds`: the fewest and the most workers of each role."""
         self._config = config
         self._may_change_roles = may_change_roles
+        self._may_have_prefill = bounds[WorkerRole.PREFILL][1] > 0
         self._roles = [_Role(role, *bounds[role], RoleWatch(config, role)) for role in WorkerRole]
         self._refused_at = float("-inf")
 
@@ -148,10 +155,10 @@ class Planner:
             for role in self._roles:
                 role.watch.report_missing()
             return Decision("nothing changes: no gateway has reported recently", reason=Reason.NO_REPORT)
-        has_prefill = any(role.high > 0 for role in self._roles if role.role is WorkerRole.PREFILL)
         for role in self._roles:
             role.see(observation, now)
-            role.watch.note(observation, signals(self._config, observation, role.role, has_prefill), now)
+            measured = self._config, observation, role.role, self._may_have_prefill
+            role.watch.note(observation, signals(*measured), now, signals_of_fewer(*measured))
         decision = next(self._decisions(now), None) or self._steady()
         if isinstance(decision.change, RoleChange):
             self._ordered(self._roles, now)
@@ -183,14 +190,23 @@ class Planner:
                 yield decision
             waiting.append(decision)
         for role in self._roles:
-            yield from self._shrink(role, now)
+            may_be_taken = self._may_change_roles and any(
+                decision.role is not role.role and decision.reason in _MAY_TAKE_A_WORKER
+                for decision in waiting
+            )
+            yield from self._shrink(role, now, may_be_taken)
         yield from waiting
 
     def _back_into_bounds(self, role: _Role) -> Iterator[Decision]:
-        if role.count > role.high:
-            yield _scale(role, role.high, f"{role.count} is above the maximum of {role.high}")
-        if role.count < (count := min(role.low, role.most)):
-            yield _scale(role, count, f"{role.count} is below the minimum of {role.low}")
+        """In a dry run only once: nobody carries it out, and it must not hide what else would be decided."""
+        count = role.high if role.count > role.high else max(role.count, min(role.low, role.most))
+        was_said = self._config.mode == "dry_run" and role.bounded_to == count
+        role.bounded_to = None if count == role.count else count
+        if count == role.count or was_said:
+            return
+        is_above = count < role.count
+        bound = f"above the maximum of {role.high}" if is_above else f"below the minimum of {role.low}"
+        yield _scale(role, count, f"{role.count} is {bound}")
 
     def _relieve(self, role: _Role, shortage: Shortage, now: float) -> Decision:
         """The change that helps a role that misses a target, or the reason why nothing changes."""
@@ -257,7 +273,8 @@ class Planner:
         only_placing = all(worker.replica.state is ReplicaState.PLACING for worker in role.changing)
         return since is not None and only_placing and now - since >= self._config.grow_cooldown_s
 
-    def _shrink(self, role: _Role, now: float) -> Iterator[Decision]:
+    def _shrink(self, role: _Role, now: float, may_be_taken: bool) -> Iterator[Decision]:
+        """`may_be_taken`: the other role may soon take a spare worker of this one, so such a worker stays."""
         config = self._config
         has_cooled = now - role.ordered_at >= config.shrink_cooldown_s
         if (
@@ -277,7 +294,7 @@ class Planner:
                 why = f"all its targets were met for {long} without {absent.name} ({absent.state.value})"
                 yield _scale(role, role.count - 1, why)
             return
-        if now - role.settled_at < config.shrink_cooldown_s:
+        if may_be_taken or now - role.settled_at < config.shrink_cooldown_s:
             return
         left = role.watch.spare(role.count - 1, config.shrink_after_s)
         if left is not None:

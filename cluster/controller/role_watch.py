@@ -14,6 +14,7 @@ limit fades: with each hour, it grows by the factor 1 / 0.7.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.config import AutoscalingConfig
@@ -60,13 +61,17 @@ class RoleWatch:
         self._limit: tuple[float, float] | None = None
         """The work of each worker when the role was last short, and the time of that shortage."""
 
-    def note(self, observation: Observation, signals: list[Signal], now: float) -> None:
+    def note(
+        self, observation: Observation, signals: list[Signal], now: float, of_fewer: Sequence[Signal] = ()
+    ) -> None:
+        """`of_fewer`: signals that make no shortage, but keep the role from being calm."""
         self._now = now
         self._worst = max(signals, key=lambda signal: signal.ratio, default=None)
         ratio = self._worst.ratio if self._worst else 0.0
         is_complete = all(_is_known(worker) for worker in observation.serving(self._role))
         self._missed_since = _since(self._missed_since, ratio > 1.0, now)
-        self._calm_since = _since(self._calm_since, ratio < CALM and is_complete, now)
+        is_calm = is_complete and all(signal.ratio < CALM for signal in (*signals, *of_fewer))
+        self._calm_since = _since(self._calm_since, is_calm, now)
         self._work.append(self._work_now(observation, now))
         while self._work[0].at < now - self._config.shrink_after_s:
             self._work.popleft()

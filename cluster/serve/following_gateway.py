@@ -57,7 +57,7 @@ class FollowingGateway:
         self._tasks.append(asyncio.create_task(follower.run(), name="follow the fleet"))
         scaling = self._config.autoscaling
         if scaling.mode != "off":
-            report = partial(gateway.report, scaling.grow_after_s)
+            report = partial(gateway.report, scaling.latency_window_s)
             reporting = keep_reporting(self._control, report, scaling.interval_s)
             self._tasks.append(asyncio.create_task(reporting, name="report to the fleet"))
         config = self._config.gateway

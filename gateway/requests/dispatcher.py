@@ -16,6 +16,7 @@ real gateway, gateway/requests/driver.py drives it.
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import starmap
 
 from baton.errors import DeadlinePassed, RequestError, WorkerUnavailable
@@ -142,6 +143,9 @@ class Dispatcher:
         """See RequestQueue.oldest_since."""
         return self._queue.oldest_since(for_worker=for_worker)
 
+    def without_prefill_since(self) -> float | None:
+        return self._queue.oldest_without_prefill_since()
+
     def requests_of(self, call_id: str, caller: Caller) -> list[GatewayRequest]:
         """A caller's open requests under one call id."""
         return self._open.of_call(call_id, caller)
@@ -235,20 +239,20 @@ class Dispatcher:
 
     def _try_to_place(self, entry: QueueEntry[RequestState]) -> RequestError | None:
         """Sends the request to its workers, or returns why that is impossible at present."""
-        state = entry.item
-        if no_place := self._shares.refusal(state, self._now):
+        state, now = entry.item, self._now
+        if no_place := self._shares.refusal(state, now):
             return no_place
-        if not self.suspects.may_run(state.identity, self._now):
+        if not self.suspects.may_run(state.identity, now):
             return WorkerUnavailable("workers ended under it, and such requests are tried one at a time")
         refusal: RequestError | None = None
         del self._entries[state]
         with self._costs_only(state):
-            avoided = self.avoided_pairs.at(self._now)
-            placement = state.retry.route(self.router, state.output_token_ids, avoided)
+            avoided, refusal_at = self.avoided_pairs.at(now), partial(self._shares.refusal_at, state, now)
+            placement = state.retry.route(self.router, state.output_token_ids, avoided, refusal_at)
             if not isinstance(placement, Placement):
                 refusal = placement
-            elif no_share := self._shares.refusal_at(state, placement, self._now):
-                refusal = no_share
+            elif too_many_prompts := self._shares.too_many_prompts(placement, now):
+                refusal = too_many_prompts
             else:
                 self._begin_attempt(state, placement)
         if refusal is not None:

@@ -93,6 +93,10 @@ class RequestDriver:
     def oldest_waiting_for_worker_s(self) -> float:
         return self._since(self.dispatcher.queued_since(for_worker=True))
 
+    @property
+    def oldest_without_prefill_s(self) -> float:
+        return self._since(self.dispatcher.without_prefill_since())
+
     def _since(self, moment: float | None) -> float:
         return 0.0 if moment is None else self._clock.now() - moment
 

@@ -20,11 +20,11 @@ from heapq import heapify, heappop, heappush
 from itertools import islice, takewhile
 from typing import Generic, TypeVar
 
-from baton.errors import Overloaded, RequestError
+from baton.errors import Overloaded, RequestError, WorkerUnavailable
 from baton.system.standstill import Standstill, pace_of
 from gateway.requests.fair_queue import FairQueue, QueueEntry
 from gateway.requests.shares import HeldBack, OverShare
-from gateway.routing.placement import NoRoom
+from gateway.routing.placement import NoDecodeWorker, NoPrefillWorker, NoRoom
 
 LOOK_AHEAD = 8
 MAX_PASSED = 64
@@ -79,9 +79,14 @@ class RequestQueue(Generic[T]):
         return entry in self._queue
 
     def oldest_since(self, *, for_worker: bool) -> float | None:
-        """When the oldest waiting request joined. `for_worker`: of those that wait for a worker, not for their turn at
-        this gateway."""
-        entries = (entry for entry in self._queue if not (for_worker and isinstance(entry.reason, HeldBack)))
+        """When the oldest waiting request joined. `for_worker`: of those that found no decode worker with room
+        when they were last tried. A request that was not tried yet waits behind others, which count themselves."""
+        entries = (entry for entry in self._queue if not for_worker or _waits_for_decode_worker(entry.reason))
+        return min((entry.since for entry in entries), default=None)
+
+    def oldest_without_prefill_since(self) -> float | None:
+        """When the oldest request joined that requires a prefill worker, and found none when it was last tried."""
+        entries = (entry for entry in self._queue if isinstance(entry.reason, NoPrefillWorker))
         return min((entry.since for entry in entries), default=None)
 
     def join(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
@@ -231,8 +236,8 @@ class RequestQueue(Generic[T]):
                 f"{num_others} requests wait, and a new one is more urgent, or its caller has fewer waiting"
             )
             return last, Overloaded(message, self.retry_after_s(last))
-        if entry.reason is not None and not isinstance(entry.reason, NoRoom):
-            return entry, entry.reason
+        if isinstance(entry.reason, WorkerUnavailable):
+            return entry, WorkerUnavailable(str(entry.reason))
         why = f": {entry.reason}" if entry.reason else ""
         return entry, Overloaded(f"{num_others} requests wait already{why}", self.retry_after_s(entry))
 
@@ -270,6 +275,11 @@ class RequestQueue(Generic[T]):
 
     def _advance(self, now: float) -> None:
         self._rate.advance(now, is_queue=len(self._queue) > 0)
+
+
+def _waits_for_decode_worker(reason: RequestError | None) -> bool:
+    """Whether a request waits for a decode worker with room, not for its turn or for a prefill worker."""
+    return isinstance(reason, NoRoom | NoDecodeWorker) and not isinstance(reason, HeldBack)
 
 
 MEMORY_S = 30.0

@@ -14,7 +14,8 @@ such requests earlier. Attempts that were given back or refused do not count. Th
 look for a place limits their number.
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Set
+from dataclasses import replace
 from typing import Literal
 
 from baton.errors import Overloaded, RequestError, WorkerUnavailable
@@ -70,23 +71,28 @@ class RetryState:
         time there is added here, so that it does not count as time in the queue."""
 
     def route(
-        self, router: Router, output_token_ids: tuple[int, ...], avoided: Set[Pair] = frozenset()
+        self,
+        router: Router,
+        output_token_ids: tuple[int, ...],
+        avoided: Set[Pair] = frozenset(),
+        refusal_at: Callable[[str], RequestError | None] = lambda _: None,
     ) -> Placement | RequestError:
-        """The next placement; NoRoom or WorkerUnavailable if the request has to wait.
+        """The next placement; NoRoom or WorkerUnavailable if the request has to wait. See RouteQuery.
 
         If every other worker is excluded, the request is retried on one that failed it before.
         """
         failed, refused = self._excluded()
-        placement = _route(router, self._query(output_token_ids, failed | refused, avoided))
+        query = replace(self._query(output_token_ids), avoided=avoided, refusal_at=refusal_at)
+        placement = _route(router, replace(query, excluded=failed | refused))
         if isinstance(placement, WorkerUnavailable) and (failed or refused):
-            placement = _route(router, self._query(output_token_ids, refused, avoided))
+            placement = _route(router, replace(query, excluded=refused))
         if isinstance(placement, WorkerUnavailable) and refused and self._last_failure is not None:
             return NoRoom(self._disclosed(self._last_failure))
         return placement
 
     def lacking(self, router: Router) -> dict[str, int]:
         """How many prompt tokens each possible worker would have to compute; see Router.lacking."""
-        return router.lacking(self._query((), frozenset()))
+        return router.lacking(self._query(()))
 
     def needs(self) -> object:
         """If two requests have equal needs, either both find a worker or neither does."""
@@ -163,9 +169,7 @@ class RetryState:
         refused = (name for name, worker in listed if self._refused.get(name) == worker.heartbeat)
         return frozenset(failed), frozenset(refused)
 
-    def _query(
-        self, output_token_ids: tuple[int, ...], excluded: Set[str], avoided: Set[Pair] = frozenset()
-    ) -> RouteQuery:
+    def _query(self, output_token_ids: tuple[int, ...]) -> RouteQuery:
         request = self._request
         hashes = request.block_hashes
         if output_token_ids:  # other answers to this prompt share the lists, but not these tokens
@@ -178,9 +182,7 @@ class RetryState:
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             affinity_key=request.affinity_key,
             mode=request.mode,
-            excluded=excluded,
             without_prefill=self._is_without_prefill,
-            avoided=avoided,
         )
 
     def _count(

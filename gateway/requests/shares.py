@@ -8,7 +8,7 @@ prompts. A caller's room is what it holds plus what is free:
                  oldest request stays
     prompts      a prompt may wait at a worker behind at most MAX_PROMPTS_S of other prompts. Otherwise it
                  waits in the fair queue. A prefill worker computes shorter prompts first, so longer prompts
-                 there do not count
+                 there do not count, also with `scheduler.policy: priority`, where this is not its order
 
 So each of k callers that want everything gets 7 / (7k + 1), and 1 / (7k + 1) stays free for the next caller
 (dynamic thresholds: Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet switches",
@@ -18,11 +18,13 @@ everything.
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from gateway.requests.attempt import AttemptFailure, Cause
 from gateway.requests.request_state import RequestState
 from gateway.routing.placement import NoRoom, Placement
 from gateway.routing.router import Router
+from gateway.routing.worker_estimate import WorkerEstimate
 
 SHARE = 7 / 8
 GIVE_BACK_FROM = 15 / 16
@@ -40,7 +42,8 @@ class HeldBack(NoRoom):
 
 
 class OverShare(HeldBack):
-    """The request's caller holds its share. Other callers' requests may have room and need not wait."""
+    """The request's caller holds its share of the places, or of each decode worker with room. Other callers'
+    requests may have room and need not wait."""
 
 
 _States = dict[RequestState, None]
@@ -117,20 +120,29 @@ class CallerShares:
         """Why the request gets no place on any worker; None if it may have one."""
         name = state.request.caller.name
         self._seen(name, now)
+        if self._is_shared(now) and (no_share := _refusal(name, 1, self._places(name))):
+            return no_share
         if self._num_placed >= self._max_in_flight:
             return HeldBack(f"{self._num_placed} requests are with workers, which is the limit")
-        return _refusal(name, 1, self._places(name)) if self._is_shared(now) else None
+        return None
 
-    def refusal_at(self, state: RequestState, placement: Placement, now: float) -> NoRoom | None:
-        """Why the request must not go to the placement's workers at present; None if it may."""
+    def refusal_at(self, state: RequestState, now: float, decode: str) -> NoRoom | None:
+        """Why the request must not go to a decode worker with room; None if it may."""
         if not self._is_shared(now):
             return None
-        name, worker = state.request.caller.name, placement.prefill or placement.decode
+        name, slots, blocks = state.request.caller.name, self._slots, self._blocks
+        num_blocks = _num_blocks(self._router.estimate(decode), state)
+        return _refusal(name, 1, slots(name, decode)) or _refusal(name, num_blocks, blocks(name, decode))
+
+    def too_many_prompts(self, placement: Placement, now: float) -> NoRoom | None:
+        """Why the placement's prompt must not go to its worker at present; None if it may."""
+        if not self._is_shared(now):
+            return None
+        worker = placement.prefill or placement.decode
         others = [other for states in self._in_prefill(worker) for other in states]
         if self._prompts_s(_before(placement, others), worker) > MAX_PROMPTS_S:
             return HeldBack(f"other prompts wait at {worker}")
-        slots, blocks = self._slots(name, placement.decode), self._blocks(name, placement.decode)
-        return _refusal(name, 1, slots) or _refusal(name, placement.num_decode_blocks, blocks)
+        return None
 
     def to_give_back(self, workers: Iterable[str], now: float) -> list[tuple[RequestState, AttemptFailure]]:
         """Requests to take back from callers that hold too much: answers grew, or other callers appeared.
@@ -174,10 +186,7 @@ class CallerShares:
 
     def _blocks(self, name: str, decode: str) -> _Holding:
         here, worker = self._decoding(name, decode), self._router.estimate(decode)
-
-        def size(state: RequestState) -> int:
-            return worker.num_blocks_for(len(state.request.prompt_token_ids) + state.num_output_tokens + 1)
-
+        size = partial(_num_blocks, worker)
         used = worker.status.kv_blocks.total - max(0, worker.room)
         held = min(sum(map(size, here)), used)  # requests may share blocks
         return _Holding(f"blocks of {decode}", here, size, held, worker.room)
@@ -215,7 +224,8 @@ class CallerShares:
 
 def _before(placement: Placement, others: Iterable[RequestState]) -> Iterator[RequestState]:
     """Those of the others whose prompts the placement's worker computes first: a decode worker computes prompts
-    in order of arrival, a prefill worker shorter ones first."""
+    in order of arrival, a prefill worker shorter ones first. With `scheduler.policy: priority`, workers use
+    another order, which does not count here."""
     for other in others:
         num_tokens = other.attempt.placement.num_prefill_tokens
         if placement.prefill is None or num_tokens <= placement.num_prefill_tokens:
@@ -231,6 +241,11 @@ def _refusal(name: str, number: int, holding: _Holding) -> OverShare | None:
 def _gives_way(state: RequestState) -> AttemptFailure:
     why = "its caller held more than its share, and others are there"
     return AttemptFailure(state.attempt.placement.decode, Cause.GIVEN_BACK, why, gives_way=True)
+
+
+def _num_blocks(worker: WorkerEstimate, state: RequestState) -> int:
+    """How many blocks of a decode worker the request needs for its tokens and the next one."""
+    return worker.num_blocks_for(len(state.request.prompt_token_ids) + state.num_output_tokens + 1)
 
 
 def _held(holding: _Holding) -> int:

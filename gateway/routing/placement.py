@@ -1,10 +1,10 @@
 """RouteQuery and Placement: the input of the router, and its result."""
 
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.errors import RequestError
+from baton.errors import RequestError, WorkerUnavailable
 
 BlockHashes = dict[int, list[bytes]]
 """The hashes of a prompt's first blocks, by block size."""
@@ -18,6 +18,18 @@ class Mode(Enum):
 
     DISAGGREGATED = "disaggregated"
     LOCAL = "local"
+
+
+class NoRoom(RequestError):
+    """The request gets no place at present. It may wait: other requests will make room."""
+
+
+class NoDecodeWorker(WorkerUnavailable):
+    """No decode worker may take the request at present. Clients get a WorkerUnavailable."""
+
+
+class NoPrefillWorker(WorkerUnavailable):
+    """No prefill worker may take the request at present, and it requires one. Clients get a WorkerUnavailable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +58,8 @@ class RouteQuery:
     avoided: Set[Pair] = frozenset()
     """Pairs that probably cannot exchange KV at present. A request that requires a prefill worker gets such a
     pair only if there is no other pair."""
+    refusal_at: Callable[[str], RequestError | None] = lambda _: None
+    """Why a decode worker with room must not get the request at present; None if it may get it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +84,3 @@ class Placement:
     @property
     def pair(self) -> Pair | None:
         return None if self.prefill is None else (self.prefill, self.decode)
-
-
-class NoRoom(RequestError):
-    """The request gets no place at present. It may wait: other requests will make room."""

@@ -7,16 +7,23 @@ times are durations that workers reported.
 
 from collections.abc import Iterator, Set
 from hashlib import blake2b
-from itertools import count
 
 from baton.block_hash import extend_block_hashes
 from baton.config import GatewayConfig, SchedulerConfig
-from baton.errors import WorkerUnavailable
 from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.routing.cost import DEFAULT_SCHEDULER, EXPECTED_NEW_TOKENS, CostModel, Need
-from gateway.routing.placement import BlockHashes, Mode, NoRoom, Pair, Placement, RouteQuery
+from gateway.routing.placement import (
+    BlockHashes,
+    Mode,
+    NoDecodeWorker,
+    NoPrefillWorker,
+    NoRoom,
+    Pair,
+    Placement,
+    RouteQuery,
+)
 from gateway.routing.policies import KVAware, LeastLoaded, Policy, RoundRobin
 from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.worker_estimate import WorkerEstimate
@@ -49,7 +56,8 @@ class Router:
         """Workers that accept requests, by role; each list is sorted by name."""
         self._block_sizes: set[int] = set()
         """Block sizes of the workers in `_able`."""
-        self._turn = count()
+        self._turn = 0
+        """How many requests without an affinity key got a placement."""
 
     @property
     def num_sub_requests(self) -> dict[str, int]:
@@ -130,26 +138,15 @@ class Router:
     def route(self, query: RouteQuery) -> Placement:
         """Returns a placement without excluded workers. It counts only once its requests are `sent`.
 
-        Raises NoRoom if all decode workers are full. Raises WorkerUnavailable if there is no decode worker,
-        or no prefill worker for a request that requires one.
+        Raises NoRoom if all decode workers are full, and the query's own refusal if it refuses every decode
+        worker with room. Raises WorkerUnavailable if there is no decode worker, or no prefill worker for a
+        request that requires one.
         """
-        turn = next(self._turn)
-        decodes = self._able_to(WorkerRole.DECODE, query, turn)
-        if not decodes:
-            raise WorkerUnavailable("no decode worker is available")
-        prefills = [] if query.without_prefill else self._able_to(WorkerRole.PREFILL, query, turn)
-        mode = query.mode or self._default_mode
-        if mode is not Mode.LOCAL and not prefills and self._requires_prefill(query):
-            raise WorkerUnavailable("no prefill worker is available, but the request requires one")
-        num_tokens = len(query.token_ids)
-        large = [worker for worker in decodes if worker.may_ever_hold(num_tokens + 1)]
-        if large:  # else no worker can ever serve the request, and a worker may refuse it at once
-            decodes = _with_room(large, num_tokens + 1)
-        if not decodes:
-            raise NoRoom(f"no decode worker has free blocks for {num_tokens} tokens at present")
-        num_new_tokens = min(query.max_new_tokens, EXPECTED_NEW_TOKENS)
-        need = Need(num_tokens, num_new_tokens, self._hits(query) if self._follows_kv else {})
-        return self._place(query, mode, need, prefills, decodes)
+        placement = self._allowed(query)
+        if query.affinity_key is None:
+            # Also if the placement is not sent: other prompts wait at its worker, so the next try takes another.
+            self._turn += 1
+        return placement
 
     def lacking(self, query: RouteQuery) -> dict[str, int]:
         """For each worker that may compute the prompt, how many of the query's tokens are not in its prefix
@@ -166,6 +163,28 @@ class Router:
                 computing = prefills + decodes
         hits = self._hits(query)
         return {worker.name: len(query.token_ids) - hits.get(worker.name, 0) for worker in computing}
+
+    def _allowed(self, query: RouteQuery) -> Placement:
+        """The best placement whose decode worker the query does not refuse."""
+        able = self._candidates(WorkerRole.DECODE, query)
+        if not able:
+            raise NoDecodeWorker("no decode worker is available")
+        prefills = [] if query.without_prefill else self._candidates(WorkerRole.PREFILL, query)
+        mode = query.mode or self._default_mode
+        if mode is not Mode.LOCAL and not prefills and self._requires_prefill(query):
+            raise NoPrefillWorker("no prefill worker is available, but the request requires one")
+        num_tokens = len(query.token_ids)
+        if not (decodes := _with_room(able, num_tokens + 1)):
+            raise NoRoom(f"no decode worker has free blocks for {num_tokens} tokens at present")
+        num_new_tokens = min(query.max_new_tokens, EXPECTED_NEW_TOKENS)
+        need = Need(num_tokens, num_new_tokens, self._hits(query) if self._follows_kv else {})
+        placement = self._place(query, mode, need, prefills, decodes)
+        if (refusal := query.refusal_at(placement.decode)) is None:
+            return placement
+        allowed = [worker for worker in able if query.refusal_at(worker.name) is None]
+        if not (decodes := _with_room(allowed, num_tokens + 1)):
+            raise refusal
+        return self._place(query, mode, need, prefills, decodes)
 
     def _place(
         self,
@@ -269,16 +288,22 @@ class Router:
         """Whether a worker may have the blocks that follow these."""
         return not hashes or bool(self._index.lookup(short_keys(hashes[-1:])))
 
-    def _able_to(self, role: WorkerRole, query: RouteQuery, turn: int) -> list[WorkerEstimate]:
-        """Workers of a role that accept requests, in the order of the affinity key, or starting with the next
-        in turn.
+    def _candidates(self, role: WorkerRole, query: RouteQuery) -> list[WorkerEstimate]:
+        """Workers of a role that may get the request, in the order of the affinity key, or starting with the
+        next in turn.
+
+        If the pool of no such worker can ever hold the request, but the request needs one, it may get any:
+        the worker refuses it at once, and says why.
         """
-        able = self._able[role]
+        able, num_tokens = self._able[role], len(query.token_ids) + 1
+        large = [worker for worker in able if worker.may_ever_hold(num_tokens)]
+        if large or (role is WorkerRole.PREFILL and not self._requires_prefill(query)):
+            able = large
         if query.excluded:
             able = [worker for worker in able if worker.name not in query.excluded]
         if query.affinity_key is not None:
             return _by_affinity(able, query.affinity_key)
-        start = turn % len(able) if able else 0
+        start = self._turn % len(able) if able else 0
         return able[start:] + able[:start]
 
     def _note_change(self) -> None:
@@ -311,12 +336,15 @@ def _default_mode(config: GatewayConfig) -> Mode | None:
 
 
 def _with_room(decodes: list[WorkerEstimate], num_tokens: int) -> list[WorkerEstimate]:
-    """Workers with enough free blocks. If there are none, workers without requests of this gateway.
+    """Workers with enough free blocks. If there are none, workers without requests of this gateway. All of the
+    workers, if none can ever hold so many tokens.
 
     So each gateway may have one request in a worker's own queue, whose order is fair. Without this rule, a
     gateway that learns of free room later than other gateways would never get room. A worker that never frees
     some of its blocks would never get a request again.
     """
+    if decodes and not decodes[0].may_ever_hold(num_tokens):
+        return decodes
     fitting = [worker for worker in decodes if worker.fits(num_tokens)]
     return fitting or [worker for worker in decodes if worker.has_none_of_ours]
 

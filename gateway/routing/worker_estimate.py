@@ -16,6 +16,7 @@ blocks on this worker. These 6 blocks may be blocks of the first request, so the
 blocks when it ends.
 """
 
+import math
 from itertools import islice
 
 from baton.kv_groups import ONE_GROUP
@@ -42,6 +43,8 @@ class WorkerEstimate:
         """Prompt tokens that the worker has not computed yet."""
         self.block_size = 1
         self._groups = ONE_GROUP
+        self._most_tokens: float = 0
+        """The most tokens that the worker's empty pool could hold for one request."""
         self.room = 0
         """Free blocks, minus the blocks of requests that have none yet, and minus the growth of each request
         by one block per KV group."""
@@ -74,6 +77,8 @@ class WorkerEstimate:
         self._status = status
         self.block_size, self._groups = status.ref.block_size, status.kv_groups
         self.step_tokens = status.max_num_batched_tokens or UNKNOWN_STEP_TOKENS
+        num_rows = self._groups.most_rows(status.kv_blocks.total, self.block_size, self.step_tokens)
+        self._most_tokens = math.inf if num_rows is None else num_rows * self.block_size
         counts = status.requests
         self._num_reported = counts.running + counts.waiting + counts.waiting_for_remote_kvs
         self.is_gone = status.state.has_ended
@@ -115,9 +120,7 @@ class WorkerEstimate:
 
     def may_ever_hold(self, num_tokens: int) -> bool:
         """Whether the worker's empty pool could hold `num_tokens`."""
-        total = self.status.kv_blocks.total
-        num_rows = self._groups.most_rows(total, self.block_size, self.step_tokens)
-        return num_rows is None or num_rows * self.block_size >= num_tokens
+        return num_tokens <= self._most_tokens
 
     def fits(self, num_tokens: int) -> bool:
         """Whether the worker has free blocks for `num_tokens`."""

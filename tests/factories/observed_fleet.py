@@ -1,5 +1,6 @@
-"""Observations and reports of fleets, for tests of planner and autoscaler."""
+"""Observations and reports of fleets, and looks of planners at them, for tests of planner and autoscaler."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from baton.config import BatonConfig
@@ -7,6 +8,7 @@ from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.kv import WorkerRef
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from cluster.controller.observation import Observation, ObservedWorker
+from cluster.controller.planner import Decision, Planner, RoleChange, ScaleDecision
 
 
 def autoscaling_config(prefill: int = 1, decode: int = 1, **autoscaling: Any) -> BatonConfig:
@@ -74,10 +76,29 @@ def gateway_report(gateway: str = "g0", **values: Any) -> GatewayReport:
         "window_s": 10.0,
         "num_queued": 0,
         "oldest_queued_s": 0.0,
+        "oldest_without_prefill_s": 0.0,
         "num_in_flight": 0,
         "num_finished": 100,
+        "num_first_tokens": 100,
         "ttft_s": (0.1, 0.2),
         "itl_s": (0.01, 0.02),
         "workers": (),
     }
     return GatewayReport(gateway=gateway, **{**calm, **values})
+
+
+def make_planner(config: BatonConfig) -> Planner:
+    bounds = {role: config.worker_bounds(role) for role in WorkerRole}
+    return Planner(config.autoscaling, bounds, config.autoscaling.may_change_roles)
+
+
+def look(
+    planner: Planner, observation: Observation | None, start: float, seconds: float
+) -> list[tuple[float, Decision]]:
+    """One look every five seconds, at a fleet that stays as it is whatever is decided."""
+    times = [start + 5.0 * index for index in range(int(seconds / 5.0) + 1)]
+    return [(now, planner.observe(observation, now)) for now in times]
+
+
+def changes(looks: Sequence[tuple[float, Decision]]) -> list[tuple[float, ScaleDecision | RoleChange]]:
+    return [(now, decision.change) for now, decision in looks if decision.change is not None]

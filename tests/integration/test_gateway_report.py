@@ -23,11 +23,13 @@ async def test_a_report_holds_what_clients_waited_for(folder: Path) -> None:
         await asyncio.sleep(0.3)
         worker.say(request, [first])
         await got.wait()
+        assert (gateway.report().num_first_tokens, gateway.report().num_finished) == (1, 0)
         worker.say(request, [first])  # said twice, counted once
         await asyncio.sleep(0.1)
         worker.say(request, [second, third])
         await reading
         report = gateway.report(30.0)
+        assert report.num_first_tokens == 1
         assert report.gateway == before.gateway != ""
         assert (report.num_in_flight, report.num_queued, report.num_finished) == (0, 0, 1)
         assert 0.3 <= report.ttft_s[0] * 1.01 < 60.0
@@ -54,3 +56,20 @@ async def test_a_report_counts_requests_that_wait_for_room(folder: Path) -> None
         worker.say(request, outputs_of(request, [5]))
         await asyncio.gather(*asking)
         assert gateway.report().num_finished == 2
+
+
+async def test_a_report_counts_requests_that_wait_for_a_prefill_worker(folder: Path) -> None:
+    """Another decode worker would not help these."""
+    async with gateway_with(folder, {}, {"d0": silent}, require_disaggregated=True) as under_test:
+        gateway = under_test.gateway
+
+        async def ask() -> None:
+            async for _ in under_test.client.generate(text="Hello", sampling={"max_tokens": 1}):
+                pass
+
+        asking = asyncio.create_task(ask())
+        await under_test.until(lambda: gateway.report().oldest_without_prefill_s > 0.0)
+        assert gateway.report().oldest_queued_s == 0.0
+        asking.cancel()
+        await asyncio.wait([asking])
+        await under_test.until(lambda: gateway.report().num_queued == 0)

@@ -185,6 +185,50 @@ def test_several_gateways_make_one_fleet() -> None:
     assert [worker.num_requests for worker in seen.workers] == [0, 3]
 
 
-def test_a_time_to_first_token_of_few_requests_says_nothing() -> None:
-    report: GatewayReport = gateway_report(ttft_s=(9.0, 9.0), num_finished=4)
-    assert merge([], [report]).ttft_p99_s == 0.0
+@pytest.mark.parametrize(
+    ("num_first_tokens", "counts"), [(0, 0.0), (1, 0.0), (2, 3.0), (4, 3.0), (5, 9.0), (100, 9.0)]
+)
+def test_of_few_times_to_first_token_the_median_counts_and_of_one_nothing(
+    num_first_tokens: int, counts: float
+) -> None:
+    report: GatewayReport = gateway_report(
+        ttft_s=(3.0, 9.0), num_first_tokens=num_first_tokens, num_finished=0
+    )
+    seen = merge([], [report])
+    assert (seen.ttft_p99_s, seen.slowest_ttft_s) == (counts, 9.0)
+
+
+def test_a_wish_of_a_dry_run_is_logged_once_while_it_stays_the_same() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, D)
+    autoscaler = autoscaler_of(fleet, clock, mode="dry_run")
+    look_often(autoscaler, fleet, clock, 200, **SLOW)
+    assert [sentence.split(":")[0] for sentence in autoscaler.decisions] == ["decode stays 1", "would do"]
+
+
+def test_a_wish_of_a_dry_run_is_logged_again_after_the_fleet_was_well_in_between() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, D)
+    autoscaler = autoscaler_of(fleet, clock, mode="dry_run")
+    for _ in range(2):
+        look_often(autoscaler, fleet, clock, 10, **SLOW)
+        look_often(autoscaler, fleet, clock, 1)
+    once = ["decode stays 1", "would do", "nothing changes"]
+    assert [sentence.split(":")[0] for sentence in autoscaler.decisions] == 2 * once
+
+
+def test_a_dry_run_says_once_that_it_would_shrink() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, D, D)
+    autoscaler = autoscaler_of(fleet, clock, decode=2, mode="dry_run")
+    look_often(autoscaler, fleet, clock, 400, running=0)
+    said = [sentence.split(":")[0] for sentence in autoscaler.decisions]
+    assert said == ["nothing changes", "would do", "nothing changes"]
+
+
+def test_a_dry_run_of_a_fleet_out_of_its_bounds_says_what_else_it_would_do() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, D, D, D, D, D)
+    autoscaler = autoscaler_of(fleet, clock, mode="dry_run")
+    look_often(autoscaler, fleet, clock, 400, ttft_s=(1.0, 9.0))
+    assert autoscaler.decisions[0].startswith("would do: decode -1 (5 -> 4): 5 is above the maximum of 4")
+    assert any(
+        sentence.startswith("would do: prefill +1 (1 -> 2): time") for sentence in autoscaler.decisions
+    )
+    assert len(autoscaler.decisions) < 10

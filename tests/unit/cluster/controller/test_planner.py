@@ -1,36 +1,17 @@
 """The planner's decisions, one by one: what is changed, when it is not, and the sentence that says why."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from baton.config import BatonConfig
 from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
 from cluster.controller.observation import Observation, ObservedWorker
-from cluster.controller.planner import Decision, Planner, Reason, RoleChange, ScaleDecision
-from tests.factories.observed_fleet import autoscaling_config, fleet, worker
+from cluster.controller.planner import Reason, RoleChange, ScaleDecision
+from tests.factories.observed_fleet import autoscaling_config, changes, fleet, look, make_planner, worker
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
-
-
-def make_planner(config: BatonConfig) -> Planner:
-    bounds = {role: config.worker_bounds(role) for role in WorkerRole}
-    return Planner(config.autoscaling, bounds, config.autoscaling.may_change_roles)
-
-
-def look(
-    planner: Planner, observation: Observation | None, start: float, seconds: float
-) -> list[tuple[float, Decision]]:
-    """One look every five seconds, at a fleet that stays as it is whatever is decided."""
-    times = [start + 5.0 * index for index in range(int(seconds / 5.0) + 1)]
-    return [(now, planner.observe(observation, now)) for now in times]
-
-
-def changes(looks: Sequence[tuple[float, Decision]]) -> list[tuple[float, ScaleDecision | RoleChange]]:
-    return [(now, decision.change) for now, decision in looks if decision.change is not None]
 
 
 def test_a_missed_target_must_last_before_a_role_grows() -> None:
@@ -296,6 +277,49 @@ def test_a_worker_that_leaves_during_a_rollout_is_not_replaced() -> None:
     planner = make_planner(autoscaling_config())
     leaving = Observation(workers=(worker("w0", P), worker("w1", D, ReplicaState.DRAINING)))
     assert changes(look(planner, leaving, 0.0, 60.0)) == []
+
+
+@pytest.mark.parametrize(("may_change_roles", "expected"), [(True, []), (False, [ScaleDecision(P, 1)])])
+def test_a_spare_worker_is_kept_for_a_role_that_has_just_become_short(
+    may_change_roles: bool, expected: list[ScaleDecision]
+) -> None:
+    planner = make_planner(autoscaling_config(prefill=2, may_change_roles=may_change_roles))
+    look(planner, fleet(2, 1, itl_p99_s=0.045), 0.0, 55.0)
+    assert [
+        change for _, change in changes(look(planner, fleet(2, 1, itl_p99_s=0.06), 60.0, 5.0))
+    ] == expected
+
+
+def test_the_spare_worker_goes_to_the_role_that_it_was_kept_for() -> None:
+    planner = make_planner(autoscaling_config(prefill=2))
+    look(planner, fleet(2, 1, itl_p99_s=0.045), 0.0, 55.0)
+    assert changes(look(planner, fleet(2, 1, itl_p99_s=0.06), 60.0, 10.0)) == [(70.0, RoleChange("w0", D))]
+
+
+def test_a_spare_worker_is_not_kept_for_a_role_that_has_as_many_as_it_may() -> None:
+    planner = make_planner(autoscaling_config(prefill=2, max_decode=1))
+    ((at, change),) = changes(look(planner, fleet(2, 1, itl_p99_s=0.06), 0.0, 60.0))
+    assert (at, change) == (60.0, ScaleDecision(P, 1))
+
+
+def test_few_slow_first_tokens_are_no_time_with_room_to_spare() -> None:
+    """They are no shortage, either."""
+    planner = make_planner(autoscaling_config(prefill=2))
+    assert changes(look(planner, fleet(2, 1, slowest_ttft_s=3.0), 0.0, 600.0)) == []
+    assert changes(look(planner, fleet(2, 1, slowest_ttft_s=1.5), 605.0, 60.0)) == [
+        (665.0, ScaleDecision(P, 1))
+    ]
+
+
+def test_a_dry_run_asks_once_to_be_back_in_its_bounds_and_goes_on() -> None:
+    planner = make_planner(autoscaling_config(mode="dry_run", max_decode=3, may_change_roles=False))
+    crowded = fleet(1, 4, busy=True, ttft_p99_s=9.0)
+    assert changes(look(planner, crowded, 0.0, 15.0)) == [
+        (0.0, ScaleDecision(D, 3)),
+        (10.0, ScaleDecision(P, 2)),
+    ]
+    look(planner, fleet(1, 3, busy=True), 20.0, 0.0)
+    assert changes(look(planner, crowded, 25.0, 5.0)) == [(25.0, ScaleDecision(D, 3))]
 
 
 def leaving(name: str, role: WorkerRole) -> ObservedWorker:

@@ -58,6 +58,15 @@ def test_finished_requests_of_the_window_are_counted() -> None:
     assert window.latencies(10.0, now=50.0).num_finished == 1
 
 
+def test_first_tokens_of_the_window_are_counted_though_no_request_has_finished() -> None:
+    window = LatencyWindow()
+    for now in (1.0, 45.0, 50.0):
+        window.first_token(0.1, now)
+        window.next_tokens(0.1, 3, now)
+    assert window.latencies(MAX_WINDOW_S, now=50.0).num_first_tokens == 3
+    assert window.latencies(10.0, now=50.0).num_first_tokens == 2
+
+
 def test_memory_does_not_grow_with_time_or_tokens() -> None:
     window, rng = LatencyWindow(), random.Random(1)
     for second in range(300):

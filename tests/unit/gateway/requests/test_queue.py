@@ -19,12 +19,16 @@ class Request:
     priority: int = 0
     is_resumed: bool = False
     gave_way: bool = False
-    is_over_share: bool = False
+    refusal: RequestError | None = None
+    """Why it gets no place, whatever room there is."""
     has_worker: bool = True
     caller: str = "a caller"
     num_tokens: int = 10
     deadline: float | None = None
     """When the request must begin at the latest."""
+
+
+OVER_SHARE = OverShare("its caller holds its share")
 
 
 class QueueUnderTest:
@@ -66,8 +70,8 @@ class QueueUnderTest:
         self.asked.append(request.name)
         if not request.has_worker:
             return WorkerUnavailable("no such worker")
-        if request.is_over_share:
-            return OverShare("its caller holds its share")
+        if request.refusal is not None:
+            return request.refusal
         if request.size > self.room:
             return NoRoom(f"{request.size} do not fit")
         self.room -= request.size
@@ -189,12 +193,12 @@ def test_a_request_with_room_does_not_wait_behind_many_without_any_worker() -> N
 def test_requests_of_a_caller_that_holds_its_share_hold_up_no_other_and_are_not_refused_for_time() -> None:
     queue = QueueUnderTest(room=10)
     for number in range(2 * LOOK_AHEAD):
-        queue.join(Request(f"greedy {number}", caller="greedy", is_over_share=True), 0.0, patience_s=5.0)
+        queue.join(Request(f"greedy {number}", caller="greedy", refusal=OVER_SHARE), 0.0, patience_s=5.0)
     queue.asked.clear()
     assert queue.join(Request("other"), 1.0) is None
     assert queue.join(Request("in time", deadline=1.0), 1.0) is None, "its turn is not after theirs"
     assert queue.asked == ["greedy 0", "other", "greedy 0", "in time"], "one refusal is enough for its caller"
-    queue.join(Request("more", caller="greedy", is_over_share=True), 1.0, patience_s=5.0)
+    queue.join(Request("more", caller="greedy", refusal=OVER_SHARE), 1.0, patience_s=5.0)
     assert len(queue.asked) == 4, "nothing has changed for it"
     queue.join(Request("large", size=11), 1.0, patience_s=5.0)
     refused = [entry.item.name for now in range(2, 20) for entry in queue.waiting.out_of_patience(float(now))]

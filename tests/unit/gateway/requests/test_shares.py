@@ -1,6 +1,7 @@
 """What one caller may hold while others are there."""
 
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -32,12 +33,23 @@ BLOCK_SIZE = 16
 
 
 class UnderTest:
-    """A dispatcher with one prefill and one decode worker, whose room the test chooses."""
+    """A dispatcher with one prefill worker and equal decode workers, whose room the test chooses."""
 
-    def __init__(self, *, places: int = 64, slots: int = 0, blocks: int = 10_000, rate: float = 1e9) -> None:
+    def __init__(
+        self,
+        *,
+        places: int = 64,
+        slots: int = 0,
+        blocks: int = 10_000,
+        rate: float = 1e9,
+        policy: Any = "round_robin",
+        decodes: str = "d",
+    ) -> None:
+        """`decodes`: the names of the decode workers, a letter each."""
         ids, self.now, self.requests = count(), 0.0, dict[str, GatewayRequest]()
         self.slots, self.blocks, self.rate = slots, blocks, rate
-        router = Router(GatewayConfig(routing_policy="round_robin", routing_mode="disaggregated"), b"key")
+        self.decodes = decodes
+        router = Router(GatewayConfig(routing_policy=policy, routing_mode="disaggregated"), b"key")
         self.dispatcher = Dispatcher(
             router,
             "retry",
@@ -48,13 +60,16 @@ class UnderTest:
         )
         self.placed: dict[str, str] = {}
         """The id on workers, by request; in the order of the placements."""
+        self.workers: dict[str, set[str]] = {}
+        """The workers that got the request at any time."""
         self.report()
 
     def report(self, free: int | None = None) -> None:
-        """Heartbeats of both workers; `free` blocks of the decode worker."""
+        """Heartbeats of all workers, each with `free` blocks."""
         free = self.blocks if free is None else free
-        for name, role in (("p", WorkerRole.PREFILL), ("d", WorkerRole.DECODE)):
-            counts = RequestCounts(len(self.placed), 0, 0)
+        for name in "p" + self.decodes:
+            role = WorkerRole.PREFILL if name == "p" else WorkerRole.DECODE
+            counts = RequestCounts(sum(name in self.workers[each] for each in self.placed), 0, 0)
             blocks = KVBlockCounts(self.blocks, free, 0, 0)
             ref = WorkerRef(name, f"{name}-life", ("tcp://here:1",), BLOCK_SIZE)
             load = WorkerLoad(prefill_tokens_per_s=self.rate)
@@ -66,7 +81,14 @@ class UnderTest:
                 )
             )
 
-    def ask(self, caller: str, number: int = 1, prompt: int = 10, mode: Mode | None = None) -> None:
+    def ask(
+        self,
+        caller: str,
+        number: int = 1,
+        prompt: int = 10,
+        mode: Mode | None = None,
+        affinity_key: str | None = None,
+    ) -> None:
         for _ in range(number):
             name = f"{caller}{len(self.requests)}"
             params = SamplingParams(max_tokens=9_000, seed=0)
@@ -77,6 +99,7 @@ class UnderTest:
                 text=SilentText(),
                 caller=Caller(caller),
                 mode=mode,
+                affinity_key=affinity_key,
             )
             self.requests[name] = request
             self.handle(Submitted(request))
@@ -84,7 +107,7 @@ class UnderTest:
     def answer(self, *names: str, number: int = 1) -> None:
         """Each gets so many tokens, from both workers."""
         for name in names:
-            for worker in "pd":
+            for worker in sorted(self.workers[name], reverse=True):
                 end = FinishReason.HANDED_OVER if worker == "p" else None
                 output = RequestOutput(
                     request_id=self.placed[name],
@@ -106,15 +129,19 @@ class UnderTest:
             self.handle(StreamEnded(self.requests[name], GeneratorExit()))
             assert name not in self.placed
 
-    def held(self, caller: str) -> int:
-        return sum(name.startswith(caller) for name in self.placed)
+    def held(self, caller: str, worker: str = "") -> int:
+        """How many of the caller's requests are placed, if named, on this worker."""
+        names = [name for name in self.placed if name.startswith(caller)]
+        return sum(not worker or worker in self.workers[name] for name in names)
 
     def handle(self, event: object) -> None:
         effects: list[Effect] = self.dispatcher.handle(event, self.now)  # type: ignore[arg-type]
         for effect in effects:
             match effect:
-                case SubmitTo(_, sub_request):
-                    self.placed[sub_request.request_id.partition(".")[0]] = sub_request.request_id
+                case SubmitTo(worker, sub_request):
+                    name = sub_request.request_id.partition(".")[0]
+                    self.placed[name] = sub_request.request_id
+                    self.workers.setdefault(name, set()).add(worker)
                 case AbortAt(_, engine_id):
                     self.placed.pop(engine_id.partition(".")[0], None)
 
@@ -152,7 +179,7 @@ def test_c57_callers_that_want_everything_get_equal_shares_and_leave_room_for_th
 
 
 @pytest.mark.parametrize(("room", "most"), [({"slots": 32}, 28), ({"blocks": 320}, 150)])
-def test_c57_slots_and_blocks_of_a_decode_worker_are_shared(room: dict[str, int], most: int) -> None:
+def test_c57_slots_and_blocks_of_a_decode_worker_are_shared(room: dict[str, Any], most: int) -> None:
     """Each request takes a block, and another one is kept for it to grow."""
     under_test = UnderTest(places=500, **room)
     under_test.ask("b")

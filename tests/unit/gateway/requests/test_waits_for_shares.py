@@ -1,12 +1,19 @@
 """Requests that wait for their caller's share: neither the placement timeout nor a new worker concerns them."""
 
+import pytest
+
+from baton.errors import RequestError, WorkerUnavailable
 from gateway.requests.queue import LOOK_AHEAD
-from tests.unit.gateway.requests.test_queue import QueueUnderTest, Request
+from gateway.requests.shares import HeldBack
+from gateway.routing.placement import NoDecodeWorker
+from tests.unit.gateway.requests.test_queue import OVER_SHARE, QueueUnderTest, Request
+from tests.unit.gateway.requests.test_shares import UnderTest
+from tests.unit.gateway.routing.test_router import POLICIES
 
 
 def test_a_sweep_that_ends_early_takes_no_callers_patience_away() -> None:
     queue = QueueUnderTest()
-    queue.join(Request("x", caller="x", is_over_share=True), 0.0, patience_s=30.0)
+    queue.join(Request("x", caller="x", refusal=OVER_SHARE), 0.0, patience_s=30.0)
     for number in range(LOOK_AHEAD):
         queue.join(Request(str(number), priority=-1), 1.0, patience_s=100.0)
     queue.make_room(0, 2.0)
@@ -17,11 +24,80 @@ def test_a_sweep_that_ends_early_takes_no_callers_patience_away() -> None:
         assert queue.waiting.out_of_patience(now) == []
 
 
-def test_only_those_that_wait_for_a_worker_are_reported_as_such() -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        OVER_SHARE,
+        HeldBack("every place is taken"),
+        WorkerUnavailable("no prefill worker is available, but the request requires one"),
+        WorkerUnavailable("suspects run one at a time"),
+    ],
+)
+def test_only_those_that_wait_for_decode_room_are_reported_as_such(refusal: RequestError) -> None:
     queue = QueueUnderTest()
-    queue.join(Request("held back", caller="x", is_over_share=True), 1.0)
+    for _ in range(LOOK_AHEAD + 2):
+        queue.join(Request("held back", caller="x", refusal=refusal), 1.0)
     assert queue.waiting.oldest_since(for_worker=False) == 1.0
-    assert queue.waiting.oldest_since(for_worker=True) is None
-    queue.join(Request("without room"), 5.0)
+    assert queue.waiting.oldest_since(for_worker=True) is None, "nor do those count that no sweep came to"
+    queue.join(Request("without room", priority=-1), 5.0)
+    queue.join(Request("without room", priority=-1), 6.0)
     assert queue.waiting.oldest_since(for_worker=False) == 1.0
     assert queue.waiting.oldest_since(for_worker=True) == 5.0
+
+
+def test_requests_without_any_decode_worker_wait_for_one_and_a_full_queue_tells_clients_of_it() -> None:
+    queue = QueueUnderTest(max_queued=1)
+    none = NoDecodeWorker("no decode worker is available")
+    queue.join(Request("waits", refusal=none), 1.0)
+    assert queue.waiting.oldest_since(for_worker=True) == 1.0
+    with pytest.raises(WorkerUnavailable, match="no decode worker") as refused:
+        queue.join(Request("too many", refusal=none), 2.0)
+    assert type(refused.value) is WorkerUnavailable, "the name that clients and metrics know"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("key", [None, "a key"])
+def test_c57_a_caller_that_holds_its_share_at_one_decode_worker_gets_another(
+    policy: str, key: str | None
+) -> None:
+    """Each has 8 slots, of which 7 are a share."""
+    under_test = UnderTest(slots=8, decodes="de", policy=policy)
+    under_test.ask("b")
+    under_test.end("b0")
+    under_test.ask("a", 20, affinity_key=key)
+    assert (under_test.held("a", "d"), under_test.held("a", "e")) == (7, 7)
+    assert under_test.dispatcher.num_queued == 6
+    under_test.ask("b")
+    assert under_test.held("b") == 1
+    under_test.wait(40.0)
+    assert under_test.dispatcher.num_queued == 6, "the others wait for their caller's share"
+    under_test.end("b21", "a1", "a2")
+    assert under_test.held("a") == 14
+
+
+def test_c57_a_large_request_at_one_decode_worker_keeps_no_small_ones_from_another() -> None:
+    under_test = UnderTest(blocks=2_000, decodes="de")
+    under_test.ask("b")
+    under_test.end("b0")
+    under_test.ask("a", prompt=1_900 * 16 - 1)
+    (full,) = under_test.workers["a1"] - {"p"}
+    under_test.answer("a1")
+    under_test.ask("a", 20)
+    assert under_test.held("a") == 21
+    assert under_test.held("a", full) == 1
+
+
+@pytest.mark.parametrize("places", [4, 5])
+def test_requests_wait_for_their_callers_share_without_a_limit_also_while_every_place_is_taken(
+    places: int,
+) -> None:
+    under_test = UnderTest(places=places)
+    for caller in "abcd":
+        under_test.ask(caller)
+    under_test.ask("a")
+    under_test.wait(40.0)
+    assert under_test.dispatcher.num_queued == 1
+    under_test.ask("e")
+    assert under_test.held("e") == places - 4
+    under_test.wait(40.0)
+    assert under_test.dispatcher.num_queued == 1, "a newcomer without a place is refused, a waits"

@@ -1,11 +1,12 @@
 """Credits: nothing is prefilled that no decode worker can take, and no worker is left out for ever."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from baton.block_hash import block_hashes
-from baton.errors import WorkerUnavailable
+from baton.errors import RequestError, WorkerUnavailable
 from baton.kv_groups import KVGroups
 from baton.messages.request_plane import KVEvents
 from baton.worker import RequestCounts, WorkerStatus
@@ -15,6 +16,7 @@ from tests.unit.gateway.routing.test_router import (
     DISAGGREGATED,
     KEY,
     POLICIES,
+    D,
     P,
     ask,
     end,
@@ -177,3 +179,59 @@ def test_a_request_that_fits_no_worker_does_not_wait_for_room() -> None:
     with pytest.raises(NoRoom):
         router.route(ask(100))
     assert router.route(ask(160)).decode == "d0"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", [DISAGGREGATED, "auto"])
+def test_a_prefill_worker_that_is_too_small_is_skipped_while_another_can_serve(
+    policy: str, mode: str
+) -> None:
+    """With the token that its worker samples, the prompt needs 7 blocks."""
+    small, busy = status("p0", total=6, free=6), [status(name, 3) for name in ("d0", "d1")]
+    router = router_of(policy, mode, small, P[1], *busy)
+    assert {router.route(ask(100)).prefill for _ in range(4)} == {"p1"}
+    assert {router.route(ask(95, mode=Mode.DISAGGREGATED)).prefill for _ in range(4)} == {"p0", "p1"}
+
+
+@pytest.mark.parametrize("mode", [DISAGGREGATED, "auto"])
+def test_a_prompt_that_fits_no_prefill_worker_is_computed_by_the_decode_worker(mode: str) -> None:
+    router = router_of("kv_aware", mode, status("p0", total=6, free=6), *D)
+    placement = router.route(ask(100))
+    assert (placement.mode, placement.is_fallback) == (Mode.LOCAL, True)
+    assert placement.reason == "no prefill worker"
+
+
+def test_a_prefill_worker_refuses_a_prompt_that_fits_none_if_the_request_requires_one() -> None:
+    """Waiting would not help, and the worker says what its limit is."""
+    small = status("p0", total=6, free=6)
+    assert router_of("kv_aware", "auto", small, *D).route(ask(100, mode=Mode.DISAGGREGATED)).prefill == "p0"
+    required = router_of("kv_aware", "auto", small, *D, require_disaggregated=True)
+    assert required.route(ask(100)).prefill == "p0"
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+def test_a_worker_that_is_too_small_does_not_stand_in_for_one_that_refused_the_request(role: str) -> None:
+    """It would refuse the request for good, although the other may have room soon."""
+    others = [one for one in (*P, *D) if not one.ref.name.startswith(role)]
+    router = router_of(
+        "kv_aware", DISAGGREGATED, status(f"{role}0", total=6, free=6), status(f"{role}1"), *others
+    )
+    with pytest.raises(WorkerUnavailable):
+        router.route(ask(100, mode=Mode.DISAGGREGATED, excluded={f"{role}1"}))
+
+
+def refuses(*names: str) -> Callable[[str], RequestError | None]:
+    return lambda decode: NoRoom(f"not at {decode}") if decode in names else None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_query_may_refuse_decode_workers_with_room(policy: str) -> None:
+    router = router_of(policy, DISAGGREGATED, *P, *D)
+    pairs = [router.route(ask(refusal_at=refuses("d0"))).pair for _ in range(4)]
+    assert pairs == [("p0", "d1"), ("p1", "d1")] * 2, "each is one turn"
+    with pytest.raises(NoRoom, match="not at d"):
+        router.route(ask(refusal_at=refuses("d0", "d1")))
+    router = router_of(policy, DISAGGREGATED, *P)
+    hear_with_one_of_ours(router, status("d0", 1, free=20), status("d1", 1, free=5))
+    with pytest.raises(NoRoom, match="not at d0"):
+        router.route(ask(100, refusal_at=refuses("d0")))

@@ -8,7 +8,7 @@ from baton.config import GatewayConfig
 from baton.errors import ConfigError, WorkerUnavailable
 from baton.kv import WorkerRef
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
-from gateway.routing.placement import Mode, Placement, RouteQuery
+from gateway.routing.placement import Mode, NoRoom, Placement, RouteQuery
 from gateway.routing.policies import NUM_JOINT
 from gateway.routing.router import Router
 
@@ -88,6 +88,23 @@ def test_an_affinity_key_decides_between_equals(policy: str) -> None:
     assert {key for key in keys if after[key] != before[key]} == {
         key for key, (_, decode) in before.items() if decode == "d3"
     }
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_placements_of_requests_without_a_key_take_turns(policy: str) -> None:
+    """Regular traffic between them would otherwise leave them half of the workers."""
+    router = router_of(policy, DISAGGREGATED, *P, *D)
+    chosen = []
+    for _ in range(4):
+        router.route(ask(affinity_key="a"))
+        with pytest.raises(WorkerUnavailable):
+            router.route(ask(excluded={"d0", "d1"}))
+        with pytest.raises(WorkerUnavailable):
+            router.route(ask(mode=Mode.DISAGGREGATED, excluded={"p0", "p1"}))
+        with pytest.raises(NoRoom):
+            router.route(ask(refusal_at=lambda _: NoRoom("not here")))
+        chosen.append(router.route(ask()).pair)
+    assert chosen == [("p0", "d0"), ("p1", "d1")] * 2
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "kv_aware"])
