@@ -10,19 +10,33 @@ LEAST_LIKELIHOOD = 0.3
 PROBE_COST = 0.01
 """If a request's drafts are rarely right, this share of a token's time is still spent on drafts. So the
 request gets drafts again if its text becomes easier to guess."""
+MAX_STEPS_WITHOUT = 8
+"""After more steps in a row without a draft, none is expected. Waiting for so many outputs costs about as much as
+losing the next draft, for which the following step was planned too early: one step (decision 0022)."""
 
 
 class Acceptance:
     """Estimates from a request's verified drafts how likely its next draft is right."""
 
-    __slots__ = ("_likelihood", "_num_skipped", "is_probing")
+    __slots__ = ("_likelihood", "_num_skipped", "_num_without", "is_probing")
 
     def __init__(self) -> None:
         self._likelihood = FIRST_LIKELIHOOD
         self._num_skipped = 0
         """Steps since a draft was verified."""
+        self._num_without = 0
+        """Steps in a row for which nothing was guessed."""
         self.is_probing = False
         """Whether the next draft is a probe: a draft that is unlikely to be right."""
+
+    @property
+    def expects_drafts(self) -> bool:
+        """Whether a step may soon bring drafts that are likely to be right."""
+        return not self.is_probing and self._num_without <= MAX_STEPS_WITHOUT
+
+    def guessed(self, num_drafts: int) -> None:
+        """Counts a step after which this many tokens were guessed, perhaps none."""
+        self._num_without = 0 if num_drafts else self._num_without + 1
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Counts the accepted drafts and the first wrong draft; the drafts after a wrong one are ignored."""

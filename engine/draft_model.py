@@ -29,8 +29,8 @@ from engine.request_table import NONE, IntArray
 from engine.sampler import Sampler
 
 CATCH_UP = 64
-"""How many tokens a step computes for requests that lack more tokens than this in the small model's own pool.
-On a CPU these tokens take as long as one or two decode steps."""
+"""How many tokens a step computes, in all or one block, for requests that lack more tokens in the small model's
+own pool than a step with right drafts brings. On a CPU these tokens take as long as one or two decode steps."""
 
 MOST_CAUGHT_UP = 8
 """A request is caught up only if it lacks at most this many tokens for each token that it may still get.
@@ -63,6 +63,8 @@ class DraftModel:
         self._spare_blocks = spare_blocks
         self._num_spare_blocks = -(-num_drafts // block_size)
         """Spare blocks of each request."""
+        self._most_new_tokens = 1 + num_drafts
+        """A step brings a request at most this many tokens, unless its grammar forces more."""
         self._shares_kv = shares_kv
         self.cost = cost
 
@@ -93,16 +95,18 @@ class DraftModel:
     def _catch_up(self, sequences: "list[_Sequence]") -> "list[_Sequence]":
         """Returns the sequences of which this step computes tokens in the small model's own pool.
 
-        A request that lacks many tokens in this pool catches up in several steps, and then gets drafts. Each
-        of these steps ends at the end of a block: slots after the computed tokens are cleared, and other
-        requests may share full blocks.
+        A request that lacks only the tokens of the last step gets drafts. The others share the step's CATCH_UP
+        tokens; those that lack the fewest come first. A request for which too few are left catches up in
+        several steps, and then gets drafts. Each of these steps ends at the end of a block: slots after the
+        computed tokens are cleared, and other requests may share full blocks.
         """
         left, under_way = max(CATCH_UP, self._block_size), []
-        for sequence in sequences:
-            if sequence.num_tokens > CATCH_UP:
-                pays = sequence.num_tokens <= MOST_CAUGHT_UP * sequence.wanted.request.num_tokens_left
-                end = sequence.start + (left if pays else 0)
-                sequence.cut(end // self._block_size * self._block_size)
+        for sequence in sorted(sequences, key=lambda each: each.num_tokens):
+            if sequence.num_tokens > self._most_new_tokens:
+                if sequence.num_tokens > MOST_CAUGHT_UP * sequence.wanted.request.num_tokens_left:
+                    sequence.cut(sequence.start)
+                elif sequence.num_tokens > left:
+                    sequence.cut((sequence.start + left) // self._block_size * self._block_size)
                 left -= sequence.num_tokens
             if sequence.num_tokens:
                 under_way.append(sequence)

@@ -264,7 +264,7 @@ class LaunchedStep:
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The drafts of these requests, except of the requests with forced tokens.
 
-        The drafts of a request are empty if there are none now, but the next ones are likely to be right.
+        The drafts of a request are empty if there are none now, but are expected after the next step.
         """
         requests = [
             request
@@ -276,7 +276,8 @@ class LaunchedStep:
         requests = [each for each in requests if each.request_id not in forced and each.row is not None]
         for request, drafts in drafter.draft(requests, self._batch, has_first_token=has_first_token):
             useful = tuple(_useful(drafts, request))
-            if useful or not request.acceptance.is_probing:
+            request.acceptance.guessed(len(useful))
+            if useful or request.acceptance.expects_drafts:
                 yield request.request_id, useful
 
 

@@ -216,7 +216,7 @@ class Admission:
             return self._admit(request, step, fit)
         if not self._remote.start_load(request, hits, num_remote, self._num_reserved_blocks()):
             return AdmissionOutcome.NO_ROOM
-        request.num_cached_tokens = self._count_hits(request, hits)
+        self._count_hits(request, hits)
         return AdmissionOutcome.DONE
 
     def _num_reserved_blocks(self) -> int:
@@ -248,9 +248,7 @@ class Admission:
         num_in_all = num_computed_tokens + num_tokens
         if not self._kv.open_table(request, num_in_all, hits, num_ready=num_computed_tokens):
             return AdmissionOutcome.NO_ROOM
-        num_cached_tokens = self._count_hits(request, hits)
-        if not request.num_preemptions:
-            request.num_cached_tokens = num_cached_tokens
+        self._count_hits(request, hits)
         self._swap_in(request, len(hits), step)
         request.num_computed_tokens = num_computed_tokens
         self._running.begin(request)
@@ -279,13 +277,15 @@ class Admission:
             step.swap_in += copies
             self._counters["swapped_in_blocks"] += len(copies)
 
-    def _count_hits(self, request: Request, hits: list[Block]) -> int:
-        """Counts the hits of an admitted request. Returns how many tokens of its prompt were hit.
+    def _count_hits(self, request: Request, hits: list[Block]) -> None:
+        """Counts the hits of a request at its first admission, as V1 does.
 
-        Called once per admission, even if the request was examined several times.
+        Later, it may hit blocks that were computed or received for itself.
         """
-        num_hit_tokens = self._kv.num_tokens_in(hits)
+        if request.was_admitted:
+            return
+        request.was_admitted, num_hit_tokens = True, self._kv.num_tokens_in(hits)
+        request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
         if self._kv.may_hit(request):
             self._counters["prefix_cache_queries"] += request.num_tokens
             self._counters["prefix_cache_hits"] += num_hit_tokens
-        return min(num_hit_tokens, request.num_prompt_tokens)

@@ -39,10 +39,10 @@ class Unified:
             self._admission.admit_waiting(step, self._fit)
 
     def _fit(self, request: Request, num_computed_tokens: int, step: StepPlan) -> int:
-        num_tokens = self._running.num_wanted_tokens(request, num_computed_tokens)
-        if num_tokens <= step.token_budget:
-            return num_tokens
-        return self._running.num_tokens_of_part(request, step) if self._enable_chunked_prefill else 0
+        num_wanted = self._running.num_wanted_tokens(request, num_computed_tokens)
+        if num_wanted > step.token_budget and not self._enable_chunked_prefill:
+            return 0
+        return self._running.num_fitting_tokens(request, num_wanted, num_computed_tokens, step)
 
 
 class PromptsFirst:

@@ -86,7 +86,7 @@ class RemotePrompts:
         blocks_to_fill = self._kv.block_ids(request)[len(hits) : num_blocks]
         self._connector.update_state_after_alloc(request, blocks_to_fill, num_remote_tokens)
         request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
-        request.may_load = False
+        request.may_load, request.rests_on_hits = False, bool(hits)
         self._loads[request.request_id] = Load(request, len(hits), num_hit_tokens)
         self._counters["kv_prompt_loads_started"] += 1
         return True
@@ -151,7 +151,7 @@ class RemotePrompts:
     def resting_on_hits(self) -> list[str]:
         """Requests whose prompt is arriving or has arrived, and whose first blocks are prefix-cache hits."""
         requests = [*(load.request for load in self._loads.values()), *self._received]
-        return [request.request_id for request in requests if request.num_cached_tokens]
+        return [request.request_id for request in requests if request.rests_on_hits]
 
     def end_holds(self, request_ids: Iterable[str]) -> None:
         """Frees the blocks kept for these requests, since no transfer uses them any more."""

@@ -105,12 +105,14 @@ class Request:
         "prompt_token_ids",
         "queue_key",
         "request_id",
+        "rests_on_hits",
         "sampling_params",
         "skip_reading_prefix_cache",
         "spec_token_ids",
         "status",
         "stop_token_ids",
         "swapped_block_ids",
+        "was_admitted",
     )
 
     def __init__(
@@ -165,8 +167,12 @@ class Request:
         self.is_unforeseeable = False
         """Its next sampling step may return several tokens, or drafts for the step after it; see
         Speculation."""
+        self.was_admitted = False
+        """It got blocks at least once, to compute or to load its prompt."""
         self.num_cached_tokens = 0
         """Prompt tokens found in this worker's prefix cache at first admission."""
+        self.rests_on_hits = False
+        """The latest load of its prompt began behind prefix-cache hits; written by RemotePrompts."""
         self.num_preemptions = 0
         self.num_futile_preemptions = 0
         """Preemptions in a row, without a token sampled in between."""

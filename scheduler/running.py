@@ -43,15 +43,15 @@ class Running:
         """
         victims: Iterator[Request] | None = None
         requests, scheduled = self._not_in(step), step.num_scheduled_tokens
-        extend_table, max_num_seqs = self._kv.extend_table, self._max_num_seqs
+        extend_table, max_num_seqs, threshold = self._kv.extend_table, self._max_num_seqs, self._threshold
         for request in requests:
             if step.token_budget == 0 or len(scheduled) == max_num_seqs:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted in this step
             num_tokens = self.num_wanted_tokens(request, request.num_computed_tokens)
-            if num_tokens > step.token_budget:
-                num_tokens = self.num_tokens_of_part(request, step)
+            if num_tokens > step.token_budget or num_tokens == threshold:
+                num_tokens = self.num_fitting_tokens(request, num_tokens, request.num_computed_tokens, step)
             if num_tokens == 0:
                 continue
             new_blocks = extend_table(request, request.num_computed_tokens + num_tokens)
@@ -109,16 +109,20 @@ class Running:
         """Removes finished and preempted requests; the others keep their order."""
         self.requests = [request for request in self.requests if request.status is RequestStatus.RUNNING]
 
-    def num_tokens_of_part(self, request: Request, step: StepPlan) -> int:
-        """How many tokens the step computes of a request that does not fit into it as a whole.
+    def num_fitting_tokens(
+        self, request: Request, num_wanted: int, num_computed_tokens: int, step: StepPlan
+    ) -> int:
+        """How many of the request's wanted tokens the step computes; it may be part of a prompt, or nothing.
 
         Part of a producer's prompt does not share a step with a producer's prompt that ends in this step: the
         second would have to wait for the part. With `joins_parts`, a step with the part takes no longer, so
         both may share it.
         """
-        if self._joins_parts or not request.is_producer:
-            return step.token_budget
-        return 0 if any(_is_prompt_that_ends(other, step) for other in step.requests) else step.token_budget
+        num_tokens = min(num_wanted, step.token_budget)
+        is_whole = num_computed_tokens + num_tokens >= request.num_tokens
+        if self._joins_parts or not request.is_producer or is_whole:
+            return num_tokens
+        return 0 if any(_is_prompt_that_ends(other, step) for other in step.requests) else num_tokens
 
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """The request's uncomputed tokens and its drafts, limited to one step's share.

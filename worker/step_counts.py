@@ -28,27 +28,39 @@ class StepCounts:
 
 
 class PromptTokens:
-    """Distinguishes parts of prompts from other multi-token work: drafts, and runs of forced tokens."""
+    """Distinguishes prompts from other work: decodes, drafts, and runs of forced tokens.
+
+    The tokens with which a request arrives count as its prompt, and so do all tokens of one that is resumed.
+    """
 
     def __init__(self) -> None:
-        self._forced: dict[str, int] = {}
-        """By request: uncomputed tokens of a forced run, including the sampled token before them."""
+        self._lacking: dict[str, int] = {}
+        """By request: tokens of its prompt that no step has computed."""
 
     def count(self, plan: SchedulerOutput) -> int:
         """The number of prompt tokens in the step. Call it for every step, in order."""
-        counts, drafts, forced = plan.num_scheduled_tokens, plan.scheduled_spec_decode_tokens, self._forced
-        forced |= {name: 1 + len(token_ids) for name, token_ids in plan.forced_token_ids.items()}
-        for name in plan.preempted_req_ids | plan.finished_req_ids if forced else ():
-            forced.pop(name, None)  # if resumed, it computes all again, like a prompt
-        is_decoding = plan.total_num_scheduled_tokens - sum(map(len, drafts.values())) == len(counts)
-        if is_decoding and not forced:
-            return 0
-        num_prompt_tokens = 0
-        for name, num_tokens in counts.items():
-            if name in forced:
-                forced[name] -= num_tokens
-                if forced[name] <= 0:
-                    del forced[name]
-            elif num_tokens > 1 and name not in drafts:
-                num_prompt_tokens += num_tokens
-        return num_prompt_tokens
+        if self._lacking:
+            for name in plan.preempted_req_ids | plan.finished_req_ids:
+                self._lacking.pop(name, None)
+        if plan.scheduled_new_reqs or plan.scheduled_cached_reqs.resumed_num_tokens:
+            self._begin(plan)
+        return sum(self._take(name, plan) for name in tuple(self._lacking))
+
+    def _begin(self, plan: SchedulerOutput) -> None:
+        for new in plan.scheduled_new_reqs:
+            if not new.is_loaded:
+                num_known = len(new.prompt_token_ids) + len(new.output_token_ids)
+                self._lacking[new.request_id] = num_known - new.num_computed_tokens
+        cached = plan.scheduled_cached_reqs
+        num_computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        for name, num_known in cached.resumed_num_tokens.items():
+            if (num_lacking := num_known - num_computed[name]) > 1:  # else it goes on with its last token
+                self._lacking[name] = num_lacking
+
+    def _take(self, name: str, plan: SchedulerOutput) -> int:
+        """The request's prompt tokens in this step."""
+        num_tokens = plan.num_scheduled_tokens.get(name, 0)
+        self._lacking[name] -= num_tokens
+        if self._lacking[name] <= 0:
+            del self._lacking[name]
+        return num_tokens

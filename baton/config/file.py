@@ -62,6 +62,7 @@ class BatonConfig(Section):
             )
         self._check_expert_parallel()
         self._check_draft_model()
+        self._check_room_for_drafts()
         if self.autoscaling.mode != "off":
             self._check_bounds()
         return self
@@ -89,6 +90,22 @@ class BatonConfig(Section):
             raise ValueError(
                 f"speculation.draft_layers ({speculation.draft_layers}) needs workers of one rank, and there are "
                 f"workers of {num_ranks}; use speculation.draft_model, which rank 0 computes alone"
+            )
+
+    def _check_room_for_drafts(self) -> None:
+        """A request with one draft computes two tokens, and requests with drafts use at most half of a step."""
+        if self.speculation.method == "off":
+            return
+        scheduler, method = self.scheduler, self.speculation.method
+        if scheduler.max_num_batched_tokens < 4:
+            raise ValueError(
+                f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) leaves no room for drafts, "
+                f"which speculation.method '{method}' guesses; set it to 4 or more, or the method to 'off'"
+            )
+        if scheduler.long_prefill_token_threshold == 1:
+            raise ValueError(
+                "scheduler.long_prefill_token_threshold (1) leaves no room for drafts, which speculation.method "
+                f"'{method}' guesses; set it to 0, to 2 or more, or the method to 'off'"
             )
 
     def _check_bounds(self) -> None:

@@ -23,6 +23,7 @@ class SchedulerConfig(Section):
     long_prefill_token_threshold: int = Field(0, ge=0)
     """Most tokens of one request in one step; 0 means no limit."""
     enable_chunked_prefill: bool = True
+    """Split a prompt that does not fit a step. If false, only `long_prefill_token_threshold` splits it, as in V1."""
     enable_prefix_caching: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     """`priority`: lower values first, ties by arrival; the running request with the worst priority is preempted

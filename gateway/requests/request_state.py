@@ -69,6 +69,8 @@ class RequestState:
         self._last: tuple[RequestOutput, int] | None = None
         """The output with the finish, and how many tokens the complete answer has."""
         self._num_cached_tokens = 0
+        self._with_drafts: dict[int, RequestOutput] = {}
+        """Outputs of steps with drafts, by first position; each until the client has its tokens."""
         self._num_draft_tokens = 0
         self._num_accepted_draft_tokens = 0
 
@@ -135,6 +137,7 @@ class RequestState:
         self.placement = placement
         self.times.begin_attempt(attempt.number, placement, now)
         self._early.clear()
+        self._with_drafts.clear()
         self._last = None
         if not self._delivered:
             self._num_cached_tokens = 0
@@ -190,9 +193,8 @@ class RequestState:
             return None if verdict is Verdict.IGNORE else verdict
         if self._contradicts(output):
             return attempt.contradiction(worker)
-        if output.num_draft_tokens and output.first_position >= len(self._delivered):  # no repeated token
-            self._num_draft_tokens += output.num_draft_tokens
-            self._num_accepted_draft_tokens += output.num_accepted_draft_tokens
+        if output.num_draft_tokens:
+            self._with_drafts.setdefault(output.first_position, output)
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._last = (output, output.first_position + len(output.token_ids))
             self._note_fallback(attempt, worker, output)
@@ -242,9 +244,11 @@ class RequestState:
     def _deliver(
         self, worker: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float
     ) -> Delta | None:
-        text_stream = self.request.text
+        text_stream, num_before = self.request.text, len(self._delivered)
         num_counted, text = text_stream.push(token_ids)
         self._delivered.extend(token_ids[:num_counted])
+        if self._with_drafts:
+            self._count_drafts(num_before)
         self.times.note_tokens(worker, num_counted, now)
         if text_stream.matched_stop is not None:
             self.finish = self._make_finish(FinishReason.STOP, None, now)
@@ -256,6 +260,20 @@ class RequestState:
         elif not token_ids:
             return None
         return Delta(token_ids[:num_counted], text, logprobs[:num_counted], self.finish)
+
+    def _count_drafts(self, num_before: int) -> None:
+        """Counts the drafts of the outputs with new tokens; `num_before` tokens were delivered before.
+
+        An output begins with its accepted drafts. Those that the client does not get, or already has, do not
+        count.
+        """
+        num_delivered = len(self._delivered)
+        for first in [first for first in self._with_drafts if first < num_delivered]:
+            output = self._with_drafts.pop(first)
+            if first + len(output.token_ids) > num_before:
+                end = min(first + output.num_accepted_draft_tokens, num_delivered)
+                self._num_draft_tokens += output.num_draft_tokens
+                self._num_accepted_draft_tokens += max(0, end - max(first, num_before))
 
     def _make_finish(self, reason: FinishReason, stop_token_id: int | None, now: float) -> Finish:
         assert self.placement is not None

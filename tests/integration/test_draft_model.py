@@ -56,7 +56,7 @@ def with_model(pair: tuple[Path, Path]) -> Speculation:
 def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guessing and verifying cost next to nothing, so that there are drafts in every step."""
     monkeypatch.setattr("engine.draft_parts.EQUAL_ROWS", {"cpu": 1e6})
-    monkeypatch.setattr("engine.draft_parts._cost", lambda *_: 0.01)
+    monkeypatch.setattr("engine.draft_parts.cost_of", lambda *_: 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,8 @@ def test_c62_a_request_goes_on_with_right_drafts_elsewhere_and_after_a_hit(
 def test_other_layers_in_their_own_pool_guess_as_the_models_first_layers_do(
     engines: EnginesOf, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.draft_model.CATCH_UP", 1000)
+    for limit in ("CATCH_UP", "MOST_CAUGHT_UP"):
+        monkeypatch.setattr(f"engine.draft_model.{limit}", 100_000)
     # A grammar takes as long as it takes to compile, and which requests share a step decides how many drafts each gets.
     requests = [each for each in make_requests() if each.sampling_params.structured_output is None]
     counts = []

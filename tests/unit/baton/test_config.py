@@ -87,6 +87,17 @@ from baton.worker import WorkerRole
             r"speculation: prompt_lookup_min \(5\) must not be above prompt_lookup_max \(4\)",
         ),
         (
+            {
+                "speculation": {"method": "ngram"},
+                "scheduler": {"max_num_batched_tokens": 3, "max_num_seqs": 1},
+            },
+            r"scheduler.max_num_batched_tokens \(3\) leaves no room for drafts, which speculation.method 'ngram'",
+        ),
+        (
+            {"speculation": {"method": "ngram"}, "scheduler": {"long_prefill_token_threshold": 1}},
+            r"scheduler.long_prefill_token_threshold \(1\) leaves no room for drafts",
+        ),
+        (
             {"speculation": {"forced_tokens": True}, "engine": {"device": "cuda"}},
             r"speculation.forced_tokens \(true\) needs engine.device 'cpu', got 'cuda'",
         ),
@@ -308,6 +319,16 @@ def test_bounds_that_are_not_given_are_where_the_fleet_starts() -> None:
     config = BatonConfig.from_mapping(values)
     assert config.worker_bounds(WorkerRole.PREFILL) == (1, 1)
     assert config.worker_bounds(WorkerRole.DECODE) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("grow_after_s", "interval_s", "window_s"), [(15.0, 5.0, 15.0), (0.0, 5.0, 5.0), (0.5, 0.1, 2.0)]
+)
+def test_latencies_cover_the_time_between_two_reports_and_some_seconds(
+    grow_after_s: float, interval_s: float, window_s: float
+) -> None:
+    scaling = {"mode": "on", "max_decode": 4, "grow_after_s": grow_after_s, "interval_s": interval_s}
+    assert BatonConfig.from_mapping({"autoscaling": scaling}).autoscaling.latency_window_s == window_s
 
 
 @pytest.mark.parametrize("mode", ["off", "dry_run", "on"])

@@ -255,6 +255,26 @@ def test_a_request_that_lacks_much_does_not_delay_the_drafts_of_others(model: Lo
     assert with_drafts[-1] == set(names)
 
 
+def test_requests_that_catch_up_share_the_tokens_of_a_step(model: LoadedModel) -> None:
+    """As when several chats are handed over at once. Those that lack the fewest tokens come first."""
+    driver = DraftingDriver(model, drafter_of(model, model.architecture.num_layers, shares_kv=False))
+    lengths = {"long": 60, "c0": 40, "c1": 40, "c2": 30}
+    for name, length in lengths.items():
+        driver.add(name, [(5 * i + length) % 300 for i in range(length)])
+    driver.draft(*lengths)
+    with_drafts, num_caught_up, before = [], [], 0
+    for _ in range(3):
+        driver.draft(*lengths)
+        with_drafts.append(set(driver.drafts))
+        now = sum(driver.runner._requests[name].num_drafting_tokens for name in lengths)
+        num_caught_up.append(now - before)
+        before = now
+    most_new = sum(1 + NUM_DRAFTS for _ in lengths)
+    assert max(num_caught_up) <= CATCH_UP + most_new
+    assert with_drafts == [{"c2"}, {"c2", "c0", "c1"}, set(lengths)]
+    assert driver.num_accepted == driver.num_verified > 0
+
+
 def test_no_draft_reaches_beyond_the_last_token(model: LoadedModel) -> None:
     driver = DraftingDriver(model, drafter_of(model, model.architecture.num_layers, shares_kv=True))
     driver.add("r", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4))

@@ -119,6 +119,12 @@ def test_a_request_whose_drafts_are_always_right_leaves_probing_where_drafts_cos
     assert all(numbers[-10:])
 
 
+def test_a_step_of_four_tokens_is_the_smallest_with_a_draft() -> None:
+    """So the configuration refuses smaller ones."""
+    counts = [drafts_of(Drafter(NGramProposer(2, 4), 4, most, num_equal_rows=1e6), 1) for most in (3, 4)]
+    assert counts == [[], [1]]
+
+
 @pytest.mark.parametrize(
     ("num_requests", "num_drafts"), [(1, 4), (5, 4), (8, 3), (16, 1), (17, 0), (32, 0), (40, 0)]
 )

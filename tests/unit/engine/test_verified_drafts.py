@@ -1,5 +1,6 @@
 """Drafts are verified by sampling: a step with drafts samples what steps without them would, one after another."""
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from baton.config import ModelConfig
 from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, ModelRunnerOutput, SchedulerOutput
+from engine.acceptance import MAX_STEPS_WITHOUT
 from engine.batch import RequestBatch, RunnerRequest, SampledRequest, StepBatch
 from engine.drafts import Drafter, NGramProposer
 from engine.kv_cache import HostBlocks, KVPool
@@ -238,6 +240,29 @@ def test_c11_a_request_for_which_drafts_do_not_pay_may_be_planned_ahead(model: L
     for drafter in (None, Drafter(NGramProposer(2, 4), 4, max_num_batched_tokens=2, num_equal_rows=12.0)):
         output = sampled_after_drafts(model, (), rows(6), drafter)
         assert (output.draft_token_ids, output.unforeseeable) == ({}, set()), "there is no room for drafts"
+
+
+def test_c11_a_request_without_drafts_for_some_steps_may_be_planned_ahead_until_one_is_found(
+    model: LoadedModel,
+) -> None:
+    sampler, pool = ScriptedSampler(), KVPool(4, model.kv_block_shape(64), CPU)
+    drafter = Drafter(NGramProposer(2, 4), 4, max_num_batched_tokens=64, num_equal_rows=12.0)
+    runner = ModelRunner(no_logits, sampler, HostBlocks(0, pool), 64, drafter=drafter)
+    outputs = []
+    for plan, token_id in zip(steps_of_one_token(), [*range(20, 30), 21, 22, 40, 41], strict=False):
+        sampler.rows = rows(token_id)
+        outputs.append(runner.execute(plan))
+    is_named = [bool(output.unforeseeable) for output in outputs]
+    assert is_named == [True] * MAX_STEPS_WITHOUT + [False] * 3 + [True] * 3
+    assert [bool(output.draft_token_ids) for output in outputs] == [False] * 11 + [True] + [False] * 2
+
+
+def steps_of_one_token() -> Iterator[SchedulerOutput]:
+    """Steps of the tokens that follow [5, 6, 7, 8, 5], one by one."""
+    yield first_plan(())
+    for num_computed in itertools.count(5):
+        cached = CachedRequestData(("r",), ((),), (num_computed,))
+        yield replace(first_plan(()), scheduled_new_reqs=(), scheduled_cached_reqs=cached)
 
 
 def two_steps(drafts: tuple[int, ...], num_taken: int) -> Iterator[SchedulerOutput]:

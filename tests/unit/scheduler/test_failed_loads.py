@@ -54,6 +54,20 @@ def test_c35_a_bad_block_is_recomputed_once_for_those_that_come_for_it_meanwhile
     assert num_computed == 54 + 6 + num_decoded
 
 
+def test_c35_what_a_failed_load_received_is_no_hit_and_its_request_counts_once() -> None:
+    connector = FakeConnector(holds=True)
+    scheduler, runner = make_scheduler(connector), FakeRunner(memory=connector.memory)
+    request = make_request(80, role=CONSUMER, max_tokens=3)
+    scheduler.add_request(request)
+    run_step(scheduler, runner)
+    scheduler.update_connector_output(failed(request, num_valid_blocks=3))
+    plan, (output,) = run_step(scheduler, runner)
+    assert plan.num_scheduled_tokens == {request.request_id: 32}
+    assert output.num_cached_tokens == 0
+    counters = scheduler.counters()
+    assert (counters["prefix_cache_queries"], counters["prefix_cache_hits"]) == (80, 0)
+
+
 def test_c13_loads_that_fail_together_are_computed_in_the_order_in_which_they_came() -> None:
     connector = FakeConnector(holds=True)
     scheduler = make_scheduler(connector, max_num_batched_tokens=32)

@@ -98,7 +98,6 @@ def test_c35_a_load_that_fails_computes_the_outputs_here_too() -> None:
     scheduler.update_connector_output(failed(request, num_valid_blocks=3))
     plan, _ = run_step(scheduler, runner)
     assert plan.num_scheduled_tokens == {"r": 12}, "48 of 60 tokens had arrived"
-    assert request.num_cached_tokens == 40, "of the prompt, and no more than all of it"
     assert run_to_end(scheduler, runner)["r"] == said("r", 30, first=21)
 
 

@@ -1,11 +1,13 @@
 """Loads that were put off, as the scheduler sees them: the room comes back, the request keeps its place and waits."""
 
 from baton.kv import TransferRole
+from baton.request import ErrorKind
 from baton.step import FailedKV, KVConnectorOutput
 from scheduler import Request, RequestStatus, Scheduler
 from tests.factories.scheduling import (
     FakeRunner,
     assert_at_rest,
+    flatten,
     make_config,
     make_request,
     received,
@@ -60,6 +62,19 @@ def test_c31_what_it_had_received_is_in_the_prefix_cache_when_it_loads_again() -
     plan, _ = run_step(scheduler, runner)
     (load,) = plan.kv_connector_metadata.loads
     assert load.first_index == 1
+
+
+def test_a_step_fails_while_it_loads_again_behind_what_it_had_received_and_it_is_given_back() -> None:
+    """Its first load had no hits; its second one has, and a failed step may not have computed them."""
+    scheduler, runner = make_scheduler(), FakeRunner()
+    request = start_load(scheduler)
+    scheduler.update_connector_output(postponed(request, num_valid_blocks=1))
+    scheduler.update_connector_output(can_load(request))
+    scheduler.add_request(make_request(8))
+    plan, _ = run_step(scheduler, runner)
+    assert scheduler.loading_ids == (request.request_id,)
+    ended = flatten(scheduler.retry_in_halves(plan, (), "it broke"))
+    assert (request.request_id, ErrorKind.GIVEN_BACK) in [(o.request_id, o.error_kind) for o in ended]
 
 
 def test_c31_the_one_that_can_load_is_asked_about_however_many_others_cannot() -> None:

@@ -56,6 +56,17 @@ def test_c21_a_request_with_a_cached_prompt_computes_its_last_token() -> None:
     assert plan.scheduled_new_reqs[0].num_computed_tokens == outputs[0].num_cached_tokens == 16
 
 
+def test_c21_a_request_that_is_preempted_and_resumes_counts_once() -> None:
+    scheduler, runner = make_scheduler(), FakeRunner()
+    scheduler.add_request(make_request(40, max_tokens=3))
+    run_step(scheduler, runner)
+    assert scheduler.reset_prefix_cache(force=True)
+    _, (output,) = run_step(scheduler, runner)
+    assert output.num_cached_tokens == 0
+    counters = scheduler.counters()
+    assert (counters["preemptions"], counters["prefix_cache_queries"]) == (1, 40)
+
+
 def test_c22_salts_separate_and_equal_salts_share() -> None:
     kv = make_kv()
     prompt = range(33)

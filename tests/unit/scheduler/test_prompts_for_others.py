@@ -46,6 +46,15 @@ def test_a_part_joins_a_part() -> None:
     assert driver.step().num_scheduled_tokens == {"first": 40, "second": 24}, "no prompt ends in this step"
 
 
+def test_a_part_that_the_threshold_cut_joins_no_prompt_that_ends() -> None:
+    driver = make_prefill_worker(long_prefill_token_threshold=20)
+    driver.add(prompt("long", 300), prompt("short", 10), prompt("as long as a part", 20))
+    assert driver.step().num_scheduled_tokens == {"short": 10, "as long as a part": 20}
+    assert driver.step().num_scheduled_tokens == {"long": 20}
+    driver.add(prompt("another", 10))
+    assert driver.step().num_scheduled_tokens == {"another": 10}
+
+
 def test_a_prompt_longer_than_what_is_left_of_another_waits_for_it() -> None:
     driver = make_prefill_worker()
     driver.add(prompt("first", 200))

@@ -13,7 +13,15 @@ from scheduler.load import waiting_load
 from scheduler.request import RequestStatus
 from tests.factories.driving import Driver
 from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
-from tests.factories.scheduling import FakeRunner, flatten, make_request, make_scheduler, token_at
+from tests.factories.scheduling import (
+    FakeConnector,
+    FakeRunner,
+    flatten,
+    make_request,
+    make_scheduler,
+    received,
+    token_at,
+)
 from worker.load import LoadMeter
 from worker.step_counts import PromptTokens
 
@@ -99,6 +107,41 @@ def test_c61_drafts_are_no_prompt_tokens() -> None:
     load, _ = core.load()
     assert load.prefill_tokens_per_s == pytest.approx(66.7, abs=5)
     assert load.decode_step_s == 0.5
+
+
+def test_a_part_of_one_token_is_part_of_a_prompt() -> None:
+    """The end of a prompt, one whose other tokens were in the cache, and one beside outputs in a full step."""
+    driver = Driver(make_scheduler(max_num_batched_tokens=4), FakeRunner())
+    counts = PromptTokens()
+
+    def counted(num_steps: int) -> list[tuple[int, int]]:
+        plans = [driver.step() for _ in range(num_steps)]
+        return [(counts.count(plan), plan.total_num_scheduled_tokens) for plan in plans]
+
+    driver.add(make_request(prompt=range(5_000, 5_017), max_tokens=3))
+    assert counted(7) == [(4, 4)] * 4 + [(1, 1), (0, 1), (0, 1)]
+    driver.add(make_request(prompt=range(5_000, 5_017), max_tokens=1))
+    assert counted(1) == [(1, 1)]
+    for _ in range(3):
+        driver.add(make_request(1, max_tokens=9))
+    driver.add(make_request(3, max_tokens=3))
+    assert counted(4) == [(4, 4), (1, 4), (1, 4), (0, 4)]
+    driver.run_to_end()
+
+
+def test_the_token_behind_a_received_or_swapped_in_prompt_is_no_prompt() -> None:
+    connector = FakeConnector()
+    scheduler = make_scheduler(connector, num_blocks=6, preemption="swap", num_swap_blocks=8)
+    driver, counts = Driver(scheduler, FakeRunner(memory=connector.memory)), PromptTokens()
+    old, young = (make_request(n, max_tokens=20, role=TransferRole.CONSUMER) for n in (47, 31))
+    driver.add(old, young)
+    num_prompt_tokens = [counts.count(driver.step())]
+    for request in (old, young):
+        driver.note(flatten(scheduler.update_connector_output(received(request))))
+    while driver.scheduler.has_requests():
+        num_prompt_tokens.append(counts.count(driver.step()))
+    assert scheduler.counters()["swap_preemptions"] == 1
+    assert set(num_prompt_tokens) == {0}
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])

@@ -121,6 +121,28 @@ def test_c52_another_attempt_goes_on_where_the_client_is() -> None:
     assert finish.num_cached_tokens == 3, "of the prompt, not of the answer"
 
 
+def test_accepted_drafts_behind_a_stop_string_do_not_count() -> None:
+    state, num_drafts = make_state(stop=("is",)), len(TOKENS) - 2
+    drafts = {"num_draft_tokens": num_drafts, "num_accepted_draft_tokens": num_drafts}
+    (*_, last) = collect(state, [("d0", output(0, TOKENS[0])), ("d0", output(1, *TOKENS[1:], **drafts))])
+    assert last.finish is not None
+    assert last.finish.num_draft_tokens == num_drafts
+    assert last.finish.num_accepted_draft_tokens == last.finish.num_completion_tokens - 1 < num_drafts
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+def test_drafts_that_come_out_of_order_or_partly_repeated_count_once(first: int) -> None:
+    """Tokens 1 to 5 are accepted drafts, and 6 was sampled behind them; the client has tokens before `first`."""
+    state = make_state()
+    drafts = {"num_draft_tokens": 8, "num_accepted_draft_tokens": 5}
+    early = ("d0", output(1, *TOKENS[1:7], **drafts))
+    known = [("d0", output(0, *TOKENS[:first]))]
+    end = ("d0", output(7, finish_reason=FinishReason.STOP))
+    (*_, last) = collect(state, [*([early, early] if first == 1 else []), *known, early, early, end])
+    assert last.finish is not None
+    assert (last.finish.num_draft_tokens, last.finish.num_accepted_draft_tokens) == (8, 6 - first)
+
+
 def test_drafts_of_all_attempts_count_and_repeated_outputs_do_not() -> None:
     state = make_state()
     drafts = {"num_draft_tokens": 4, "num_accepted_draft_tokens": 2}
