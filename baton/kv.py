@@ -6,7 +6,7 @@ from enum import Enum
 from baton.errors import WireError
 from baton.kv_groups import ONE_GROUP, KVGroups
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of the KV plane; precedes every message, and increases whenever a message changes."""
 
 HEADS_LAYOUT = "LKHTD"
@@ -96,6 +96,10 @@ class KVFingerprint:
     num_ranks: int
     groups: KVGroups = ONE_GROUP
     """The KV groups of the layers."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.num_ranks < 1:
+            raise WireError(f"{self.block_size} tokens in a block, {self.num_ranks} ranks")
 
     @property
     def num_planes(self) -> int:

@@ -18,7 +18,13 @@ from baton.clock import Clock
 from baton.errors import InvalidRequest
 from baton.kv import KVEvent
 from baton.request import EngineRequest, RequestOutput
-from baton.step import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from baton.step import (
+    EngineCoreOutputs,
+    FailedKV,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from baton.system.progress import Progress
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad
 from engine.connector import ConnectorWorker
@@ -221,7 +227,7 @@ class EngineCore:
 
     def _take_finished(self, outputs: ClientOutputs) -> None:
         """Processes what ended since the last step: transfers, and the compilation of grammars."""
-        kv_output = self._connector.get_finished()
+        kv_output = self._with_known_tokens(self._connector.get_finished())
         self._stages.received(kv_output.finished_recving)
         for client_id, output in self._stages.transferred(kv_output.transfers):
             outputs[client_id].append(output)
@@ -231,6 +237,19 @@ class EngineCore:
             self._end_between_steps(ended, outputs)
         if self._grammars.is_full:
             self._grammars.evict(self._scheduler.grammars_in_use())
+
+    def _with_known_tokens(self, kv_output: KVConnectorOutput) -> KVConnectorOutput:
+        """A load whose first token is not in the vocabulary has failed, and none of its blocks is kept."""
+        received, failed, vocab_size = [], list(kv_output.failed_recving), self._grammars.vocab_size
+        for load in kv_output.finished_recving:
+            if 0 <= (token_id := load.first_token.token_id) < vocab_size:
+                received.append(load)
+            else:
+                reason = f"the prefill worker sampled token {token_id}, which is not in the vocabulary"
+                failed.append(FailedKV(load.request_id, 0, reason))
+        if len(received) == len(kv_output.finished_recving):
+            return kv_output
+        return replace(kv_output, finished_recving=tuple(received), failed_recving=tuple(failed))
 
     def _submit(self, plan: SchedulerOutput) -> None:
         self._connector.send_commands(plan.kv_connector_metadata)

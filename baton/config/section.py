@@ -23,15 +23,29 @@ class Section(BaseModel):
             raise ConfigError(describe(error, source)) from None
 
 
-def describe(error: ValidationError, source: str) -> str:
-    """One line for each offending key: where it is, its value, and what is allowed."""
+_CONFIDENTIAL = {"api_keys", "response_store", "otlp_endpoint"}
+"""Keys whose values may contain an API key or a password, perhaps at the wrong place."""
+
+
+def describe(error: ValidationError, source: str, *, is_confidential: bool = False) -> str:
+    """One line for each offending key: where it is, its value, and what is allowed.
+
+    `is_confidential`: no line quotes a text or an unknown key. So it is with keys that may hold secrets.
+    """
     lines = []
     for problem in error.errors():
-        where = ": ".join(filter(None, [source, ".".join(str(part) for part in problem["loc"])]))
-        if problem["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown key")
+        place, is_unknown = problem["loc"], problem["type"] == "extra_forbidden"
+        hides = is_confidential or not _CONFIDENTIAL.isdisjoint(place)
+        if hides and is_unknown:
+            place = place[:-1]
+        where = ": ".join(filter(None, [source, ".".join(map(str, place))]))
+        if is_unknown:
+            lines.append(f"{where}: has an unknown key" if hides else f"{where}: unknown key")
         elif problem["type"] == "value_error":
             lines.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
         else:
-            lines.append(f"{where}: got {problem['input']!r}; {problem['msg']}")
+            value = problem["input"]
+            is_number = isinstance(value, int | float)
+            got = repr(value) if is_number or not hides else f"a value of type {type(value).__name__}"
+            lines.append(f"{where}: got {got}; {problem['msg']}")
     return "\n".join(lines)

@@ -23,5 +23,5 @@ def run(name: str, scopes: Sequence[str], as_json: bool) -> int:
         print(json.dumps({"key": key, "entry": entry}))
         return 0
     print(f"API key of {name} (shown only once): {key}", file=sys.stderr)
-    print(f"- name: {name}\n  sha256: {entry['sha256']}\n  scopes: [{', '.join(scopes)}]")
+    print(f"- name: {json.dumps(name)}\n  sha256: {entry['sha256']}\n  scopes: [{', '.join(scopes)}]")
     return 0

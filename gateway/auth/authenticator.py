@@ -127,4 +127,4 @@ def _read_keyring(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
             (*others, *_KeyFile.model_validate({"api_keys": [] if keys is None else keys}).api_keys)
         )
     except ValidationError as error:
-        raise ConfigError(describe(error, source)) from None
+        raise ConfigError(describe(error, source, is_confidential=True)) from None

@@ -220,7 +220,9 @@ class IncomingTransfer:
 
     @property
     def is_complete(self) -> bool:
-        return self.end is not None and len(self.verified) == len(self.targets)
+        if self.end is None or len(self.verified) != len(self.targets):
+            return False
+        return self.end.version >= max(self.verified.values(), default=0)  # else it is an earlier load's
 
     @property
     def num_valid_tokens(self) -> int:

@@ -163,6 +163,8 @@ class Ack:
 @dataclass(frozen=True, slots=True)
 class End:
     key: TransferKey
+    version: int
+    """See Pieces. An End proves nothing about pieces of a later version."""
     num_pieces: int
     first_token: FirstToken
 

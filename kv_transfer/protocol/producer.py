@@ -351,7 +351,8 @@ class Producer:
         if transfer.unacked:
             return []  # a piece may still be read; only an Ack shows that it was read in time
         transfer.is_end_sent = True
-        return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
+        end = End(transfer.key, transfer.version, transfer.num_pieces, transfer.first_token)
+        return [Send(transfer.peer, end)]
 
     def _count_end(self, transfer: OutgoingTransfer, counter: str, reason: str = "") -> None:
         """Counts an end once, without those counted as cancelled, and those that our engine never began."""

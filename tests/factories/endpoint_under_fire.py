@@ -30,7 +30,6 @@ from kv_transfer.connector.endpoint import COUNTERS, TransferCommand, make_endpo
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import (
-    MAX_HEADER_BYTES,
     TO_CONSUMER,
     TO_PRODUCER,
     Aborted,
@@ -51,7 +50,7 @@ from kv_transfer.transport.base import Arrival
 from kv_transfer.transport.choice import make_offer, make_readers
 from kv_transfer.transport.shared_memory import SharedMemory, host_id
 from tests.factories.recording_channel import RecordingChannel
-from tests.factories.wire_values import hostile_frame, integer, kinds_of, maker
+from tests.factories.wire_values import hostile_frame, integer, kinds_of, long_text, maker, odd_fingerprint
 
 FINGERPRINT = KVFingerprint(2, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
 BLOCK_NBYTES = 2 * 2 * 2 * 16 * 8 * 4
@@ -184,7 +183,7 @@ class EndpointUnderFire:
         for message in (
             Opened(key, host_id(), transport, self._peer_reach.pools.get(transport, b"")),
             Pieces(key, 0, numbers, numbers, ()),
-            End(key, num_pieces, FirstToken(7, None)),
+            End(key, 0, num_pieces, FirstToken(7, None)),
         ):
             self._channel.payload.append(np.full(num_pieces * BLOCK_NBYTES, 0xAA, np.uint8))
             self._take(True, TO_CONSUMER.encode(message))
@@ -218,7 +217,7 @@ class EndpointUnderFire:
         if self._rng.random() < 0.05:
             return replace(key, attempt=integer(self._rng), producer_rank=integer(self._rng))
         if self._rng.random() < 0.01:
-            return replace(key, transfer_id=_long_text(self._rng))
+            return replace(key, transfer_id=long_text(self._rng))
         return key
 
     def _made_plausible(self, message: ToProducer | ToConsumer) -> ToProducer | ToConsumer:
@@ -227,7 +226,8 @@ class EndpointUnderFire:
         match message:
             case Open():
                 received = tuple(range(rng.choice((0, 0, 2, 50))))
-                wrong = rng.choice((message.fingerprint, replace(FINGERPRINT, model=_long_text(rng))))
+                odd, renamed = odd_fingerprint(rng, FINGERPRINT), replace(FINGERPRINT, model=long_text(rng))
+                wrong = rng.choice((message.fingerprint, renamed, odd))
                 return replace(
                     message,
                     fingerprint=FINGERPRINT if rng.random() < 0.9 else wrong,
@@ -236,7 +236,7 @@ class EndpointUnderFire:
                     received=received,
                     received_versions=tuple(rng.choice((0, 0, 1, -1)) for _ in received),
                     host=rng.choice((host_id(), host_id(), "elsewhere")),
-                    transports=rng.choice((("zmq_tcp",), ("shared_memory", "zmq_tcp"), (_long_text(rng),))),
+                    transports=rng.choice((("zmq_tcp",), ("shared_memory", "zmq_tcp"), (long_text(rng),))),
                 )
             case Opened():
                 transport = rng.choice((None, "zmq_tcp", "shared_memory", "nixl"))
@@ -259,9 +259,11 @@ class EndpointUnderFire:
                 return replace(message, version=rng.choice((0, 0, 1)), valid=valid, damaged=damaged)
             case End():
                 num_pieces = -(-self._num_tokens(message.key) // 16)
-                return replace(message, num_pieces=num_pieces, first_token=FirstToken(7, None))
+                return End(
+                    message.key, rng.choice((0, 0, 1, message.version)), num_pieces, FirstToken(7, None)
+                )
             case Cancel() | Refused() | Aborted():
-                return replace(message, reason=_long_text(rng) if rng.random() < 0.1 else message.reason)
+                return replace(message, reason=long_text(rng) if rng.random() < 0.1 else message.reason)
             case other:
                 return other
 
@@ -393,8 +395,3 @@ def wild_piece_id(rng: random.Random) -> int:
     if rng.random() < 0.5:
         return integer(rng)
     return rng.choice((2**63, 2**64)) // BLOCK_NBYTES + rng.choice((-1, -1, 0, 1))
-
-
-def _long_text(rng: random.Random) -> str:
-    """A text that makes its message, or the answer to it, about as large as allowed or larger."""
-    return "x" * rng.choice((500, 1_000, MAX_HEADER_BYTES - rng.randrange(400)))

@@ -8,7 +8,7 @@ import random
 import struct
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgpack
 
 from baton.errors import BatonError, WireError
-from baton.kv import PROTOCOL_VERSION
+from baton.kv import PROTOCOL_VERSION, KVFingerprint
 from baton.messages.control_codec import CALL_FRAMES, REPLY_FRAMES
 from baton.messages.request_plane import TO_GATEWAY, TO_WORKER
 from baton.messages.wire import unpack
@@ -24,7 +24,15 @@ from baton.sampling import SamplingParams
 from cluster.control_api.calls import CONTROL_CODEC
 from engine.ranks.messages import FROM_RANK, TO_RANK
 from kv_transfer.protocol import messages
-from kv_transfer.protocol.messages import PREFIX_BYTES, TO_CONSUMER, TO_PRODUCER, Open, Pieces, SealedCodec
+from kv_transfer.protocol.messages import (
+    MAX_HEADER_BYTES,
+    PREFIX_BYTES,
+    TO_CONSUMER,
+    TO_PRODUCER,
+    Open,
+    Pieces,
+    SealedCodec,
+)
 
 CODECS = {
     "TO_WORKER": TO_WORKER,
@@ -222,6 +230,19 @@ def _change_tree(data: bytes, rng: random.Random) -> bytes:
         case _:  # a value of the same type, so that it is read
             parent[index] = _SCALARS.get(type(node), _anything)(rng)
     return _pack(tree)
+
+
+def long_text(rng: random.Random) -> str:
+    """A text that makes its message, or the answer to it, about as large as allowed or larger."""
+    return "x" * rng.choice((500, 1_000, MAX_HEADER_BYTES - rng.randrange(400)))
+
+
+def odd_fingerprint(rng: random.Random, fingerprint: KVFingerprint) -> KVFingerprint:
+    """Another one in the two numbers that may differ; perhaps in numbers that no fingerprint can have."""
+    odd = replace(fingerprint)
+    for name in ("block_size", "num_ranks"):
+        object.__setattr__(odd, name, rng.choice((0, -1, 1, 2, 3, 16, 32, 2**40)))
+    return odd
 
 
 def _anything(rng: random.Random, depth: int = 0) -> Any:

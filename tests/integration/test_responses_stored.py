@@ -252,9 +252,10 @@ def test_a_store_that_is_none_is_refused(url: str) -> None:
         GatewayConfig(response_store=url)
 
 
-def test_a_url_that_cannot_be_read_is_refused_without_its_password() -> None:
+@pytest.mark.parametrize("url", ["redis://:hush@127.0.0.1:port", "redis://:hush#rest@127.0.0.1"])
+def test_a_url_that_cannot_be_read_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.response_store: ") as caught:
-        store_for(GatewayConfig(response_store="redis://:hush@127.0.0.1:port"), VirtualClock())
+        store_for(GatewayConfig(response_store=url), VirtualClock())
     assert "hush" not in str(caught.value)
 
 

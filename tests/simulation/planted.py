@@ -151,7 +151,8 @@ def say_end_before_the_last_ack(_original: Any, _self: Any, transfer: OutgoingTr
     if transfer.first_token is None or transfer.is_end_sent:
         return []
     transfer.is_end_sent = True
-    return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
+    end = End(transfer.key, transfer.version, transfer.num_pieces, transfer.first_token)
+    return [Send(transfer.peer, end)]
 
 
 @planted(Producer, "finish")

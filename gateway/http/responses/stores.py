@@ -23,5 +23,8 @@ def store_for(config: GatewayConfig, clock: Clock) -> ResponseStore | None:
         ) from None
     try:
         return RedisStore(config.response_store, bounds)
-    except ValueError as error:
-        raise ConfigError(f"gateway.response_store: {error}") from None
+    except ValueError:  # its text may quote a part of the password
+        raise ConfigError(
+            "gateway.response_store: is no valid URL of a Redis, as redis://:PASSWORD@HOST:6379/0; write reserved "
+            "characters of a password as %XX"
+        ) from None

@@ -179,7 +179,7 @@ def test_a_gateway_that_others_can_reach_needs_access_control(
         (["baton-secret"], "gateway.api_keys.0: must be a mapping with `name` and `sha256`"),
         ([{"name": "a", "sha256": "baton-secret"}], "sha256: must be 64 hexadecimal digits"),
         ([KEY, KEY], "'a' and 'a' have the same sha256"),
-        ([KEY, {**KEY, "name": "a b"}], "api_keys.1.name: got 'a b'"),
+        ([KEY, {**KEY, "name": "a b"}], "api_keys.1.name: got a value of type str"),
         ([{**KEY, "scopes": []}], "api_keys.0.scopes: got"),
         ([{**KEY, "requests_per_minute": 0}], "api_keys.0.requests_per_minute: got 0"),
     ],
@@ -194,6 +194,21 @@ def test_keys_that_cannot_be_used_are_named_and_not_shown(keys: list[Any], compl
 def test_a_wildcard_address_cannot_be_advertised(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"advertise_host '{re.escape(host)}' cannot be connected to"):
         BatonConfig.from_mapping({"network": {"advertise_host": host}})
+
+
+@pytest.mark.parametrize(
+    "gateway",
+    [
+        {"response_store": "redis:/:hush@h/0"},
+        {"otlp_endpoint": "grpc://u:hush@h"},
+        {"api_keys": "hush"},
+        {"api_keys": {"alice": "hush"}},
+    ],
+)
+def test_a_value_that_may_have_a_secret_is_not_quoted(gateway: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=rf"gateway\.{next(iter(gateway))}: got a value of type") as caught:
+        BatonConfig.from_mapping({"gateway": gateway})
+    assert "hush" not in str(caught.value)
 
 
 def test_every_problem_is_reported_at_once() -> None:

@@ -31,6 +31,17 @@ def test_what_it_prints_is_an_entry_of_the_key_file(
     assert rights == {"alice": {Right.GENERATE}, "ops": set(Right), "prometheus": {Right.OBSERVE}}
 
 
+@pytest.mark.parametrize("name", ["007", "1.5", "null", "yes", "2026-11-27", "0x10", "1_000"])
+def test_a_name_that_yaml_would_take_for_something_else_is_a_text(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["key", name]) == 0
+    file, printed = tmp_path / "keys.yaml", capsys.readouterr()
+    file.write_text(printed.out)
+    authenticator = Authenticator(GatewayConfig(api_keys_file=str(file)), VirtualClock())
+    assert authenticator.caller_of([f"Bearer {printed.err.split()[-1]}"]).name == name
+
+
 def test_programs_get_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["key", "alice", "--json"]) == 0
     printed = capsys.readouterr()

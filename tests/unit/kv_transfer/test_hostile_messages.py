@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 import msgpack
 import numpy as np
@@ -95,6 +96,18 @@ def test_blocks_come_home_after_an_open_that_could_not_be_refused() -> None:
     odd = KVFingerprint(2, "x" * 512, "x" * 512, "x" * 512, 2, 2, 8, 16, 1)
     end.take(Arrival(b"d", False, TO_PRODUCER.encode(make_open(odd))))
     assert end.collect_output().finished_sending == ("r",)
+
+
+@pytest.mark.parametrize("name", ["block_size", "num_ranks"])
+def test_an_open_from_blocks_without_tokens_or_a_worker_without_ranks_is_bad(name: str) -> None:
+    """The numbers may differ from ours, so they were divided by one another: that ended the transfer thread."""
+    channel, clock = RecordingChannel(), VirtualClock()
+    end = make_end(channel, clock)
+    give_a_prompt(end)
+    odd = replace(FINGERPRINT)
+    object.__setattr__(odd, name, 0)
+    end.take(Arrival(b"d", False, TO_PRODUCER.encode(make_open(odd))))
+    assert [type(message) for message in channel.sent] == [Unreadable]
 
 
 def test_two_peers_that_cannot_read_each_other_do_not_report_it_for_ever() -> None:

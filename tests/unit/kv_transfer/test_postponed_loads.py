@@ -1,7 +1,7 @@
 """Postponed loads: a stuck producer reports it, the room is given back, and the load comes later."""
 
 from kv_transfer.protocol.effects import CanLoad, Failed, Freed, Quiesced, RankTransfer, Received
-from kv_transfer.protocol.messages import Ack, Cancel, End, Hold, Opened, Pieces, Release
+from kv_transfer.protocol.messages import Ack, Cancel, ChecksumPolicy, End, Hold, Opened, Pieces, Release
 from kv_transfer.protocol.transports import SHARED_MEMORY, ZMQ_TCP
 from tests.factories.hand_overs import send_all
 from tests.factories.transfer import (
@@ -9,6 +9,7 @@ from tests.factories.transfer import (
     KEY,
     LEASE_S,
     LOAD_TIMEOUT_S,
+    Frame,
     Wire,
     make_key,
     sent,
@@ -22,9 +23,11 @@ def starve(wire: Wire, *, is_starved: bool = True) -> None:
     wire.at_producer(wire.producer.note_starvation(is_starved))
 
 
-def start_stuck(*, transport: str = ZMQ_TCP, window_blocks: int = 4) -> Wire:
+def start_stuck(
+    *, transport: str = ZMQ_TCP, window_blocks: int = 4, checksums: ChecksumPolicy = ChecksumPolicy.ON
+) -> Wire:
     """The consumer has room for three blocks of "r", one of them computed, and none for "other", which is complete."""
-    wire = Wire(transport=transport, window_blocks=window_blocks)
+    wire = Wire(transport=transport, window_blocks=window_blocks, checksums=checksums)
     wire.begin_send(OTHER, 16, "other")
     wire.begin_load(OTHER, 16, "other")
     wire.ready(0, 1, "other")
@@ -123,6 +126,37 @@ def test_c46_room_is_given_back_only_when_no_read_writes_it() -> None:
     wire.deliver()
     assert wire.notifications == [postponed(0)]
     assert wire.consumer.num_by_state["HOLDING"] == 2
+
+
+def test_c46_an_end_of_the_load_before_proves_nothing_about_pieces_that_were_read_again() -> None:
+    """It was late. Meanwhile the request ends at the producer, whose word of it is lost, and others get its blocks."""
+    late: list[Frame] = []
+
+    def tamper(frame: Frame) -> list[Frame]:
+        is_late = isinstance(frame.message, End) and frame.message.key == KEY and not late
+        if is_late:
+            late.append(frame)
+        return [] if is_late else [frame]
+
+    wire = start_stuck(transport=SHARED_MEMORY, checksums=ChecksumPolicy.OFF)
+    wire.tamper = tamper
+    wire.deliver()
+    wire.ready(1, 2)
+    wire.finish_send()
+    wire.deliver()
+    stuck = Opened(KEY, "host", SHARED_MEMORY, b"pool", is_stuck=True)
+    wire.in_flight.append(("consumer", Frame("producer", stuck)))
+    wire.deliver()
+    assert wire.notifications == [postponed(0), CanLoad(RankTransfer("r"))]
+    wire.reads_at_once = False
+    wire.load(0, 3)
+    wire.deliver()
+    wire.in_flight.append(("consumer", late[0]))
+    wire.deliver()
+    wire.tamper = lambda _: []
+    wire.at_producer(wire.producer.abort(RankTransfer("r"), "the client left", True))
+    wire.finish_reads()
+    assert not [each for each in wire.notifications if isinstance(each, Received)]
 
 
 def test_c32_an_abort_while_a_load_is_being_put_off() -> None:

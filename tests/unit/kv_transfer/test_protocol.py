@@ -110,7 +110,7 @@ def test_c33_late_double_and_unknown_messages_are_counted_and_change_nothing() -
     assert wire.producer_counters["kv_late_messages"] > 0
     before = list(wire.notifications)
     opened = Opened(KEY, "host", ZMQ_TCP, b"")
-    for message in (opened, Refused(KEY, "?"), End(KEY, 3, FIRST_TOKEN), Aborted(KEY, "?", False)):
+    for message in (opened, Refused(KEY, "?"), End(KEY, 0, 3, FIRST_TOKEN), Aborted(KEY, "?", False)):
         wire.at_consumer(wire.consumer.on_message(message, wire.clock.now()))
     assert not wire.consumer.wanted(Pieces(KEY, 0, (0,), (0,), (0,)), wire.clock.now())
     assert wire.producer.on_message(b"d", Release(KEY), wire.clock.now()) == []

@@ -246,7 +246,13 @@ def test_an_empty_key_file_admits_no_caller(tmp_path: Path) -> None:
         ("{baton-secret", "neither YAML nor JSON"),
         ("- {name: anybody, sha256: " + "0" * 64 + "}", "'anybody' is the name of callers without a key"),
         ("- {name: a, sha256: " + "0" * 64 + ", scopes: [root]}", "scopes"),
-        ("- {name: a, sha256: " + "0" * 64 + ", max_concurent: 1}", "max_concurent: unknown key"),
+        ("- {name: a, sha256: " + "0" * 64 + ", max_concurent: 1}", "0: has an unknown key"),
+        ("- {name: a, sha256: " + "0" * 64 + ", baton-secret: 1}", "0: has an unknown key"),
+        ("baton-secret\n", "got a value of type str"),
+        ("a: baton-secret\n", "got a value of type dict"),
+        ("- {name: 'a baton-secret', sha256: " + "0" * 64 + "}", "name: got a value of type str"),
+        ("- {name: a, sha256: [baton-secret]}", "sha256: got a value of type list"),
+        ("- {name: a, sha256: " + "0" * 64 + ", scopes: baton-secret}", "scopes: got a value of type str"),
     ],
 )
 def test_a_key_file_that_cannot_be_used_is_named_and_its_secrets_are_not(
