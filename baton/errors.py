@@ -23,6 +23,7 @@
       + RateLimited         this caller's own limit is reached, even if there is room
     + DeadlineTooClose      the deadline cannot be met, so the request was not started
     + WorkerUnavailable     no worker could accept or finish the request
+    + GatewayStopping       the gateway ended before the request
     + StoreUnavailable      the store of responses cannot be reached
     + RequestAborted        an authorized caller ended the request
       + DeadlinePassed      the request's own deadline passed
@@ -134,6 +135,10 @@ class DeadlineTooClose(RequestError):
 
 class WorkerUnavailable(RequestError):
     """No live worker could accept the request, or the request's worker was lost."""
+
+
+class GatewayStopping(RequestError):
+    """The gateway ends, and this request had not ended in the time that it had. Another gateway can serve it."""
 
 
 class StoreUnavailable(RequestError):

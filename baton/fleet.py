@@ -5,6 +5,9 @@ from enum import Enum
 
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 
+MAX_DRAIN_NODE_S = 3600.0
+"""The longest time that an operator may give a node to drain."""
+
 
 class ReplicaState(Enum):
     """The state of a replica, as the controller sees it; a replica outlives the processes that fill it.

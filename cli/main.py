@@ -1,21 +1,22 @@
 """The `baton` command: parses flags, runs a subcommand, and turns errors into exit codes.
 
 Each subcommand is its own module. Exit codes: 0 done, 1 refused (by the server, the cluster or a file's
-content), 2 usage. Subcommands are imported only when they run. So `baton --help`, and commands that only call
-a gateway, never wait for Ray or torch.
+content), 2 usage; further ones are below. Subcommands are imported only when they run. So `baton --help`, and
+commands that only call a gateway, never wait for Ray or torch.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig, NetworkConfig, Section, merge
 from baton.errors import BatonError, ConfigError
+from baton.system.hosts import is_address
 from baton.system.watched import Watched
 from cli.flags import (
     FLEET_FLAGS,
@@ -28,6 +29,7 @@ from cli.flags import (
 )
 from cli.generate_flags import add_generate_flags
 from cli.operator_flags import add_operators_commands, add_trace_flags
+from cli.output import Output, OutputError, discard_output, replace_closed_streams
 from cli.target_flags import add_target_flags
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ DONE, REFUSED, USAGE = 0, 1, 2
 INTERRUPTED = 130
 READER_LEFT = 141
 """As a shell reports a process that ended by SIGPIPE."""
+UNWRITABLE = 74
+"""EX_IOERR of sysexits.h: stdout cannot be written, for example to a full disk."""
 
 KEY_ADVICE = "pass an API key with --api-key-file, or in the environment variable BATON_API_KEY"
 
@@ -54,6 +58,7 @@ _DEMO: dict[str, Any] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; error messages go to stderr."""
+    replace_closed_streams()
     if (wrong := _not_a_text(sys.argv[1:] if arguments is None else arguments)) is not None:
         print(f"baton: an argument is not valid UTF-8: {wrong!a}", file=sys.stderr)
         return USAGE
@@ -62,12 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # fails.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
-        code = _COMMANDS[options.command](options)
-        sys.stdout.flush()
+        with redirect_stdout(cast("IO[str]", Output(sys.stdout))):
+            code = _COMMANDS[options.command](options)
+            sys.stdout.flush()
     except BrokenPipeError:  # who read our output has left, as `head` does
-        with suppress(OSError):  # at its end, Python writes what is left
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return READER_LEFT
+    except OutputError as error:
+        discard_output()
+        return _fail(options, error, UNWRITABLE)
     except ConfigError as error:
         return _fail(options, error, USAGE)
     except BatonError as error:
@@ -202,7 +210,13 @@ def _configuration(options: argparse.Namespace) -> BatonConfig:
     overrides = for_one_fleet(overrides_from(options))
     if options.config is not None:
         return BatonConfig.from_yaml(options.config, overrides)
-    return BatonConfig.from_mapping(merge({}, overrides), f"baton {options.command}")
+    return BatonConfig.from_mapping(merge({}, overrides), "flags")
+
+
+def _network(options: argparse.Namespace) -> NetworkConfig:
+    """For a command that calls a fleet's control server, with the cluster's secret."""
+    overrides = {"network": {"secret_file": options.secret_file}}
+    return BatonConfig.from_mapping(merge({}, overrides), "flags").network
 
 
 def _generate(target: "Target", options: argparse.Namespace) -> int:
@@ -232,12 +246,13 @@ def _drain(options: argparse.Namespace) -> int:
         if options.secret_file is not None:
             raise ConfigError("--secret-file needs --fleet-address; a gateway takes an API key instead")
         return _of_gateway(_drain_at_gateway)(options)
-    overrides = {
-        "cluster": {"fleet_address": options.fleet_address},
-        "network": {"secret_file": options.secret_file},
-    }
-    config = BatonConfig.from_mapping(merge({}, overrides), "baton drain")  # validates the flags
-    return _drain_node(config.cluster.fleet_address or "", options, config.network)
+    if not is_address(options.fleet_address):
+        raise ConfigError(
+            f"--fleet-address: got {options.fleet_address!r}; use HOST:PORT, as printed by `baton fleet`"
+        )
+    if options.target != DEFAULT_TARGET:
+        raise ConfigError("--target and --fleet-address both say whom to ask; give only one of them")
+    return _drain_node(options.fleet_address, options, _network(options))
 
 
 def _drain_at_gateway(target: "Target", options: argparse.Namespace) -> int:
@@ -274,12 +289,10 @@ def _flush_cache(target: "Target", options: argparse.Namespace) -> int:
 
 
 def _probe(options: argparse.Namespace) -> int:
-    overrides = {"network": {"secret_file": options.secret_file}}
-    network = BatonConfig.from_mapping(merge({}, overrides), "baton probe").network
     from cli.commands import probe
 
     tls = probe.TlsFiles(options.tls_ca, options.tls_cert, options.tls_key)
-    return probe.run(options.url, options.timeout, tls, network)
+    return probe.run(options.url, options.timeout, tls, _network(options))
 
 
 def _key(options: argparse.Namespace) -> int:
@@ -300,10 +313,7 @@ def _demo(options: argparse.Namespace) -> int:
 def _trace(options: argparse.Namespace) -> int:
     from cli.commands import trace
 
-    try:
-        return trace.run(options)
-    except OSError as error:  # a missing file, or a path that cannot be written
-        return _fail(options, error, USAGE)
+    return trace.run(options)
 
 
 def _do_without_torch() -> None:

@@ -1,8 +1,10 @@
 """The operator's commands and their flags; the modules in cli/commands/ implement them."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
+from baton.fleet import MAX_DRAIN_NODE_S
 from cli.target_flags import add_target_flags
 
 
@@ -83,9 +85,9 @@ def _add_drain_flags(drain: argparse.ArgumentParser) -> None:
     )
     drain.add_argument(
         "--timeout",
-        type=_seconds,
+        type=partial(_seconds, at_most=MAX_DRAIN_NODE_S),
         metavar="S",
-        help="with --node: how long this may take; default 60",
+        help=f"with --node: how long this may take, at most {MAX_DRAIN_NODE_S:g}; default 60",
     )
     drain.add_argument(
         "--fleet-address",
@@ -121,14 +123,14 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
 
 
-def _seconds(text: str) -> float:
-    """Parses seconds: more than 0, and at most a day. In errors, argparse adds the flag's name."""
+def _seconds(text: str, at_most: float = 86_400.0) -> float:
+    """Parses seconds: more than 0, and at most a day or `at_most`. In errors, argparse adds the flag's name."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0.0 < seconds <= 86_400.0:
+    if not 0.0 < seconds <= at_most:
         raise argparse.ArgumentTypeError(
-            f"got {text!r}; must be a number of seconds, more than 0 and at most 86400"
+            f"got {text!r}; must be a number of seconds, more than 0 and at most {at_most:g}"
         )
     return seconds

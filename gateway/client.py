@@ -22,6 +22,13 @@ from gateway.auth.credentials import NO_CREDENTIALS, Credentials
 from gateway.client_chats import answer_event_of, chat_of
 from gateway.conversation import AnswerEvent, Conversation
 
+KEEPALIVE_TIME_S = 20.0
+"""A gateway that has sent nothing for this time during a call is pinged. A gateway accepts pings at an interval of
+`gateway.grpc_min_client_ping_s`, 10 s by default."""
+
+KEEPALIVE_TIMEOUT_S = 10.0
+"""A gateway that has not answered a ping for this time is lost, and with it the calls."""
+
 ROUTING_MODES = {
     None: generation_pb.ROUTING_MODE_UNSPECIFIED,
     "disaggregated": generation_pb.ROUTING_MODE_DISAGGREGATED,
@@ -107,6 +114,11 @@ class GatewayClient:
             ("grpc.max_receive_message_length", max_message_mib * 2**20),
             # Without this, gRPC may need up to two minutes to reconnect to a gateway that restarted.
             ("grpc.max_reconnect_backoff_ms", 2_000),
+            # Without these, a call waits for ever for a gateway that is stopped, or whose host is gone.
+            ("grpc.keepalive_time_ms", round(KEEPALIVE_TIME_S * 1000)),
+            ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
+            ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
+            ("grpc.http2.max_pings_without_data", 0),  # else gRPC stops after two pings
         ]
         self._target = target
         self._channel = credentials.channel(target, options)
@@ -240,9 +252,13 @@ class GatewayClient:
             call.cancel()
 
     def _error(self, error: grpc.aio.AioRpcError) -> GatewayError:
-        if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or ""):
-            return GatewayError("UNAVAILABLE", self._why_unreachable(error.details() or ""))
-        return GatewayError(error.code().name, error.details() or "no details", _details_of(error))
+        details = error.details() or ""
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            if "failed to connect" in details:
+                return GatewayError("UNAVAILABLE", self._why_unreachable(details))
+            if "ping timeout" in details:
+                return GatewayError("UNAVAILABLE", f"the gateway at {self._target} does not answer any more")
+        return GatewayError(error.code().name, details or "no details", _details_of(error))
 
     def _why_unreachable(self, details: str) -> str:
         """Explains gRPC's message about its last attempt to connect."""

@@ -11,6 +11,7 @@ from baton.errors import (
     DeadlinePassed,
     DeadlineTooClose,
     FleetError,
+    GatewayStopping,
     HarmfulRequest,
     InvalidRequest,
     KeysUnavailable,
@@ -78,6 +79,7 @@ _CODES: dict[type[BaseException], ErrorCodes] = {
         StatusCode.DEADLINE_EXCEEDED, HTTPStatus.GATEWAY_TIMEOUT, "deadline_too_close"
     ),
     WorkerUnavailable: ErrorCodes(StatusCode.UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE),
+    GatewayStopping: ErrorCodes(StatusCode.UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE),
     RequestAborted: ErrorCodes(StatusCode.ABORTED, HTTPStatus.GONE, "request_aborted"),
     DeadlinePassed: ErrorCodes(StatusCode.DEADLINE_EXCEEDED, HTTPStatus.GATEWAY_TIMEOUT),
     SlowReader: ErrorCodes(StatusCode.ABORTED, HTTPStatus.GONE, "slow_reader"),

@@ -54,6 +54,9 @@ from gateway.telemetry.scrape import GatewayScrape
 from gateway.telemetry.trace_export import tracing_for
 from gateway.text import Tokenizer
 
+LAST_ERRORS_S = 1.0
+"""How long a stopping gateway gives the errors of its last requests to reach the clients."""
+
 
 class Gateway:
     """One gateway. Call all methods on one event loop. Several gateways may run side by side."""
@@ -195,6 +198,10 @@ class Gateway:
         """Removes a worker. It gets no more requests, and its running requests continue on other workers."""
         self._driver.workers.remove(name, reason)
 
+    def worker_died(self, name: str, reason: str) -> None:
+        """Removes a worker whose death the controller has reported, as `remove_worker` does. Counts the loss."""
+        self._driver.workers.died(name, reason)
+
     @property
     def model_name(self) -> str:
         """The model's name in clients' requests."""
@@ -224,10 +231,17 @@ class Gateway:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls at once, lets running calls continue for `grace_s`, then cancels them."""
+        """Refuses new calls at once, and lets running calls continue for `grace_s`. Then requests end with an error,
+        and all other calls are cancelled. May be called again with a shorter time, once the first call was cancelled.
+        """
         self._cluster.end_watches()
         frontends = (self._grpc, self._http) if self._http else (self._grpc,)
-        await asyncio.gather(*[frontend.stop(grace_s) for frontend in frontends], self._feed.stop())
+        ending = asyncio.get_running_loop().call_later(grace_s, self._driver.end_requests)
+        try:
+            stops = [frontend.stop(grace_s + LAST_ERRORS_S) for frontend in frontends]
+            await asyncio.gather(*stops, self._feed.stop())
+        finally:
+            ending.cancel()
         await self._driver.stop()
         if self._tracing is not None:
             await self._tracing.stop()

@@ -13,7 +13,7 @@ FINISHING ------------------------------> ENDING -------------------------------
 from concurrent.futures import Future
 from enum import Enum
 
-from baton.worker import KVBlockCounts, RequestCounts
+from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 from worker.role import Role
 
 ANSWER_TIMEOUT_S = 2.0
@@ -57,7 +57,7 @@ class DrainState:
         """What was left when the drain ended, in words."""
         self.refusal: str | None = None
         """Why the drain could not begin."""
-        self._joined: list[Future[bool]] = []
+        self._joined: list[DrainState] = []
 
     @property
     def doing(self) -> str:
@@ -69,11 +69,15 @@ class DrainState:
         """From this time on the drain must fail: soon its caller stops waiting, and assumes that it failed."""
         return self.give_up_at + ANSWER_TIMEOUT_S
 
+    def may_join(self, other: "DrainState") -> bool:
+        """Whether this drain, which is not over, leads where `other` should lead."""
+        return self.stage is not DrainStage.OVER and self._next_kind is other._next_kind
+
     def join(self, other: "DrainState") -> None:
-        """`other` has the same target; the earlier deadline of both applies."""
+        """`other` gets the outcome of this drain; the earlier deadline of both applies."""
         self.give_back_at = min(self.give_back_at, other.give_back_at)
         self.give_up_at = min(self.give_up_at, other.give_up_at)
-        self._joined.append(other.outcome)
+        self._joined.append(other)
 
     def refuse(self, reason: str) -> None:
         """Ends the drain before it begins."""
@@ -100,8 +104,13 @@ class DrainState:
 
     def settle(self) -> None:
         """Publishes the outcome."""
-        for outcome in (self.outcome, *self._joined):
-            outcome.set_result(self.is_clean)
+        for each in (self, *self._joined):
+            each.obstacle = self.obstacle
+            each.outcome.set_result(self.is_clean)
+
+    @property
+    def _next_kind(self) -> WorkerRole | None:
+        return None if self.target is None else self.target.kind
 
     def _end(self, is_clean: bool) -> DrainStage:
         self.is_clean = is_clean

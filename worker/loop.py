@@ -317,16 +317,16 @@ class EngineLoop:
         return drain_state
 
     def _begin_leaving(self, drain_state: DrainState) -> None:
-        """Begins a drain or a change of role. Only a drain may begin while a drain is running."""
+        """Begins a drain or a change of role, or joins the current one if that leads to the same role."""
         former = self._drain_state
         if former is None:
             self._drain_state = drain_state
-        elif former.target is not None or drain_state.target is not None:
-            drain_state.refuse(f"it {former.doing}")
-        elif former.stage is DrainStage.OVER:
-            self._drain_state = drain_state
-        else:
+        elif former.may_join(drain_state):
             former.join(drain_state)
+        elif former.target is None and drain_state.target is None:
+            self._drain_state = drain_state  # the former drain is over
+        else:
+            drain_state.refuse(f"it {former.doing}")
 
     def _leave_if_unfit(self) -> None:
         """After too many non-finite steps: gives all requests back, and ends once all leases have ended."""

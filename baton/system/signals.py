@@ -9,10 +9,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Handles Ctrl-C from start to end of a program: KeyboardInterrupt outside `run`, events inside.
+    """Handles SIGINT and SIGTERM from start to end of a program: KeyboardInterrupt outside `run`, events inside.
 
-    No earlier SIGINT is lost. Python drops a KeyboardInterrupt raised where it cannot be caught, such as in a
-    destructor or in a callback of an extension module. So the SIGINT is also recorded, and `run` then begins
+    No earlier signal is lost. Python drops a KeyboardInterrupt raised where it cannot be caught, such as in a
+    destructor or in a callback of an extension module. So the signal is also recorded, and `run` then begins
     with `stop` set.
     """
 
@@ -21,17 +21,19 @@ class StopSignals:
         self.hurry = asyncio.Event()
 
     def __enter__(self) -> "StopSignals":
-        self._former = signal.signal(signal.SIGINT, self._on_early_interrupt)
+        self._former = [signal.signal(number, self._on_early_signal) for number in _SIGNALS]
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._former)
+        for number, handler in zip(_SIGNALS, self._former, strict=True):
+            signal.signal(number, handler)
 
     def run(self, work: Coroutine[object, object, None]) -> None:
-        """`asyncio.run` in which SIGINT and SIGTERM set `stop`, then `hurry`, instead of raising."""
+        """`asyncio.run` in which the signals set `stop`, then `hurry`, instead of raising."""
         # A KeyboardInterrupt while the loop is being created would leave an incomplete loop, which prints
         # error messages.
-        signal.signal(signal.SIGINT, lambda *_: self._on_signal())
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: self._on_signal())
         asyncio.run(self._with_handlers(work))
 
     async def _with_handlers(self, work: Coroutine[object, object, None]) -> None:
@@ -44,7 +46,7 @@ class StopSignals:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
-    def _on_early_interrupt(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_early_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.stop.set()
         raise KeyboardInterrupt
 

@@ -8,6 +8,7 @@ from rich.markup import escape
 
 from baton.config import BatonConfig
 from cli.commands.generate import GeneratedAnswer, ask
+from cli.console import CommandConsole
 from cli.target import Target
 from cluster.serve.deployment import run_deployment
 from cluster.serve.following_gateway import Service
@@ -18,7 +19,7 @@ _BAR_WIDTH = 40
 
 def run(config: BatonConfig, prompt: str) -> int:
     """Starts the cluster, asks, shows the timeline and stops; the answer streams to the terminal as it is generated."""
-    console = Console()
+    console = CommandConsole()
     screen = Screen(console)
 
     async def while_ready(service: Service) -> None:

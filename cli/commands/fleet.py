@@ -7,11 +7,11 @@ import asyncio
 import json
 from collections.abc import Callable
 
-from rich.console import Console
 from rich.text import Text
 
 from baton.config import BatonConfig
 from baton.system.logs import write_logs
+from cli.console import CommandConsole
 from cluster.serve.fleet_run import OpenFleet, run_fleet
 from cluster.serve.screen import Screen
 
@@ -22,7 +22,7 @@ def run(config: BatonConfig, as_json: bool, reread: Callable[[], BatonConfig]) -
     `reread` returns the current content of the configuration.
     """
     write_logs(config.logging, component="fleet", fleet=config.cluster.name)
-    screen = Screen(Console(stderr=True))
+    screen = Screen(CommandConsole(stderr=True))
 
     async def while_open(fleet: OpenFleet) -> None:
         address = (fleet.address, "green")

@@ -8,12 +8,10 @@ from rich.console import Console
 from rich.text import Text
 
 from baton.config import BatonConfig
+from cli.console import wide_console
 from cli.views import words
 from engine.loading.cached_models import CachedModel, cached_models
 from engine.loading.pretrained import default_cache_dir
-
-_WIDTH_OF_FILES = 160
-"""Width of the table in columns if stdout is not a terminal."""
 
 
 def run(config: BatonConfig, *, as_json: bool) -> int:
@@ -22,8 +20,7 @@ def run(config: BatonConfig, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps([_object(model) for model in models]))
         return 0
-    console = Console()
-    show(models, console if console.is_terminal else Console(width=_WIDTH_OF_FILES))
+    show(models, wide_console())
     return 0
 
 

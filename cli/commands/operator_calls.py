@@ -7,8 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-
+from cli.console import CommandConsole
 from cli.views import words
 from cluster.serve.screen import Screen, ScreenStage
 from gateway.client import GatewayClient, GatewayError
@@ -23,7 +22,7 @@ def running_command(command: str, doing: str, as_json: bool) -> Iterator[ScreenS
 
     Ctrl-C ends the wait, not the command.
     """
-    screen = Screen(Console(stderr=as_json))
+    screen = Screen(CommandConsole(stderr=as_json))
     try:
         with screen.stage(command, doing) as stage:
             yield stage

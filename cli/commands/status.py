@@ -9,11 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cli.console import wide_console
 from cli.target import Target
 from cli.views import words
-
-_WIDTH_OF_FILES = 160
-"""Width of the tables in columns if stdout is not a terminal."""
 
 
 def run(target: Target, as_json: bool) -> int:
@@ -22,8 +20,7 @@ def run(target: Target, as_json: bool) -> int:
     if as_json:
         print(json.dumps(description))
     else:
-        console = Console()
-        show(description, console if console.is_terminal else Console(width=_WIDTH_OF_FILES))
+        show(description, wide_console())
     return 0
 
 

@@ -14,6 +14,7 @@ from rich.live import Live
 
 from baton.errors import ConfigError
 from baton.system.signals import StopSignals, unless
+from cli.console import CommandConsole
 from cli.target import Target
 from cli.views.top import TopView
 from gateway.client import GatewayClient, GatewayError
@@ -27,7 +28,7 @@ def run(target: Target, interval_s: float) -> int:
 
     Raises GatewayError if no gateway answers at the start, and ConfigError if there is no terminal.
     """
-    console = Console()
+    console = CommandConsole()
     if not console.is_terminal or console.is_dumb_terminal:
         raise ConfigError(
             "stdout is not a terminal; use `baton status` for one look, or `baton status --json` in programs"

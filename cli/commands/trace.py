@@ -3,16 +3,12 @@
 import argparse
 import re
 
-from rich.console import Console
-
 from baton.errors import ConfigError, TraceError
+from cli.console import wide_console
 from cli.trace_chart.columns import StepRange
 from cli.trace_chart.steps import make_chart
 from cli.trace_chart.text import text_of
 from worker.step_trace import Trace, read_trace
-
-_WIDTH_OF_FILES = 160
-"""Width of the picture in columns if stdout is not a terminal."""
 
 _CHARACTERS_PER_STEP = 6
 """Approximate width of a step. It is used only to decide whether equal steps are folded."""
@@ -21,15 +17,18 @@ _CHARACTERS_PER_STEP = 6
 def run(options: argparse.Namespace) -> int:
     """Prints the picture.
 
-    Raises TraceError for a bad trace file, OSError if a file cannot be read, and ConfigError for a bad flag.
+    Raises TraceError for a bad trace file, and ConfigError for a bad flag or a file that cannot be read.
     """
     if options.max_columns < 1:
         raise ConfigError(f"--max-columns: got {options.max_columns}; must be at least 1")
     steps = parse_steps(options.steps)
     requests = tuple(filter(None, (options.requests or "").split(",")))
-    traces = [read_trace(path) for path in options.files]
-    console = Console()
-    width = console.width if console.is_terminal else _WIDTH_OF_FILES
+    try:
+        traces = [read_trace(path) for path in options.files]
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+    console = wide_console()
+    width = console.width
     chart = make_chart(traces, steps, requests, width // _CHARACTERS_PER_STEP, options.max_columns)
     if not chart.columns:
         raise TraceError(f"{options.files[0]}: nothing to draw; {_what_there_is(traces[0])}")

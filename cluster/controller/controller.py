@@ -29,6 +29,7 @@ from cluster.controller.desired import DesiredFleet, DesiredReplica, Store
 from cluster.controller.draining_nodes import DrainingNodes
 from cluster.controller.launcher import Found, Launcher
 from cluster.controller.replica import Replica, RestartPolicy, Restarts
+from cluster.controller.role_changes import RoleChanges
 from cluster.controller.rollout import Rollouts
 from cluster.controller.supervisor import Patience, Supervisor
 
@@ -50,7 +51,7 @@ class Controller:
         self._desired = DesiredFleet()
         self._supervisors: dict[str, Supervisor] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._changing_role: set[str] = set()
+        self._role_changes = RoleChanges(self._save)
         self._version = 0
         self._start_version = 0
         self._changed = asyncio.Event()
@@ -71,7 +72,8 @@ class Controller:
         self._scaling: asyncio.Task[None] | None = None
         self._was_whole = False
         """Whether all workers once served at the same moment, under this controller or a former one."""
-        self._draining: set[asyncio.Task[None]] = set()
+        self._resumed: set[asyncio.Task[None]] = set()
+        """What a former controller began."""
         self._failure: BatonError | None = None
         self._callers = Callers(clock, config.cluster.orphan_timeout_s)
         self._rolling: str | None = None
@@ -94,10 +96,8 @@ class Controller:
         self._was_whole = content is not None
         for replica in self._desired.replicas.values():
             self._supervise(replica, found.get(replica.name))
-            if replica.is_draining:
-                self._draining.add(
-                    asyncio.create_task(self.drain(replica.name), name=f"drain {replica.name}")
-                )
+            if (serving := found.get(replica.name)) is not None:
+                self._resume(replica, serving)
         adopting = [self._supervisors[name] for name in found if name in self._supervisors]
         # The first view must have all adopted workers: gateways drop every worker that is not in a view.
         while not all(supervisor.was_adopted for supervisor in adopting):
@@ -175,13 +175,19 @@ class Controller:
         await self._draining_nodes.empty(here, timeout_s)
 
     async def set_role(self, worker: str, role: WorkerRole) -> None:
-        """Returns once the worker serves in its new role. Raises FleetError if it keeps its old role."""
+        """Returns once the worker serves in its new role. Raises FleetError if it keeps its old role.
+
+        Joins a running change to the same role: the caller may have missed the first answer.
+        """
         supervisor = self._supervisor(worker)
-        replica = self._desired.replicas[worker]
-        if replica.is_draining or worker in self._changing_role:
+        replica, is_changing = self._desired.replicas[worker], worker in self._role_changes
+        if replica.is_draining or (is_changing and replica.role is not role):
             raise FleetError(
                 f"worker {worker} is draining or is changing its role; try again when that has ended"
             )
+        if is_changing:
+            await self._role_changes.join(worker)
+            return
         if supervisor.replica.role is role:
             return
         if not self._has_equal_ranks:
@@ -191,17 +197,8 @@ class Controller:
             )
         if replica.role is WorkerRole.DECODE:
             self._check_not_last(worker, "changes its role")
-        former, replica.role = replica.role, role
-        self._changing_role.add(worker)
-        self._save()
-        try:
-            await supervisor.set_role(role)
-        except BaseException:
-            replica.role = former
-            raise
-        finally:
-            self._changing_role.discard(worker)
-            self._save()
+        self._role_changes.begin(replica, supervisor, role)
+        await self._role_changes.join(worker)
 
     async def flush_caches(self, workers: tuple[str, ...], *, force: bool) -> CachesFlushed:
         """Flushes the prefix caches of these workers (all if none is given); returns each worker's result."""
@@ -268,11 +265,12 @@ class Controller:
         await asyncio.gather(self.rollouts.stop(), self._draining_nodes.stop())
         if may_drain:
             await asyncio.gather(*[supervisor.drain() for supervisor in self._supervisors.values()])
-        tasks = [*self._tasks.values(), *self._draining]
+        tasks = [*self._tasks.values(), *self._resumed]
         self._tasks = {}  # a second shutdown must not cancel tasks that are cleaning up
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._role_changes.stop()
         self._store.clear()
 
     async def _until(self, has_changed: Callable[[], bool], timeout_s: float) -> None:
@@ -286,7 +284,7 @@ class Controller:
         """The replicas for the autoscaler: a worker that changes its role is about to start in its new role."""
         return [
             replace(each, role=self._desired.replicas[each.name].role, state=ReplicaState.STARTING)
-            if each.name in self._changing_role
+            if each.name in self._role_changes
             else each
             for each in self.replicas()
         ]
@@ -307,6 +305,20 @@ class Controller:
         self._tasks[desired.name] = asyncio.create_task(
             supervisor.run(found), name=f"supervise {desired.name}"
         )
+
+    def _resume(self, replica: DesiredReplica, found: Found) -> None:
+        """Continues what a former controller began with a worker that serves.
+
+        A change of role that has already failed is not tried again: `_note` then takes the desired role back.
+        """
+        name, supervisor = replica.name, self._supervisors[replica.name]
+        if found.is_leaving and found.endpoint.role is not replica.role:
+            self._role_changes.resume(replica, supervisor)
+        if replica.is_draining:
+            self._resumed.add(asyncio.create_task(self.drain(name), name=f"drain {name}"))
+        elif found.is_leaving and name not in self._role_changes:
+            logger.warning("worker %s drains, and nobody waits for that: it is replaced", name)
+            self._resumed.add(asyncio.create_task(supervisor.replace(), name=f"replace {name}"))
 
     def _begin_incarnation(self, name: str) -> int:
         replica = self._desired.replicas[name]
@@ -335,7 +347,7 @@ class Controller:
     def _check_not_last(self, worker: str, what: str) -> None:
         others = [replica for replica in self._desired.with_role(WorkerRole.DECODE) if replica.name != worker]
         if not any(
-            self._supervisors[replica.name].is_serving and replica.name not in self._changing_role
+            self._supervisors[replica.name].takes_requests and replica.name not in self._role_changes
             for replica in others
         ):
             raise FleetError(
@@ -345,7 +357,7 @@ class Controller:
     def _burden(self, supervisor: Supervisor) -> tuple[bool, int]:
         counts = supervisor.status.requests if supervisor.status else None
         busy = counts.running + counts.waiting + counts.waiting_for_remote_kvs if counts else 0
-        return supervisor.is_serving, busy
+        return supervisor.takes_requests, busy
 
     def _note(self, supervisor: Supervisor) -> None:
         """Applies a change of a worker to the desired fleet, the view and the start report."""
@@ -353,7 +365,7 @@ class Controller:
         if (
             desired is not None
             and desired.role is not replica.role
-            and replica.name not in self._changing_role
+            and replica.name not in self._role_changes
         ):
             desired.role = replica.role
             self._save()

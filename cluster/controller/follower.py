@@ -24,6 +24,10 @@ class Registry(Protocol):
 
     def remove_worker(self, name: str, reason: str) -> None: ...
 
+    def worker_died(self, name: str, reason: str) -> None:
+        """Removes a worker that was lost, not one that left as planned."""
+        ...
+
 
 async def keep_reporting(control: ControlApi, report: Callable[[], GatewayReport], interval_s: float) -> None:
     """Sends a gateway's reports at a fixed pace until cancelled. A report that cannot be sent is dropped."""
@@ -70,9 +74,11 @@ class ViewFollower:
 class Follower:
     """Adds and removes a gateway's workers. A new incarnation of a worker replaces the former one."""
 
-    def __init__(self, control: ControlApi, registry: Registry) -> None:
+    def __init__(self, control: ControlApi, registry: Registry, is_beside_controller: bool = False) -> None:
+        """`is_beside_controller`: the controller is in this process, and logs deaths itself."""
         self._views = ViewFollower(control, self._apply)
         self._registry = registry
+        self._is_beside_controller = is_beside_controller
         self._known: dict[str, WorkerEndpoint] = {}
 
     async def run(self) -> None:
@@ -92,10 +98,12 @@ class Follower:
                 continue
             reason = reasons.get(known.ref.incarnation)
             if reason is not None:
-                extra = {"worker": name}
-                logger.error("worker %s (%s) died: %s", name, known.role.value, reason, extra=extra)
-            if now is None:
-                self._registry.remove_worker(name, reason or "it left the fleet")
+                if not self._is_beside_controller:
+                    extra = {"worker": name}
+                    logger.error("worker %s (%s) died: %s", name, known.role.value, reason, extra=extra)
+                self._registry.worker_died(name, reason)
+            elif now is None:
+                self._registry.remove_worker(name, "it left the fleet")
         for name, endpoint in present.items():
             former = self._known.get(name)
             if former is None or former.ref != endpoint.ref:

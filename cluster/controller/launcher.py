@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 from baton.errors import ClusterError
 from baton.fleet import NodeDescription
 from baton.messages.control import ControlRequest
-from baton.worker import StartProgress, WorkerEndpoint, WorkerRole
+from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 
 R = TypeVar("R")
 
@@ -64,6 +64,13 @@ class Found:
     incarnation: Incarnation
     endpoint: WorkerEndpoint
     """The worker's endpoint, with its present role."""
+    status: WorkerStatus | None = None
+    """The worker's status when it was found."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the worker drains or changes its role, as a former controller commanded."""
+        return self.status is not None and self.status.state is WorkerState.DRAINING
 
 
 class Launcher(Protocol):

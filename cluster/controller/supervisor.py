@@ -92,6 +92,11 @@ class Supervisor:
     def is_serving(self) -> bool:
         return self.replica.state is ReplicaState.SERVING
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether the worker serves and, as of its last answer, neither drains nor changes its role."""
+        return self.is_serving and (self.status is None or self.status.state is not WorkerState.DRAINING)
+
     async def run(self, found: Found | None = None) -> None:
         """Starts one process after another for this replica. Cancel this call to end the worker and its processes.
 
@@ -102,7 +107,7 @@ class Supervisor:
                 ready, found = found or self._next.take(), None
                 try:
                     incarnation = await self._place(ready)
-                    self._serve(await self._next.start(incarnation) if ready is None else ready.endpoint)
+                    self._serve(ready or Found(incarnation, await self._next.start(incarnation)))
                     await self._watch(incarnation)
                 except Exception as error:  # also unexpected ones: the replica must not stay empty
                     failure = _as_failure(error)
@@ -138,8 +143,7 @@ class Supervisor:
             if await self._launcher.has_room(self.replica.role):
                 await self._next.prepare()
             if incarnation is not None and self._incarnation is incarnation:
-                await self._drain()
-                await incarnation.stop(_STOP_TIMEOUT_S)
+                await self._leave(incarnation)
             else:  # the old incarnation failed meanwhile, so `run` already starts another one
                 await self._next.discard()
             return await self._next_endpoint(except_for=former)
@@ -156,18 +160,23 @@ class Supervisor:
                 async with awake_timeout(self._patience.leave_s):
                     await incarnation.call(SetRole(role, self._patience.drain_s))
             except (TimeoutError, BatonError) as error:
-                reason = str(error) or "it did not answer in time"
+                reason = self._why_ended(endpoint) or str(error) or "it did not answer in time"
                 raise FleetError(
                     f"worker {self.replica.name} remains a {endpoint.role.value} worker: {reason}"
                 ) from None
+            finally:
+                self.status = None  # it may say that the worker still changes its role
             self._take_role(role)
 
     async def flush_cache(self, *, force: bool) -> CacheFlush:
-        """Flushes the prefix cache between two steps of the worker, also while another command runs."""
+        """Flushes the prefix cache between two steps of the worker, also while another command runs.
+
+        Does nothing if the worker does not serve yet: then it has no prefix cache.
+        """
         incarnation, patience_s = self._incarnation, self._patience.unresponsive_s
+        if incarnation is None or self.endpoint is None:
+            return CacheFlush(self.replica.name)
         try:
-            if incarnation is None or self.endpoint is None:
-                raise FleetError(f"it {self._state_text()}")
             async with awake_timeout(patience_s):
                 await incarnation.call(FlushCache(force, patience_s / 2))  # a refusal must arrive in time
         except (TimeoutError, BatonError) as error:
@@ -187,14 +196,14 @@ class Supervisor:
         """
         self._next.avoid(nodes)
         async with self._commands:
-            incarnation = self._incarnation
-            if incarnation is None or incarnation.node not in nodes:
-                return
-            await self._drain()
-            await incarnation.stop(_STOP_TIMEOUT_S)
-            while self._incarnation is incarnation:  # until `run` has noticed the end
-                self._changed.clear()
-                await self._changed.wait()
+            if self._incarnation is not None and self._incarnation.node in nodes:
+                await self._leave(self._incarnation)
+
+    async def replace(self) -> None:
+        """Drains and ends the present incarnation. The next one begins as soon as there is room."""
+        async with self._commands:
+            if self._incarnation is not None:
+                await self._leave(self._incarnation)
 
     async def _place(self, ready: Found | None) -> Incarnation:
         """The next incarnation, which is `ready` if that was already started."""
@@ -206,8 +215,8 @@ class Supervisor:
         self._notify()
         return incarnation
 
-    def _serve(self, endpoint: WorkerEndpoint) -> None:
-        self.endpoint = endpoint
+    def _serve(self, ready: Found) -> None:
+        self.endpoint, self.status = ready.endpoint, ready.status
         self.was_adopted = True
         self.progress = None
         self._serves_since = self._clock.now()
@@ -255,6 +264,19 @@ class Supervisor:
         except (TimeoutError, BatonError) as error:
             logger.warning("worker %s did not drain: %s", self.replica.name, error)
             return False
+
+    async def _leave(self, incarnation: Incarnation) -> None:
+        """Drains and ends the present incarnation. Returns when `run` has noticed the end."""
+        await self._drain()
+        await incarnation.stop(_STOP_TIMEOUT_S)
+        while self._incarnation is incarnation:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _why_ended(self, endpoint: WorkerEndpoint) -> str:
+        """Why `run` has ended the incarnation of this endpoint; empty if it has not."""
+        incarnation, reason = self.death or ("", "")
+        return reason if incarnation == endpoint.ref.incarnation else ""
 
     def _served_s(self) -> float:
         return 0.0 if self.endpoint is None else self._clock.now() - self._serves_since

@@ -21,7 +21,7 @@ from baton.system.hosts import WILDCARDS
 from baton.system.logs import write_logs
 from baton.system.paced import paced
 from baton.system.secret import SECRET_VARIABLE, load_secret
-from baton.worker import StartProgress, WorkerEndpoint, WorkerRole
+from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerStatus
 from cluster.control_api.configuration import keys_digest
 
 T = TypeVar("T")
@@ -42,6 +42,8 @@ class Introduction:
     machine: Machine
     """The machine, as far as the actor's process may use it."""
     endpoint: WorkerEndpoint | None = None
+    status: WorkerStatus | None = None
+    """The status of this worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +112,10 @@ class WorkerActor:
         return self._control.call(request)
 
     def _introduce(self) -> Introduction:
-        endpoint = self._endpoint
-        if endpoint is not None:
-            endpoint = replace(endpoint, role=self._worker.status().role)
-        return replace(whereabouts(), endpoint=endpoint)
+        if self._endpoint is None:
+            return whereabouts()
+        status = self._worker.status()
+        return replace(whereabouts(), endpoint=replace(self._endpoint, role=status.role), status=status)
 
     def _start(self, share: CpuShare | None) -> WorkerEndpoint:
         # Ray reports an error in the constructor as the actor's death, so the worker starts here. The imports are here

@@ -146,7 +146,7 @@ class RayLauncher:
                 self._incarnations.append(incarnation)
                 share = CpuShare(endpoint.num_threads, endpoint.cpus)
                 self._shares.note(title.worker, introduction.host, share)
-                return Found(incarnation, endpoint)
+                return Found(incarnation, endpoint, introduction.status)
         except (TimeoutError, ClusterError) as error:
             logger.warning("worker %s was not adopted: %s", title, error or f"silent for {patience_s:g} s")
         await incarnation.stop(0.0)

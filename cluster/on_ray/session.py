@@ -6,12 +6,14 @@ run on the main thread.
 """
 
 import atexit
+import contextlib
 import logging
 import math
 import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -151,7 +153,7 @@ def _private(
     ray: ModuleType, folder: Path, config: ClusterConfig, num_ranks: int, device: str
 ) -> Iterator[None]:
     try:
-        with _fewer_processes():
+        with _fewer_processes(), _no_agents_left():
             _init(
                 ray,
                 address="local",
@@ -250,9 +252,58 @@ def _fewer_processes() -> Iterator[None]:
         names["Node"] = former
 
 
+@contextmanager
+def _no_agents_left() -> Iterator[None]:
+    """Ends the raylet that this process started, and its agents, if the body fails or is interrupted.
+
+    The agents notice the end of their raylet only after a minute if it ends before they were ready.
+    """
+    try:
+        yield
+    except BaseException:
+        for child in _children(os.getpid()):
+            with contextlib.suppress(OSError):  # it has just ended
+                if Path(f"/proc/{child}/comm").read_text() == "raylet\n":
+                    _kill_with_children(child)
+        raise
+
+
+def _kill_with_children(pid: int) -> None:
+    """Ends a child of this process, and the child's own children."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # from now on, it starts no process
+    for child in _children(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    """The child processes, from Linux; empty on other systems."""
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # this thread has just ended
+            found += map(int, children.read_text().split())
+    return found
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keeps Ray from replacing this process's handler of SIGTERM, which stops a start as Ctrl-C does."""
+    from ray._private import utils
+
+    names = vars(utils)
+    former, names["set_sigterm_handler"] = utils.set_sigterm_handler, lambda _handler: None
+    try:
+        yield
+    finally:
+        names["set_sigterm_handler"] = former
+
+
 def _init(ray: ModuleType, address: str, **options: Any) -> None:
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        with _own_signals():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # Ray raises a bare Exception if a busy machine takes too long
         what = "start Ray" if address == "local" else f"join the Ray cluster at {address}"
         raise ClusterError(f"could not {what} (cluster.ray_address): {_root_cause(error)}") from error

@@ -1,6 +1,7 @@
 """Workers of a fleet as child processes on this machine. They end with this process, so none is ever adopted."""
 
 import asyncio
+import contextlib
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from baton.config import BatonConfig
 from baton.errors import ClusterError, WorkerUnavailable
 from baton.fleet import NodeDescription
 from baton.messages.control import ControlRequest
+from baton.system.awake_timer import awake_timeout
 from baton.system.cpus import find_machine
 from baton.system.curve import ClusterSecret
 from baton.worker import WorkerEndpoint, WorkerRole
@@ -59,7 +61,7 @@ class ProcessIncarnation:
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if self._control.is_gone:
-                await asyncio.wait([self._exit], timeout=_EXIT_S)
+                await self._exits_within(_EXIT_S)
             if self._exit.done():
                 raise ClusterError(f"its process ended with {self._exit.result()}")
             return await asking
@@ -70,7 +72,7 @@ class ProcessIncarnation:
     async def stop(self, timeout_s: float) -> None:
         if self._control is not None and timeout_s > 0:
             self.process.ask_to_end()
-            await asyncio.wait([self._exit], timeout=timeout_s)
+            await self._exits_within(timeout_s)
         if not self._exit.done():
             self.process.send_signal(signal.SIGKILL)
         await asyncio.wait([self._exit])
@@ -80,6 +82,12 @@ class ProcessIncarnation:
     @property
     def is_over(self) -> bool:
         return self._exit.done()
+
+    async def _exits_within(self, timeout_s: float) -> None:
+        """Returns when the process has ended, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with awake_timeout(timeout_s):
+                await asyncio.wait([self._exit])
 
 
 class ProcessLauncher:

@@ -37,7 +37,7 @@ B = TypeVar("B")
 def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady) -> None:
     """Starts everything, runs `while_ready`, and stops everything. A signal cancels the start or `while_ready`.
 
-    Raises BatonError if the start fails, and KeyboardInterrupt for a SIGINT before the event loop runs. In any case no
+    Raises BatonError if the start fails, and KeyboardInterrupt for a signal before the event loop runs. In any case no
     process, port or shared memory is left.
     """
     with ExitStack() as stack:
@@ -82,7 +82,8 @@ async def _run(
             if folder != model_path:
                 tokenizer = await asyncio.to_thread(load_tokenizer, agreed, folder)
             gateway = make_gateway(agreed, keys, folder, tokenizer, control)
-            following = FollowingGateway(agreed, gateway, control)
+            is_beside_controller = config.cluster.ray_address == "none"
+            following = FollowingGateway(agreed, gateway, control, is_beside_controller=is_beside_controller)
             service = await following.start()
             stage(workers_text(service.endpoints))
         await following.use(while_ready(service))

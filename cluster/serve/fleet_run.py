@@ -49,7 +49,7 @@ def run_fleet(
     `reread` returns the current configuration. This function calls `reread` every few seconds, and scales the
     fleet to the worker counts of that configuration.
 
-    Raises BatonError if the start fails, FleetEnded if the fleet ends by itself, and KeyboardInterrupt for a SIGINT
+    Raises BatonError if the start fails, FleetEnded if the fleet ends by itself, and KeyboardInterrupt for a signal
     before the event loop runs. In every case, no process of the fleet is left.
     """
     with ExitStack() as stack:

@@ -40,10 +40,19 @@ WhileReady = Callable[[Service], Awaitable[None]]
 class FollowingGateway:
     """A gateway, and the tasks that follow its fleet. `stop` may be called after any outcome of `start`."""
 
-    def __init__(self, config: BatonConfig, gateway: "Gateway", control: ControlApi) -> None:
+    def __init__(
+        self,
+        config: BatonConfig,
+        gateway: "Gateway",
+        control: ControlApi,
+        *,
+        is_beside_controller: bool = False,
+    ) -> None:
+        """`is_beside_controller`: see Follower."""
         self._config = config
         self._gateway = gateway
         self._control = control
+        self._is_beside_controller = is_beside_controller
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Service:
@@ -51,7 +60,7 @@ class FollowingGateway:
         gateway = self._gateway
         settle()  # takes half a second, so call it before clients can connect
         await gateway.start()
-        follower = Follower(self._control, gateway)
+        follower = Follower(self._control, gateway, self._is_beside_controller)
         endpoints, _ = await asyncio.gather(self._until_some_decode(follower), gateway.warm_up())
         await asyncio.gather(*[gateway.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
         self._tasks.append(asyncio.create_task(follower.run(), name="follow the fleet"))

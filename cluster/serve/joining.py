@@ -50,7 +50,7 @@ def run_gateway(config: BatonConfig, screen: Screen, while_ready: WhileReady) ->
     A signal cancels `while_ready`. `config` sets the section `gateway`. Other keys set in it must agree with
     the fleet's; keys not set are taken from the fleet. Raises BatonError if there is no such fleet within
     `cluster.start_timeout_s`, if the fleet differs, or when the fleet ends. Raises KeyboardInterrupt for a
-    SIGINT before the event loop runs.
+    signal before the event loop runs.
     """
     address = config.cluster.ray_address
     uses_ray = config.cluster.fleet_address is None

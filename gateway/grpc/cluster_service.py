@@ -8,6 +8,7 @@ from typing import Any
 import grpc.aio
 
 from baton.errors import ClusterError, FleetError, InvalidRequest
+from baton.fleet import MAX_DRAIN_NODE_S
 from baton.messages.control import (
     ControlApi,
     DrainNode,
@@ -37,7 +38,7 @@ _HEARD_WITHIN_S = 1.0
 """How long SetWorkerRole waits for the worker's heartbeat with the new role. A description after the call
 shows this role."""
 
-DRAIN_NODE_S, MAX_DRAIN_NODE_S = 60.0, 3600.0
+DRAIN_NODE_S = 60.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

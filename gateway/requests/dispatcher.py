@@ -353,9 +353,9 @@ class Dispatcher:
             self._count_ended(attempt)
 
     def _on_worker_lost(self, worker: str, reason: str, is_reachable: bool) -> None:
-        logger.warning("lost the requests on worker %s: %s", worker, reason, extra={"worker": worker})
         listed = self._fleet.workers.get(worker)  # None if it accepts no requests
-        was_draining = self._fleet.on_worker_lost(worker)
+        num_requests = sum(worker in state.attempt.open_workers for state in self._placed.values())
+        was_draining = self._fleet.on_worker_lost(worker, reason, num_requests)
         if listed is not None and not was_draining and not is_reachable:
             # This must come before the retries below, so that a harmful request is not retried.
             places, had = self._open.on(worker, listed.ref)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from baton.clock import Clock
 from baton.config import GatewayConfig, NetworkConfig, SchedulerConfig
-from baton.errors import RequestAborted, SlowReader
+from baton.errors import GatewayStopping, RequestAborted, SlowReader
 from baton.messages.request_plane import KVEvents
 from baton.request import RequestOutput, TokenLogprobs
 from baton.sampling import MAX_SEED
@@ -48,6 +48,9 @@ LONG_PROMPT = 16_384
 """In tokens. For shorter prompts, the router itself hashes the blocks, in about a millisecond."""
 
 
+STOPPING = "this gateway is shutting down; use another one, or try again later"
+
+
 class RequestDriver:
     """All open requests of one gateway. Use it from one event loop only."""
 
@@ -70,6 +73,7 @@ class RequestDriver:
         self._on_end = on_end
         self._max_unread_tokens = config.max_unread_tokens
         self._answers: dict[GatewayRequest, UnreadAnswer] = {}
+        self._is_stopping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
         self.router = Router(config, prefix_key, scheduler)
@@ -107,6 +111,8 @@ class RequestDriver:
         """
         request = _with_seed(request)
         await self._hash_prompt(request)
+        if self._is_stopping:
+            raise GatewayStopping(STOPPING)
         answer = self._answers[request] = UnreadAnswer(self._max_unread_tokens)
         try:
             self._handle(Submitted(request))
@@ -136,6 +142,13 @@ class RequestDriver:
             self._answers[request].cut_short(RequestAborted(f"request {request_id} was aborted"))
             self._handle(AbortRequested(request))
         return bool(requests)
+
+    def end_requests(self) -> None:
+        """Ends all open requests because the gateway stops, and refuses new ones."""
+        self._is_stopping = True
+        for request, answer in list(self._answers.items()):
+            answer.fail(GatewayStopping(STOPPING))
+            self._handle(AbortRequested(request))
 
     async def stop(self) -> None:
         await self.workers.stop()

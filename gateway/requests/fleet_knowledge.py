@@ -1,5 +1,7 @@
 """FleetKnowledge: what the gateway learns about workers from heartbeats, outputs and losses; pure."""
 
+import logging
+
 from baton.request import FinishReason, RequestOutput
 from baton.transfer import TransferEventKind, TransferRecord
 from baton.worker import WorkerRole, WorkerStatus
@@ -8,6 +10,8 @@ from gateway.routing.avoided_pairs import AvoidedPairs
 from gateway.routing.prefill_times import PrefillTimes
 from gateway.routing.router import Router
 from gateway.workers.worker_list import WorkerList
+
+logger = logging.getLogger(__name__)
 
 
 class FleetKnowledge:
@@ -29,9 +33,13 @@ class FleetKnowledge:
         self._router.on_status(status)
         self.prefill_times.on_rate(status.ref.name, status.load.prefill_tokens_per_s, now)
 
-    def on_worker_lost(self, worker: str) -> bool:
-        """Returns whether the worker was draining."""
-        was_draining = self.workers.is_draining(worker)
+    def on_worker_lost(self, worker: str, reason: str, num_requests: int) -> bool:
+        """`num_requests`: how many requests ran on the worker. Returns whether the worker was draining."""
+        was_draining, extra = self.workers.is_draining(worker), {"worker": worker}
+        if was_draining and num_requests == 0:
+            logger.info("worker %s has left after its drain: %s", worker, reason, extra=extra)
+        else:
+            logger.warning("lost the requests on worker %s: %s", worker, reason, extra=extra)
         self.workers.remove(worker)
         self._router.on_worker_lost(worker)
         self.prefill_times.forget(worker)

@@ -22,8 +22,8 @@ _LOOK_EVERY_S = 0.01
 
 
 class WorkerConnections:
-    """All connections of one gateway. `add` connects to a worker. The connection ends at `remove`, or when
-    the worker's incarnation ends. The connection to a silent worker stays, but gets no requests.
+    """All connections of one gateway. `add` connects to a worker. The connection ends at `remove` or `died`,
+    or when the worker's incarnation ends. The connection to a silent worker stays, but gets no requests.
     """
 
     def __init__(
@@ -63,6 +63,12 @@ class WorkerConnections:
         self._clients[client.name] = client
         task = self._tasks[client.name] = asyncio.create_task(self._watch(client))
         task.add_done_callback(lambda _: client.close())  # the task may be cancelled before it begins
+
+    def died(self, name: str, reason: str) -> None:
+        """Forgets a worker whose death the controller has reported. Unknown names are ignored."""
+        if client := self.client(name):
+            client.note_death()
+        self.remove(name, reason)
 
     def remove(self, name: str, reason: str) -> None:
         """Forgets a worker. Unknown names are ignored."""
@@ -126,7 +132,6 @@ class WorkerConnections:
             logger.exception("the connection to worker %s failed", client.name)
             reason = f"the connection failed: {error}"
         if self._clients.get(client.name) is client:
-            logger.warning("worker %s is lost: %s", client.name, reason)
             del self._clients[client.name]
             del self._tasks[client.name]
             self._listener.on_worker_lost(client.name, reason)

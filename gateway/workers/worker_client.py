@@ -52,15 +52,17 @@ REFUSED = (
 
 
 class LossCause(Enum):
-    """How a gateway noticed that its requests on a worker are lost. A worker that was removed on purpose is not a
+    """How a gateway noticed that its requests on a worker are lost. The end of a worker after its drain is no
     loss."""
 
+    DIED = "died"
+    """The controller reported the worker's death, before the gateway itself noticed anything."""
     DISCONNECTED = "disconnected"
     """The connection broke, for example because the worker's process was killed."""
     SILENT = "silent"
     """No heartbeat arrived, for example because the worker's process was stopped or its host is gone."""
     ENDED = "ended"
-    """The worker reported that its engine has ended."""
+    """The worker reported that its engine has ended, without a drain before."""
     HUNG = "hung"
     """The worker reported that one of its threads makes no progress."""
     RESTARTED = "restarted"
@@ -180,6 +182,12 @@ class WorkerClient:
         self._socket.disable_monitor()
         self._connection.close()
         self._socket.close()
+
+    def note_death(self) -> None:
+        """The controller has reported the worker's death. Counts a loss, unless it was noticed here before."""
+        if not self.is_silent:
+            self._losses[LossCause.DIED] += 1
+            self.is_silent = True  # so what else shows this death is not counted
 
     def submit(self, request: EngineRequest) -> None:
         self._send_command(self._session.submit(request))
@@ -349,10 +357,12 @@ class WorkerClient:
             return None  # the worker has opened no session
         if self._wants_kv_events and self._session.number != former:
             self._send_command(self._session.subscribe_kv_events())
+        was_draining = self.status is not None and self.status.state is WorkerState.DRAINING
         self.status = message.status
         self.first_sign.set()
         if (state := message.status.state).has_ended:
-            self._losses[LossCause.HUNG if state is WorkerState.HUNG else LossCause.ENDED] += 1
+            if not (was_draining and state is WorkerState.STOPPED):
+                self._losses[LossCause.HUNG if state is WorkerState.HUNG else LossCause.ENDED] += 1
             reason = f"its engine is {state.value}"
             return f"{reason}: {message.status.failure}" if message.status.failure else reason
         if not self.is_silent:

@@ -81,6 +81,8 @@ class FakeIncarnation:
         self.commands: list[str] = []
         self.is_draining = False
         """Whether it refuses requests: for good after a drain, for a while during a change of role."""
+        self.target: WorkerRole | None = None
+        """The role to which it changes."""
         self.running = 0
         self.num_answers = 0
         """Number of answers to WaitStatus."""
@@ -135,12 +137,18 @@ class FakeIncarnation:
         for _ in range(self.num_hops):
             await asyncio.sleep(0.1)
         self.num_answers += 1
+        return self.status
+
+    @property
+    def status(self) -> WorkerStatus:
         counts = RequestCounts(self.running, 0, 0)
         state = WorkerState.DRAINING if self.is_draining else WorkerState.READY
         return WorkerStatus(self.endpoint.ref, self.role, state, KVBlockCounts(9, 9, 0, 0), counts, {})
 
     async def _drain(self, timeout_s: float) -> bool:
         self.commands.append(f"drain {timeout_s:g}")
+        if self.target is not None:
+            raise FleetError(f"it is changing to a {self.target.value} worker")
         self.is_draining = True
         await self._until(self.may_drain)
         if self.death.done():
@@ -155,9 +163,13 @@ class FakeIncarnation:
 
     async def _set_role(self, role: WorkerRole, timeout_s: float) -> None:
         self.commands.append(f"{role.value} {timeout_s:g}")
-        self.is_draining = True
-        await self.may_drain.wait()
-        self.is_draining = False
+        if self.is_draining and self.target is not role:
+            raise FleetError("it is draining")
+        self.is_draining, self.target = True, role
+        await self._until(self.may_drain)
+        if self.death.done():
+            raise ClusterError(self.death.result())
+        self.is_draining, self.target = False, None
         if self.role_error is not None:
             raise self.role_error
         self.role = role
@@ -205,7 +217,7 @@ class FakeLauncher:
 
     async def adopt(self, patience_s: float) -> Mapping[str, Found]:
         assert patience_s > 0
-        return {incarnation.name: Found(incarnation, incarnation.endpoint) for incarnation in self.alive}
+        return {one.name: Found(one, one.endpoint, one.status) for one in self.alive}
 
     def avoid(self, nodes: Sequence[str]) -> None:
         self.avoided = tuple(nodes)

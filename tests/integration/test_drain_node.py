@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -62,6 +63,20 @@ async def test_a_fleet_of_another_secret_is_an_error_at_once(
     assert "refused the connection" in capsys.readouterr().err
 
 
+async def test_a_control_server_that_never_answers_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await drain("--node", "n1", "--timeout", "0.3", "--fleet-address", "127.0.0.1:9") == REFUSED
+    assert "the control server at 127.0.0.1:9 has not answered" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("seconds", "is_allowed"), [("3600", True), ("3601", False)])
+def test_the_longest_timeout_is_the_gateways(
+    seconds: str, is_allowed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) if not is_allowed else nullcontext():
+        main(["drain", "--node", "n1", "--timeout", seconds, "--target", "127.0.0.1:9"])
+    assert ("at most 3600" in capsys.readouterr().err) is not is_allowed
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -70,7 +85,11 @@ async def test_a_fleet_of_another_secret_is_an_error_at_once(
         (["w1", "--timeout", "5"], "need --node"),
         (["w1", "--fleet-address", "a:1"], "need --node"),
         (["--node", "n1", "--secret-file", "x"], "--secret-file needs --fleet-address"),
-        (["--node", "n1", "--fleet-address", "nowhere"], "cluster.fleet_address: got 'nowhere'"),
+        (
+            ["--node", "n1", "--fleet-address", "nowhere"],
+            "baton drain: --fleet-address: got 'nowhere'; use HOST:PORT",
+        ),
+        (["--node", "n1", "--fleet-address", "a:1", "--target", "b:2"], "--target and --fleet-address both"),
     ],
 )
 def test_what_does_not_go_together_is_a_usage_error(

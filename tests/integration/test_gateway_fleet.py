@@ -1,14 +1,18 @@
 """The workers that a gateway is connected to: whatever ends the connection, nobody waits for them in vain."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+import pytest
 import zmq
 
 from baton.kv import WorkerRef
 from baton.messages.request_plane import KVEvents
 from baton.request import RequestOutput
-from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
+from baton.worker import WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from gateway.workers.connections import WorkerConnections
+from gateway.workers.worker_client import LossCause
 from tests.factories.gateway import NETWORK, ScriptedWorker, silent
 from tests.factories.security import KEYS
 
@@ -19,8 +23,10 @@ class Listener:
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.losses: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self.states: asyncio.Queue[WorkerState] = asyncio.Queue()
 
     def on_status(self, status: WorkerStatus) -> None:
+        self.states.put_nowait(status.state)
         if self.error is not None:
             raise self.error
 
@@ -30,6 +36,26 @@ class Listener:
 
     def on_worker_lost(self, worker: str, reason: str) -> None:
         self.losses.put_nowait((worker, reason))
+
+
+@asynccontextmanager
+async def one_worker() -> AsyncIterator[tuple[WorkerConnections, ScriptedWorker, Listener]]:
+    """A gateway's connection to w0, after its first heartbeat."""
+    worker, listener = ScriptedWorker("w0", WorkerRole.DECODE, silent), Listener()
+    fleet = WorkerConnections(NETWORK, KEYS.request, listener)
+    try:
+        fleet.add(worker.endpoint)
+        await until(listener, WorkerState.READY)
+        yield fleet, worker, listener
+    finally:
+        await fleet.stop()
+        worker.stop()
+
+
+async def until(listener: Listener, state: WorkerState) -> None:
+    async with asyncio.timeout(60):
+        while await listener.states.get() is not state:
+            pass
 
 
 def nowhere() -> WorkerEndpoint:
@@ -73,3 +99,42 @@ async def test_a_connection_that_ends_with_an_error_of_ours_is_a_loss() -> None:
     finally:
         await fleet.stop()
         worker.stop()
+
+
+async def test_a_death_that_the_controller_reports_first_is_one_loss() -> None:
+    async with one_worker() as (fleet, _, listener):
+        client = fleet.client("w0")
+        assert client is not None
+        fleet.died("w0", "its process died")
+        client._note_disconnection("and its port refuses another one")  # before its task has ended
+        assert listener.losses.get_nowait() == ("w0", "its process died")
+        assert listener.losses.empty()
+        assert fleet.losses == {LossCause.DIED: 1}
+
+
+async def test_a_death_that_the_controller_reports_last_is_one_loss() -> None:
+    async with one_worker() as (fleet, worker, listener):
+        worker.stop()
+        _, reason = await asyncio.wait_for(listener.losses.get(), 60)
+        assert reason.startswith("its connection broke")
+        fleet.died("w0", "its process died")
+        assert fleet.losses == {LossCause.DISCONNECTED: 1}
+        assert fleet.client("w0") is None
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+async def test_only_an_end_without_a_drain_is_a_loss(is_planned: bool) -> None:
+    async with one_worker() as (fleet, worker, listener):
+        if is_planned:
+            worker.state = WorkerState.DRAINING
+            await until(listener, WorkerState.DRAINING)
+        worker.state = WorkerState.STOPPED
+        assert await asyncio.wait_for(listener.losses.get(), 60) == ("w0", "its engine is stopped")
+        assert fleet.losses == ({} if is_planned else {LossCause.ENDED: 1})
+
+
+async def test_a_worker_that_leaves_the_fleet_is_no_loss() -> None:
+    async with one_worker() as (fleet, _, listener):
+        fleet.remove("w0", "it left the fleet")
+        assert listener.losses.get_nowait() == ("w0", "it left the fleet")
+        assert fleet.losses == {}

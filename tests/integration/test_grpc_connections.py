@@ -17,7 +17,10 @@ from baton.v1 import cluster_service_pb2_grpc as cluster_grpc
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2
+from gateway import client
+from gateway.client import GatewayError
 from gateway.grpc import guard, server
+from tests.factories.breakable_line import breakable_line
 from tests.factories.counting_proxy import proxy_to
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import answering, gateway_with, outputs_of, silent
@@ -175,6 +178,31 @@ async def test_clients_may_ping_so_often_and_not_more(
 def frame(kind: int, body: bytes = b"") -> bytes:
     """One of HTTP/2's, for the connection as a whole."""
     return len(body).to_bytes(3, "big") + bytes([kind, 0, 0, 0, 0, 0]) + body
+
+
+async def test_batons_own_client_does_not_wait_for_a_gateway_that_no_longer_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is stopped, or whose host is gone: nothing breaks the connection. A quiet gateway is no such case."""
+    monkeypatch.setattr(client, "KEEPALIVE_TIME_S", 0.2)
+    monkeypatch.setattr(client, "KEEPALIVE_TIMEOUT_S", 0.5)
+    async with (
+        gateway_with(folder, {}, {"d0": silent}, grpc_min_client_ping_s=0.0) as under_test,
+        breakable_line(f"tcp://127.0.0.1:{under_test.gateway.grpc_port}") as line,
+        client.GatewayClient(target := line.address.removeprefix("tcp://")) as caller,
+        asyncio.timeout(60),
+    ):
+        answer = asyncio.ensure_future(anext(caller.generate(text="Hello")))
+        await under_test.workers["d0"].next_request()
+        done, _ = await asyncio.wait([answer], timeout=1.5)
+        assert not done, "it answers several pings"
+        line.swallows = "to worker"
+        with pytest.raises(
+            GatewayError, match=f"^UNAVAILABLE: the gateway at {target} does not answer any more$"
+        ):
+            await answer
+        line.cut()
+        await under_test.until(lambda: under_test.gateway.report().num_in_flight == 0)
 
 
 async def test_a_client_that_stops_reading_loses_its_call(

@@ -1,4 +1,4 @@
-"""A stopping gateway as its HTTP clients see it; neither that nor malformed input is logged."""
+"""A stopping gateway as its clients see it; neither that nor malformed input is logged."""
 
 import asyncio
 import logging
@@ -10,7 +10,10 @@ import httpx2
 import pytest
 
 from baton.request import EngineRequest, RequestOutput
+from gateway.client import GatewayError
 from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of, silent
+
+STOPS = "this gateway is shutting down; use another one, or try again later"
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -57,30 +60,59 @@ def listens(under_test: GatewayUnderTest) -> bool:
     return under_test.gateway._http._server.acceptor.is_listening
 
 
-def test_requests_that_do_not_end_in_time_are_refused_or_break_off(
-    folder: Path, caplog: pytest.LogCaptureFixture
+def one_token(request: EngineRequest) -> list[RequestOutput]:
+    return outputs_of(request, [5], finish=None)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_requests_that_do_not_end_in_time_get_an_error(
+    folder: Path, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
-    def one_token(request: EngineRequest) -> list[RequestOutput]:
-        return outputs_of(request, [5], finish=None)
+    """In the form of their API: with its status if no answer had begun, else as the last event."""
+    question = {"model": "tiny", "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
+    if path == "/v1/completions":
+        question = completion()
+    elif path == "/v1/responses":
+        question = {"model": "tiny", "input": "Hello", "store": False}
 
     async def test() -> None:
         workers: dict[str, Any] = {"d0": one_token}
         async with gateway_with(folder, {}, workers) as under_test, client_of(under_test) as client:
-            asking = asyncio.create_task(client.post("/v1/completions", json=completion()))
+            asking = asyncio.create_task(client.post(path, json=question))
             await under_test.workers["d0"].next_request()
-            async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as answer:
+            async with client.stream("POST", path, json=question | {"stream": True}) as answer:
                 events = answer.aiter_lines()
                 await anext(events)
+                await under_test.workers["d0"].next_request()
                 await under_test.gateway.stop(grace_s=0.0)
-                with pytest.raises(httpx2.RemoteProtocolError):
-                    _ = [event async for event in events]
+                assert STOPS in "".join([event async for event in events])
             refused = await asking
             assert refused.status_code == 503
-            assert refused.json()["error"]["type"] == "server_error"
+            assert refused.json()["error"]["message"] == STOPS
             assert under_test.gateway.report().num_in_flight == 0
 
-    run(test())
+    with caplog.at_level(logging.INFO, "gateway.telemetry.access_log"):
+        run(test())
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("access_log")]
+    assert len(lines) == 2
+    assert all("outcome=failed error=GatewayStopping" in line for line in lines), lines
     assert complaints(caplog) == []
+
+
+def test_grpc_calls_that_do_not_end_in_time_get_a_status_that_says_why(folder: Path) -> None:
+    async def test() -> None:
+        workers: dict[str, Any] = {"d0": one_token}
+        async with gateway_with(folder, {}, workers) as under_test:
+            events = under_test.client.generate(text="Hello", sampling={"max_tokens": 9})
+            await anext(events)
+            stopping = asyncio.create_task(under_test.gateway.stop(grace_s=0.0))
+            with pytest.raises(GatewayError) as caught:
+                _ = [event async for event in events]
+            await stopping
+            assert (caught.value.code, caught.value.message) == ("UNAVAILABLE", STOPS)
+            assert caught.value.details.reason == "GATEWAY_STOPPING"
+
+    run(test())
 
 
 def test_nobody_can_fill_the_log_with_what_cannot_be_read(

@@ -84,6 +84,8 @@ def test_workers_are_replaced_take_orders_and_leave_nothing(tmp_path: Path) -> N
         serve.interrupt()  # as a terminal does, to the whole group; workers are in sessions of their own
         assert serve.wait_gone() == 0
         assert "ray" not in serve.stderr.lower()
+        for name in ("w0", "w1"):
+            assert serve.stderr.count(f"worker {name} (") == 1, "a death is logged once"
 
 
 def test_a_command_that_stood_still_kills_no_worker_and_ends_no_request(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import DEFAULT_TARGET, READER_LEFT, REFUSED, USAGE, build_parser, main
+from cli.main import DEFAULT_TARGET, DONE, READER_LEFT, REFUSED, UNWRITABLE, USAGE, build_parser, main
+from tests.factories.traces import CHUNKED
+from worker.step_trace import encode_end, encode_header, encode_step
 
 
 def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,14 +89,47 @@ def test_an_argument_that_is_no_text_is_a_usage_error(capsys: pytest.CaptureFixt
     assert main(["probe", "http://h:1/é"]) == USAGE
 
 
+PRINTS = ["models", "models --json", "trace FILE"]
+"""Commands that print without a fleet."""
+
+
+def run_with_stdout(arguments: str, stdout: int | str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`stdout`: a file descriptor, or a redirection of the shell."""
+    lines = [encode_header(CHUNKED.header), *map(encode_step, CHUNKED.steps), encode_end(CHUNKED.end)]
+    (trace := folder / "w0.jsonl").write_bytes(b"".join(lines))
+    command = [sys.executable, "-m", "cli.main", *arguments.replace("FILE", str(trace)).split()]
+    if isinstance(stdout, str):
+        command = ["sh", "-c", f'exec "$0" "$@" {stdout}', *command]
+        stdout = subprocess.DEVNULL
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+
+
 @pytest.mark.slow
-def test_a_reader_that_has_left_is_no_error() -> None:
+@pytest.mark.parametrize("arguments", PRINTS)
+def test_a_reader_that_has_left_is_no_error(arguments: str, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "cli.main", "models", "--json"]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    done = run_with_stdout(arguments, writing, tmp_path)
     os.close(writing)
     assert (done.returncode, done.stderr) == (READER_LEFT, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", PRINTS)
+def test_an_output_that_cannot_be_written_is_one_line(arguments: str, tmp_path: Path) -> None:
+    done = run_with_stdout(arguments, ">/dev/full", tmp_path)
+    command = arguments.split()[0]
+    assert (done.returncode, done.stderr) == (
+        UNWRITABLE,
+        f"baton {command}: cannot write to stdout: No space left on device\n",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", PRINTS)
+def test_without_stdout_the_output_is_discarded(arguments: str, tmp_path: Path) -> None:
+    done = run_with_stdout(arguments, ">&-", tmp_path)
+    assert (done.returncode, done.stderr) == (DONE, "")
 
 
 def test_the_default_target_is_where_serve_listens_by_default() -> None:

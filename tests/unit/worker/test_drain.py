@@ -2,6 +2,7 @@
 
 import pytest
 
+from decode_worker import DecodeWorker
 from prefill_worker import PrefillWorker
 from worker.drain import ANSWER_TIMEOUT_S, LEGAL_MOVES, DrainStage, DrainState
 
@@ -52,6 +53,15 @@ def test_the_more_urgent_of_two_drains_decides_for_both() -> None:
     way.settle()
     assert way.outcome.result(0)
     assert hasty.outcome.result(0)
+
+
+def test_only_what_leads_to_the_same_role_may_join() -> None:
+    drain, change = drain_state(), drain_state(is_for_good=False)
+    back = DrainState(DecodeWorker(1), 100.0, 5.0, 10.0)
+    assert [drain.may_join(other) for other in (drain_state(), change, back)] == [True, False, False]
+    assert [change.may_join(other) for other in (drain_state(False), drain, back)] == [True, False, False]
+    drain.look(101.0, has_left=True)
+    assert not drain.may_join(drain_state()), "it is over"
 
 
 def test_every_stage_but_the_last_leads_to_the_end() -> None:

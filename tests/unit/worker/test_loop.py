@@ -294,6 +294,29 @@ def test_while_a_worker_leaves_nothing_else_may_begin() -> None:
             running.loop.set_role(PrefillWorker(9), 1.0)
 
 
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_a_second_call_for_the_same_role_has_the_outcome_of_the_first(is_in_time: bool) -> None:
+    """A new controller calls again for what its predecessor began."""
+    connector = FakeConnectorWorker()
+    with RunningLoop(make_core(connector=connector), PrefillWorker(9), lease_s=30.0) as running:
+        hand_over(running)
+        changes = [in_background(lambda: running.loop.set_role(DecodeWorker(9), 30.0))]
+        until_draining(running)
+        running.loop._lease_s = 30.0 if is_in_time else 0.0
+        timeout_s = 30.0 if is_in_time else 0.1
+        changes.append(in_background(lambda: running.loop.set_role(DecodeWorker(9), timeout_s)))
+        if is_in_time:
+            connector.outputs.append(KVConnectorOutput(finished_sending=("p",)))
+            running.commands.wake()
+        for change in changes:
+            if is_in_time:
+                change.result(5)
+            else:
+                with pytest.raises(FleetError, match="3 blocks are leased; it serves in its old role"):
+                    change.result(5)
+        assert running.loop.snapshot.role is (WorkerRole.DECODE if is_in_time else WorkerRole.PREFILL)
+
+
 def test_an_engine_that_ends_ends_every_wait_and_its_hand_overs() -> None:
     connector = FakeConnectorWorker()
     running = RunningLoop(make_core(connector=connector), PrefillWorker(9), lease_s=30.0)

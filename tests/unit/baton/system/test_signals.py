@@ -31,11 +31,13 @@ def test_an_interrupt_that_a_destructor_swallowed_stops_what_begins_later(
     assert came_to_its_end == [False]
 
 
-def test_before_there_is_a_loop_an_interrupt_is_a_keyboard_interrupt() -> None:
-    former = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), StopSignals():
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is former
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_there_is_a_loop_a_signal_is_a_keyboard_interrupt(number: signal.Signals) -> None:
+    former = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), StopSignals() as signals:
+        signal.raise_signal(number)
+    assert signals.stop.is_set()
+    assert signal.getsignal(number) is former
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -53,11 +55,14 @@ def test_in_the_loop_the_first_signal_stops_and_the_second_hurries(number: signa
     assert seen == [(True, False), (True, True)]
 
 
-def test_an_interrupt_as_the_loop_is_being_made_stops_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_as_the_loop_is_being_made_stops_its_work(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     make_loop = asyncio.new_event_loop
 
     def interrupted() -> asyncio.AbstractEventLoop:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         return make_loop()
 
     monkeypatch.setattr("asyncio.events.new_event_loop", interrupted)

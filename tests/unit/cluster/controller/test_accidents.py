@@ -13,7 +13,7 @@ from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest,
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 from tests.unit.cluster.controller.test_controller import state_becomes
 
-DECODE = WorkerRole.DECODE
+PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 
 
 async def cut_off(tested: FleetUnderTest) -> None:
@@ -68,6 +68,155 @@ async def test_a_worker_that_a_former_controllers_rollout_drained_is_replaced(
             replica = (await second.controller.describe()).replicas[1]
             assert (replica.num_starts, replica.last_failure) == (2, "")
     assert "worker w1 drains, and nobody waits for that: it is replaced" in caplog.messages
+
+
+@in_virtual_time
+async def test_a_worker_that_a_former_controller_drained_is_replaced_as_soon_as_it_has_drained() -> None:
+    launcher, store, config = FakeLauncher(), Memory(), fleet_config(drain_timeout_s=30.0)
+    async with fleet(config, launcher, store) as first:
+        before = await first.all_serve(3)
+        launcher.latest("w1").may_drain.clear()
+        await first.controller.rollouts.begin_rollout(("w1",))
+        await state_becomes(first, "w1", "draining")
+        await cut_off(first)
+        async with fleet(config, launcher, store) as second:
+            assert await second.all_serve(3) == before
+            with pytest.raises(FleetError, match="w2 is drained, no decode worker serves"):
+                await second.controller.drain("w2")
+            begun = virtual_loop().now()
+            launcher.latest("w1").may_drain.set()
+            await second.until(lambda known: "w1" in known and known["w1"] != before["w1"])
+            assert virtual_loop().now() - begun < 1.0, "no other time-out counts"
+            assert (await second.controller.describe()).replicas[1].last_failure == ""
+
+
+@pytest.mark.parametrize("error", [None, FleetError("3 blocks are leased")])
+async def test_a_restarted_controller_continues_the_role_change_of_its_predecessor(
+    error: FleetError | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until it is over, the worker is no decode worker to count on. Who asks again learns the true outcome."""
+    launcher, store, config = FakeLauncher(), Memory(), fleet_config()
+    async with fleet(config, launcher, store) as first:
+        await first.all_serve(3)
+        changes = launcher.latest("w2")
+        changes.may_drain.clear()
+        changes.role_error = error
+        changing = asyncio.ensure_future(first.controller.set_role("w2", PREFILL))
+        while not changes.is_draining:
+            await asyncio.sleep(0)
+        await cut_off(first)
+        await asyncio.gather(changing, return_exceptions=True)
+        async with asyncio.timeout(60.0), fleet(config, launcher, store) as second:
+            with pytest.raises(FleetError, match="w1 is drained, no decode worker serves"):
+                await second.controller.drain("w1")
+            again = asyncio.ensure_future(second.controller.set_role("w2", PREFILL))
+            await asyncio.sleep(0.05)
+            assert not again.done()
+            changes.may_drain.set()
+            if error is None:
+                await again
+                assert (await second.all_serve(3))["w2"].role is PREFILL
+            else:
+                with pytest.raises(FleetError, match="w2 remains a decode worker: 3 blocks are leased"):
+                    await again
+                await second.controller.drain("w1")
+            assert launcher.latest("w2") is changes
+            assert changes.commands == ["prefill 0", "prefill 0"]
+    assert ("3 blocks are leased" in caplog.text) == (error is not None)
+
+
+async def test_a_restarted_controller_drains_a_worker_after_its_role_change() -> None:
+    launcher, store, config = FakeLauncher(), Memory(), fleet_config()
+    async with fleet(config, launcher, store) as first:
+        await first.all_serve(3)
+        changes = launcher.latest("w2")
+        changes.may_drain.clear()
+        running = [asyncio.ensure_future(first.controller.set_role("w2", PREFILL))]
+        while not changes.is_draining:
+            await asyncio.sleep(0)
+        running.append(asyncio.ensure_future(first.controller.drain("w2")))
+        await asyncio.sleep(0)
+        await cut_off(first)
+        await asyncio.gather(*running, return_exceptions=True)
+        async with asyncio.timeout(60.0), fleet(config, launcher, store) as second:
+            changes.may_drain.set()
+            assert set(await second.all_serve(2)) == {"w0", "w1"}
+            assert changes.commands == ["prefill 0", "prefill 0", "drain 0", "stop 5"]
+
+
+async def test_a_role_change_that_had_failed_before_the_controller_restarted_is_not_tried_again() -> None:
+    launcher, store, config = FakeLauncher(), Memory(), fleet_config()
+    async with fleet(config, launcher, store) as first:
+        await first.all_serve(3)
+        changes = launcher.latest("w2")
+        changes.may_drain.clear()
+        changing = asyncio.ensure_future(first.controller.set_role("w2", PREFILL))
+        while not changes.is_draining:
+            await asyncio.sleep(0)
+        await cut_off(first)
+        await asyncio.gather(changing, return_exceptions=True)
+        changes.is_draining, changes.target = False, None
+        async with fleet(config, launcher, store) as second:
+            await second.all_serve(3)
+            assert b'"name": "w2", "role": "decode"' in (store.load() or b"")
+            assert changes.commands == ["prefill 0"]
+
+
+async def test_a_worker_that_a_rollout_or_its_engine_drains_is_no_decode_worker_to_count_on() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        leaves = tested.launcher.latest("w2")
+        leaves.is_draining, leaves.num_answers = True, 0  # as after too many wrong steps
+        while leaves.num_answers < 2:
+            await asyncio.sleep(0.005)
+        for command in (tested.controller.drain("w1"), tested.controller.set_role("w1", PREFILL)):
+            with pytest.raises(FleetError, match="no decode worker serves"):
+                await command
+        leaves.may_drain.clear()
+        await tested.controller.rollouts.begin_rollout(("w2",))
+        await state_becomes(tested, "w2", "draining")
+        with pytest.raises(FleetError, match="w1 is drained, no decode worker serves"):
+            await tested.controller.drain("w1")
+
+
+async def test_a_fleet_that_shrinks_loses_first_what_takes_no_requests() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        leaves = tested.launcher.latest("w2")
+        leaves.is_draining, leaves.num_answers = True, 0
+        while leaves.num_answers < 2:
+            await asyncio.sleep(0.005)
+        await tested.controller.scale(DECODE, 1)
+        assert set(await tested.states()) == {"w0", "w1"}
+
+
+@in_virtual_time
+async def test_who_asked_for_a_role_change_learns_why_the_worker_was_ended() -> None:
+    """The worker's process knows only that it was ended."""
+    async with fleet(fleet_config(drain_timeout_s=30.0)) as tested:
+        await tested.all_serve(3)
+        stopped = tested.launcher.latest("w1")
+        stopped.may_drain.clear()
+        changing = asyncio.ensure_future(tested.controller.set_role("w1", PREFILL))
+        await asyncio.sleep(0.01)
+        stopped.is_frozen = True
+        reason = (
+            r"w1 remains a decode worker: it did not answer for 0\.2 s \(cluster\.unresponsive_timeout_s\)"
+        )
+        with pytest.raises(FleetError, match=reason):
+            await changing
+
+
+async def test_after_a_role_change_a_worker_counts_at_once() -> None:
+    async with fleet(fleet_config(prefill=2, decode=1)) as tested:
+        await tested.all_serve(3)
+        changes = tested.launcher.latest("w0")
+        changes.may_drain.clear()
+        changing = asyncio.ensure_future(tested.controller.set_role("w0", DECODE))
+        await asyncio.sleep(0.05)  # its status says that it drains
+        changes.may_drain.set()
+        await changing
+        await tested.controller.drain("w2")
 
 
 @in_virtual_time

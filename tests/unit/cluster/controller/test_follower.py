@@ -60,11 +60,16 @@ class Log:
     def remove_worker(self, name: str, reason: str) -> None:
         self.lines.append(f"-{name} {reason}")
 
+    def worker_died(self, name: str, reason: str) -> None:
+        self.lines.append(f"lost {name} {reason}")
 
-def follow(*answers: FleetView | ClusterError) -> tuple[list[str], list[tuple[str, int]]]:
+
+def follow(
+    *answers: FleetView | ClusterError, is_beside_controller: bool = False
+) -> tuple[list[str], list[tuple[str, int]]]:
     async def run() -> tuple[list[str], list[tuple[str, int]]]:
         script, log = Script(*answers), Log()
-        following = asyncio.create_task(Follower(script, log).run())
+        following = asyncio.create_task(Follower(script, log, is_beside_controller).run())
         async with asyncio.timeout(60):
             await script.is_over.wait()
         following.cancel()
@@ -92,10 +97,24 @@ def test_workers_come_are_replaced_and_go() -> None:
 def test_who_died_is_reported_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         lines, _ = follow(FleetView("c1", 1, (A1,)), FleetView("c1", 2, (), (("a1", "out of memory"),)))
-    assert lines == ["+w0 a1", "-w0 out of memory"]
+    assert lines == ["+w0 a1", "lost w0 out of memory"]
     (line,) = caplog.records
     assert line.getMessage() == "worker w0 (decode) died: out of memory"
     assert line.__dict__["worker"] == "w0"
+
+
+def test_a_death_is_logged_once_if_the_controller_is_in_this_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    views = FleetView("c1", 1, (A1,)), FleetView("c1", 2, (), (("a1", "out of memory"),))
+    with caplog.at_level(logging.ERROR):
+        follow(*views, is_beside_controller=True)
+    assert caplog.records == [], "the controller logs it"
+
+
+def test_a_worker_that_died_is_reported_before_its_next_incarnation() -> None:
+    lines, _ = follow(FleetView("c1", 1, (A1,)), FleetView("c1", 2, (A2,), (("a1", "out of memory"),)))
+    assert lines == ["+w0 a1", "lost w0 out of memory", "+w0 a2"]
 
 
 def test_while_the_controller_is_away_everything_known_stays(monkeypatch: pytest.MonkeyPatch) -> None:

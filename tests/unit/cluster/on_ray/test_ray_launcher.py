@@ -1,6 +1,7 @@
 """Which cores workers on Ray's nodes get, and whose room is kept; Ray itself and the actors are replaced."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,11 +9,19 @@ import ray
 
 from baton.config import BatonConfig
 from baton.kv import WorkerRef
+from baton.messages.control_codec import read_reply, write_call
 from baton.system.cpus import Core, CpuShare, Machine
-from baton.worker import WorkerEndpoint, WorkerRole
+from baton.worker import (
+    KVBlockCounts,
+    RequestCounts,
+    WorkerEndpoint,
+    WorkerRole,
+    WorkerState,
+    WorkerStatus,
+)
 from cluster.controller.launcher import NodeDrains
 from cluster.on_ray import launcher as module
-from cluster.on_ray.actors import Introduction
+from cluster.on_ray.actors import ACTOR_CODEC, Introduce, Introduction, WorkerActor
 from cluster.on_ray.incarnations import RayIncarnation, Title
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -99,6 +108,32 @@ async def test_a_worker_that_ray_places_on_a_node_that_drains_by_then_has_not_fa
     launcher.avoid(("a-n0",))
     with pytest.raises(NodeDrains, match="its node a-n0 began to drain"):
         await launcher.place("w0", P, 1)
+
+
+@pytest.mark.parametrize("state", [WorkerState.READY, WorkerState.DRAINING])
+async def test_a_new_controller_learns_at_once_whether_a_worker_drains(
+    monkeypatch: pytest.MonkeyPatch, state: WorkerState
+) -> None:
+    ref = WorkerRef("w0", "life", ("tcp://127.0.0.1:3",), 16)
+    actor = WorkerActor(BatonConfig(), "", Path("model"), D, "w0")
+    monkeypatch.setattr(
+        actor, "_endpoint", WorkerEndpoint(ref, D, "tcp://127.0.0.1:2", "a", 1), raising=False
+    )
+    status = WorkerStatus(ref, P, state, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
+    monkeypatch.setattr(actor, "_worker", SimpleNamespace(status=lambda: status), raising=False)
+    here = Introduction("n0", "a", 1, Machine((Core((0,), 0),), 1))
+    monkeypatch.setattr("cluster.on_ray.actors.whereabouts", lambda: here)
+    reply = read_reply(actor.call(write_call(ACTOR_CODEC.frame(1, 0.0, Introduce()))))
+
+    async def introduce(*_: object) -> Introduction:
+        return ACTOR_CODEC.value_in(reply, Introduce())
+
+    monkeypatch.setattr(RayIncarnation, "_exchange", introduce)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda: [str(Title("w0", 2, "f1ee7000"))])
+    monkeypatch.setattr(ray, "get_actor", lambda _: object())
+    monkeypatch.setattr(module, "titles_with_room", list)
+    found = (await make_launcher().adopt(1.0))["w0"]
+    assert (found.endpoint.role, found.is_leaving) == (P, state is WorkerState.DRAINING)
 
 
 async def test_a_new_controller_gives_back_the_room_of_workers_of_its_fleet_that_do_not_serve(

@@ -1,16 +1,24 @@
 """What Ray reads from the environment before it is imported, and where it may be."""
 
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import cast
+from unittest.mock import Mock
 
+import psutil
 import pytest
+from ray._private import utils
 
 from baton.config import ClusterConfig
 from baton.errors import ClusterError, ConfigError
 from cluster.on_ray.session import (
+    _init,
     _joined,
+    _no_agents_left,
     _probe,
     _root_cause,
     _short_folder,
@@ -90,6 +98,43 @@ def test_an_address_without_a_listener_fails_at_once() -> None:
             _probe(address)
         taken.listen()
         _probe(address)
+
+
+def test_ray_leaves_the_handler_of_sigterm_as_it_is() -> None:
+    former, ray = signal.getsignal(signal.SIGTERM), Mock(spec=["init"])
+    ray.init.side_effect = lambda **_: utils.set_sigterm_handler(lambda *_: sys.exit(15))
+    _init(ray, address="local")
+    assert signal.getsignal(signal.SIGTERM) is former
+    assert utils.set_sigterm_handler.__module__ == "ray._private.utils", "it is as it was"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ClusterError("could not start Ray")])
+def test_a_start_of_ray_that_fails_leaves_no_agents(tmp_path: Path, error: BaseException) -> None:
+    agent = "sleep 600 & echo $!; wait"
+    (tmp_path / "raylet").write_text(f"#!/bin/sh\n{agent}\n")
+    (tmp_path / "raylet").chmod(0o700)
+    started = []
+
+    def start() -> None:
+        for command in ([str(tmp_path / "raylet")], ["sh", "-c", agent]):
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert process.stdout is not None
+            started.append((process, psutil.Process(int(process.stdout.readline()))))
+        raise error
+
+    with pytest.raises(type(error)), _no_agents_left():
+        start()
+    (raylet, its_agent), (other, its_child) = started
+    try:
+        assert raylet.wait(60) == -signal.SIGKILL
+        its_agent.wait(60)
+        assert other.poll() is None, "only Ray's processes are ended"
+        assert its_child.is_running()
+    finally:
+        its_child.kill()
+        for process, _ in started:
+            process.communicate()
 
 
 class StartingRay:

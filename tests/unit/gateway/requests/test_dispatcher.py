@@ -1,5 +1,6 @@
 """Single events and their effects; random ones are in tests/property/test_dispatcher_machine.py."""
 
+import logging
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -320,3 +321,20 @@ def test_c56_a_request_that_two_workers_cannot_compute_is_stopped_if_they_can_co
         effects = dispatcher.handle(failed, 2.0 + now)
     (refused,) = [effect for effect in effects if isinstance(effect, Refuse)]
     assert isinstance(refused.error, HarmfulRequest) is have_answered
+
+
+@pytest.mark.parametrize("has_requests", [True, False])
+def test_only_losses_are_logged_as_such(has_requests: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that leaves after its drain, without a request, is no loss."""
+    dispatcher = make_dispatcher("d0")
+    if has_requests:
+        assert submitted(dispatcher.handle(Submitted(make_request()), 0.0))
+    dispatcher.handle(WorkerReported(replace(status_of("d0"), state=WorkerState.DRAINING)), 1.0)
+    with caplog.at_level(logging.INFO, "gateway.requests.fleet_knowledge"):
+        dispatcher.handle(WorkerLost("d0", "it left the fleet"), 2.0)
+    (line,) = [record for record in caplog.records if record.__dict__.get("worker") == "d0"]
+    assert (line.levelname, line.getMessage()) == (
+        ("WARNING", "lost the requests on worker d0: it left the fleet")
+        if has_requests
+        else ("INFO", "worker d0 has left after its drain: it left the fleet")
+    )

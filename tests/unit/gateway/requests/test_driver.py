@@ -1,12 +1,13 @@
 """UnreadAnswer: deltas that wait for their reader are merged, in order and bounded."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import pytest
 
 from baton.clock import SystemClock
 from baton.config import GatewayConfig, NetworkConfig
-from baton.errors import SlowReader, WorkerUnavailable
+from baton.errors import GatewayStopping, SlowReader, WorkerUnavailable
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
 from gateway.requests.driver import RequestDriver, UnreadAnswer
@@ -87,5 +88,32 @@ async def test_a_bug_on_arrival_leaves_nothing_of_its_request(monkeypatch: pytes
         with pytest.raises(ZeroDivisionError):
             await anext(driver.generate(request))
         assert driver.dispatcher.num_in_flight == 0
+    finally:
+        await driver.stop()
+
+
+async def test_a_stopping_driver_ends_open_requests_and_refuses_new_ones() -> None:
+    driver = RequestDriver(GatewayConfig(), NetworkConfig(), None, b"key", "retry", SystemClock())
+
+    def answer_of(request_id: str) -> AsyncGenerator[Delta, None]:
+        return driver.generate(
+            GatewayRequest(
+                request_id=request_id,
+                prompt_token_ids=(1,),
+                sampling_params=SamplingParams(max_tokens=1),
+                text=SilentText(),
+            )
+        )
+
+    try:
+        waiting = asyncio.ensure_future(anext(answer_of("waits")))
+        while driver.dispatcher.num_queued == 0:
+            await asyncio.sleep(0)
+        driver.end_requests()
+        for answer in (waiting, anext(answer_of("late"))):
+            with pytest.raises(GatewayStopping):
+                await answer
+        assert driver.dispatcher.num_queued == 0
+        assert driver.dispatcher.tally.counters["rejected"] == 1
     finally:
         await driver.stop()

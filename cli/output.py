@@ -1,0 +1,52 @@
+"""Output: stdout, whose failures `main` can tell from other errors."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any
+
+
+class OutputError(Exception):
+    """Stdout cannot be written, for example because the disk is full. That its reader has left is no OutputError."""
+
+
+class Output:
+    """Writes to a text stream. Everything else is as the stream has it."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _named_failures():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _named_failures():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _named_failures() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write to stdout: {error.strerror}") from error
+
+
+def replace_closed_streams() -> None:
+    """Discards what is written to a stream that was closed (`>&-`). Python has None instead of such a stream, and the
+    next file or socket would take its number."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
+def discard_output() -> None:
+    """Discards what stdout still holds. Else Python would try to write it at its end."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

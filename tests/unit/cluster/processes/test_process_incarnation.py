@@ -1,0 +1,90 @@
+"""How long a worker's process has to end, by its parent's clock; the process is replaced."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from cluster.processes import launcher
+from cluster.processes.launcher import ProcessIncarnation
+from tests.factories.virtual_loop import in_virtual_time, virtual_loop
+
+STOOD_S = 60.0
+
+
+class Process:
+    """A process that serves, and ends when a test says so or when it is killed."""
+
+    def __init__(self) -> None:
+        self.name = "w0"
+        self.exit: Future[int] = Future()
+        self.signals: list[int] = []
+
+    def wait_until_ready(self) -> object:
+        return object()
+
+    def wait(self) -> int:
+        raise AssertionError("its result is `exit`")
+
+    def control(self) -> Any:
+        return Mock(is_gone=False)
+
+    def ask_to_end(self) -> None:
+        self.signals.append(signal.SIGTERM)
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+        self.exit.set_result(-number)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Threads:
+    """Calls at once what is submitted; for `wait`, returns the result of the process."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Takes the arguments of a ThreadPoolExecutor."""
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        if isinstance(process := getattr(call, "__self__", None), Process) and call == process.wait:
+            return process.exit
+        done: Future[Any] = Future()
+        done.set_result(call())
+        return done
+
+    def shutdown(self, *, wait: bool) -> None:
+        assert not wait
+
+
+async def serving(monkeypatch: pytest.MonkeyPatch) -> tuple[ProcessIncarnation, Process]:
+    monkeypatch.setattr(launcher, "ThreadPoolExecutor", Threads)
+    process: Any = Process()
+    incarnation = ProcessIncarnation(process, 1)
+    await incarnation.start(lambda _: None)
+    return incarnation, process
+
+
+@in_virtual_time
+async def test_a_standstill_of_the_parent_takes_no_time_from_a_process_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    incarnation, process = await serving(monkeypatch)
+    virtual_loop().call_later(1.0, virtual_loop().stand_still, STOOD_S)
+    virtual_loop().call_later(STOOD_S + 2.0, process.exit.set_result, 0)
+    await incarnation.stop(5.0)
+    assert process.signals == [signal.SIGTERM]
+
+
+@in_virtual_time
+async def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    incarnation, process = await serving(monkeypatch)
+    begun = virtual_loop().now()
+    async with asyncio.timeout(60.0):
+        await incarnation.stop(5.0)
+    assert process.signals == [signal.SIGTERM, signal.SIGKILL]
+    assert virtual_loop().now() - begun == pytest.approx(5.0, abs=0.1)
