@@ -10,13 +10,39 @@ def count_of(config: Mapping[str, Any], key: str, default: int | None = None) ->
     """The positive integer of this key; ModelError names the key and its value if it is another value."""
     value = default if config.get(key) is None else config[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{key} must be a positive integer, got {value!r}")
+        raise ModelError(f"{key} must be a positive integer, got {value!r:.80}")
     return value
 
 
 def positive_of(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """The positive number of this key; ModelError names the key and its value if it is another value."""
     value = default if config.get(key) is None else config[key]
-    if not isinstance(value, int | float) or not 0.0 < value < 1e30:
-        raise ModelError(f"{key} must be a positive number, got {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < 1e30:
+        raise ModelError(f"{key} must be a positive number, got {value!r:.80}")
     return float(value)
+
+
+def positive_or_zero_of(config: Mapping[str, Any], key: str) -> float | None:
+    """The same for a key that may also have 0, or null, or be missing."""
+    value = config.get(key)
+    if value is None:
+        return None
+    return 0.0 if value == 0 and not isinstance(value, bool) else positive_of(config, key)
+
+
+def flag_of(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """The truth value of this key; null and a missing key mean `default`."""
+    value = default if config.get(key) is None else config[key]
+    if value not in (True, False):
+        raise ModelError(f"{key} must be true or false, got {value!r:.80}")
+    return bool(value)
+
+
+def object_of(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A copy of the object of this key; empty if the key is missing or null."""
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ModelError(f"{key} must be an object, got {value!r:.80}")
+    return dict(value)

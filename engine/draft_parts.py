@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 
 EQUAL_ROWS = {"cpu": 12.0, "cuda": 200.0}
 """By device: with this many rows, a step's arithmetic takes about as long as reading the model's weights."""
-STEP_TIME = {"int8": 0.7, "compressed-tensors": 0.7, "int4": 0.45, "gguf": 0.45, "gptq": 0.45, "awq": 0.45}
-"""Time of a decode step with matrices of this quantization, divided by the time with 16 bits
-(docs/cpu.md)."""
+STEP_TIME = {4: 0.5, 8: 0.7, 16: 1.0}
+"""By bits of most weights: the time of a decode step, divided by the time with 16 bits (docs/cpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def make_drafter(
 def _make_draft_model(draft: Draft, config: SchedulerConfig, model: LoadedModel, pool: KVPool) -> DraftModel:
     shape = draft.model.kv_block_shape(config.block_size)
     own_pool = pool if draft.shares_kv else KVPool(pool.num_blocks, shape, model.device)
-    cost = _cost(draft.model, model)
+    cost = cost_of(draft.model, model)
     logger.info(
         "a draft model of %d layers guesses up to %d tokens; a guess takes about %.2f of a token's time, "
         "and its KV takes %s",
@@ -177,11 +176,10 @@ def _tokens(path: Path) -> tuple[Any, Any]:
         raise ModelError(f"cannot read the vocabulary in {path / 'tokenizer.json'}: {error!r}") from error
 
 
-def _cost(draft: LoadedModel, model: LoadedModel) -> float:
+def cost_of(draft: LoadedModel, model: LoadedModel) -> float:
     """The time of a draft, in tokens of the served model. A token takes as long as reading the matrices."""
     draft_time, time = (
-        _num_weights(each.architecture) * STEP_TIME.get(each.quantization or "", 1.0)
-        for each in (draft, model)
+        _num_weights(each.architecture) * STEP_TIME[each.weight_bits] for each in (draft, model)
     )
     return draft_time / time
 

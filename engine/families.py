@@ -78,8 +78,13 @@ _DEEPSEEK: dict[str, object] = {
 DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
     Family.LLAMA: {},
     Family.MISTRAL: {"num_key_value_heads": 8, "sliding_window": 4096},
-    Family.QWEN2: {"sliding_window": 4096, "max_window_layers": 28},
-    Family.QWEN3: {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    Family.QWEN2: {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    Family.QWEN3: {
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "head_dim": 128,
+    },
     Family.QWEN3_MOE: {
         "num_key_value_heads": 4,
         "sliding_window": 4096,
@@ -233,7 +238,7 @@ _LATENT = frozenset(
 _WINDOWS_ON_SOME = frozenset({"use_sliding_window", "sliding_window", "layer_types"})
 READ: Mapping[Family, frozenset[str]] = {
     Family.LLAMA: frozenset(),
-    Family.MISTRAL: frozenset({"sliding_window"}),
+    Family.MISTRAL: frozenset({"layer_types", "sliding_window"}),
     Family.QWEN2: _WINDOWS_ON_SOME,
     Family.QWEN3: _WINDOWS_ON_SOME,
     Family.QWEN3_MOE: _EXPERTS
@@ -285,15 +290,15 @@ _GELU = ("gelu_pytorch_tanh",)
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family by `architectures`, else by `model_type`; ModelError names the supported architectures."""
-    names = config.get("architectures") or []
-    name = names[0] if names else None
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
-    model_type = config.get("model_type")
-    if name is None and model_type in {family.value for family in Family}:
-        return Family(model_type)
+    names = config.get("architectures") or [None]
+    if not isinstance(names, list):
+        raise ModelError(f"architectures must be a list of names, got {names!r:.80}")
+    name, model_type = names[0], config.get("model_type")
+    for architecture, family in ARCHITECTURES.items():
+        if name == architecture or (name is None and model_type == family.value):
+            return family
     raise ModelError(
-        f"architecture {name or model_type!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        f"architecture {name or model_type!r:.80} is not supported; supported are {', '.join(ARCHITECTURES)}"
     )
 
 

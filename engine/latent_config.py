@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ModelError
-from engine.config_values import count_of
+from engine.config_values import count_of, flag_of
 from engine.families import Family
 from engine.rope_config import RopeConfig, RopeType, mscale
 
@@ -66,7 +66,7 @@ def read_latent(config: Mapping[str, Any], family: Family) -> LatentAttention | 
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise ModelError(f"{key} {config[key]!r:.80} is not supported for model_type {family.value!r}")
-    is_interleaved = bool(config.get("rope_interleave", True)) or family is Family.DEEPSEEK_V2
+    is_interleaved = flag_of(config, "rope_interleave", True) or family is Family.DEEPSEEK_V2
     latent = LatentAttention(
         rank=count_of(config, "kv_lora_rank"),
         rotary_dim=count_of(config, "qk_rope_head_dim"),

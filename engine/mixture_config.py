@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.errors import ModelError
 from engine.activation import Activation, ClampedSwiglu, Gate
-from engine.config_values import count_of, positive_of
+from engine.config_values import count_of, flag_of, positive_of
 from engine.families import READ, Family
 
 LEAST_SUM = 1e-20
@@ -73,7 +73,7 @@ def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) ->
         num_experts=num_experts,
         num_chosen=num_chosen,
         intermediate_size=count_of(config, "moe_intermediate_size" if is_qwen else "intermediate_size"),
-        is_normalised=not is_qwen or bool(config.get("norm_topk_prob", False)),
+        is_normalised=not is_qwen or flag_of(config, "norm_topk_prob"),
         activation=_clamped(config) if family is Family.GPT_OSS else Gate.SILU,
     )
     every = count_of(config, "decoder_sparse_step") if is_qwen else 1
@@ -118,7 +118,7 @@ def _deepseek(config: Mapping[str, Any], family: Family) -> Mixture:
         num_experts=num_experts,
         num_chosen=num_chosen,
         intermediate_size=size,
-        is_normalised=is_v3 and bool(config.get("norm_topk_prob")),
+        is_normalised=is_v3 and flag_of(config, "norm_topk_prob"),
         is_sigmoid=is_v3,
         routes_in_float32=True,
         has_choice_bias=is_v3,

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from baton.errors import ModelError
-from engine.config_values import count_of, positive_of
+from engine.config_values import count_of, flag_of, positive_of
 from engine.families import DEFAULTS, READ, Family, family_of, refuse_unsupported
 from engine.latent_config import MAX_GPU_RANK, MAX_GPU_ROTARY_DIM, LatentAttention, read_latent
 from engine.mixture_config import Mixture, read_mixtures
-from engine.quantization_config import read_quantization
+from engine.quantization_config import check_kv_cache_scheme, read_quantization
 from engine.rope_config import RopeConfig, read_rope, read_ropes_by_kind
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -114,6 +114,14 @@ def read_architecture(path: Path, max_model_len: int | None = None) -> ModelArch
         raise ModelError(f"{path / 'config.json'}: {error}") from None
 
 
+def check_kv_scales(path: Path) -> None:
+    """ModelError if `path/config.json` describes keys and values in 8 bits that Baton does not support."""
+    try:
+        check_kv_cache_scheme(read_json(path / "config.json"))
+    except ModelError as error:
+        raise ModelError(f"{path / 'config.json'}: {error}") from None
+
+
 def check_device(architecture: ModelArchitecture, device: str) -> None:
     """ModelError if this kind of device (`cpu`, `cuda`) cannot compute the model's attention."""
     latent = architecture.latent
@@ -132,9 +140,12 @@ def read_eos_token_ids(path: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if not (path / name).is_file():
             continue
-        ids = read_json(path / name).get("eos_token_id")
-        if isinstance(ids, int):
-            return (ids,)
+        given = read_json(path / name).get("eos_token_id")
+        ids = [] if given is None else given if isinstance(given, list) else [given]
+        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+            raise ModelError(
+                f"{path / name}: eos_token_id must be a token, a list of tokens, or null, got {given!r:.80}"
+            )
         if ids:
             return tuple(ids)
     return ()
@@ -173,7 +184,7 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
         raise ModelError(
             f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
         )
-    has_bias = bool(config.get("attention_bias", False)) and family not in _WITHOUT_ATTENTION_BIAS
+    has_bias = flag_of(config, "attention_bias") and family not in _WITHOUT_ATTENTION_BIAS
     architecture = ModelArchitecture(
         family=family,
         vocab_size=count_of(config, "vocab_size"),
@@ -184,15 +195,15 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_length,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=positive_of(config, "rms_norm_eps", DEFAULTS[family].get("rms_norm_eps", 1e-6)),
         ropes=_ropes(config, family, num_layers, rope_dim, max_length, max_model_len or max_length),
         sliding_windows=_sliding_windows(config, family, num_layers),
         mixtures=read_mixtures(config, family, num_layers),
         attention_scale=head_dim**-0.5,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=flag_of(config, "tie_word_embeddings"),
         has_qkv_bias=has_bias or family is Family.QWEN2,
         has_o_bias=has_bias and family is not Family.GLM4,
-        has_mlp_bias=bool(config.get("mlp_bias", False)) and family in _WITH_MLP_BIAS,
+        has_mlp_bias=flag_of(config, "mlp_bias") and family in _WITH_MLP_BIAS,
         has_qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA3),
         num_guessing_layers=_guessing_layers(config, family),
         has_sinks=family is Family.GPT_OSS,
@@ -265,7 +276,7 @@ def _rotating_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
     flags = config.get("no_rope_layers")
     if flags is None:
         return [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-    if not isinstance(flags, list) or len(flags) < num_layers or not set(flags) <= {0, 1}:
+    if not isinstance(flags, list) or len(flags) < num_layers or not all(each in (0, 1) for each in flags):
         raise ModelError(
             f"no_rope_layers must list 0 or 1 for each of {num_layers} layers, got {flags!r:.80}"
         )
@@ -275,9 +286,9 @@ def _rotating_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
 def _sliding_windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window") if "sliding_window" in READ[family] else None
     is_switched = family in (Family.QWEN2, Family.QWEN3, Family.QWEN3_MOE, Family.SMOLLM3)
-    if window is None or (is_switched and not config.get("use_sliding_window", False)):
+    if window is None or (is_switched and not flag_of(config, "use_sliding_window")):
         return (None,) * num_layers
-    if not isinstance(window, int) or window < 1:
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ModelError(f"sliding_window must be a positive integer or null, got {window!r}")
     if "layer_types" not in READ[family]:
         return (window,) * num_layers
@@ -287,9 +298,10 @@ def _sliding_windows(config: Mapping[str, Any], family: Family, num_layers: int)
 def _kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
     """The value of `layer_types`, or the family's default pattern."""
     kinds = config.get("layer_types") or _pattern(config, family, num_layers)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {FULL, SLIDING}:
+    is_list = isinstance(kinds, list) and len(kinds) == num_layers
+    if not is_list or not all(kind in (FULL, SLIDING) for kind in kinds):
         raise ModelError(
-            f"layer_types must list {FULL!r} or {SLIDING!r} for each of {num_layers} layers, got {kinds}"
+            f"layer_types must list {FULL!r} or {SLIDING!r} for each of {num_layers} layers, got {kinds!r:.80}"
         )
     return kinds
 
@@ -300,6 +312,8 @@ def _pattern(config: Mapping[str, Any], family: Family, num_layers: int) -> list
     elif family.is_gemma or family is Family.GPT_OSS:
         every = count_of(config, "sliding_window_pattern") if family is Family.GEMMA3 else 2
         slides = [(layer + 1) % every != 0 for layer in range(num_layers)]
+    elif family is Family.MISTRAL:
+        slides = [True] * num_layers
     else:
         first = config["max_window_layers"]
         if not isinstance(first, int):

@@ -7,59 +7,17 @@ refused, since it may change what the numbers mean.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 from baton.errors import ModelError
+from engine.config_values import object_of
+from engine.quantization_scheme import Layout, Scheme
 
 KEY = "quantization_config"
+OLD_KEY = "compression_config"
+"""The key in the first checkpoints of compressed-tensors."""
 FIRST_WITH_FP8 = (8, 9)
 """Compute capability of Ada, the first GPUs with 8-bit floats."""
-
-
-class Layout(Enum):
-    """The tensors in which a matrix is stored, and the layout of its numbers in them."""
-
-    NUMBERS = "numbers"
-    """`weight`, an 8-bit number for each weight, and `weight_scale` or `weight_scale_inv`."""
-    PACKED = "packed"
-    """`weight_packed`, `weight_scale`, `weight_zero_point`, `weight_g_idx` of compressed-tensors."""
-    GPTQ = "gptq"
-    """`qweight`, `qzeros` (zero points less 1), `scales`, `g_idx` of AutoGPTQ."""
-    GPTQ_V2 = "gptq_v2"
-    """The same tensors, but `qzeros` has the zero points themselves."""
-    AWQ = "awq"
-    """`qweight`, `qzeros`, `scales` of AutoAWQ's GEMM format."""
-    MXFP4 = "mxfp4"
-    """`blocks` of 4-bit floats, and `scales` that are exponents of 2: the experts of gpt-oss."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scheme:
-    """How some matrices are stored."""
-
-    layout: Layout
-    bits: Literal[4, 8]
-    is_float: bool = False
-    """Whether numbers are 8-bit floats (e4m3) instead of integers."""
-    outputs_per_scale: int | None = 1
-    """How many outputs share a scale; None: all."""
-    inputs_per_scale: int | None
-    """How many inputs share a scale; None: all."""
-    has_zero_points: bool = False
-    has_own_order: bool = False
-    """Whether a tensor names each input's group (act-order). Then inputs that share a scale need not be
-    neighbours."""
-
-    @property
-    def can_stay_in_groups(self) -> bool:
-        """Whether a matrix may become a GroupedWeight, if its groups are whole."""
-        return not self.is_float and not self.has_own_order
-
-    @property
-    def can_stay_in_fp8(self) -> bool:
-        """Whether a matrix may become an Fp8Weight, which has one scale for each output."""
-        return self.is_float and self.inputs_per_scale is None and self.outputs_per_scale in (1, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +53,15 @@ class Quantization:
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """The quantization that a config.json declares, or None; ModelError names an unsupported key."""
-    given = config.get(KEY)
-    if given is None:
+    if config.get(KEY) is None and config.get(OLD_KEY) is not None:
+        return _compressed_tensors(object_of(config, OLD_KEY), OLD_KEY)
+    if config.get(KEY) is None:
         return None
-    if not isinstance(given, Mapping):
-        raise ModelError(f"{KEY} must be an object, got {given!r:.80}")
+    given = object_of(config, KEY)
     method = given.get("quant_method")
-    if method not in _READERS:
+    if not isinstance(method, str) or method not in _READERS:
         raise ModelError(
-            f"{KEY}.quant_method {method!r} is not supported; supported are {', '.join(_READERS)}; "
+            f"{KEY}.quant_method {method!r:.80} is not supported; supported are {', '.join(_READERS)}; "
             "use other weights of the model"
         )
     return _READERS[method](given)
@@ -111,31 +69,33 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 def check_kv_cache_scheme(config: Mapping[str, Any]) -> None:
     """ModelError if config.json quantizes keys and values other than to 8-bit floats with one scale each."""
-    given = config.get(KEY)
-    scheme = given.get("kv_cache_scheme") if isinstance(given, Mapping) else None
-    if scheme is None:
+    key = KEY if config.get(KEY) is not None else OLD_KEY
+    scheme, where = object_of(config, key).get("kv_cache_scheme"), f"{key}.kv_cache_scheme"
+    if scheme is None or scheme == _STATIC:
         return
-    where = f"{KEY}.kv_cache_scheme"
-    if not isinstance(scheme, Mapping):
-        raise ModelError(f"{where} must be an object, got {scheme!r:.80}")
-    _refuse_others(scheme, where, _KV_CACHE)
+    try:
+        if not isinstance(scheme, Mapping):
+            raise ModelError(f"{where} must be an object or {_STATIC!r}, got {scheme!r:.80}")
+        _refuse_others(scheme, where, _KV_CACHE)
+    except ModelError as error:
+        raise ModelError(f"{error}; set engine.kv_cache_dtype to 'auto', which needs no scales") from None
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
-    _refuse_others(config, KEY, _COMPRESSED_TENSORS)
+def _compressed_tensors(config: Mapping[str, Any], key: str = KEY) -> Quantization:
+    _refuse_others(config, key, _COMPRESSED_TENSORS)
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not (groups or config.get("kv_cache_scheme")):
-        raise ModelError(f"{KEY}.config_groups must be an object with groups, got {groups!r:.80}")
+        raise ModelError(f"{key}.config_groups must be an object with groups, got {groups!r:.80}")
     schemes = []
     for name, group in groups.items():
-        where = f"{KEY}.config_groups.{name}"
+        where = f"{key}.config_groups.{name}"
         if not isinstance(group, Mapping):
             raise ModelError(f"{where} must be an object, got {group!r:.80}")
         _refuse_others(group, where, _GROUP)
         stored_as = group.get("format") or config.get("format")
         schemes.append((_names(group, "targets", where), _scheme_of(group.get("weights"), stored_as, where)))
     return Quantization(
-        method="compressed-tensors", schemes=tuple(schemes), ignored=_names(config, "ignore", KEY)
+        method="compressed-tensors", schemes=tuple(schemes), ignored=_names(config, "ignore", key)
     )
 
 
@@ -283,6 +243,8 @@ _KV_CACHE: Values = {
     "symmetric": (True,),
     "dynamic": (False,),
 }
+_STATIC = "static"
+"""Another name of this scheme, with a scale for each layer, in checkpoints of AMD and Tencent."""
 _FP8: Values = {
     **_any("quant_method activation_scheme weight_block_size modules_to_not_convert ignored_layers"),
     **_any("kv_cache_scheme dequantize"),

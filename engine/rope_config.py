@@ -7,7 +7,8 @@ from enum import Enum
 from typing import Any
 
 from baton.errors import ModelError
-from engine.families import Family, is_without_effect
+from engine.config_values import count_of, flag_of, object_of, positive_of, positive_or_zero_of
+from engine.families import DEFAULTS, Family, is_without_effect
 
 
 class RopeType(Enum):
@@ -61,6 +62,8 @@ ROPE_KEYS_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
 nothing."""
 _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}
 """Names of rotations in Phi-3's first versions, and their present names."""
+_THETA = 10_000.0
+"""The base of the angles if neither a config.json nor its family names one."""
 _PARTIAL = (Family.PHI3, Family.GLM4)
 _OWN: Mapping[Family, Mapping[str, Any]] = {
     Family.GPT_OSS: {
@@ -78,27 +81,51 @@ def read_rope(
 ) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-    `max_length`: the number of the model's positions; `max_model_len`: how many of them requests may use.
+    With both, `rope_scaling` replaces `rope_parameters`, as in transformers. `max_length`: the number of the
+    model's positions; `max_model_len`: how many of them requests may use.
     """
-    own = _OWN.get(family, {})
-    values = dict(config.get("rope_parameters") or config.get("rope_scaling") or own)
+    new, old = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")
+    if old:
+        _check_nothing_is_lost(config, family, new, old)
+    values = old or new or dict(_OWN.get(family, {}))
     return _rope(values, config, family, head_dim, max_length, max_model_len)
 
 
 def read_ropes_by_kind(
     config: Mapping[str, Any], family: Family, head_dim: int, max_length: int
 ) -> dict[str, RopeConfig]:
-    """Gemma 3: the rotation of each kind in `layer_types`. `rope_scaling` is for layers without a window."""
-    new = config.get("rope_parameters") or {}
+    """Gemma 3: the rotation of each kind in `layer_types`.
+
+    `rope_scaling` is for layers without a window, and replaces single keys of their `rope_parameters`.
+    """
+    new = object_of(config, "rope_parameters")
     unknown = set(new) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ModelError(f"rope_parameters: {sorted(unknown)[0]!r} is not supported for {family.value!r}")
-    full = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
-    sliding = {"rope_theta": config["rope_local_base_freq"]}
+    full = object_of(new, "full_attention") | object_of(config, "rope_scaling")
+    sliding, key = object_of(new, "sliding_attention"), "rope_local_base_freq"
+    if sliding.get("rope_theta") is None:
+        sliding["rope_theta"] = positive_of(config, key, DEFAULTS[family][key])
     return {
-        kind: _rope({**old, **(new.get(kind) or {})}, config, family, head_dim, max_length, max_length)
-        for kind, old in (("full_attention", full), ("sliding_attention", sliding))
+        kind: _rope(values, config, family, head_dim, max_length, max_length)
+        for kind, values in (("full_attention", full), ("sliding_attention", sliding))
     }
+
+
+def _check_nothing_is_lost(
+    config: Mapping[str, Any], family: Family, new: Mapping[str, Any], old: Mapping[str, Any]
+) -> None:
+    """ModelError if `rope_scaling` would replace a base or a share of the model by the family's default.
+
+    transformers computes such a model with the default, so its answers are of no use.
+    """
+    for key, default in (("rope_theta", _THETA), ("partial_rotary_factor", 1.0)):
+        used = DEFAULTS[family].get(key, default) if config.get(key) is None else config[key]
+        if new.get(key) is not None and old.get(key) is None and new[key] != used:
+            raise ModelError(
+                f"rope_scaling replaces rope_parameters, and so its {key}, {new[key]!r:.80}; move the keys of "
+                "rope_scaling into rope_parameters, and remove rope_scaling"
+            )
 
 
 def _rope(
@@ -117,35 +144,43 @@ def _rope(
     rotary_dim = _rotary_dim(
         values.get("partial_rotary_factor", config.get("partial_rotary_factor")), family, head_dim
     )
-    name = values.get("rope_type") or values.get("type") or "default"
-    if family is Family.PHI3:
-        name = _OLD_NAMES.get(name, name)
-    supported = {kind.value: kind for kind in _TYPES[family]}
-    if name not in supported:
-        raise ModelError(f"rope type {name!r} is not supported; supported are {', '.join(supported)}")
-    theta = float(values.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    plain = RopeConfig(rope_type=supported[name], theta=theta, rotary_dim=rotary_dim)
-    if plain.rope_type is RopeType.DEFAULT:
+    rope_type = _type(values, family)
+    given = config if values.get("rope_theta") is None else values
+    theta = positive_of(given, "rope_theta", DEFAULTS[family].get("rope_theta", _THETA))
+    plain = RopeConfig(rope_type=rope_type, theta=theta, rotary_dim=rotary_dim)
+    if rope_type is RopeType.DEFAULT:
         return plain
-    original = config.get("original_max_position_embeddings") or values.get(
-        "original_max_position_embeddings"
-    )
-    if plain.rope_type is RopeType.LONGROPE:
+    key = "original_max_position_embeddings"
+    given = values if config.get(key) is None else config
+    original = None if given.get(key) is None else count_of(given, key)
+    if rope_type is RopeType.LONGROPE:
         return _longrope(
-            plain, values, rotary_dim or head_dim, int(original or max_length), max_length, max_model_len
+            plain, values, rotary_dim or head_dim, original or max_length, max_length, max_model_len
         )
     return _scaled(plain, values, original, max_length)
+
+
+def _type(values: Mapping[str, Any], family: Family) -> RopeType:
+    names = [values[key] for key in ("rope_type", "type") if values.get(key)] or ["default"]
+    if family is Family.PHI3:
+        names = [_OLD_NAMES.get(str(name), name) for name in names]
+    supported = {kind.value: kind for kind in _TYPES[family]}
+    if not isinstance(names[0], str) or names[0] not in supported:
+        raise ModelError(f"rope type {names[0]!r:.80} is not supported; supported are {', '.join(supported)}")
+    if names[-1] != names[0]:
+        raise ModelError(f"rope_type ({names[0]!r}) and type ({names[-1]!r:.80}) of a rotation must be equal")
+    return supported[names[0]]
 
 
 def _rotary_dim(factor: object, family: Family, head_dim: int) -> int | None:
     if factor is None or factor == 1.0:
         return None
     if family not in _PARTIAL:
-        raise ModelError(f"partial_rotary_factor {factor} is not supported; only 1.0 is")
-    dim = int(head_dim * factor) if isinstance(factor, int | float) else 0
+        raise ModelError(f"partial_rotary_factor {factor!r:.80} is not supported; only 1.0 is")
+    dim = int(head_dim * factor) if isinstance(factor, int | float) and 0.0 < factor < 1.0 else 0
     if not 0 < dim < head_dim or dim % 2:
         raise ModelError(
-            f"partial_rotary_factor {factor!r} of heads of {head_dim} does not give an even number of dimensions"
+            f"partial_rotary_factor {factor!r:.80} of heads of {head_dim} does not give an even number of dimensions"
         )
     return dim
 
@@ -153,24 +188,33 @@ def _rotary_dim(factor: object, family: Family, head_dim: int) -> int | None:
 def _scaled(
     plain: RopeConfig, values: Mapping[str, Any], original: int | None, max_length: int
 ) -> RopeConfig:
-    factor = values.get("factor")
-    if factor is None and plain.rope_type is RopeType.YARN and original:
-        factor = max_length / original
+    length_factor = max_length / original if plain.rope_type is RopeType.YARN and original else None
     keys = ["low_freq_factor", "high_freq_factor"] if plain.rope_type is RopeType.LLAMA3 else []
-    missing = [key for key in keys if values.get(key) is None] + (["factor"] if factor is None else [])
-    if missing:
+    keys += [] if length_factor is not None else ["factor"]
+    if missing := [key for key in keys if values.get(key) is None]:
         raise ModelError(f"rope type {plain.rope_type.value!r} needs {', '.join(missing)}")
-    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
-    given: dict[str, Any] = {
-        key: float(values[key]) for key in (*optional, "mscale_all_dim") if values.get(key) is not None
-    }
+    if plain.rope_type is RopeType.YARN and plain.theta == 1.0:
+        raise ModelError("rope_theta of rope type 'yarn' must not be 1")
+    low, high = positive_of(values, "low_freq_factor", 1.0), positive_of(values, "high_freq_factor", 4.0)
+    if low >= high:
+        raise ModelError(f"high_freq_factor ({high:g}) must be greater than low_freq_factor ({low:g})")
     return replace(
         plain,
-        factor=float(factor or 1.0),
-        original_max_position_embeddings=int(original or max_length),
-        truncate=bool(values.get("truncate", True)),
-        **given,
+        factor=positive_of(values, "factor", length_factor),
+        original_max_position_embeddings=original or max_length,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=positive_or_zero_of(values, "beta_fast") or plain.beta_fast,
+        beta_slow=positive_or_zero_of(values, "beta_slow") or plain.beta_slow,
+        attention_factor=_attention_factor(values),
+        mscale=positive_or_zero_of(values, "mscale"),
+        mscale_all_dim=positive_or_zero_of(values, "mscale_all_dim"),
+        truncate=flag_of(values, "truncate", True),
     )
+
+
+def _attention_factor(values: Mapping[str, Any]) -> float | None:
+    return None if values.get("attention_factor") is None else positive_of(values, "attention_factor")
 
 
 def _longrope(
@@ -189,16 +233,17 @@ def _longrope(
     key = "long_factor" if max_model_len > original else "short_factor"
     divisors: Any = values.get(key)
     is_list = isinstance(divisors, list) and all(
-        isinstance(each, int | float) and each > 0 for each in divisors
+        isinstance(each, int | float) and 0.0 < each < 1e30 for each in divisors
     )
     if not is_list or len(divisors) != rotary_dim // 2:
         raise ModelError(f"rope type 'longrope' needs {key}, a list of {rotary_dim // 2} positive numbers")
-    factor, attention_factor = values.get("factor"), values.get("attention_factor")
+    if original == 1:
+        raise ModelError("original_max_position_embeddings of rope type 'longrope' must be at least 2, got 1")
     return replace(
         plain,
-        factor=float(factor if factor is not None else max_length / original),
+        factor=positive_of(values, "factor", max_length / original),
         original_max_position_embeddings=original,
-        attention_factor=None if attention_factor is None else float(attention_factor),
+        attention_factor=_attention_factor(values),
         divisors=tuple(map(float, divisors)),
         divisors_key=key,
     )

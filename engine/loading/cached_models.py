@@ -16,6 +16,7 @@ from engine.loading.gguf_folder import gguf_of
 from engine.loading.model_files import gguf_files, has_safetensors
 from engine.loading.pretrained import PRETRAINED, is_cached, resolve
 from engine.model_config import read_json
+from engine.quantization_config import KEY, OLD_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +111,16 @@ def _examined(
 def _description(folder: Path) -> tuple[str, str]:
     """The architecture, and the data type or quantisation of most weights."""
     values = read_json(folder / "config.json")
-    names = values.get("architectures") or [values.get("model_type") or ""]
+    names = values.get("architectures")
+    if not isinstance(names, list) or not names:
+        names = [values.get("model_type") or ""]
     if (gguf := gguf_of(folder)) is not None:
         num_bytes: Counter[str] = Counter()
         for tensor in read_gguf(gguf).tensors.values():
             num_bytes[tensor.type.name] += tensor.num_bytes
         return str(names[0]), num_bytes.most_common(1)[0][0] if num_bytes else ""
-    quantized = values.get("quantization_config")
-    if isinstance(quantized, dict):
-        return str(names[0]), str(quantized.get("quant_method", ""))
+    for key in (KEY, OLD_KEY):
+        if isinstance(quantized := values.get(key), dict):
+            return str(names[0]), str(quantized.get("quant_method", ""))
     dtype = values.get("dtype") or values.get("torch_dtype") or ""
     return str(names[0]), str(dtype).removeprefix("torch.")

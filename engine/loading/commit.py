@@ -1,4 +1,4 @@
-"""The Hub's commit of a model's folder: part of the model's digest, and of the name that all workers load."""
+"""Where a model's folder was downloaded from: part of its digest, and of the name that all workers load."""
 
 import re
 from itertools import pairwise
@@ -11,10 +11,20 @@ from engine.loading.gguf_folder import gguf_of
 
 def commit_of(folder: Path) -> str | None:
     """The commit in a path of the Hub's cache, .../snapshots/COMMIT; None for a folder elsewhere."""
+    return _name_below("snapshots", 40, folder)
+
+
+def version_of(folder: Path) -> str | None:
+    """The commit, or the version of a copy from an object store, .../buckets/VERSION; None elsewhere."""
+    return commit_of(folder) or _name_below("buckets", 16, folder)
+
+
+def _name_below(above: str, num_digits: int, folder: Path) -> str | None:
+    """The part of a folder's path that has so many hexadecimal digits, below a part named `above`."""
     gguf = gguf_of(folder)
     place = gguf.readlink() if gguf is not None and gguf.is_symlink() else folder
     for parent, name in reversed(list(pairwise(place.parts))):
-        if parent == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", name):
+        if parent == above and re.fullmatch(f"[0-9a-f]{{{num_digits}}}", name):
             return name
     return None
 

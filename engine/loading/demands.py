@@ -7,6 +7,7 @@ from baton.config import BatonConfig, ModelConfig
 from baton.errors import ConfigError, ModelError
 from baton.worker import WorkerRole
 from engine.families import Family
+from engine.loading.vocabulary import ROUNDED_GROUP_SIZE
 from engine.mixture_config import Mixture
 from engine.model_config import ModelArchitecture, check_device
 
@@ -34,23 +35,84 @@ def check_quantization(config: ModelConfig, device: str) -> None:
 
 
 def check_shares(architecture: ModelArchitecture, num_ranks: int, *, expert_parallel: bool = False) -> None:
-    """ConfigError if the ranks cannot share heads or experts equally; Shard checks the other dimensions."""
+    """ConfigError if the ranks cannot share heads, MLPs, experts or the vocabulary."""
     kv_heads = [] if architecture.latent is not None else [("KV", architecture.num_kv_heads)]
     for what, count in (("attention", architecture.num_heads), *kv_heads):
         if count % num_ranks:
-            raise ConfigError(
-                f"engine.tensor_parallel or cluster.*_tensor_parallel: got {num_ranks}, which does not "
-                f"divide this model's {count} {what} heads"
-            )
-    mixture = next((each for each in architecture.mixtures if each is not None), None)
+            raise ConfigError(f"{_got(num_ranks)}, which does not divide this model's {count} {what} heads")
+    mixture = _mixture_of(architecture)
     if expert_parallel:
         _check_expert_parallel(architecture, mixture, num_ranks)
     elif mixture is not None and mixture.intermediate_size % num_ranks:
         raise ConfigError(
-            f"engine.tensor_parallel or cluster.*_tensor_parallel: got {num_ranks}, which does not divide the "
-            f"intermediate size of this model's experts, {mixture.intermediate_size}; use another number, or "
-            "engine.enable_expert_parallel"
+            f"{_got(num_ranks)}, which does not divide the intermediate size of this model's experts, "
+            f"{mixture.intermediate_size}; use another number, or engine.enable_expert_parallel"
         )
+    for what, size in _mlps(architecture):
+        if size % num_ranks:
+            raise ConfigError(
+                f"{_got(num_ranks)}, which does not divide the intermediate size of {what}, {size}; use "
+                "another number"
+            )
+    if -(-architecture.vocab_size // num_ranks) * (num_ranks - 1) >= architecture.vocab_size:
+        raise ConfigError(
+            f"{_got(num_ranks)}, but this model's {architecture.vocab_size} tokens are too few to share"
+        )
+
+
+def check_groups(config: BatonConfig, architecture: ModelArchitecture) -> None:
+    """ConfigError if `int8` or `int4` cannot round a rank's part of a matrix, which must have whole groups.
+
+    Only for weights that are not quantized yet: matrices that keep their bits need no other groups.
+    """
+    if config.model.quantization in GROUPED:
+        for role in WorkerRole:
+            _check_groups(
+                config.model.quantization,
+                architecture,
+                config.num_ranks(role),
+                expert_parallel=config.has_expert_parallel(role),
+            )
+
+
+def _check_groups(
+    quantization: str, architecture: ModelArchitecture, num_ranks: int, *, expert_parallel: bool
+) -> None:
+    latent, mixture = architecture.latent, _mixture_of(architecture)
+    value_dim = architecture.head_dim if latent is None else latent.value_dim
+    inputs = [("hidden_size", architecture.hidden_size, 1)]
+    inputs += [("the heads' values", architecture.num_heads * value_dim, num_ranks)]
+    inputs += [(f"the intermediate size of {what}", size, num_ranks) for what, size in _mlps(architecture)]
+    if mixture is not None:
+        experts = "the intermediate size of this model's experts"
+        inputs.append((experts, mixture.intermediate_size, 1 if expert_parallel else num_ranks))
+    if latent is not None and latent.query_rank is not None:
+        inputs.append(("q_lora_rank", latent.query_rank, 1))
+    for what, size, divisor in inputs:
+        if size // divisor % ROUNDED_GROUP_SIZE:
+            part = "" if divisor == 1 else f", of which each of {divisor} ranks has {size // divisor}"
+            raise ConfigError(
+                f"model.quantization: {quantization!r} needs whole groups of {ROUNDED_GROUP_SIZE} inputs, but "
+                f"{what} is {size}{part}; use 'auto'"
+                + ("" if divisor == 1 else ", or another engine.tensor_parallel or cluster.*_tensor_parallel")
+            )
+
+
+def _got(num_ranks: int) -> str:
+    return f"engine.tensor_parallel or cluster.*_tensor_parallel: got {num_ranks}"
+
+
+def _mixture_of(architecture: ModelArchitecture) -> Mixture | None:
+    return next((each for each in architecture.mixtures if each is not None), None)
+
+
+def _mlps(architecture: ModelArchitecture) -> list[tuple[str, int]]:
+    """The intermediate sizes of the MLPs that all tokens use."""
+    sizes = [("this model's MLPs", architecture.intermediate_size)] if None in architecture.mixtures else []
+    mixture = _mixture_of(architecture)
+    if mixture is not None and mixture.shared_size:
+        sizes.append(("this model's shared experts", mixture.shared_size))
+    return sizes
 
 
 def _check_expert_parallel(architecture: ModelArchitecture, mixture: Mixture | None, num_ranks: int) -> None:

@@ -2,8 +2,7 @@
 
 import os
 import subprocess
-from dataclasses import dataclass, field, replace
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
 
 from baton.config import BatonConfig
@@ -11,26 +10,20 @@ from baton.errors import ModelError
 from baton.worker import WorkerRole
 from engine.allocator import available_memory
 from engine.layer_groups import group_layers
-from engine.loading.demands import check_demands, check_experts
+from engine.loading.demands import check_demands, check_groups
 from engine.loading.dtype import dtype_of
-from engine.loading.gguf import GgufType, read_gguf
-from engine.loading.gguf_folder import gguf_of
-from engine.loading.model_files import indexed_files, read_safetensors_header
-from engine.loading.vocabulary import (
-    ROUNDED_GROUP_SIZE,
-    StoredTable,
-    bits_in_groups,
-    stored_table,
-    vocabulary_bytes,
+from engine.loading.model_files import check_tokenizer
+from engine.loading.stored_head import as_stored
+from engine.loading.stored_weights import Size, StoredWeights, is_quantized, read_weights
+from engine.loading.vocabulary import ROUNDED_GROUP_SIZE, bits_in_groups, vocabulary_bytes
+from engine.model_config import (
+    ModelArchitecture,
+    check_kv_scales,
+    read_architecture,
+    read_eos_token_ids,
 )
-from engine.model_config import ModelArchitecture, read_architecture, read_json
 from engine.native.compilers import may_have_kernels
-from engine.quantization_config import (
-    FIRST_WITH_FP8,
-    Quantization,
-    check_kv_cache_scheme,
-    read_quantization,
-)
+from engine.quantization_config import FIRST_WITH_FP8
 
 CPU_KV_CACHE_MIB = 1024
 """Size of a CPU's pool for keys and values of 16 or 8 bits. In float32 the pool is twice as large, so that it
@@ -38,55 +31,10 @@ has room for as many tokens as with 16 bits."""
 BITS_KEPT = {"fp8": 8.0, "int8": 9.0, "int4": 5.0}
 """At most so many bits of a weight by `model.quantization`: 32 weights share a scale and a minimum of 16 bits.
 Weights that are rounded to int8 while loading need no minimum."""
-GGUF_BITS_KEPT: dict[GgufType, float] = {
-    GgufType.F32: 32,
-    GgufType.F16: 16,
-    GgufType.BF16: 16,
-    GgufType.Q4_0: 4.5,
-    GgufType.Q4_1: 5,
-    GgufType.Q4_K: 5,
-    GgufType.Q5_0: 8.5,
-    GgufType.Q5_1: 9,
-    GgufType.Q5_K: 9,
-    GgufType.Q8_0: 8.5,
-    GgufType.Q6_K: 9,
-}
-"""Bits of a weight by its type in a GGUF file, on a CPU: 5 and 6 bits are stored in 8; groups of Q6_K have 16
-weights. A group of a type with one value for zero has no minimum."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-EXPERTS = ".experts."
-"""Part of the names of tensors of a mixture's experts."""
 GPU_BLOCK_SIZE = 64
 """The default of `scheduler.block_size` on a GPU, whose copy engine needs blocks of 64 tokens
 (engine/kernels/attention_tuning.py)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """The tensors of a folder's files."""
-
-    num_parameters: int
-    num_bytes: int
-    """Their bytes in the files; for a GGUF file, their bytes in a CPU's memory."""
-    is_gguf: bool
-    num_expert_bytes: int = 0
-    """How many of these bytes belong to a mixture's experts, without shared experts."""
-    quantization: Quantization | None = None
-    """The quantization of the checkpoint, if it is quantized already."""
-    embeddings: StoredTable = field(default_factory=StoredTable)
-    lm_head: StoredTable = field(default_factory=StoredTable)
-    """Empty if the embeddings are also the projection to logits."""
-
-    @property
-    def others(self) -> "StoredWeights":
-        """All but embeddings and projection to logits."""
-        tables = self.embeddings, self.lm_head
-        num_parameters = self.num_parameters - sum(table.num_parameters for table in tables)
-        num_bytes = self.num_bytes - sum(table.num_bytes for table in tables)
-        empty = StoredTable()
-        return replace(
-            self, num_parameters=num_parameters, num_bytes=num_bytes, embeddings=empty, lm_head=empty
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +91,16 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
     ConfigError if the configuration asks for something that this model cannot do."""
     architecture = read_architecture(folder)
     check_demands(config, architecture)
+    check_tokenizer(folder)
+    read_eos_token_ids(folder)
     if config.engine.kv_cache_dtype == "fp8":
-        check_kv_cache_scheme(read_json(folder / "config.json"))
+        check_kv_scales(folder)
     is_read = config.model.load_format == "auto"
-    weights = _read_weights(folder, architecture) if is_read else None
+    if is_read:
+        architecture = as_stored(architecture, folder)
+    weights = read_weights(folder, architecture) if is_read else None
+    if not is_quantized(folder):
+        check_groups(config, architecture)
     kept = 0 if weights is None else _kept_bytes(config, architecture, weights)
     fullest = None if weights is None else _fullest_rank(config, architecture, weights, kept)
     per_layer = _kv_bytes_per_layer(config, architecture, max(map(config.num_ranks, WorkerRole)))
@@ -199,59 +153,6 @@ def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -
             f"{name or config.model.path} does not fit: a worker needs {needs}, and {where} has room for {_mib(room)}; "
             f"{remedies}, or a smaller model"
         )
-
-
-def _read_weights(folder: Path, architecture: ModelArchitecture) -> StoredWeights | None:
-    """The tensors of a folder that the model reads."""
-    copies = ("lm_head.",) if architecture.tie_word_embeddings else ()
-    return stored_weights(folder, (*architecture.unread_tensors, *copies))
-
-
-def stored_weights(folder: Path, unread: tuple[str, ...] = ()) -> StoredWeights | None:
-    """The tensors of a folder; None if it lacks some weights. ModelError if a file is damaged.
-
-    `unread`: prefixes of the names of tensors that do not count.
-    """
-    if (gguf := gguf_of(folder)) is not None:
-        of_name = {
-            name: _gguf_table(prod(tensor.shape), tensor.type)
-            for name, tensor in read_gguf(gguf).tensors.items()
-        }
-        tables = of_name.values()
-        return StoredWeights(
-            sum(table.num_parameters for table in tables),
-            sum(table.num_bytes for table in tables),
-            True,
-            embeddings=of_name.get("token_embd.weight", StoredTable()),
-            lm_head=of_name.get("output.weight", StoredTable()),
-        )
-    files = [folder / name for name in indexed_files(folder)]
-    if not all(file.is_file() for file in files):
-        return None
-    tensors = [entry for file in files for entry in read_safetensors_header(file).tensors.items()]
-    entries = [(name, entry) for name, entry in tensors if not name.startswith(unread)]
-    check_experts(read_architecture(folder), (name for name, _ in entries))
-    bytes_of = [(name, entry["data_offsets"][1] - entry["data_offsets"][0]) for name, entry in entries]
-    num_expert_bytes = sum(size for name, size in bytes_of if EXPERTS in name)
-    quantization = read_quantization(read_json(folder / "config.json"))
-    sizes = [(name, prod(entry["shape"])) for name, entry in entries]
-    counts = [
-        size if quantization is None else quantization.num_parameters(name, size) for name, size in sizes
-    ]
-    num_bytes = sum(size for _, size in bytes_of)
-    counted = {name: (count, size) for (name, size), count in zip(bytes_of, counts, strict=True)}
-    embeddings, lm_head = (
-        stored_table(each, counted, quantization) for each in ("model.embed_tokens", "lm_head")
-    )
-    return StoredWeights(sum(counts), num_bytes, False, num_expert_bytes, quantization, embeddings, lm_head)
-
-
-def _gguf_table(num_parameters: int, kind: GgufType) -> StoredTable:
-    """A tensor of a GGUF file."""
-    bits = GGUF_BITS_KEPT[kind]
-    num_bytes = int(num_parameters * bits / 8)
-    group_size = 16 if kind is GgufType.Q6_K else 32
-    return StoredTable(num_parameters, num_bytes, num_bytes, None if bits >= 16 else group_size)
 
 
 def gpu_memory() -> int | None:
@@ -308,19 +209,29 @@ def _kept_of_others(config: BatonConfig, weights: StoredWeights) -> int:
         at_most = int(weights.num_parameters * BITS_KEPT[quantization] / 8)
         return min(at_most, _kept_of_others(auto, weights) if is_cpu and quantization != "fp8" else in_dtype)
     if weights.quantization is not None:
-        schemes = [scheme for _, scheme in weights.quantization.schemes] if quantization == "auto" else []
-        if is_cpu and any(scheme.can_stay_in_groups for scheme in schemes):
-            return min(weights.num_bytes + weights.num_parameters // 8, in_dtype)
-        stays = (
-            not is_cpu
-            and config.model.dtype != "float32"
-            and _multiplies_fp8()
-            and any(scheme.can_stay_in_fp8 for scheme in schemes)
-        )
-        return min(weights.num_bytes, in_dtype) if stays else in_dtype
+        return _kept_of_checkpoint(config, weights) if quantization == "auto" else in_dtype
     if is_cpu and (quantization == "auto" or not weights.is_gguf):
         return min(weights.num_bytes, in_dtype)
     return in_dtype
+
+
+def _kept_of_checkpoint(config: BatonConfig, weights: StoredWeights) -> int:
+    """The same for a quantized checkpoint whose matrices keep their bits if a kernel multiplies them so."""
+    is_cpu, number_bytes = config.engine.device == "cpu", BYTES[config.model.dtype]
+    multiplies_fp8 = not is_cpu and config.model.dtype != "float32" and _multiplies_fp8()
+    divisions = {(config.num_ranks(role), config.has_expert_parallel(role)) for role in WorkerRole}
+    total, rest = 0, Size(weights.num_parameters, weights.num_bytes)
+    for kind, size in weights.matrices.items():
+        rest = rest.plus(Size(-size.num_parameters, -size.num_bytes))
+        numbers = size.num_parameters * number_bytes
+        if is_cpu and all(kind.stays_in_groups(n, expert_parallel=whole) for n, whole in divisions):
+            total += min(size.num_bytes + size.num_parameters // 8, numbers)
+        elif multiplies_fp8 and kind.stays_in_fp8:
+            total += min(size.num_bytes, numbers)
+        else:
+            total += numbers
+    plain = rest.num_parameters * number_bytes
+    return total + (min(rest.num_bytes, plain) if is_cpu else plain)
 
 
 def _fullest_rank(
@@ -349,8 +260,8 @@ def _draft_bytes(config: BatonConfig, folder: Path) -> int:
     """Bytes of the draft model's weights in the worker's memory."""
     if config.model.load_format != "auto":
         return 0
-    architecture = read_architecture(folder)
-    if (weights := _read_weights(folder, architecture)) is None:
+    architecture = as_stored(read_architecture(folder), folder)
+    if (weights := read_weights(folder, architecture)) is None:
         return 0
     quantization = config.speculation.draft_quantization or config.model.quantization
     model = config.model.with_values("speculation", quantization=quantization)

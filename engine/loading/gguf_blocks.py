@@ -145,3 +145,8 @@ _LAYOUTS = {
     GgufType.Q5_K: _Layout(8, _q5_k),
     GgufType.Q6_K: _Layout(8, _q6_k),
 }
+
+
+def bits_of(kind: GgufType) -> Literal[4, 8] | None:
+    """The bits of such a matrix in groups; None for floats."""
+    return None if kind in FLOATS else _LAYOUTS[kind].bits

@@ -8,8 +8,7 @@ from pathlib import Path
 from baton.errors import ModelError
 from engine.layers.scaled_attention import KVScale
 from engine.loading.safetensors_index import CheckpointIndex, open_safetensors
-from engine.model_config import read_json
-from engine.quantization_config import check_kv_cache_scheme
+from engine.model_config import check_kv_scales
 
 ENDINGS = (".k_scale", ".v_scale", ".kv_scale")
 """Endings of the tensors' names: for keys, for values, and for both."""
@@ -21,7 +20,7 @@ def read_kv_scales(path: Path) -> dict[str, KVScale]:
     ModelError names a tensor that is no valid scale, or an unsupported scheme. The supported scheme is 8-bit
     floats with one scale for a layer's keys, and one for its values.
     """
-    check_kv_cache_scheme(read_json(path / "config.json"))
+    check_kv_scales(path)
     index = CheckpointIndex.read(path)
     found: dict[str, dict[str, float]] = {}
     for name in sorted(index.names):

@@ -18,8 +18,10 @@ from engine.layers.native_backend import NativeBackend
 from engine.layers.scaled_attention import KVScale
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.demands import check_quantization, check_shares
+from engine.loading.digest import model_digest
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.gguf_weights import GgufWeights
+from engine.loading.kept_bits import BITS_OF_FLOATS, kept_bits
 from engine.loading.kv_scales import ENDINGS, digest_of, read_kv_scales
 from engine.loading.quantized_checkpoint import (
     OutlinedCheckpoint,
@@ -27,6 +29,8 @@ from engine.loading.quantized_checkpoint import (
     StoredWeights,
 )
 from engine.loading.quantized_weights import Bits, QuantizedWeights
+from engine.loading.stored_head import as_stored
+from engine.loading.stored_weights import keeps_bits
 from engine.loading.streamed_weights import StreamedWeights
 from engine.loading.weight_stream import CudaCopies
 from engine.loading.weights import (
@@ -36,7 +40,6 @@ from engine.loading.weights import (
     Take,
     TakeRecorder,
     WeightSource,
-    model_digest,
 )
 from engine.model_config import (
     ModelArchitecture,
@@ -74,6 +77,8 @@ class LoadedModel:
     """Identifies config and weights, for KVFingerprint."""
     quantization: str | None = None
     """How matrices are stored in memory; None: as numbers of `dtype`."""
+    weight_bits: int = BITS_OF_FLOATS
+    """The bits of most weights in memory; see `kept_bits`."""
 
     @property
     def max_model_len(self) -> int:
@@ -127,12 +132,14 @@ def load_model(
     memory twice.
     """
     dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, device)
+    is_dummy = config.load_format == "dummy"
     architecture = read_architecture(path, max_model_len)
+    if not is_dummy:
+        architecture = as_stored(architecture, path)
     check_device(architecture, device.type)
     check_quantization(config, device.type)
     check_shares(architecture, collectives.size, expert_parallel=expert_parallel)
     backend = backend or _make_backend(device)
-    is_dummy = config.load_format == "dummy"
     quantization = _kept_as(config, path, device)
     kv_scales = _kv_scales(config, path, architecture, kv_dtype)
     parts = _DecoderParts(config, architecture, backend, collectives, kv_scales, expert_parallel)
@@ -159,6 +166,7 @@ def load_model(
             kv_scales=digest_of(kv_scales),
         ),
         quantization=quantization,
+        weight_bits=kept_bits(quantization, path),
     )
 
 
@@ -182,10 +190,9 @@ def outline_model(
     Its steps compute nothing, but launch the same kernels.
     """
     dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, torch.device("cuda"))
-    architecture = read_architecture(path)
-    quantization = (
-        None if config.load_format == "dummy" else read_quantization(read_json(path / "config.json"))
-    )
+    is_dummy = config.load_format == "dummy"
+    architecture = read_architecture(path) if is_dummy else as_stored(read_architecture(path), path)
+    quantization = None if is_dummy else read_quantization(read_json(path / "config.json"))
     source: WeightSource = TakeRecorder(dtype)
     if quantization is not None and _kept_as(config, path, torch.device("meta")) is not None:
         source = OutlinedCheckpoint(path, quantization, dtype)
@@ -324,10 +331,8 @@ def _kept_as(config: ModelConfig, path: Path, device: torch.device) -> str | Non
     quantization = read_quantization(read_json(path / "config.json"))
     if quantization is None:
         return None
-    schemes = [scheme for _, scheme in quantization.schemes]
-    stays = (multiplies_groups and any(scheme.can_stay_in_groups for scheme in schemes)) or (
-        has_fp8_units(device, DTYPES[config.dtype]) and any(scheme.can_stay_in_fp8 for scheme in schemes)
-    )
+    multiplies_fp8 = has_fp8_units(device, DTYPES[config.dtype])
+    stays = keeps_bits(path, quantization, in_groups=multiplies_groups, in_fp8=multiplies_fp8)
     return quantization.method if stays else None
 
 

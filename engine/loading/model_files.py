@@ -3,7 +3,8 @@
 import fnmatch
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 """Patterns of the files for configuration, tokenizer and chat template."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+"""Files of which a gateway needs one; transformers makes a tokenizer also from the older ones."""
 MAX_SHOWN = 12
 """Most file names in a message."""
 
@@ -68,27 +71,65 @@ def gguf_file(paths: Collection[str], wanted: str | None, model: str) -> str:
     raise ModelError(f"{model} has {problem}; name one, such as {model}:{_example(found)}. There are {shown}")
 
 
-class SafetensorsHeader(NamedTuple):
-    """The header of a safetensors file."""
+class TensorEntry(NamedTuple):
+    """A tensor in the header of a safetensors file."""
 
+    file: Path
+    dtype: str
+    """The format's name of the data type, such as `BF16`."""
+    shape: tuple[int, ...]
+    offset: int
+    """Position of the tensor's first byte in the file."""
     num_bytes: int
-    """Length of the header: the tensors' bytes begin here, and offsets count from here."""
-    tensors: dict[str, Any]
-    """By name: `dtype`, `shape` and `data_offsets`."""
+
+    @property
+    def num_values(self) -> int:
+        return prod(self.shape)
 
 
-def read_safetensors_header(file: Path) -> SafetensorsHeader:
-    """Reads a file's header; ModelError if it is damaged."""
+def stored_tensors(folder: Path) -> dict[str, TensorEntry]:
+    """The tensors of a folder's safetensors files, by name; ModelError if a file is missing or damaged."""
+    return {
+        name: entry
+        for file in indexed_files(folder)
+        for name, entry in read_safetensors_header(folder / file).items()
+    }
+
+
+def read_safetensors_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a file, by name; ModelError if its header is damaged, or the file is cut off."""
     try:
         with file.open("rb") as stream:
+            size = file.stat().st_size
             num_bytes = int.from_bytes(stream.read(8), "little")
-            if not 2 <= num_bytes <= file.stat().st_size - 8:
+            if not 2 <= num_bytes <= size - 8:
                 raise ValueError(f"the header's length is {num_bytes:,}")
             header = json.loads(stream.read(num_bytes))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        return SafetensorsHeader(8 + num_bytes, tensors)
-    except (OSError, ValueError, AttributeError) as error:
+        first = 8 + num_bytes
+        tensors = {
+            name: _entry(file, first, entry) for name, entry in header.items() if name != "__metadata__"
+        }
+        end = max((entry.offset + entry.num_bytes for entry in tensors.values()), default=first)
+        if end != size:
+            raise ValueError(f"it has {size:,} bytes, but its header describes {end:,}; download it again")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise ModelError(f"{file} is not a readable safetensors file: {error}") from error
+    return tensors
+
+
+def _entry(file: Path, first: int, entry: Mapping[str, Any]) -> TensorEntry:
+    """`first`: the position from which offsets count."""
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not 0 <= begin <= end or not all(size >= 0 for size in shape):
+        raise ValueError(f"the range of a tensor of shape {list(shape)} is {begin} to {end}")
+    return TensorEntry(file, str(entry["dtype"]), shape, first + begin, end - begin)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """ModelError if a folder has no tokenizer of any kind that gateways read."""
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise ModelError(f"{folder} has no tokenizer; a model folder needs tokenizer.json")
 
 
 def _is_meant(path: str, wanted: str) -> bool:

@@ -152,10 +152,8 @@ def open_safetensors(file: Path) -> safe_open:
 
 def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     open_safetensors(file).__exit__(None, None, None)
-    header = read_safetensors_header(file)
-    for name, entry in header.tensors.items():
-        offset = header.num_bytes + entry["data_offsets"][0]
-        yield name, StoredTensor(file, entry["dtype"], tuple(entry["shape"]), offset)
+    for name, entry in read_safetensors_header(file).items():
+        yield name, StoredTensor(file, entry.dtype, entry.shape, entry.offset)
 
 
 def _parts_of(name: str, stored: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:

@@ -19,7 +19,7 @@ from engine.layers.grouped_weight import E2M1
 from engine.loading.coded_matrix import CodedMatrix, gptq_zeros, unpacked, unpacked_awq
 from engine.loading.safetensors_index import CODES, DTYPES, CheckpointIndex
 from engine.loading.weights import Shard, Take
-from engine.quantization_config import Layout, Scheme
+from engine.quantization_scheme import Layout, Scheme
 
 _SCALES = DTYPES | {"F8_E8M0": CODES["F8_E8M0"]}
 _BYTES = {"U8": torch.uint8}
@@ -27,15 +27,6 @@ _INT32 = {"I32": torch.int32}
 _INDICES = {"I32": torch.int32, "I64": torch.int64}
 MXFP4_BLOCK = 32
 """Number of inputs that share a scale; fixed by the format (Open Compute Project, 2023)."""
-_MARKS = {
-    Layout.NUMBERS: ("weight_scale_inv", "weight_scale"),
-    Layout.PACKED: ("weight_packed",),
-    Layout.GPTQ: ("qweight",),
-    Layout.GPTQ_V2: ("qweight",),
-    Layout.AWQ: ("qweight",),
-    Layout.MXFP4: ("blocks",),
-}
-"""Tensors that only a quantized matrix has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +45,7 @@ class StoredMatrix:
     def find(cls, index: CheckpointIndex, scheme: Scheme, take: Take) -> "StoredMatrix | None":
         """Finds a matrix; None if it is not quantized. ModelError if a tensor does not match the scheme."""
         module = take.name.removesuffix(".weight")
-        mark = next((name for name in _MARKS[scheme.layout] if f"{module}.{name}" in index.names), None)
+        mark = next((name for name in scheme.marks if f"{module}.{name}" in index.names), None)
         if mark is None:
             return None
         values, is_cut = _values(scheme, module, take)
@@ -117,9 +108,13 @@ class StoredMatrix:
         return zeros_OG[:num_outputs].to(torch.float32)
 
     def _groups(self, order: torch.Tensor | None, scales_OG: torch.Tensor) -> torch.Tensor:
-        """Each input's group; ModelError if the tensor names a group that does not exist."""
+        """Each input's group; ModelError if the tensor names a group that does not exist.
+
+        compressed-tensors creates the order with -1, and ignores it while it contains one.
+        """
         num_inputs, per_scale = self.take.shape[1], self.scheme.inputs_per_scale
-        if order is None:
+        is_unset = order is not None and _is_by_outputs(self.scheme) and bool((order == -1).any())
+        if order is None or is_unset:
             inputs_I = torch.arange(num_inputs, device=scales_OG.device)
             return torch.zeros_like(inputs_I) if per_scale is None else inputs_I // per_scale
         if int(order.min()) < 0 or int(order.max()) >= scales_OG.shape[1]:
@@ -148,16 +143,15 @@ def _values(scheme: Scheme, module: str, take: Take) -> tuple[Take, bool]:
     """The request for the values' tensor, and whether it is only for the rank's part."""
     (num_outputs, num_inputs), per_int = take.shape, 32 // scheme.bits
     # For each dimension of the tensor: its dimension in the matrix, and how many values share an integer.
-    if scheme.layout is Layout.NUMBERS:
-        name, dims = "weight", ((0, 1), (1, 1))
-    elif scheme.layout is Layout.PACKED:
-        name, dims = "weight_packed", ((0, 1), (1, per_int))
+    name, dims = scheme.values_name, ((0, 1), (1, 1))
+    if scheme.layout is Layout.PACKED:
+        dims = ((0, 1), (1, per_int))
     elif scheme.layout is Layout.MXFP4:
-        name, dims = "blocks", ((0, 1), (1, MXFP4_BLOCK))
+        dims = ((0, 1), (1, MXFP4_BLOCK))
     elif scheme.layout is Layout.AWQ:
-        name, dims = "qweight", ((1, 1), (0, per_int))
-    else:
-        name, dims = "qweight", ((1, per_int), (0, 1))
+        dims = ((1, 1), (0, per_int))
+    elif scheme.layout in (Layout.GPTQ, Layout.GPTQ_V2):
+        dims = ((1, per_int), (0, 1))
     shape = tuple(-(-(num_outputs, num_inputs)[dim] // packed) for dim, packed in dims)
     if scheme.layout is Layout.MXFP4:
         shape = (*shape, MXFP4_BLOCK // 2)  # bytes

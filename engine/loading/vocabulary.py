@@ -4,10 +4,7 @@ The embeddings are looked up, and the projection is multiplied. Kernels of a CPU
 of their own, so a CPU holds a matrix that does both twice.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from engine.quantization_config import Quantization
 
 ROUNDED_BITS = 9.0
 """At most so many bits of a number of the projection with `model.quantization` int8 or int4, in the kernels' layout.
@@ -26,20 +23,6 @@ class StoredTable:
     """Bytes in the layout of Baton's CPU kernels, if the numbers keep their bits."""
     group_size: int | None = None
     """How many numbers share a scale, if a CPU can keep them in groups; None: they become plain numbers."""
-
-
-def stored_table(
-    module: str, counted: Mapping[str, tuple[int, int]], quantization: Quantization | None
-) -> StoredTable:
-    """The matrix of a module in safetensors files. `counted`: parameters and bytes by the names of tensors."""
-    found = [sizes for name, sizes in counted.items() if name.rpartition(".")[0] == module]
-    num_parameters, num_bytes = (sum(sizes[i] for sizes in found) for i in range(2))
-    scheme = None if quantization is None else quantization.scheme_of(module)
-    if scheme is None or len(found) < 2:  # only a quantized matrix has scales
-        return StoredTable(num_parameters, num_bytes, num_bytes)
-    if scheme.can_stay_in_groups:
-        return StoredTable(num_parameters, num_bytes, num_bytes + num_parameters // 8, ROUNDED_GROUP_SIZE)
-    return StoredTable(num_parameters, num_bytes, 4 * num_parameters)  # becomes numbers of `model.dtype`
 
 
 def vocabulary_bytes(

@@ -4,10 +4,8 @@ Another source is in `gguf_weights`. `quantized_checkpoint` and `quantized_weigh
 other sources.
 """
 
-import hashlib
-import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -19,9 +17,6 @@ from safetensors import safe_open
 
 from baton.errors import ModelError
 from engine.layers.backend import Matrix
-from engine.loading.commit import commit_of
-from engine.loading.gguf import read_gguf
-from engine.loading.gguf_folder import gguf_of
 from engine.loading.safetensors_index import (
     CheckpointIndex,
     StoredTensor,
@@ -30,16 +25,13 @@ from engine.loading.safetensors_index import (
     weight_files,
 )
 
-DIGEST_WINDOWS = 64
-DIGEST_WINDOW_BYTES = 4096
-
 OnProgress = Callable[[int, int], None]
 """Called after each tensor with loaded and total bytes, on the thread that builds the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Slice number `rank` of `num_ranks` equal slices of a tensor, or of a part of a tensor, along `dim`."""
+    """Slice number `rank` of `num_ranks` slices of a tensor, or of a part of a tensor, along `dim`."""
 
     dim: int
     rank: int
@@ -48,12 +40,17 @@ class Shard:
     """The first index of the part that is divided."""
     size: int | None = None
     """The size of this part; None: up to the end."""
+    is_equal: bool = True
+    """Whether all slices have the same size; else the last ones may be shorter."""
 
     def slice_of(self, name: str, shape: Sequence[int]) -> slice:
         """The slice of dimension `dim` of a tensor of `shape`; ModelError if the ranks do not divide it."""
         assert 0 <= self.rank < self.num_ranks, f"rank {self.rank} of {self.num_ranks}"
         whole = shape[self.dim] - self.first if self.size is None else self.size
         size, rest = divmod(whole, self.num_ranks)
+        if rest and not self.is_equal:
+            first, last = (min(each * (size + 1), whole) for each in (self.rank, self.rank + 1))
+            return slice(self.first + first, self.first + last)
         if rest:
             raise ModelError(
                 f"tensor {name} (shape {list(shape)}): dimension {self.dim} of {whole} cannot "
@@ -70,7 +67,7 @@ class WeightSource(Protocol):
         """The tensor, or only its `shard`, in the target dtype, on the source's device.
 
         `shape` is the shape of the whole tensor. ModelError if there is no such tensor, or it cannot be
-        divided equally.
+        divided as `shard` asks.
         """
         ...
 
@@ -233,62 +230,3 @@ class DummyWeights(WeightSource):
             part = shard.slice_of(name, shape)
             tensor = tensor.narrow(shard.dim, part.start, part.stop - part.start)
         return tensor.to(self._dtype, memory_format=torch.contiguous_format, copy=shard is not None)
-
-
-def model_digest(
-    path: Path,
-    *,
-    dummy_device: torch.device | None = None,
-    quantization: str | None = None,
-    activations: str | None = None,
-    rotation: str | None = None,
-    kv_scales: str | None = None,
-) -> str:
-    """Identifies the model that a folder contains, with everything that changes its keys and values.
-
-    Copies of a folder have the same digest; two fine-tunes of a model, or two commits of the Hub, have
-    different ones.
-
-    `dummy_device`: the device of dummy weights, if the model has no other weights; different GPUs make
-    different numbers. `quantization`: how weights are stored in memory, if not as in the folder.
-    `activations`: the data type of activations, if the KV cache has another one. `rotation`: which of
-    config.json's factors LongRoPE uses. `kv_scales`: identifies the divisors of keys and values.
-
-    The digest is the SHA-256 over config.json and, for each weight file, its name, its size, its header, and
-    64 windows of 4 KiB that are spread evenly over the content. Hashing everything would read the whole model
-    at every start.
-    """
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    parts = (quantization, activations, rotation, kv_scales, commit_of(path))
-    suffix = "".join(f"-{part}" for part in parts if part is not None)
-    if dummy_device is not None:
-        return f"{digest.hexdigest()}-dummy{_kind_of(dummy_device)}{suffix}"
-    gguf = gguf_of(path)
-    for file in weight_files(path) if gguf is None else [gguf]:
-        digest.update(json.dumps([file.name, file.stat().st_size]).encode())
-        header_bytes = _header_bytes(file) if gguf is None else read_gguf(gguf).data_offset
-        for window in _windows(file, header_bytes):
-            digest.update(window)
-    return f"{digest.hexdigest()}{suffix}"
-
-
-def _kind_of(device: torch.device) -> str:
-    """Empty for CPUs, which make equal random numbers; else the GPU's name, since its size matters."""
-    return "" if device.type == "cpu" else f"-{device.type}-{torch.cuda.get_device_name(device)}"
-
-
-def _header_bytes(safetensors: Path) -> int:
-    with safetensors.open("rb") as stream:
-        return 8 + int.from_bytes(stream.read(8), "little")
-
-
-def _windows(file: Path, header_bytes: int) -> Iterator[bytes]:
-    """The header, then evenly spread windows of the rest."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        header_bytes = min(header_bytes, size)
-        yield stream.read(header_bytes)
-        last = max(size - DIGEST_WINDOW_BYTES, header_bytes)
-        for i in range(DIGEST_WINDOWS):
-            stream.seek(header_bytes + (last - header_bytes) * i // (DIGEST_WINDOWS - 1))
-            yield stream.read(DIGEST_WINDOW_BYTES)

@@ -1,9 +1,9 @@
 """Decoder: computes logits from token ids with the layers of any family; knows no request and no block table.
 
 With tensor parallelism (Megatron-LM, 2019) every rank has a share of the heads, of the MLP's columns and of
-the vocabulary. Every rank has the whole residual stream, and the ranks add up their parts twice in each
-layer. With expert parallelism each rank has whole experts; the ranks add up their parts at the same two
-places.
+the vocabulary, of which the last ranks may have fewer tokens. Every rank has the whole residual stream, and
+the ranks add up their parts twice in each layer. With expert parallelism each rank has whole experts; the
+ranks add up their parts at the same two places.
 
 Shape suffixes: T tokens of a step, R rows that sample, V vocabulary (a rank's share), E hidden size.
 """
@@ -13,6 +13,7 @@ from copy import copy
 from typing import Protocol, Self
 
 import torch
+import torch.nn.functional as F
 
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.families import Family
@@ -21,7 +22,7 @@ from engine.layers.backend import Backend, InputTokens, MakeLinear
 from engine.layers.chunk_attention import cap_
 from engine.layers.residual_stream import ResidualStream
 from engine.layers.scaled_attention import HeadFactors, KVScale, ScaledAttention
-from engine.loading.weights import WeightSource
+from engine.loading.weights import Shard, WeightSource
 from engine.model_config import ModelArchitecture
 from engine.models.deepseek import DeepSeekLayer
 from engine.models.gemma import GemmaLayer
@@ -31,7 +32,7 @@ from engine.models.llama import LlamaLayer
 from engine.models.mixture import mixture_layer
 from engine.models.olmo2 import Olmo2Layer
 from engine.models.phi3 import Phi3Layer
-from engine.models.projections import NO_SCALES, Projections, shard_of
+from engine.models.projections import NO_SCALES, Projections
 
 
 class Layer(Protocol):
@@ -104,7 +105,10 @@ class Decoder:
         self._architecture = a
         self._backend = backend
         self._collectives = collectives
-        rows = shard_of(0, collectives)
+        rows = None
+        if collectives.size > 1:
+            rows = Shard(0, collectives.rank, collectives.size, is_equal=False)
+        self._share = -(-a.vocab_size // collectives.size)
         parts = Projections(
             weights,
             backend,
@@ -116,7 +120,7 @@ class Decoder:
         self._embed_tokens_VE = weights.take_matrix(
             "model.embed_tokens.weight", a.vocab_size, a.hidden_size, shard=rows
         )
-        self._first_token = collectives.rank * self._embed_tokens_VE.shape[0]
+        self._first_token = collectives.rank * self._share
         layer = LAYERS[a.family]
         self._layers = [layer(a, index, parts) for index in range(a.num_layers)]
         norm_E = parts.norm("model.norm", a.hidden_size)
@@ -169,7 +173,9 @@ class Decoder:
         """Logits of the whole vocabulary for R rows, in the model's dtype; the same on every rank."""
         a = self._architecture
         logits_RV = self._lm_head(self._backend.rms_norm(hidden_RE, self._norm_E, a.rms_norm_eps))
-        logits_RV = self._collectives.all_gather(logits_RV, -1)
+        if logits_RV.shape[-1] < self._share:  # every rank sends as many
+            logits_RV = F.pad(logits_RV, (0, self._share - logits_RV.shape[-1]))
+        logits_RV = self._collectives.all_gather(logits_RV, -1)[:, : a.vocab_size]
         if a.logits_divisor != 1.0:
             logits_RV = logits_RV.div_(a.logits_divisor)
         return logits_RV if a.logits_cap is None else cap_(logits_RV, a.logits_cap)

@@ -39,6 +39,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, as many kv heads": ("llama", {"num_key_value_heads": 4}),
     "mistral, no window": ("mistral", {"sliding_window": None}),
     "mistral, window": ("mistral", {"sliding_window": 9}),
+    "mistral, window on some layers": (
+        "mistral",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2, window on some layers": (
         "qwen2",

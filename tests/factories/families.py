@@ -141,6 +141,7 @@ CASES: dict[str, Case] = {
     "granite, tied, biased": Case(
         Family.GRANITE, {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
     ),
+    "granite, tokens that ranks do not divide": Case(Family.GRANITE, {**GRANITE, "vocab_size": 303}),
     "smollm3": Case(Family.SMOLLM3, {"no_rope_layer_interval": 2}),
     "smollm3, windows where it does not rotate": Case(
         Family.SMOLLM3, {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 9}
@@ -205,7 +206,7 @@ CASES: dict[str, Case] = {
 
 NAMES = {
     Family.LLAMA: ("Llama 2 and 3, SmolLM2", ""),
-    Family.MISTRAL: ("Mistral", "a window on every layer"),
+    Family.MISTRAL: ("Mistral", "a window on every layer, or on some"),
     Family.QWEN2: ("Qwen2, Qwen2.5", "windows on some layers"),
     Family.QWEN3: ("Qwen3, dense", "norms of heads; windows on some layers"),
     Family.QWEN3_MOE: ("Qwen3, mixture of experts", "experts in all layers, or some"),

@@ -17,9 +17,9 @@ from baton.errors import ModelError
 from baton.hub_name import HubName
 from engine.loading import hub_download
 from engine.loading.commit import commit_of
+from engine.loading.digest import model_digest
 from engine.loading.hub import fetch
 from engine.loading.pretrained import folder_here, resolve
-from engine.loading.weights import model_digest
 from tests.factories.gguf_files import make_gguf
 from tests.factories.stub_hub import TOKEN, Repository, StubHub, environment_of, stub_hub, use_in_this_process
 

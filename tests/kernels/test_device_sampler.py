@@ -206,6 +206,21 @@ def test_other_ranks_receive_the_first_ranks_tokens(device: torch.device) -> Non
     assert all(token.logprobs is None for token in second)
 
 
+def test_rows_may_be_parts_of_longer_ones(device: torch.device, generator: torch.Generator) -> None:
+    """As where ranks do not divide the vocabulary: what follows a row is no logit."""
+    wide_RV = torch.randn(4, VOCAB + 3, generator=generator).to(device)
+    wide_RV[:, VOCAB:] = 100.0
+    requests = [
+        request(seed=0, temperature=0.0),
+        request(seed=1, logprobs=2),
+        request(seed=2, top_p=0.8),
+        request(seed=3, repetition_penalty=1.2),
+    ]
+    parts_RV = wide_RV[:, :VOCAB]
+    expected = device_sampler(device)(parts_RV.contiguous(), requests).wait()
+    assert device_sampler(device)(parts_RV, requests).wait() == expected
+
+
 def test_a_request_draws_the_same_in_any_batch(device: torch.device, generator: torch.Generator) -> None:
     logits_RV = torch.randn(4, VOCAB, generator=generator).to(device)
     requests = [request(seed=seed, top_p=0.8, temperature=1.5) for seed in range(4)]

@@ -89,6 +89,9 @@ def test_a_gguf_file_is_a_model_of_its_own(home: Path, tmp_path: Path, folder: P
     [
         ({"architectures": ["BertModel"]}, "architecture 'BertModel' is not supported"),
         ({"quantization_config": {"quant_method": "quip"}}, "quantization_config.quant_method 'quip'"),
+        ({"architectures": {"a": 1}}, "architectures must be a list of names, got {'a': 1}"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a positive number, got 'x'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token, a list of tokens, or null, got '</s>'"),
         (None, "not all of its weights are here; `baton serve --model acme/tiny` downloads the rest"),
     ],
 )
@@ -99,6 +102,7 @@ def test_what_would_not_load_says_why(
     if damage is None:
         (source / "model.safetensors").unlink()
     else:
+        (source / "generation_config.json").unlink()
         values = json.loads((source / "config.json").read_text()) | damage
         (source / "config.json").write_text(json.dumps(values))
     add(home, "acme/tiny", source)
@@ -110,6 +114,26 @@ def test_what_would_not_load_says_why(
     assert row.split()[-1] == "no"
     assert rest[0].startswith("acme/tiny: ")
     assert problem in rest[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "kept", "problem"),
+    [
+        ("model.safetensors", 4000, "is not a readable safetensors file: it has 4,000 bytes, but its header"),
+        ("tokenizer.json", None, "has no tokenizer; a model folder needs tokenizer.json"),
+    ],
+)
+def test_a_broken_folder_does_not_load(
+    home: Path, tmp_path: Path, file: str, kept: int | None, problem: str
+) -> None:
+    """`kept`: how many bytes of the file are there; None: the file is missing."""
+    source = make_model_dir(tmp_path / "source", num_hidden_layers=1)
+    content = (source / file).read_bytes()
+    (source / file).unlink()
+    if kept is not None:
+        (source / file).write_bytes(content[:kept])
+    add(home, "acme/tiny", source)
+    assert problem in listed(tmp_path)["acme/tiny"].problem
 
 
 def test_what_the_configuration_cannot_have_of_a_model_is_its_problem(

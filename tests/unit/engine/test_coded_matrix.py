@@ -37,3 +37,23 @@ def test_a_weight_is_the_value_less_zero_times_the_scale_of_its_group() -> None:
     )
     assert matrix.numbers(torch.float32).tolist() == [[-4.0, 3.5, 0.0, 0.0], [0.0, 1.0, -9.0, -6.0]]
     assert matrix.grouped() is None
+
+
+def test_floats_of_4_bits_are_kept_if_the_kernels_represent_their_powers_of_two() -> None:
+    """A group of zeros, of either sign, may have any scale."""
+
+    def is_kept(exponent: int, code: int = 5) -> bool:
+        values_OI = torch.full((2, 64), 3, dtype=torch.uint8)
+        values_OI[1, 32:] = code
+        scales_OG = torch.ones(2, 2)
+        scales_OG[1, 1] = 2.0**exponent
+        zeros_OG = torch.full((2, 2), 12.0)
+        matrix = CodedMatrix(values_OI, 4, scales_OG, zeros_OG, torch.arange(64) // 32, is_e2m1=True)
+        return matrix.grouped() is not None
+
+    assert is_kept(-38)
+    assert is_kept(38)
+    assert not is_kept(-39)
+    assert not is_kept(39)
+    assert is_kept(-100, code=0)
+    assert is_kept(-100, code=8)

@@ -6,7 +6,7 @@ import pytest
 
 from baton.config import BatonConfig
 from engine.loading.commit import commit_of, with_commit
-from engine.loading.weights import model_digest
+from engine.loading.digest import model_digest
 
 COMMIT, OTHER = "a" * 40, "b" * 40
 
@@ -36,6 +36,19 @@ def test_the_digest_names_the_commit(tmp_path: Path, folder: Path) -> None:
     assert {model_digest(one), model_digest(other)}.isdisjoint({model_digest(folder)})
     assert model_digest(one) != model_digest(other)
     assert model_digest(one).endswith(COMMIT)
+
+
+def test_the_digest_names_the_version_of_a_copy_from_an_object_store(tmp_path: Path, folder: Path) -> None:
+    copies = []
+    for host, version in (("x", "a" * 16), ("y", "a" * 16), ("x", "b" * 16)):
+        copies.append(tmp_path / host / "buckets" / version / "tiny")
+        copies[-1].mkdir(parents=True)
+        for file in folder.iterdir():
+            (copies[-1] / file.name).symlink_to(file)
+    one, same, other = map(model_digest, copies)
+    assert one == same != other
+    assert one == f"{model_digest(folder)}-{'a' * 16}"
+    assert commit_of(copies[0]) is None
 
 
 @pytest.mark.parametrize(

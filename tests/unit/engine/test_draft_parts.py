@@ -10,11 +10,15 @@ import torch
 from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from baton.errors import ConfigError, ModelError
 from engine.capacity import reckon
-from engine.draft_parts import Draft, load_draft, make_drafter
+from engine.draft_parts import STEP_TIME, Draft, cost_of, load_draft, make_drafter
 from engine.kv_cache import KVPool
+from engine.loading.kept_bits import kept_bits
 from engine.loading.loader import LoadedModel, load_model
+from engine.native.library import native_library
 from tests.factories.families import QWEN3_MOE
+from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_draft_pair, make_model_dir
+from tests.factories.quantized_checkpoints import KINDS, make_quantized
 
 CPU = torch.device("cpu")
 FLOAT32 = ModelConfig(dtype="float32")
@@ -142,3 +146,42 @@ def test_a_draft_of_a_mixture_costs_the_experts_that_a_token_takes(
         make_drafter(configured(draft_layers=1), SchedulerConfig(block_size=2), model, pool, draft)
     first, rest = 192 + 3 * 128, 2 * (192 + 3 * 3 * 32)
     assert f"a guess takes about {(first + 300) / (first + rest + 300):.2f} of a token's time" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_bits"),
+    [
+        ("int4, groups of 32", 4),
+        ("int8 by channel", 8),
+        ("gptq, 4 bits", 4),
+        ("gptq, 8 bits", 8),
+        ("awq", 4),
+        ("fp8 by channel", 16),  # which a CPU dequantises
+    ],
+)
+def test_a_guess_costs_what_the_bits_of_the_draft_model_take(
+    kind: str, num_bits: int, tmp_path: Path
+) -> None:
+    if native_library() is None:
+        pytest.skip("needs a compiler")
+    source = make_model_dir(tmp_path / "source", hidden_size=128, intermediate_size=256)
+    folder, _ = make_quantized(tmp_path / "quantized", source, KINDS[kind])
+    served, draft = (load_model(FLOAT32, path, CPU) for path in (source, folder))
+    assert draft.weight_bits == num_bits
+    assert cost_of(draft, served) == STEP_TIME[num_bits]
+
+
+@pytest.mark.parametrize(("kind", "num_bits"), [("Q4_1", 4), ("Q8_0", 8), ("Q5_0", 8), ("F16", 16)])
+def test_most_weights_of_a_gguf_file_say_what_a_guess_costs(kind: str, num_bits: int, tmp_path: Path) -> None:
+    make_gguf(tmp_path / "model.gguf", make_model_dir(tmp_path / "source"), kind)
+    assert kept_bits("gguf", tmp_path) == num_bits
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_bits"), [({"draft_quantization": "int4"}, 4), ({"draft_quantization": "int8"}, 8), ({}, 16)]
+)
+def test_a_draft_model_that_is_rounded_while_it_loads_costs_less(
+    model: LoadedModel, pair: tuple[Path, Path], keys: dict[str, str], num_bits: int
+) -> None:
+    draft = draft_of(model, pair[0], draft_model=str(pair[0]), **keys)
+    assert cost_of(draft.model, model) == STEP_TIME[num_bits]

@@ -1,7 +1,6 @@
 """What a model takes, beside what the engine really allocates; and models that have no room."""
 
 import json
-import re
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -11,17 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.config import BatonConfig
-from baton.errors import ConfigError, ModelError
+from baton.errors import ModelError
 from engine.capacity import reckon
 from engine.collectives import SilentRank
 from engine.draft_parts import load_draft
 from engine.layers.grouped_weight import GroupedWeight
 from engine.loading import footprint as module
-from engine.loading.footprint import BITS_KEPT, GGUF_BITS_KEPT, check_room, footprint
+from engine.loading.footprint import BITS_KEPT, check_room, footprint
 from engine.loading.gguf import GgufType
 from engine.loading.gguf_blocks import FLOATS, matrix_of
 from engine.loading.gguf_folder import describe
 from engine.loading.loader import load_model, takes_of
+from engine.loading.stored_weights import GGUF_BITS_KEPT
 from engine.model_config import read_architecture
 from engine.native.compilers import may_have_kernels
 from engine.native.instructions import machine_instructions
@@ -288,24 +288,6 @@ def test_a_machine_without_a_compiler_has_no_kernels(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("engine.native.compilers.find_spec", lambda _name: None)
     assert not may_have_kernels({})
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"engine": {"tensor_parallel": 3}}, "got 3, which does not divide this model's 4 attention heads"),
-        ({"cluster": {"decode_tensor_parallel": 4}}, "got 4, which does not divide this model's 2 KV heads"),
-        (
-            {"engine": {"device": "cuda"}, "model": {"dtype": "bfloat16", "quantization": "int4"}},
-            "model.quantization: 'int4' is for engine.device 'cpu'",
-        ),
-    ],
-)
-def test_what_a_worker_would_refuse_is_refused_before(
-    folder: Path, sections: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        footprint(config_of(**sections), folder)
 
 
 def test_schemes_of_kv_are_read_where_kv_has_8_bits(tmp_path: Path) -> None:

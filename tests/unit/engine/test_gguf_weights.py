@@ -25,6 +25,7 @@ from engine.native.library import native_library
 from tests.factories.gguf_files import Kind, make_gguf, transformers_model
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
+from tests.factories.threaded_ranks import on_ranks
 
 CPU = torch.device("cpu")
 PROMPT = [5, 6, 7, 40, 41, 200, 3]
@@ -110,6 +111,13 @@ def logits(model: LoadedModel) -> torch.Tensor:
 
 def source_of(folder: Path, *, keeps_groups: bool = True) -> GgufWeights:
     return GgufWeights(folder / "model.gguf", torch.float32, CPU, 64, keeps_groups=keeps_groups)
+
+
+def test_ranks_need_not_divide_the_vocabulary(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, kind="Q8_0", num_hidden_layers=1, vocab_size=303, **K_QUANTS)
+    config = ModelConfig(dtype="float32")
+    ranks = on_ranks(2, lambda rank: tokens(load_model(config, folder, CPU, collectives=rank)))
+    assert ranks == [tokens(load(folder))] * 2
 
 
 @pytest.mark.parametrize("keeps_groups", [True, False])

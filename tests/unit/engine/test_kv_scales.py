@@ -213,7 +213,7 @@ def test_scales_of_latents_are_refused_by_name_unless_kv_has_more_bits(tmp_path:
         ({"strategy": "channel"}, r"kv_cache_scheme\.strategy 'channel' is not supported"),
         ({"dynamic": True}, r"kv_cache_scheme\.dynamic True is not supported"),
         ({"zeros": 1}, r"kv_cache_scheme\.zeros is not supported"),
-        ("fp8", r"kv_cache_scheme must be an object, got 'fp8'"),
+        ("fp8", r"kv_cache_scheme must be an object or 'static', got 'fp8'"),
     ],
 )
 def test_other_schemes_of_kv_are_refused_by_key_unless_kv_has_more_bits(
@@ -221,9 +221,20 @@ def test_other_schemes_of_kv_are_refused_by_key_unless_kv_has_more_bits(
 ) -> None:
     folder = make_model_dir(tmp_path)
     write_scheme(folder, scheme)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=message) as raised:
         load(folder)
+    assert str(raised.value).startswith(f"{folder / 'config.json'}: ")
+    assert str(raised.value).endswith("; set engine.kv_cache_dtype to 'auto', which needs no scales")
     load(folder, "auto")
+
+
+def test_static_is_a_name_of_one_scale_for_each_layer(tmp_path: Path) -> None:
+    """As AMD and Tencent write it."""
+    folder = make_model_dir(tmp_path)
+    add_scales(folder)
+    plain = load(folder).digest
+    write_scheme(folder, "static")
+    assert load(folder).digest.rpartition("-")[2] == plain.rpartition("-")[2]
 
 
 def test_a_checkpoint_may_have_scales_for_kv_alone(tmp_path: Path) -> None:

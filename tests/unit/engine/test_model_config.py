@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from baton.errors import ModelError
 from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids
@@ -42,14 +43,30 @@ def test_options_follow_the_architecture(tmp_path: Path) -> None:
     llama = read(tmp_path, attention_bias=True, mlp_bias=True, head_dim=24, num_key_value_heads=2)
     assert (llama.has_qkv_bias, llama.has_o_bias, llama.has_mlp_bias) == (True, True, True)
     assert (llama.head_dim, llama.num_kv_heads) == (24, 2)
-    qwen2 = read(tmp_path, architectures=["Qwen2ForCausalLM"])
+    qwen2 = read(tmp_path, architectures=["Qwen2ForCausalLM"], num_key_value_heads=4)
     assert (qwen2.has_qkv_bias, qwen2.has_o_bias, qwen2.has_qk_norm) == (True, False, False)
-    qwen3 = read(tmp_path, architectures=["Qwen3ForCausalLM"])
+    qwen3 = read(tmp_path, architectures=["Qwen3ForCausalLM"], num_key_value_heads=4)
     assert (qwen3.has_qkv_bias, qwen3.has_qk_norm, qwen3.head_dim) == (False, True, 128)
 
 
 def test_model_type_serves_where_architectures_is_absent(tmp_path: Path) -> None:
-    assert read(tmp_path, architectures=None, model_type="qwen2").has_qkv_bias
+    assert read(tmp_path, architectures=None, model_type="qwen2", num_key_value_heads=4).has_qkv_bias
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_qwen_has_32_kv_heads_unless_it_says_otherwise(tmp_path: Path, model_type: str) -> None:
+    """As in transformers: a missing key means 32, and null means as many as heads."""
+    values = {
+        **LLAMA,
+        "architectures": None,
+        "model_type": model_type,
+        "num_attention_heads": 64,
+        "head_dim": 16,
+    }
+    for overrides, expected in (({}, 32), ({"num_key_value_heads": None}, 64)):
+        (tmp_path / "config.json").write_text(json.dumps(values | overrides))
+        assert read_architecture(tmp_path).num_kv_heads == expected
+        assert AutoConfig.from_pretrained(tmp_path).num_key_value_heads == expected
 
 
 @pytest.mark.parametrize(
@@ -57,10 +74,23 @@ def test_model_type_serves_where_architectures_is_absent(tmp_path: Path) -> None
     [
         ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": 9}, (9, 9, 9)),
         ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4}, (4096,) * 3),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9}, (None,) * 3),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "num_key_value_heads": 4,
+                "sliding_window": 9,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            },
+            (None, 9, None),
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4, "sliding_window": 9},
+            (None,) * 3,
+        ),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],
+                "num_key_value_heads": 4,
                 "use_sliding_window": True,
                 "sliding_window": 9,
                 "max_window_layers": 2,
@@ -70,6 +100,7 @@ def test_model_type_serves_where_architectures_is_absent(tmp_path: Path) -> None
         (
             {
                 "architectures": ["Qwen3ForCausalLM"],
+                "num_key_value_heads": 4,
                 "use_sliding_window": True,
                 "sliding_window": 9,
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -98,7 +129,7 @@ def test_mistral_may_switch_its_window_off(tmp_path: Path) -> None:
     "overrides",
     [
         {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4},
-        {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
+        {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4, "use_sliding_window": True},
     ],
     ids=["mistral", "qwen2"],
 )
@@ -158,10 +189,23 @@ def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
         ({"head_dim": 15}, "head_dim must be even, got 15"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            "architectures must be a list of names, got 'LlamaForCausalLM'",
+        ),
+        ({"architectures": [["x"]]}, "architecture ['x'] is not supported"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a positive number, got 'x'"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object, got [1]"),
+        (
+            {"quantization_config": {"quant_method": ["x"]}},
+            "quantization_config.quant_method ['x'] is not supp",
+        ),
         ({"num_hidden_layers": "3"}, "num_hidden_layers must be a positive integer, got '3'"),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],
+                "num_key_value_heads": 4,
                 "use_sliding_window": True,
                 "layer_types": ["chunked_attention"] * 3,
             },
@@ -209,3 +253,12 @@ def test_generation_config_names_the_end_tokens_first(tmp_path: Path) -> None:
     assert read_eos_token_ids(tmp_path) == (2,)
     (tmp_path / "config.json").write_text("{}")
     assert read_eos_token_ids(tmp_path) == ()
+
+
+@pytest.mark.parametrize("value", ["</s>", -1, 1.5, True, [2, "x"], {"a": 1}], ids=str)
+def test_end_tokens_that_are_no_tokens_are_refused(tmp_path: Path, value: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(
+        ModelError, match=r"config\.json: eos_token_id must be a token, a list of tokens, or null"
+    ):
+        read_eos_token_ids(tmp_path)

@@ -75,7 +75,16 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff" * 8, (2**20).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"]
+    "content",
+    [
+        b"",
+        b"\xff" * 8,
+        (2**20).to_bytes(8, "little") + b"{}",
+        b"\x02" + bytes(7) + b"[]",
+        b"\x02" + bytes(7) + b"{}more",
+        b"\x08" + bytes(7) + b'{"a": 1}',
+        b"\x40" + bytes(7) + b'{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}    123',
+    ],
 )
 def test_a_damaged_header_names_its_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from baton.errors import ModelError
-from engine.quantization_config import Layout, Quantization, Scheme, read_quantization
+from engine.quantization_config import Quantization, read_quantization
+from engine.quantization_scheme import Layout, Scheme
 from tests.factories.quantized_checkpoints import KINDS, compressed_tensors, gptq
 
 PACKED = compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32)
@@ -134,6 +135,7 @@ def test_targets_by_name_go_before_those_by_class() -> None:
         (with_weights(dynamic=True), "weights.dynamic True is not supported; supported: False"),
         (with_weights(strategy="block", block_structure=[1]), "block_structure must be two sizes"),
         (with_weights(strategy="tensor", symmetric=False), "symmetric false is only supported for integers"),
+        (FP8 | {"quant_method": ["fp8"]}, r"quantization_config.quant_method \['fp8'\] is not supported"),
         (FP8 | {"fmt": "e5m2"}, "quantization_config.fmt 'e5m2' is not supported; supported: 'e4m3'"),
         (FP8 | {"weight_block_size": [128, "x"]}, "weight_block_size must be a positive integer, got 'x'"),
         (FP8 | {"weight_per_tensor": True}, "weight_per_tensor is not supported"),
@@ -152,6 +154,16 @@ def test_targets_by_name_go_before_those_by_class() -> None:
 def test_what_is_not_understood_is_refused_by_its_key(config: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read(config)
+
+
+def test_compression_config_is_the_older_name_of_compressed_tensors() -> None:
+    assert read_quantization({"compression_config": PACKED}) == read(PACKED)
+    without_method = {key: value for key, value in PACKED.items() if key != "quant_method"}
+    assert read_quantization({"quantization_config": None, "compression_config": without_method}) == read(
+        PACKED
+    )
+    with pytest.raises(ModelError, match=r"compression_config\.other is not supported"):
+        read_quantization({"compression_config": PACKED | {"other": 1}})
 
 
 def test_keys_of_published_checkpoints_are_known() -> None:

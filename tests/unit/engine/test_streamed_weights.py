@@ -72,6 +72,18 @@ def test_shards_of_both_sources_are_slices(tmp_path: Path, dim: int, dtype: torc
             assert torch.equal(streamed.take("w", 8, 4, 12, shard=shard), expected)
 
 
+def test_shards_may_differ_in_size(tmp_path: Path) -> None:
+    """As the vocabulary's, of which the last ranks may have less."""
+    whole = torch.randn(7, 4)
+    save_file({"other": torch.ones(3), "w": whole}, tmp_path / "model.safetensors")
+    for rank, expected in enumerate((whole[:3], whole[3:6], whole[6:])):
+        shard = Shard(0, rank, 3, is_equal=False)
+        with CheckpointWeights(tmp_path, torch.float32) as mapped:
+            assert torch.equal(mapped.take("w", 7, 4, shard=shard), expected)
+        with StreamedWeights(tmp_path, torch.float32, [Take("w", (7, 4), shard)], HostCopies()) as streamed:
+            assert torch.equal(streamed.take("w", 7, 4, shard=shard), expected)
+
+
 def test_what_cannot_be_divided_is_named(tmp_path: Path) -> None:
     save_file({"w": torch.ones(6, 4)}, tmp_path / "model.safetensors")
     shard = Shard(0, 1, 4)

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from baton.config import ModelConfig
-from baton.errors import ConfigError, ModelError
-from baton.sampling import SamplingParams
-from engine.collectives import Collectives
+from baton.errors import ConfigError
+from baton.sampling import MAX_LOGPROBS, SamplingParams
+from engine.collectives import Collectives, SilentRank
 from engine.loading.loader import load_model
 from tests.factories.models import make_model_dir
+from tests.factories.quantized_checkpoints import KINDS, Kind, compressed_tensors, make_quantized
 from tests.factories.stepping import StepDriver
 from tests.factories.threaded_ranks import on_ranks
 
@@ -55,6 +56,67 @@ def test_four_ranks_of_one_kv_head_each(tmp_path: Path) -> None:
     assert tokens_of_ranks(path, 4) == [alone] * 4
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
+def test_ranks_need_not_divide_the_vocabulary(
+    tmp_path: Path, num_ranks: int, is_tied: bool, quantization: str
+) -> None:
+    """As 49,155 tokens of Granite 3. `fp8` rounds in each rank's own part."""
+    path = make_model_dir(
+        tmp_path / "model",
+        "granite",
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        hidden_size=128,
+        vocab_size=303,
+        tie_word_embeddings=is_tied,
+    )
+    config = FLOAT32.with_values("model", quantization=quantization)
+    ranks = tokens_of_ranks(path, num_ranks, config)
+    assert ranks == [ranks[0]] * num_ranks
+    if quantization != "fp8":
+        alone = StepDriver(load_model(config, path, CPU)).generate(PROMPTS, 10, chunk=7, params=SAMPLED)
+        assert ranks[0] == alone
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_nor_where_the_projection_to_logits_is_quantized(tmp_path: Path, quantization: str) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 303}
+    kind = KINDS["int4, groups of 64, asymmetric"]
+    weights = dict(kind.config["config_groups"]["group_0"]["weights"])
+    config = compressed_tensors("pack-quantized", **weights) | {"ignore": []}
+    source = make_model_dir(tmp_path / "model", **sizes)
+    path, _ = make_quantized(tmp_path, source, Kind(config, kind.write), lambda _: False)
+    model = FLOAT32.with_values("model", quantization=quantization)
+    alone = StepDriver(load_model(model, path, CPU)).generate(PROMPTS, 10, chunk=7, params=SAMPLED)
+    assert tokens_of_ranks(path, 2, model) == [alone, alone]
+
+
+def test_ranks_look_up_and_sample_the_last_tokens(tmp_path: Path) -> None:
+    """The last of 303 tokens is in a smaller part, beside numbers that are no logits."""
+    path = make_model_dir(tmp_path / "model", vocab_size=303)
+    prompts = {"a": [302, 301, 300, 0, 151, 152, 302]}
+
+    def logprobs(collectives: Collectives) -> list[tuple[int, float]]:
+        driver = StepDriver(load_model(FLOAT32, path, CPU, collectives=collectives))
+        request = driver.add(
+            "a", prompts["a"], SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
+        )
+        driver.step({"a": len(prompts["a"])})
+        return sorted(request.logprobs[0].top) if collectives.rank == 0 else []
+
+    (alone,), (shared, _) = on_ranks(1, logprobs), on_ranks(2, logprobs)
+    assert [token for token, _ in shared] == [token for token, _ in alone]
+    assert [value for _, value in shared] == pytest.approx([value for _, value in alone], abs=1e-4)
+
+
+def test_a_vocabulary_must_be_enough_for_all_ranks(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path / "model", vocab_size=5, num_attention_heads=4, num_key_value_heads=4)
+    with pytest.raises(ConfigError, match="got 4, but this model's 5 tokens are too few to share"):
+        load_model(FLOAT32, path, CPU, collectives=SilentRank(0, 4))
+
+
 def test_dummy_weights_are_shared_alike(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path / "model")
     config = ModelConfig(dtype="float32", load_format="dummy")
@@ -81,5 +143,7 @@ def test_heads_that_cannot_be_shared_are_refused(tmp_path: Path) -> None:
 
 def test_so_is_any_other_size(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path / "model", intermediate_size=129)
-    with pytest.raises(ModelError, match="129 cannot be divided among 2 ranks"):
+    with pytest.raises(
+        ConfigError, match="got 2, which does not divide the intermediate size of this model's MLPs"
+    ):
         on_ranks(2, lambda ranks: load_model(FLOAT32, path, CPU, collectives=ranks))

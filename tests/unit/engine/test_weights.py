@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from baton.config import ModelConfig
 from baton.errors import ModelError
 from engine.layers.fp8 import quantize_rows
+from engine.loading.digest import model_digest
 from engine.loading.loader import LoadedModel, load_model
-from engine.loading.weights import DummyWeights, Shard, model_digest
+from engine.loading.weights import DummyWeights, Shard
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 
@@ -98,7 +100,8 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> N
 def test_leftovers_that_change_nothing_are_allowed(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path, tie_word_embeddings=True)
     expected = tokens(load(path))
-    rewrite(path, {"lm_head.weight": torch.zeros(300, 64), "model.rotary_emb.inv_freq": torch.zeros(8)})
+    copied = load_file(path / "model.safetensors")["model.embed_tokens.weight"].clone()
+    rewrite(path, {"lm_head.weight": copied, "model.rotary_emb.inv_freq": torch.zeros(8)})
     assert tokens(load(path)) == expected
 
 
@@ -190,6 +193,20 @@ def test_the_digest_differs_for_fine_tunes_and_not_for_copies(tmp_path: Path) ->
     original, copy, tuned, stretched = (model_digest(path) for path in paths)
     assert original == copy
     assert len({original, tuned, stretched}) == 3
+
+
+def test_the_digest_sees_a_change_of_any_tensor(tmp_path: Path) -> None:
+    """Even of a single number at one of its ends, where rows of added tokens are."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    path = make_model_dir(tmp_path, **sizes, vocab_size=1000)
+    tensors, seen = load_file(path / "model.safetensors"), {model_digest(path)}
+    for name, tensor in tensors.items():
+        for place in (0, -1):
+            changed = tensor.clone()
+            changed.view(-1)[place] += 1.0
+            rewrite(path, tensors | {name: changed})
+            seen.add(model_digest(path))
+    assert len(seen) == 2 * len(tensors) + 1
 
 
 @pytest.mark.slow

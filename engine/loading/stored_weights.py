@@ -1,0 +1,226 @@
+"""StoredWeights: the sizes of the tensors in a folder's files, by their headers; imports no torch."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.loading.demands import check_experts
+from engine.loading.gguf import GgufType, read_gguf
+from engine.loading.gguf_folder import gguf_of
+from engine.loading.model_files import TensorEntry, indexed_files, stored_tensors
+from engine.loading.vocabulary import ROUNDED_GROUP_SIZE, StoredTable
+from engine.model_config import ModelArchitecture, read_json
+from engine.quantization_config import Quantization, read_quantization
+from engine.quantization_scheme import Scheme
+
+GGUF_BITS_KEPT: dict[GgufType, float] = {
+    GgufType.F32: 32,
+    GgufType.F16: 16,
+    GgufType.BF16: 16,
+    GgufType.Q4_0: 4.5,
+    GgufType.Q4_1: 5,
+    GgufType.Q4_K: 5,
+    GgufType.Q5_0: 8.5,
+    GgufType.Q5_1: 9,
+    GgufType.Q5_K: 9,
+    GgufType.Q8_0: 8.5,
+    GgufType.Q6_K: 9,
+}
+"""Bits of a weight by its type in a GGUF file, on a CPU: 5 and 6 bits are stored in 8; groups of Q6_K have 16
+weights. A group of a type with one value for zero has no minimum."""
+EXPERTS = ".experts."
+"""Part of the names of tensors of a mixture's experts."""
+_TABLES = ("model.embed_tokens", "lm_head")
+_STACK = re.compile(r"(\.experts\.(?:gate_up|down)_proj)_(blocks|scales|bias)$")
+"""The end of a name of a tensor of all experts of a layer."""
+_DIVIDED = ("o_proj", "down_proj", "w2")
+"""The matrices whose inputs ranks divide among themselves."""
+_ALWAYS_NUMBERS = ("kv_b_proj",)
+"""The matrices that become numbers of `model.dtype` in any quantization."""
+
+
+class Size(NamedTuple):
+    num_parameters: int
+    num_bytes: int
+
+    def plus(self, other: "Size") -> "Size":
+        return Size(self.num_parameters + other.num_parameters, self.num_bytes + other.num_bytes)
+
+
+_NOTHING = Size(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixKind:
+    """Quantized matrices that all keep their bits, or all become numbers."""
+
+    scheme: Scheme | None
+    """None: they become numbers in any case."""
+    num_inputs: int
+    are_inputs_divided: bool
+    """Whether ranks divide the inputs among themselves."""
+    is_of_experts: bool
+
+    def stays_in_groups(self, num_ranks: int, *, expert_parallel: bool = False) -> bool:
+        """Whether a CPU keeps these matrices in groups. `expert_parallel`: ranks have whole experts."""
+        divides = self.are_inputs_divided and not (self.is_of_experts and expert_parallel)
+        return self.scheme is not None and self.scheme.stays_in_groups(
+            self.num_inputs, num_ranks if divides else 1
+        )
+
+    @property
+    def stays_in_fp8(self) -> bool:
+        return self.scheme is not None and self.scheme.can_stay_in_fp8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The tensors of a folder's files."""
+
+    num_parameters: int
+    num_bytes: int
+    """Their bytes in the files; for a GGUF file, their bytes in a CPU's memory."""
+    is_gguf: bool
+    num_expert_bytes: int = 0
+    """How many of these bytes belong to a mixture's experts, without shared experts."""
+    quantization: Quantization | None = None
+    """The quantization of the checkpoint, if it is quantized already."""
+    matrices: Mapping[MatrixKind, Size] = field(default_factory=dict)
+    """The quantized matrices, without embeddings and projection to logits."""
+    embeddings: StoredTable = field(default_factory=StoredTable)
+    lm_head: StoredTable = field(default_factory=StoredTable)
+    """Empty if the embeddings are also the projection to logits."""
+
+    @property
+    def others(self) -> "StoredWeights":
+        """All but embeddings and projection to logits."""
+        tables = self.embeddings, self.lm_head
+        num_parameters = self.num_parameters - sum(table.num_parameters for table in tables)
+        num_bytes = self.num_bytes - sum(table.num_bytes for table in tables)
+        empty = StoredTable()
+        return replace(
+            self, num_parameters=num_parameters, num_bytes=num_bytes, embeddings=empty, lm_head=empty
+        )
+
+
+def read_weights(folder: Path, architecture: ModelArchitecture) -> StoredWeights | None:
+    """The tensors of a folder that the model reads; None if the folder lacks some weights.
+
+    ModelError if a file is damaged.
+    """
+    if (gguf := gguf_of(folder)) is not None:
+        return _read_gguf(gguf)
+    if not all((folder / name).is_file() for name in indexed_files(folder)):
+        return None
+    copies = ("lm_head.",) if architecture.tie_word_embeddings else ()
+    unread = (*architecture.unread_tensors, *copies)
+    tensors = {name: entry for name, entry in stored_tensors(folder).items() if not name.startswith(unread)}
+    check_experts(architecture, tensors)
+    quantization = read_quantization(read_json(folder / "config.json"))
+    modules = _modules(tensors, quantization)
+    kinds: dict[MatrixKind, Size] = {}
+    for name, module in modules.items():
+        if module.kind is not None and name not in _TABLES:
+            kinds[module.kind] = kinds.get(module.kind, _NOTHING).plus(module.size)
+    embeddings, lm_head = (_table(modules.get(name)) for name in _TABLES)
+    return StoredWeights(
+        sum(module.size.num_parameters for module in modules.values()),
+        sum(module.size.num_bytes for module in modules.values()),
+        False,
+        sum(entry.num_bytes for name, entry in tensors.items() if EXPERTS in name),
+        quantization,
+        kinds,
+        embeddings,
+        lm_head,
+    )
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether a folder's matrices may be quantized already."""
+    return gguf_of(folder) is not None or read_quantization(read_json(folder / "config.json")) is not None
+
+
+def keeps_bits(folder: Path, quantization: Quantization, *, in_groups: bool, in_fp8: bool) -> bool:
+    """Whether any matrix of a checkpoint keeps its bits on a device that keeps groups or 8-bit floats.
+
+    Whatever the number of ranks: they divide the inputs of a few matrices only.
+    """
+    modules = _modules(stored_tensors(folder), quantization)
+    return any(
+        (in_groups and kind.stays_in_groups(1)) or (in_fp8 and kind.stays_in_fp8)
+        for kind in {module.kind for module in modules.values()}
+        if kind is not None
+    )
+
+
+class _Module(NamedTuple):
+    """The tensors with the same name before the last dot: a matrix with its scales and bias, or a vector."""
+
+    size: Size
+    kind: MatrixKind | None
+    """None: plain numbers."""
+
+
+def _modules(tensors: Mapping[str, TensorEntry], quantization: Quantization | None) -> dict[str, _Module]:
+    parts: defaultdict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    sizes: dict[str, Size] = {}
+    for name, entry in tensors.items():
+        module, _, part = _STACK.sub(r"\1.\2", name).rpartition(".")
+        parts[module][part] = entry
+        count = (
+            entry.num_values if quantization is None else quantization.num_parameters(name, entry.num_values)
+        )
+        sizes[module] = sizes.get(module, _NOTHING).plus(Size(count, entry.num_bytes))
+    return {name: _Module(size, _kind(name, parts[name], quantization)) for name, size in sizes.items()}
+
+
+def _kind(
+    module: str, parts: Mapping[str, TensorEntry], quantization: Quantization | None
+) -> MatrixKind | None:
+    scheme = None if quantization is None else quantization.scheme_of(module)
+    if scheme is None or scheme.values_name not in parts or not parts.keys() & set(scheme.marks):
+        return None
+    shape, name = parts[scheme.values_name].shape, module.rpartition(".")[2]
+    if len(shape) < 2:
+        return None
+    is_of_experts = EXPERTS in module
+    return MatrixKind(
+        None if name in _ALWAYS_NUMBERS else scheme, scheme.num_inputs(shape), name in _DIVIDED, is_of_experts
+    )
+
+
+def _table(module: _Module | None) -> StoredTable:
+    """The embeddings, or the projection to logits, in safetensors files."""
+    if module is None:
+        return StoredTable()
+    num_parameters, num_bytes = module.size
+    if module.kind is None:
+        return StoredTable(num_parameters, num_bytes, num_bytes)
+    if module.kind.stays_in_groups(1):
+        return StoredTable(num_parameters, num_bytes, num_bytes + num_parameters // 8, ROUNDED_GROUP_SIZE)
+    return StoredTable(num_parameters, num_bytes, 4 * num_parameters)  # becomes numbers of `model.dtype`
+
+
+def _read_gguf(file: Path) -> StoredWeights:
+    tables = {
+        name: _gguf_table(prod(tensor.shape), tensor.type) for name, tensor in read_gguf(file).tensors.items()
+    }
+    return StoredWeights(
+        sum(table.num_parameters for table in tables.values()),
+        sum(table.num_bytes for table in tables.values()),
+        True,
+        embeddings=tables.get("token_embd.weight", StoredTable()),
+        lm_head=tables.get("output.weight", StoredTable()),
+    )
+
+
+def _gguf_table(num_parameters: int, kind: GgufType) -> StoredTable:
+    """A tensor of a GGUF file."""
+    bits = GGUF_BITS_KEPT[kind]
+    num_bytes = int(num_parameters * bits / 8)
+    group_size = 16 if kind is GgufType.Q6_K else 32
+    return StoredTable(num_parameters, num_bytes, num_bytes, None if bits >= 16 else group_size)

@@ -1,0 +1,127 @@
+"""The rotation that a config.json describes is transformers', however the keys are spelled; else it is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from baton.errors import ModelError
+from engine.model_config import ModelArchitecture, read_architecture
+from engine.rope_config import RopeType
+
+BASE: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+}
+QWEN3 = BASE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+GEMMA3 = BASE | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+def read(path: Path, config: dict[str, Any], **overrides: Any) -> ModelArchitecture:
+    (path / "config.json").write_text(json.dumps(config | overrides))
+    return read_architecture(path)
+
+
+def theirs(path: Path) -> Any:
+    return AutoConfig.from_pretrained(path).rope_parameters
+
+
+@pytest.mark.parametrize("theta", [{"rope_theta": 5e5}, {}], ids=["a theta at the top", "none"])
+def test_rope_scaling_replaces_rope_parameters(tmp_path: Path, theta: dict[str, Any]) -> None:
+    """Model cards tell users to add it to a config.json, which transformers 5 may have saved."""
+    saved = {"rope_type": "default", "rope_theta": theta.get("rope_theta", 1e4)}
+    (rope, _) = read(tmp_path, QWEN3, **theta, rope_parameters=saved, rope_scaling=YARN).ropes
+    assert rope is not None
+    assert (rope.rope_type, rope.factor, rope.original_max_position_embeddings) == (RopeType.YARN, 4.0, 256)
+    assert rope.theta == saved["rope_theta"]
+    assert theirs(tmp_path) == YARN | {"rope_theta": rope.theta}
+
+
+def test_an_empty_rope_scaling_replaces_nothing(tmp_path: Path) -> None:
+    saved = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+    plain = read(tmp_path, QWEN3, rope_parameters=saved)
+    empties: tuple[dict[str, Any] | None, ...] = ({}, None)
+    for empty in empties:
+        assert read(tmp_path, QWEN3, rope_parameters=saved, rope_scaling=empty) == plain
+
+
+def test_rope_scaling_that_would_lose_the_model_s_base_is_refused(tmp_path: Path) -> None:
+    """transformers then computes with 10,000."""
+    saved = {"rope_type": "default", "rope_theta": 1e6}
+    with pytest.raises(
+        ModelError, match=r"rope_scaling replaces rope_parameters, and so its rope_theta, 1000000\.0; m"
+    ):
+        read(tmp_path, QWEN3, rope_parameters=saved, rope_scaling=YARN)
+    assert theirs(tmp_path)["rope_theta"] == 1e4
+    (rope, _) = read(tmp_path, QWEN3, rope_parameters=saved, rope_scaling={**YARN, "rope_theta": 1e6}).ropes
+    assert rope is not None
+    assert rope.theta == theirs(tmp_path)["rope_theta"] == 1e6
+
+
+def test_rope_scaling_replaces_single_keys_of_gemma_3_s_layers_without_a_window(tmp_path: Path) -> None:
+    saved = {
+        "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 123.0},
+    }
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    sliding, full = read(tmp_path, GEMMA3, rope_parameters=saved, rope_scaling=scaling).ropes
+    assert sliding is not None
+    assert full is not None
+    assert (sliding.rope_type, sliding.theta) == (RopeType.DEFAULT, 123.0)
+    assert (full.rope_type, full.factor, full.theta) == (RopeType.LINEAR, 8.0, 5e5)
+    assert theirs(tmp_path) == saved | {"full_attention": {**scaling, "rope_theta": 5e5}}
+
+
+def test_two_types_of_one_rotation_are_refused(tmp_path: Path) -> None:
+    saved = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    with pytest.raises(
+        ModelError, match=r"rope_type \('default'\) and type \('linear'\) of a rotation must be eq"
+    ):
+        read(tmp_path, GEMMA3, rope_parameters=saved, rope_scaling={"type": "linear", "factor": 8.0})
+
+
+def test_yarn_s_turns_of_zero_mean_its_own(tmp_path: Path) -> None:
+    """As in transformers."""
+    plain = read(tmp_path, QWEN3, rope_scaling=YARN)
+    assert read(tmp_path, QWEN3, rope_scaling={**YARN, "beta_fast": 0, "beta_slow": 0.0}) == plain
+
+
+@pytest.mark.parametrize(
+    ("rotation", "message"),
+    [
+        ("linear", "rope_scaling must be an object, got 'linear'"),
+        ({"rope_type": "linear", "factor": "4"}, "factor must be a positive number, got '4'"),
+        ({"rope_type": "linear", "factor": 0}, "factor must be a positive number, got 0"),
+        ({"rope_type": ["linear"]}, "rope type ['linear'] is not supported"),
+        ({"rope_theta": "x"}, "rope_theta must be a positive number, got 'x'"),
+        ({**YARN, "beta_fast": "x"}, "beta_fast must be a positive number, got 'x'"),
+        ({**YARN, "attention_factor": []}, "attention_factor must be a positive number, got []"),
+        ({**YARN, "truncate": "no"}, "truncate must be true or false, got 'no'"),
+        ({**YARN, "rope_theta": 1.0}, "rope_theta of rope type 'yarn' must not be 1"),
+        (
+            {**YARN, "original_max_position_embeddings": 2.5},
+            "original_max_position_embeddings must be a positive integer, got 2.5",
+        ),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+            "high_freq_factor (4) must be greater than low_freq_factor (4)",
+        ),
+    ],
+)
+def test_numbers_that_cannot_be_are_named(tmp_path: Path, rotation: object, message: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        read(tmp_path, QWEN3, rope_scaling=rotation)
+    assert message in str(raised.value)
