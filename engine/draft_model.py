@@ -63,8 +63,9 @@ class DraftModel:
         self._spare_blocks = spare_blocks
         self._num_spare_blocks = -(-num_drafts // block_size)
         """Spare blocks of each request."""
-        self._most_new_tokens = 1 + num_drafts
-        """A step brings a request at most this many tokens, unless its grammar forces more."""
+        self._most_new_tokens = max(1 + num_drafts, block_size)
+        """About as many tokens as a request lacks after a few steps without drafts, as those with somebody's first
+        token are."""
         self._shares_kv = shares_kv
         self.cost = cost
 
@@ -95,7 +96,7 @@ class DraftModel:
     def _catch_up(self, sequences: "list[_Sequence]") -> "list[_Sequence]":
         """Returns the sequences of which this step computes tokens in the small model's own pool.
 
-        A request that lacks only the tokens of the last step gets drafts. The others share the step's CATCH_UP
+        A request that lacks only the tokens of the last steps gets drafts. The others share the step's CATCH_UP
         tokens; those that lack the fewest come first. A request for which too few are left catches up in
         several steps, and then gets drafts. Each of these steps ends at the end of a block: slots after the
         computed tokens are cleared, and other requests may share full blocks.

@@ -276,7 +276,8 @@ class LaunchedStep:
         requests = [each for each in requests if each.request_id not in forced and each.row is not None]
         for request, drafts in drafter.draft(requests, self._batch, has_first_token=has_first_token):
             useful = tuple(_useful(drafts, request))
-            request.acceptance.guessed(len(useful))
+            if useful or not has_first_token:  # else there may have been no guess
+                request.acceptance.guessed(len(useful))
             if useful or request.acceptance.expects_drafts:
                 yield request.request_id, useful
 

@@ -33,12 +33,13 @@ class LoadMeter:
     ) -> float:
         """Adds a computed step. It began when it was submitted, or when the previous one was done, if that was later.
 
-        `num_prompt_tokens` belonged to prompts, and `num_decodes` requests got one more token. Returns the step's
-        time; 0 if the device was ahead, so that its end is unknown.
+        `num_prompt_tokens` belonged to prompts, and `num_decodes` requests got one more token. A step with fewer
+        prompt tokens than decodes counts as a decode step. Returns the step's time; 0 if the device was ahead, so
+        that its end is unknown.
         """
         time_s = max(0.0, done_at - max(submitted_at, self._last_done_at))
         self._last_done_at = done_at
-        if time_s and num_prompt_tokens:
+        if time_s and num_prompt_tokens >= max(1, num_decodes):
             self._prefill.add(num_prompt_tokens, time_s)
         elif time_s and num_decodes:
             self._decode.add(1, time_s)

@@ -20,7 +20,7 @@ from baton.clock import Clock
 from baton.sampling import StructuredOutput
 from baton.system.progress import Progress
 from baton.system.turns import FairTurns
-from engine.grammars.library import Compiled, GrammarLibrary, in_one_line, thread_with_stack
+from engine.grammars.library import Compiled, GrammarLibrary, complaint_of, in_one_line, thread_with_stack
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +138,12 @@ class Matcher:
             try:
                 num_consumed = self._matcher.try_consume_tokens(list(drafts)) if drafts else 0
                 mask = bytes(self._matcher.compute_bitmask())
-                if num_consumed:
+                if self._matcher.is_error():  # the mask allows the end, though the grammar is not complete
+                    self._defect = complaint_of(self._matcher) or "nothing can follow in its grammar"
+                elif num_consumed:
                     self._matcher.rollback(num_consumed)
-                return mask
+                if self._defect is None:
+                    return mask
             except BaseException as error:  # a panic, too
                 self._note(error)
         return b"\xff" * -(-self._vocab_size // 8)

@@ -21,6 +21,9 @@ BYTES_PER_CHARACTER = 40
 """Lower bounds for the memory of a compiled grammar. Measured grammars took at least 0.09 MiB, and up to 200
 bytes per character."""
 
+NO_WAY_ON = "NoExtensionBias"
+"""The library's word for a matcher that is not at an end and allows no token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
@@ -109,6 +112,12 @@ def heap_bytes() -> int:
     mallinfo.restype = _MallocInfo
     info = mallinfo()
     return int(info.uordblks + info.hblkhd)
+
+
+def complaint_of(matcher: Any) -> str:
+    """Why a matcher can go no further, if a limit of the library is the reason; empty if nothing can follow."""
+    complaint, _, _ = str(matcher.get_error()).partition("<state>")
+    return "" if NO_WAY_ON in complaint else in_one_line(complaint)
 
 
 def in_one_line(message: str) -> str:

@@ -38,13 +38,13 @@ from baton.messages.grammar_check import (
     unpack,
 )
 from baton.sampling import StructuredOutput
-from engine.grammars.library import GrammarLibrary, in_one_line, thread_with_stack
+from engine.grammars.library import GrammarLibrary, complaint_of, in_one_line, thread_with_stack
 
 NUM_FOLLOWED_TOKENS = 8
 ORDINARY_CHARACTERS = 4_000
 ORDINARY_CPU_S = 0.01
 """The longest compile time of an ordinary grammar. Ordinary grammars are cheap to match, so they are answered
-before the child has matched tokens."""
+once the first token is known to exist, before the child has matched tokens."""
 MAX_GRAMMARS_PER_CHILD = 1_000
 """A child that has answered this many grammars is replaced: a new child has only the parent's memory size."""
 
@@ -139,11 +139,11 @@ def answer_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> int:
         is_ordinary = (
             len(job.output.source) <= ORDINARY_CHARACTERS and time.process_time() - began <= ORDINARY_CPU_S
         )
-        if matcher is not None and not is_ordinary:
-            follow(matcher)
+        if matcher is not None:
+            error = follow(matcher, 0 if is_ordinary else NUM_FOLLOWED_TOKENS)
         write(pack(GrammarTried(job.number, error)))
-        if matcher is not None and is_ordinary:
-            follow(matcher)
+        if matcher is not None and error is None and is_ordinary:
+            follow(matcher, NUM_FOLLOWED_TOKENS)
         under_way.number = 0
     return EXIT_REPLACE
 
@@ -167,21 +167,26 @@ def compile_within_limits(library: GrammarLibrary, output: StructuredOutput) -> 
         limit_cpu_time(0.0)
 
 
-def follow(matcher: Any) -> None:
-    """Matches a few tokens. Beyond the limits, the process ends.
+def follow(matcher: Any, num_tokens: int) -> str | None:
+    """Matches a few tokens. Beyond the limits, the process ends. Returns why no token can be the first one, or None.
 
     Each token is the last allowed one, since the first allowed one may be end-of-sequence.
     """
+    error = None
     limit_cpu_time(FOLLOW_LIMIT_S)
     with contextlib.suppress(
         Exception
     ):  # a panic is no Exception: it ends this process, and the grammar is refused
-        for _ in range(NUM_FOLLOWED_TOKENS):
-            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-            allowed = np.unpackbits(mask, bitorder="little").nonzero()[0]
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            error = complaint_of(matcher) or "nothing can match it"
+        for _ in range(num_tokens):
+            allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").nonzero()[0]
             if not len(allowed) or not matcher.consume_token(int(allowed[-1])) or matcher.is_stopped():
                 break
+            mask = matcher.compute_bitmask()
     limit_cpu_time(0.0)
+    return error
 
 
 def limit_cpu_time(limit_s: float = CPU_LIMIT_S) -> None:

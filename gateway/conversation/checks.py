@@ -1,23 +1,33 @@
 """Checks of conversations for all APIs. Errors contain the path of a field in the caller's API."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from baton.errors import InvalidRequest
 from gateway.conversation.messages import ChatMessage, Tool, ToolCall
+from gateway.conversation.template import is_object
 
 MAX_TOOLS = 128
 """OpenAI's limit."""
 MAX_SCHEMA_CHARACTERS = 2**20
 """Most characters of the schemas of all tools together. Each schema is part of the prompt."""
+MAX_PARSED_CHARACTERS = 2**18
+"""Most characters of the calls' arguments that are parsed on the event loop. The others are parsed with the chat
+template, where an error does not name the call's field."""
 
 
-def with_tools_named(messages: Sequence[ChatMessage], place: str) -> tuple[ChatMessage, ...]:
-    """The messages, where each result of a tool has the tool's name.
+def with_tools_named(messages: Sequence[ChatMessage], place: str, arguments: str) -> tuple[ChatMessage, ...]:
+    """The messages, where each result of a tool has the tool's name. `arguments`: the path of the arguments within
+    a call.
 
-    Raises InvalidRequest if a result belongs to no earlier call, or if two calls of a message have the same
-    id.
+    Raises InvalidRequest if a result belongs to no earlier call, if two calls of a message have the same id, or if
+    a call's arguments are not a JSON object.
     """
+    check_arguments(
+        (f"{place}.{index}.tool_calls.{number}.{arguments}", call.arguments)
+        for index, turn in enumerate(messages)
+        for number, call in enumerate(turn.tool_calls)
+    )
     turns: list[ChatMessage] = []
     name_of: dict[str, str] = {}
     for index, turn in enumerate(messages):
@@ -25,6 +35,17 @@ def with_tools_named(messages: Sequence[ChatMessage], place: str) -> tuple[ChatM
             name_of |= _names_of(turn.tool_calls, f"{place}.{index}")
         turns.append(turn if turn.tool_call_id is None else _named(turn, name_of, f"{place}.{index}"))
     return tuple(turns)
+
+
+def check_arguments(placed: Iterable[tuple[str, str]]) -> None:
+    """Raises InvalidRequest if the arguments of a call are not a JSON object. `placed`: their fields, and they."""
+    num_characters = 0
+    for place, arguments in placed:
+        num_characters += len(arguments)
+        if num_characters > MAX_PARSED_CHARACTERS:
+            return
+        if not is_object(arguments):
+            raise InvalidRequest(place, "must be a JSON object as text; leave out a call that was cut off")
 
 
 def _names_of(calls: Sequence[ToolCall], place: str) -> dict[str, str]:

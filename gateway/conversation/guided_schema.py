@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.errors import InvalidRequest
+from baton.sampling import GrammarKind, StructuredOutput
 from gateway.conversation.messages import Tool
 
 MAX_NESTED = 100
@@ -71,6 +72,20 @@ def spaced(source: str) -> str:
         return json.dumps(schema | {SPACING_KEY: SPACING}) if isinstance(schema, dict) else source
     except (ValueError, RecursionError):
         return source
+
+
+def check_spacing(answer: StructuredOutput) -> None:
+    """Raises InvalidRequest if a client's schema has SPACING_KEY: with it, answers may be no JSON. The compiler of
+    grammars reads the key only at the schema's top."""
+    source = answer.source
+    if answer.kind is not GrammarKind.JSON_SCHEMA or not (SPACING_KEY in source or r"\u" in source):
+        return
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError):
+        return  # the compiler says what is wrong
+    if isinstance(schema, dict) and SPACING_KEY in schema:
+        raise InvalidRequest("structured_output", f"the schema has the key '{SPACING_KEY}'; remove it")
 
 
 def check_parameters(tool: Tool) -> None:

@@ -129,13 +129,23 @@ def described(tool: Tool) -> dict[str, Any]:
 
 def arguments_of(call: ToolCall) -> Mapping[str, Any]:
     """The arguments of an earlier call. Raises InvalidRequest if they are not a JSON object."""
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidRequest("chat", f"the arguments of the call '{call.id}' are no JSON object")
+    arguments = _parsed(call.arguments)
+    if arguments is None:
+        raise InvalidRequest("chat", f"the arguments of the call '{call.id[:60]}' are no JSON object")
     return arguments
+
+
+def is_object(arguments: str) -> bool:
+    """Whether these are the arguments of a call: a JSON object, or nothing."""
+    return _parsed(arguments) is not None
+
+
+def _parsed(arguments: str) -> dict[str, Any] | None:
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def _call(call: ToolCall, style: TemplateStyle) -> dict[str, Any]:

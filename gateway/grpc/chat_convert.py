@@ -67,7 +67,7 @@ def conversation_from(chat: pb.Chat) -> Conversation:
     turns = [_message_from(turn, f"chat.messages.{index}") for index, turn in enumerate(chat.messages)]
     tools = _tools_from(chat.tools)
     return Conversation(
-        with_tools_named(turns, "chat.messages"),
+        with_tools_named(turns, "chat.messages", "arguments"),
         tools,
         _tool_choice_from(chat.tool_choice, tools),
         chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True,

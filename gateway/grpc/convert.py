@@ -106,12 +106,12 @@ def check_counts(message: Any) -> None:
 
 
 def ids_to_abort(request_ids: Sequence[str]) -> list[str]:
-    """The ids as a list; InvalidRequest if there are too many ids."""
+    """The ids, each once; InvalidRequest if there are too many."""
     if len(request_ids) > MAX_ABORTED:
         raise InvalidRequest(
             "request_ids", f"one call can end at most {MAX_ABORTED} requests, got {len(request_ids)}"
         )
-    return list(request_ids)
+    return list(dict.fromkeys(request_ids))
 
 
 def _structured_output_from(message: sampling_pb.SamplingParams) -> StructuredOutput | None:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from baton.version import baton_version
 from gateway.auth.authenticator import Authenticator
+from gateway.http.absolute_targets import AbsoluteTargets
 from gateway.http.authentication import HttpAuthentication
 from gateway.http.errors import add_handlers
 from gateway.http.host_check import OwnNames
@@ -56,5 +57,6 @@ def make_app(
     app.add_middleware(HttpAuthentication, authenticator, also_open)
     if own_names is not None:
         app.add_middleware(OwnNames, own_names)
-    app.add_middleware(RequestIds)  # the last one added is the outermost
+    app.add_middleware(RequestIds)
+    app.add_middleware(AbsoluteTargets)  # the last one added is the outermost
     return app

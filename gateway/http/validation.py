@@ -1,7 +1,7 @@
 """Describes a body's problem in the client's terms: from pydantic's findings to a field and its problem."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 MAX_VALUE_CHARACTERS = 60
@@ -23,6 +23,9 @@ TAG_FINDINGS = ("union_tag_invalid", "union_tag_not_found")
 """Findings about the field that says an object's kind, such as `type`. pydantic reports the path of the
 object, not of this field."""
 
+SIZE_FINDINGS = ("too_short", "too_long")
+"""Findings about a number of items. pydantic does not count those of an object."""
+
 
 def first_problem(findings: Sequence[dict[str, Any]], body: Any) -> tuple[str, str]:
     """The field's dotted path in the body, and the problem.
@@ -41,42 +44,63 @@ def first_problem(findings: Sequence[dict[str, Any]], body: Any) -> tuple[str, s
 
 
 def _place(finding: dict[str, Any], body: Any) -> tuple[str, ...]:
-    """The path to the value, without the type names that pydantic inserts."""
+    """The path to the value, without the names of types that pydantic inserts."""
     if finding["type"] == "json_invalid":
         return ()
     root, *parts = finding["loc"]
     if root != "body":
         return tuple(str(part) for part in parts)  # the finding is about a header, or about the URL
-    place: list[str] = []
-    value = body
-    for depth, part in enumerate(parts, 1):
-        is_in = (
-            part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
-        )
-        if is_in:
-            value = value[part]
-        elif not (finding["type"] == "missing" and depth == len(parts)):
-            continue
-        place.append(str(part))
-    if (
-        finding["type"] in TAG_FINDINGS
-        and (field := finding["ctx"]["discriminator"].strip("'")).isidentifier()
-    ):
-        place.append(field)
-    return tuple(place)
+    readings = list(_readings(parts, body, finding["type"] == "missing"))
+    place = next((place for place, value in readings if value is finding["input"]), readings[0][0])
+    if finding["type"] in TAG_FINDINGS and isinstance(finding["input"], dict):
+        field = finding["ctx"]["discriminator"].strip("'")
+        return (*place, field if field.isidentifier() else "type")
+    return place
+
+
+def _readings(
+    parts: Sequence[str | int], value: Any, is_missing: bool
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The paths that pydantic's path may mean, and their values; for a missing field, the value that lacks it.
+
+    The value's type, such as `text`, may also be the name of one of its fields. Then both are possible.
+    """
+    if not parts:
+        yield (), value
+        return
+    part, *rest = parts
+    if part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int):
+        yield from (((str(part), *place), found) for place, found in _readings(rest, value[part], is_missing))
+        if isinstance(value, list) or value.get("type") != part:
+            return
+    elif is_missing and not rest:
+        yield (str(part),), value
+        return
+    yield from _readings(rest, value, is_missing)
 
 
 def _words(finding: dict[str, Any]) -> str:
-    words = WORDS.get(finding["type"])
+    kind, value, context = finding["type"], finding["input"], dict(finding.get("ctx", {}))
+    if kind == "union_tag_not_found":
+        if not isinstance(value, dict):
+            return WORDS["model_attributes_type"]
+        if value.get("type") is not None:
+            return f"must be a text, got {_shortened(value['type'])}"
+    words = WORDS.get(kind)
     if words is None:
         return re.sub(r"^\w+ should ", "must ", str(finding["msg"])).replace("be False", "be false")
-    context = finding.get("ctx", {})
-    return words.format(**context | {"tag": _cut(context["tag"])} if "tag" in context else context)
+    if "tag" in context:
+        context["tag"] = _cut(context["tag"])
+    if kind in SIZE_FINDINGS and context["actual_length"] is None:
+        context["actual_length"] = len(value)
+    return words.format(**context)
 
 
-def _shortened(value: str | float) -> str:
+def _shortened(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
     return _cut(repr(value[: MAX_VALUE_CHARACTERS + 1] if isinstance(value, str) else value))
 
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueueEntry(Generic[T]):
-    """One request in the queue. While it waits, only `reason` and `num_passed` change."""
+    """One request in the queue. While it waits, only `reason`, `tried_in` and `num_passed` change."""
 
     item: T
     caller: str
@@ -53,6 +53,8 @@ class QueueEntry(Generic[T]):
     since: float = 0.0
     reason: RequestError | None = None
     """Why the latest try did not place it."""
+    tried_in: int = 0
+    """The number of the sweep that made this try."""
     num_passed: int = 0
     """How many later entries were placed before it."""
 

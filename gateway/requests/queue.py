@@ -60,6 +60,7 @@ class RequestQueue(Generic[T]):
         self._queue = FairQueue[T]()
         self._rate = QueueRate()
         self._num_joined = 0
+        self._num_sweeps = 0
         self._is_any_hopeless = False
         """Whether the latest sweep found requests that no worker can run. They do not delay others."""
         self._over_share: set[str] = set()
@@ -80,14 +81,18 @@ class RequestQueue(Generic[T]):
 
     def oldest_since(self, *, for_worker: bool) -> float | None:
         """When the oldest waiting request joined. `for_worker`: of those that found no decode worker with room
-        when they were last tried. A request that was not tried yet waits behind others, which count themselves."""
-        entries = (entry for entry in self._queue if not for_worker or _waits_for_decode_worker(entry.reason))
+        at the latest sweep. A request that this sweep did not try waits behind others, which count themselves."""
+        entries = (e for e in self._queue if not for_worker or _waits_for_decode_worker(self._reason(e)))
         return min((entry.since for entry in entries), default=None)
 
     def oldest_without_prefill_since(self) -> float | None:
-        """When the oldest request joined that requires a prefill worker, and found none when it was last tried."""
-        entries = (entry for entry in self._queue if isinstance(entry.reason, NoPrefillWorker))
+        """When the oldest request joined that requires a prefill worker, and found none at the latest sweep."""
+        entries = (entry for entry in self._queue if isinstance(self._reason(entry), NoPrefillWorker))
         return min((entry.since for entry in entries), default=None)
+
+    def _reason(self, entry: QueueEntry[T]) -> RequestError | None:
+        """Why the latest sweep did not place the request; None if it did not try."""
+        return entry.reason if entry.tried_in == self._num_sweeps else None
 
     def join(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
         """Places the request if it fits and none goes before it. Otherwise queues it, or refuses one request.
@@ -181,8 +186,9 @@ class RequestQueue(Generic[T]):
         hopeless: dict[object, RequestError] = {}
         """Needs that no worker meets at present, with the reason."""
         self._over_share.clear()
+        self._num_sweeps += 1
         for entry in self._queue.without(self._over_share):
-            needs = entry.needs()
+            entry.tried_in, needs = self._num_sweeps, entry.needs()
             if (reason := hopeless.get(needs)) is not None:
                 entry.reason = reason
                 continue

@@ -181,8 +181,8 @@ class Router:
         placement = self._place(query, mode, need, prefills, decodes)
         if (refusal := query.refusal_at(placement.decode)) is None:
             return placement
-        allowed = [worker for worker in able if query.refusal_at(worker.name) is None]
-        if not (decodes := _with_room(allowed, num_tokens + 1)):
+        others = [worker for worker in decodes if worker.name != placement.decode]
+        if not (decodes := [worker for worker in others if query.refusal_at(worker.name) is None]):
             raise refusal
         return self._place(query, mode, need, prefills, decodes)
 

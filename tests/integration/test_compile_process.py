@@ -78,6 +78,25 @@ async def test_c13_what_does_not_compile_says_why(folder: Path) -> None:
         )
 
 
+NOTHING = [
+    StructuredOutput(GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'),
+    StructuredOutput(GrammarKind.JSON_SCHEMA, '{"allOf": [{"$ref": "#"}]}'),
+    StructuredOutput(GrammarKind.REGEX, r"[^\s\S]"),
+    StructuredOutput(GrammarKind.REGEX, r"a[^\s\S]"),
+    StructuredOutput(GrammarKind.LARK, 'start: start "a"'),
+    StructuredOutput(GrammarKind.LARK, "start: a\na: b\nb: a"),
+    StructuredOutput(GrammarKind.REGEX, r"a[^\s\S]" + "b" * 5_000),
+]
+
+
+async def test_a_grammar_that_nothing_can_match_is_refused(folder: Path) -> None:
+    async with grammar_check(folder) as grammars:
+        for output in NOTHING:
+            assert await verdict(grammars, output) == "structured_output: nothing can match it"
+        for output in (regex("()"), StructuredOutput(GrammarKind.LARK, 'start: ""')):
+            assert await verdict(grammars, output) == "ok", "the empty text matches"
+
+
 async def test_a_model_without_an_end_or_a_tokenizer_file_says_so(folder: Path, tmp_path: Path) -> None:
     async with grammar_check(folder, eos=()) as grammars:
         assert "no end-of-sequence token" in await verdict(grammars, regex("yes"))

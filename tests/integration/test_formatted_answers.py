@@ -11,7 +11,7 @@ import pytest
 from baton.request import FinishReason
 from gateway.conversation import AnswerFormat
 from tests.factories.conversations import HARMONY, format_of
-from tests.factories.gateway import answering, gateway_with
+from tests.factories.gateway import answering, gateway_with, silent
 from tests.factories.guided import Guide
 from tests.factories.models import make_tokenizer, make_tokenizer_dir
 
@@ -91,3 +91,27 @@ async def test_a_formatted_answer_that_spells_harmonys_tokens_is_text(tmp_path: 
     by_letters = [token_id for letter in text for token_id in ids_of(letter)]
     ids = [*ids_of("<|channel|>final<|message|>"), *by_letters, *ids_of("<|return|>")]
     await assert_text(folder, path, ids, text, None)
+
+
+REFUSED = {
+    "/v1/chat/completions": "response_format",
+    "/v1/completions": "structured_outputs",
+    "/v1/responses": "text.format",
+    "/v1/messages": "output_config.format",
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+async def test_a_schema_may_not_change_how_json_is_written(folder: Path, path: str) -> None:
+    plain = {"prompt": "x", "structured_outputs": {"json": SCHEMA}}
+    text = json.dumps({"model": "tiny", **APIS.get(path, plain)})
+    body = json.loads(text.replace('"type": "object", "properties"', '"x-guidance": {}, "properties"'))
+    async with (
+        gateway_with(folder, {}, {"d0": silent}) as under_test,
+        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+    ):
+        refused = await client.post(path, json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith(
+        f"{REFUSED[path]}: the schema has the key 'x-guidance'"
+    )

@@ -16,11 +16,15 @@ PAGE = {"origin": "http://page.example", "access-control-request-method": "POST"
 
 
 async def asked(
-    under_test: GatewayUnderTest, host: bytes, version: bytes = b"1.1", more: bytes = b""
+    under_test: GatewayUnderTest,
+    host: bytes,
+    version: bytes = b"1.1",
+    more: bytes = b"",
+    target: bytes = b"/v1/models",
 ) -> bytes:
     """The raw answer to a request with this `host` header."""
     reader, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.http_port)
-    writer.write(b"GET /v1/models HTTP/%s\r\n%s%sconnection: close\r\n\r\n" % (version, host, more))
+    writer.write(b"GET %s HTTP/%s\r\n%s%sconnection: close\r\n\r\n" % (target, version, host, more))
     async with asyncio.timeout(20):
         answer = await reader.read()
     writer.close()
@@ -57,6 +61,24 @@ async def test_only_names_of_its_own_reach_a_gateway_without_keys(folder: Path) 
         )
     async with gateway_with(folder, {}, {}) as under_test:
         assert b" 403 " in await asked(under_test, b"host: proxy.example\r\n")
+
+
+async def test_a_whole_url_as_target_is_its_path_and_its_host_is_the_one_that_counts(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test:
+        for host in (b"localhost", b"page.example"):
+            answer = await asked(
+                under_test, b"host: %s\r\n" % host, target=b"http://localhost:1/v1/models?a=b"
+            )
+            assert answer.startswith(b"HTTP/1.1 200 "), host
+        for url in (b"http://page.example/v1/models", b"HTTPS://page.example", b"http:///v1/models"):
+            answer = await asked(under_test, b"host: localhost\r\n", target=url)
+            assert answer.startswith(b"HTTP/1.1 403 "), url
+        page = await asked(under_test, b"host: localhost\r\n", target=b"http://localhost")
+        assert page.startswith(b"HTTP/1.1 200 "), "a URL without a path is the path /"
+    async with gateway_with(folder, {}, {}, api_keys=API_KEYS) as under_test:
+        for path in (b"/v1/models", b"/metrics"):
+            answer = await asked(under_test, b"host: a\r\n", target=b"http://localhost%s" % path)
+            assert answer.startswith(b"HTTP/1.1 401 "), path
 
 
 async def test_with_keys_any_name_will_do(folder: Path) -> None:

@@ -199,6 +199,8 @@ def part(**fields: Any) -> dict[str, Any]:
                 ("prompt.0.1", {"prompt": [[1, "a"], [2]]}, "must be a valid integer"),
                 ("prompt", {"prompt": []}, "at least 1"),
                 ("prompt", {"prompt": ""}, "must not be empty"),
+                ("prompt.1", {"prompt": ["a", ""]}, "must not be empty"),
+                ("prompt.1", {"prompt": [[1], [99999]]}, "99999 is not one of the model's"),
                 ("prompt.1", {"prompt": [1, "a"]}, "got 'a'"),
                 ("prompt.0", {"prompt": [-1]}, "greater than or equal to 0"),
                 ("prompt", {"prompt": [99999]}, "99999 is not one of the model's"),

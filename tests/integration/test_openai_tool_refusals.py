@@ -45,6 +45,11 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
+        "messages.1.tool_calls.1.function.arguments",
+        {"messages": [USER, asks(call("a"), call("b", function={"name": "f", "arguments": '{"a'}))]},
+        "must be a JSON object as text; leave out a call that was cut off",
+    ),
+    (
         "tools.0.type",
         {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
         "must be 'function', got 'custom'",

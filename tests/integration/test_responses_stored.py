@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -100,6 +101,16 @@ async def test_input_items_are_listed_a_page_at_a_time(folder: Path) -> None:
                 await client.responses.input_items.list(made.id, **fields)
         again: Any = [{"type": "item_reference", "id": found[0].id}, {"role": "user", "content": "x"}]
         await client.responses.create(model="tiny", input=again)
+
+
+async def test_the_path_that_counts_tokens_is_no_stored_response(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {"d0": says}) as under_test,
+        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+    ):
+        for method in ("GET", "DELETE"):
+            answer = await client.request(method, "/v1/responses/input_tokens")
+            assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
 async def test_nobody_gets_anything_of_another_callers_responses(folder: Path) -> None:

@@ -112,7 +112,8 @@ def chat_messages_of(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
     for index, message in enumerate(messages):
         if isinstance(message, AssistantMessage):
             _check_answer(message, f"messages.{index}")
-    return with_tools_named([message.as_chat_message() for message in messages], "messages")
+    converted = [message.as_chat_message() for message in messages]
+    return with_tools_named(converted, "messages", "function.arguments")
 
 
 def _check_answer(message: AssistantMessage, place: str) -> None:

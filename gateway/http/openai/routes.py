@@ -94,9 +94,12 @@ class OpenAIRoutes:
             raise UnknownModel("model", f"{body.model!r} is not served here; use {self._model.name!r}")
         gateway_requests: list[GatewayRequest] = []
         budget = TurnBudget(asyncio.get_running_loop().time)
+        own_names = names
         try:
             params = body.sampling()
             for number, prompt in enumerate(prompts):
+                if len(prompts) > 1:
+                    own_names = names | dict.fromkeys(("prompt", "token_ids"), f"prompt.{number}")
                 gateway_request = await self._preprocessor.preprocess(
                     prompt,
                     params,
@@ -121,7 +124,7 @@ class OpenAIRoutes:
                 )
                 await budget.pause_if_spent()
         except InvalidRequest as error:
-            raise in_terms_of(names, error) from error
+            raise in_terms_of(own_names, error) from error
         if not body.stream:
             check_whole_answer(gateway_requests, names)
         # While later prompts were tokenised, the time of the first requests ran, too.

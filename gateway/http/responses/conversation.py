@@ -5,10 +5,12 @@ from dataclasses import replace
 
 from baton.errors import InvalidRequest, PromptTooLong
 from gateway.conversation import ChatMessage, Conversation, ToolCall
+from gateway.conversation.checks import check_arguments
 from gateway.http.responses.create_request import PromptFields
 from gateway.http.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
+    InputItem,
     KeptItem,
     MessageItem,
     ReasoningItem,
@@ -30,6 +32,15 @@ def conversation_of(body: PromptFields, items: Iterable[KeptItem]) -> Conversati
     )
 
 
+def check_calls(items: Iterable[InputItem]) -> None:
+    """Raises InvalidRequest if the arguments of a complete call are not a JSON object; the error names the field."""
+    check_arguments(
+        (f"input.{index}.arguments", item.arguments)
+        for index, item in enumerate(items)
+        if isinstance(item, FunctionCallItem) and item.status != "incomplete"
+    )
+
+
 def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
     """The items as messages. Reasoning, text and calls that follow each other become one turn of the
     assistant.
@@ -38,6 +49,7 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
     """
     messages: list[ChatMessage] = []
     names: dict[str, str] = {}
+    turn_of: dict[str, int] = {}  # of each call, how many messages precede its turn
     turn: ChatMessage | None = None  # the assistant's turn, to which further items may be added
     for item in items:
         match item:
@@ -45,8 +57,13 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
                 continue
             case FunctionCallItem():
                 call = ToolCall(item.call_id, item.name, item.arguments)
-                names[item.call_id] = item.name
                 turn = turn or ChatMessage("assistant", "")
+                if turn_of.get(call.id) == len(messages):
+                    raise InvalidRequest(
+                        "input",
+                        f"two function_calls of one turn have the call_id '{call.id[:60]}'; give each its own",
+                    )
+                names[call.id], turn_of[call.id] = call.name, len(messages)
                 turn = replace(turn, tool_calls=(*turn.tool_calls, call))
             case ReasoningItem():
                 if turn is not None and (turn.content or turn.tool_calls):

@@ -13,7 +13,7 @@ from gateway.http.answering import in_terms_of
 from gateway.http.call import HttpCall
 from gateway.http.openai.logprobs import ChatTokens
 from gateway.http.responses.answers import InputTokens
-from gateway.http.responses.conversation import conversation_of, shortened
+from gateway.http.responses.conversation import check_calls, conversation_of, shortened
 from gateway.http.responses.create_request import InputTokensRequest, PromptFields, ResponseRequest
 from gateway.http.responses.history import History, HistoryReader, input_json
 from gateway.http.responses.items import KeptItem
@@ -118,6 +118,7 @@ class CreateResponse:
         budget = TurnBudget(asyncio.get_running_loop().time)
         reader = HistoryReader(store, call.caller.name, self._max_history_bytes, budget)
         history = await reader.before(body.previous_response_id)
+        check_calls(body.items)
         return history, await reader.resolved(body.items, history)
 
     async def _conversation(

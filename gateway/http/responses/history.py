@@ -9,6 +9,7 @@ stores n turns, not n^2, and reading the chain takes two round trips.
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -106,7 +107,8 @@ class HistoryReader:
                 "input",
                 f"refers to items of {len(response_ids)} responses; at most {MAX_REFERRED} are allowed",
             )
-        for context in await self._contexts([f"resp_{each}" for each in response_ids]):
+        stored = [] if self._store is None else [f"resp_{each}" for each in response_ids]
+        for context in await self._contexts(stored):
             found |= {item.id: item for item in _kept(context.items if context else ()) if item.id in wanted}
         resolved: list[KeptItem] = []
         for index, item in enumerate(items):
@@ -142,8 +144,15 @@ class HistoryReader:
 
 
 def input_json(items: Sequence[KeptItem], request_id: str) -> list[dict[str, Any]]:
-    """A request's own items as they are stored, each with an id."""
-    return [as_kept(item, f"{PREFIXES[type(item)]}_{request_id}_i{n}") for n, item in enumerate(items)]
+    """A request's own items as they are stored, each with an id of its own: an id that an earlier item has
+    is replaced."""
+    kept: dict[str, dict[str, Any]] = {}
+    for number, item in enumerate(items):
+        defaults = (f"{PREFIXES[type(item)]}_{request_id}_i{n}" for n in count(number, len(items)))
+        ids = chain([item.id] if item.id else [], defaults)
+        item_id = next(each for each in ids if each not in kept)
+        kept[item_id] = as_kept(item, item_id)
+    return list(kept.values())
 
 
 def context_pieces(

@@ -166,9 +166,9 @@ PREFIXES = {
 }
 
 
-def as_kept(item: KeptItem, default_id: str) -> dict[str, Any]:
-    """The item as this API lists it. The result is also a valid input item."""
-    head = {"id": item.id or default_id, "type": item.type or "message", "status": item.status or "completed"}
+def as_kept(item: KeptItem, item_id: str) -> dict[str, Any]:
+    """The item with this id, as this API lists it. The result is also a valid input item."""
+    head = {"id": item_id, "type": item.type or "message", "status": item.status or "completed"}
     match item:
         case MessageItem(role=role):
             part: dict[str, Any] = {"type": "input_text", "text": item.text}

@@ -4,6 +4,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -148,6 +149,10 @@ def responses_routes(
         body: InputTokensRequest, request: Request, timeout_ms: TimeoutMs = None
     ) -> InputTokens:
         return await creates.count(body, HttpCall.of(request, API, timeout_ms))
+
+    @routes.api_route(f"{PATH}/input_tokens", methods=["GET", "DELETE"], include_in_schema=False)
+    async def no_response() -> Response:
+        raise HTTPException(405, headers={"allow": "POST"})  # so that it is not taken for a response's id
 
     @routes.get(PATH + "/{response_id}", summary="A stored response", **answer)
     async def get(

@@ -275,6 +275,20 @@ def test_requests_that_catch_up_share_the_tokens_of_a_step(model: LoadedModel) -
     assert driver.num_accepted == driver.num_verified > 0
 
 
+def test_requests_that_lack_the_tokens_of_a_few_steps_all_get_drafts(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after steps with somebody's first token, which bring no drafts."""
+    monkeypatch.setattr("engine.draft_model.CATCH_UP", 16)
+    make = drafter_of(model, model.architecture.num_layers, shares_kv=False)
+    driver = DraftingDriver(model, make, block_size=16)
+    for name in PROMPTS:
+        driver.add(name, [len(name) + i for i in range(14)])
+    driver.draft(*PROMPTS)
+    driver.draft(*PROMPTS)
+    assert set(driver.drafts) == set(PROMPTS)
+
+
 def test_no_draft_reaches_beyond_the_last_token(model: LoadedModel) -> None:
     driver = DraftingDriver(model, drafter_of(model, model.architecture.num_layers, shares_kv=True))
     driver.add("r", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4))

@@ -358,6 +358,21 @@ def test_c13_a_broken_grammar_fails_its_request_alone_as_the_clients_mistake(fol
     assert text_of(outputs["good"]) in ("yes", "no")
 
 
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("source", ['start: start "a"', 'start: "no" end\nend: end "x"'])
+def test_an_answer_that_cannot_go_on_is_an_error_and_not_complete(
+    folder: Path, source: str, async_scheduling: bool
+) -> None:
+    engine = Engine(folder, async_scheduling=async_scheduling)
+    engine.add("dead", StructuredOutput(GrammarKind.LARK, source))
+    engine.add("good", YES_OR_NO)
+    outputs = engine.run()
+    last = outputs["dead"][-1]
+    assert (last.finish_reason, last.error_kind) == (FinishReason.ERROR, ErrorKind.INVALID_REQUEST)
+    assert "nothing can follow" in (last.error or "")
+    assert text_of(outputs["good"]) in ("yes", "no")
+
+
 def test_a_preempted_request_continues_where_its_grammar_was(folder: Path) -> None:
     engine = Engine(folder, num_blocks=4, enable_prefix_caching=False, max_num_batched_tokens=64)
     lists = StructuredOutput(GrammarKind.REGEX, "(no, ){9}no")

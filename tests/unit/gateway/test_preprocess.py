@@ -142,6 +142,19 @@ def test_what_contradicts_the_grammar_of_tools_is_refused_with_the_reason(
         take_in(preprocessor, chat, params)
 
 
+@pytest.mark.parametrize("key", ["x-guidance", r"x-guid\u0061nce"])
+def test_a_schema_that_says_how_the_compiler_writes_json_is_refused(
+    preprocessor: Preprocessor, key: str
+) -> None:
+    def asked(schema: str) -> GatewayRequest:
+        output = StructuredOutput(GrammarKind.JSON_SCHEMA, schema)
+        return take_in(preprocessor, (5,), SamplingParams(structured_output=output))
+
+    with pytest.raises(InvalidRequest, match="structured_output: the schema has the key 'x-guidance'"):
+        asked(f'{{"type": "array", "{key}": {{"item_separator": " @ "}}}}')
+    asked(f'{{"properties": {{"{key}": {{"const": 1}}}}}}')  # a property's name, so no option
+
+
 def test_what_contradicts_the_grammar_of_a_reasoning_budget_is_refused_with_the_reason(
     preprocessor: Preprocessor,
 ) -> None:

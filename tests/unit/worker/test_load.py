@@ -35,6 +35,15 @@ def test_steps_that_computed_prompts_give_a_rate_and_others_a_time() -> None:
     assert meter.decode_step_s == pytest.approx(0.02)
 
 
+def test_a_few_tokens_of_a_prompt_beside_more_decodes_say_nothing_about_prompts() -> None:
+    """As of a prompt that is in the prefix cache but for its last token."""
+    meter = LoadMeter()
+    meter.step_done(100, 3, submitted_at=10.0, done_at=10.5)
+    meter.step_done(1, 60, submitted_at=11.0, done_at=11.03)
+    assert meter.prefill_tokens_per_s == pytest.approx(200.0)
+    assert meter.decode_step_s == pytest.approx(0.03)
+
+
 def test_a_step_begins_when_the_one_before_it_ends() -> None:
     """The device computes one while the next is submitted."""
     meter = LoadMeter()

@@ -151,6 +151,17 @@ def test_who_gets_events() -> None:
             "must not be empty",
         ),
         (
+            "chat.messages.0.tool_calls.0.arguments",
+            {
+                "messages": [
+                    pb.Chat.Message(
+                        role="assistant", tool_calls=[pb.ToolCall(id="a", name="f", arguments='{"a')]
+                    )
+                ]
+            },
+            "must be a JSON object",
+        ),
+        (
             "chat.messages.0.tool_calls",
             {"messages": [pb.Chat.Message(role="assistant", tool_calls=[pb.ToolCall()] * 129)]},
             "at most 128",

@@ -140,7 +140,9 @@ def never(*_: Any, **__: Any) -> Any:
 
 
 def test_one_call_ends_a_bounded_number_of_requests() -> None:
-    assert convert.ids_to_abort(["a"] * convert.MAX_ABORTED) == ["a"] * convert.MAX_ABORTED
+    ids = [str(number) for number in range(convert.MAX_ABORTED)]
+    assert convert.ids_to_abort(ids) == ids
+    assert convert.ids_to_abort(["b", "a", "b"]) == ["b", "a"], "each is ended and counted once"
     with pytest.raises(InvalidRequest, match="request_ids: one call can end at most 4096 requests, got 4097"):
         convert.ids_to_abort(["a"] * (convert.MAX_ABORTED + 1))
 

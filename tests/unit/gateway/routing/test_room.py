@@ -235,3 +235,8 @@ def test_a_query_may_refuse_decode_workers_with_room(policy: str) -> None:
     hear_with_one_of_ours(router, status("d0", 1, free=20), status("d1", 1, free=5))
     with pytest.raises(NoRoom, match="not at d0"):
         router.route(ask(100, refusal_at=refuses("d0")))
+    router = router_of(policy, DISAGGREGATED, *P)
+    for worker in (status("d0", 1, free=20), status("d1", 60, free=0)):  # others have filled d1
+        router.on_status(worker)
+    with pytest.raises(NoRoom, match="not at d0"):
+        router.route(ask(100, refusal_at=refuses("d0")))

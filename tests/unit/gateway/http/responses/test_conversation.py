@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import InvalidRequest, PromptTooLong
 from gateway.conversation import ChatMessage, Conversation, ReasoningOptions, ToolCall, ToolChoice, ToolUse
-from gateway.http.responses.conversation import conversation_of, messages_of, shortened
+from gateway.http.responses.conversation import check_calls, conversation_of, messages_of, shortened
 from gateway.http.responses.create_request import ResponseRequest
 from gateway.http.responses.items import KeptItem
 
@@ -74,6 +74,21 @@ def test_a_call_that_was_cut_off_is_not_shown_to_the_model() -> None:
 def test_a_result_without_its_call_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="input: no function_call with the call_id 'call_7' precedes"):
         messages_of(items_of(USER, result(7)))
+
+
+def test_two_calls_of_a_turn_with_one_id_are_refused() -> None:
+    with pytest.raises(
+        InvalidRequest, match="input: two function_calls of one turn have the call_id 'call_0'"
+    ):
+        messages_of(items_of(USER, call(0), call(0), result(0)))
+    assert len(messages_of(items_of(USER, call(0), result(0), call(0), result(0)))) == 5, "of two turns"
+
+
+@pytest.mark.parametrize("arguments", ['{"a', "[]", "1", '{"a": {"b": 1}'])
+def test_a_whole_call_without_valid_arguments_is_named(arguments: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"input\.1\.arguments: must be a JSON object"):
+        check_calls(items_of(USER, call(0, arguments=arguments)))
+    check_calls(items_of(USER, call(0, arguments=arguments, status="incomplete"), call(1, arguments="")))
 
 
 def test_summaries_stand_for_reasoning_that_is_not_there() -> None:

@@ -114,6 +114,13 @@ async def test_references_stand_for_stored_items(store: MemoryStore) -> None:
     assert caught.value.field == "input.1.id"
 
 
+async def test_without_a_store_a_reference_is_what_is_wrong() -> None:
+    with pytest.raises(UnknownResponse, match=r"input\.1\.id: no stored item has the id 'msg_a_0'"):
+        await HistoryReader(None, "alice", MIB, TurnBudget(lambda: 0.0)).resolved(
+            items_of(user("one"), {"type": "item_reference", "id": "msg_a_0"}), History()
+        )
+
+
 async def test_a_conversation_is_bounded(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     await kept(store, "a", None, user("x" * 1000))
     await kept(store, "b", "resp_a", user("two"))
@@ -141,3 +148,12 @@ def test_input_items_are_listed_as_they_are_kept() -> None:
     assert json.loads(context)["num_input"] == 2
     assert input_items_of(context) == own
     assert [item["id"] for item in own] == ["msg_r_i0", "rs_r_i1"]
+
+
+def test_each_listed_item_has_an_id_of_its_own() -> None:
+    items = [user("one", id="x"), user("two", id="x"), user("three"), user("four", id="x")]
+    assert [item["id"] for item in input_json(items_of(*items), "r")] == [
+        "x", "msg_r_i1", "msg_r_i2", "msg_r_i3",
+    ]  # fmt: skip
+    foreseen = [user("one", id="msg_r_i1"), user("two"), user("three", id="msg_r_i1")]
+    assert len({item["id"] for item in input_json(items_of(*foreseen), "r")}) == 3
