@@ -172,11 +172,19 @@ class BatonConfig(Section):
         """Reads a YAML file and applies `overrides` (section -> key -> value)."""
         try:
             values = yaml.safe_load(path.read_text()) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read configuration file {path}: {error}") from error
+        except yaml.YAMLError as error:  # its text quotes the file, which may have passwords
+            raise ConfigError(f"cannot read configuration file {path}: {_problem(error)}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected a mapping of sections, got {type(values).__name__}")
         return cls.from_mapping(merge(values, overrides or {}), str(path))
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+    return f"{problem or 'no YAML'}{where}"
 
 
 def merge(values: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Section(BaseModel):
 
 
 _CONFIDENTIAL = {"api_keys", "response_store", "otlp_endpoint"}
-"""Keys whose values may contain an API key or a password, perhaps at the wrong place."""
+"""Keys whose values may contain an API key or a password, perhaps at the wrong place. All are in `gateway`."""
 
 
 def describe(error: ValidationError, source: str, *, is_confidential: bool = False) -> str:
@@ -35,7 +35,7 @@ def describe(error: ValidationError, source: str, *, is_confidential: bool = Fal
     lines = []
     for problem in error.errors():
         place, is_unknown = problem["loc"], problem["type"] == "extra_forbidden"
-        hides = is_confidential or not _CONFIDENTIAL.isdisjoint(place)
+        hides = is_confidential or place == ("gateway",) or not _CONFIDENTIAL.isdisjoint(place)
         if hides and is_unknown:
             place = place[:-1]
         where = ": ".join(filter(None, [source, ".".join(map(str, place))]))

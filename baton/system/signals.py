@@ -9,7 +9,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM from start to end of a program: KeyboardInterrupt outside `run`, events inside.
+    """Handles SIGINT and SIGTERM from start to end of a program: KeyboardInterrupt before `run`, events from then on.
 
     No earlier signal is lost. Python drops a KeyboardInterrupt raised where it cannot be caught, such as in a
     destructor or in a callback of an extension module. So the signal is also recorded, and `run` then begins
@@ -45,6 +45,9 @@ class StopSignals:
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
+                signal.signal(
+                    number, lambda *_: self._on_signal()
+                )  # else SIGTERM would end the process at once
 
     def _on_early_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.stop.set()

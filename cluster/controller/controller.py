@@ -316,9 +316,16 @@ class Controller:
             self._role_changes.resume(replica, supervisor)
         if replica.is_draining:
             self._resumed.add(asyncio.create_task(self.drain(name), name=f"drain {name}"))
-        elif found.is_leaving and name not in self._role_changes:
-            logger.warning("worker %s drains, and nobody waits for that: it is replaced", name)
-            self._resumed.add(asyncio.create_task(supervisor.replace(), name=f"replace {name}"))
+        elif found.is_leaving:
+            self._resumed.add(asyncio.create_task(self._finish_leaving(supervisor), name=f"finish {name}"))
+
+    async def _finish_leaving(self, supervisor: Supervisor) -> None:
+        """Waits for the change of role, if the worker does that; replaces a worker that drains for good."""
+        name = supervisor.replica.name
+        if name in self._role_changes:
+            with contextlib.suppress(FleetError):
+                await self._role_changes.join(name)
+        await supervisor.replace_draining()
 
     def _begin_incarnation(self, name: str) -> int:
         replica = self._desired.replicas[name]

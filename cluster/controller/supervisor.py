@@ -21,6 +21,7 @@ from cluster.controller.replica import Replica
 logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 1.0
+_SOON_S = 0.01
 _STOP_TIMEOUT_S = 5.0
 """A worker that does not close its ports in this time is killed."""
 
@@ -161,11 +162,11 @@ class Supervisor:
                     await incarnation.call(SetRole(role, self._patience.drain_s))
             except (TimeoutError, BatonError) as error:
                 reason = self._why_ended(endpoint) or str(error) or "it did not answer in time"
+                await self._ask_status(incarnation)  # it may still drain, for another reason
                 raise FleetError(
                     f"worker {self.replica.name} remains a {endpoint.role.value} worker: {reason}"
                 ) from None
-            finally:
-                self.status = None  # it may say that the worker still changes its role
+            self.status = None  # it may say that the worker still changes its role
             self._take_role(role)
 
     async def flush_cache(self, *, force: bool) -> CacheFlush:
@@ -199,11 +200,23 @@ class Supervisor:
             if self._incarnation is not None and self._incarnation.node in nodes:
                 await self._leave(self._incarnation)
 
-    async def replace(self) -> None:
-        """Drains and ends the present incarnation. The next one begins as soon as there is room."""
+    async def replace_draining(self) -> None:
+        """Ends the present incarnation when it has drained, if it drains. The next one begins as soon as there is
+        room."""
         async with self._commands:
-            if self._incarnation is not None:
-                await self._leave(self._incarnation)
+            if (incarnation := self._incarnation) is None:
+                return
+            await self._ask_status(incarnation)
+            if self.is_serving and not self.takes_requests:
+                name = self.replica.name
+                logger.warning("worker %s drains, and nobody waits for that: it is replaced", name)
+                await self._leave(incarnation)
+
+    async def _ask_status(self, incarnation: Incarnation) -> None:
+        """Asks what the worker is doing now. `run` notices what is wrong with a worker that does not answer."""
+        with contextlib.suppress(TimeoutError, BatonError):
+            async with awake_timeout(self._patience.unresponsive_s):
+                self.status = await incarnation.call(WaitStatus(_SOON_S))
 
     async def _place(self, ready: Found | None) -> Incarnation:
         """The next incarnation, which is `ready` if that was already started."""

@@ -151,7 +151,9 @@ async def find_fleet(config: BatonConfig, digest: str, model_path: Path) -> Owne
     try:
         await _check_adoption(found.control, config, digest, model_path)
         found.claim()
-        await found.control.call(WaitView("", -1, 0.0))  # its former owner may have ended it since the check
+        # Its former owner may have ended it since the check, or begun to.
+        await found.control.call(GetConfiguration())
+        await found.control.call(WaitView("", -1, 0.0))
     except FleetEnded:
         found.end()  # Ray then frees its name
         return None

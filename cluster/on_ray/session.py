@@ -304,6 +304,8 @@ def _init(ray: ModuleType, address: str, **options: Any) -> None:
     try:
         with _own_signals():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        if (handler := signal.getsignal(signal.SIGTERM)) is not None:
+            signal.signal(signal.SIGTERM, handler)  # instead of the one in Ray's C++, which prints a stack
     except Exception as error:  # Ray raises a bare Exception if a busy machine takes too long
         what = "start Ray" if address == "local" else f"join the Ray cluster at {address}"
         raise ClusterError(f"could not {what} (cluster.ray_address): {_root_cause(error)}") from error

@@ -91,10 +91,12 @@ async def _run(
     try:
         await unless(signals.stop, start_and_use())
     finally:
-        screen.line("stopping", stopping_text(config))
-        if following is not None:
-            await following.stop(signals.hurry)
-        await fleet.end(signals.hurry)
+        try:
+            screen.line("stopping", stopping_text(config))  # this raises if the screen cannot be written
+            if following is not None:
+                await following.stop(signals.hurry)
+        finally:
+            await fleet.end(signals.hurry)
 
 
 async def _both(one: Awaitable[A], other: Awaitable[B]) -> tuple[A, B]:

@@ -100,11 +100,15 @@ async def _run(
     try:
         await unless(signals.stop, start_and_serve())
     finally:
-        screen.line("stopping", f"ending the fleet; its workers have {config.cluster.drain_timeout_s:g} s")
         try:
-            await fleet.end(signals.hurry)
-        finally:
-            await server.close(0.0 if signals.hurry.is_set() else _FAREWELL_S)
+            screen.line(
+                "stopping", f"ending the fleet; its workers have {config.cluster.drain_timeout_s:g} s"
+            )
+        finally:  # also if the screen cannot be written
+            try:
+                await fleet.end(signals.hurry)
+            finally:
+                await server.close(0.0 if signals.hurry.is_set() else _FAREWELL_S)
 
 
 async def _either(*works: Awaitable[None]) -> None:

@@ -99,8 +99,10 @@ async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, sig
             await unless(signals.stop, find_and_open())
         finally:
             if following is not None:
-                screen.line("stopping", f"{stopping_text(config)}; the fleet continues")
-                await following.stop(signals.hurry)
+                try:
+                    screen.line("stopping", f"{stopping_text(config)}; the fleet continues")
+                finally:  # also if the screen cannot be written
+                    await following.stop(signals.hurry)
 
 
 async def _source(config: BatonConfig, stack: AsyncExitStack) -> FleetSource:

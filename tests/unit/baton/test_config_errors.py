@@ -1,5 +1,7 @@
 """What the errors of a configuration say, and what they must not quote."""
 
+from pathlib import Path
+
 import pytest
 
 from baton.config import BatonConfig
@@ -25,3 +27,20 @@ def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         BatonConfig.from_mapping({"gateway": {"grpc_port": -1}, "cluster": {"decode": 0}})
     assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("gateway:\n  - api_keys:\n    - {name: a, sha256: hush}\n", "gateway: got a value of type list"),
+        ("gateway: 'api_keys hush'\n", "gateway: got a value of type str"),
+        ("gateway:\n  api_keys: [ hush: : } \n", "in line 2, column"),
+        ('gateway:\n  api_keys:\n    - sha256: "hush\n', "unexpected end of stream in line"),
+    ],
+)
+def test_a_file_at_fault_is_not_quoted_where_keys_may_be(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        BatonConfig.from_yaml(path)
+    assert "hush" not in str(caught.value)

@@ -56,6 +56,17 @@ def test_in_the_loop_the_first_signal_stops_and_the_second_hurries(number: signa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_after_the_loop_a_signal_does_not_end_what_cleans_up(number: signal.Signals) -> None:
+    async def work() -> None:
+        await asyncio.sleep(0)
+
+    with StopSignals() as signals:
+        signals.run(work())
+        signal.raise_signal(number)
+        assert signals.stop.is_set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_as_the_loop_is_being_made_stops_its_work(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:

@@ -71,14 +71,21 @@ async def test_a_worker_that_a_former_controllers_rollout_drained_is_replaced(
 
 
 @in_virtual_time
-async def test_a_worker_that_a_former_controller_drained_is_replaced_as_soon_as_it_has_drained() -> None:
+@pytest.mark.parametrize("is_role_wanted", [False, True])
+async def test_a_worker_that_a_former_controller_drained_is_replaced_as_soon_as_it_has_drained(
+    is_role_wanted: bool,
+) -> None:
+    """Also if a change of its role had to wait for the drain."""
     launcher, store, config = FakeLauncher(), Memory(), fleet_config(drain_timeout_s=30.0)
     async with fleet(config, launcher, store) as first:
         before = await first.all_serve(3)
         launcher.latest("w1").may_drain.clear()
         await first.controller.rollouts.begin_rollout(("w1",))
         await state_becomes(first, "w1", "draining")
+        waiting = [asyncio.ensure_future(first.controller.set_role("w1", PREFILL))] if is_role_wanted else []
+        await asyncio.sleep(0.01)
         await cut_off(first)
+        await asyncio.gather(*waiting, return_exceptions=True)
         async with fleet(config, launcher, store) as second:
             assert await second.all_serve(3) == before
             with pytest.raises(FleetError, match="w2 is drained, no decode worker serves"):

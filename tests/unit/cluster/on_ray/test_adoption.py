@@ -102,6 +102,26 @@ async def test_a_fleet_that_has_ended_is_not_adopted_and_its_controller_is_kille
     assert found.done == done
 
 
+async def test_a_fleet_whose_owner_has_begun_to_end_it_since_the_check_is_not_adopted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its owner died in the middle of that, and the fleet may drain for minutes."""
+
+    class Ending(Found):
+        async def call(self, request: ControlRequest[R]) -> R:
+            if self.done == ["claim"]:
+                raise ClusterError("the fleet is ending; try again when it has ended")
+            return await super().call(request)
+
+    config = BatonConfig()
+    found = Ending(config)
+    monkeypatch.setattr(module, "controller_actor", object)
+    monkeypatch.setattr(module, "OwnedController", lambda *_: found)
+    with pytest.raises(ClusterError, match="the fleet is ending"):
+        await find_fleet(config, keys_digest(derive_keys(SECRET)), MODEL_PATH)
+    assert found.done == ["claim"], "its controller goes on"
+
+
 async def test_a_fleet_is_adopted_once_it_has_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     config, digest = BatonConfig(), keys_digest(derive_keys(SECRET))
     owned, free = (Found(config, owner=owner) for owner in ("process 7", None))
