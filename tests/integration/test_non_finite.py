@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from baton.step import NON_FINITE
 from baton.worker import WorkerRole
 from cluster.processes.worker_process import WorkerProcess, write_config
 from cluster.serve.gateway import make_gateway
+from engine.loading.digest import model_digest
 from engine.models.decoder import Decoder
 from gateway import Tokenizer
 from tests.factories.sabotage import spoil
@@ -121,9 +123,12 @@ async def test_c55_where_every_worker_is_wrong_the_client_gets_an_error(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_c55_a_prefill_worker_whose_logits_are_not_finite_hands_nothing_over(
-    folder: Path, wrong_folder: Path, num_ranks: int
+    folder: Path, wrong_folder: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole or in chunks, the decode worker computes the prompt itself."""
+    """Whole or in chunks, the decode worker computes the prompt itself. The fault is in the memory, not in the files:
+    with other files, the workers would exchange nothing."""
+    digest = partial(model_digest, wrong_folder)
+    monkeypatch.setattr("engine.loading.loader.model_digest", lambda _folder, **options: digest(**options))
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     prompts = {f"r{length}": tuple((7 * i + length) % 300 for i in range(length)) for length in (20, 150)}
     requests = [
