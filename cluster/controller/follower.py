@@ -74,7 +74,9 @@ class ViewFollower:
 class Follower:
     """Adds and removes a gateway's workers. A new incarnation of a worker replaces the former one."""
 
-    def __init__(self, control: ControlApi, registry: Registry, is_beside_controller: bool = False) -> None:
+    def __init__(
+        self, control: ControlApi, registry: Registry, *, is_beside_controller: bool = False
+    ) -> None:
         """`is_beside_controller`: the controller is in this process, and logs deaths itself."""
         self._views = ViewFollower(control, self._apply)
         self._registry = registry

@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Awaitable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -65,11 +65,8 @@ async def _run(
     while_ready: WhileReady,
     signals: StopSignals,
 ) -> None:
-    following: FollowingGateway | None = None
-
     async def start_and_use() -> None:
         """Opens the gateway once the workers serve and the tokenizer is loaded."""
-        nonlocal following
         with screen.stage("workers", f"starting {fleet_text(config)}") as stage:
             control, tokenizer = await _both(
                 fleet.start(
@@ -84,19 +81,19 @@ async def _run(
             gateway = make_gateway(agreed, keys, folder, tokenizer, control)
             is_beside_controller = config.cluster.ray_address == "none"
             following = FollowingGateway(agreed, gateway, control, is_beside_controller=is_beside_controller)
+            ending.push_async_callback(following.stop, signals.hurry)
             service = await following.start()
             stage(workers_text(service.endpoints))
         await following.use(while_ready(service))
 
-    try:
-        await unless(signals.stop, start_and_use())
-    finally:
+    async with (
+        AsyncExitStack() as ending
+    ):  # all of it, in reverse order, even if the screen cannot be written
+        ending.push_async_callback(fleet.end, signals.hurry)
         try:
-            screen.line("stopping", stopping_text(config))  # this raises if the screen cannot be written
-            if following is not None:
-                await following.stop(signals.hurry)
+            await unless(signals.stop, start_and_use())
         finally:
-            await fleet.end(signals.hurry)
+            ending.callback(screen.line, "stopping", stopping_text(config))
 
 
 async def _both(one: Awaitable[A], other: Awaitable[B]) -> tuple[A, B]:

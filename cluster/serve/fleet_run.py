@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 
 from baton.config import BatonConfig
@@ -97,18 +97,17 @@ async def _run(
             follow_counts(reread, config, control),
         )
 
-    try:
+    async def close_server() -> None:
+        await server.close(0.0 if signals.hurry.is_set() else _FAREWELL_S)
+
+    ending_text = f"ending the fleet; its workers have {config.cluster.drain_timeout_s:g} s"
+    async with (
+        AsyncExitStack() as ending
+    ):  # all of it, in reverse order, even if the screen cannot be written
+        ending.push_async_callback(close_server)
+        ending.push_async_callback(fleet.end, signals.hurry)
+        ending.callback(screen.line, "stopping", ending_text)
         await unless(signals.stop, start_and_serve())
-    finally:
-        try:
-            screen.line(
-                "stopping", f"ending the fleet; its workers have {config.cluster.drain_timeout_s:g} s"
-            )
-        finally:  # also if the screen cannot be written
-            try:
-                await fleet.end(signals.hurry)
-            finally:
-                await server.close(0.0 if signals.hurry.is_set() else _FAREWELL_S)
 
 
 async def _either(*works: Awaitable[None]) -> None:

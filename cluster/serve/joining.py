@@ -78,10 +78,7 @@ def _connect_ray(config: BatonConfig, screen: Screen, stack: ExitStack) -> None:
 
 
 async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, signals: StopSignals) -> None:
-    following: FollowingGateway | None = None
-
     async def find_and_open() -> None:
-        nonlocal following
         found = await _find(config, await _source(config, stack), screen)
         with (
             screen.stage("workers", "waiting for workers") as stage,
@@ -90,19 +87,14 @@ async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, sig
             model_path, tokenizer = await asyncio.wrap_future(loading.result)
             gateway = make_gateway(found.config, found.keys, model_path, tokenizer, found.control)
             following = FollowingGateway(found.config, gateway, found.control)
+            stack.push_async_callback(following.stop, signals.hurry)
+            stack.callback(screen.line, "stopping", f"{stopping_text(config)}; the fleet continues")
             service = await following.start()
             stage(workers_text(service.endpoints))
         await following.use(while_ready(service))
 
-    async with AsyncExitStack() as stack:
-        try:
-            await unless(signals.stop, find_and_open())
-        finally:
-            if following is not None:
-                try:
-                    screen.line("stopping", f"{stopping_text(config)}; the fleet continues")
-                finally:  # also if the screen cannot be written
-                    await following.stop(signals.hurry)
+    async with AsyncExitStack() as stack:  # it ends all of it, even if the screen cannot be written
+        await unless(signals.stop, find_and_open())
 
 
 async def _source(config: BatonConfig, stack: AsyncExitStack) -> FleetSource:

@@ -69,7 +69,9 @@ def follow(
 ) -> tuple[list[str], list[tuple[str, int]]]:
     async def run() -> tuple[list[str], list[tuple[str, int]]]:
         script, log = Script(*answers), Log()
-        following = asyncio.create_task(Follower(script, log, is_beside_controller).run())
+        following = asyncio.create_task(
+            Follower(script, log, is_beside_controller=is_beside_controller).run()
+        )
         async with asyncio.timeout(60):
             await script.is_over.wait()
         following.cancel()

@@ -1,6 +1,7 @@
-"""The start of a deployment, with a fleet that never serves."""
+"""The start of a deployment, and its end, with a fleet that never serves."""
 
 import asyncio
+import contextlib
 import io
 from concurrent.futures import Future
 from pathlib import Path
@@ -38,20 +39,37 @@ class StartingFleet:
         self.events.append("ended")
 
 
+async def run(
+    fleet: StartingFleet, loading: "Future[Tokenizer]", screen: Screen, signals: StopSignals
+) -> None:
+    config, keys = BatonConfig(), derive_keys(SECRET)
+    await _run(config, keys, Path(), fleet, loading, screen, lambda _: asyncio.sleep(0), signals)
+
+
+class UnwritableScreen(io.StringIO):
+    """Its disk is full, or its reader has left."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("file", [io.StringIO(), UnwritableScreen()], ids=["screen", "no screen"])
+async def test_a_start_that_is_interrupted_ends_the_fleet_whatever_the_screen_does(file: io.StringIO) -> None:
+    fleet = StartingFleet()
+    with StopSignals() as signals, contextlib.ExitStack() as stack:
+        if isinstance(file, UnwritableScreen):
+            stack.enter_context(pytest.raises(OSError, match="No space left"))
+        asyncio.get_running_loop().call_later(0.05, signals.stop.set)
+        async with asyncio.timeout(30.0):
+            await run(fleet, Future(), Screen(Console(file=file)), signals)
+    assert fleet.events[-1] == "ended"
+
+
 async def test_a_gateway_that_cannot_be_loaded_ends_the_start_without_waiting_for_workers() -> None:
     fleet, loading = StartingFleet(), Future[Tokenizer]()
     loading.set_exception(ModelError("no tokenizer.json"))
     screen = Screen(Console(file=io.StringIO()))
     with StopSignals() as signals, pytest.raises(ModelError, match=r"no tokenizer\.json"):
         async with asyncio.timeout(30.0):
-            await _run(
-                BatonConfig(),
-                derive_keys(SECRET),
-                Path(),
-                fleet,
-                loading,
-                screen,
-                lambda _: asyncio.sleep(0),
-                signals,
-            )
+            await run(fleet, loading, screen, signals)
     assert fleet.events == ["started", "start over", "ended"]
