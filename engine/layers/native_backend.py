@@ -11,7 +11,6 @@ from engine.activation import Activation, Gate
 from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
-from engine.layers.linear import Linear
 from engine.layers.native_linear import NativeLinear
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.workspace import Workspace
@@ -39,8 +38,6 @@ class NativeBackend(TorchBackend):
             return NativeLinear.of_groups(self._products, weight_OI, bias_O)
         if isinstance(weight_OI, Fp8Weight):
             return super().linear(weight_OI, bias_O)
-        if has_matrix_units(weight_OI.dtype):
-            return Linear(weight_OI, bias_O)
         return NativeLinear.of_floats(self._products, weight_OI, bias_O)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:

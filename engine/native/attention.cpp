@@ -56,6 +56,7 @@ class LayerAttention {
 
   private:
     using Unit = std::conditional_t<std::is_same_v<Activation, BFloat16> && HAS_PAIRS, Pair, float>;
+    using DecodeUnit = std::conditional_t<BY_MATRIX_UNITS<Unit>, float, Unit>;
 
     const Step &s;
     const int64_t D, G, window;
@@ -76,8 +77,8 @@ class LayerAttention {
             return qkv_TPD + (item.first_token + row / rows) * s.token_size() + (item.kv_head * G + row % rows) * D;
         };
         if (item.is_decode) {
-            Unit *queries = reinterpret_cast<Unit *>(scratch.queries);
-            if constexpr (PER_UNIT<Unit> == 2) std::memcpy(queries, query(0), item.num_rows * D * sizeof(Activation));
+            DecodeUnit *queries = reinterpret_cast<DecodeUnit *>(scratch.queries);
+            if constexpr (PER_UNIT<DecodeUnit> == 2) std::memcpy(queries, query(0), item.num_rows * D * sizeof(Activation));
             else for (int64_t i = 0; i < item.num_rows * D; i += LANES) store(queries + i, load(query(0) + i));
             return;
         }
@@ -91,6 +92,8 @@ class LayerAttention {
         const int64_t stop = std::min(item.end_key, end_of_range(key));
         if (item.is_decode) return attend_decode(item, next, key, stop, state);
         const int64_t *block_ids_M = s.block_ids_BM + item.request * s.max_blocks;
+        matrix_units::Shape shape;
+        if (BY_MATRIX_UNITS<Unit>) shape.for_panels(matrix_units::TILE, matrix_units::TILE);
         for (int64_t end; key < stop; key = end) {
             end = std::min(stop, end_of_tile(key));
             chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, tanh_scale, scale, state);
@@ -104,8 +107,8 @@ class LayerAttention {
             if (end_of_tile(key) < item.end_key) find_tile(item, end_of_tile(key), next);
             else find_tile(next_item, next_item.first_key, next);
             const int64_t num_hidden = std::max<int64_t>(0, item.first_position - window + 1 - key);
-            decode_tile<Unit>(pool, tile, next, item.num_kv_heads, num_hidden, scratch, tanh_scale, scale,
-                              state);
+            decode_tile<DecodeUnit, BY_MATRIX_UNITS<Unit>>(pool, tile, next, item.num_kv_heads, num_hidden, scratch, tanh_scale,
+                                                     scale, state);
         }
     }
 

@@ -9,8 +9,11 @@
 
 constexpr int HEADS = 4;  // computed together
 
-// Vectors of keys, or of a value, that are summed together for `heads` heads. AVX2 has 16 registers.
-constexpr int cols_of(int heads, int most_heads) { return LANES == 8 && heads > most_heads ? 2 : 4; }
+// Vectors of keys, or of a value, that are summed together for `heads` heads. AVX2 has 16 registers; sums in steps take
+// two registers each.
+constexpr int cols_of(int heads, int most_heads, bool in_steps) {
+    return (LANES == 8 && heads > most_heads) || (in_steps && heads > 3) ? 2 : 4;
+}
 
 // Where the keys of a tile lie, and behind them their values, for its first kv head; those of the next kv head lie
 // `head_size` behind. Behind the last key there are pointers to others, which may be read, but count for nothing.
@@ -102,9 +105,22 @@ inline Floats value_units(HeadTile<Stored> values, int64_t k, int64_t i, Pair) {
 }
 
 // out[h] = out[h] x kept[h] + sum over keys of weights[h][k] x values[k], for `cols` vectors from `i` on.
-template <int heads, int cols, typename Unit, typename Stored>
+template <int heads, int cols, bool in_steps, typename Unit, typename Stored>
 inline void weighted_sum(const Unit *weights, const float *kept, HeadTile<Stored> values, HeadTile<Stored> next,
                          int64_t num_units, int64_t i, float *out, int64_t head_dim) {
+    if constexpr (in_steps) {
+        for (int h = 0; h < heads; ++h)
+            for (int c = 0; c < cols; ++c) {
+                float *at = out + h * head_dim + i + c * LANES;
+                store(at, load(at) * kept[h]);
+            }
+        asm volatile("" : : "r"(out) : "memory");  // the product is rounded, as a chunk's is
+        const auto prefetch_next = [&next, i, k = int64_t{0}]() mutable { prefetch(next[k++] + i, cols * LANES); };
+        product_in_steps<heads, cols, true>(weights, TILE_KEYS,
+                                            [&](int64_t k, int c) { return load(values[k] + i + c * LANES); }, out + i,
+                                            head_dim, num_units, prefetch_next);
+        return;
+    }
     Floats sums[heads][cols];
     for (int h = 0; h < heads; ++h)
         for (int c = 0; c < cols; ++c) sums[h][c] = load(out + h * head_dim + i + c * LANES) * kept[h];
@@ -123,7 +139,7 @@ inline void weighted_sum(const Unit *weights, const float *kept, HeadTile<Stored
 
 // Writes the weights of a row's scores, of which the first `num_hidden` are not seen; `num_keys` is a multiple of LANES.
 // Returns by what factor earlier results count from now on.
-template <typename Unit>
+template <bool in_steps, typename Unit>
 inline float weigh(float *scores, int64_t num_hidden, int64_t end, int64_t num_keys, float scale, float *largest,
                    float *sum, Unit *weights) {
     std::fill(scores, scores + num_hidden, -INFINITY);
@@ -136,7 +152,7 @@ inline float weigh(float *scores, int64_t num_hidden, int64_t end, int64_t num_k
     for (int64_t k = 0; k < num_keys; k += LANES) {
         const Floats weight = weight_of(load(scores + k), scale, most_scaled);
         if constexpr (PER_UNIT<Unit> == 2) store(reinterpret_cast<BFloat16 *>(weights) + k, weight);
-        else store(weights + k, weight);
+        else store(weights + k, in_steps ? rounded_to_bfloat16(weight) : weight);
         sums += weight;
     }
     *largest = now;
@@ -144,17 +160,23 @@ inline float weigh(float *scores, int64_t num_hidden, int64_t end, int64_t num_k
     return kept;
 }
 
-template <int heads, typename Unit, typename Stored>
+template <int heads, bool in_steps, typename Unit, typename Stored>
 void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> values, HeadTile<Stored> next_keys,
                   HeadTile<Stored> next_values, int64_t num_hidden, int64_t end, float *scores, float tanh_scale,
                   float scale, Softmax state) {
     const int64_t D = state.head_dim, depth = D / PER_UNIT<Unit>, num_keys = (end + LANES - 1) / LANES * LANES;
     const auto score = [&](auto cols, int64_t k) {
         constexpr int COLS = decltype(cols)::value;
-        product<heads, COLS, false>(queries, depth, 1, transposed + k, TILE_KEYS, scores + k, TILE_KEYS, depth,
-                                    NextKeys<COLS * LANES * PER_UNIT<Unit>, Stored>{next_keys, D, k});
+        const NextKeys<COLS * LANES * PER_UNIT<Unit>, Stored> prefetch_next{next_keys, D, k};
+        if constexpr (in_steps)
+            product_in_steps<heads, COLS, false>(
+                queries, depth, [&](int64_t i, int c) { return load(transposed + i * TILE_KEYS + k + c * LANES); },
+                scores + k, TILE_KEYS, depth, prefetch_next);
+        else
+            product<heads, COLS, false>(queries, depth, 1, transposed + k, TILE_KEYS, scores + k, TILE_KEYS, depth,
+                                        prefetch_next);
     };
-    constexpr int KEY_COLS = cols_of(heads, 2), VALUE_COLS = cols_of(heads, 3);
+    constexpr int KEY_COLS = cols_of(heads, 2, in_steps), VALUE_COLS = cols_of(heads, 3, in_steps);
     int64_t k = 0;
     for (; k + KEY_COLS * LANES <= num_keys; k += KEY_COLS * LANES) score(std::integral_constant<int, KEY_COLS>{}, k);
     for (; k < num_keys; k += LANES) score(std::integral_constant<int, 1>{}, k);
@@ -166,11 +188,11 @@ void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> 
     float kept[heads];
     Unit weights[heads * TILE_KEYS / PER_UNIT<Unit>];
     for (int h = 0; h < heads; ++h)
-        kept[h] = weigh(scores + h * TILE_KEYS, num_hidden, end, num_keys, scale, &state.largest[h], &state.sum[h],
-                        weights + h * TILE_KEYS / PER_UNIT<Unit>);
-    const int64_t num_units = (end + PER_UNIT<Unit> - 1) / PER_UNIT<Unit>;
+        kept[h] = weigh<in_steps>(scores + h * TILE_KEYS, num_hidden, end, num_keys, scale, &state.largest[h],
+                                  &state.sum[h], weights + h * TILE_KEYS / PER_UNIT<Unit>);
+    const int64_t num_units = in_steps ? (end + 1) / 2 * 2 : (end + PER_UNIT<Unit> - 1) / PER_UNIT<Unit>;
     const auto add = [&](auto cols, int64_t i) {
-        weighted_sum<heads, decltype(cols)::value>(weights, kept, values, next_values, num_units, i, state.out, D);
+        weighted_sum<heads, decltype(cols)::value, in_steps>(weights, kept, values, next_values, num_units, i, state.out, D);
     };
     int64_t i = 0;
     for (; i + VALUE_COLS * LANES <= D; i += VALUE_COLS * LANES) add(std::integral_constant<int, VALUE_COLS>{}, i);
@@ -178,8 +200,8 @@ void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> 
 }
 
 // Adds a tile's keys, but the first `num_hidden`, to the rows of `num_kv_heads` kv heads. `next` is the tile that will be
-// added next.
-template <typename Unit, typename Stored>
+// added next. `in_steps`: sums are those of matrix units.
+template <typename Unit, bool in_steps, typename Stored>
 void decode_tile(const LayerPool<Stored> &pool, const KeyTile<Stored> &tile, const KeyTile<Stored> &next,
                  int64_t num_kv_heads, int64_t num_hidden, Scratch &scratch, float tanh_scale, float scale,
                  const Softmax &state) {
@@ -194,7 +216,7 @@ void decode_tile(const LayerPool<Stored> &pool, const KeyTile<Stored> &tile, con
         transpose_keys(keys, tile.count, D, transposed);
         for (int64_t head = kv_head * G; head < (kv_head + 1) * G; head += HEADS) {
             const auto run = [&](auto heads) {
-                decode_heads<decltype(heads)::value>(queries + head * depth, transposed, keys.moved(pool.values), after,
+                decode_heads<decltype(heads)::value, in_steps>(queries + head * depth, transposed, keys.moved(pool.values), after,
                                                      after.moved(pool.values), num_hidden, tile.count, scratch.scores,
                                                      tanh_scale, scale, state.of_rows(head, heads));
             };

@@ -1,13 +1,14 @@
 // What queries, keys and values are multiplied in, float32 or pairs of bfloat16, and small matrix products of them.
 //
 // Decodes and chunks multiply in the same units, and add up in the same order: a score over the depth, a result over the
-// keys. So a query gets the same bits either way.
+// keys. So a query gets the same bits either way. Where chunks are multiplied by matrix units, decodes add up as those do.
 
 #pragma once
 
 #include <type_traits>
 
 #include "attention_step.h"
+#include "matrix_units.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -58,6 +59,31 @@ inline void product(const Unit *a, int64_t a_row, int64_t a_step, const Unit *b,
     }
     for (int i = 0; i < rows; ++i)
         for (int j = 0; j < cols; ++j) store(c + i * c_row + j * LANES, sums[i][j]);
+}
+
+// c[i][j] (+)= what matrix units add up for rows and columns of bfloat16 values. Two sums, of even and of odd k, begin
+// anew with every step of 32.
+template <int rows, int cols, bool adds, typename Vectors, typename Meanwhile = Nothing>
+inline void product_in_steps(const float *a, int64_t a_row, const Vectors &b, float *c, int64_t c_row, int64_t depth,
+                             Meanwhile meanwhile = {}) {
+    for (int64_t first = 0; first < depth; first += matrix_units::STEP) {
+        Floats sums[2][rows][cols] = {};
+        for (int64_t k = first; k < std::min(first + matrix_units::STEP, depth); k += 2)
+            for (int odd = 0; odd < 2; ++odd) {
+                meanwhile();
+                for (int j = 0; j < cols; ++j) {
+                    const Floats b_k = b(k + odd, j);
+                    for (int i = 0; i < rows; ++i)
+                        sums[odd][i][j] = fused(all(a[i * a_row + k + odd]), b_k, sums[odd][i][j]);
+                }
+            }
+        for (int i = 0; i < rows; ++i)
+            for (int j = 0; j < cols; ++j) {
+                float *to = c + i * c_row + j * LANES;
+                const Floats sum = sums[0][i][j] + sums[1][i][j];
+                store(to, adds || first > 0 ? load(to) + sum : sum);
+            }
+    }
 }
 
 inline Floats paired(Floats first, Floats second) {  // of values that bfloat16 has

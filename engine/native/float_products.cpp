@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "matrix_units.h"
 #include "products.h"
 
 using namespace products;
@@ -143,6 +144,21 @@ SumTile sum_tile_of(Type type, bool by_units, int64_t rows, int64_t panels) {
     return by_units ? of_weight<BFloat16Units>(rows, panels) : of_weight<PairOf<BFloat16>>(rows, panels);
 }
 
+// Inputs of packed weights: zeros follow the last, to a pair, or to a step of the matrix units.
+int64_t padded_inputs(int64_t num_inputs, Type type) {
+    const int64_t multiple = matrix_units::ARE_THERE && type == BFLOAT16 ? matrix_units::STEP : 2;
+    return (num_inputs + multiple - 1) / multiple * multiple;
+}
+
+// Weights that the matrix units take as they are packed.
+struct PackedPanels {
+    const uint8_t *weights;
+    int64_t packed_bytes;  // of a panel
+
+    const uint8_t *packed(int64_t index) const { return weights + index * packed_bytes; }
+    const uint8_t *panel(int64_t index) const { return packed(index); }
+};
+
 // Converts a block of a row: inputs `begin` and following, a zero behind the last.
 void convert_row(const void *row, Type from, int64_t begin, int64_t num_inputs, void *block, Type to) {
     const int64_t end = std::min(num_inputs - begin, INPUT_BLOCK);
@@ -168,15 +184,15 @@ int64_t float_has_bfloat16_units() { return HAS_UNITS; }
 
 // Bytes of packed weights.
 int64_t float_packed_bytes(int64_t num_outputs, int64_t num_inputs, int64_t weight_type) {
-    const int64_t panels = (num_outputs + PANEL - 1) / PANEL, pairs = (num_inputs + 1) / 2;
-    return panels * PANEL * pairs * 2 * size_of(static_cast<Type>(weight_type));
+    const Type type = static_cast<Type>(weight_type);
+    return (num_outputs + PANEL - 1) / PANEL * PANEL * padded_inputs(num_inputs, type) * size_of(type);
 }
 
 // Packs weights [outputs][inputs] of 32 or 16 bits.
 void float_pack(const uint8_t *weights, int64_t num_outputs, int64_t num_inputs, int64_t weight_type, uint8_t *packed,
                 int64_t num_threads) {
-    const int64_t size = size_of(static_cast<Type>(weight_type)), num_pairs = (num_inputs + 1) / 2;
-    const int64_t panel_bytes = PANEL * num_pairs * 2 * size;
+    const Type type = static_cast<Type>(weight_type);
+    const int64_t size = size_of(type), panel_bytes = PANEL * padded_inputs(num_inputs, type) * size;
     parallel_for((num_outputs + PANEL - 1) / PANEL, 1, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
         std::memset(packed + begin * panel_bytes, 0, (end - begin) * panel_bytes);
         for (int64_t output = begin * PANEL; output < std::min(end * PANEL, num_outputs); ++output) {
@@ -199,10 +215,16 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
     const bool by_units = HAS_UNITS && layer->by_units != 0, is_gated = epilogue == GATE;
     const Type row_type = by_units ? BFLOAT16 : FLOAT32;
     const int64_t padded = (layer->num_inputs + 1) / 2 * 2, num_blocks = (padded + INPUT_BLOCK - 1) / INPUT_BLOCK;
-    const int64_t panel_bytes = PANEL * padded * size_of(weight_type);
+    const int64_t panel_bytes = PANEL * padded_inputs(layer->num_inputs, weight_type) * size_of(weight_type);
     const int64_t num_outputs = is_gated ? layer->num_outputs / 2 : layer->num_outputs;
     const int64_t num_panels = (num_outputs + PANEL - 1) / PANEL;
     const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
+#if defined(__AMX_BF16__)
+    if (by_units)
+        return matrix_units::multiply_rows(PackedPanels{layer->weights, panel_bytes}, layer->bias, layer->num_outputs,
+                                           layer->num_inputs, from, to, num_rows, static_cast<Epilogue>(epilogue),
+                                           static_cast<int>(num_threads));
+#endif
     const float *up_bias = layer->bias == nullptr ? nullptr : layer->bias + num_outputs;
     const Tiles row_blocks(num_rows, ROW_BLOCK);
     for (int64_t row_block = 0; row_block < row_blocks.count; ++row_block) {

@@ -26,6 +26,7 @@
 #include <utility>
 
 #include "grouped_dots.h"
+#include "matrix_units.h"
 #include "products.h"
 
 using namespace grouped_dots;
@@ -38,6 +39,12 @@ constexpr int64_t NO_CENTRE = -1;
 constexpr int64_t scale_bytes(bool has_mins) { return (has_mins ? 2 : 1) * BLOCK * 2; }
 constexpr int64_t ROW_SUMS_BYTES = 3 * 4;
 constexpr int64_t ROW_BLOCK = 256;  // rows that are quantised at a time
+constexpr int64_t MIN_UNIT_ROWS = 6;  // of a tile; with fewer, matrix units are slower
+
+constexpr bool is_for_units(int64_t rows) { return matrix_units::ARE_THERE && rows >= MIN_UNIT_ROWS; }
+
+// Rows for which a tile of `rows` rows has places: matrix units always multiply as many.
+constexpr int64_t places_of(int64_t rows) { return is_for_units(rows) ? MAX_ROWS : rows; }
 
 template <int BITS_, int GROUP_, bool IS_E2M1_, bool HAS_MINS_> struct Format {
     static constexpr int BITS = BITS_, GROUP = GROUP_;
@@ -104,6 +111,29 @@ inline void multiply_group(const uint8_t *bytes, const int8_t *q, const int32_t 
     }
 }
 
+// Adds a group's part to an output's sums, of LANES outputs from `part` on: `add(row, products' sums)`.
+template <typename Format, int ROWS> struct Group {
+    const uint8_t *weights;
+    const int8_t *q;
+    Floats scales, mins = {};
+    const float *x_scales, *x_sums;
+    const int32_t *firsts;
+
+    Group(const uint8_t *group, const int8_t *rows, int part) : weights(group + Format::SCALE_BYTES), q(rows) {
+        const Float16 *halves = reinterpret_cast<const Float16 *>(group);
+        scales = ::load(halves + part);
+        if constexpr (Format::HAS_MINS) mins = ::load(halves + BLOCK + part);
+        x_scales = reinterpret_cast<const float *>(q + ROWS * Format::GROUP);
+        x_sums = x_scales + ROWS;
+        firsts = reinterpret_cast<const int32_t *>(x_sums + ROWS);
+    }
+
+    void add(int row, Ints dot, Floats &total) const {
+        if constexpr (Format::HAS_MINS) total = mins * x_sums[row] + total;
+        total = __builtin_convertvector(dot, Floats) * (scales * x_scales[row]) + total;
+    }
+};
+
 // Sums of one block of outputs for the rows of one tile: sums[row][BLOCK], before `factor`.
 template <typename Format, int ROWS>
 void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float *sums, Prefetch prefetch) {
@@ -112,19 +142,10 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
         const uint8_t *group = weights;
         const int8_t *q = x;
         for (int64_t g = 0; g < num_groups; ++g) {
-            const Float16 *halves = reinterpret_cast<const Float16 *>(group);
-            const Floats scales = ::load(halves + part);
-            Floats mins = {};
-            if constexpr (Format::HAS_MINS) mins = ::load(halves + BLOCK + part);
-            const float *x_scales = reinterpret_cast<const float *>(q + ROWS * Format::GROUP);
-            const float *x_sums = x_scales + ROWS;
-            const int32_t *firsts = reinterpret_cast<const int32_t *>(x_sums + ROWS);
+            const Group<Format, ROWS> of(group, q, part);
             if (part == 0) prefetch.step();
-            const auto add = [&](int row, Ints dot) {
-                if constexpr (Format::HAS_MINS) totals[row] = mins * x_sums[row] + totals[row];
-                totals[row] = __builtin_convertvector(dot, Floats) * (scales * x_scales[row]) + totals[row];
-            };
-            multiply_group<Format, ROWS>(group + Format::SCALE_BYTES + 4 * part, q, firsts, add);
+            multiply_group<Format, ROWS>(of.weights + 4 * part, q, of.firsts,
+                                         [&](int row, Ints dot) { of.add(row, dot, totals[row]); });
             group += Format::GROUP_BYTES;
             q += ROWS * (Format::GROUP + ROW_SUMS_BYTES);
         }
@@ -133,18 +154,88 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
     }
 }
 
-using SumTile = void (*)(const uint8_t *, const int8_t *, int64_t, float *, Prefetch);
+#if defined(__AMX_INT8__)
+constexpr int64_t BATCH = 4;  // groups that the units multiply at a time
 
-template <typename Format, int... ROWS_LESS_1>
-SumTile of_rows(int64_t rows, std::integer_sequence<int, ROWS_LESS_1...>) {
-    static constexpr SumTile tiles[] = {sum_tile<Format, ROWS_LESS_1 + 1>...};
-    return tiles[rows - 1];
+// Writes a block's weights of 4 bits, one a byte.
+template <typename Format> void unpack_block(const uint8_t *weights, int64_t num_groups, uint8_t *bytes) {
+    if constexpr (Format::BITS == 4) {
+        constexpr int LOADS = Format::GROUP / 8;
+        for (int64_t g = 0; g < num_groups; ++g, bytes += BLOCK * Format::GROUP)
+            for (int i = 0; i < LOADS; ++i) {
+                const Bytes loaded = load_bytes(weights + g * Format::GROUP_BYTES + Format::SCALE_BYTES + 64 * i);
+                const Bytes low = low_nibbles(loaded), high = high_nibbles(loaded);
+                _mm512_store_si512(bytes + 64 * i, Format::IS_E2M1 ? from_e2m1(low) : low);
+                _mm512_store_si512(bytes + 64 * (i + LOADS), Format::IS_E2M1 ? from_e2m1(high) : high);
+            }
+    }
 }
 
-template <int BITS, bool IS_E2M1, bool HAS_MINS> SumTile sum_tile_of(int64_t group_size, int64_t rows) {
+// As sum_tile, with the same results. While the dots of one batch become floats, the units multiply the next. `bytes`: what
+// unpack_block has written.
+template <typename Format>
+void sum_tile_by_units(const uint8_t *weights, const uint8_t *bytes, const int8_t *x, int64_t num_groups, float *sums,
+                       Prefetch prefetch) {
+    constexpr int ROWS = matrix_units::TILE;
+    constexpr int64_t Q_BYTES = ROWS * (Format::GROUP + ROW_SUMS_BYTES);
+    alignas(64) int32_t dots[2 * BATCH][ROWS * BLOCK];
+    const auto values = [&](int64_t g) {
+        return Format::BITS == 4 ? bytes + g * BLOCK * Format::GROUP
+                                 : weights + g * Format::GROUP_BYTES + Format::SCALE_BYTES;
+    };
+    const auto multiply_batch = [&](int64_t first) {
+#define MULTIPLY(index, rows_register, weights_register)                                                              \
+    if (const int64_t g = first + index; g < num_groups) {                                                            \
+        prefetch.step();                                                                                              \
+        _tile_zero(index);                                                                                            \
+        _tile_loadd(rows_register, x + g * Q_BYTES, Format::GROUP);                                                   \
+        _tile_loadd(weights_register, values(g), 64);                                                                 \
+        _tile_dpbsud(index, rows_register, weights_register);                                                         \
+        _tile_stored(index, dots[g % (2 * BATCH)], 64);                                                               \
+    }
+        MULTIPLY(0, 4, 6)
+        MULTIPLY(1, 5, 7)
+        MULTIPLY(2, 4, 6)
+        MULTIPLY(3, 5, 7)
+#undef MULTIPLY
+    };
+    Floats totals[ROWS] = {};
+    multiply_batch(0);
+    for (int64_t g = 0; g < num_groups; ++g) {
+        if (g % BATCH == 0) multiply_batch(g + BATCH);
+        const Group<Format, ROWS> group(weights + g * Format::GROUP_BYTES, x + g * Q_BYTES, 0);
+        const int32_t *of_group = dots[g % (2 * BATCH)];
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; ++row)
+            group.add(row, load_raw<Ints>(of_group + row * BLOCK) + group.firsts[row], totals[row]);
+    }
+    for (int row = 0; row < ROWS; ++row)
+        ::store(sums + BLOCK * row, totals[row]);
+}
+#endif
+
+// How a layer's sums are computed: of a tile of each number of rows; and by units, if there are any.
+struct Sums {
+    using Tile = void (*)(const uint8_t *, const int8_t *, int64_t, float *, Prefetch);
+    using TileByUnits = void (*)(const uint8_t *, const uint8_t *, const int8_t *, int64_t, float *, Prefetch);
+    const Tile *rows;  // less 1
+    TileByUnits units;
+    void (*unpack)(const uint8_t *, int64_t, uint8_t *);
+};
+
+template <typename Format, int... ROWS_LESS_1> Sums sums_of(std::integer_sequence<int, ROWS_LESS_1...>) {
+    static constexpr Sums::Tile of_rows[] = {sum_tile<Format, ROWS_LESS_1 + 1>...};
+#if defined(__AMX_INT8__)
+    return {of_rows, sum_tile_by_units<Format>, unpack_block<Format>};
+#else
+    return {of_rows, nullptr, nullptr};
+#endif
+}
+
+template <int BITS, bool IS_E2M1, bool HAS_MINS> Sums sums_of(int64_t group_size) {
     constexpr auto all = std::make_integer_sequence<int, MAX_ROWS>();
-    if (group_size == 32) return of_rows<Format<BITS, 32, IS_E2M1, HAS_MINS>>(rows, all);
-    return of_rows<Format<BITS, 16, IS_E2M1, HAS_MINS>>(rows, all);
+    if (group_size == 32) return sums_of<Format<BITS, 32, IS_E2M1, HAS_MINS>>(all);
+    return sums_of<Format<BITS, 16, IS_E2M1, HAS_MINS>>(all);
 }
 
 // Quantises one row of a tile of `rows` rows. What is added to a group's products is `multiple` times the group's sum.
@@ -189,13 +280,12 @@ struct GroupedLayer {
     double factor;
 };
 
-static SumTile sum_tile_for(const GroupedLayer &layer, int64_t rows) {
+static Sums sums_of(const GroupedLayer &layer) {
     const int64_t size = layer.group_size;
     const bool has_mins = layer.centre == NO_CENTRE;
-    if (layer.is_e2m1) return has_mins ? sum_tile_of<4, true, true>(size, rows) : sum_tile_of<4, true, false>(size, rows);
-    if (layer.bits == 4)
-        return has_mins ? sum_tile_of<4, false, true>(size, rows) : sum_tile_of<4, false, false>(size, rows);
-    return has_mins ? sum_tile_of<8, false, true>(size, rows) : sum_tile_of<8, false, false>(size, rows);
+    if (layer.is_e2m1) return has_mins ? sums_of<4, true, true>(size) : sums_of<4, true, false>(size);
+    if (layer.bits == 4) return has_mins ? sums_of<4, false, true>(size) : sums_of<4, false, false>(size);
+    return has_mins ? sums_of<8, false, true>(size) : sums_of<8, false, false>(size);
 }
 
 // Bytes of packed weights.
@@ -244,48 +334,61 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
     const int64_t row_bytes = groups * (group_size + ROW_SUMS_BYTES);
     const int64_t num_outputs = epilogue == GATE ? layer->num_outputs / 2 : layer->num_outputs;
     const float factor = static_cast<float>(layer->factor);
+    const float *up_bias = layer->bias == nullptr ? nullptr : layer->bias + num_outputs;
+    const Sums by = sums_of(*layer);
     const Tiles row_blocks(num_rows, ROW_BLOCK);
     for (int64_t row_block = 0; row_block < row_blocks.count; ++row_block) {
         const int64_t first = row_blocks.begin(row_block);
-        const Tiles tiles(row_blocks.size(row_block), MAX_ROWS);
+        const Tiles tiles(row_blocks.size(row_block), MAX_ROWS, matrix_units::ARE_THERE);
         const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
-        int8_t *quantised = reinterpret_cast<int8_t *>(scratch<0>(tiles.num_rows * row_bytes));
+        const bool uses_units = is_for_units(tiles.size(0));
+        int8_t *quantised = reinterpret_cast<int8_t *>(scratch<0>(tiles.count * MAX_ROWS * row_bytes));
         // Waking threads takes longer than quantising few rows.
         const int64_t quantisers = tiles.num_rows * layer->num_inputs < (1 << 15) ? 1 : num_threads;
         parallel_for(tiles.count, 1, static_cast<int>(quantisers), [&](int64_t begin, int64_t end) {
-            for (int64_t tile = begin; tile < end; ++tile)
-                for (int64_t row = 0; row < tiles.size(tile); ++row)
+            for (int64_t tile = begin; tile < end; ++tile) {
+                const int64_t rows = tiles.size(tile), places = places_of(rows);
+                int8_t *q = quantised + tiles.begin(tile) * row_bytes;
+                if (rows < places) std::memset(q, 0, places * row_bytes);
+                for (int64_t row = 0; row < rows; ++row)
                     quantise_row(from.row(first + tiles.begin(tile) + row), from.type, groups, group_size, multiple,
-                                 row, tiles.size(tile), quantised + tiles.begin(tile) * row_bytes);
+                                 row, places, q);
+            }
         });
         const int64_t num_blocks = (num_outputs + BLOCK - 1) / BLOCK;
         parallel_for(num_blocks, 1, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
             alignas(64) float sums[2][MAX_ROWS * BLOCK];
+            matrix_units::Shape shape;
+            const int64_t num_parts = epilogue == GATE ? 2 : 1, num_bytes = uses_units ? groups * group_size * BLOCK : 0;
+            uint8_t *bytes = scratch<1>(2 * num_bytes);
             for (int64_t block = begin; block < end; ++block) {
                 const int64_t output = block * BLOCK, count = std::min<int64_t>(BLOCK, num_outputs - output);
-                const uint8_t *weights = layer->weights + block * block_bytes;
+                const auto weights = [&](int64_t part) { return layer->weights + (block + part * num_blocks) * block_bytes; };
+                for (int64_t part = 0; uses_units && part < num_parts; ++part)
+                    by.unpack(weights(part), groups, bytes + part * num_bytes);
                 for (int64_t tile = 0; tile < tiles.count; ++tile) {
                     const int64_t rows = tiles.size(tile), row = first + tiles.begin(tile);
                     const int8_t *q = quantised + tiles.begin(tile) * row_bytes;
-                    const SumTile sum = sum_tile_for(*layer, rows);
-                    const auto prefetch = [&](const uint8_t *next) {
-                        return Prefetch(next, block_bytes / groups, groups, tile, tiles.count);
-                    };
-                    sum(weights, q, groups, sums[0], prefetch(weights + block_bytes));
-                    for (int64_t i = 0; i < rows * BLOCK; ++i) sums[0][i] *= factor;
-                    if (epilogue != GATE) {
-                        for (int64_t r = 0; r < rows; ++r)
-                            finish(sums[0] + r * BLOCK, layer->bias, count, to.row(row + r), to.type, output,
-                                   static_cast<Epilogue>(epilogue));
-                        continue;
+                    for (int64_t part = 0; part < num_parts; ++part) {
+                        const Prefetch prefetch(weights(part) + block_bytes, block_bytes / groups, groups, tile,
+                                                tiles.count);
+                        if (is_for_units(rows)) {
+                            shape.for_bytes(group_size);
+                            by.units(weights(part), bytes + part * num_bytes, q, groups, sums[part], prefetch);
+                        } else {
+                            by.rows[rows - 1](weights(part), q, groups, sums[part], prefetch);
+                        }
+                        for (int64_t i = 0; i < rows * BLOCK; ++i) sums[part][i] *= factor;
                     }
-                    const uint8_t *up = weights + num_blocks * block_bytes;
-                    sum(up, q, groups, sums[1], prefetch(up + block_bytes));
-                    for (int64_t i = 0; i < rows * BLOCK; ++i) sums[1][i] *= factor;
-                    const float *up_bias = layer->bias == nullptr ? nullptr : layer->bias + num_outputs;
-                    for (int64_t r = 0; r < rows; ++r)
-                        finish_gated(sums[0] + r * BLOCK, sums[1] + r * BLOCK, layer->bias, up_bias, count,
-                                     to.row(row + r), to.type, output);
+                    for (int64_t r = 0; r < rows; ++r) {
+                        const float *sum = sums[0] + r * BLOCK;
+                        if (epilogue == GATE)
+                            finish_gated(sum, sums[1] + r * BLOCK, layer->bias, up_bias, count, to.row(row + r), to.type,
+                                         output);
+                        else
+                            finish(sum, layer->bias, count, to.row(row + r), to.type, output,
+                                   static_cast<Epilogue>(epilogue));
+                    }
                 }
             }
         });

@@ -1,5 +1,6 @@
 """Instruction sets that the kernels are compiled for, and which of them this machine has."""
 
+import ctypes
 import platform
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,12 @@ _VNNI, _BF16 = frozenset({"avx512_vnni"}), frozenset({"avx512_bf16"})
 
 INSTRUCTION_SETS = (
     InstructionSet(
+        "avx512-amx",
+        "x86_64",
+        _AVX512 | _VNNI | _BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    ),
+    InstructionSet(
         "avx512-vnni-bf16",
         "x86_64",
         _AVX512 | _VNNI | _BF16,
@@ -43,14 +50,29 @@ INSTRUCTION_SETS = (
 """The best first."""
 
 
-@cache
 def machine_instructions() -> InstructionSet | None:
     """The best set that this machine has; None if it has none of them."""
+    return next(iter(machine_instruction_sets()), None)
+
+
+@cache
+def machine_instruction_sets() -> tuple[InstructionSet, ...]:
+    """All sets that this machine has, the best first."""
     flags = cpu_flags()
-    for instructions in INSTRUCTION_SETS:
-        if instructions.machine == platform.machine() and instructions.needs <= flags:
-            return instructions
-    return None
+    return tuple(
+        instructions
+        for instructions in INSTRUCTION_SETS
+        if instructions.machine == platform.machine()
+        and instructions.needs <= flags
+        and ("amx_tile" not in instructions.needs or _may_use_matrix_units())
+    )
+
+
+def _may_use_matrix_units() -> bool:
+    """Asks Linux for the registers of AMX, which a process must not use before."""
+    arch_prctl, arch_req_xcomp_perm, tile_data = 158, 0x1023, 18
+    error: int = ctypes.CDLL(None).syscall(arch_prctl, arch_req_xcomp_perm, tile_data)
+    return error == 0
 
 
 @cache

@@ -7,6 +7,8 @@
 #include "parallel.h"
 #include "vectors.h"
 
+#pragma GCC visibility push(hidden)  // so that calls need no detour through the library's table of addresses
+
 namespace products {
 
 constexpr int64_t size_of(Type type) { return type == FLOAT32 ? 4 : 2; }
@@ -39,13 +41,20 @@ struct Rows {
     void *row(int64_t index) const { return static_cast<char *>(values) + index * stride * size_of(type); }
 };
 
+// The first `count` lanes of an output's final values.
+template <typename Element>
+inline void put(Element *y, Floats values, int64_t count) {
+    if (count >= LANES) return store_normal(y, values);
+    store_some(y, values, count);
+}
+
 template <typename Element>
 void finish_as(const float *sums, const float *bias, int64_t count, Element *y, Epilogue epilogue) {
     for (int64_t i = 0; i < count; i += LANES) {
         Floats value = ::load(sums + i);
         if (bias != nullptr) value += load_some(bias + i, count - i);
         if (epilogue == ADD) value += load_some(y + i, count - i);
-        store_some(y + i, value, count - i);
+        put(y + i, value, count - i);
     }
 }
 
@@ -58,7 +67,7 @@ void finish_gated_as(const float *gate, const float *up, const float *gate_bias,
             g += load_some(gate_bias + i, count - i);
             u += load_some(up_bias + i, count - i);
         }
-        store_some(y + i, silu(g) * u, count - i);
+        put(y + i, silu(g) * u, count - i);
     }
 }
 
@@ -96,12 +105,15 @@ template <int PURPOSE> uint8_t *scratch(int64_t num_bytes) {
     return buffer.bytes;
 }
 
-// Rows are computed in tiles of nearly equal size, at most `largest`: tile i begins at row i * rows / num_tiles.
+// Rows are computed in tiles of at most `largest`: of nearly equal size, or all of the largest size but the last.
 struct Tiles {
-    int64_t num_rows, count;
+    int64_t num_rows, count, full_size;  // 0: nearly equal
 
-    Tiles(int64_t rows, int64_t largest) : num_rows(rows), count((rows + largest - 1) / largest) {}
-    int64_t begin(int64_t tile) const { return num_rows * tile / count; }
+    Tiles(int64_t rows, int64_t largest, bool are_full = false)
+        : num_rows(rows), count((rows + largest - 1) / largest), full_size(are_full ? largest : 0) {}
+    int64_t begin(int64_t tile) const {
+        return full_size != 0 ? std::min(tile * full_size, num_rows) : num_rows * tile / count;
+    }
     int64_t size(int64_t tile) const { return begin(tile + 1) - begin(tile); }
 };
 
@@ -124,3 +136,5 @@ struct Prefetch {
 };
 
 }  // namespace products
+
+#pragma GCC visibility pop

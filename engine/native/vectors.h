@@ -155,6 +155,19 @@ inline void store_some(Element *to, Floats v, int64_t count) {
     std::memcpy(to, padded, count * sizeof(Element));
 }
 
+// As store, but subnormal numbers may become 0, which saves most of the work where there is an instruction for it.
+template <typename Element>
+inline void store_normal(Element *to, Floats v) {
+    store(to, v);
+}
+#if defined(__AVX512BF16__)
+template <>
+inline void store_normal(BFloat16 *to, Floats v) {
+    const __m256bh result = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(to, &result, sizeof result);
+}
+#endif
+
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // a x b + c, rounded once where the machine can. Said explicitly where two ways must give the same bits: what a compiler

@@ -1,6 +1,7 @@
 """Finding, compiling and loading native kernels: what cannot be used is replaced, or leaves the work to torch."""
 
 import logging
+import platform
 import shlex
 import shutil
 import sys
@@ -10,7 +11,12 @@ import pytest
 
 from engine.native import library
 from engine.native.compilers import VARIABLE
-from engine.native.instructions import INSTRUCTION_SETS, machine_instructions
+from engine.native.instructions import (
+    INSTRUCTION_SETS,
+    InstructionSet,
+    machine_instruction_sets,
+    machine_instructions,
+)
 from engine.native.library import native_library
 
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
@@ -110,6 +116,35 @@ def test_the_next_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     kernels = find()
     assert kernels is not None
     assert kernels.answer() == 42
+
+
+@needs_compiler
+def test_a_compiler_that_does_not_know_the_best_instructions_compiles_for_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = InstructionSet("unknown", platform.machine(), frozenset(), ("-munknown-instructions",))
+    monkeypatch.setattr(library, "machine_instructions", lambda: unknown)
+    monkeypatch.setattr(library, "machine_instruction_sets", lambda: (unknown, *machine_instruction_sets()))
+    kernels = find()
+    assert kernels is not None
+    assert kernels.answer() == 42
+    assert not warnings(caplog)
+
+
+def test_matrix_units_need_the_permission_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    amx = next(i for i in INSTRUCTION_SETS if "amx_tile" in i.needs)
+    monkeypatch.setattr(
+        "engine.native.instructions.cpu_flags", lambda: frozenset.union(*(i.needs for i in INSTRUCTION_SETS))
+    )
+    monkeypatch.setattr("engine.native.instructions.platform.machine", lambda: amx.machine)
+    for may_use in (True, False):
+        monkeypatch.setattr(
+            "engine.native.instructions._may_use_matrix_units", lambda may_use=may_use: may_use
+        )
+        machine_instruction_sets.cache_clear()
+        assert (amx in machine_instruction_sets()) == may_use
+        assert len(machine_instruction_sets()) > 1
+    machine_instruction_sets.cache_clear()
 
 
 @needs_compiler

@@ -1,0 +1,219 @@
+// Products by a processor's matrix units (AMX): tiles of 16 rows and 16 outputs, in steps of 32 inputs.
+//
+// A step sums the products of even inputs and those of odd inputs, each in order, and adds both sums to the tile's. So
+// what a row gets depends on that row alone, whatever the other rows of its tile are.
+//
+// Weights of a panel: [steps][16 pairs of inputs][PANEL outputs][2 inputs] of bfloat16.
+// Rows: [tiles of TILE rows][steps][rows][STEP inputs] of bfloat16. Inputs beyond the last are zero in both.
+
+#pragma once
+
+#include <algorithm>
+
+#include "products.h"
+
+namespace matrix_units {
+
+constexpr int TILE = 16;                                    // rows, and outputs
+constexpr int64_t PANEL = 2 * TILE;                         // outputs that are computed together
+constexpr int64_t STEP = 32;                                // inputs
+constexpr int64_t TILE_BYTES = TILE * STEP * 2;             // of rows or weights, for one step
+constexpr int64_t PANEL_STEP_BYTES = PANEL * STEP * 2;      // of a panel's weights
+constexpr int64_t ROW_BLOCK_BYTES = 1 << 20;                // rows that are computed at a time: half a second-level cache
+constexpr int64_t MIN_ROW_BLOCK = 64, MAX_ROW_BLOCK = 512;  // rows
+
+inline int64_t num_steps(int64_t num_inputs) { return (num_inputs + STEP - 1) / STEP; }
+
+#if defined(__AMX_BF16__)
+constexpr bool ARE_THERE = true;
+
+// The shapes of the unit's registers, which are set anew only if they change. The end gives the registers back.
+class Shape {
+  public:
+    Shape() = default;
+    Shape(const Shape &) = delete;
+    ~Shape() {
+        if (current_ != 0) _tile_release();
+    }
+
+    // Sums, weights and rows of `multiply`.
+    void for_panels(int64_t first_rows, int64_t second_rows) {
+        const int64_t rows[] = {first_rows, first_rows, second_rows, second_rows, TILE, TILE, first_rows, second_rows};
+        const int64_t bytes[] = {64, 64, 64, 64, 64, 64, 64, 64};
+        set(first_rows << 8 | second_rows, rows, bytes);
+    }
+    // Registers 0 to 3 for sums of 32 bits, 4 and 5 for rows of `num_inputs` bytes, 6 and 7 for weights.
+    void for_bytes(int64_t num_inputs) {
+        const int64_t quads = num_inputs / 4;
+        const int64_t rows[] = {TILE, TILE, TILE, TILE, TILE, TILE, quads, quads};
+        const int64_t bytes[] = {64, 64, 64, 64, num_inputs, num_inputs, 64, 64};
+        set(-num_inputs, rows, bytes);
+    }
+
+  private:
+    struct alignas(64) Registers {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t bytes_of_row[16] = {};
+        uint8_t rows[16] = {};
+    };
+
+    void set(int64_t shape, const int64_t (&rows)[8], const int64_t (&bytes)[8]) {
+        if (shape == current_) return;
+        current_ = shape;
+        Registers registers;
+        for (int i = 0; i < 8; ++i) {
+            registers.rows[i] = static_cast<uint8_t>(rows[i]);
+            registers.bytes_of_row[i] = rows[i] == 0 ? 0 : static_cast<uint16_t>(bytes[i]);
+        }
+        asm volatile("" : : "r"(&registers) : "memory");  // GCC 12 thinks that only the first bytes are read
+        _tile_loadconfig(&registers);
+    }
+
+    int64_t current_ = 0;
+};
+
+// sums[row][PANEL] of one or two tiles of rows. `rows`: those of the first tile; the second tile's lie behind.
+template <bool TWO>
+void multiply(const uint8_t *rows, const uint8_t *panel, int64_t steps, float *sums, products::Prefetch prefetch) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (TWO) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    const uint8_t *second = rows + steps * TILE_BYTES;
+    for (int64_t step = 0; step < steps; ++step) {
+        prefetch.step();
+        _tile_stream_loadd(6, rows, 64);
+        _tile_loadd(4, panel, PANEL * 4);
+        _tile_dpbf16ps(0, 6, 4);
+        _tile_loadd(5, panel + 64, PANEL * 4);
+        _tile_dpbf16ps(1, 6, 5);
+        if constexpr (TWO) {
+            _tile_stream_loadd(7, second, 64);
+            _tile_dpbf16ps(2, 7, 4);
+            _tile_dpbf16ps(3, 7, 5);
+            second += TILE_BYTES;
+        }
+        rows += TILE_BYTES;
+        panel += PANEL_STEP_BYTES;
+    }
+    _tile_stored(0, sums, PANEL * 4);
+    _tile_stored(1, sums + TILE, PANEL * 4);
+    if constexpr (TWO) {
+        _tile_stored(2, sums + TILE * PANEL, PANEL * 4);
+        _tile_stored(3, sums + TILE * PANEL + TILE, PANEL * 4);
+    }
+}
+
+// c[i][j] (+)= sum over k of a[i][k] b[k][j], for `rows` x `cols` of c and `depth` k, by registers shaped for_panels(TILE,
+// TILE). Elements of a and b are pairs of bfloat16. All three numbers are multiples of TILE.
+template <bool adds, typename Pair>
+void add_product(const Pair *a, int64_t a_row, const Pair *b, int64_t b_row, float *c, int64_t c_row, int64_t depth,
+                 int64_t rows, int64_t cols) {
+    asm volatile("" : : "r"(a), "r"(b), "r"(c) : "memory");
+    for (int64_t i = 0; i < rows; i += 2 * TILE) {
+        const bool has_two = i + TILE < rows;
+        for (int64_t j = 0; j < cols; j += TILE) {
+            float *first = c + i * c_row + j, *second = first + TILE * c_row;
+            if constexpr (adds) {
+                _tile_loadd(0, first, c_row * 4);
+                if (has_two) _tile_loadd(1, second, c_row * 4);
+            } else {
+                _tile_zero(0);
+                _tile_zero(1);
+            }
+            for (int64_t k = 0; k < depth; k += TILE) {
+                _tile_loadd(4, b + k * b_row + j, b_row * 4);
+                _tile_loadd(6, a + i * a_row + k, a_row * 4);
+                _tile_dpbf16ps(0, 6, 4);
+                if (!has_two) continue;
+                _tile_loadd(7, a + (i + TILE) * a_row + k, a_row * 4);
+                _tile_dpbf16ps(1, 7, 4);
+            }
+            _tile_stored(0, first, c_row * 4);
+            if (has_two) _tile_stored(1, second, c_row * 4);
+        }
+    }
+}
+
+// Converts a row of a block to bfloat16, and lays it out in its tile.
+inline void lay_out_row(const void *row, Type type, int64_t num_inputs, int64_t index, uint8_t *rows) {
+    const int64_t steps = num_steps(num_inputs);
+    uint8_t *to = rows + index / TILE * steps * TILE_BYTES + index % TILE * STEP * 2;
+    for (int64_t step = 0; step < steps; ++step, to += TILE_BYTES) {
+        const int64_t begin = step * STEP, left = std::min(num_inputs - begin, STEP);
+        if (type == BFLOAT16 && left == STEP) {
+            std::memcpy(to, static_cast<const uint16_t *>(row) + begin, STEP * 2);
+            continue;
+        }
+        for (int64_t i = 0; i < STEP; i += LANES)
+            products::store(to, BFLOAT16, i, i < left ? products::load(row, type, begin + i, left - i) : Floats{});
+    }
+}
+
+// y = x @ weight.T + bias, with an epilogue. `Weights` have the weights of a panel in memory (`packed`, in
+// `packed_bytes`), and as the unit takes them (`panel`, valid until the thread's next call).
+template <class Weights>
+void multiply_rows(const Weights &weights, const float *bias, int64_t num_outputs, int64_t num_inputs,
+                   const products::Rows &from, const products::Rows &to, int64_t num_rows, products::Epilogue epilogue,
+                   int num_threads) {
+    using namespace products;
+    const bool is_gated = epilogue == GATE;
+    if (is_gated) num_outputs /= 2;
+    const int64_t steps = num_steps(num_inputs), num_panels = (num_outputs + PANEL - 1) / PANEL;
+    const float *up_bias = bias == nullptr ? nullptr : bias + num_outputs;
+    const int64_t fitting = ROW_BLOCK_BYTES / (steps * STEP * 2) / PANEL * PANEL;
+    const Tiles row_blocks(num_rows, std::clamp(fitting, MIN_ROW_BLOCK, MAX_ROW_BLOCK));
+    for (int64_t row_block = 0; row_block < row_blocks.count; ++row_block) {
+        const int64_t first = row_blocks.begin(row_block), count = row_blocks.size(row_block);
+        const int64_t num_tiles = (count + TILE - 1) / TILE, num_pairs = (num_tiles + 1) / 2;
+        uint8_t *rows = scratch<0>(num_tiles * steps * TILE_BYTES);
+        // Waking threads takes longer than converting few rows.
+        parallel_for(count, 1, count * num_inputs < (1 << 15) ? 1 : num_threads, [&](int64_t begin, int64_t end) {
+            for (int64_t row = begin; row < end; ++row)
+                lay_out_row(from.row(first + row), from.type, num_inputs, row, rows);
+        });
+        parallel_for(num_panels, 1, num_threads, [&](int64_t begin, int64_t end) {
+            Shape shape;
+            const int64_t pair_size = 2 * TILE * PANEL;  // floats
+            float *sums = reinterpret_cast<float *>(scratch<1>((num_pairs + 1) * pair_size * 4));
+            float *gates = sums + pair_size;  // of all pairs
+            for (int64_t panel = begin; panel < end; ++panel) {
+                for (int64_t half = 0; half <= is_gated; ++half) {
+                    const int64_t index = panel + half * num_panels;
+                    const uint8_t *next = weights.packed(index + 1), *values = weights.panel(index);
+                    asm volatile("" : : "r"(rows), "r"(values) : "memory");
+                    for (int64_t pair = 0; pair < num_pairs; ++pair) {
+                        const int64_t row = pair * 2 * TILE, left = count - row;
+                        const uint8_t *tile = rows + pair * 2 * steps * TILE_BYTES;
+                        float *gate = gates + pair * pair_size, *of_pair = half < is_gated ? gate : sums;
+                        const Prefetch prefetch(next, weights.packed_bytes / steps, steps, pair, num_pairs);
+                        shape.for_panels(std::min<int64_t>(left, TILE), std::clamp<int64_t>(left - TILE, 0, TILE));
+                        (left > TILE ? multiply<true> : multiply<false>)(tile, values, steps, of_pair, prefetch);
+                        if (half < is_gated) continue;
+                        const int64_t output = panel * PANEL, num = std::min(PANEL, num_outputs - output);
+                        for (int64_t i = 0; i < std::min<int64_t>(left, 2 * TILE); ++i) {
+                            void *y = to.row(first + row + i);
+                            if (is_gated)
+                                finish_gated(gate + i * PANEL, sums + i * PANEL, bias, up_bias, num, y, to.type, output);
+                            else
+                                finish(sums + i * PANEL, bias, num, y, to.type, output, epilogue);
+                        }
+                    }
+                }
+            }
+        });
+    }
+}
+#else
+constexpr bool ARE_THERE = false;
+
+struct Shape {
+    void for_panels(int64_t, int64_t) {}
+    void for_bytes(int64_t) {}
+};
+template <bool adds, typename... Arguments> void add_product(const Arguments &...);  // never called
+#endif
+
+}  // namespace matrix_units
