@@ -17,7 +17,6 @@ from dataclasses import replace
 
 from baton.config import SchedulerConfig
 from baton.errors import InvalidRequest
-from baton.kv import KVEvent
 from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import ErrorKind, RequestOutput, TokenLogprobs
 from baton.sampling import StructuredOutput
@@ -74,6 +73,8 @@ class Scheduler:
         self._counters = counters = Counter[str]()
         caches, size = config.enable_prefix_caching, config.block_size
         self._kv = kv = KVCache(config.num_blocks, size, caches, hash_key, kv_groups)
+        self.kv_events = kv.events
+        """Changes of the prefix cache; for one reader."""
         self._swap = swap = SwapSpace(num_swap_blocks(config))
         self._remote = RemotePrompts(connector, kv, counters)
         self._trial = Trial()
@@ -294,18 +295,6 @@ class Scheduler:
         self._preemption.forget_swapped(self._requests.values())
         self._kv.forget_prefixes()
         return True
-
-    def take_kv_events(self) -> list[KVEvent]:
-        """Changes of the prefix cache since the last call; unread changes are bounded."""
-        return self._kv.take_events()
-
-    def begin_kv_events(self) -> list[KVEvent]:
-        """A full listing of the prefix cache, from which `take_kv_events` continues."""
-        return self._kv.begin_events()
-
-    def ignore_kv_events(self) -> None:
-        """Stops keeping events, until `begin_kv_events`."""
-        self._kv.ignore_events()
 
     def kv_block_counts(self) -> KVBlockCounts:
         return replace(self._kv.counts(), host_total=self._swap.num_total, host_used=self._swap.num_held)

@@ -159,7 +159,7 @@ class Worker(Process):
             self.abort_client(gateway)
 
     def heartbeat(self, gateway: str) -> Heartbeat:
-        blocks, requests = self.core.kv_block_counts(), self.core.request_counts()
+        blocks, requests = self.scheduler.kv_block_counts(), self.scheduler.request_counts()
         state = WorkerState.DRAINING if self.is_draining else WorkerState.READY
         scheduler = self.spec.scheduler
         status = WorkerStatus(
@@ -258,7 +258,7 @@ class Worker(Process):
                 raise InvalidRequest("request_id", f"{request.request_id} is in use")
             if self.is_draining:
                 raise Overloaded("it drains", 1.0)
-            self.role.admit(request, self.core.request_counts())
+            self.role.admit(request, self.scheduler.request_counts())
             self.core.add_request(request, gateway)
         except RequestError as error:
             self._world.counts[f"path {type(error).__name__}"] += 1

@@ -76,7 +76,7 @@ class EngineLoop:
         commands: CommandQueue,
     ) -> None:
         """`lease_s`: how long transfers and leases may take to end when no request is left."""
-        self._core = core
+        self._core, self._scheduler = core, core.scheduler
         self._role = role
         self._outbox = outbox
         self._clock = clock
@@ -221,7 +221,7 @@ class EngineLoop:
                 raise Overloaded(f"this worker {self._drain_state.doing}", 1.0)
             if any(request.request_id in ids for ids in self._clients.values()):
                 raise InvalidRequest("request_id", f"{request.request_id} is in use")
-            self._role.admit(request, self._core.request_counts())
+            self._role.admit(request, self._scheduler.request_counts())
             self._core.add_request(request, client_id)
         except RequestError as error:
             self._outbox.send(client_id, [_refusal(request.request_id, error)])
@@ -260,24 +260,24 @@ class EngineLoop:
     def _forget(self, client_id: str) -> None:
         self._kv_followers.discard(client_id)
         if not self._kv_followers:
-            self._core.ignore_kv_events()
+            self._scheduler.kv_events.ignore()
         self._abort(client_id, tuple(self._clients.get(client_id, ())))
 
     def _follow_kv(self, client_id: str) -> None:
         self._tell_kv_followers()  # so that all followers are up to date before the listing
-        account = net(self._core.begin_kv_events())
+        account = net(self._scheduler.kv_events.begin())
         assert account is not None, "a full listing must be a change"
         self._kv_followers.add(client_id)
         self._outbox.send_kv_change((client_id,), account)
 
     def _tell_kv_followers(self) -> None:
-        if self._kv_followers and (change := net(self._core.take_kv_events())) is not None:
+        if self._kv_followers and (change := net(self._scheduler.kv_events.take())) is not None:
             self._outbox.send_kv_change(tuple(self._kv_followers), change)
 
     def _flush_cache(self, force: bool) -> None:
-        num_running = self._core.request_counts().running
-        if not self._core.reset_prefix_cache(force=force):
-            in_use = what_is_left(self._core.request_counts(), self._core.kv_block_counts())
+        num_running = self._scheduler.request_counts().running
+        if not self._scheduler.reset_prefix_cache(force):
+            in_use = what_is_left(self._scheduler.request_counts(), self._scheduler.kv_block_counts())
             raise FleetError(f"blocks are in use ({in_use}); wait, or force it")
         logger.info("emptied the prefix cache; %d running request(s) compute their KV again", num_running)
 
@@ -287,7 +287,7 @@ class EngineLoop:
             self._outbox.beat()
 
     def _take_snapshot(self) -> EngineSnapshot:
-        requests, blocks = self._core.request_counts(), self._core.kv_block_counts()
+        requests, blocks = self._scheduler.request_counts(), self._scheduler.kv_block_counts()
         now = self._clock.now()
         if now >= self._load_due_at or not self._core.may_progress:
             self._load, self._load_due_at = self._core.load(), now + LOAD_INTERVAL_S
@@ -339,7 +339,7 @@ class EngineLoop:
     def _look_whether_left(self) -> None:
         if (drain_state := self._drain_state) is None:
             return
-        requests, blocks = self._core.request_counts(), self._core.kv_block_counts()
+        requests, blocks = self._scheduler.request_counts(), self._scheduler.kv_block_counts()
         has_left = self._role.is_drained(requests, blocks)
         match drain_state.look(self._clock.now(), has_left):
             case DrainStage.ENDING:

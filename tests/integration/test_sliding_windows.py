@@ -72,7 +72,7 @@ def test_c27_windows_give_back_blocks_and_full_attention_keeps_them(engines: Eng
     held = []
     while engine.scheduler.has_requests():
         engines.step()
-        held.append(engine.core.kv_block_counts().referenced)
+        held.append(engine.core.scheduler.kv_block_counts().referenced)
     in_parts, most_of_a_window = -(-300 // 8), -(-(WINDOW - 1 + 48) // 8) + 1
     assert max(held) <= in_parts + 2 + 2 * most_of_a_window
     assert max(held) >= in_parts, "full attention keeps all"

@@ -27,5 +27,5 @@ def test_tokens_that_the_model_does_not_know_are_refused_before_they_fail_everyb
     prompt = make_engine_request("r", prompt_token_ids=(7, wrong))
     with pytest.raises(InvalidRequest, match=complaint.format("prompt")):
         core.add_request(prompt, "gateway")
-    assert core.request_counts().waiting == 0
+    assert core.scheduler.request_counts().waiting == 0
     core.close()
