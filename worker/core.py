@@ -176,15 +176,8 @@ class EngineCore:
         return load, waiting.oldest_arrival
 
     def counters(self) -> dict[str, int]:
-        """Monotonic counts of the scheduler and the connector.
-
-        The scheduler counts loads by prompt, the connector by rank transfer.
-        """
-        ours, theirs = self.scheduler.counters(), self._connector.counters()
-        assert not ours.keys() & theirs.keys(), (
-            "a scheduler counter and a connector counter have the same name"
-        )
-        return {**ours, **theirs, "non_finite_steps": self.num_non_finite_steps}
+        """Monotonic counts of the scheduler and the steps. The connector has its own, with other names."""
+        return {**self.scheduler.counters(), "non_finite_steps": self.num_non_finite_steps}
 
     def close(self) -> None:
         """Ends after the current step, whose output is dropped.

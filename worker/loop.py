@@ -39,10 +39,10 @@ class EngineSnapshot:
 
     role: WorkerRole
     is_draining: bool
-    is_drained: bool
     kv_blocks: KVBlockCounts
     requests: RequestCounts
     counters: dict[str, int]
+    """Those of EngineCore."""
     load: WorkerLoad
     """Recent, unless nothing has happened since."""
     oldest_arrival: float | None
@@ -294,7 +294,6 @@ class EngineLoop:
         return EngineSnapshot(
             role=self._role.kind,
             is_draining=self._drain_state is not None,
-            is_drained=self._drain_state is not None and self._role.is_drained(requests, blocks),
             kv_blocks=blocks,
             requests=requests,
             counters=self._core.counters(),

@@ -193,7 +193,7 @@ def test_c50_draining_refuses_new_requests_and_waits_for_the_running_ones() -> N
         )
         assert ends["running"].finish_reason is FinishReason.LENGTH
         assert drained.result(10)
-        assert running.loop.snapshot.is_drained
+        assert running.loop.snapshot.is_draining
         assert running.loop.drain(0.0), "it stays drained"
 
 
