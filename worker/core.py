@@ -26,9 +26,9 @@ from baton.step import (
 )
 from baton.system.progress import Progress
 from baton.worker import WorkerLoad
-from engine.connector import ConnectorWorker
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import DeviceLostError, Pipeline
+from kv_transfer import ConnectorWorker
 from scheduler import Request, RequestStatus, Scheduler
 from worker.load import LoadMeter
 from worker.stages import StageTimer
