@@ -3,7 +3,6 @@
 Knows the current role, exchanges it, and passes outputs to an outbox; knows no socket.
 """
 
-import heapq
 import logging
 import math
 import queue
@@ -14,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.clock import Clock
-from baton.errors import FleetError, InvalidRequest, Overloaded, RequestError
-from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.errors import FleetError, Overloaded, RequestError
+from baton.request import EngineRequest, RequestOutput
 from baton.step import NON_FINITE
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
-from scheduler import RequestStatus
+from worker.client_requests import ClientRequests, refusal
 from worker.commands import CommandQueue
 from worker.core import ClientOutputs, EngineCore
 from worker.drain import ANSWER_TIMEOUT_S, DrainStage, DrainState, what_is_left
@@ -81,8 +80,7 @@ class EngineLoop:
         self._outbox = outbox
         self._clock = clock
         self._commands = commands
-        self._clients: dict[str, set[str]] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self._requests = ClientRequests(core, clock)
         self._kv_followers: set[str] = set()
         self._lease_s = lease_s
         self._drain_state: DrainState | None = None
@@ -179,7 +177,7 @@ class EngineLoop:
         try:
             while not self._is_stopping:
                 self._take_commands()
-                self._end_overdue()
+                self._deliver(self._requests.end_overdue())
                 self._deliver(self._core.step())
                 self._tell_kv_followers()
                 self._leave_if_unfit()
@@ -210,58 +208,32 @@ class EngineLoop:
             progress.begin()
 
     def _seconds_to_deadline(self) -> float | None:
-        deadlines = [self._deadlines[0][0]] if self._deadlines else []
-        if self._drain_state is not None and (deadline := self._drain_state.next_deadline()) is not None:
-            deadlines.append(deadline)
+        drain_deadline = None if self._drain_state is None else self._drain_state.next_deadline()
+        both = self._requests.next_deadline(), drain_deadline
+        deadlines = [deadline for deadline in both if deadline is not None]
         return max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
 
     def _admit(self, client_id: str, request: EngineRequest) -> None:
         try:
             if self._drain_state is not None:
                 raise Overloaded(f"this worker {self._drain_state.doing}", 1.0)
-            if any(request.request_id in ids for ids in self._clients.values()):
-                raise InvalidRequest("request_id", f"{request.request_id} is in use")
-            self._role.admit(request, self._scheduler.request_counts())
-            self._core.add_request(request, client_id)
+            self._requests.admit(client_id, request, self._role)
         except RequestError as error:
-            self._outbox.send(client_id, [_refusal(request.request_id, error)])
-            return
-        self._clients.setdefault(client_id, set()).add(request.request_id)
-        if request.timeout_s is not None:
-            heapq.heappush(self._deadlines, (self._clock.now() + request.timeout_s, request.request_id))
+            self._outbox.send(client_id, [refusal(request.request_id, error)])
 
     def _abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
-        own = self._clients.get(client_id, set()).intersection(request_ids)
-        self._deliver(self._core.finish_requests(own, RequestStatus.FINISHED_ABORTED))
-
-    def _end_overdue(self) -> None:
-        now = self._clock.now()
-        overdue = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            overdue.append(heapq.heappop(self._deadlines)[1])
-        if overdue:
-            self._deliver(
-                self._core.finish_requests(
-                    overdue, RequestStatus.FINISHED_ABORTED, "the request's deadline passed"
-                )
-            )
+        self._deliver(self._requests.abort(client_id, request_ids))
 
     def _deliver(self, outputs_by_client: ClientOutputs) -> None:
         for client_id, outputs in outputs_by_client.items():
             self._outbox.send(client_id, outputs)
-            ended = {output.request_id for output in outputs if output.finish_reason is not None}
-            if ended and client_id in self._clients:
-                self._clients[client_id] -= ended
-                if not self._clients[client_id]:
-                    del self._clients[client_id]
-        if not self._clients:
-            self._deadlines.clear()  # those of requests that finished in time
+            self._requests.note(outputs)
 
     def _forget(self, client_id: str) -> None:
         self._kv_followers.discard(client_id)
         if not self._kv_followers:
             self._scheduler.kv_events.ignore()
-        self._abort(client_id, tuple(self._clients.get(client_id, ())))
+        self._deliver(self._requests.abort_client(client_id))
 
     def _follow_kv(self, client_id: str) -> None:
         self._tell_kv_followers()  # so that all followers are up to date before the listing
@@ -360,17 +332,6 @@ class EngineLoop:
 
     def _begin_stop(self) -> None:
         self._is_stopping = True
-
-
-def _refusal(request_id: str, error: RequestError) -> RequestOutput:
-    kinds = {InvalidRequest: ErrorKind.INVALID_REQUEST, Overloaded: ErrorKind.OVERLOADED}
-    return RequestOutput(
-        request_id=request_id,
-        first_position=0,
-        finish_reason=FinishReason.ERROR,
-        error=str(error),
-        error_kind=kinds.get(type(error), ErrorKind.INTERNAL),
-    )
 
 
 def _raise(error: BaseException) -> None:

@@ -121,7 +121,7 @@ def _is_quiet(fleet: Fleet) -> bool:
     return not any(gateway.num_open for gateway in fleet.gateways) and all(
         len(worker.connector.endpoint) == 0
         and not worker.connector.holds
-        and not worker.request_ids
+        and not worker.requests.request_ids
         and not worker.hangs
         for worker in fleet.workers.values()
     )
