@@ -1,8 +1,5 @@
 """ContextLimits: how long a request may be and become on this engine; knows no request's progress."""
 
-from collections.abc import Sequence
-
-from baton.block_hash import MAX_TOKEN_ID
 from baton.config import SchedulerConfig
 from baton.errors import ConfigError, InvalidRequest
 from baton.kv_groups import KVGroups
@@ -42,8 +39,6 @@ class ContextLimits:
         A request whose output has already ended is invalid, too: its sender received the end with these
         tokens.
         """
-        self._check_token_ids("prompt", request.prompt_token_ids)
-        self._check_token_ids("output_token_ids", request.output_token_ids)
         if end := end_of_initial_output(request):
             raise InvalidRequest("output_token_ids", end)
         if request.num_initial_tokens > self._max_initial_len:
@@ -55,11 +50,3 @@ class ContextLimits:
                 f"{self._allowed}",
             )
         request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
-
-    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        if token_ids:
-            lowest, highest = min(token_ids), max(token_ids)
-            if lowest < 0 or highest > MAX_TOKEN_ID:
-                raise InvalidRequest(
-                    name, f"token ids must be 0 to {MAX_TOKEN_ID}, got {lowest} to {highest}"
-                )

@@ -99,7 +99,10 @@ class Scheduler:
         self._preempted_between_steps: set[str] = set()
 
     def add_request(self, request: Request) -> None:
-        """Queues a request. Raises InvalidRequest if its id is in use or this engine could never run it."""
+        """Queues a request. Raises InvalidRequest if its id is in use or this engine could never run it.
+
+        The caller has checked that the model knows its tokens.
+        """
         self._limits.apply(request)
         if request.request_id in self._requests or self._kv.is_held(request.request_id):
             raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
