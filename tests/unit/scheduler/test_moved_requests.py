@@ -180,7 +180,7 @@ def test_c41_a_producer_that_is_preempted_computes_its_outputs_again_before_it_h
         40, request_id="young", max_tokens=99, role=PRODUCER, output_token_ids=said("young", 40)
     )
     scheduler.add_request(young)
-    while young.num_preemptions == 0:
+    while young.status is not RequestStatus.PREEMPTED:
         _, outputs = run_step(scheduler, runner)
     scheduler.finish_requests(["old"], RequestStatus.FINISHED_ABORTED)
     while not young.is_finished:
