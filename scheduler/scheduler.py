@@ -27,7 +27,7 @@ from scheduler.batching import make_batching
 from scheduler.connector import KVConnector
 from scheduler.ending import Ending
 from scheduler.kv_cache import KVCache
-from scheduler.limits import ContextLimits
+from scheduler.limits import ContextLimits, check_stop
 from scheduler.load import WaitingLoad, waiting_load
 from scheduler.order import make_order
 from scheduler.outputs import OutputsByClient
@@ -38,7 +38,6 @@ from scheduler.request import Request, RequestStatus
 from scheduler.running import Running
 from scheduler.speculation import Speculation
 from scheduler.step import StepPlan
-from scheduler.stop import check_stop
 from scheduler.swap import SwapSpace, num_swap_blocks
 from scheduler.trial import Trial, ends_of
 
