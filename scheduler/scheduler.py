@@ -25,12 +25,11 @@ from baton.worker import KVBlockCounts, RequestCounts
 from scheduler.admission import Admission
 from scheduler.batching import make_batching
 from scheduler.connector import KVConnector
-from scheduler.ending import Ending
+from scheduler.ending import Ending, OutputsByClient
 from scheduler.kv_cache import KVCache
 from scheduler.limits import ContextLimits, check_stop
 from scheduler.load import WaitingLoad, waiting_load
 from scheduler.order import make_order
-from scheduler.outputs import OutputsByClient
 from scheduler.preemption import Preemption
 from scheduler.queue import WaitingQueue
 from scheduler.remote import RemotePrompts
