@@ -24,7 +24,6 @@ from baton.step import NON_FINITE, EngineCoreOutputs, KVConnectorOutput, ModelRu
 from baton.worker import KVBlockCounts, RequestCounts
 from scheduler.admission import Admission
 from scheduler.batching import make_batching
-from scheduler.connector import KVConnector
 from scheduler.ending import Ending, OutputsByClient
 from scheduler.kv_cache import KVCache
 from scheduler.limits import ContextLimits, check_stop
@@ -32,7 +31,7 @@ from scheduler.load import WaitingLoad, waiting_load
 from scheduler.order import make_order
 from scheduler.preemption import Preemption
 from scheduler.queue import WaitingQueue
-from scheduler.remote import RemotePrompts
+from scheduler.remote import KVConnector, RemotePrompts
 from scheduler.request import Request, RequestStatus
 from scheduler.running import Running
 from scheduler.speculation import Speculation
