@@ -15,7 +15,6 @@ from hashlib import blake2b
 DIGEST_BYTES = 32
 SHORT_HASH_BYTES = 8
 """How many bytes of a hash a router stores. A collision of these causes only a worse choice of worker."""
-MAX_TOKEN_ID = 2 ** (8 * array("I").itemsize) - 1
 
 
 def block_hashes(
@@ -35,7 +34,10 @@ def extend_block_hashes(
     cache_salt: str | None,
     max_blocks: int | None = None,
 ) -> None:
-    """Appends the missing hashes of full blocks, up to `max_blocks` in all; no cost if none is missing."""
+    """Appends the missing hashes of full blocks, up to `max_blocks` in all; no cost if none is missing.
+
+    Raises OverflowError for a token id that does not fit into 32 bits without a sign.
+    """
     num_blocks = len(token_ids) // block_size
     end = num_blocks if max_blocks is None else min(num_blocks, max_blocks)
     content = array("I", token_ids[len(hashes) * block_size : end * block_size])

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from engine.build import DeviceEngine
 from engine.collectives import SINGLE_RANK, Collectives
-from engine.connector import ConnectorWorker
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Pipeline
 from engine.ranks.processes import RankProcesses
+from kv_transfer import ConnectorWorker
 
 
 class Executor:

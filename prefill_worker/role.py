@@ -9,7 +9,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 class PrefillWorker:
     """Accepts only prefill requests of hand-overs. It is drained once their last block was read.
 
-    The role does not decide when to hand over: `scheduler/stop.py` ends a producing request with its first new token.
+    The role does not decide when to hand over: `scheduler/limits.py` ends a producing request with its first new token.
     """
 
     kind = WorkerRole.PREFILL

@@ -3,7 +3,7 @@
 from baton.config import SchedulerConfig
 from baton.sampling import SamplingParams
 from baton.step import ModelRunnerOutput
-from scheduler.connector import KVConnector
+from scheduler.remote import KVConnector
 from scheduler.request import Request, RequestStatus
 from scheduler.scheduler import Scheduler
 

@@ -1,18 +1,48 @@
-"""Ending: ends requests in any state; only this module frees their blocks, or keeps them for a transfer."""
+"""Ending: ends requests in any state; only this module frees their blocks, or keeps them for a transfer.
 
-from collections import Counter
+OutputsByClient collects a step's outputs, among them the last ones of ended requests.
+"""
+
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from baton.request import ErrorKind, RequestOutput
+from baton.request import ErrorKind, FinishReason, RequestOutput
+from baton.step import EngineCoreOutputs
 from scheduler.admission import Admission
-from scheduler.outputs import OutputsByClient
 from scheduler.preemption import Preemption
 from scheduler.remote import RemotePrompts
-from scheduler.request import Request, RequestStatus
+from scheduler.request import FINISH_REASONS, Request, RequestStatus
 from scheduler.running import Running
 from scheduler.swap import SwapSpace
 
 _QUEUED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM, RequestStatus.PREEMPTED}
+
+
+class OutputsByClient:
+    """Filled while a step's results are processed, then read once."""
+
+    def __init__(self) -> None:
+        self._outputs: defaultdict[str, list[RequestOutput]] = defaultdict(list)
+
+    def add(self, request: Request, output: RequestOutput) -> None:
+        self._outputs[request.client_id].append(output)
+
+    def add_last(self, request: Request, output: RequestOutput) -> None:
+        """The request has just finished: adds the reason to the output."""
+        reason = FINISH_REASONS[request.status]
+        is_stop = reason is FinishReason.STOP
+        self.add(
+            request,
+            replace(
+                output,
+                finish_reason=reason,
+                stop_token_id=request.all_token_ids[-1] if is_stop else None,
+            ),
+        )
+
+    def by_client(self) -> dict[str, EngineCoreOutputs]:
+        return {client_id: EngineCoreOutputs(tuple(outputs)) for client_id, outputs in self._outputs.items()}
 
 
 class Ending:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from baton.block_hash import extend_block_hashes
-from baton.kv import KVEvent
 from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.worker import KVBlockCounts
 from scheduler.block_events import BlockEvents
@@ -45,8 +44,8 @@ class KVCache:
         self.is_caching = enable_caching
         self.groups = groups
         self._num_groups, self._has_windows = groups.num_groups, groups.num_windowed > 0
-        self._events = BlockEvents(PENDING_EVENTS_PER_BLOCK * num_blocks, lambda: self._pool.cached_hashes)
-        self._pool = BlockPool(num_blocks, self._events, self._num_groups)
+        self.events = BlockEvents(PENDING_EVENTS_PER_BLOCK * num_blocks, lambda: self._pool.cached_hashes)
+        self._pool = BlockPool(num_blocks, self.events, self._num_groups)
         self._hash_key = hash_key if hash_key is not None else secrets.token_bytes(32)
         self._tables: dict[str, BlockTable] = {}
         self._leased: dict[str, list[Block]] = {}
@@ -257,18 +256,6 @@ class KVCache:
         self._pool.forget_all()
         for table in self._tables.values():
             table.stop_caching()
-
-    def take_events(self) -> list[KVEvent]:
-        """Changes of the prefix cache since the last call, in order."""
-        return self._events.take()
-
-    def begin_events(self) -> list[KVEvent]:
-        """A full listing of the prefix cache, from which `take_events` continues."""
-        return self._events.begin()
-
-    def ignore_events(self) -> None:
-        """Keeps no events until `begin_events`."""
-        self._events.ignore()
 
     def counts(self) -> KVBlockCounts:
         return KVBlockCounts(

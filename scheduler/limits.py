@@ -1,13 +1,12 @@
-"""ContextLimits: how long a request may be and become on this engine; knows no request's progress."""
+"""How long a request may be and become on this engine, and whether a new token ends it.
 
-from collections.abc import Sequence
+Stop strings are text, so the gateway handles them.
+"""
 
-from baton.block_hash import MAX_TOKEN_ID
 from baton.config import SchedulerConfig
 from baton.errors import ConfigError, InvalidRequest
 from baton.kv_groups import KVGroups
-from scheduler.request import Request
-from scheduler.stop import end_of_initial_output
+from scheduler.request import Request, RequestStatus
 
 
 class ContextLimits:
@@ -42,9 +41,7 @@ class ContextLimits:
         A request whose output has already ended is invalid, too: its sender received the end with these
         tokens.
         """
-        self._check_token_ids("prompt", request.prompt_token_ids)
-        self._check_token_ids("output_token_ids", request.output_token_ids)
-        if end := end_of_initial_output(request):
+        if end := _end_of_initial_output(request):
             raise InvalidRequest("output_token_ids", end)
         if request.num_initial_tokens > self._max_initial_len:
             num_outputs = request.num_output_tokens
@@ -56,10 +53,35 @@ class ContextLimits:
             )
         request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
 
-    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        if token_ids:
-            lowest, highest = min(token_ids), max(token_ids)
-            if lowest < 0 or highest > MAX_TOKEN_ID:
-                raise InvalidRequest(
-                    name, f"token ids must be 0 to {MAX_TOKEN_ID}, got {lowest} to {highest}"
-                )
+
+def check_stop(request: Request, max_model_len: int) -> RequestStatus | None:
+    """The status to which the request's last token leads, or None if the request continues.
+
+    The checks, in this order: EOS and stop tokens, but not before `min_tokens`; `max_tokens` and
+    `max_model_len`; for a producer with blocks to hand over, its first new token.
+    """
+    params = request.sampling_params
+    num_tokens = request.num_tokens
+    num_output_tokens = num_tokens - request.num_prompt_tokens
+    if request.all_token_ids[-1] in request.stop_token_ids and num_output_tokens >= params.min_tokens:
+        return RequestStatus.FINISHED_STOPPED
+    if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
+        return RequestStatus.FINISHED_LENGTH_CAPPED
+    if request.is_producer and request.block_table is not None:
+        return RequestStatus.FINISHED_HANDED_OVER
+    return None
+
+
+def _end_of_initial_output(request: Request) -> str | None:
+    """Why a request's initial output already ends it by the same rules; None if the request may continue."""
+    params = request.sampling_params
+    outputs = request.output_token_ids
+    if len(outputs) >= params.max_tokens:
+        return (
+            f"{len(outputs)} tokens, of which max_tokens allows {params.max_tokens}; nothing is left "
+            "to sample"
+        )
+    for num_tokens, token_id in enumerate(outputs, start=1):
+        if token_id in request.stop_token_ids and num_tokens >= params.min_tokens:
+            return f"token {num_tokens - 1} is {token_id}, which ends the request"
+    return None

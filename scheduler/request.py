@@ -97,7 +97,6 @@ class Request:
         "num_futile_preemptions",
         "num_initial_tokens",
         "num_output_placeholders",
-        "num_preemptions",
         "num_prompt_tokens",
         "num_tokens_at_preemption",
         "on_preemption",
@@ -173,7 +172,6 @@ class Request:
         """Prompt tokens found in this worker's prefix cache at first admission."""
         self.rests_on_hits = False
         """The latest load of its prompt began behind prefix-cache hits; written by RemotePrompts."""
-        self.num_preemptions = 0
         self.num_futile_preemptions = 0
         """Preemptions in a row, without a token sampled in between."""
         self.num_tokens_at_preemption = 0
@@ -241,7 +239,6 @@ class Request:
         is_futile = self.num_tokens == self.num_tokens_at_preemption
         self.num_futile_preemptions = self.num_futile_preemptions + 1 if is_futile else 0
         self.num_tokens_at_preemption = self.num_tokens
-        self.num_preemptions += 1
 
     def move_to(self, status: RequestStatus) -> None:
         """Changes the status; no other code does. An illegal change is a bug in Baton."""

@@ -17,7 +17,6 @@ from dataclasses import replace
 
 from baton.config import SchedulerConfig
 from baton.errors import InvalidRequest
-from baton.kv import KVEvent
 from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import ErrorKind, RequestOutput, TokenLogprobs
 from baton.sampling import StructuredOutput
@@ -25,21 +24,18 @@ from baton.step import NON_FINITE, EngineCoreOutputs, KVConnectorOutput, ModelRu
 from baton.worker import KVBlockCounts, RequestCounts
 from scheduler.admission import Admission
 from scheduler.batching import make_batching
-from scheduler.connector import KVConnector
-from scheduler.ending import Ending
+from scheduler.ending import Ending, OutputsByClient
 from scheduler.kv_cache import KVCache
-from scheduler.limits import ContextLimits
+from scheduler.limits import ContextLimits, check_stop
 from scheduler.load import WaitingLoad, waiting_load
 from scheduler.order import make_order
-from scheduler.outputs import OutputsByClient
 from scheduler.preemption import Preemption
 from scheduler.queue import WaitingQueue
-from scheduler.remote import RemotePrompts
+from scheduler.remote import KVConnector, RemotePrompts
 from scheduler.request import Request, RequestStatus
 from scheduler.running import Running
 from scheduler.speculation import Speculation
 from scheduler.step import StepPlan
-from scheduler.stop import check_stop
 from scheduler.swap import SwapSpace, num_swap_blocks
 from scheduler.trial import Trial, ends_of
 
@@ -74,6 +70,8 @@ class Scheduler:
         self._counters = counters = Counter[str]()
         caches, size = config.enable_prefix_caching, config.block_size
         self._kv = kv = KVCache(config.num_blocks, size, caches, hash_key, kv_groups)
+        self.kv_events = kv.events
+        """Changes of the prefix cache; for one reader."""
         self._swap = swap = SwapSpace(num_swap_blocks(config))
         self._remote = RemotePrompts(connector, kv, counters)
         self._trial = Trial()
@@ -98,7 +96,10 @@ class Scheduler:
         self._preempted_between_steps: set[str] = set()
 
     def add_request(self, request: Request) -> None:
-        """Queues a request. Raises InvalidRequest if its id is in use or this engine could never run it."""
+        """Queues a request. Raises InvalidRequest if its id is in use or this engine could never run it.
+
+        The caller has checked that the model knows its tokens.
+        """
         self._limits.apply(request)
         if request.request_id in self._requests or self._kv.is_held(request.request_id):
             raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
@@ -294,18 +295,6 @@ class Scheduler:
         self._preemption.forget_swapped(self._requests.values())
         self._kv.forget_prefixes()
         return True
-
-    def take_kv_events(self) -> list[KVEvent]:
-        """Changes of the prefix cache since the last call; unread changes are bounded."""
-        return self._kv.take_events()
-
-    def begin_kv_events(self) -> list[KVEvent]:
-        """A full listing of the prefix cache, from which `take_kv_events` continues."""
-        return self._kv.begin_events()
-
-    def ignore_kv_events(self) -> None:
-        """Stops keeping events, until `begin_kv_events`."""
-        self._kv.ignore_events()
 
     def kv_block_counts(self) -> KVBlockCounts:
         return replace(self._kv.counts(), host_total=self._swap.num_total, host_used=self._swap.num_held)

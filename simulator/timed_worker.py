@@ -99,7 +99,7 @@ class TimedWorker:
         self._planned_work = 0, 0
         self._began_at = 0.0
         self._num_events = 0
-        self._kv_events = self.scheduler.begin_kv_events()
+        self._kv_events = self.scheduler.kv_events.begin()
 
     def add(self, sub_request: EngineRequest, answer: tuple[int, ...], now: float) -> None:
         request = Request(
@@ -157,7 +157,7 @@ class TimedWorker:
 
     def events(self) -> KVEvents | None:
         """Changes of the prefix cache since the last call, as the request plane would send them."""
-        change = net([*self._kv_events, *self.scheduler.take_kv_events()])
+        change = net([*self._kv_events, *self.scheduler.kv_events.take()])
         self._kv_events = []
         if change is None:
             return None

@@ -1,10 +1,9 @@
 """Worker: one incarnation of a worker on virtual time.
 
-Real: engine core, scheduler, connector, endpoint, role, sessions. Replaced: the loop's thread (copied from
-worker/loop.py, without its queue), the request plane's thread, and the device.
+Real: engine core, scheduler, the requests of each client, connector, endpoint, role, sessions. Replaced: the
+loop's thread (worker/loop.py), the request plane's thread, and the device.
 """
 
-import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,12 @@ import numpy as np
 
 from baton.clock import Clock
 from baton.config import KVTransferConfig, SchedulerConfig
-from baton.errors import InvalidRequest, Overloaded, RequestError, WireError
+from baton.errors import Overloaded, RequestError, WireError
 from baton.kv import KVFingerprint, WorkerRef
 from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
 from baton.messages.session import WorkerSessions
-from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.request import EngineRequest, RequestOutput
 from baton.sampling import StructuredOutput
 from baton.system.progress import Progress
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
@@ -29,12 +28,13 @@ from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.transports import ZMQ_TCP
 from kv_transfer.transport.base import Bytes
 from prefill_worker import PrefillWorker
-from scheduler import RequestStatus, Scheduler
+from scheduler import Scheduler
 from simulator.connector import SimConnector
 from simulator.device import CELL_BYTES, EOS, NUM_HEADS, NUM_PLANES, AsyncDevice, SimRunner, SlowRunner
 from simulator.network import Network, SimChannel
 from simulator.pools import SharedPools, SimExits, SimReader
 from simulator.world import Process, World
+from worker.client_requests import ClientRequests, refusal
 from worker.core import ClientOutputs, EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.loop import MAX_NON_FINITE_STEPS
@@ -95,7 +95,6 @@ class Worker(Process):
         self._world = world
         self._outboxes = outboxes
         self._commands: list[Callable[[], object]] = []
-        self._deadlines: list[tuple[float, str]] = []
         self._engine_timer: float | None = None
         self.num_turns = 0
         self.is_draining = False
@@ -104,8 +103,6 @@ class Worker(Process):
         self.slowness = 1
         """Steps take this many times as long."""
         self.sessions = WorkerSessions(self.incarnation)
-        self.request_ids: dict[str, str] = {}
-        """The gateway of each request that has not ended on this worker."""
         config = spec.scheduler
         assert config.num_blocks is not None
         shape = (config.num_blocks, NUM_PLANES, NUM_HEADS, config.block_size, CELL_BYTES)
@@ -142,6 +139,7 @@ class Worker(Process):
             self.clock,
             progress=Progress("its engine", self.clock, PROGRESS_TIMEOUT_S),
         )
+        self.requests = ClientRequests(self.core, self.clock)
         self.role: Role = (
             DecodeWorker(spec.max_waiting) if self.is_decode else PrefillWorker(spec.max_waiting)
         )
@@ -159,7 +157,7 @@ class Worker(Process):
             self.abort_client(gateway)
 
     def heartbeat(self, gateway: str) -> Heartbeat:
-        blocks, requests = self.core.kv_block_counts(), self.core.request_counts()
+        blocks, requests = self.scheduler.kv_block_counts(), self.scheduler.request_counts()
         state = WorkerState.DRAINING if self.is_draining else WorkerState.READY
         scheduler = self.spec.scheduler
         status = WorkerStatus(
@@ -180,7 +178,7 @@ class Worker(Process):
         if isinstance(command, SubmitRequest):
             self.submit(gateway, command.request)
         else:
-            self.abort(command.request_ids)
+            self.abort(gateway, command.request_ids)
 
     def lose_gateway(self, gateway: str) -> None:
         """The gateway is unreachable, or was silent for too long."""
@@ -191,12 +189,12 @@ class Worker(Process):
     def submit(self, gateway: str, request: EngineRequest) -> None:
         self._command(lambda: self._admit(gateway, request))
 
-    def abort(self, request_ids: tuple[str, ...]) -> None:
-        self._command(lambda: self._abort(request_ids))
+    def abort(self, gateway: str, request_ids: tuple[str, ...]) -> None:
+        self._command(lambda: self._deliver(self.requests.abort(gateway, request_ids)))
 
     def abort_client(self, gateway: str) -> None:
         """The gateway's session is over."""
-        self._command(lambda: self._abort(self.requests_of(gateway)))
+        self._command(lambda: self._deliver(self.requests.abort(gateway, self.requests.of_client(gateway))))
 
     def give_back(self) -> None:
         """Gives back every request that has not ended."""
@@ -238,8 +236,8 @@ class Worker(Process):
         self._world.counts["engine steps"] += 1
         if self.core.may_progress:
             self._run_engine_at(self._world.now)
-        elif self._deadlines:
-            self._run_engine_at(self._world.now + max(0.0, self._deadlines[0][0] - self.clock.now()))
+        elif (deadline := self.requests.next_deadline()) is not None:
+            self._run_engine_at(self._world.now + max(0.0, deadline - self.clock.now()))
 
     @property
     def is_unfit(self) -> bool:
@@ -254,53 +252,27 @@ class Worker(Process):
 
     def _admit(self, gateway: str, request: EngineRequest) -> None:
         try:
-            if request.request_id in self.request_ids:
-                raise InvalidRequest("request_id", f"{request.request_id} is in use")
             if self.is_draining:
                 raise Overloaded("it drains", 1.0)
-            self.role.admit(request, self.core.request_counts())
-            self.core.add_request(request, gateway)
+            self.requests.admit(gateway, request, self.role)
         except RequestError as error:
             self._world.counts[f"path {type(error).__name__}"] += 1
-            self._outboxes[gateway](self, [_refusal(request.request_id, error)])
-            return
-        self.request_ids[request.request_id] = gateway
-        if request.timeout_s is not None:
-            heapq.heappush(self._deadlines, (self.clock.now() + request.timeout_s, request.request_id))
-
-    def _abort(self, request_ids: tuple[str, ...]) -> None:
-        own = [request_id for request_id in sorted(request_ids) if request_id in self.request_ids]
-        self._deliver(self.core.finish_requests(own, RequestStatus.FINISHED_ABORTED))
-
-    def requests_of(self, gateway: str) -> tuple[str, ...]:
-        return tuple(request_id for request_id, owner in self.request_ids.items() if owner == gateway)
+            self._outboxes[gateway](self, [refusal(request.request_id, error)])
 
     def _end_overdue(self) -> None:
-        overdue = []
-        while self._deadlines and self._deadlines[0][0] <= self.clock.now():
-            overdue.append(heapq.heappop(self._deadlines)[1])
-        if overdue:
+        if ended := self.requests.end_overdue():
             self._world.counts["path deadline passed"] += 1
-            self._deliver(
-                self.core.finish_requests(
-                    overdue, RequestStatus.FINISHED_ABORTED, "the request's deadline passed"
-                )
-            )
+            self._deliver(ended)
 
     def _deliver(self, produced: ClientOutputs) -> None:
         if self.is_dead:  # in this very step
             return
         for gateway, outputs in produced.items():
             for output in outputs:
-                if output.finish_reason is not None:
-                    if output.request_id not in self.request_ids:
-                        self._world.violate(
-                            "ends once", f"{self.incarnation}: {output.request_id} ends again"
-                        )
-                    self.request_ids.pop(output.request_id, None)
+                if output.finish_reason is not None and output.request_id not in self.requests.request_ids:
+                    self._world.violate("ends once", f"{self.incarnation}: {output.request_id} ends again")
+                self.requests.note([output])
             self._outboxes[gateway](self, outputs)
-        if not self.request_ids:
-            self._deadlines.clear()
 
     def _step_duration_s(self) -> float:
         return self.slowness * self._world.between(*self.spec.step_s)
@@ -367,14 +339,3 @@ class InstantGrammars(GrammarCompiler):
     def compile(self, output: StructuredOutput, caller: int = 0) -> None:
         self._done.put(CompiledGrammar(output))
         self._on_compiled()
-
-
-def _refusal(request_id: str, error: RequestError) -> RequestOutput:
-    kinds = {InvalidRequest: ErrorKind.INVALID_REQUEST, Overloaded: ErrorKind.OVERLOADED}
-    return RequestOutput(
-        request_id=request_id,
-        first_position=0,
-        finish_reason=FinishReason.ERROR,
-        error=str(error),
-        error_kind=kinds.get(type(error), ErrorKind.INTERNAL),
-    )

@@ -30,11 +30,11 @@ PUBLIC_NAMES = {
     "decode_worker": {"DecodeWorker", "KVConsumerScheduler"},
     "gateway": {"Gateway", "GatewayClient", "GatewayError", "ServedModel", "Tokenizer"},
     "kv_transfer": {
+        "ConnectorWorker",
         "CudaMemory",
         "CudaOutOfMemory",
         "DeviceBlocks",
         "KVConnectorMetadata",
-        "RankConnector",
         "RankedConnector",
         "SharedMemory",
         "pinned_array",

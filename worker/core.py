@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest
-from baton.kv import KVEvent
 from baton.request import EngineRequest, RequestOutput
 from baton.step import (
     EngineCoreOutputs,
@@ -26,10 +25,10 @@ from baton.step import (
     SchedulerOutput,
 )
 from baton.system.progress import Progress
-from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad
-from engine.connector import ConnectorWorker
+from baton.worker import WorkerLoad
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import DeviceLostError, Pipeline
+from kv_transfer import ConnectorWorker
 from scheduler import Request, RequestStatus, Scheduler
 from worker.load import LoadMeter
 from worker.stages import StageTimer
@@ -70,7 +69,8 @@ class EngineCore:
         progress: Progress | None = None,
     ) -> None:
         """`progress` watches the engine's thread. Without it, the time of a step is not limited."""
-        self._scheduler = scheduler
+        self.scheduler = scheduler
+        """Between two steps, its counts, KV events and prefix cache may be used. Requests begin and end here."""
         self._pipeline = pipeline
         self._connector = connector
         self._grammars = grammars
@@ -88,7 +88,7 @@ class EngineCore:
         """The size of a step is the number of tokens that the device computes."""
         self.steps = StepCounts()
         """Counts all steps; readable from any thread."""
-        scheduler.ignore_kv_events()
+        scheduler.kv_events.ignore()  # events cost nothing before their `begin`
         self.may_progress = False
         """Whether another step could achieve more now. If not, only a command, or the end of a transfer or of
         a grammar's compilation, changes that."""
@@ -100,7 +100,7 @@ class EngineCore:
         """
         outputs: ClientOutputs = defaultdict(list)
         self._take_finished(outputs)
-        plan = self._scheduler.schedule()
+        plan = self.scheduler.schedule()
         self._stages.planned(plan)
         if self._trace is not None:
             self._trace.planned(plan, self._standing())
@@ -109,11 +109,11 @@ class EngineCore:
         self.progress.begin(sum(each.total_num_scheduled_tokens for each in under_way))
         self._submit(plan)
         num_kept = self._pipeline.num_ahead(plan)
-        is_computing = self._scheduler.is_trying  # requests outside the trial wait for its end
-        while len(self._under_way) > num_kept or self._scheduler.awaits_output:
+        is_computing = self.scheduler.is_trying  # requests outside the trial wait for its end
+        while len(self._under_way) > num_kept or self.scheduler.awaits_output:
             is_computing |= not self._under_way[0].plan.is_empty
             self._stamp(self._complete_oldest(), outputs)
-        has_more = is_computing or self._under_way or self._scheduler.is_trying
+        has_more = is_computing or self._under_way or self.scheduler.is_trying
         self.may_progress = bool(has_more or plan.kv_connector_metadata is not None)
         return outputs
 
@@ -121,7 +121,7 @@ class EngineCore:
         """Queues a request; raises InvalidRequest if this engine could never run it."""
         self._check_vocabulary("prompt", request.prompt_token_ids)
         self._check_vocabulary("output_token_ids", request.output_token_ids)
-        self._scheduler.add_request(
+        self.scheduler.add_request(
             Request(
                 request.request_id,
                 request.prompt_token_ids,
@@ -147,8 +147,8 @@ class EngineCore:
         """Ends requests in any state; unknown and finished ones are ignored."""
         self.may_progress = True  # the runner and the connector must be notified
         outputs: ClientOutputs = defaultdict(list)
-        self._end_between_steps(self._scheduler.finish_requests(request_ids, status, error), outputs)
-        self._grammars.keep_only(self._scheduler.wanted_grammars())
+        self._end_between_steps(self.scheduler.finish_requests(request_ids, status, error), outputs)
+        self._grammars.keep_only(self.scheduler.wanted_grammars())
         return outputs
 
     def give_back_requests(
@@ -158,36 +158,15 @@ class EngineCore:
 
         They get no further output here. Another worker samples again what a current step samples for them.
         """
-        request_ids = self._scheduler.request_ids if request_ids is None else request_ids
+        request_ids = self.scheduler.request_ids if request_ids is None else request_ids
         return self.finish_requests(request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
-
-    def begin_kv_events(self) -> list[KVEvent]:
-        """See Scheduler; events cost nothing before this call."""
-        return self._scheduler.begin_kv_events()
-
-    def take_kv_events(self) -> list[KVEvent]:
-        """Events since the listing, or the last call. There may be one reader."""
-        return self._scheduler.take_kv_events()
-
-    def ignore_kv_events(self) -> None:
-        self._scheduler.ignore_kv_events()
-
-    def reset_prefix_cache(self, *, force: bool) -> bool:
-        """See Scheduler."""
-        return self._scheduler.reset_prefix_cache(force)
-
-    def request_counts(self) -> RequestCounts:
-        return self._scheduler.request_counts()
-
-    def kv_block_counts(self) -> KVBlockCounts:
-        return self._scheduler.kv_block_counts()
 
     def load(self) -> tuple[WorkerLoad, float | None]:
         """The engine's load, and the arrival of the oldest waiting request on the engine's clock.
 
         Looks at every request, so call it rarely.
         """
-        waiting, now = self._scheduler.waiting_load(), self._clock.now()
+        waiting, now = self.scheduler.waiting_load(), self._clock.now()
         load = WorkerLoad(
             num_queued_prompt_tokens=waiting.num_prompt_tokens,
             oldest_waiting_s=0.0 if waiting.oldest_arrival is None else now - waiting.oldest_arrival,
@@ -197,15 +176,8 @@ class EngineCore:
         return load, waiting.oldest_arrival
 
     def counters(self) -> dict[str, int]:
-        """Monotonic counts of the scheduler and the connector.
-
-        The scheduler counts loads by prompt, the connector by rank transfer.
-        """
-        ours, theirs = self._scheduler.counters(), self._connector.counters()
-        assert not ours.keys() & theirs.keys(), (
-            "a scheduler counter and a connector counter have the same name"
-        )
-        return {**ours, **theirs, "non_finite_steps": self.num_non_finite_steps}
+        """Monotonic counts of the scheduler and the steps. The connector has its own, with other names."""
+        return {**self.scheduler.counters(), "non_finite_steps": self.num_non_finite_steps}
 
     def close(self) -> None:
         """Ends after the current step, whose output is dropped.
@@ -231,12 +203,12 @@ class EngineCore:
         self._stages.received(kv_output.finished_recving)
         for client_id, output in self._stages.transferred(kv_output.transfers):
             outputs[client_id].append(output)
-        self._end_between_steps(self._scheduler.update_connector_output(kv_output), outputs)
+        self._end_between_steps(self.scheduler.update_connector_output(kv_output), outputs)
         for grammar in self._grammars.take_compiled():
-            ended = self._scheduler.grammar_compiled(grammar.output, grammar.error)
+            ended = self.scheduler.grammar_compiled(grammar.output, grammar.error)
             self._end_between_steps(ended, outputs)
         if self._grammars.is_full:
-            self._grammars.evict(self._scheduler.grammars_in_use())
+            self._grammars.evict(self.scheduler.grammars_in_use())
 
     def _with_known_tokens(self, kv_output: KVConnectorOutput) -> KVConnectorOutput:
         """A load whose first token is not in the vocabulary has failed, and none of its blocks is kept."""
@@ -274,14 +246,14 @@ class EngineCore:
         if step.plan.num_scheduled_tokens:
             self._num_failed_steps = 0
         self._count_non_finite(result.output.non_finite)
-        outputs = self._scheduler.update_from_output(step.plan, result.output)
+        outputs = self.scheduler.update_from_output(step.plan, result.output)
         if step.plan.scheduled_spec_decode_tokens:
             _note_drafts(step.plan.scheduled_spec_decode_tokens, result.output.sampled_token_ids, outputs)
         return self._traced(step.plan, result.output, outputs)
 
     def _count_non_finite(self, request_ids: Set[str]) -> None:
         """Counts the step if one of these requests is unfinished. Otherwise an earlier step ended them."""
-        if request_ids and not request_ids.isdisjoint(self._scheduler.request_ids):
+        if request_ids and not request_ids.isdisjoint(self.scheduler.request_ids):
             self.num_non_finite_steps += 1
             logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
 
@@ -297,7 +269,7 @@ class EngineCore:
 
         Until one request has been computed, the device may be at fault, so the failure is counted.
         """
-        if not (self._scheduler.is_trying and self._scheduler.can_compute):
+        if not (self.scheduler.is_trying and self.scheduler.can_compute):
             self._num_failed_steps += 1
         num_requests = len(plan.num_scheduled_tokens)
         logger.error("a step of %d request(s) failed: %s", num_requests, error, exc_info=error)
@@ -310,7 +282,7 @@ class EngineCore:
             self._pipeline.take()
             later.append(self._under_way.popleft().plan)
             self._connector.start_load_kv(later[-1].kv_connector_metadata)
-        outputs = self._scheduler.retry_in_halves(plan, later, f"{type(error).__name__}: {error}")
+        outputs = self.scheduler.retry_in_halves(plan, later, f"{type(error).__name__}: {error}")
         self._traced(plan, nothing, outputs)
         for useless in later:
             self._traced(useless, nothing, {})
@@ -330,12 +302,12 @@ class EngineCore:
 
     def _standing(self) -> QueueSnapshot:
         """The state of the queues after a step is planned, for people to read."""
-        counts = self._scheduler.request_counts()
+        counts = self.scheduler.request_counts()
         return QueueSnapshot(
-            loading=self._scheduler.loading_ids,
-            waiting=self._scheduler.waiting_ids(MAX_WAITING_IDS),
+            loading=self.scheduler.loading_ids,
+            waiting=self.scheduler.waiting_ids(MAX_WAITING_IDS),
             num_waiting=counts.waiting,
-            num_free_blocks=self._scheduler.kv_block_counts().free,
+            num_free_blocks=self.scheduler.kv_block_counts().free,
         )
 
     def _stamp(self, latest: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:

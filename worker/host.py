@@ -243,7 +243,7 @@ class EngineHost:
             state = WorkerState.STOPPED if failure is None else WorkerState.DEAD
         else:
             state = WorkerState.DRAINING if snapshot.is_draining else WorkerState.READY
-        # The planes' counters are read now: an idle engine takes no snapshots, but connections may still be refused.
+        # Read now, not in the snapshot: an idle engine takes no snapshots, but connections may still be refused.
         planes = {
             **self._parts.executor.connector.counters(),
             "request_denied_peers": self._parts.server.num_denied,

@@ -3,7 +3,6 @@
 Knows the current role, exchanges it, and passes outputs to an outbox; knows no socket.
 """
 
-import heapq
 import logging
 import math
 import queue
@@ -14,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.clock import Clock
-from baton.errors import FleetError, InvalidRequest, Overloaded, RequestError
-from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.errors import FleetError, Overloaded, RequestError
+from baton.request import EngineRequest, RequestOutput
 from baton.step import NON_FINITE
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
-from scheduler import RequestStatus
+from worker.client_requests import ClientRequests, refusal
 from worker.commands import CommandQueue
 from worker.core import ClientOutputs, EngineCore
 from worker.drain import ANSWER_TIMEOUT_S, DrainStage, DrainState, what_is_left
@@ -39,10 +38,10 @@ class EngineSnapshot:
 
     role: WorkerRole
     is_draining: bool
-    is_drained: bool
     kv_blocks: KVBlockCounts
     requests: RequestCounts
     counters: dict[str, int]
+    """Those of EngineCore."""
     load: WorkerLoad
     """Recent, unless nothing has happened since."""
     oldest_arrival: float | None
@@ -76,13 +75,12 @@ class EngineLoop:
         commands: CommandQueue,
     ) -> None:
         """`lease_s`: how long transfers and leases may take to end when no request is left."""
-        self._core = core
+        self._core, self._scheduler = core, core.scheduler
         self._role = role
         self._outbox = outbox
         self._clock = clock
         self._commands = commands
-        self._clients: dict[str, set[str]] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self._requests = ClientRequests(core, clock)
         self._kv_followers: set[str] = set()
         self._lease_s = lease_s
         self._drain_state: DrainState | None = None
@@ -179,7 +177,7 @@ class EngineLoop:
         try:
             while not self._is_stopping:
                 self._take_commands()
-                self._end_overdue()
+                self._deliver(self._requests.end_overdue())
                 self._deliver(self._core.step())
                 self._tell_kv_followers()
                 self._leave_if_unfit()
@@ -210,74 +208,48 @@ class EngineLoop:
             progress.begin()
 
     def _seconds_to_deadline(self) -> float | None:
-        deadlines = [self._deadlines[0][0]] if self._deadlines else []
-        if self._drain_state is not None and (deadline := self._drain_state.next_deadline()) is not None:
-            deadlines.append(deadline)
+        drain_deadline = None if self._drain_state is None else self._drain_state.next_deadline()
+        both = self._requests.next_deadline(), drain_deadline
+        deadlines = [deadline for deadline in both if deadline is not None]
         return max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
 
     def _admit(self, client_id: str, request: EngineRequest) -> None:
         try:
             if self._drain_state is not None:
                 raise Overloaded(f"this worker {self._drain_state.doing}", 1.0)
-            if any(request.request_id in ids for ids in self._clients.values()):
-                raise InvalidRequest("request_id", f"{request.request_id} is in use")
-            self._role.admit(request, self._core.request_counts())
-            self._core.add_request(request, client_id)
+            self._requests.admit(client_id, request, self._role)
         except RequestError as error:
-            self._outbox.send(client_id, [_refusal(request.request_id, error)])
-            return
-        self._clients.setdefault(client_id, set()).add(request.request_id)
-        if request.timeout_s is not None:
-            heapq.heappush(self._deadlines, (self._clock.now() + request.timeout_s, request.request_id))
+            self._outbox.send(client_id, [refusal(request.request_id, error)])
 
     def _abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
-        own = self._clients.get(client_id, set()).intersection(request_ids)
-        self._deliver(self._core.finish_requests(own, RequestStatus.FINISHED_ABORTED))
-
-    def _end_overdue(self) -> None:
-        now = self._clock.now()
-        overdue = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            overdue.append(heapq.heappop(self._deadlines)[1])
-        if overdue:
-            self._deliver(
-                self._core.finish_requests(
-                    overdue, RequestStatus.FINISHED_ABORTED, "the request's deadline passed"
-                )
-            )
+        self._deliver(self._requests.abort(client_id, request_ids))
 
     def _deliver(self, outputs_by_client: ClientOutputs) -> None:
         for client_id, outputs in outputs_by_client.items():
             self._outbox.send(client_id, outputs)
-            ended = {output.request_id for output in outputs if output.finish_reason is not None}
-            if ended and client_id in self._clients:
-                self._clients[client_id] -= ended
-                if not self._clients[client_id]:
-                    del self._clients[client_id]
-        if not self._clients:
-            self._deadlines.clear()  # those of requests that finished in time
+            self._requests.note(outputs)
 
     def _forget(self, client_id: str) -> None:
         self._kv_followers.discard(client_id)
         if not self._kv_followers:
-            self._core.ignore_kv_events()
-        self._abort(client_id, tuple(self._clients.get(client_id, ())))
+            self._scheduler.kv_events.ignore()
+        self._deliver(self._requests.abort_client(client_id))
 
     def _follow_kv(self, client_id: str) -> None:
         self._tell_kv_followers()  # so that all followers are up to date before the listing
-        account = net(self._core.begin_kv_events())
+        account = net(self._scheduler.kv_events.begin())
         assert account is not None, "a full listing must be a change"
         self._kv_followers.add(client_id)
         self._outbox.send_kv_change((client_id,), account)
 
     def _tell_kv_followers(self) -> None:
-        if self._kv_followers and (change := net(self._core.take_kv_events())) is not None:
+        if self._kv_followers and (change := net(self._scheduler.kv_events.take())) is not None:
             self._outbox.send_kv_change(tuple(self._kv_followers), change)
 
     def _flush_cache(self, force: bool) -> None:
-        num_running = self._core.request_counts().running
-        if not self._core.reset_prefix_cache(force=force):
-            in_use = what_is_left(self._core.request_counts(), self._core.kv_block_counts())
+        num_running = self._scheduler.request_counts().running
+        if not self._scheduler.reset_prefix_cache(force):
+            in_use = what_is_left(self._scheduler.request_counts(), self._scheduler.kv_block_counts())
             raise FleetError(f"blocks are in use ({in_use}); wait, or force it")
         logger.info("emptied the prefix cache; %d running request(s) compute their KV again", num_running)
 
@@ -287,14 +259,13 @@ class EngineLoop:
             self._outbox.beat()
 
     def _take_snapshot(self) -> EngineSnapshot:
-        requests, blocks = self._core.request_counts(), self._core.kv_block_counts()
+        requests, blocks = self._scheduler.request_counts(), self._scheduler.kv_block_counts()
         now = self._clock.now()
         if now >= self._load_due_at or not self._core.may_progress:
             self._load, self._load_due_at = self._core.load(), now + LOAD_INTERVAL_S
         return EngineSnapshot(
             role=self._role.kind,
             is_draining=self._drain_state is not None,
-            is_drained=self._drain_state is not None and self._role.is_drained(requests, blocks),
             kv_blocks=blocks,
             requests=requests,
             counters=self._core.counters(),
@@ -339,7 +310,7 @@ class EngineLoop:
     def _look_whether_left(self) -> None:
         if (drain_state := self._drain_state) is None:
             return
-        requests, blocks = self._core.request_counts(), self._core.kv_block_counts()
+        requests, blocks = self._scheduler.request_counts(), self._scheduler.kv_block_counts()
         has_left = self._role.is_drained(requests, blocks)
         match drain_state.look(self._clock.now(), has_left):
             case DrainStage.ENDING:
@@ -361,17 +332,6 @@ class EngineLoop:
 
     def _begin_stop(self) -> None:
         self._is_stopping = True
-
-
-def _refusal(request_id: str, error: RequestError) -> RequestOutput:
-    kinds = {InvalidRequest: ErrorKind.INVALID_REQUEST, Overloaded: ErrorKind.OVERLOADED}
-    return RequestOutput(
-        request_id=request_id,
-        first_position=0,
-        finish_reason=FinishReason.ERROR,
-        error=str(error),
-        error_kind=kinds.get(type(error), ErrorKind.INTERNAL),
-    )
 
 
 def _raise(error: BaseException) -> None:

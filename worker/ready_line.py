@@ -1,15 +1,17 @@
 """The line in which a worker process reports where it serves, or why it cannot; encodes and decodes it."""
 
 import json
-from dataclasses import asdict
+
+from pydantic import TypeAdapter
 
 from baton.errors import BatonError, ConfigError, ModelError, WorkerUnavailable
-from baton.kv import WorkerRef
-from baton.worker import WorkerEndpoint, WorkerRole
+from baton.worker import WorkerEndpoint
+
+_ENDPOINT = TypeAdapter(WorkerEndpoint)
 
 
 def endpoint_to_json(endpoint: WorkerEndpoint) -> str:
-    return json.dumps({**asdict(endpoint), "role": endpoint.role.value})
+    return _ENDPOINT.dump_json(endpoint).decode()
 
 
 def failure_to_json(error: BatonError) -> str:
@@ -26,7 +28,4 @@ def endpoint_from_json(line: str) -> WorkerEndpoint:
     if "failure" in values:
         kinds = {kind.__name__: kind for kind in (ConfigError, ModelError)}
         raise kinds.get(values["kind"], WorkerUnavailable)(values["failure"])
-    ref = values["ref"]
-    ref["kv_addresses"] = tuple(ref["kv_addresses"])
-    values["cpus"] = tuple(values["cpus"])
-    return WorkerEndpoint(**{**values, "ref": WorkerRef(**ref), "role": WorkerRole(values["role"])})
+    return _ENDPOINT.validate_python(values)

@@ -100,6 +100,8 @@ class RequestServer:
         self._wakeup = WakeUp()
         self._is_stopping = False
         self._thread: threading.Thread | None = None
+        self._sink: RequestSink
+        """Set by `start`."""
         self.num_bad_messages = 0
         self.num_foreign_hellos = 0
         """Hellos of gateways with another version."""
@@ -120,7 +122,8 @@ class RequestServer:
         return self._authenticator.num_denied
 
     def start(self, sink: RequestSink) -> None:
-        thread = threading.Thread(target=self._run, args=(sink,), name="request-plane", daemon=True)
+        self._sink = sink
+        thread = threading.Thread(target=self._run, name="request-plane", daemon=True)
         thread.start()
         self._thread = thread
 
@@ -148,12 +151,12 @@ class RequestServer:
         self._wakeup.set()
         self._thread.join()
 
-    def _run(self, sink: RequestSink) -> None:
+    def _run(self) -> None:
         try:
-            self._serve(sink)
+            self._serve()
         except BaseException as error:  # nothing else catches this: an unreachable worker must end
             logger.exception("the request plane failed")
-            sink.fail(error)
+            self._sink.fail(error)
             self._say_last(error)
         finally:
             self._close()
@@ -165,7 +168,7 @@ class RequestServer:
         self._context.term()
         self._wakeup.close()
 
-    def _serve(self, sink: RequestSink) -> None:
+    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
@@ -177,14 +180,14 @@ class RequestServer:
             self.progress.begin()
             self._wakeup.clear()
             self._authenticator.attend(ready)
-            self._send_outbox(sink)
-            self._receive_all(sink)
+            self._send_outbox()
+            self._receive_all()
             if self._clock.now() >= next_beat or self._is_beat_due.is_set():
                 self._is_beat_due.clear()
-                self._beat(sink)
+                self._beat()
                 next_beat = self._clock.now() + self._network.heartbeat_interval_s
-        self._send_outbox(sink)
-        self._beat(sink)
+        self._send_outbox()
+        self._beat()
 
     def _say_last(self, error: BaseException) -> None:
         """Notifies gateways of the failure at once, so that they need not wait for a timeout."""
@@ -198,7 +201,7 @@ class RequestServer:
         except Exception as last_error:  # the cause of the failure may affect this, too
             logger.debug("could not report the failure of the request plane: %s", last_error)
 
-    def _receive_all(self, sink: RequestSink) -> None:
+    def _receive_all(self) -> None:
         while True:
             try:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -207,33 +210,33 @@ class RequestServer:
             try:
                 if len(frames) != 1:
                     raise WireError(f"expected one frame, got {len(frames)}")
-                self._receive(peer, frames[0], sink)
+                self._receive(peer, frames[0])
             except WireError as error:
                 if len(frames) == 1 and (version := foreign_version(frames[0])) is not None:
-                    self._refuse(peer, version, sink)
+                    self._refuse(peer, version)
                     continue
                 self.num_bad_messages += 1
                 logger.warning("dropped a message: %s", error)
 
-    def _receive(self, peer: bytes, frame: bytes, sink: RequestSink) -> None:
+    def _receive(self, peer: bytes, frame: bytes) -> None:
         message = TO_WORKER.decode(frame)
         if isinstance(message, Hello):
             if ended := self._sessions.on_hello(peer, message, self._running_s()):
-                self._end_requests(ended.peer, sink, ended.reason)
-            self._send_heartbeat(peer, self._status(), sink)
+                self._end_requests(ended.peer, ended.reason)
+            self._send_heartbeat(peer, self._status())
             return
         self._sessions.take(peer, message)
         match message:
             case SubmitRequest(request):
                 extra = {"engine_request_id": request.request_id}
                 logger.debug("received request %s", request.request_id, extra=extra)
-                sink.submit(_client_id(peer), request)
+                self._sink.submit(_client_id(peer), request)
             case AbortRequests(request_ids):
-                sink.abort(_client_id(peer), request_ids)
+                self._sink.abort(_client_id(peer), request_ids)
             case SubscribeKVEvents():
-                sink.subscribe_kv_events(_client_id(peer))
+                self._sink.subscribe_kv_events(_client_id(peer))
 
-    def _refuse(self, peer: bytes, version: int, sink: RequestSink) -> None:
+    def _refuse(self, peer: bytes, version: int) -> None:
         """Opens no session for a gateway of another version; sends it a heartbeat that tells our version."""
         self.num_foreign_hellos += 1
         if self.num_foreign_hellos.bit_count() == 1:  # 1, 2, 4, 8, ...: it keeps retrying
@@ -244,77 +247,77 @@ class RequestServer:
                 version,
                 REQUEST_PLANE_VERSION,
             )
-        self._send_heartbeat(peer, self._status(), sink)
+        self._send_heartbeat(peer, self._status())
 
-    def _beat(self, sink: RequestSink) -> None:
+    def _beat(self) -> None:
         for peer in self._sessions.silent_for(self._network.peer_timeout_s, self._running_s()):
-            self._forget(peer, sink, "silent for too long")
+            self._forget(peer, "silent for too long")
         status = self._status()
         for peer in self._sessions.peers:
-            self._send_heartbeat(peer, status, sink)
+            self._send_heartbeat(peer, status)
 
     def _running_s(self) -> float:
         """The clock for the silence of gateways. It excludes standstills of this process."""
         return self._standstill.running(self._clock.now())
 
-    def _send_heartbeat(self, peer: bytes, status: WorkerStatus, sink: RequestSink) -> None:
-        self._send(peer, TO_GATEWAY.encode(self._sessions.heartbeat(peer, status)), sink)
+    def _send_heartbeat(self, peer: bytes, status: WorkerStatus) -> None:
+        self._send(peer, TO_GATEWAY.encode(self._sessions.heartbeat(peer, status)))
 
-    def _send_outbox(self, sink: RequestSink) -> None:
+    def _send_outbox(self) -> None:
         while True:
             try:
                 item = self._outbox.get_nowait()
             except queue.Empty:
                 return
             if isinstance(item, _KVUpdate):
-                self._send_kv_change(item, sink)
+                self._send_kv_change(item)
                 continue
             client_id, outputs = item
             peer = bytes.fromhex(client_id)
-            for frame in self._frames(client_id, outputs, sink):
+            for frame in self._frames(client_id, outputs):
                 if self._sessions.count_outputs(peer):
-                    self._send(peer, frame, sink)
+                    self._send(peer, frame)
 
-    def _frames(self, client_id: str, outputs: list[RequestOutput], sink: RequestSink) -> Iterator[bytes]:
+    def _frames(self, client_id: str, outputs: list[RequestOutput]) -> Iterator[bytes]:
         """Encodes outputs in as few messages as possible. An output that is too large ends its request."""
         try:
             yield TO_GATEWAY.encode(Outputs(tuple(outputs)))
         except WireError as error:
             if len(outputs) > 1:
                 half = len(outputs) // 2
-                yield from self._frames(client_id, outputs[:half], sink)
-                yield from self._frames(client_id, outputs[half:], sink)
+                yield from self._frames(client_id, outputs[:half])
+                yield from self._frames(client_id, outputs[half:])
                 return
             request_id = outputs[0].request_id
             logger.error("ending request %s: %s", request_id, error, extra={"engine_request_id": request_id})
-            sink.abort(client_id, (request_id,))
+            self._sink.abort(client_id, (request_id,))
             yield TO_GATEWAY.encode(Outputs((_too_large(outputs[0], error),)))
 
-    def _send_kv_change(self, update: _KVUpdate, sink: RequestSink) -> None:
+    def _send_kv_change(self, update: _KVUpdate) -> None:
         for part in parts(update.change):
             for peer in map(bytes.fromhex, update.client_ids):
                 number = self._sessions.number_kv_events(peer, part.is_anew)
                 if number is not None:
                     events = KVEvents(number, part.is_anew, part.removed, part.stored)
-                    self._send(peer, TO_GATEWAY.encode(events), sink)
+                    self._send(peer, TO_GATEWAY.encode(events))
 
-    def _send(self, peer: bytes, frame: bytes, sink: RequestSink) -> None:
+    def _send(self, peer: bytes, frame: bytes) -> None:
         try:
             self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
         except zmq.Again:
-            self._forget(peer, sink, f"it does not read; {OUTBOX_MESSAGES} messages are waiting")
+            self._forget(peer, f"it does not read; {OUTBOX_MESSAGES} messages are waiting")
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._forget(peer, sink, "disconnected")
+            self._forget(peer, "disconnected")
 
-    def _forget(self, peer: bytes, sink: RequestSink, why: str) -> None:
+    def _forget(self, peer: bytes, why: str) -> None:
         if self._sessions.end(peer):
-            self._end_requests(peer, sink, why)
+            self._end_requests(peer, why)
 
-    def _end_requests(self, peer: bytes, sink: RequestSink, why: str) -> None:
+    def _end_requests(self, peer: bytes, why: str) -> None:
         logger.warning("the session on connection %s ended (%s); ending its requests", peer.hex(), why)
-        sink.abort_client(_client_id(peer))
+        self._sink.abort_client(_client_id(peer))
 
 
 def _client_id(peer: bytes) -> str:

@@ -43,7 +43,7 @@ _ids = count()
 
 
 class InstantLoads:
-    """Satisfies engine.connector.ConnectorWorker. Every load is complete at once."""
+    """Satisfies kv_transfer.ConnectorWorker. Every load is complete at once."""
 
     def __init__(self) -> None:
         self._received: list[ReceivedKV] = []

@@ -57,7 +57,7 @@ from engine.ranks.messages import (
     Stop,
     ToRank,
 )
-from kv_transfer import RankConnector
+from kv_transfer import ConnectorWorker
 from kv_transfer.connector.worker import KVConnectorWorker
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ REPORT_INTERVAL_S = 0.5
 Channel = RankChannel[FromRank, ToRank]
 
 
-class OwnConnector(RankConnector, Protocol):
+class OwnConnector(ConnectorWorker, Protocol):
     """This rank's KVConnectorWorker."""
 
     kv_address: str

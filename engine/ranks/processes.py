@@ -13,13 +13,12 @@ from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.system.curve import PlaneKeys
 from engine.collectives import TorchCollectives
-from engine.connector import ConnectorWorker
 from engine.device import rank_device
 from engine.pipeline import Pipeline
 from engine.ranks.group import RankGroup
 from engine.ranks.messages import Join, Loaded, Setup
 from engine.ranks.remote import RankedPipeline, RemoteConnector
-from kv_transfer import RankConnector, RankedConnector
+from kv_transfer import ConnectorWorker, RankedConnector
 
 
 class RankProcesses:
@@ -77,7 +76,7 @@ class RankProcesses:
             raise self._group.explain_start(error) from error
         return RankedPipeline(own, self._group)
 
-    def connector(self, own: RankConnector) -> ConnectorWorker:
+    def connector(self, own: ConnectorWorker) -> ConnectorWorker:
         """The connector of all ranks."""
         remote = [RemoteConnector(link, self._group) for link in self._group.links]
         return RankedConnector([own, *remote])

@@ -18,22 +18,42 @@ from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiet, Loads, Sends
 from kv_transfer.records import combine
 
 
-class RankConnector(Protocol):
-    """One rank's KVConnectorWorker, in this process or another."""
+class ConnectorWorker(Protocol):
+    """The half of the KV connector that moves bytes, of one rank or of all. No call raises because of a peer."""
 
-    def send_commands(self, metadata: KVConnectorMetadata | None) -> None: ...
-    def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None: ...
-    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None: ...
+    def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
+        """Called as soon as a step is planned: announces, hands over, or gives up blocks.
+
+        Returns once no transfer reads the blocks that were given up.
+        """
+        ...
+
+    def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
+        """Called when all steps before the planned step are computed, so none writes the blocks to load."""
+        ...
+
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+        """Called when the step is computed.
+
+        The blocks that it filled may be sent, except those of `lost` requests.
+        """
+        ...
+
     def get_finished(self) -> KVConnectorOutput: ...
+
     def counters(self) -> dict[str, int]: ...
+
     def peers(self) -> tuple[KVPeerCounts, ...]: ...
-    def shutdown(self) -> None: ...
+
+    def shutdown(self) -> None:
+        """Ends all hand-overs, so that peers soon consider them lost. May be called more than once."""
+        ...
 
 
 class RankedConnector:
     """Appears to the engine as one connector."""
 
-    def __init__(self, ranks: Sequence[RankConnector]) -> None:
+    def __init__(self, ranks: Sequence[ConnectorWorker]) -> None:
         self._ranks = ranks
         self._loads: Loads[int] = Loads()
         self._sends: Sends[int] = Sends()

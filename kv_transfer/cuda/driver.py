@@ -90,16 +90,6 @@ def _library() -> Any:
     return library
 
 
-def cuda_is_available() -> bool:
-    """Whether this machine has a CUDA driver and a device."""
-    try:
-        count = ctypes.c_int()
-        _check(_library(), _library().cuDeviceGetCount(ctypes.byref(count)), "cuDeviceGetCount")
-    except CudaError:
-        return False
-    return count.value > 0
-
-
 class CudaDriver:
     """One device. Threads may share it; each call makes the device's context current."""
 

@@ -131,7 +131,7 @@ def check(subject: Subject, **settings: Any) -> None:
         assert counters["preemptions"] > 0
         if "batching" not in settings:
             assert (counters.get("swapped_in_blocks", 0) > 0) == (settings["preemption"] != "recompute")
-    blocks = core.kv_block_counts()
+    blocks = core.scheduler.kv_block_counts()
     assert (blocks.free, blocks.host_used) == (blocks.total, 0)
 
 

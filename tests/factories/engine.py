@@ -14,9 +14,9 @@ from baton.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.system.progress import Progress
 from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
-from engine.connector import ConnectorWorker
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Pipeline, Runner, ThreadedPipeline, make_pipeline
+from kv_transfer import ConnectorWorker
 from kv_transfer.connector.endpoint import COUNTERS
 from scheduler import Scheduler
 from tests.factories.scheduling import EOS, FakeRunner, make_config

@@ -126,7 +126,7 @@ class WholeEngine:
     @property
     def is_idle(self) -> bool:
         """Whether no request runs or waits, and no block is in use, here or at a peer."""
-        blocks = self.core.kv_block_counts()
+        blocks = self.core.scheduler.kv_block_counts()
         return not self.scheduler.has_requests() and blocks.free == blocks.total
 
     def stop(self) -> None:

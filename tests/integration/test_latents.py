@@ -69,4 +69,4 @@ def test_a_hand_over_brings_each_rank_the_latents_once(
     assert answers_of(decode) == expected
     num_blocks = sum(-(-length // 8) for length in LENGTHS)
     num_bytes = num_blocks * decode.model.kv_block_shape(8).size_bytes
-    assert prefill.core.counters()["kv_bytes_sent"] == num_consumers * num_bytes
+    assert prefill.executor.connector.counters()["kv_bytes_sent"] == num_consumers * num_bytes

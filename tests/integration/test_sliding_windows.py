@@ -62,7 +62,7 @@ def test_c27_a_hand_over_sends_only_what_windows_reach(
     assert answers_of(decode) == expected
     groups, num_bytes = decode.model.layer_groups.groups, decode.model.kv_block_shape(8).size_bytes
     num_blocks = sum(len(groups.needed_entries(length, 8)) for length in LENGTHS)
-    assert decode.core.counters()["kv_bytes_received"] == num_blocks * num_bytes
+    assert decode.executor.connector.counters()["kv_bytes_received"] == num_blocks * num_bytes
     assert num_blocks <= 0.6 * sum(3 * -(-length // 8) for length in LENGTHS)
 
 
@@ -72,7 +72,7 @@ def test_c27_windows_give_back_blocks_and_full_attention_keeps_them(engines: Eng
     held = []
     while engine.scheduler.has_requests():
         engines.step()
-        held.append(engine.core.kv_block_counts().referenced)
+        held.append(engine.core.scheduler.kv_block_counts().referenced)
     in_parts, most_of_a_window = -(-300 // 8), -(-(WINDOW - 1 + 48) // 8) + 1
     assert max(held) <= in_parts + 2 + 2 * most_of_a_window
     assert max(held) >= in_parts, "full attention keeps all"

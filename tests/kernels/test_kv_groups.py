@@ -99,5 +99,5 @@ def test_c27_a_hand_over_sends_only_what_windows_reach(
     assert answers_of(decode) == expected
     num_bytes = decode.model.kv_block_shape(BLOCK_SIZE).size_bytes
     num_blocks = sum(len(GROUPS.needed_entries(length, BLOCK_SIZE)) for length in LENGTHS)
-    assert decode.core.counters()["kv_bytes_received"] == num_blocks * num_bytes
+    assert decode.executor.connector.counters()["kv_bytes_received"] == num_blocks * num_bytes
     assert num_blocks < sum(3 * -(-length // BLOCK_SIZE) for length in LENGTHS)

@@ -73,7 +73,7 @@ def test_a_hand_over_brings_each_rank_the_latents_once(
     assert answers_of(decode) == expected
     num_blocks = sum(-(-length // BLOCK_SIZE) for length in LENGTHS)
     num_bytes = num_blocks * decode.model.kv_block_shape(BLOCK_SIZE).size_bytes
-    assert prefill.core.counters()["kv_bytes_sent"] == num_consumers * num_bytes
+    assert prefill.executor.connector.counters()["kv_bytes_sent"] == num_consumers * num_bytes
 
 
 def test_latents_that_were_swapped_out_come_back(engines: EnginesOf, expected: dict[int, list[int]]) -> None:

@@ -116,8 +116,8 @@ def test_c56_a_request_that_breaks_its_steps_ends_alone_and_others_get_the_same_
     assert breaks.num_failures <= 5 * (1 + asynchronous), (
         "halves of nine, each once, and what was planned behind them"
     )
-    assert core.kv_block_counts().free == core.kv_block_counts().total
-    core._scheduler.check_integrity()
+    assert core.scheduler.kv_block_counts().free == core.scheduler.kv_block_counts().total
+    core.scheduler.check_integrity()
     core.close()
 
 
@@ -170,7 +170,7 @@ def test_c56_a_request_that_ends_while_it_is_tried_does_not_hold_up_those_that_w
     core.add_request(make_engine_request("waits"), "g")
     for _ in range(3):
         core.step()
-    assert core._scheduler.is_trying
+    assert core.scheduler.is_trying
     core.finish_requests(["poison", "other"], RequestStatus.FINISHED_ABORTED)
     assert ends_of(run(core)).keys() == {"waits"}
     core.close()
@@ -204,9 +204,9 @@ def test_c56_a_load_behind_hits_is_given_back_when_a_step_fails() -> None:
         "hits": ErrorKind.GIVEN_BACK,
     }
     assert tokens_of(outputs, "other") == [token_at("other", at) for at in range(9)]
-    assert core.request_counts().waiting_for_remote_kvs == 1
+    assert core.scheduler.request_counts().waiting_for_remote_kvs == 1
     core.finish_requests(["misses"], RequestStatus.FINISHED_ABORTED)
     connector.outputs.append(KVConnectorOutput(quiesced=("hits", "misses")))
     run(core)
-    assert core.kv_block_counts().free == core.kv_block_counts().total
+    assert core.scheduler.kv_block_counts().free == core.scheduler.kv_block_counts().total
     core.close()

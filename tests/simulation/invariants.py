@@ -189,7 +189,7 @@ class Invariants:
         """No worker serves a gateway that died, once the worker could notice."""
         assert self._gateway_dies_at is not None
         noticed_by = self._gateway_dies_at + self._transfer.peer_timeout_s + worker.paused_s + SLACK_S
-        if self._world.now > noticed_by and (left := worker.requests_of(self._gateways[-1].name)):
+        if self._world.now > noticed_by and (left := worker.requests.of_client(self._gateways[-1].name)):
             raise Violation("no work for an ended gateway", f"{worker.incarnation}: {left}")
 
     def _has_reader(self, producer: Worker, request_id: str) -> bool:
@@ -226,8 +226,8 @@ def _check_scheduler(worker: Worker, *, is_costly: bool) -> None:
     if min(blocks.referenced, blocks.free, blocks.leased, blocks.quarantined) < 0:
         raise Violation("conservation of blocks", f"{worker.incarnation}: {blocks}")
     known = worker.scheduler.request_ids
-    if len(known) != len(worker.request_ids) or not worker.request_ids.keys() >= set(known):
-        raise Violation("conservation at a worker", f"{worker.incarnation}: {known} != {worker.request_ids}")
+    if len(known) != len(served := worker.requests.request_ids) or not served >= set(known):
+        raise Violation("conservation at a worker", f"{worker.incarnation}: {known} != {served}")
     if is_costly:
         try:
             worker.scheduler.check_integrity()

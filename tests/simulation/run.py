@@ -121,7 +121,7 @@ def _is_quiet(fleet: Fleet) -> bool:
     return not any(gateway.num_open for gateway in fleet.gateways) and all(
         len(worker.connector.endpoint) == 0
         and not worker.connector.holds
-        and not worker.request_ids
+        and not worker.requests.request_ids
         and not worker.hangs
         for worker in fleet.workers.values()
     )
@@ -130,7 +130,9 @@ def _is_quiet(fleet: Fleet) -> bool:
 def _count(world: World, fleet: Fleet) -> None:
     """What happened to all incarnations."""
     for worker in fleet.incarnations:
-        for name, count in worker.core.counters().items():
+        of_core, of_connector = worker.core.counters(), worker.connector.counters()
+        assert not of_core.keys() & of_connector.keys(), "a worker's status shows both in one table"
+        for name, count in {**of_core, **of_connector}.items():
             if count and not name.endswith(("_us", "_bytes")):
                 world.counts[f"counter {name}"] += count
     for gateway in fleet.gateways:

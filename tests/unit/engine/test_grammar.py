@@ -318,7 +318,7 @@ class Engine:
 
     def run(self) -> dict[str, list[RequestOutput]]:
         outputs: dict[str, list[RequestOutput]] = {}
-        while self.core.request_counts().waiting + self.core.request_counts().running:
+        while self.core.scheduler.request_counts().waiting + self.core.scheduler.request_counts().running:
             for output in self.core.step().get("gateway", []):
                 outputs.setdefault(output.request_id, []).append(output)
             if not self.core.may_progress:

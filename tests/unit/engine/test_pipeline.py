@@ -238,7 +238,7 @@ def test_a_failed_step_ends_the_only_request_and_the_engine_goes_on(async_schedu
     outputs += run_until_idle(core)
     assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.ERROR, FinishReason.LENGTH]
     assert sum(len(output.token_ids) for output in outputs if output.request_id == "b") == 9
-    blocks = core.kv_block_counts()
+    blocks = core.scheduler.kv_block_counts()
     assert blocks.free == blocks.total
     core.close()
 

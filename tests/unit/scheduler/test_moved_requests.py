@@ -180,7 +180,7 @@ def test_c41_a_producer_that_is_preempted_computes_its_outputs_again_before_it_h
         40, request_id="young", max_tokens=99, role=PRODUCER, output_token_ids=said("young", 40)
     )
     scheduler.add_request(young)
-    while young.num_preemptions == 0:
+    while young.status is not RequestStatus.PREEMPTED:
         _, outputs = run_step(scheduler, runner)
     scheduler.finish_requests(["old"], RequestStatus.FINISHED_ABORTED)
     while not young.is_finished:
@@ -197,8 +197,6 @@ def test_c41_a_producer_that_is_preempted_computes_its_outputs_again_before_it_h
         (said("r", 5), {"max_tokens": 4}, "output_token_ids: 5 tokens, of which max_tokens allows 4"),
         ([7, EOS, 8], {}, "output_token_ids: token 1 is 2, which ends the request"),
         ([7, 9], {"stop_token_ids": (9,)}, "output_token_ids: token 1 is 9, which ends the request"),
-        ([7, -1], {}, "output_token_ids: token ids must be 0 to"),
-        ([7, 2**32], {}, "output_token_ids: token ids must be 0 to"),
         ([7] * 15, {"max_tokens": 90}, "prompt: 25 tokens, 15 of output and one to generate do not fit"),
     ],
 )

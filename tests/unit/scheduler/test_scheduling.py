@@ -360,14 +360,6 @@ def test_a_request_may_fill_the_whole_pool_and_ends_there() -> None:
     assert endless.status is RequestStatus.FINISHED_LENGTH_CAPPED
 
 
-@pytest.mark.parametrize("prompt", [[3, -1], [3, 2**32]])
-def test_token_ids_that_no_vocabulary_has_are_refused(prompt: list[int]) -> None:
-    scheduler = make_scheduler()
-    with pytest.raises(InvalidRequest, match="prompt: token ids"):
-        scheduler.add_request(make_request(prompt=prompt))
-    assert_at_rest(scheduler)
-
-
 @pytest.mark.parametrize(
     ("overrides", "num_tokens"),
     [({"max_model_len": 64}, 64), ({"num_blocks": 5}, 64), ({"num_blocks": 3}, 32)],

@@ -88,7 +88,7 @@ def test_c63_blocks_that_a_reader_still_needs_survive_a_forced_flush() -> None:
 
     def num_leased() -> int:
         counted: Future[int] = Future()
-        running.commands.put(lambda: counted.set_result(core.kv_block_counts().leased))
+        running.commands.put(lambda: counted.set_result(core.scheduler.kv_block_counts().leased))
         return counted.result(60)
 
     core = make_core(connector=connector)

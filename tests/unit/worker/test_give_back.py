@@ -35,7 +35,7 @@ def test_c52_whatever_state_a_request_is_in_it_is_given_back_once_and_says_nothi
     core.add_request(make_engine_request("computes", 100, kv_transfer=TO_PEER), "gateway")
     core.add_request(make_engine_request("waits", 200, kv_transfer=ALSO_TO_PEER), "other")
     outputs += step(core)
-    assert core.request_counts().waiting_for_remote_kvs == 1
+    assert core.scheduler.request_counts().waiting_for_remote_kvs == 1
     ends = core.give_back_requests()
     assert [output.request_id for output in ends["other"]] == ["waits"]
     ended = [output for news in ends.values() for output in news]
@@ -48,7 +48,7 @@ def test_c52_whatever_state_a_request_is_in_it_is_given_back_once_and_says_nothi
     assert (end.first_position, end.token_ids) == (len(token_ids), ())
     assert step(core, 3) == [], "what was under way gets no more outputs"
     assert core.give_back_requests() == {}
-    blocks, counts = core.kv_block_counts(), core.request_counts()
+    blocks, counts = core.scheduler.kv_block_counts(), core.scheduler.request_counts()
     assert (counts.running, counts.waiting, counts.waiting_for_remote_kvs) == (0, 0, 0)
     assert blocks.free + blocks.leased + blocks.quarantined == blocks.total
     assert blocks.leased > 0, "its consumer may read until the blocks are released"

@@ -193,7 +193,7 @@ def test_c50_draining_refuses_new_requests_and_waits_for_the_running_ones() -> N
         )
         assert ends["running"].finish_reason is FinishReason.LENGTH
         assert drained.result(10)
-        assert running.loop.snapshot.is_drained
+        assert running.loop.snapshot.is_draining
         assert running.loop.drain(0.0), "it stays drained"
 
 
@@ -355,11 +355,12 @@ def test_a_follower_of_the_prefix_cache_gets_a_listing_and_then_changes() -> Non
 
 def test_nothing_is_kept_for_followers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core()
-    monkeypatch.setattr(core, "take_kv_events", lambda: pytest.fail("nobody follows"))
+    take = core.scheduler.kv_events.take
+    monkeypatch.setattr(core.scheduler.kv_events, "take", lambda: pytest.fail("nobody follows"))
     with RunningLoop(core) as running:
         running.loop.submit("gateway", make_engine_request("unheard", 40))
         running.until_finished("unheard")
-        assert core._scheduler.take_kv_events() == []
+        assert take() == []
     core = make_core()
     with RunningLoop(core) as running:
         running.loop.subscribe_kv_events("a")
@@ -367,5 +368,5 @@ def test_nothing_is_kept_for_followers_that_are_gone(monkeypatch: pytest.MonkeyP
         running.loop.abort_client("a")
         running.loop.submit("gateway", make_engine_request("unheard", 40))
         running.until_finished("unheard")
-        assert core._scheduler.take_kv_events() == []
+        assert core.scheduler.kv_events.take() == []
         assert running.kv_changes.empty()

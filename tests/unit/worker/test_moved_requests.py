@@ -17,7 +17,7 @@ def test_c52_an_engine_goes_on_behind_what_a_request_came_with() -> None:
     core.close()
 
 
-@pytest.mark.parametrize("wrong", [-1, VOCAB_SIZE, 2**32 - 1])
+@pytest.mark.parametrize("wrong", [-1, VOCAB_SIZE, 2**32 - 1, 2**32])
 def test_tokens_that_the_model_does_not_know_are_refused_before_they_fail_everybodys_step(wrong: int) -> None:
     core = make_core()
     complaint = rf"^{{}}: token ids must be 0 to {VOCAB_SIZE - 1}, got {wrong}$"
@@ -27,5 +27,5 @@ def test_tokens_that_the_model_does_not_know_are_refused_before_they_fail_everyb
     prompt = make_engine_request("r", prompt_token_ids=(7, wrong))
     with pytest.raises(InvalidRequest, match=complaint.format("prompt")):
         core.add_request(prompt, "gateway")
-    assert core.request_counts().waiting == 0
+    assert core.scheduler.request_counts().waiting == 0
     core.close()

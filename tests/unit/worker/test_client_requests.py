@@ -1,0 +1,55 @@
+"""The requests of each client, without a thread: whose they are, how they end, and their deadlines."""
+
+import pytest
+
+from baton.clock import VirtualClock
+from baton.errors import InvalidRequest
+from baton.request import FinishReason
+from decode_worker import DecodeWorker
+from tests.factories.engine import make_core, make_engine_request
+from worker.client_requests import ClientRequests
+
+ROLE = DecodeWorker(100)
+
+
+def test_an_id_in_use_is_refused_whichever_client_asks() -> None:
+    requests = ClientRequests(make_core(), VirtualClock())
+    requests.admit("a", make_engine_request("r"), ROLE)
+    with pytest.raises(InvalidRequest, match="r is in use"):
+        requests.admit("b", make_engine_request("r"), ROLE)
+    assert (requests.of_client("a"), requests.of_client("b")) == (("r",), ())
+
+
+def test_requests_end_in_the_order_of_the_call_and_only_for_their_own_client() -> None:
+    requests = ClientRequests(make_core(), VirtualClock())
+    for client_id, request_id in (("a", "1"), ("b", "2"), ("a", "3"), ("a", "4")):
+        requests.admit(client_id, make_engine_request(request_id), ROLE)
+    ended = requests.abort("a", ("4", "2", "unknown", "1"))
+    assert [output.request_id for output in ended.pop("a")] == ["4", "1"]
+    assert not ended
+    assert [output.request_id for output in requests.abort_client("b")["b"]] == ["2"]
+
+
+def test_a_request_is_kept_until_its_end_is_noted() -> None:
+    requests = ClientRequests(make_core(), VirtualClock())
+    requests.admit("a", make_engine_request("r", timeout_s=5.0), ROLE)
+    ended = requests.abort_client("a")
+    assert set(requests.request_ids) == {"r"}
+    requests.note(ended["a"])
+    assert not requests.request_ids
+    assert requests.next_deadline() is None, "the deadlines of ended requests wake nobody"
+
+
+def test_only_what_is_overdue_ends() -> None:
+    clock = VirtualClock()
+    requests = ClientRequests(make_core(clock=clock), clock)
+    for request_id, timeout_s in (("late", 5.0), ("early", 1.0), ("never", None)):
+        requests.admit("a", make_engine_request(request_id, timeout_s=timeout_s), ROLE)
+    began = clock.now()
+    assert requests.next_deadline() == began + 1.0
+    assert requests.end_overdue() == {}
+    clock.advance(1.0)
+    (output,) = requests.end_overdue()["a"]
+    assert (output.request_id, output.finish_reason) == ("early", FinishReason.ABORT)
+    assert output.error == "the request's deadline passed"
+    assert requests.next_deadline() == began + 5.0

@@ -1,0 +1,86 @@
+"""ClientRequests: which client each unfinished request belongs to, and its deadline; knows no thread and no queue.
+
+The loop calls it on the engine's thread, the simulator in virtual time.
+"""
+
+import heapq
+from collections.abc import Iterable, KeysView
+
+from baton.clock import Clock
+from baton.errors import InvalidRequest, Overloaded, RequestError
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from scheduler import RequestStatus
+from worker.core import ClientOutputs, EngineCore
+from worker.role import Role
+
+
+class ClientRequests:
+    """Adds the clients' requests to the core, and ends them. The caller delivers, and notes, what each call returns."""
+
+    def __init__(self, core: EngineCore, clock: Clock) -> None:
+        self._core = core
+        self._clock = clock
+        self._clients: dict[str, str] = {}
+        """By request: its client."""
+        self._deadlines: list[tuple[float, str]] = []
+
+    @property
+    def request_ids(self) -> KeysView[str]:
+        """Every request that was admitted and whose end was not noted yet."""
+        return self._clients.keys()
+
+    def of_client(self, client_id: str) -> tuple[str, ...]:
+        """This client's requests, the oldest first."""
+        return tuple(request_id for request_id, owner in self._clients.items() if owner == client_id)
+
+    def admit(self, client_id: str, request: EngineRequest, role: Role) -> None:
+        """Raises a RequestError if the role or the core refuses the request."""
+        if request.request_id in self._clients:
+            raise InvalidRequest("request_id", f"{request.request_id} is in use")
+        role.admit(request, self._core.scheduler.request_counts())
+        self._core.add_request(request, client_id)
+        self._clients[request.request_id] = client_id
+        if request.timeout_s is not None:
+            heapq.heappush(self._deadlines, (self._clock.now() + request.timeout_s, request.request_id))
+
+    def abort(self, client_id: str, request_ids: Iterable[str]) -> ClientOutputs:
+        """Ends these requests of this client, in this order; other clients' requests are not affected."""
+        own = [request_id for request_id in request_ids if self._clients.get(request_id) == client_id]
+        return self._core.finish_requests(own, RequestStatus.FINISHED_ABORTED)
+
+    def abort_client(self, client_id: str) -> ClientOutputs:
+        """Ends all requests of a client that is gone."""
+        return self.abort(client_id, self.of_client(client_id))
+
+    def end_overdue(self) -> ClientOutputs:
+        """Ends the requests whose deadlines have passed."""
+        now, overdue = self._clock.now(), []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            overdue.append(heapq.heappop(self._deadlines)[1])
+        if not overdue:
+            return {}
+        status, error = RequestStatus.FINISHED_ABORTED, "the request's deadline passed"
+        return self._core.finish_requests(overdue, status, error)
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def note(self, outputs: Iterable[RequestOutput]) -> None:
+        """Forgets the requests that end with these outputs."""
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._clients.pop(output.request_id, None)
+        if not self._clients:
+            self._deadlines.clear()  # those of requests that finished in time
+
+
+def refusal(request_id: str, error: RequestError) -> RequestOutput:
+    """The only output of a request that was not admitted."""
+    kinds = {InvalidRequest: ErrorKind.INVALID_REQUEST, Overloaded: ErrorKind.OVERLOADED}
+    return RequestOutput(
+        request_id=request_id,
+        first_position=0,
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+        error_kind=kinds.get(type(error), ErrorKind.INTERNAL),
+    )
