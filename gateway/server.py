@@ -18,7 +18,6 @@ from baton.worker import WorkerEndpoint, WorkerRole
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
-from gateway.grpc.authentication import GrpcAuthentication
 from gateway.grpc.cluster_service import ClusterService
 from gateway.grpc.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 from gateway.grpc.generation_service import GenerationService
@@ -127,7 +126,7 @@ class Gateway:
             },
             self._metrics.grpc_call_ended,
             self._call_failed,
-            [GrpcAuthentication(authenticator)],
+            authenticator,
             certificates,
         )
         self._feed = LiveFeed(ClusterView(self._driver, model, control, clock), clock)
