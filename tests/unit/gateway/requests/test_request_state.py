@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.config import GatewayConfig
 from baton.kv import TransferRole
 from baton.request import FinishReason, RequestOutput, StageTimes, TokenLogprobs
 from baton.sampling import SamplingParams
@@ -15,8 +16,8 @@ from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.request_state import RequestState
 from gateway.requests.retry import RetryState
 from gateway.routing.placement import Mode, Placement
+from gateway.routing.router import Router
 from gateway.text import TextStream
-from gateway.workers.worker_list import WorkerList
 from tests.factories.models import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -34,7 +35,7 @@ def make_state(**sampling: object) -> RequestState:
         sampling_params=params,
         text=TextStream(TOKENIZER, params.stop, params.min_tokens, True),
     )
-    retry = RetryState(request, WorkerList(), "retry", 10.0)
+    retry = RetryState(request, Router(GatewayConfig(), b""), "retry", 10.0)
     state = RequestState(request, retry, LatencyWindow().stream(10.0), arrived_at=10.0)
     begin(state, PLACEMENT, 10.0)
     return state
