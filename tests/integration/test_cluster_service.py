@@ -10,7 +10,7 @@ from baton.errors import ClusterError, FleetError
 from baton.fleet import NodeDescription, ReplicaState, RolloutStep
 from baton.worker import WorkerRole
 from gateway import GatewayError
-from gateway.workers.controller_view import TIMEOUT_S
+from gateway.workers.fleet_view import TIMEOUT_S
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import gateway_with, silent
 
