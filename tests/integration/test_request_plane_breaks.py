@@ -187,10 +187,13 @@ def is_in_session(client: WorkerClient, number: int) -> bool:
 
 async def test_after_a_break_the_worker_serves_again(folder: Path) -> None:
     async with worker_behind_a_line(folder) as (under_test, d0, line):
-        client = under_test.gateway.workers.client("d0")
+        client, router = under_test.gateway.workers.client("d0"), under_test.gateway._driver.router
         assert client is not None
         for number in (1, 2, 3):
             await under_test.until(partial(is_in_session, client, number))
+            await under_test.until(
+                lambda: not router.lacks_kv_account("d0")
+            )  # each lost session forgets the listing
             tokens = asyncio.create_task(tokens_of(under_test))
             request = await d0.next_request()
             d0.say(request, the_rest(request))
