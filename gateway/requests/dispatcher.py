@@ -158,7 +158,7 @@ class Dispatcher:
         retry = RetryState(
             request, self.router, self._policy, self._now, must_not_fall_back=self._must_not_fall_back
         )
-        state = RequestState(request, retry, self.latencies.stream(arrived_at), arrived_at)
+        state = RequestState(request, retry, self.latencies, arrived_at)
         if error := self._open.add(state, self._now) or self.suspects.refusal(state.identity, self._now):
             self._refuse(state, error)
         else:
@@ -328,7 +328,6 @@ class Dispatcher:
             if error := self.suspects.step_failed(state.identity, incarnation, now):
                 self._stop(state.identity, error)
                 return
-        state.latency.tokens(output.first_position, len(output.token_ids), now)
         is_in_prefill = state.num_output_tokens == attempt.num_tokens_before
         result = state.on_output(worker, output, now)
         if isinstance(result, Delta):
