@@ -37,8 +37,8 @@ async def run_gateway(folder: Path, endpoint: str) -> None:
     settle()  # as `baton gateway` does
     await gateway.start()
     worker = endpoint_from_json(endpoint)
-    gateway.add_worker(worker)
-    await gateway.wait_for_worker(worker.ref.name)
+    gateway.workers.add_worker(worker)
+    await gateway.workers.wait_for_worker(worker.ref.name)
     print(json.dumps({"grpc": gateway.grpc_port, "http": gateway.http_port}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await gateway.stop(0.0)

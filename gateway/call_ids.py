@@ -1,4 +1,4 @@
-"""Request ids from clients, checked so that they are safe in any log and header; and clients' trace contexts.
+"""Ids of requests, checked so that they are safe in any log and header; ids of tool calls; clients' trace contexts.
 
 Trace contexts follow W3C's recommendation "Trace Context".
 """
@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 _WELL_FORMED = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 WELL_FORMED = "1 to 128 letters, digits, dots, colons, dashes and underscores"
@@ -66,3 +67,18 @@ def trace_context_from(parents: Sequence[str], states: Sequence[str]) -> TraceCo
     while len(",".join(members)) > MAX_STATE_CHARACTERS:
         members.pop()
     return TraceContext(parents[0], ",".join(members))
+
+
+class CallIds:
+    """The ids of the tool calls of one answer; the tools' results refer to them.
+
+    Each answer draws its own, so they are unique even if a client gives all its requests the same id. The
+    same object always gives the same ids.
+    """
+
+    def __init__(self) -> None:
+        self._drawn = secrets.token_bytes(16)
+
+    def of(self, index: int, prefix: str = "call_") -> str:
+        """The id of call number `index`."""
+        return prefix + blake2b(f"{index}".encode(), digest_size=12, key=self._drawn).hexdigest()

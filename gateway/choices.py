@@ -1,10 +1,8 @@
 """All answers to one call: streamed as deltas, or collected in portions between other calls' work."""
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from hashlib import blake2b
 from types import MappingProxyType
 
 from baton.errors import InvalidRequest
@@ -94,21 +92,6 @@ class AnswerParsers:
     def events(self, index: int, delta: Delta) -> list[AnswerEvent]:
         """The events that are certain after this delta of answer `index`. Pass the deltas in order."""
         return parsed(self._parsers[index], delta.text, delta.finish is not None)
-
-
-class CallIds:
-    """The ids of the tool calls of one answer; the tools' results refer to them.
-
-    Each answer draws its own, so they are unique even if a client gives all its requests the same id. The
-    same object always gives the same ids.
-    """
-
-    def __init__(self) -> None:
-        self._drawn = secrets.token_bytes(16)
-
-    def of(self, index: int, prefix: str = "call_") -> str:
-        """The id of call number `index`."""
-        return prefix + blake2b(f"{index}".encode(), digest_size=12, key=self._drawn).hexdigest()
 
 
 def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:

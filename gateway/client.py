@@ -19,8 +19,8 @@ from baton.v1 import generation_service_pb2_grpc as generation_grpc
 from baton.v1 import sampling_pb2 as sampling_pb
 from baton.worker import WorkerRole
 from gateway.auth.credentials import NO_CREDENTIALS, Credentials
-from gateway.client_chats import answer_event_of, chat_of
 from gateway.conversation import AnswerEvent, Conversation
+from gateway.grpc.chat_convert import conversation_to_message, event_from
 
 KEEPALIVE_TIME_S = 20.0
 """A gateway that has sent nothing for this time during a call is pinged. A gateway accepts pings at an interval of
@@ -294,7 +294,7 @@ def _chat(
     messages: Sequence[tuple[str, str]] | None, conversation: Conversation | None
 ) -> generation_pb.Chat | None:
     if conversation is not None:
-        return chat_of(conversation)
+        return conversation_to_message(conversation)
     if messages is None:
         return None
     turns = [generation_pb.Chat.Message(role=role, content=content) for role, content in messages]
@@ -306,7 +306,7 @@ def _event(response: generation_pb.GenerateResponse) -> Event:
         tuple(response.token_ids),
         response.text,
         _completion(response.finish) if response.HasField("finish") else None,
-        tuple(event for each in response.events if (event := answer_event_of(each)) is not None),
+        tuple(event for each in response.events if (event := event_from(each)) is not None),
         tuple(each.call_begins.id for each in response.events if each.HasField("call_begins")),
     )
 

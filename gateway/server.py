@@ -18,7 +18,6 @@ from baton.worker import WorkerEndpoint, WorkerRole
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
-from gateway.grpc.authentication import GrpcAuthentication
 from gateway.grpc.cluster_service import ClusterService
 from gateway.grpc.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 from gateway.grpc.generation_service import GenerationService
@@ -101,6 +100,8 @@ class Gateway:
             on_first_token=self._metrics.first_token,
             scheduler=scheduler,
         )
+        self.workers = self._driver.workers
+        """Add and remove the gateway's workers here."""
         self._metrics.collect_too(GatewayScrape(self._driver, model.name).collect)
         authenticator = Authenticator(config, clock)
         self._grammars = GrammarCheck(
@@ -127,7 +128,7 @@ class Gateway:
             },
             self._metrics.grpc_call_ended,
             self._call_failed,
-            [GrpcAuthentication(authenticator)],
+            authenticator,
             certificates,
         )
         self._feed = LiveFeed(ClusterView(self._driver, model, control, clock), clock)
@@ -185,32 +186,10 @@ class Gateway:
         """None if the gateway was configured without HTTP."""
         return None if self._http is None else self._http.port
 
-    def add_worker(self, endpoint: WorkerEndpoint) -> None:
-        """Adds a worker. It gets requests from its first heartbeat on."""
-        self._driver.workers.add(endpoint)
-
-    async def wait_for_worker(self, name: str) -> None:
-        """Returns when an added worker can accept requests, or is lost or silent. Raises WorkerUnavailable if
-        the worker and the gateway refuse each other."""
-        await self._driver.workers.wait_for(name)
-
-    def remove_worker(self, name: str, reason: str) -> None:
-        """Removes a worker. It gets no more requests, and its running requests continue on other workers."""
-        self._driver.workers.remove(name, reason)
-
-    def worker_died(self, name: str, reason: str) -> None:
-        """Removes a worker whose death the controller has reported, as `remove_worker` does. Counts the loss."""
-        self._driver.workers.died(name, reason)
-
     @property
     def model_name(self) -> str:
         """The model's name in clients' requests."""
         return self._model_name
-
-    @property
-    def num_ready(self) -> int:
-        """How many workers are reachable and have sent a heartbeat."""
-        return len(self._driver.workers.statuses)
 
     def report(self, window_s: float = MAX_WINDOW_S) -> GatewayReport:
         """Latencies of the last `window_s`, at most a minute, and the workers' latest heartbeats."""
@@ -227,7 +206,7 @@ class Gateway:
             num_first_tokens=seen.num_first_tokens,
             ttft_s=seen.ttft_s,
             itl_s=seen.itl_s,
-            workers=tuple(driver.workers.statuses),
+            workers=tuple(self.workers.statuses),
         )
 
     async def stop(self, grace_s: float) -> None:
@@ -257,7 +236,7 @@ class Gateway:
 
     def _not_ready(self) -> str | None:
         """Why no request can be served now; None if requests can be served."""
-        roles = {status.role for status in self._driver.workers.statuses}
+        roles = {status.role for status in self.workers.statuses}
         if WorkerRole.DECODE not in roles:
             return "no decode worker is reachable"
         if WorkerRole.PREFILL not in roles and self._config.require_disaggregated:
@@ -265,4 +244,4 @@ class Gateway:
         return None
 
     def _endpoints(self) -> list[WorkerEndpoint]:
-        return [client.endpoint for client in self._driver.workers.reachable]
+        return [client.endpoint for client in self.workers.reachable]

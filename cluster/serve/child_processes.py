@@ -56,8 +56,8 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
             await gateway.start()
             try:
                 for endpoint in endpoints:
-                    gateway.add_worker(endpoint)
-                await asyncio.gather(*[gateway.wait_for_worker(name) for name in workers])
+                    gateway.workers.add_worker(endpoint)
+                await asyncio.gather(*[gateway.workers.wait_for_worker(name) for name in workers])
                 yield ChildProcesses(gateway, workers)
             finally:
                 await gateway.stop(grace_s=1.0)

@@ -60,9 +60,9 @@ class FollowingGateway:
         gateway = self._gateway
         settle()  # takes half a second, so call it before clients can connect
         await gateway.start()
-        follower = Follower(self._control, gateway, is_beside_controller=self._is_beside_controller)
+        follower = Follower(self._control, gateway.workers, is_beside_controller=self._is_beside_controller)
         endpoints, _ = await asyncio.gather(self._until_some_decode(follower), gateway.warm_up())
-        await asyncio.gather(*[gateway.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
+        await asyncio.gather(*[gateway.workers.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
         self._tasks.append(asyncio.create_task(follower.run(), name="follow the fleet"))
         scaling = self._config.autoscaling
         if scaling.mode != "off":

@@ -63,4 +63,4 @@ NO_CALLER = Caller(ANONYMOUS, may_generate=False, is_stranger=True)
 """The caller in methods that need no key."""
 
 current_caller: ContextVar[Caller] = ContextVar("current_caller")
-"""The caller of the gRPC call that this task serves; set by the interceptor before the call begins."""
+"""The caller of the gRPC call that this task serves; set by the interceptor before the method begins."""

@@ -1,12 +1,7 @@
-"""GrpcAuthentication: decides which caller may call which gRPC method, before the first message is read."""
+"""Which caller may call which gRPC method."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from collections.abc import Iterable
 
-import grpc
-import grpc.aio
-
-from baton.errors import RequestError
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import NO_CALLER, Right, current_caller
 
@@ -30,9 +25,6 @@ RIGHTS: dict[str, Right | None] = {
 """The right that a method needs, or else the right that its service needs. None: any key is enough. Methods
 that are not listed need the right to generate."""
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
-"""The handler of a method; None if the method does not exist."""
-
 
 def right_for(method: str) -> Right | None:
     """The right that `/package.Service/Method` needs; None if any key is enough, or the service is open."""
@@ -44,40 +36,11 @@ def _service_of(method: str) -> str:
     return method.rpartition("/")[0].removeprefix("/")
 
 
-class GrpcAuthentication(grpc.aio.ServerInterceptor):
-    """Sets `current_caller` for the call, or refuses the call with a status that says what is missing."""
-
-    def __init__(self, authenticator: Authenticator) -> None:
-        self._authenticator = authenticator
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        method = handler_call_details.method
-        handler = await continuation(handler_call_details)
-        if _service_of(method) in OPEN:
-            current_caller.set(NO_CALLER)
-            return handler
-        metadata = handler_call_details.invocation_metadata
-        shown = [str(value) for name, value in metadata if name == "authorization"]
-        try:
-            caller = self._authenticator.caller_of(shown)
-            current_caller.set(caller)
-            self._authenticator.admit(caller, right_for(method))
-        except RequestError as error:
-            return _refusing(error)
-        return handler
-
-
-def _refusing(error: RequestError) -> Handler:
-    """Refuses the call.
-
-    The handler has streams in both directions, so that no message is read before the refusal.
-    """
-
-    async def refuse(_requests: Any, _context: object) -> None:
-        raise error
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
+def admit(authenticator: Authenticator, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+    """Sets `current_caller` for the call. Raises a RequestError that says what is missing."""
+    if _service_of(method) in OPEN:
+        current_caller.set(NO_CALLER)
+        return
+    caller = authenticator.caller_of([str(value) for name, value in metadata if name == "authorization"])
+    current_caller.set(caller)
+    authenticator.admit(caller, right_for(method))

@@ -1,11 +1,12 @@
-"""Protobuf <-> conversations: converts a Chat to our own value, and the events of an answer to messages."""
+"""Protobuf <-> conversations and events: the gateway reads a Chat and writes events, its client the reverse."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.v1 import generation_service_pb2 as pb
-from gateway.choices import CallIds
+from gateway.call_ids import CallIds
 from gateway.conversation import (
     AnswerEvent,
     ArgumentsDelta,
@@ -36,12 +37,12 @@ MAX_MESSAGES = 4096
 MAX_CALLS = 128
 """Most tool calls in one message."""
 
-TOOL_USES = {
-    pb.TOOL_USE_UNSPECIFIED: ToolUse.AUTO,
-    pb.TOOL_USE_NONE: ToolUse.NONE,
-    pb.TOOL_USE_AUTO: ToolUse.AUTO,
-    pb.TOOL_USE_REQUIRED: ToolUse.REQUIRED,
+USES_TO_PB = {
+    ToolUse.NONE: pb.TOOL_USE_NONE,
+    ToolUse.AUTO: pb.TOOL_USE_AUTO,
+    ToolUse.REQUIRED: pb.TOOL_USE_REQUIRED,
 }
+USES_FROM_PB = {theirs: ours for ours, theirs in USES_TO_PB.items()} | {pb.TOOL_USE_UNSPECIFIED: ToolUse.AUTO}
 CLIENT_NAMES: Mapping[str, str] = {
     "tools": "chat.tools",
     "tool_choice": "chat.tool_choice",
@@ -64,7 +65,7 @@ def conversation_from(chat: pb.Chat) -> Conversation:
         raise InvalidRequest(
             "chat", f"a conversation must have 1 to {MAX_MESSAGES} messages, got {len(chat.messages)}"
         )
-    turns = [_message_from(turn, f"chat.messages.{index}") for index, turn in enumerate(chat.messages)]
+    turns = [_turn_from(turn, f"chat.messages.{index}") for index, turn in enumerate(chat.messages)]
     tools = _tools_from(chat.tools)
     return Conversation(
         with_tools_named(turns, "chat.messages", "arguments"),
@@ -96,7 +97,37 @@ def event_to_message(call_ids: CallIds, event: AnswerEvent) -> pb.AnswerEvent:
             return pb.AnswerEvent(call_ends=pb.CallEnds(index=index))
 
 
-def _message_from(turn: pb.Chat.Message, place: str) -> ChatMessage:
+def conversation_to_message(conversation: Conversation) -> pb.Chat:
+    """Sets `events`, so that the answer also contains events."""
+    return pb.Chat(
+        messages=map(_turn_to_message, conversation.messages),
+        tools=map(_tool_to_message, conversation.tools),
+        tool_choice=_tool_choice_to_message(conversation.tool_choice),
+        parallel_tool_calls=conversation.parallel_tool_calls,
+        reasoning=_reasoning_to_message(conversation.reasoning),
+        template_options={key: json.dumps(value) for key, value in conversation.template_options.items()},
+        events=True,
+    )
+
+
+def event_from(message: pb.AnswerEvent) -> AnswerEvent | None:
+    """None for a kind of event that this release does not know."""
+    match message.WhichOneof("event"):
+        case "text":
+            return Text(message.text)
+        case "reasoning":
+            return Reasoning(message.reasoning)
+        case "call_begins":
+            return CallBegins(message.call_begins.index, message.call_begins.name)
+        case "arguments_delta":
+            return ArgumentsDelta(message.arguments_delta.index, message.arguments_delta.json)
+        case "call_ends":
+            return CallEnds(message.call_ends.index)
+        case _:
+            return None
+
+
+def _turn_from(turn: pb.Chat.Message, place: str) -> ChatMessage:
     """Converts one message of a chat. Fields that belong to another role are refused."""
     for name, role in (("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool")):
         if getattr(turn, name) and turn.role != role:
@@ -161,9 +192,9 @@ def _json_from(text: str, place: str) -> Any:
 
 
 def _tool_choice_from(message: pb.ToolChoice, tools: tuple[Tool, ...]) -> ToolChoice:
-    if message.use not in TOOL_USES:
+    if message.use not in USES_FROM_PB:
         raise InvalidRequest("chat.tool_choice.use", f"unknown value {message.use}")
-    use = TOOL_USES[message.use]
+    use = USES_FROM_PB[message.use]
     if use is ToolUse.REQUIRED and not tools:
         raise InvalidRequest("chat.tool_choice.use", "TOOL_USE_REQUIRED needs tools")
     for index, name in enumerate(message.names):
@@ -185,3 +216,34 @@ def _template_options_from(message: Mapping[str, str]) -> dict[str, Any]:
         options[name] = _json_from(text, f"chat.template_options.{name[:60]}")
     check_template_options("chat.template_options", options)
     return options
+
+
+def _turn_to_message(turn: ChatMessage) -> pb.Chat.Message:
+    return pb.Chat.Message(
+        role=turn.role,
+        content=turn.content,
+        reasoning=turn.reasoning or "",
+        tool_calls=[
+            pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in turn.tool_calls
+        ],
+        tool_call_id=turn.tool_call_id or "",
+    )
+
+
+def _tool_to_message(tool: Tool) -> pb.Tool:
+    return pb.Tool(
+        name=tool.name,
+        description=tool.description or "",
+        parameters=json.dumps(tool.parameters),
+        strict=tool.strict,
+    )
+
+
+def _tool_choice_to_message(choice: ToolChoice) -> pb.ToolChoice:
+    return pb.ToolChoice(use=USES_TO_PB[choice.use], names=choice.names or ())
+
+
+def _reasoning_to_message(options: ReasoningOptions) -> pb.ReasoningOptions:
+    return pb.ReasoningOptions(
+        enabled=options.is_enabled, max_tokens=options.max_tokens, effort=options.effort or ""
+    )

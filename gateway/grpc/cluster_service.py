@@ -25,8 +25,7 @@ from gateway.grpc import fleet_messages
 from gateway.model import ServedModel
 from gateway.places import Places
 from gateway.requests.driver import RequestDriver
-from gateway.workers.controller_view import ask_controller
-from gateway.workers.worker_view import views_of
+from gateway.workers.fleet_view import ask_controller, views_of
 
 WATCH_INTERVAL_S = 1.0
 MIN_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S = 0.1, 60.0

@@ -5,8 +5,7 @@ from baton.v1 import cluster_service_pb2 as pb
 from baton.worker import KVPeerCounts, WorkerStatus
 from gateway.grpc.convert import filled
 from gateway.requests.dispatcher import Dispatcher
-from gateway.workers.controller_view import ControllerView
-from gateway.workers.worker_view import WorkerView, in_order
+from gateway.workers.fleet_view import ControllerView, WorkerView, in_order
 
 
 def worker_to_message(view: WorkerView) -> pb.Worker:

@@ -13,7 +13,8 @@ from baton.errors import InvalidRequest
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from gateway.auth.callers import current_caller
-from gateway.choices import AnswerParsers, CallIds
+from gateway.call_ids import CallIds
+from gateway.choices import AnswerParsers
 from gateway.grpc import convert
 from gateway.grpc.chat_convert import CLIENT_NAMES, event_to_message, wants_events
 from gateway.grpc.guard import trace_of

@@ -1,21 +1,24 @@
-"""Guard: gives every gRPC call an id and proper statuses, and limits the time of its reads and writes."""
+"""Guard: gives every gRPC call an id, a caller and a status, counts it, and limits the time of reads and writes."""
 
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError, Message
 
 from baton.errors import DeadlinePassed, InvalidRequest, SlowReader
+from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import current_caller
 from gateway.call_ids import TraceContext, offered_id, request_id_for, trace_context_from
 from gateway.error_codes import codes_of
+from gateway.grpc.authentication import admit
 from gateway.grpc.status import REQUEST_ID, Context, abort_call
 from gateway.telemetry.call_log import INTERNAL_ERROR, CallError, OnCallError
 
@@ -35,6 +38,12 @@ ENCODING = "baton-response-encoding"
 """The header with which a client requests compressed answers. gRPC does not show which encodings a client
 understands, and it breaks calls of clients that understand none."""
 
+OTHER = "(other)"
+"""Replaces the names of unknown methods in counts, since clients could send any number of different names."""
+
+OnCallEnded = Callable[[str, str], None]
+"""Called with the names of the method and of the status code."""
+
 RpcMethod = Callable[[Any, Context], Any]
 Read = Callable[[bytes], Any]
 Receive = Callable[[Context], Awaitable[Any]]
@@ -53,11 +62,27 @@ class Guard(grpc.aio.ServerInterceptor):
     client or a proxy sent another id in metadata, the trailer returns the id of the metadata. Answers are
     compressed on request.
 
+    Every call is counted with its status, also a call of an unknown method, or one whose caller is refused. A caller
+    is refused before the first message is read.
+
     A call ends if its client reads nothing for `write_timeout_s`, or if its message does not arrive. Once the
     gateway is closing, a call also ends if the gateway waits for another message of the client.
     """
 
-    def __init__(self, write_timeout_s: float, is_closing: asyncio.Event, on_error: OnCallError) -> None:
+    def __init__(
+        self,
+        services: Iterable[str],
+        authenticator: Authenticator,
+        write_timeout_s: float,
+        is_closing: asyncio.Event,
+        on_error: OnCallError,
+        on_ended: OnCallEnded,
+    ) -> None:
+        """`services`: full names of services that protobuf's default pool knows."""
+        described = map(descriptor_pool.Default().FindServiceByName, services)
+        self._methods = {f"/{each.full_name}/{name}" for each in described for name in each.methods_by_name}
+        self._authenticator = authenticator
+        self._on_ended = on_ended
         self._write_timeout_s = write_timeout_s
         self._is_closing = is_closing
         self._on_error = on_error
@@ -67,11 +92,9 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
-        handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return None  # unknown method; gRPC answers the call
+        handler: Any = await continuation(handler_call_details) or _UNKNOWN
         read = handler.request_deserializer
-        if handler.stream_stream is not None:  # gRPC's reflection, and calls that are refused
+        if handler.stream_stream is not None:  # gRPC's reflection, and unknown methods
             method, receive = handler.stream_stream, partial(self._receive_many, read)
         else:
             method, receive = handler.unary_stream or handler.unary_unary, partial(_receive_one, read)
@@ -83,11 +106,15 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _guarded(self, method: RpcMethod, receive: Receive, name: str) -> RpcMethod:
         is_generator = inspect.isasyncgenfunction(method)
+        counted_as = name if name in self._methods else OTHER
 
-        async def call(_messages: Any, context: Context) -> None:
+        # The context is an Any because gRPC's stub rejects functions as callbacks.
+        async def call(_messages: Any, context: Any) -> None:
+            context.add_done_callback(lambda ended: self._on_ended(counted_as, _code_of(ended)))
             offered = offered_id(_metadata(context, REQUEST_ID))
             request_id = request_id_for(offered)
             try:
+                admit(self._authenticator, name, context.invocation_metadata() or ())
                 request = await receive(context)
                 request_id = _named(request, request_id)
                 context.set_trailing_metadata(((REQUEST_ID, offered or request_id),))
@@ -144,6 +171,25 @@ def trace_of(context: Context) -> TraceContext | None:
         for name in ("traceparent", "tracestate")
     )
     return trace_context_from(parents, states)
+
+
+async def _refuse(_messages: Any, context: Context) -> None:
+    """Refuses an unknown method with gRPC's own status."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+_UNKNOWN: Any = grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+def _code_of(context: Any) -> str:  # Any: gRPC's stub excludes calls without a code or a deadline
+    """The name of an ended call's status code."""
+    if (code := context.code()) is not None:
+        return str(code.name)
+    if context.done():
+        return grpc.StatusCode.OK.name
+    left_s = context.time_remaining()
+    is_late = left_s is not None and left_s <= 0.0
+    return (grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED).name
 
 
 def _metadata(context: Context, key: str) -> str | None:

@@ -1,7 +1,7 @@
 """GrpcServer: the gRPC services on their own port, with health, reflection, and limits for each client."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import grpc
 import grpc.aio
@@ -12,10 +12,10 @@ from baton.config import GatewayConfig
 from baton.errors import ConfigError
 from baton.system.hosts import in_url
 from baton.system.watched import Watched
+from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import Certificates
 from gateway.grpc import health
-from gateway.grpc.count_calls import CountCalls, OnCallEnded
-from gateway.grpc.guard import Guard
+from gateway.grpc.guard import Guard, OnCallEnded
 from gateway.telemetry.call_log import OnCallError
 
 KEEPALIVE_TIMEOUT_S = 20.0
@@ -45,7 +45,7 @@ class GrpcServer:
         services: Mapping[str, AddTo],
         on_call_ended: OnCallEnded,
         on_call_error: OnCallError,
-        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        authenticator: Authenticator,
         certificates: Watched[Certificates] | None = None,
     ) -> None:
         """`services` maps full names to the functions that add the services to a server.
@@ -56,11 +56,10 @@ class GrpcServer:
         self._port = config.grpc_port
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         self._is_closing = asyncio.Event()
-        guard = Guard(config.write_timeout_s, self._is_closing, on_call_error)
-        around = (CountCalls(names, on_call_ended), guard)
-        self._server = grpc.aio.server(
-            interceptors=[*around, *interceptors], options=list(options_of(config).items())
+        guard = Guard(
+            names, authenticator, config.write_timeout_s, self._is_closing, on_call_error, on_call_ended
         )
+        self._server = grpc.aio.server(interceptors=[guard], options=list(options_of(config).items()))
         for add_to in services.values():
             add_to(self._server)
         self._health = health.Health(services)

@@ -156,9 +156,9 @@ class Dispatcher:
         self.tally.received()
         arrived_at = self._now - request.preprocess_s
         retry = RetryState(
-            request, self._fleet.workers, self._policy, self._now, must_not_fall_back=self._must_not_fall_back
+            request, self.router, self._policy, self._now, must_not_fall_back=self._must_not_fall_back
         )
-        state = RequestState(request, retry, self.latencies.stream(arrived_at), arrived_at)
+        state = RequestState(request, retry, self.latencies, arrived_at)
         if error := self._open.add(state, self._now) or self.suspects.refusal(state.identity, self._now):
             self._refuse(state, error)
         else:
@@ -199,7 +199,7 @@ class Dispatcher:
         request, now = state.request, self._now
         least_prefill_s = 0.0
         if state.deadline is not None and not state.num_attempts:
-            least_prefill_s = self._fleet.prefill_times.least_s(state.retry.lacking(self.router), now)
+            least_prefill_s = self._fleet.prefill_times.least_s(state.retry.lacking(), now)
             left_s = max(0.0, state.deadline - now)
             if least_prefill_s > left_s:
                 self._refuse(state, too_close(least_prefill_s, left_s))
@@ -248,7 +248,7 @@ class Dispatcher:
         del self._entries[state]
         with self._costs_only(state):
             avoided, refusal_at = self.avoided_pairs.at(now), partial(self._shares.refusal_at, state, now)
-            placement = state.retry.route(self.router, state.output_token_ids, avoided, refusal_at)
+            placement = state.retry.route(state.output_token_ids, avoided, refusal_at)
             if not isinstance(placement, Placement):
                 refusal = placement
             elif too_many_prompts := self._shares.too_many_prompts(placement, now):
@@ -328,7 +328,6 @@ class Dispatcher:
             if error := self.suspects.step_failed(state.identity, incarnation, now):
                 self._stop(state.identity, error)
                 return
-        state.latency.tokens(output.first_position, len(output.token_ids), now)
         is_in_prefill = state.num_output_tokens == attempt.num_tokens_before
         result = state.on_output(worker, output, now)
         if isinstance(result, Delta):
@@ -353,12 +352,12 @@ class Dispatcher:
             self._count_ended(attempt)
 
     def _on_worker_lost(self, worker: str, reason: str, is_reachable: bool) -> None:
-        listed = self._fleet.workers.get(worker)  # None if it accepts no requests
+        ready = self.router.ready_worker(worker)  # None if it accepts no requests
         num_requests = sum(worker in state.attempt.open_workers for state in self._placed.values())
         was_draining = self._fleet.on_worker_lost(worker, reason, num_requests)
-        if listed is not None and not was_draining and not is_reachable:
+        if ready is not None and not was_draining and not is_reachable:
             # This must come before the retries below, so that a harmful request is not retried.
-            places, had = self._open.on(worker, listed.ref)
+            places, had = self._open.on(worker, ready.status.ref)
             if (stopped := self.suspects.worker_lost(places, had, self._now)) is not None:
                 self._stop(*stopped)
         for state in list(self._placed.values()):

@@ -4,12 +4,11 @@ import logging
 
 from baton.request import FinishReason, RequestOutput
 from baton.transfer import TransferEventKind, TransferRecord
-from baton.worker import WorkerRole, WorkerStatus
+from baton.worker import WorkerStatus
 from gateway.requests.attempt import Attempt
 from gateway.routing.avoided_pairs import AvoidedPairs
 from gateway.routing.prefill_times import PrefillTimes
 from gateway.routing.router import Router
-from gateway.workers.worker_list import WorkerList
 
 logger = logging.getLogger(__name__)
 
@@ -18,33 +17,26 @@ class FleetKnowledge:
     """What the dispatcher and the router know about the fleet. Times must not run backwards."""
 
     def __init__(self, router: Router) -> None:
-        self.workers = WorkerList()
         self.prefill_times = PrefillTimes()
         self.avoided_pairs = AvoidedPairs()
-        self._roles: dict[str, WorkerRole] = {}
-        """As last reported."""
         self._router = router
 
     def on_report(self, status: WorkerStatus, now: float) -> None:
-        if self._roles.setdefault(status.ref.name, status.role) is not status.role:
-            self._roles[status.ref.name] = status.role
+        if self._router.role_of(status.ref.name) not in (None, status.role):
             self.avoided_pairs.forget(status.ref.name)  # it has other pairs now
-        self.workers.update(status)
         self._router.on_status(status)
         self.prefill_times.on_rate(status.ref.name, status.load.prefill_tokens_per_s, now)
 
     def on_worker_lost(self, worker: str, reason: str, num_requests: int) -> bool:
         """`num_requests`: how many requests ran on the worker. Returns whether the worker was draining."""
-        was_draining, extra = self.workers.is_draining(worker), {"worker": worker}
+        was_draining, extra = self._router.is_draining(worker), {"worker": worker}
         if was_draining and num_requests == 0:
             logger.info("worker %s has left after its drain: %s", worker, reason, extra=extra)
         else:
             logger.warning("lost the requests on worker %s: %s", worker, reason, extra=extra)
-        self.workers.remove(worker)
         self._router.on_worker_lost(worker)
         self.prefill_times.forget(worker)
         self.avoided_pairs.forget(worker)
-        self._roles.pop(worker, None)
         return was_draining
 
     def on_transfer(self, attempt: Attempt, transfer: TransferRecord, now: float) -> None:
@@ -53,8 +45,8 @@ class FleetKnowledge:
         assert pair is not None, f"{attempt} has no hand-over"
         prefill, _ = pair
         if transfer.is_link_failure:
-            worker = self.workers.get(prefill)
-            if worker is None or worker.ref != attempt.refs[prefill]:
+            worker = self._router.ready_worker(prefill)
+            if worker is None or worker.status.ref != attempt.refs[prefill]:
                 return  # the worker was lost meanwhile, which explains the failure
             self.avoided_pairs.failed(pair, attempt.began_at, transfer.reason, now)
         elif transfer.at(TransferEventKind.VERIFIED) is not None:

@@ -65,10 +65,6 @@ class LatencyWindow:
         """Tokens since the start."""
         self._slices: deque[_Slice] = deque(maxlen=math.ceil(MAX_WINDOW_S / _SLICE_S) + 1)
 
-    def stream(self, arrived_at: float) -> "StreamLatency":
-        """Returns a recorder for one request that arrived at this time."""
-        return StreamLatency(self, arrived_at)
-
     def finished(self, now: float) -> None:
         """A request finished with a complete answer."""
         self._at(now).num_finished += 1
@@ -80,7 +76,7 @@ class LatencyWindow:
             self._on_first_token(waited_s)
 
     def next_tokens(self, waited_s: float, num_tokens: int, now: float) -> None:
-        """`num_tokens` tokens arrived together, `waited_s` after the previous token. All but the first of
+        """A client gets `num_tokens` tokens together, `waited_s` after the previous token. All but the first of
         them count as a wait of 0 s."""
         self.num_tokens += num_tokens
         itl = self._at(now).itl
@@ -132,32 +128,6 @@ class LatencyWindow:
         if not self._slices or self._slices[-1].number < number:
             self._slices.append(_Slice(number))
         return self._slices[-1]
-
-
-class StreamLatency:
-    """Records when the tokens of one request reach the gateway, even if several workers report them."""
-
-    __slots__ = ("_last_at", "_num_arrived", "_window")
-
-    def __init__(self, window: LatencyWindow, arrived_at: float) -> None:
-        self._window = window
-        self._last_at = arrived_at
-        self._num_arrived = 0
-
-    def tokens(self, first_position: int, num_tokens: int, now: float) -> None:
-        """Ignores positions that arrived before, such as a second report of token 0."""
-        num_new = first_position + num_tokens - self._num_arrived
-        if num_new <= 0:
-            return
-        waited_s = now - self._last_at
-        num_later = num_new
-        if not self._num_arrived:
-            self._window.first_token(waited_s, now)
-            waited_s, num_later = 0.0, num_new - 1
-        if num_later:
-            self._window.next_tokens(waited_s, num_later, now)
-        self._num_arrived += num_new
-        self._last_at = now
 
 
 def _bin(seconds: float) -> int:

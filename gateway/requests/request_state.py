@@ -22,7 +22,7 @@ from functools import cached_property
 from baton.errors import DeadlinePassed
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from gateway.requests.attempt import Attempt, AttemptFailure, Verdict, sub_requests
-from gateway.requests.latency_window import StreamLatency
+from gateway.requests.latency_window import LatencyWindow
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.retry import RetryState
 from gateway.requests.suspects import Identity, identity_of
@@ -49,18 +49,17 @@ class RequestState:
     """The state of one request. Only the dispatcher changes it."""
 
     def __init__(
-        self, request: GatewayRequest, retry: RetryState, latency: StreamLatency, arrived_at: float
+        self, request: GatewayRequest, retry: RetryState, window: LatencyWindow, arrived_at: float
     ) -> None:
         self.request = request
         self.retry = retry
-        self.latency = latency
         self.arrived_at = arrived_at
         self.phase = RequestPhase.WAITING
         self.attempts: deque[Attempt] = deque(maxlen=MAX_RECORDED_ATTEMPTS)
         """The latest attempts, oldest first. The last attempt is running while the request is PLACED."""
         self.placement: Placement | None = None
         """The latest attempt's placement. After a fallback, the placement that was really used."""
-        self.times = RequestTimes(arrived_at, request.preprocess_s)
+        self.times = RequestTimes(arrived_at, request.preprocess_s, window)
         self.finish: Finish | None = None
         self._delivered = array("I")
         """The client's tokens. An answer may have a million tokens; each takes 12 bytes with its time."""

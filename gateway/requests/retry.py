@@ -20,12 +20,11 @@ from typing import Literal
 
 from baton.errors import Overloaded, RequestError, WorkerUnavailable
 from baton.request import OnPreemption
-from baton.worker import WorkerRole
+from baton.worker import WorkerRole, WorkerStatus
 from gateway.requests.attempt import Attempt, AttemptFailure, Cause
 from gateway.requests.request import GatewayRequest
 from gateway.routing.placement import Mode, NoRoom, Pair, Placement, RouteQuery
 from gateway.routing.router import Router
-from gateway.workers.worker_list import WorkerList
 
 LoadFailurePolicy = Literal["retry", "recompute", "fail"]
 
@@ -44,7 +43,7 @@ class RetryState:
     def __init__(
         self,
         request: GatewayRequest,
-        workers: WorkerList,
+        router: Router,
         policy: LoadFailurePolicy,
         now: float,
         *,
@@ -52,14 +51,14 @@ class RetryState:
     ) -> None:
         """`must_not_fall_back`: a decode worker computes prompts only in local mode, not as a fallback."""
         self._request = request
-        self._workers = workers
+        self._router = router
         self._policy = policy
         self._may_recompute = request.mode is not Mode.DISAGGREGATED and not must_not_fall_back
         self._failed: dict[str, str] = {}
         """Incarnations of workers that failed the request, by name. Another incarnation may succeed."""
-        self._refused: dict[str, int] = {}
-        """Workers that refused the request or gave it back, each with the number of its latest heartbeat at
-        that time. After its next heartbeat, the worker may have room."""
+        self._refused: dict[str, WorkerStatus | None] = {}
+        """Workers that refused the request or gave it back, each with its latest heartbeat at that time. After its
+        next heartbeat, the worker may have room."""
         self._num_failures = 0
         self._num_losses = 0
         self._num_in_all = 0
@@ -72,7 +71,6 @@ class RetryState:
 
     def route(
         self,
-        router: Router,
         output_token_ids: tuple[int, ...],
         avoided: Set[Pair] = frozenset(),
         refusal_at: Callable[[str], RequestError | None] = lambda _: None,
@@ -83,16 +81,16 @@ class RetryState:
         """
         failed, refused = self._excluded()
         query = replace(self._query(output_token_ids), avoided=avoided, refusal_at=refusal_at)
-        placement = _route(router, replace(query, excluded=failed | refused))
+        placement = _route(self._router, replace(query, excluded=failed | refused))
         if isinstance(placement, WorkerUnavailable) and (failed or refused):
-            placement = _route(router, replace(query, excluded=refused))
+            placement = _route(self._router, replace(query, excluded=refused))
         if isinstance(placement, WorkerUnavailable) and refused and self._last_failure is not None:
             return NoRoom(self._disclosed(self._last_failure))
         return placement
 
-    def lacking(self, router: Router) -> dict[str, int]:
+    def lacking(self) -> dict[str, int]:
         """How many prompt tokens each possible worker would have to compute; see Router.lacking."""
-        return router.lacking(self._query(()))
+        return self._router.lacking(self._query(()))
 
     def needs(self) -> object:
         """If two requests have equal needs, either both find a worker or neither does."""
@@ -101,14 +99,16 @@ class RetryState:
     def begin(self, placement: Placement, engine_request_id: str, num_tokens: int, now: float) -> Attempt:
         """Returns a new attempt. The client already has `num_tokens` tokens of the answer."""
         self.num_attempts += 1
-        listed = {name: self._workers.get(name) for name in (placement.decode, placement.prefill) if name}
+        ready = {
+            name: self._router.ready_worker(name) for name in (placement.decode, placement.prefill) if name
+        }
         recomputes = self._policy == "recompute" and self._may_recompute
         return Attempt(
             engine_request_id,
             placement,
             num_tokens,
             decode_recomputes=placement.prefill is not None and recomputes,
-            refs={name: worker.ref for name, worker in listed.items() if worker},
+            refs={name: worker.status.ref for name, worker in ready.items() if worker},
             on_preemption=self._on_preemption(placement),
             number=self.num_attempts - 1,
             began_at=now,
@@ -133,8 +133,8 @@ class RetryState:
             self.seeking_since += now - attempt.began_at
         if failure.cause in (Cause.REFUSED, Cause.GIVEN_BACK):
             self._num_given_back += failure.cause is Cause.GIVEN_BACK
-            worker = self._workers.get(failure.worker)
-            self._refused[failure.worker] = worker.heartbeat if worker else 0
+            worker = self._router.ready_worker(failure.worker)
+            self._refused[failure.worker] = worker.status if worker else None
             return None
         return self._count(attempt, failure, has_progressed)
 
@@ -155,7 +155,7 @@ class RetryState:
         It helps if another decode worker may have room. It also helps if the placement has a prefill worker:
         then the prompt is long, and a prefill worker can recompute it.
         """
-        has_choice = self._workers.num_of(WorkerRole.DECODE) > 1 or placement.prefill is not None
+        has_choice = self._router.num_ready(WorkerRole.DECODE) > 1 or placement.prefill is not None
         if has_choice and self._num_given_back < MAX_GIVEN_BACK:
             return OnPreemption.GIVE_BACK
         return OnPreemption.RESUME
@@ -164,9 +164,9 @@ class RetryState:
         """Workers whose current incarnation failed the request, and workers that refused it since their last
         heartbeat."""
         names = {*self._failed, *self._refused}
-        listed = [(name, worker) for name in names if (worker := self._workers.get(name))]
-        failed = (name for name, worker in listed if self._failed.get(name) == worker.ref.incarnation)
-        refused = (name for name, worker in listed if self._refused.get(name) == worker.heartbeat)
+        ready = [(name, worker.status) for name in names if (worker := self._router.ready_worker(name))]
+        failed = (name for name, status in ready if self._failed.get(name) == status.ref.incarnation)
+        refused = (name for name, status in ready if self._refused.get(name) is status)
         return frozenset(failed), frozenset(refused)
 
     def _query(self, output_token_ids: tuple[int, ...]) -> RouteQuery:

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from baton.request import StageTimes
 from baton.transfer import TransferRecord
+from gateway.requests.latency_window import LatencyWindow
 from gateway.routing.placement import Mode, Placement
 
 
@@ -129,8 +130,10 @@ class FirstTokenClock:
 class RequestTimes:
     """Collects the times of one request. Every `now` is the gateway's clock."""
 
-    def __init__(self, arrived_at: float, preprocess_s: float) -> None:
+    def __init__(self, arrived_at: float, preprocess_s: float, window: LatencyWindow) -> None:
+        """`window`: of all requests; gets the times of this one's tokens."""
         self._arrived_at = arrived_at
+        self._window = window
         self._delivered_at = array("d")
         self._first_token = FirstTokenClock()
         self._first_token.waits_from(preprocess_s)
@@ -174,8 +177,15 @@ class RequestTimes:
 
     def note_tokens(self, worker: str, num_tokens: int, now: float) -> None:
         """The client gets `num_tokens` tokens with an output of this worker."""
-        if not self._delivered_at and num_tokens:
+        if not num_tokens:
+            return
+        if self._delivered_at:
+            self._window.next_tokens(now - self._delivered_at[-1], num_tokens, now)
+        else:
             self._first_token.first_token(worker, now - self._arrived_at)
+            self._window.first_token(now - self._arrived_at, now)
+            if num_tokens > 1:
+                self._window.next_tokens(0.0, num_tokens - 1, now)
         if num_tokens == 1:
             self._delivered_at.append(now)
         else:

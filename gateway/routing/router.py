@@ -12,7 +12,7 @@ from baton.block_hash import extend_block_hashes
 from baton.config import GatewayConfig, SchedulerConfig
 from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
-from baton.worker import WorkerRole, WorkerStatus
+from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from gateway.routing.cost import DEFAULT_SCHEDULER, EXPECTED_NEW_TOKENS, CostModel, Need
 from gateway.routing.placement import (
     BlockHashes,
@@ -63,6 +63,24 @@ class Router:
     def num_sub_requests(self) -> dict[str, int]:
         """Running prefill and decode requests, by worker."""
         return {name: len(worker.sub_requests) for name, worker in self._workers.items()}
+
+    def ready_worker(self, name: str) -> WorkerEstimate | None:
+        """The worker of this name, if it accepts requests at present."""
+        worker = self._workers.get(name)
+        return None if worker is None or worker.service is None else worker
+
+    def num_ready(self, role: WorkerRole) -> int:
+        return len(self._able[role])
+
+    def role_of(self, name: str) -> WorkerRole | None:
+        """The role that the worker reported last; None if it is lost or unknown."""
+        worker = self._workers.get(name)
+        return None if worker is None or worker.is_gone else worker.status.role
+
+    def is_draining(self, name: str) -> bool:
+        """Whether the worker reported that it drains, in order to end or to change its role."""
+        worker = self._workers.get(name)
+        return worker is not None and not worker.is_gone and worker.status.state is WorkerState.DRAINING
 
     def estimate(self, worker: str) -> WorkerEstimate:
         """The estimate of a worker that has got a request."""

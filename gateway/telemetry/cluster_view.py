@@ -24,9 +24,8 @@ from gateway.telemetry.snapshot import (
     NodeSeen,
     WorkerSeen,
 )
-from gateway.workers.controller_view import ControllerView, ask_controller
+from gateway.workers.fleet_view import ControllerView, WorkerView, ask_controller, views_of
 from gateway.workers.worker_client import WorkerClient
-from gateway.workers.worker_view import WorkerView, views_of
 
 CONTROLLER_INTERVAL_S = 5.0
 """How long a controller's answer is used again, before the controller gets the next question."""

@@ -22,8 +22,8 @@ _LOOK_EVERY_S = 0.01
 
 
 class WorkerConnections:
-    """All connections of one gateway. `add` connects to a worker. The connection ends at `remove` or `died`,
-    or when the worker's incarnation ends. The connection to a silent worker stays, but gets no requests.
+    """All connections of one gateway. `add_worker` connects to a worker. The connection ends at `remove_worker` or
+    `worker_died`, or when the worker's incarnation ends. The connection to a silent worker stays, but gets no requests.
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class WorkerConnections:
         self._ending: set[asyncio.Task[None]] = set()
         """Connections of workers that were just removed, whose sockets are still open."""
 
-    def add(self, endpoint: WorkerEndpoint) -> None:
-        """Connects to a worker. Replaces an earlier incarnation of the same name."""
-        self.remove(endpoint.ref.name, "replaced")
+    def add_worker(self, endpoint: WorkerEndpoint) -> None:
+        """Connects to a worker, which gets requests from its first heartbeat on. Replaces an earlier incarnation of
+        the same name."""
+        self.remove_worker(endpoint.ref.name, "replaced")
         client = WorkerClient(
             endpoint,
             self._context,
@@ -64,14 +65,15 @@ class WorkerConnections:
         task = self._tasks[client.name] = asyncio.create_task(self._watch(client))
         task.add_done_callback(lambda _: client.close())  # the task may be cancelled before it begins
 
-    def died(self, name: str, reason: str) -> None:
-        """Forgets a worker whose death the controller has reported. Unknown names are ignored."""
+    def worker_died(self, name: str, reason: str) -> None:
+        """Removes a worker whose death the controller has reported, and counts the loss. Unknown names are ignored."""
         if client := self.client(name):
             client.note_death()
-        self.remove(name, reason)
+        self.remove_worker(name, reason)
 
-    def remove(self, name: str, reason: str) -> None:
-        """Forgets a worker. Unknown names are ignored."""
+    def remove_worker(self, name: str, reason: str) -> None:
+        """Removes a worker: it gets no more requests, and its running requests continue on other workers. Unknown
+        names are ignored."""
         if name in self._clients:
             del self._clients[name]
             task = self._tasks.pop(name)
@@ -97,7 +99,7 @@ class WorkerConnections:
         """The latest heartbeats of reachable workers."""
         return [client.status for client in self.reachable if client.status is not None]
 
-    async def wait_for(self, name: str) -> None:
+    async def wait_for_worker(self, name: str) -> None:
         """Returns at the worker's first heartbeat, or when the worker is silent, lost or unknown.
 
         Raises WorkerUnavailable if gateway and worker refuse each other, since waiting does not end this.

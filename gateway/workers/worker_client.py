@@ -136,7 +136,6 @@ class WorkerClient:
         """When the latest message arrived, on a clock that excludes standstills of this process."""
         self._is_reading = True
         """False while outputs wait for a turn. No heartbeat is read then, so this is no silence."""
-        self._wants_kv_events = False
         self._socket = context.socket(zmq.DEALER)
         # An identity for each connection. A worker that restarts on its own port may accept the old connection, which
         # libzmq restores, after the new one. With one identity, the old one would take the new one's place and end with
@@ -200,9 +199,8 @@ class WorkerClient:
         self._send_command(self._session.abort(request_ids))
 
     def subscribe_kv_events(self) -> None:
-        """Subscribes to the content and changes of the worker's prefix cache. Call this again after a gap.
-        New sessions are subscribed automatically."""
-        self._wants_kv_events = True
+        """Subscribes to the content and changes of the worker's prefix cache. Call this again after a gap, and in
+        a new session."""
         if self._session.number is not None:
             self._send_command(self._session.subscribe_kv_events())
 
@@ -349,14 +347,11 @@ class WorkerClient:
         if message.status.ref.incarnation != self.endpoint.ref.incarnation:
             self._losses[LossCause.RESTARTED] += 1
             return "restarted"
-        former = self._session.number
         if loss := self._session.note_heartbeat(message):
             self._losses[LossCause.SESSION_LOST] += 1
             self._listener.on_worker_lost(self.name, loss)
         if self._session.number is None:
             return None  # the worker has opened no session
-        if self._wants_kv_events and self._session.number != former:
-            self._send_command(self._session.subscribe_kv_events())
         was_draining = self.status is not None and self.status.state is WorkerState.DRAINING
         self.status = message.status
         self.first_sign.set()

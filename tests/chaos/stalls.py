@@ -180,7 +180,7 @@ async def measure(
 
 def losses_of(cluster: FragileCluster) -> int:
     """How many workers the gateway has taken for lost."""
-    return cluster.gateway._driver.workers.losses.total()
+    return cluster.gateway.workers.losses.total()
 
 
 def figures(stalls: list[Stall]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def figures(stalls: list[Stall]) -> dict[str, Any]:
 
 async def _until_healed(cluster: FragileCluster) -> None:
     async with asyncio.timeout(HEAL_TIMEOUT_S):
-        while cluster.gateway.num_ready < len(cluster.workers):
+        while len(cluster.gateway.workers.statuses) < len(cluster.workers):
             await asyncio.sleep(0.05)
 
 

@@ -51,7 +51,7 @@ def test_c44_c51_c52_c54_no_fault_of_a_worker_costs_a_token_or_a_block(
                 assert tally.num_right + tally.errors.total() == tally.num_started >= NUM_TRANSFERS
                 # Nearly all find another pair, on a quiet machine; on a busy one more workers seem dead than are.
                 assert tally.num_right > 0.5 * tally.num_started, f"{fault} {role}: {tally.errors}"
-            losses = cluster.gateway._driver.workers.losses
+            losses = cluster.gateway.workers.losses
             assert losses[LossCause.HUNG] >= sum(fault == "hang" for fault, _ in ROWS)
             assert await maps_of_the_dead(cluster, LETTING_GO_S) == []
             assert list(complaints(cluster)) == []

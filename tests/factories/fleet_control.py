@@ -28,7 +28,7 @@ from baton.messages.control import (
     WaitRolloutStep,
 )
 from baton.worker import WorkerRole
-from gateway.workers.worker_view import in_order
+from gateway.workers.fleet_view import in_order
 
 R = TypeVar("R")
 

@@ -117,8 +117,8 @@ class FragileCluster:
         warm = await asyncio.gather(*[self.warm_up() for _ in self._roles])
         self.workers = dict(zip(self._roles, warm, strict=True))
         for endpoint in [await self._begin(worker, name) for name, worker in self.workers.items()]:
-            self.gateway.add_worker(endpoint)
-        await asyncio.gather(*[self.gateway.wait_for_worker(name) for name in self._roles])
+            self.gateway.workers.add_worker(endpoint)
+        await asyncio.gather(*[self.gateway.workers.wait_for_worker(name) for name in self._roles])
 
     async def warm_up(self) -> FragileWorker:
         """A process that has imported everything and waits for its command."""
@@ -144,8 +144,8 @@ class FragileCluster:
         worker = self._spares.pop() if self._spares else await self.warm_up()
         endpoint = await self._begin(worker, name, ports)
         self.workers[name] = worker
-        self.gateway.add_worker(endpoint)
-        await self.gateway.wait_for_worker(name)
+        self.gateway.workers.add_worker(endpoint)
+        await self.gateway.workers.wait_for_worker(name)
 
     async def descriptions(self) -> dict[str, dict[str, Any]]:
         """The state of every live worker, as the worker itself reports it."""

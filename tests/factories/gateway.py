@@ -246,10 +246,10 @@ async def gateway_with(
     try:
         await gateway.start()
         for worker in workers.values():
-            gateway.add_worker(worker.endpoint)
+            gateway.workers.add_worker(worker.endpoint)
         async with GatewayClient(f"127.0.0.1:{gateway.grpc_port}", credentials=credentials) as client:
             under_test = GatewayUnderTest(gateway, client, workers)
-            await under_test.until(lambda: gateway.num_ready == len(workers))
+            await under_test.until(lambda: len(gateway.workers.statuses) == len(workers))
             yield under_test
             assert gateway.report().num_in_flight == 0
     finally:

@@ -10,7 +10,7 @@ from baton.errors import ClusterError, FleetError
 from baton.fleet import NodeDescription, ReplicaState, RolloutStep
 from baton.worker import WorkerRole
 from gateway import GatewayError
-from gateway.workers.controller_view import TIMEOUT_S
+from gateway.workers.fleet_view import TIMEOUT_S
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import gateway_with, silent
 
@@ -108,7 +108,7 @@ async def test_a_worker_that_fell_silent_is_dead_unless_its_controller_knows_mor
     control = FakeFleetControl(fleet_of(replica("w0", state=state)))
     async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
         under_test.workers.pop("w0").stop()
-        await under_test.until(lambda: under_test.gateway.num_ready == 0)
+        await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 0)
         (worker,) = (await under_test.client.describe())["workers"]
     assert worker["state"] == shown
 

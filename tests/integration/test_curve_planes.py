@@ -254,8 +254,8 @@ async def join(gateway_keys: Keys, address: str, meanwhile: Callable[[], None] =
     losses = Losses()
     fleet = WorkerConnections(NETWORK, gateway_keys, losses)
     try:
-        fleet.add(endpoint_at(address))
-        waiting = asyncio.create_task(fleet.wait_for("p0"))
+        fleet.add_worker(endpoint_at(address))
+        waiting = asyncio.create_task(fleet.wait_for_worker("p0"))
         await asyncio.to_thread(meanwhile)
         await asyncio.wait_for(waiting, TIMEOUT_S)
         assert losses.names == {"p0"}

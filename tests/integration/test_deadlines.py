@@ -22,7 +22,7 @@ def slow(request: EngineRequest) -> list[RequestOutput]:
 
 
 def load_reported_by(under_test: GatewayUnderTest) -> WorkerLoad | None:
-    client = under_test.gateway._driver.workers.client("d0")
+    client = under_test.gateway.workers.client("d0")
     return client.status.load if client is not None and client.status is not None else None
 
 

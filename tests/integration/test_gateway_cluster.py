@@ -65,7 +65,7 @@ def test_a_snapshot_holds_what_workers_and_their_controller_say(folder: Path) ->
                 KVPeerCounts(TransferRole.PRODUCER, "w0", "tcp", *counts),
             )
             await story(under_test)
-            client = under_test.gateway._driver.workers.client("w1")
+            client = under_test.gateway.workers.client("w1")
             assert client is not None
             await under_test.until(lambda: client.status is not None and client.status.requests.running == 4)
             async with client_of(under_test) as http:

@@ -44,7 +44,7 @@ async def one_worker() -> AsyncIterator[tuple[WorkerConnections, ScriptedWorker,
     worker, listener = ScriptedWorker("w0", WorkerRole.DECODE, silent), Listener()
     fleet = WorkerConnections(NETWORK, KEYS.request, listener)
     try:
-        fleet.add(worker.endpoint)
+        fleet.add_worker(worker.endpoint)
         await until(listener, WorkerState.READY)
         yield fleet, worker, listener
     finally:
@@ -65,12 +65,12 @@ def nowhere() -> WorkerEndpoint:
 
 async def test_a_worker_that_is_replaced_in_the_moment_it_came_leaves_nothing_open() -> None:
     fleet = WorkerConnections(NETWORK, KEYS.request, Listener())
-    fleet.add(nowhere())
+    fleet.add_worker(nowhere())
     first = fleet.client("w0")
     assert first is not None
-    fleet.add(nowhere())
+    fleet.add_worker(nowhere())
     await asyncio.wait_for(first.first_sign.wait(), 60)
-    fleet.remove("w0", "the test says so")
+    fleet.remove_worker("w0", "the test says so")
     assert first._socket.closed, "an open socket would keep the context from ending"
     await fleet.stop()
 
@@ -80,7 +80,7 @@ async def test_the_connection_to_a_replaced_worker_cannot_take_the_place_of_the_
     fleet = WorkerConnections(NETWORK, KEYS.request, Listener())
     identities = []
     for _ in range(2):
-        fleet.add(nowhere())
+        fleet.add_worker(nowhere())
         client = fleet.client("w0")
         assert client is not None
         identities.append(client._socket.getsockopt(zmq.IDENTITY))
@@ -92,7 +92,7 @@ async def test_a_connection_that_ends_with_an_error_of_ours_is_a_loss() -> None:
     worker, listener = ScriptedWorker("w0", WorkerRole.DECODE, silent), Listener(ValueError("choked"))
     fleet = WorkerConnections(NETWORK, KEYS.request, listener)
     try:
-        fleet.add(worker.endpoint)
+        fleet.add_worker(worker.endpoint)
         name, reason = await asyncio.wait_for(listener.losses.get(), 60)
         assert (name, reason) == ("w0", "the connection failed: choked")
         assert fleet.client("w0") is None
@@ -105,7 +105,7 @@ async def test_a_death_that_the_controller_reports_first_is_one_loss() -> None:
     async with one_worker() as (fleet, _, listener):
         client = fleet.client("w0")
         assert client is not None
-        fleet.died("w0", "its process died")
+        fleet.worker_died("w0", "its process died")
         client._note_disconnection("and its port refuses another one")  # before its task has ended
         assert listener.losses.get_nowait() == ("w0", "its process died")
         assert listener.losses.empty()
@@ -117,7 +117,7 @@ async def test_a_death_that_the_controller_reports_last_is_one_loss() -> None:
         worker.stop()
         _, reason = await asyncio.wait_for(listener.losses.get(), 60)
         assert reason.startswith("its connection broke")
-        fleet.died("w0", "its process died")
+        fleet.worker_died("w0", "its process died")
         assert fleet.losses == {LossCause.DISCONNECTED: 1}
         assert fleet.client("w0") is None
 
@@ -135,6 +135,6 @@ async def test_only_an_end_without_a_drain_is_a_loss(is_planned: bool) -> None:
 
 async def test_a_worker_that_leaves_the_fleet_is_no_loss() -> None:
     async with one_worker() as (fleet, _, listener):
-        fleet.remove("w0", "it left the fleet")
+        fleet.remove_worker("w0", "it left the fleet")
         assert listener.losses.get_nowait() == ("w0", "it left the fleet")
         assert fleet.losses == {}

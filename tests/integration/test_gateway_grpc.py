@@ -127,8 +127,8 @@ async def test_c52_a_lost_decode_worker_is_replaced_and_the_stream_goes_on(folde
             stream = under_test.client.generate(text="Hello")
             first = await anext(stream)
             tokens, completion = list(first.token_ids), first.completion
-            if "d0" in {client.name for client in under_test.gateway._driver.workers.clients}:
-                under_test.gateway.remove_worker("d0", "killed by the test")
+            if "d0" in {client.name for client in under_test.gateway.workers.clients}:
+                under_test.gateway.workers.remove_worker("d0", "killed by the test")
             async for event in stream:
                 tokens += event.token_ids
                 completion = event.completion or completion
@@ -190,7 +190,7 @@ async def test_c42_a_worker_that_falls_silent_is_lost(folder: Path) -> None:
         await under_test.workers["d0"].next_request()
         under_test.workers.pop("d0").stop()
         assert (await call).code == "UNAVAILABLE"
-        assert under_test.gateway.num_ready == 0
+        assert len(under_test.gateway.workers.statuses) == 0
         description = await under_test.client.describe()
         assert [worker["state"] for worker in description["workers"]] == ["dead"]
 
@@ -199,7 +199,7 @@ async def test_a_gateway_that_stood_still_does_not_take_its_workers_for_dead(fol
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, network=IMPATIENT) as under_test:
         time.sleep(1.5 * IMPATIENT.peer_timeout_s)  # noqa: ASYNC251 - as after SIGSTOP
         await asyncio.sleep(2 * IMPATIENT.heartbeat_interval_s)
-        assert under_test.gateway.num_ready == 1
+        assert len(under_test.gateway.workers.statuses) == 1
         assert (await ask(under_test))[-1].completion is not None
 
 
@@ -217,7 +217,7 @@ async def test_a_worker_that_is_reachable_again_gets_requests_again_without_its_
         worker.goes_on.set()
         # The gateway sent an abort, or the worker itself missed the gateway's signs of life.
         assert (await worker.next_abort()).startswith((request.request_id, "client"))
-        await under_test.until(lambda: under_test.gateway.num_ready == 1)
+        await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 1)
         call = asyncio.create_task(refusal(under_test, request_id="again"))
         while not isinstance(await asyncio.to_thread(worker.received.get, True, 10), EngineRequest):
             continue

@@ -163,8 +163,9 @@ async def test_calls_that_there_are_not_are_counted_together(folder: Path) -> No
         async with grpc.aio.insecure_channel(under_test.grpc_target) as typed_channel:
             channel: Any = typed_channel
             for name in ("/baton.v1.GenerationService/Sing", "/some.Other/Call"):
-                with pytest.raises(grpc.aio.AioRpcError, match="Method not found!"):
-                    await channel.unary_unary(name)(b"")
+                with pytest.raises(grpc.aio.AioRpcError, match="Method not found!") as raised:
+                    await channel.unary_unary(name)(b"", metadata=(("x-request-id", "mine"),))
+                assert dict(raised.value.trailing_metadata())["x-request-id"] == "mine"
         now = await scrape(under_test)
         assert now("grpc_calls_total", method="(other)", code="UNIMPLEMENTED") == 2
 

@@ -78,7 +78,7 @@ async def lose(under_test: GatewayUnderTest, worker: str, call: "asyncio.Task[li
     request = await under_test.workers[worker].next_request()
     await begun(call).wait()
     assert not call.done()
-    under_test.gateway.remove_worker(worker, "killed by the test")
+    under_test.gateway.workers.remove_worker(worker, "killed by the test")
     return request
 
 
@@ -90,7 +90,7 @@ async def counters(under_test: GatewayUnderTest) -> dict[str, int]:
 def add(under_test: GatewayUnderTest, name: str, script: Script) -> ScriptedWorker:
     """A decode worker that joins; the gateway's factory stops it."""
     worker = under_test.workers[name] = ScriptedWorker(name, WorkerRole.DECODE, script)
-    under_test.gateway.add_worker(worker.endpoint)
+    under_test.gateway.workers.add_worker(worker.endpoint)
     return worker
 
 
@@ -128,7 +128,7 @@ def test_c52_a_process_that_is_gone_is_noticed_long_before_its_silence_is(folder
             call = asyncio.create_task(ask(under_test))
             await under_test.workers["w0"].next_request()
             w1 = add(under_test, "w1", answering(ANSWER))
-            await under_test.until(lambda: under_test.gateway.num_ready == 2)
+            await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 2)
             gone_at = time.monotonic()
             under_test.workers.pop("w0").stop()
             await w1.next_request()
@@ -196,7 +196,7 @@ def test_c52_late_outputs_of_a_lost_worker_reach_no_client(folder: Path) -> None
             call = asyncio.create_task(ask(under_test))
             late = await under_test.workers["w0"].next_request()
             w1 = add(under_test, "w1", silent)
-            await under_test.until(lambda: under_test.gateway.num_ready == 2)
+            await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 2)
             under_test.workers["w0"].say(late, [failure_of(late, ErrorKind.GIVEN_BACK, "no blocks")])
             request = await w1.next_request()
             assert request.output_token_ids == tuple(ANSWER[:1])
@@ -259,8 +259,8 @@ def test_c51_a_request_that_kills_its_workers_ends(folder: Path) -> None:
                 if w0.received.empty():
                     await asyncio.sleep(0.01)
                 elif isinstance(w0.received.get(), EngineRequest):
-                    under_test.gateway.remove_worker("w0", "killed by the test")
-                    under_test.gateway.add_worker(w0.endpoint)
+                    under_test.gateway.workers.remove_worker("w0", "killed by the test")
+                    under_test.gateway.workers.add_worker(w0.endpoint)
             with pytest.raises(GatewayError, match="5 workers ended one after another"):
                 await call
 
@@ -274,8 +274,8 @@ def test_c51_a_new_connection_to_a_worker_ends_what_it_did_over_the_former_one(f
         async with gateway_with(folder, {}, {"w0": silent}) as under_test:
             w0, call = under_test.workers["w0"], asyncio.create_task(ask(under_test))
             await w0.next_request()
-            under_test.gateway.remove_worker("w0", "the test says so")
-            under_test.gateway.add_worker(w0.endpoint)
+            under_test.gateway.workers.remove_worker("w0", "the test says so")
+            under_test.gateway.workers.add_worker(w0.endpoint)
             assert (await w0.next_abort()).startswith("client")
             again = await w0.next_request()
             w0.say(again, outputs_of(again, ANSWER))
@@ -324,7 +324,7 @@ def test_c52_a_decode_worker_that_samples_another_token_than_was_delivered_does_
             request = await under_test.workers["w1"].next_request()
             await under_test.workers["w0"].next_request()
             await begun(call).wait()
-            under_test.gateway.remove_worker("w0", "killed by the test")
+            under_test.gateway.workers.remove_worker("w0", "killed by the test")
             under_test.workers["w1"].say(request, outputs_of(request, [ANSWER[0] + 1, 9, 9], finish=None))
             assert await under_test.workers["w1"].next_abort() == request.request_id
             second = await under_test.workers["w1"].next_request()
@@ -366,10 +366,10 @@ def test_c34_whom_a_leaving_prefill_worker_did_not_even_refuse_goes_on_elsewhere
             await w1.next_request()
             await w0.next_request()
             w0.state = WorkerState.DRAINING
-            client = under_test.gateway._driver.workers.client("w0")
+            client = under_test.gateway.workers.client("w0")
             assert client is not None
             await under_test.until(lambda: client.status is not None and client.status.state is w0.state)
-            under_test.gateway.remove_worker("w0", "its process has ended")
+            under_test.gateway.workers.remove_worker("w0", "its process has ended")
             assert await w1.next_abort()
             again = await w1.next_request()
             w1.say(again, outputs_of(again, ANSWER))

@@ -72,9 +72,9 @@ async def fleet(
             path = write_config(str(tmp_path / name), CONFIG, model)
             workers[name] = WorkerProcess(path, SECRET, WorkerRole.DECODE, name)
         for worker in workers.values():
-            gateway.add_worker(await asyncio.to_thread(worker.wait_until_ready))
+            gateway.workers.add_worker(await asyncio.to_thread(worker.wait_until_ready))
         for name in workers:
-            await gateway.wait_for_worker(name)
+            await gateway.workers.wait_for_worker(name)
         async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=60) as client:
             yield client, workers
     finally:

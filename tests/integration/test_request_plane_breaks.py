@@ -50,8 +50,8 @@ async def worker_behind_a_line(
             breakable_line(d0.endpoint.request_address) as line,
             gateway_with(folder, {}, {}, routing_policy="round_robin") as under_test,
         ):
-            under_test.gateway.add_worker(replace(d0.endpoint, request_address=line.address))
-            await under_test.until(lambda: under_test.gateway.num_ready == 1)
+            under_test.gateway.workers.add_worker(replace(d0.endpoint, request_address=line.address))
+            await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 1)
             yield under_test, d0, line
     finally:
         d0.stop()
@@ -65,8 +65,8 @@ async def tokens_of(under_test: GatewayUnderTest) -> list[int]:
 async def add_healthy_worker(under_test: GatewayUnderTest) -> ScriptedWorker:
     d1 = ScriptedWorker("d1", WorkerRole.DECODE, answering(ANSWER))
     under_test.workers["d1"] = d1  # the gateway's factory stops it
-    under_test.gateway.add_worker(d1.endpoint)
-    await under_test.until(lambda: under_test.gateway.num_ready == 2)
+    under_test.gateway.workers.add_worker(d1.endpoint)
+    await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 2)
     return d1
 
 
@@ -121,7 +121,7 @@ async def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest
         assert not any(isinstance(item, EngineRequest) for item in received), (
             "the command should have been lost"
         )
-        assert under_test.gateway._driver.workers.losses == {LossCause.SESSION_LOST: 1}
+        assert under_test.gateway.workers.losses == {LossCause.SESSION_LOST: 1}
     assert "lost the requests on worker d0" in caplog.text
     assert "silent for" not in caplog.text
 
@@ -148,7 +148,7 @@ async def test_c42_a_killed_worker_is_lost_when_its_port_refuses(
     network = NETWORK.model_copy(update={"reconnect_grace_s": 600.0})
     async with gateway_with(folder, {}, {"d0": silent}, network=network) as under_test:
         under_test.workers.pop("d0").stop()
-        await under_test.until(lambda: under_test.gateway.num_ready == 0)
+        await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 0)
     assert "its connection broke, and its port refuses another one" in caplog.text
 
 
@@ -157,7 +157,7 @@ async def test_c42_a_worker_that_was_never_silent_for_long_is_lost_early(
 ) -> None:
     network = NETWORK.model_copy(update={"peer_timeout_s": 10.0})
     async with gateway_with(folder, {}, {"d0": silent}, network=network) as under_test:
-        [client] = under_test.gateway._driver.workers.clients
+        [client] = under_test.gateway.workers.clients
         client._timeout._heard_since = -1e6  # it is known for long
         under_test.workers["d0"].goes_on.clear()
         await under_test.until(lambda: client.is_silent)
@@ -172,13 +172,13 @@ async def test_a_worker_is_not_silent_while_its_outputs_wait_for_a_turn(folder: 
     """Its heartbeats wait behind them."""
     network = NETWORK.model_copy(update={"peer_timeout_s": 1.0})
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, network=network) as under_test:
-        [client] = under_test.gateway._driver.workers.clients
+        [client] = under_test.gateway.workers.clients
         async with client._turns:
             tokens = asyncio.create_task(tokens_of(under_test))
             await under_test.until(lambda: bool(client._turns._lock._waiters))
             await asyncio.sleep(1.5)
         assert await tokens == ANSWER
-        assert not under_test.gateway._driver.workers.losses
+        assert not under_test.gateway.workers.losses
 
 
 def is_in_session(client: WorkerClient, number: int) -> bool:
@@ -187,10 +187,12 @@ def is_in_session(client: WorkerClient, number: int) -> bool:
 
 async def test_after_a_break_the_worker_serves_again(folder: Path) -> None:
     async with worker_behind_a_line(folder) as (under_test, d0, line):
-        client = under_test.gateway._driver.workers.client("d0")
+        client, router = under_test.gateway.workers.client("d0"), under_test.gateway._driver.router
         assert client is not None
         for number in (1, 2, 3):
             await under_test.until(partial(is_in_session, client, number))
+            # The loss of a session made the router forget the listing.
+            await under_test.until(lambda: not router.lacks_kv_account("d0"))
             tokens = asyncio.create_task(tokens_of(under_test))
             request = await d0.next_request()
             d0.say(request, the_rest(request))

@@ -59,7 +59,7 @@ async def until_queued(under_test: GatewayUnderTest, num_queued: int) -> None:
 
 def add(under_test: GatewayUnderTest, name: str, script: Script) -> ScriptedWorker:
     worker = under_test.workers[name] = ScriptedWorker(name, WorkerRole.DECODE, script)
-    under_test.gateway.add_worker(worker.endpoint)
+    under_test.gateway.workers.add_worker(worker.endpoint)
     return worker
 
 
@@ -97,7 +97,8 @@ async def test_requests_that_ran_already_come_before_new_ones(folder: Path) -> N
         await under_test.workers["w0"].next_request()
         calls.append(ask(under_test, "new"))
         await until_queued(under_test, 1)
-        under_test.gateway.remove_worker("w0", "killed by the test")
+        await under_test.until(lambda: under_test.gateway.report().num_first_tokens == 1)
+        under_test.gateway.workers.remove_worker("w0", "killed by the test")
         await until_queued(under_test, 2)
         w1 = add(under_test, "w1", silent)
         order = []
@@ -196,7 +197,7 @@ async def test_a_request_aborted_as_its_worker_is_lost_does_not_wait_for_another
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         call = ask(under_test, "a")
         await under_test.workers["w0"].next_request()
-        under_test.gateway.remove_worker("w0", "killed by the test")
+        under_test.gateway.workers.remove_worker("w0", "killed by the test")
         assert under_test.gateway._driver.abort("a", ANYBODY)
         assert (await asyncio.wait_for(refusal(call), 60)).code == "ABORTED"
         assert await counted(under_test) == (0, 0)

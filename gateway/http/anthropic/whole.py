@@ -8,7 +8,7 @@ from io import StringIO
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from gateway.choices import CallIds
+from gateway.call_ids import CallIds
 from gateway.http.anthropic.answers import Stop, Usage
 from gateway.http.anthropic.call_input import input_pieces
 from gateway.http.anthropic.content import BlockGrows, BlockKind, BlockOpens, BlockStep

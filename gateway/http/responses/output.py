@@ -10,7 +10,7 @@ from io import StringIO
 from typing import Literal
 
 from baton.request import TokenLogprobs
-from gateway.choices import CallIds
+from gateway.call_ids import CallIds
 from gateway.conversation import AnswerEvent, ArgumentsDelta, CallBegins, CallEnds, Reasoning, Text
 from gateway.http.openai.logprobs import ChatTokens, LogprobColumns
 from gateway.http.whole_json import json_string, string_pieces

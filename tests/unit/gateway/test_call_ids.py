@@ -1,4 +1,4 @@
-from gateway.call_ids import MAX_PARENT_CHARACTERS, TraceContext, trace_context_from
+from gateway.call_ids import MAX_PARENT_CHARACTERS, CallIds, TraceContext, trace_context_from
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -27,3 +27,10 @@ def test_a_state_that_is_too_long_loses_its_large_members_first_and_then_the_las
 
 def test_more_members_than_there_may_be_are_no_state() -> None:
     assert trace_context_from([PARENT], ["a=1," * 33]) == TraceContext(PARENT, "")
+
+
+def test_ids_of_calls_stay_the_same_within_an_answer_and_differ_between_answers() -> None:
+    one, other = CallIds(), CallIds()
+    assert [one.of(0), one.of(1)] == [one.of(0), one.of(1)]
+    assert len({ids.of(index) for ids in (one, other) for index in range(10)}) == 20
+    assert one.of(0, "toolu_") == "toolu_" + one.of(0).removeprefix("call_")

@@ -5,7 +5,7 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
-from gateway.choices import MAX_VALUES, PORTION_TOKENS, CallIds, check_whole_answer, in_turns
+from gateway.choices import MAX_VALUES, PORTION_TOKENS, check_whole_answer, in_turns
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import TextStream
 from gateway.turn_budget import TURN_S
@@ -57,13 +57,6 @@ def test_answers_to_prompts_of_many_lengths_are_added_up() -> None:
     check_whole_answer(asked(1, MAX_VALUES - 10) + asked(1, 10))
     with pytest.raises(InvalidRequest, match=f"this one may have {MAX_VALUES + 1}: "):
         check_whole_answer(asked(1, MAX_VALUES - 10) + asked(1, 11))
-
-
-def test_ids_of_calls_stay_the_same_within_an_answer_and_differ_between_answers() -> None:
-    one, other = CallIds(), CallIds()
-    assert [one.of(0), one.of(1)] == [one.of(0), one.of(1)]
-    assert len({ids.of(index) for ids in (one, other) for index in range(10)}) == 20
-    assert one.of(0, "toolu_") == "toolu_" + one.of(0).removeprefix("call_")
 
 
 def test_a_long_delta_is_collected_in_portions_and_others_run_in_between() -> None:

@@ -6,8 +6,7 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.v1 import generation_service_pb2 as pb
-from gateway.choices import CallIds
-from gateway.client_chats import answer_event_of, chat_of
+from gateway.call_ids import CallIds
 from gateway.conversation import (
     AnswerEvent,
     ArgumentsDelta,
@@ -23,7 +22,13 @@ from gateway.conversation import (
     ToolChoice,
     ToolUse,
 )
-from gateway.grpc.chat_convert import conversation_from, event_to_message, wants_events
+from gateway.grpc.chat_convert import (
+    conversation_from,
+    conversation_to_message,
+    event_from,
+    event_to_message,
+    wants_events,
+)
 
 USER = pb.Chat.Message(role="user", content="hi")
 ASKS = pb.Chat.Message(role="assistant", tool_calls=[pb.ToolCall(id="a", name="f", arguments="{}")])
@@ -49,7 +54,7 @@ WHOLE = Conversation(
 
 
 def test_a_conversation_arrives_as_it_was_sent() -> None:
-    assert conversation_from(chat_of(WHOLE)) == WHOLE
+    assert conversation_from(conversation_to_message(WHOLE)) == WHOLE
 
 
 def test_unset_fields_take_their_defaults() -> None:
@@ -65,13 +70,13 @@ def test_unset_fields_take_their_defaults() -> None:
 def test_events_arrive_as_they_were_sent(event: AnswerEvent) -> None:
     call_ids = CallIds()
     message = event_to_message(call_ids, event)
-    assert answer_event_of(message) == event
+    assert event_from(message) == event
     if isinstance(event, CallBegins):
         assert message.call_begins.id == call_ids.of(1)
 
 
 def test_an_event_of_a_later_release_is_none() -> None:
-    assert answer_event_of(pb.AnswerEvent()) is None
+    assert event_from(pb.AnswerEvent()) is None
 
 
 def test_who_gets_events() -> None:

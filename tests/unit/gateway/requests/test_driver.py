@@ -1,4 +1,5 @@
-"""UnreadAnswer: deltas that wait for their reader are merged, in order and bounded."""
+"""UnreadAnswer: deltas that wait for their reader are merged, in order and bounded. RequestDriver: what it leaves
+behind, and which commands it sends."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -8,11 +9,15 @@ import pytest
 from baton.clock import SystemClock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.errors import GatewayStopping, SlowReader, WorkerUnavailable
+from baton.kv import WorkerRef
+from baton.messages.request_plane import Heartbeat, KVEvents, SessionCommand, SubscribeKVEvents
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
+from baton.worker import KVBlockCounts, RequestCounts, WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from gateway.requests.driver import RequestDriver, UnreadAnswer
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.routing.placement import RouteQuery
+from gateway.workers.worker_client import WorkerClient
 from simulator.driver import SilentText
 
 
@@ -115,5 +120,30 @@ async def test_a_stopping_driver_ends_open_requests_and_refuses_new_ones() -> No
                 await answer
         assert driver.dispatcher.num_queued == 0
         assert driver.dispatcher.tally.counters["rejected"] == 1
+    finally:
+        await driver.stop()
+
+
+async def test_each_session_with_a_worker_gets_one_subscription_for_kv_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = NetworkConfig(security="none")
+    driver = RequestDriver(GatewayConfig(), network, None, b"key", "retry", SystemClock())
+    sent: list[SessionCommand] = []
+    monkeypatch.setattr(WorkerClient, "_send_command", lambda _, command: sent.append(command))
+    ref = WorkerRef("d0", "d0-life", ("tcp://127.0.0.1:1",), 16)
+    counts = KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0)
+    status = WorkerStatus(ref, WorkerRole.DECODE, WorkerState.READY, *counts, {})
+    try:
+        driver.workers.add_worker(WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:1", "here", 1))
+        client = driver.workers.client("d0")
+        assert client is not None
+        for session in (1, 2, 3):  # a new session means that the former one is lost
+            client._take_heartbeat(Heartbeat(status, session, 0))
+            assert sent == [SubscribeKVEvents(session)], "not in the former session, and not twice"
+            sent.clear()
+            driver.on_kv_events("d0", KVEvents(0, True, b"", b""))
+            client._take_heartbeat(Heartbeat(status, session, 0))
+            assert not sent, "the listing has arrived"
     finally:
         await driver.stop()

@@ -26,30 +26,6 @@ def test_values_older_than_the_window_do_not_count() -> None:
     assert window.latencies(10.0, now=100.0).ttft_s == (0.0, 0.0)
 
 
-def test_the_first_token_counts_from_the_arrival_and_the_others_from_the_one_before() -> None:
-    window = LatencyWindow()
-    stream = window.stream(arrived_at=10.0)
-    stream.tokens(0, 1, now=12.0)
-    for position in range(1, 100):
-        stream.tokens(position, 1, now=12.0 + position * 0.05)
-    seen = window.latencies(60.0, now=17.0)
-    assert seen.ttft_s == pytest.approx((2.0, 2.0), rel=0.02)
-    assert seen.itl_s == pytest.approx((0.05, 0.05), rel=0.02)
-
-
-def test_a_position_that_came_before_counts_no_more() -> None:
-    window = LatencyWindow()
-    stream = window.stream(arrived_at=0.0)
-    stream.tokens(0, 1, now=1.0)
-    stream.tokens(0, 1, now=5.0)  # token 0 again, by the decode worker
-    stream.tokens(
-        0, 3, now=8.0
-    )  # another attempt repeats it, and adds two: one waited for, one along with it
-    seen = window.latencies(60.0, now=9.0)
-    assert seen.ttft_s == pytest.approx((1.0, 1.0), rel=0.02)
-    assert seen.itl_s == pytest.approx((0.0, 7.0), rel=0.02)
-
-
 def test_finished_requests_of_the_window_are_counted() -> None:
     window = LatencyWindow()
     for now in (1.0, 2.0, 50.0):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.config import GatewayConfig
 from baton.kv import TransferRole
 from baton.request import FinishReason, RequestOutput, StageTimes, TokenLogprobs
 from baton.sampling import SamplingParams
@@ -15,8 +16,8 @@ from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.request_state import RequestState
 from gateway.requests.retry import RetryState
 from gateway.routing.placement import Mode, Placement
+from gateway.routing.router import Router
 from gateway.text import TextStream
-from gateway.workers.worker_list import WorkerList
 from tests.factories.models import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -25,7 +26,7 @@ TEXT = "The cache is the baton"
 TOKENS = TOKENIZER.encode(TEXT).ids
 
 
-def make_state(**sampling: object) -> RequestState:
+def make_state(window: LatencyWindow | None = None, **sampling: object) -> RequestState:
     """It was placed when it arrived."""
     params = SamplingParams(max_tokens=100, **sampling)  # type: ignore[arg-type]
     request = GatewayRequest(
@@ -34,8 +35,8 @@ def make_state(**sampling: object) -> RequestState:
         sampling_params=params,
         text=TextStream(TOKENIZER, params.stop, params.min_tokens, True),
     )
-    retry = RetryState(request, WorkerList(), "retry", 10.0)
-    state = RequestState(request, retry, LatencyWindow().stream(10.0), arrived_at=10.0)
+    retry = RetryState(request, Router(GatewayConfig(), b""), "retry", 10.0)
+    state = RequestState(request, retry, window or LatencyWindow(), arrived_at=10.0)
     begin(state, PLACEMENT, 10.0)
     return state
 
@@ -79,6 +80,19 @@ def test_c51_reordered_and_doubled_outputs_give_every_token_once_in_order(seed: 
     assert [token_id for delta in deltas for token_id in delta.token_ids] == TOKENS
     assert "".join(delta.text for delta in deltas) == TEXT
     assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+def test_each_token_counts_once_when_the_client_gets_it() -> None:
+    window = LatencyWindow()
+    state = make_state(window, stop=("cache",))
+    first, second, *others = TOKENS
+    collect(state, [("p0", output(0, first)), ("d0", output(0, first)), ("d0", output(2, *others))])
+    assert window.num_tokens == 1, "token 1 is missing, and token 0 came twice"
+    (delta,) = collect(state, [("d0", output(1, second))])
+    assert delta.finish is not None
+    assert window.num_tokens == delta.finish.num_completion_tokens < len(TOKENS), (
+        "none behind the stop string"
+    )
 
 
 def test_token_0_does_not_wait_for_the_hand_over() -> None:

@@ -13,16 +13,15 @@ from gateway.requests.request import GatewayRequest
 from gateway.requests.retry import MAX_ATTEMPTS, MAX_FAILURES, MAX_LOSSES, LoadFailurePolicy, RetryState
 from gateway.routing.placement import Mode, NoRoom
 from gateway.routing.router import Router
-from gateway.workers.worker_list import WorkerList
 from simulator.driver import SilentText
 
 
 class Fleet:
-    """A router and a worker list with the same heartbeats."""
+    """The workers of a router, which hears their heartbeats."""
 
     def __init__(self, *names: str) -> None:
         config = GatewayConfig(routing_policy="round_robin", routing_mode="disaggregated")
-        self.workers, self.router = WorkerList(), Router(config, b"")
+        self.router = Router(config, b"")
         for name in names:
             self.hear(name)
 
@@ -31,11 +30,9 @@ class Fleet:
         role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
         ref = WorkerRef(name, f"{name}-{life}", ("tcp://here:1",), 16)
         status = WorkerStatus(ref, role, state, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
-        self.workers.update(status)
         self.router.on_status(status)
 
     def lose(self, name: str) -> None:
-        self.workers.remove(name)
         self.router.on_worker_lost(name)
 
 
@@ -51,11 +48,11 @@ class Trip:
             text=SilentText(),
             mode=mode,
         )
-        self.retry = RetryState(request, fleet.workers, policy, 0.0)
+        self.retry = RetryState(request, fleet.router, policy, 0.0)
         self.num_tokens = 0
 
     def begin(self, now: float = 0.0) -> Attempt:
-        placement = self.retry.route(self.fleet.router, (7,) * self.num_tokens)
+        placement = self.retry.route((7,) * self.num_tokens)
         if isinstance(placement, RequestError):
             raise placement
         return self.retry.begin(placement, "id", self.num_tokens, now)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.request import StageTimes
-from gateway.requests.timing import FirstTokenClock, TtftParts, split_handover
+from gateway.requests.latency_window import LatencyWindow
+from gateway.requests.timing import FirstTokenClock, RequestTimes, TtftParts, split_handover
 from gateway.routing.placement import Mode, Placement
 
 PAIR = Placement(Mode.DISAGGREGATED, "p0", "d0")
@@ -96,3 +97,26 @@ def test_without_a_prefill_workers_report_the_rest_counts_as_transfer() -> None:
     decode = StageTimes(first_step_s=1.0)
     assert split_handover(5.0, decode, None).transfer_exposed_s == 4.0
     assert split_handover(5.0, decode, 3.0).gateway_s == 1.0
+
+
+def test_the_first_token_counts_from_the_arrival_and_the_others_from_the_one_before() -> None:
+    window = LatencyWindow()
+    times = RequestTimes(10.0, 0.0, window)
+    for number in range(100):
+        times.note_tokens("d0", 1, 12.0 + number * 0.05)
+    seen = window.latencies(60.0, now=17.0)
+    assert seen.ttft_s == pytest.approx((2.0, 2.0), rel=0.02)
+    assert seen.itl_s == pytest.approx((0.05, 0.05), rel=0.02)
+    assert window.num_tokens == 100
+
+
+def test_of_tokens_that_come_together_one_was_waited_for() -> None:
+    window = LatencyWindow()
+    times = RequestTimes(0.0, 0.0, window)
+    times.note_tokens("d0", 0, 0.5)
+    times.note_tokens("d0", 2, 1.0)
+    times.note_tokens("d1", 2, 8.0)
+    seen = window.latencies(60.0, now=9.0)
+    assert (seen.num_first_tokens, window.num_tokens) == (1, 4)
+    assert seen.ttft_s == pytest.approx((1.0, 1.0), rel=0.02)
+    assert seen.itl_s == pytest.approx((0.0, 7.0), rel=0.02)

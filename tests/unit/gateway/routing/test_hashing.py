@@ -9,7 +9,6 @@ from gateway.requests.request import GatewayRequest
 from gateway.requests.retry import RetryState
 from gateway.routing.placement import BlockHashes, Placement
 from gateway.routing.router import HASHED_AT_ONCE
-from gateway.workers.worker_list import WorkerList
 from simulator.driver import SilentText
 from tests.unit.gateway.routing.test_kv_aware import LONG, measured, pair_of, report_blocks
 
@@ -65,7 +64,7 @@ def test_a_retried_answers_tokens_are_not_taken_for_another_answers() -> None:
             text=SilentText(),
             block_hashes=shared,
         )
-        placement = RetryState(request, WorkerList(), "retry", 0.0).route(router, output)
+        placement = RetryState(request, router, "retry", 0.0).route(output)
         assert isinstance(placement, Placement)
         places.append((placement.prefill, placement.num_prefill_tokens))
     assert places == [("p0", 1), ("p1", 1)]

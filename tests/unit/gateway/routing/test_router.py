@@ -163,6 +163,19 @@ def test_a_worker_that_changes_its_role_gets_requests_of_the_new_one(policy: str
     assert "w0" not in {placement.prefill for placement in placements}
 
 
+def test_the_router_knows_which_workers_are_ready_and_which_drain() -> None:
+    router = router_of("least_loaded", DISAGGREGATED, *P, *D)
+    router.on_status(status("d0", state=WorkerState.DRAINING))
+    router.on_status(status("p0", state=WorkerState.DRAINING, role=WorkerRole.PREFILL))
+    router.on_worker_lost("p0")
+    names = ("p0", "p1", "d0", "d1", "nobody")
+    assert [name for name in names if router.ready_worker(name)] == ["p1", "d1"]
+    assert [router.num_ready(role) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)] == [1, 1]
+    assert [name for name in names if router.is_draining(name)] == ["d0"], "a lost worker drains no more"
+    prefill, decode = WorkerRole.PREFILL, WorkerRole.DECODE
+    assert [router.role_of(name) for name in names] == [None, prefill, decode, decode, None]
+
+
 def test_nothing_is_kept_of_a_lost_worker_once_its_requests_have_ended() -> None:
     router = router_of("kv_aware", DISAGGREGATED, P[0], D[0])
     placement = send(router, ask())

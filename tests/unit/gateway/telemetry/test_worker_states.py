@@ -48,7 +48,7 @@ def test_the_terminal_and_the_page_know_every_state() -> None:
 @pytest.mark.parametrize(
     ("path", "description"),
     [
-        ("gateway/workers/worker_view.py", r'state: str\n    """(.*?)"""'),
+        ("gateway/workers/fleet_view.py", r'state: str\n    """(.*?)"""'),
         ("gateway/telemetry/snapshot.py", r'state: str\n    """(.*?)"""'),
         ("protos/baton/v1/cluster_service.proto", r"((?:  //[^\n]*\n)+)  string state = 3;"),
     ],

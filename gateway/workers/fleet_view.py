@@ -1,12 +1,19 @@
-"""WorkerView: a worker in views of the fleet: its own report, combined with its controller's description."""
+"""What views of a fleet show: its controller's description, and each worker's own report combined with it."""
 
+import asyncio
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
-from baton.fleet import ReplicaDescription, ReplicaState
+from baton.errors import ClusterError, FleetError
+from baton.fleet import FleetDescription, NodeDescription, ReplicaDescription, ReplicaState
+from baton.messages.control import ControlApi, DescribeFleet
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 from gateway.workers.worker_client import WorkerClient
+
+TIMEOUT_S = 1.0
+"""A controller that answers later counts as away. Then views contain only what the gateway itself knows."""
 
 _WITHOUT_PROCESS = {
     ReplicaState.PLACING,
@@ -15,6 +22,36 @@ _WITHOUT_PROCESS = {
     ReplicaState.CRASH_LOOP,
 }
 """States that only the controller knows. To the gateway, such a worker is only silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerView:
+    """The answer of the fleet's controller to a gateway, or why there is no answer."""
+
+    state: Literal["none", "answering", "away"]
+    fleet: FleetDescription | None = None
+    failure: str = ""
+
+    @property
+    def replicas(self) -> tuple[ReplicaDescription, ...]:
+        return self.fleet.replicas if self.fleet else ()
+
+    @property
+    def nodes(self) -> tuple[NodeDescription, ...]:
+        return self.fleet.nodes if self.fleet else ()
+
+
+async def ask_controller(control: ControlApi | None) -> ControllerView:
+    """Asks the controller for the fleet's description. Returns within TIMEOUT_S."""
+    if control is None:
+        return ControllerView("none")
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            return ControllerView("answering", await control.call(DescribeFleet()))
+    except TimeoutError:
+        return ControllerView("away", failure=f"no answer within {TIMEOUT_S:g} s")
+    except (FleetError, ClusterError) as error:
+        return ControllerView("away", failure=str(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
