@@ -168,7 +168,9 @@ inline void store_normal(BFloat16 *to, Floats v) {
 }
 #endif
 
+// One instruction each; of a NaN and another number, the second argument.
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 
 // a x b + c, rounded once where the machine can. Said explicitly where two ways must give the same bits: what a compiler
 // makes of `a * b + c` depends on what is around it.
@@ -246,8 +248,8 @@ inline float largest_of(Floats v) {
 // 2 to the power of x, within two units of the last place: 0 below -126.5, infinity from 127.5 on. The polynomial is
 // that of Cephes' exp2f, for -0.5 to 0.5.
 inline Floats exp2(Floats x) {
-    x = x < all(-127.0f) ? all(-127.0f) : x;  // NaN stays
-    x = x > all(128.0f) ? all(128.0f) : x;
+    x = larger(all(-127.0f), x);  // NaN stays
+    x = smaller(all(128.0f), x);
     const Floats magic = all(0x1.8p23f);  // adding it rounds to an integer, which is then in the lowest bits
     const Floats shifted = x + magic, f = x - (shifted - magic);
     Floats p = all(1.535336188319500e-4f);
