@@ -258,9 +258,9 @@ def _drain(options: argparse.Namespace) -> int:
 def _drain_at_gateway(target: "Target", options: argparse.Namespace) -> int:
     if options.node is not None:
         return _drain_node(target, options, NetworkConfig())
-    from cli.commands import drain
+    from cli.commands import operators
 
-    return drain.run(target, options.worker, as_json=options.json)
+    return operators.drain(target, options.worker, as_json=options.json)
 
 
 def _drain_node(ask: "Target | str", options: argparse.Namespace, network: NetworkConfig) -> int:
@@ -271,21 +271,21 @@ def _drain_node(ask: "Target | str", options: argparse.Namespace, network: Netwo
 
 
 def _role(target: "Target", options: argparse.Namespace) -> int:
-    from cli.commands import role
+    from cli.commands import operators
 
-    return role.run(target, options.worker, options.role, as_json=options.json)
+    return operators.set_role(target, options.worker, options.role, as_json=options.json)
 
 
 def _rollout(target: "Target", options: argparse.Namespace) -> int:
-    from cli.commands import rollout
+    from cli.commands import operators
 
-    return rollout.run(target, options.workers, as_json=options.json)
+    return operators.rollout(target, options.workers, as_json=options.json)
 
 
 def _flush_cache(target: "Target", options: argparse.Namespace) -> int:
-    from cli.commands import flush_cache
+    from cli.commands import operators
 
-    return flush_cache.run(target, options.worker, force=options.force, as_json=options.json)
+    return operators.flush_cache(target, options.worker, force=options.force, as_json=options.json)
 
 
 def _probe(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from baton.errors import ClusterError, FleetError
 from baton.messages.control import DescribeFleet, DrainNode
 from baton.system.curve import derive_fleet_keys
 from baton.system.secret import load_secret
-from cli.commands.operator_calls import running_command
+from cli.commands.operators import running_command
 from cli.target import Target
 from cluster.control_api.zmq_carrier import control_client
 
