@@ -2,11 +2,12 @@
 workers, flush prefix caches. Each shows its progress.
 """
 
+import argparse
 import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,66 +23,78 @@ LOOK_INTERVAL_S = 1.0
 """Pause between two requests for the state of the workers."""
 
 
-def drain(target: Target, worker: str, as_json: bool) -> int:
+def run(target: Target, options: argparse.Namespace) -> int:
+    """Runs the command of this name; returns its exit code."""
+    return _COMMANDS[options.command](target, options)
+
+
+def drain(target: Target, options: argparse.Namespace) -> int:
     """Removes a worker for good; its requests end or move to other workers. Returns once it is removed.
 
     Raises GatewayError with the reason if the worker is not removed.
     """
-    with running_command("drain", f"draining {worker}", as_json) as stage:
-        total_s = asyncio.run(_drain(target, worker, stage.say))
+    worker = options.worker
+    with running_command("drain", f"draining {worker}", options.json) as stage:
+        total_s = asyncio.run(
+            carry_out(target, lambda client: client.drain(worker), of_worker(worker), stage.say)
+        )
         stage(f"{worker} is removed")
-    if as_json:
+    if options.json:
         print(json.dumps({"worker": worker, "total_s": total_s}))
     return 0
 
 
-def set_role(target: Target, worker: str, role: str, as_json: bool) -> int:
+def set_role(target: Target, options: argparse.Namespace) -> int:
     """Changes the role of a running worker; weights and prefix cache stay. Returns once the worker serves in it.
 
     Raises GatewayError if the worker keeps its old role.
     """
-    with running_command("role", f"{worker} becomes a {role} worker", as_json) as stage:
-        total_s = asyncio.run(_set_role(target, worker, WorkerRole(role), stage.say))
-        stage(f"{worker} serves as a {role} worker")
-    if as_json:
-        print(json.dumps({"worker": worker, "role": role, "total_s": total_s}))
+    worker, role = options.worker, WorkerRole(options.role)
+    with running_command("role", f"{worker} becomes a {role.value} worker", options.json) as stage:
+        total_s = asyncio.run(
+            carry_out(target, lambda client: client.set_role(worker, role), of_worker(worker), stage.say)
+        )
+        stage(f"{worker} serves as a {role.value} worker")
+    if options.json:
+        print(json.dumps({"worker": worker, "role": role.value, "total_s": total_s}))
     return 0
 
 
-def rollout(target: Target, workers: Sequence[str], as_json: bool) -> int:
+def rollout(target: Target, options: argparse.Namespace) -> int:
     """Restarts these workers (by default all), one after the other, while the others serve.
 
     Raises GatewayError if the rollout stopped.
     """
     steps: list[RolloutStep] = []
 
-    def on_step(step: RolloutStep) -> None:
-        steps.append(step)
-        stage.note(f"{step.worker} serves again, {step.done} of {step.count}")
+    async def all_steps(client: GatewayClient) -> None:
+        async for step in client.rollout(options.workers):
+            steps.append(step)
+            stage.note(f"{step.worker} serves again, {step.done} of {step.count}")
 
-    with running_command("rollout", "restarting one worker after the other", as_json) as stage:
+    with running_command("rollout", "restarting one worker after the other", options.json) as stage:
         try:
-            total_s = asyncio.run(_follow(target, workers, on_step, stage.say))
+            total_s = asyncio.run(carry_out(target, all_steps, of_absent, stage.say))
         except GatewayError as error:
             raise error if not steps else _with_progress(error, steps) from None
         stage(f"{len(steps)} workers restarted")
-    if as_json:
+    if options.json:
         renewed = [{"worker": step.worker, "incarnation": step.incarnation} for step in steps]
         print(json.dumps({"workers": renewed, "total_s": total_s}))
     return 0
 
 
-def flush_cache(target: Target, workers: Sequence[str], *, force: bool, as_json: bool) -> int:
+def flush_cache(target: Target, options: argparse.Namespace) -> int:
     """Makes workers forget their prefix caches. Later prompts are computed in full.
 
     Returns 1 if any worker keeps its cache; stderr says which worker, and why.
     """
     started = time.monotonic()
-    with running_command("flush-cache", "flushing prefix caches", as_json) as stage:
-        flushes = asyncio.run(_flush(target, workers, force))
+    with running_command("flush-cache", "flushing prefix caches", options.json) as stage:
+        flushes = asyncio.run(_flush(target, options.worker, options.force))
         flushed = [flush.worker for flush in flushes if flush.is_flushed]
         stage(f"{len(flushed)} of {len(flushes)} workers have forgotten their prefix caches")
-    if as_json:
+    if options.json:
         outcomes = [
             {"worker": flush.worker, "is_flushed": flush.is_flushed, "obstacle": flush.obstacle}
             for flush in flushes
@@ -109,28 +122,6 @@ def running_command(command: str, doing: str, as_json: bool) -> Iterator[ScreenS
         raise
 
 
-async def _drain(target: Target, worker: str, say: Callable[[str], None]) -> float:
-    async with target.client() as client:
-        return await carry_out(client.drain(worker), client, of_worker(worker), say)
-
-
-async def _set_role(target: Target, worker: str, role: WorkerRole, say: Callable[[str], None]) -> float:
-    async with target.client() as client:
-        return await carry_out(client.set_role(worker, role), client, of_worker(worker), say)
-
-
-async def _follow(
-    target: Target, workers: Sequence[str], on_step: Callable[[RolloutStep], None], say: Callable[[str], None]
-) -> float:
-    async with target.client() as client:
-
-        async def all_steps() -> None:
-            async for step in client.rollout(workers):
-                on_step(step)
-
-        return await carry_out(all_steps(), client, of_absent, say)
-
-
 def _with_progress(error: GatewayError, steps: list[RolloutStep]) -> GatewayError:
     done = ", ".join(step.worker for step in steps)
     return GatewayError(
@@ -144,23 +135,24 @@ async def _flush(target: Target, workers: Sequence[str], force: bool) -> tuple[C
 
 
 async def carry_out(
-    call: Coroutine[Any, Any, None],
-    client: GatewayClient,
+    target: Target,
+    call: Callable[[GatewayClient], Awaitable[None]],
     describe: Callable[[list[dict[str, Any]]], str],
     say: Callable[[str], None],
 ) -> float:
-    """Waits for the call, and shows the workers through `describe` in the meantime.
+    """Waits for the call of this gateway, and shows the workers through `describe` in the meantime.
 
     Returns the duration in seconds.
     """
-    started = time.monotonic()
-    looking = asyncio.create_task(_look(client, describe, say))
-    try:
-        await call
-    finally:
-        looking.cancel()
-        await asyncio.gather(looking, return_exceptions=True)
-    return time.monotonic() - started
+    async with target.client() as client:
+        started = time.monotonic()
+        looking = asyncio.create_task(_look(client, describe, say))
+        try:
+            await call(client)
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+        return time.monotonic() - started
 
 
 async def _look(
@@ -192,3 +184,11 @@ def what_it_has(worker: dict[str, Any]) -> str:
         return state
     kinds = (f", {blocks[kind]} blocks {kind}" for kind in ("leased", "quarantined") if blocks[kind])
     return f"{state}, {sum(requests.values())} requests{''.join(kinds)}"
+
+
+_COMMANDS: dict[str, Callable[[Target, argparse.Namespace], int]] = {
+    "drain": drain,
+    "role": set_role,
+    "rollout": rollout,
+    "flush-cache": flush_cache,
+}
