@@ -18,6 +18,7 @@ from baton.config import BatonConfig, NetworkConfig, Section, merge
 from baton.errors import BatonError, ConfigError
 from baton.system.hosts import is_address
 from baton.system.watched import Watched
+from cli.command_flags import add_generate_flags, add_operators_commands, add_target_flags, add_trace_flags
 from cli.flags import (
     FLEET_FLAGS,
     GATEWAY_FLAGS,
@@ -27,10 +28,7 @@ from cli.flags import (
     for_one_fleet,
     overrides_from,
 )
-from cli.generate_flags import add_generate_flags
-from cli.operator_flags import add_operators_commands, add_trace_flags
 from cli.output import Output, OutputError, discard_output, replace_closed_streams
-from cli.target_flags import add_target_flags
 
 if TYPE_CHECKING:
     from cli.target import Target
