@@ -11,8 +11,7 @@ from baton.clock import VirtualClock
 from baton.request import FinishReason
 from cli.trace_chart.columns import StepRange
 from cli.trace_chart.steps import Chart, Piece, PieceKind, make_chart
-from cli.trace_chart.text import text_of
-from cli.trace_chart.words import time_text, time_unit
+from cli.trace_chart.text import text_of, time_text, time_unit
 from tests.factories.scheduling import FakeRunner, make_request, make_scheduler
 from tests.factories.traces import CHUNKED, HANDED_OVER, PREEMPTED, make_header, make_step, make_trace
 from worker.step_trace import StepTrace, Trace, read_trace
