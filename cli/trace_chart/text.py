@@ -8,8 +8,8 @@ from rich.text import Text
 
 from baton.request import FinishReason
 from cli.trace_chart.columns import Column
-from cli.trace_chart.steps import Chart, Panel, Piece, PieceKind, Row, StepUsage
-from worker.step_trace import TraceEnd
+from cli.trace_chart.steps import Chart, Panel, Piece, PieceKind, Row
+from worker.step_trace import StepTrace, TraceEnd
 
 _END_WORDS = {
     FinishReason.STOP: "stop",
@@ -67,9 +67,9 @@ class _Layout:
             for column in chart.columns
         ]
         for panel in chart.panels:
-            for usage in panel.usage:
-                texts = [text for _, text in _usage_texts(panel, usage)]
-                self.widths[usage.column] = max([self.widths[usage.column], *map(len, texts)])
+            for column, step in panel.steps:
+                texts = [text for _, text in _usage_texts(panel, step)]
+                self.widths[column] = max([self.widths[column], *map(len, texts)])
         pieces = [(piece, row) for row in rows for piece in row.pieces if piece.kind.is_computed]
         for piece, row in sorted(pieces, key=lambda pair: pair[0].last - pair[0].first):
             num_characters = (piece.first in row.preempted) + sum(map(len, _cell(piece)))
@@ -209,14 +209,12 @@ class _Band:
     def _usage(self, panel: Panel) -> list[Text]:
         lines: dict[str, _Line] = {}
         names = _usage_names(panel)
-        for usage in panel.usage:
-            if self._holds(usage.column):
-                for name, text in _usage_texts(panel, usage):
+        for column, step in panel.steps:
+            if self._holds(column):
+                for name, text in _usage_texts(panel, step):
                     if name in names and text:
                         line = lines.setdefault(name, _Line().put(0, names[name], "dim"))
-                        line.put(
-                            self._at(usage.column), text.center(self._layout.widths[usage.column]).rstrip()
-                        )
+                        line.put(self._at(column), text.center(self._layout.widths[column]).rstrip())
         return [line.text for line in lines.values()]
 
 
@@ -250,22 +248,23 @@ def _cell(piece: Piece) -> tuple[str, str, str]:
 def _usage_names(panel: Panel) -> dict[str, str]:
     """The names of the lines below the requests. Lines without any value are left out."""
     names = {"tokens": f"tokens of {panel.header.max_num_batched_tokens}", "free": "free blocks"}
-    if any(usage.num_waiting for usage in panel.usage):
+    if any(step.num_waiting for _, step in panel.steps):
         names["queue"] = "queue"
-    if any(usage.num_swapped_out or usage.num_swapped_in for usage in panel.usage):
+    if any(step.num_swapped_out or step.num_swapped_in for _, step in panel.steps):
         names["swap"] = "blocks swapped"
     return names
 
 
-def _usage_texts(panel: Panel, usage: StepUsage) -> list[tuple[str, str]]:
-    share = usage.num_tokens / panel.header.max_num_batched_tokens
+def _usage_texts(panel: Panel, step: StepTrace) -> list[tuple[str, str]]:
+    num_tokens = sum(share.num_tokens for share in step.scheduled.values())
+    share = num_tokens / panel.header.max_num_batched_tokens
     level = _LEVELS[min(8, math.ceil(share * 8))]
-    out, back = usage.num_swapped_out, usage.num_swapped_in
+    out, back = step.num_swapped_out, step.num_swapped_in
     swap = " ".join([f"-{out}"] * bool(out) + [f"+{back}"] * bool(back))
     return [
-        ("tokens", f"{usage.num_tokens}{level}"),
-        ("free", str(usage.num_free_blocks)),
-        ("queue", str(usage.num_waiting) if usage.num_waiting else ""),
+        ("tokens", f"{num_tokens}{level}"),
+        ("free", str(step.num_free_blocks)),
+        ("queue", str(step.num_waiting) if step.num_waiting else ""),
         ("swap", swap),
     ]
 
