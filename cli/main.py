@@ -174,9 +174,9 @@ def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
 def _serve(options: argparse.Namespace) -> int:
     config = with_absolute_paths(_configuration(options), Path.cwd())
     _prepare(config)
-    from cli.commands import serve
+    from cli.commands import servers
 
-    return serve.run(config, as_json=options.json)
+    return servers.serve(config, as_json=options.json)
 
 
 def _fleet(options: argparse.Namespace) -> int:
@@ -184,17 +184,17 @@ def _fleet(options: argparse.Namespace) -> int:
     watched = Watched(file, lambda: with_absolute_paths(_configuration(options), Path.cwd()), SystemClock())
     config = watched.current()
     _prepare(config)
-    from cli.commands import fleet
+    from cli.commands import servers
 
-    return fleet.run(config, as_json=options.json, reread=watched.current)
+    return servers.serve_fleet(config, as_json=options.json, reread=watched.current)
 
 
 def _gateway(options: argparse.Namespace) -> int:
     config = _configuration(options)
     _prepare(config)
-    from cli.commands import gateway
+    from cli.commands import servers
 
-    return gateway.run(config, as_json=options.json)
+    return servers.serve_gateway(config, as_json=options.json)
 
 
 def _models(options: argparse.Namespace) -> int:
