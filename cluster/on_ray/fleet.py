@@ -9,10 +9,9 @@ from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.system.awake_timer import awake_timeout
 from baton.system.signals import unless
-from cluster.control_api.client import ControlClient
+from cluster.control_api.calls import ControlClient
 from cluster.controller.desired import worker_names
-from cluster.controller.first_start import OnProgress, OnServing, first_start
-from cluster.controller.fleet_counts import scale_to
+from cluster.controller.owner import OnProgress, OnServing, first_start, scale_to
 from cluster.on_ray.controller import OwnedController, begin_fleet, find_fleet
 from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
 from engine.loading.commit import with_commit

@@ -13,7 +13,7 @@ from cluster.control_api.calls import InProcessControl
 from cluster.control_api.configuration import keys_digest, pack_configuration
 from cluster.controller.controller import Controller
 from cluster.controller.desired import Memory
-from cluster.controller.first_start import OnProgress, OnServing, first_start
+from cluster.controller.owner import OnProgress, OnServing, first_start
 from cluster.processes.launcher import ProcessLauncher
 from cluster.processes.worker_process import write_config
 

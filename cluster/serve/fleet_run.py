@@ -14,7 +14,7 @@ from baton.system.signals import StopSignals, unless
 from baton.worker import WorkerEndpoint
 from cluster.control_api.server import FIRST_VIEW_S, ControlServer
 from cluster.controller.desired import worker_names
-from cluster.controller.fleet_counts import follow_counts
+from cluster.controller.owner import follow_counts
 from cluster.serve.owned_fleet import (
     Fleet,
     check_owner,

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.messages.control import ControlApi, GetConfiguration
-from cluster.control_api.client import ControlClient
+from cluster.control_api.calls import ControlClient
 from cluster.control_api.configuration import unpack_configuration
 from cluster.control_api.zmq_carrier import ZmqCarrier
 

@@ -34,8 +34,7 @@ from baton.messages.control_codec import CallFrame, FailureFrame, write_call
 from baton.system.curve import derive_fleet_keys
 from baton.worker import WorkerRole
 from cluster.control_api import zmq_carrier
-from cluster.control_api.calls import CONTROL_CODEC
-from cluster.control_api.client import ControlClient
+from cluster.control_api.calls import CONTROL_CODEC, ControlClient
 from cluster.control_api.configuration import unpack_configuration
 from cluster.control_api.zmq_carrier import control_client
 from cluster.controller.supervisor import Patience

@@ -1,14 +1,20 @@
-"""Waits for the first start of a fleet: until all workers serve, or until the start has failed."""
+"""What a fleet's owner does with its control API: waits for the first start, and scales to the configured counts."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from baton.errors import ClusterError
-from baton.messages.control import ControlApi, StartReport, WaitStart
+from baton.config import BatonConfig
+from baton.errors import BatonError, ClusterError
+from baton.messages.control import ControlApi, ScaleRole, StartReport, WaitStart
 from baton.system.awake_timer import awake_timeout
-from baton.worker import StartProgress
+from baton.worker import StartProgress, WorkerRole
+from cluster.controller.desired import differences
 
 logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 2.0
+"""The configuration file is polled: Kubernetes replaces mounted files by switching a symbolic link."""
 
 _POLL_S = 5.0
 
@@ -72,3 +78,49 @@ def _why(report: StartReport, timeout_s: float, no_room: str) -> str:
         return f"{no_room}; waited {timeout_s:g} s"
     late = f"not every worker was ready within {timeout_s:g} s (cluster.start_timeout_s)"
     return "; ".join([late, *[f"{name}: {reason}" for name, reason in report.unready if reason]])
+
+
+async def scale_to(config: BatonConfig, before: BatonConfig | None, control: ControlApi) -> None:
+    """Sets the worker count of each role whose count differs from `before`; of every role if `before` is None.
+
+    With `autoscaling.mode: on`, it does nothing: the configuration then has only the initial counts.
+    """
+    if config.autoscaling.mode == "on":
+        return
+    for role in WorkerRole:
+        count = getattr(config.cluster, role.value)
+        if before is None or count != getattr(before.cluster, role.value):
+            logger.info("the configuration asks for %d %s workers", count, role.value)
+            await control.call(ScaleRole(role, count))
+
+
+async def follow_counts(
+    read: Callable[[], BatonConfig],
+    config: BatonConfig,
+    control: ControlApi,
+    look_every_s: float = LOOK_EVERY_S,
+) -> None:
+    """Scales the fleet, which was started with `config`, whenever `read` returns other counts. Runs until cancelled.
+
+    When the file changes, logs all other differences: they take effect when the fleet is started again. A
+    failed call is retried.
+    """
+    done = seen = config
+    while True:
+        await asyncio.sleep(look_every_s)
+        wanted = await asyncio.to_thread(read)
+        if wanted is not seen:
+            seen = wanted
+            for difference in differences(config, wanted):
+                logger.warning(
+                    "the configuration file has changed: %s; restart the fleet to apply this",
+                    difference,
+                )
+        try:
+            await scale_to(wanted, done, control)
+        except BatonError as error:
+            logger.warning(
+                "could not scale the fleet to the counts in its configuration file; retrying: %s", error
+            )
+        else:
+            done = wanted
