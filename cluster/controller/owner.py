@@ -21,11 +21,8 @@ _POLL_S = 5.0
 OnProgress = Callable[[str, StartProgress], None]
 """Called with a worker's name and the progress of its start."""
 
-OnEnough = Callable[[], Awaitable[None]]
-"""Called once workers of each role serve."""
-
 OnServing = Callable[[ControlApi], Awaitable[None]]
-"""Like OnEnough, but called with the fleet's control API."""
+"""Called with the fleet's control API once workers of each role serve."""
 
 
 async def first_start(
@@ -33,12 +30,12 @@ async def first_start(
     timeout_s: float,
     no_room: str,
     on_progress: OnProgress,
-    on_enough: OnEnough | None = None,
+    on_serving: OnServing | None = None,
 ) -> None:
     """Returns once every worker serves.
 
-    Raises at once an error that another try would not change, unless `on_enough` was called: such an error is
-    then a warning. After `timeout_s`, it returns if `on_enough` was called: the controller keeps trying to start
+    Raises at once an error that another try would not change, unless `on_serving` was called: such an error is
+    then a warning. After `timeout_s`, it returns if `on_serving` was called: the controller keeps trying to start
     the missing workers. Otherwise it raises ClusterError. The message is `no_room` if a worker found no room,
     else the list of workers that are not ready.
     """
@@ -53,9 +50,9 @@ async def first_start(
                 "the fleet serves, but a worker does not start; the controller keeps trying: %s",
                 report.failure.reason,
             )
-        if on_enough is not None and not is_enough and not report.lacking:
+        if on_serving is not None and not is_enough and not report.lacking:
             is_enough = True
-            await on_enough()
+            await on_serving(control)
         if not report.unready:
             return
         for name, progress in report.progress:

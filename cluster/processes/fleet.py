@@ -18,7 +18,7 @@ from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.errors import ClusterError, WorkerUnavailable
 from baton.fleet import NodeDescription
-from baton.messages.control import ControlRequest
+from baton.messages.control import ControlApi, ControlRequest
 from baton.system.awake_timer import awake_timeout
 from baton.system.cpus import find_machine
 from baton.system.curve import ClusterSecret, derive_keys
@@ -62,9 +62,9 @@ class ProcessFleet:
         self._has_started = True
         return self._control
 
-    async def _on_enough(self, on_serving: OnServing) -> None:
+    async def _on_enough(self, on_serving: OnServing, control: ControlApi) -> None:
         self._has_started = True
-        await on_serving(self._control)
+        await on_serving(control)
 
     async def end(self, hurry: asyncio.Event) -> None:
         try:

@@ -8,7 +8,15 @@ import pytest
 
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, FleetError, ModelError
-from baton.messages.control import CallFailure, ControlRequest, Done, ScaleRole, StartReport, WaitStart
+from baton.messages.control import (
+    CallFailure,
+    ControlApi,
+    ControlRequest,
+    Done,
+    ScaleRole,
+    StartReport,
+    WaitStart,
+)
 from baton.worker import StartProgress, WorkerRole
 from cluster.controller.owner import first_start, follow_counts, scale_to
 
@@ -56,17 +64,20 @@ def start(*reports: StartReport, opens_early: bool = False) -> list[object]:
     """All reports in order."""
     reported: list[object] = []
 
-    async def on_enough() -> None:
+    script = Script(*reports)
+
+    async def on_serving(control: ControlApi) -> None:
+        assert control is script
         await asyncio.sleep(0)
         reported.append("enough")
 
     asyncio.run(
         first_start(
-            Script(*reports),
+            script,
             0.05,
             "no room at all",
             lambda *progress: reported.append(progress),
-            on_enough if opens_early else None,
+            on_serving if opens_early else None,
         )
     )
     return reported
