@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
+MAX_COMMANDS = 256
+"""Most commands that run at the same time, with or without a waiting caller."""
+
 
 class InProcessControl:
     """The control API of a controller in this process."""
@@ -70,6 +73,8 @@ class InProcessControl:
             self._num_ends -= 1
 
     async def _command(self, row: "CallRow", request: ControlRequest[Any]) -> Any:
+        if len(self._commands) >= MAX_COMMANDS:
+            raise ClusterError(f"{MAX_COMMANDS} commands are running; wait for one of them to end")
         command = asyncio.ensure_future(row.answer(self, request))
         self._commands.add(command)
         command.add_done_callback(self._commands.discard)

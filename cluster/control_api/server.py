@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 MAX_CALLS = 4096
 """Most open calls of all connections together."""
 
-MAX_COMMANDS = 256
-"""Most commands that run at the same time, with or without a waiting caller."""
-
 FIRST_VIEW_S = 60.0
 """How long a controller that was just started or found may take to report its workers."""
 
@@ -56,7 +53,6 @@ class ControlServer:
         self._views: ViewCache | None = None
         self._following: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._commands: set[asyncio.Task[Any]] = set()
 
     @property
     def address(self) -> str:
@@ -89,7 +85,7 @@ class ControlServer:
         if self._views is not None:
             self._views.end("the fleet was ended by its owner")
             await asyncio.sleep(farewell_s)
-        tasks = {*self._tasks, *self._commands, *({self._following} if self._following else ())}
+        tasks = {*self._tasks, *({self._following} if self._following else ())}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -123,34 +119,16 @@ class ControlServer:
         self._socket.send(peer, reply)
 
     async def _answer(self, request: ControlRequest[Any]) -> Any:
-        control, views, row = self._control, self._views, CALLS[type(request)]
+        control, views = self._control, self._views
         if control is None or views is None:
             raise ClusterError("the fleet is still starting")
-        if row.is_for_owner:
+        if CALLS[type(request)].is_for_owner:
             raise FleetError(f"{type(request).__name__} is only for the fleet's owner")
         if isinstance(request, WaitView):  # one wait at the controller serves all gateways
             return await views.wait_view(request)
         if isinstance(request, GetConfiguration):
             return self._configuration
-        return await (self._command(control, request) if row.is_command else control.call(request))
-
-    async def _command(self, control: ControlApi, request: ControlRequest[Any]) -> Any:
-        """Waits for a command, which continues if this wait is cancelled."""
-        if len(self._commands) >= MAX_COMMANDS:
-            raise ClusterError(f"{MAX_COMMANDS} commands are running; wait for one of them to end")
-        task = asyncio.create_task(_call(control, request))
-        self._commands.add(task)
-        task.add_done_callback(self._on_command_done)
-        return await asyncio.shield(task)
-
-    def _on_command_done(self, task: asyncio.Task[Any]) -> None:
-        self._commands.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.info("a command was refused or failed: %s", error)
-
-
-async def _call(control: ControlApi, request: ControlRequest[Any]) -> Any:
-    return await control.call(request)
+        return await control.call(request)  # a command continues if this wait ends
 
 
 class OpenCalls:
