@@ -14,10 +14,9 @@ from rich.text import Text
 from baton.config import BatonConfig
 from baton.system.logs import write_logs
 from cli.console import CommandConsole
-from cluster.serve.deployment import run_deployment
-from cluster.serve.fleet_run import OpenFleet, run_fleet
 from cluster.serve.following_gateway import Service, WhileReady
 from cluster.serve.joining import run_gateway
+from cluster.serve.run import OpenFleet, run_deployment, run_fleet
 from cluster.serve.screen import Screen
 
 
