@@ -15,7 +15,7 @@ from baton.messages.control import ControlApi, WaitView
 from baton.system.curve import ClusterKeys, PlaneKeys, derive_fleet_keys, derive_keys
 from baton.system.loading import Loading
 from baton.system.secret import load_secret
-from baton.system.signals import StopSignals, unless
+from baton.system.signals import StopSignals, either, unless
 from baton.worker import WorkerEndpoint
 from cluster.control_api.server import FIRST_VIEW_S, ControlServer
 from cluster.controller.desired import worker_names
@@ -181,7 +181,7 @@ async def _run_fleet(
             )
             view = await control.call(WaitView("", -1, FIRST_VIEW_S))
             stage(workers_text(view.endpoints))
-        await _either(
+        await either(
             while_open(OpenFleet(server.address, view.endpoints)),
             server.until_ended(),
             follow_counts(reread, config, control),
@@ -198,16 +198,3 @@ async def _run_fleet(
         ending.push_async_callback(fleet.end, signals.hurry)
         ending.callback(screen.line, "stopping", ending_text)
         await unless(signals.stop, start_and_serve())
-
-
-async def _either(*works: Awaitable[None]) -> None:
-    """Returns when the first of `works` ends, or raises its error; cancels the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
