@@ -18,6 +18,7 @@ from baton.config import BatonConfig, NetworkConfig, Section, merge
 from baton.errors import BatonError, ConfigError
 from baton.system.hosts import is_address
 from baton.system.watched import Watched
+from cli.command_flags import add_generate_flags, add_operators_commands, add_target_flags, add_trace_flags
 from cli.flags import (
     FLEET_FLAGS,
     GATEWAY_FLAGS,
@@ -27,10 +28,7 @@ from cli.flags import (
     for_one_fleet,
     overrides_from,
 )
-from cli.generate_flags import add_generate_flags
-from cli.operator_flags import add_operators_commands, add_trace_flags
 from cli.output import Output, OutputError, discard_output, replace_closed_streams
-from cli.target_flags import add_target_flags
 
 if TYPE_CHECKING:
     from cli.target import Target
@@ -68,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         with redirect_stdout(cast("IO[str]", Output(sys.stdout))):
-            code = _COMMANDS[options.command](options)
+            code = _COMMANDS.get(options.command, _at_gateway)(options)
             sys.stdout.flush()
     except BrokenPipeError:  # who read our output has left, as `head` does
         discard_output()
@@ -176,9 +174,9 @@ def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
 def _serve(options: argparse.Namespace) -> int:
     config = with_absolute_paths(_configuration(options), Path.cwd())
     _prepare(config)
-    from cli.commands import serve
+    from cli.commands import servers
 
-    return serve.run(config, as_json=options.json)
+    return servers.serve(config, as_json=options.json)
 
 
 def _fleet(options: argparse.Namespace) -> int:
@@ -186,17 +184,17 @@ def _fleet(options: argparse.Namespace) -> int:
     watched = Watched(file, lambda: with_absolute_paths(_configuration(options), Path.cwd()), SystemClock())
     config = watched.current()
     _prepare(config)
-    from cli.commands import fleet
+    from cli.commands import servers
 
-    return fleet.run(config, as_json=options.json, reread=watched.current)
+    return servers.serve_fleet(config, as_json=options.json, reread=watched.current)
 
 
 def _gateway(options: argparse.Namespace) -> int:
     config = _configuration(options)
     _prepare(config)
-    from cli.commands import gateway
+    from cli.commands import servers
 
-    return gateway.run(config, as_json=options.json)
+    return servers.serve_gateway(config, as_json=options.json)
 
 
 def _models(options: argparse.Namespace) -> int:
@@ -219,24 +217,6 @@ def _network(options: argparse.Namespace) -> NetworkConfig:
     return BatonConfig.from_mapping(merge({}, overrides), "flags").network
 
 
-def _generate(target: "Target", options: argparse.Namespace) -> int:
-    from cli.commands import generate
-
-    return generate.run(target, options)
-
-
-def _status(target: "Target", options: argparse.Namespace) -> int:
-    from cli.commands import status
-
-    return status.run(target, as_json=options.json)
-
-
-def _top(target: "Target", options: argparse.Namespace) -> int:
-    from cli.commands import top
-
-    return top.run(target, options.interval)
-
-
 def _drain(options: argparse.Namespace) -> int:
     if (options.worker is None) == (options.node is None):
         raise ConfigError("give either WORKER or --node ADDRESS")
@@ -245,47 +225,16 @@ def _drain(options: argparse.Namespace) -> int:
     if options.fleet_address is None:
         if options.secret_file is not None:
             raise ConfigError("--secret-file needs --fleet-address; a gateway takes an API key instead")
-        return _of_gateway(_drain_at_gateway)(options)
+        return _at_gateway(options)
     if not is_address(options.fleet_address):
         raise ConfigError(
             f"--fleet-address: got {options.fleet_address!r}; use HOST:PORT, as printed by `baton fleet`"
         )
     if options.target != DEFAULT_TARGET:
         raise ConfigError("--target and --fleet-address both say whom to ask; give only one of them")
-    return _drain_node(options.fleet_address, options, _network(options))
-
-
-def _drain_at_gateway(target: "Target", options: argparse.Namespace) -> int:
-    if options.node is not None:
-        return _drain_node(target, options, NetworkConfig())
-    from cli.commands import drain
-
-    return drain.run(target, options.worker, as_json=options.json)
-
-
-def _drain_node(ask: "Target | str", options: argparse.Namespace, network: NetworkConfig) -> int:
     from cli.commands import drain_node
 
-    timeout_s = 60.0 if options.timeout is None else options.timeout
-    return drain_node.run(ask, options.node, timeout_s, network, as_json=options.json)
-
-
-def _role(target: "Target", options: argparse.Namespace) -> int:
-    from cli.commands import role
-
-    return role.run(target, options.worker, options.role, as_json=options.json)
-
-
-def _rollout(target: "Target", options: argparse.Namespace) -> int:
-    from cli.commands import rollout
-
-    return rollout.run(target, options.workers, as_json=options.json)
-
-
-def _flush_cache(target: "Target", options: argparse.Namespace) -> int:
-    from cli.commands import flush_cache
-
-    return flush_cache.run(target, options.worker, force=options.force, as_json=options.json)
+    return drain_node.at_control_server(options.fleet_address, options, _network(options))
 
 
 def _probe(options: argparse.Namespace) -> int:
@@ -332,25 +281,34 @@ def _prepare(config: BatonConfig) -> None:
     prepare_environment(config.cluster, os.environ, Path.home())
 
 
-def _of_gateway(
-    command: Callable[["Target", argparse.Namespace], int],
-) -> Callable[[argparse.Namespace], int]:
-    """Wraps a command that calls a running gateway. The gateway may refuse the call."""
+def _at_gateway(options: argparse.Namespace) -> int:
+    """Runs a command that calls a running gateway. The gateway may refuse the call."""
+    from cli.target import target_from
+    from gateway import GatewayError
 
-    def run(options: argparse.Namespace) -> int:
-        from cli.target import target_from
-        from gateway import GatewayError
+    try:
+        return _run_of(options)(target_from(options, os.environ), options)
+    except GatewayError as error:
+        advice = [error.advice] if error.advice else []
+        if error.code == "UNAUTHENTICATED":
+            advice.append(KEY_ADVICE)
+        for line in (error, *advice):
+            _fail(options, line, REFUSED)
+        return REFUSED
 
-        try:
-            return command(target_from(options, os.environ), options)
-        except GatewayError as error:
-            advice = [error.advice] if error.advice else []
-            if error.code == "UNAUTHENTICATED":
-                advice.append(KEY_ADVICE)
-            for line in (error, *advice):
-                _fail(options, line, REFUSED)
-            return REFUSED
 
+def _run_of(options: argparse.Namespace) -> "Callable[[Target, argparse.Namespace], int]":
+    """The function that runs this command; imports no other command."""
+    if options.command == "generate":
+        from cli.commands.generate import run
+    elif options.command == "status":
+        from cli.commands.status import run
+    elif options.command == "top":
+        from cli.commands.top import run
+    elif options.command == "drain" and options.node is not None:
+        from cli.commands.drain_node import at_gateway as run
+    else:
+        from cli.commands.operators import run
     return run
 
 
@@ -359,18 +317,13 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "fleet": _fleet,
     "gateway": _gateway,
     "models": _models,
-    "generate": _of_gateway(_generate),
-    "status": _of_gateway(_status),
-    "top": _of_gateway(_top),
     "drain": _drain,
-    "role": _of_gateway(_role),
-    "rollout": _of_gateway(_rollout),
-    "flush-cache": _of_gateway(_flush_cache),
     "probe": _probe,
     "key": _key,
     "demo": _demo,
     "trace": _trace,
 }
+"""Every other command is `_at_gateway`."""
 
 
 if __name__ == "__main__":

@@ -67,9 +67,9 @@ async def unless(event: asyncio.Event, work: Awaitable[object]) -> bool:
     """Runs `work` to its end, or cancels it once `event` is set. Returns whether it completed; raises its errors."""
     working = asyncio.ensure_future(work)
     interrupted = asyncio.ensure_future(event.wait())
-    either: set[asyncio.Future[object]] = {working, interrupted}  # type: ignore[arg-type]
+    both: set[asyncio.Future[object]] = {working, interrupted}  # type: ignore[arg-type]
     try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             return False
         await working
@@ -78,3 +78,16 @@ async def unless(event: asyncio.Event, work: Awaitable[object]) -> bool:
         working.cancel()
         interrupted.cancel()
         await asyncio.gather(working, interrupted, return_exceptions=True)
+
+
+async def either(*works: Awaitable[None]) -> None:
+    """Returns when the first of `works` ends, or raises its error; cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,1 +1,1 @@
-"""The subcommands of `baton`, a module each; `cli/main.py` imports only the one that runs."""
+"""The subcommands of `baton`; `cli/main.py` imports only the module of the one that runs."""

@@ -10,8 +10,8 @@ from baton.config import BatonConfig
 from cli.commands.generate import GeneratedAnswer, ask
 from cli.console import CommandConsole
 from cli.target import Target
-from cluster.serve.deployment import run_deployment
 from cluster.serve.following_gateway import Service
+from cluster.serve.run import run_deployment
 from cluster.serve.screen import Screen
 
 _BAR_WIDTH = 40

@@ -1,5 +1,6 @@
 """`baton status`: prints a fleet, as its gateway and controller see it, as tables or as JSON."""
 
+import argparse
 import asyncio
 import json
 from collections.abc import Iterable
@@ -14,10 +15,10 @@ from cli.target import Target
 from cli.views import words
 
 
-def run(target: Target, as_json: bool) -> int:
+def run(target: Target, options: argparse.Namespace) -> int:
     """Prints the state of the fleet. Raises GatewayError if no gateway answers at `target`."""
     description = asyncio.run(_describe(target))
-    if as_json:
+    if options.json:
         print(json.dumps(description))
     else:
         show(description, wide_console())

@@ -1,5 +1,6 @@
 """`baton top`: the state of the fleet, redrawn every second on its own screen, until q or Ctrl-C."""
 
+import argparse
 import asyncio
 import os
 import sys
@@ -23,7 +24,7 @@ ANSWER_TIMEOUT_S = 5.0
 """A gateway that takes longer than this counts as silent. The next update tries again."""
 
 
-def run(target: Target, interval_s: float) -> int:
+def run(target: Target, options: argparse.Namespace) -> int:
     """Shows the fleet until the user presses q or a signal arrives, then restores the terminal.
 
     Raises GatewayError if no gateway answers at the start, and ConfigError if there is no terminal.
@@ -34,7 +35,7 @@ def run(target: Target, interval_s: float) -> int:
             "stdout is not a terminal; use `baton status` for one look, or `baton status --json` in programs"
         )
     with StopSignals() as signals:
-        signals.run(_show(target, interval_s, console, signals.stop))
+        signals.run(_show(target, options.interval, console, signals.stop))
     return 0
 
 

@@ -23,10 +23,6 @@ class Column:
     begin_s: float
     end_s: float
 
-    @property
-    def is_folded(self) -> bool:
-        return len(self.steps) > 1
-
 
 @dataclass(frozen=True, slots=True)
 class StepRange:

@@ -41,9 +41,8 @@ class Piece:
     kind: PieceKind
     first: int
     last: int
-    step: int
-    """The first of `num_steps` equal steps."""
     num_steps: int = 1
+    """How many equal steps this piece stands for."""
     num_tokens: int = 0
     """Tokens computed in each step."""
     num_sampled: int | None = None
@@ -73,21 +72,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class StepUsage:
-    """The numbers of one step of a worker.
-
-    If a column stands for several equal steps, these are the numbers of the last step.
-    """
-
-    column: int
-    num_tokens: int
-    num_free_blocks: int
-    num_waiting: int
-    num_swapped_out: int
-    num_swapped_in: int
-
-
-@dataclass(frozen=True, slots=True)
 class Panel:
     """The part of the chart that belongs to one worker."""
 
@@ -95,8 +79,8 @@ class Panel:
     header: TraceHeader
     end: TraceEnd
     rows: tuple[Row, ...]
-    usage: tuple[StepUsage, ...]
-    """One entry for each of the worker's own columns."""
+    steps: tuple[tuple[int, StepTrace], ...]
+    """Each of the worker's own columns, and the step whose numbers are drawn there: the column's last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +128,7 @@ def make_chart(
             header=trace.header,
             end=trace.end,
             rows=tuple([request.to_row(label_of) for request in rows]),
-            usage=tuple(plot.usage),
+            steps=tuple(plot.steps),
         )
         for trace, plot, rows in zip(traces, plots, shown, strict=True)
     )
@@ -181,13 +165,13 @@ class _Request:
             end,
         )
 
-    def extend(self, kind: PieceKind, first: int, last: int, step: int) -> None:
+    def extend(self, kind: PieceKind, first: int, last: int) -> None:
         """Records that the request waits, and extends its last piece if it waited before."""
         previous = self.pieces[-1] if self.pieces else None
         if previous is not None and previous.kind is kind and previous.last == first - 1:
-            first, step = previous.first, previous.step
+            first = previous.first
             self.pieces.pop()
-        self.pieces.append(Piece(kind=kind, first=first, last=last, step=step))
+        self.pieces.append(Piece(kind=kind, first=first, last=last))
 
 
 class _Plot:
@@ -195,7 +179,7 @@ class _Plot:
 
     def __init__(self, owner: int, trace: Trace, columns: Sequence[Column]) -> None:
         self.requests: list[_Request] = []
-        self.usage: list[StepUsage] = []
+        self.steps: list[tuple[int, StepTrace]] = []
         self._columns = columns
         self._own = [index for index, column in enumerate(columns) if column.owner == owner]
         self._index_of = {step.step: index for index in self._own for step in columns[index].steps}
@@ -212,7 +196,7 @@ class _Plot:
             for request_id in request_ids:
                 request = self._request(request_id, step)
                 if index is not None and is_first and request.ended_s is None:
-                    request.extend(kind, index, self._next_own(index) - 1, step.step)
+                    request.extend(kind, index, self._next_own(index) - 1)
         for request_id in step.preempted:
             request = self._request(request_id, step)
             if index is not None and request.ended_s is None:
@@ -220,7 +204,7 @@ class _Plot:
         for request_id, reason in step.ended.items():
             self._end(step, request_id, reason, index)
         if index is not None and is_first:
-            self.usage.append(self._usage(index))
+            self.steps.append((index, self._columns[index].steps[-1]))
 
     def _request(self, request_id: str, step: StepTrace) -> _Request:
         """The request with this id.
@@ -249,7 +233,6 @@ class _Plot:
                 kind=PieceKind.DECODE if decodes else PieceKind.PREFILL,
                 first=index,
                 last=self._end_of_work(index) - 1,
-                step=step.step,
                 num_steps=len(self._columns[index].steps),
                 num_tokens=share.num_tokens,
                 num_sampled=share.num_sampled if num_drafts else None,
@@ -267,17 +250,6 @@ class _Plot:
         request.ended_s = step.done_s if is_by_result else step.planned_s
         if index is not None:
             request.end = (self._end_of_work(index) if is_by_result else index, reason)
-
-    def _usage(self, index: int) -> StepUsage:
-        step = self._columns[index].steps[-1]
-        return StepUsage(
-            index,
-            sum(share.num_tokens for share in step.scheduled.values()),
-            step.num_free_blocks,
-            step.num_waiting,
-            step.num_swapped_out,
-            step.num_swapped_in,
-        )
 
     def _next_own(self, index: int) -> int:
         """The index of the column in which the worker's next step begins."""

@@ -1,25 +1,30 @@
 """A step chart for terminals: readable without colours, as wide as fits, in several bands if needed."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.text import Text
 
 from baton.request import FinishReason
-from cli.trace_chart.steps import Chart, Panel, Piece, PieceKind, Row, StepUsage
-from cli.trace_chart.words import (
-    END_WORDS,
-    TRACE_ENDS,
-    Sign,
-    heading_of,
-    left_out,
-    signs_of,
-    step_text,
-    time_text,
-    time_unit,
-)
+from cli.trace_chart.columns import Column
+from cli.trace_chart.steps import Chart, Panel, Piece, PieceKind, Row
+from worker.step_trace import StepTrace, TraceEnd
 
+_END_WORDS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "aborted",
+    FinishReason.ERROR: "error",
+    FinishReason.HANDED_OVER: "handed over",
+}
+
+_TRACE_ENDS = {
+    TraceEnd.CLOSED: "",
+    TraceEnd.FULL: "the file reached its limit; the worker went on",
+    TraceEnd.OPEN: "the trace has no end: the worker still runs, or was killed",
+    TraceEnd.CUT: "the last line is incomplete: the worker was killed, or is writing it",
+}
 _END_SIGNS = {FinishReason.HANDED_OVER: "→"}
 _STYLES = {
     PieceKind.PREFILL: "black on cyan",
@@ -44,8 +49,8 @@ def text_of(chart: Chart, width: int) -> Text:
         for number, panel in enumerate(chart.panels):
             lines += band.lines_of(number, panel)
     lines += _legend(chart, width)
-    if left_out(chart):
-        lines.append(Text(left_out(chart), "bold"))
+    if _left_out(chart):
+        lines.append(Text(_left_out(chart), "bold"))
     return Text("\n").join(lines)
 
 
@@ -58,13 +63,13 @@ class _Layout:
         rows = [row for panel in chart.panels for row in panel.rows]
         self.label_width = max([len("request"), *(len(row.label) for row in rows)])
         self.widths = [
-            max(_MIN_WIDTH, len(step_text(column)), len(time_text(column.begin_s, self.unit)))
+            max(_MIN_WIDTH, len(_step_text(column)), len(time_text(column.begin_s, self.unit)))
             for column in chart.columns
         ]
         for panel in chart.panels:
-            for usage in panel.usage:
-                texts = [text for _, text in _usage_texts(panel, usage)]
-                self.widths[usage.column] = max([self.widths[usage.column], *map(len, texts)])
+            for column, step in panel.steps:
+                texts = [text for _, text in _usage_texts(panel, step)]
+                self.widths[column] = max([self.widths[column], *map(len, texts)])
         pieces = [(piece, row) for row in rows for piece in row.pieces if piece.kind.is_computed]
         for piece, row in sorted(pieces, key=lambda pair: pair[0].last - pair[0].first):
             num_characters = (piece.first in row.preempted) + sum(map(len, _cell(piece)))
@@ -159,7 +164,7 @@ class _Band:
         for index in range(self._first, self._stop):
             column, width = self._chart.columns[index], self._layout.widths[index]
             if column.owner == number:
-                steps.put(self._at(index), step_text(column).center(width).rstrip())
+                steps.put(self._at(index), _step_text(column).center(width).rstrip())
                 times.put(
                     self._at(index),
                     time_text(column.begin_s, self._layout.unit).center(width).rstrip(),
@@ -204,21 +209,25 @@ class _Band:
     def _usage(self, panel: Panel) -> list[Text]:
         lines: dict[str, _Line] = {}
         names = _usage_names(panel)
-        for usage in panel.usage:
-            if self._holds(usage.column):
-                for name, text in _usage_texts(panel, usage):
+        for column, step in panel.steps:
+            if self._holds(column):
+                for name, text in _usage_texts(panel, step):
                     if name in names and text:
                         line = lines.setdefault(name, _Line().put(0, names[name], "dim"))
-                        line.put(
-                            self._at(usage.column), text.center(self._layout.widths[usage.column]).rstrip()
-                        )
+                        line.put(self._at(column), text.center(self._layout.widths[column]).rstrip())
         return [line.text for line in lines.values()]
 
 
 def _heading(panel: Panel) -> Text:
-    heading = Text.assemble((panel.name, "bold cyan"), "  ", heading_of(panel))
-    if TRACE_ENDS[panel.end]:
-        heading.append(f"\n{TRACE_ENDS[panel.end]}", "bold")
+    """The worker's name and role, its token budget for a step, and its blocks; also why its trace ended early."""
+    header = panel.header
+    heading = Text.assemble(
+        (panel.name, "bold cyan"),
+        f"  {header.role.value} worker, {header.max_num_batched_tokens} tokens a step, "
+        f"{header.num_blocks} blocks of {header.block_size}",
+    )
+    if _TRACE_ENDS[panel.end]:
+        heading.append(f"\n{_TRACE_ENDS[panel.end]}", "bold")
     return heading
 
 
@@ -239,35 +248,36 @@ def _cell(piece: Piece) -> tuple[str, str, str]:
 def _usage_names(panel: Panel) -> dict[str, str]:
     """The names of the lines below the requests. Lines without any value are left out."""
     names = {"tokens": f"tokens of {panel.header.max_num_batched_tokens}", "free": "free blocks"}
-    if any(usage.num_waiting for usage in panel.usage):
+    if any(step.num_waiting for _, step in panel.steps):
         names["queue"] = "queue"
-    if any(usage.num_swapped_out or usage.num_swapped_in for usage in panel.usage):
+    if any(step.num_swapped_out or step.num_swapped_in for _, step in panel.steps):
         names["swap"] = "blocks swapped"
     return names
 
 
-def _usage_texts(panel: Panel, usage: StepUsage) -> list[tuple[str, str]]:
-    share = usage.num_tokens / panel.header.max_num_batched_tokens
+def _usage_texts(panel: Panel, step: StepTrace) -> list[tuple[str, str]]:
+    num_tokens = sum(share.num_tokens for share in step.scheduled.values())
+    share = num_tokens / panel.header.max_num_batched_tokens
     level = _LEVELS[min(8, math.ceil(share * 8))]
-    out, back = usage.num_swapped_out, usage.num_swapped_in
+    out, back = step.num_swapped_out, step.num_swapped_in
     swap = " ".join([f"-{out}"] * bool(out) + [f"+{back}"] * bool(back))
     return [
-        ("tokens", f"{usage.num_tokens}{level}"),
-        ("free", str(usage.num_free_blocks)),
-        ("queue", str(usage.num_waiting) if usage.num_waiting else ""),
+        ("tokens", f"{num_tokens}{level}"),
+        ("free", str(step.num_free_blocks)),
+        ("queue", str(step.num_waiting) if step.num_waiting else ""),
         ("swap", swap),
     ]
 
 
 def _end_text(reason: FinishReason) -> str:
-    return f"{_END_SIGNS.get(reason, '■')} {END_WORDS[reason]}"
+    return f"{_END_SIGNS.get(reason, '■')} {_END_WORDS[reason]}"
 
 
 def _legend(chart: Chart, width: int) -> list[Text]:
     """Explains the signs that occur in this chart."""
     lines = [Text()]
-    for sign in signs_of(chart):
-        entry = Text.assemble((_SAMPLES[sign], "bold"), f" {sign.value}   ")
+    for sign, meaning in _signs_in(chart):
+        entry = Text.assemble((sign, "bold"), f" {meaning}   ")
         if lines[-1] and len(lines[-1]) + len(entry) > width:
             lines.append(Text())
         lines[-1].append(entry)
@@ -276,16 +286,47 @@ def _legend(chart: Chart, width: int) -> list[Text]:
     return lines
 
 
-_SAMPLES = {
-    Sign.PREFILL: "[n]",
-    Sign.DECODE: "1",
-    Sign.DRAFTS: "m/n",
-    Sign.IN_VAIN: "(1)",
-    Sign.FOLD: "xn",
-    Sign.CACHED: "n+",
-    Sign.SWAPPED_IN: "n^",
-    Sign.WAITING: "···",
-    Sign.LOADING: "~~~",
-    Sign.PREEMPTED: _PREEMPTED,
-    Sign.RESUMED: _RESUMED,
-}
+def _signs_in(chart: Chart) -> list[tuple[str, str]]:
+    """The signs that occur in this chart, each with its meaning."""
+    rows = [row for panel in chart.panels for row in panel.rows]
+    pieces = [piece for row in rows for piece in row.pieces]
+    kinds = {piece.kind for piece in pieces}
+    is_plain = (piece.kind is PieceKind.DECODE and piece.num_sampled is None for piece in pieces)
+    signs = (
+        ("[n]", "prompt tokens", PieceKind.PREFILL in kinds),
+        ("1", "output token", any(is_plain)),
+        ("m/n", "output tokens, of n computed with drafts", any(p.num_sampled is not None for p in pieces)),
+        ("(1)", "computed in vain", any(piece.is_in_vain for piece in pieces)),
+        ("xn", "so many equal steps", any(piece.num_steps > 1 for piece in pieces)),
+        ("n+", "from the prefix cache", any(piece.num_cached_tokens for piece in pieces)),
+        ("n^", "back from host memory", any(piece.num_swapped_in_tokens for piece in pieces)),
+        ("···", "in the queue", PieceKind.WAITING in kinds),
+        ("~~~", "waits for KV from another worker", PieceKind.LOADING in kinds),
+        (_PREEMPTED, "preempted", any(row.preempted for row in rows)),
+        (_RESUMED, "resumed", any(piece.is_resumed for piece in pieces)),
+    )
+    return [(sign, meaning) for sign, meaning, occurs in signs if occurs]
+
+
+def _left_out(chart: Chart) -> str:
+    """Says how many steps did not fit; empty if all did."""
+    if chart.num_left_out == 1:
+        return "1 later step is left out"
+    return f"{chart.num_left_out} later steps are left out" if chart.num_left_out else ""
+
+
+def _step_text(column: Column) -> str:
+    """The number of a column's step, or the numbers of its first and last step."""
+    first, last = column.steps[0].step, column.steps[-1].step
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def time_unit(columns: Sequence[Column]) -> tuple[str, float]:
+    """The name and the length in seconds of the unit that keeps the chart's times short."""
+    return ("s", 1.0) if columns and columns[-1].begin_s >= 100 else ("ms", 1e-3)
+
+
+def time_text(seconds: float, unit: tuple[str, float]) -> str:
+    """The time in as few characters as the unit allows."""
+    value = seconds / unit[1]
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"

@@ -1,10 +1,11 @@
-"""The table of a controller's calls: the method that answers, how long that takes, and who may call."""
+"""The calls of a controller: their table, their answers in the controller's process, and a client over a carrier."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from baton.errors import ClusterError, FleetEnded
 from baton.messages.control import (
@@ -25,13 +26,18 @@ from baton.messages.control import (
     WaitStart,
     WaitView,
 )
-from baton.messages.control_codec import ControlCodec
+from baton.messages.control_codec import CallFrame, ControlCodec, Reply
+from cluster.control_api.configuration import unpack_configuration
 from cluster.controller.controller import Controller
+from cluster.controller.desired import differences
 from cluster.controller.supervisor import Patience
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-logger = logging.getLogger(__name__)
+MAX_COMMANDS = 256
+"""Most commands that run at the same time, with or without a waiting caller."""
 
 
 class InProcessControl:
@@ -67,6 +73,8 @@ class InProcessControl:
             self._num_ends -= 1
 
     async def _command(self, row: "CallRow", request: ControlRequest[Any]) -> Any:
+        if len(self._commands) >= MAX_COMMANDS:
+            raise ClusterError(f"{MAX_COMMANDS} commands are running; wait for one of them to end")
         command = asyncio.ensure_future(row.answer(self, request))
         self._commands.add(command)
         command.add_done_callback(self._commands.discard)
@@ -173,3 +181,69 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
 }
 
 CONTROL_CODEC = ControlCodec(CALLS)
+
+
+class Carrier(Protocol):
+    """Carries a call to a controller and the reply back; knows no message. Raises ClusterError on failure."""
+
+    @property
+    def address(self) -> str:
+        """Where the controller is, for error messages."""
+        ...
+
+    @property
+    def connection(self) -> int:
+        """The number of the connection: a new connection may lead to another fleet."""
+        ...
+
+    async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
+        """The reply. A controller hangs if it takes `hangs_after_s` longer than `frame.timeout_s`."""
+        ...
+
+
+class ControlClient:
+    """See baton.messages.control.ControlApi. Calls are not repeated: a broken connection ends running calls."""
+
+    def __init__(self, carrier: Carrier, patience: Patience) -> None:
+        """`patience` applies until GetConfiguration has returned the fleet's configuration."""
+        self.carrier = carrier
+        self.patience = patience
+        self._numbers = itertools.count(1)
+        self._fleet: FleetConfiguration | None = None
+        self._checked_connection = 0
+
+    async def call(self, request: ControlRequest[R]) -> R:
+        """Raises the controller's error. WaitView raises FleetEnded if another fleet now answers at this address."""
+        hangs_after_s = None
+        if isinstance(request, WaitView):
+            hangs_after_s = self.patience.unresponsive_s
+            await self._check_fleet()
+        wait_s = CALLS[type(request)].wait_s(request, self.patience)
+        frame = CONTROL_CODEC.frame(next(self._numbers), wait_s, request)
+        value = CONTROL_CODEC.value_in(await self.carrier.exchange(frame, hangs_after_s), request)
+        if isinstance(value, FleetConfiguration):
+            self._note_fleet(value)
+        return value
+
+    def _note_fleet(self, fleet: FleetConfiguration) -> None:
+        self._fleet, self._checked_connection = fleet, self.carrier.connection
+        self.patience = Patience.of(unpack_configuration(fleet)[0])
+
+    async def _check_fleet(self) -> None:
+        """Compares the fleet of a new connection with the former one."""
+        if self._checked_connection == self.carrier.connection:
+            return
+        former = self._fleet
+        now = await self.call(GetConfiguration())
+        if former is None or not (found := _differences(former, now)):
+            return
+        self._fleet, self._checked_connection = former, -1
+        raise FleetEnded(f"another fleet now answers at {self.carrier.address}: {'; '.join(found)}")
+
+
+def _differences(former: FleetConfiguration, now: FleetConfiguration) -> list[str]:
+    (config, model_path), (other, other_path) = unpack_configuration(former), unpack_configuration(now)
+    found = differences(config, other)
+    if model_path != other_path:
+        found.append(f"its model is {other_path}, not {model_path}")
+    return found

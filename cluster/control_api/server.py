@@ -1,11 +1,16 @@
-"""ControlServer: the control API over ZeroMQ, for gateways and operators on machines without Ray."""
+"""ControlServer: the control API over ZeroMQ, for gateways and operators on machines without Ray.
+
+`OpenCalls` counts and limits the calls of each connection. `ViewCache` answers all waits for a view with one wait at
+the controller. The socket is in server_socket.py.
+"""
 
 import asyncio
 import logging
+from collections import defaultdict
 from typing import Any
 
 from baton.config import NetworkConfig
-from baton.errors import BatonError, ClusterError, FleetError
+from baton.errors import BatonError, ClusterError, FleetEnded, FleetError, WireError
 from baton.fleet import FleetView
 from baton.messages.control import (
     ControlApi,
@@ -14,18 +19,23 @@ from baton.messages.control import (
     GetConfiguration,
     WaitView,
 )
-from baton.messages.control_codec import CallFrame, failure
+from baton.messages.control_codec import (
+    CallFrame,
+    failure,
+    foreign_version,
+    read_call,
+    versions_differ,
+)
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import PlaneKeys
 from cluster.control_api.calls import CALLS, CONTROL_CODEC
-from cluster.control_api.open_calls import OpenCalls
-from cluster.control_api.server_socket import ServerSocket
-from cluster.control_api.view_cache import ViewCache
+from cluster.control_api.server_socket import MAX_CALLS_OF_ONE, ServerSocket
+from cluster.controller.follower import ViewFollower
 
 logger = logging.getLogger(__name__)
 
-MAX_COMMANDS = 256
-"""Most commands that run at the same time, with or without a waiting caller."""
+MAX_CALLS = 4096
+"""Most open calls of all connections together."""
 
 FIRST_VIEW_S = 60.0
 """How long a controller that was just started or found may take to report its workers."""
@@ -43,7 +53,6 @@ class ControlServer:
         self._views: ViewCache | None = None
         self._following: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._commands: set[asyncio.Task[Any]] = set()
 
     @property
     def address(self) -> str:
@@ -76,7 +85,7 @@ class ControlServer:
         if self._views is not None:
             self._views.end("the fleet was ended by its owner")
             await asyncio.sleep(farewell_s)
-        tasks = {*self._tasks, *self._commands, *({self._following} if self._following else ())}
+        tasks = {*self._tasks, *({self._following} if self._following else ())}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -110,31 +119,113 @@ class ControlServer:
         self._socket.send(peer, reply)
 
     async def _answer(self, request: ControlRequest[Any]) -> Any:
-        control, views, row = self._control, self._views, CALLS[type(request)]
+        control, views = self._control, self._views
         if control is None or views is None:
             raise ClusterError("the fleet is still starting")
-        if row.is_for_owner:
+        if CALLS[type(request)].is_for_owner:
             raise FleetError(f"{type(request).__name__} is only for the fleet's owner")
         if isinstance(request, WaitView):  # one wait at the controller serves all gateways
             return await views.wait_view(request)
         if isinstance(request, GetConfiguration):
             return self._configuration
-        return await (self._command(control, request) if row.is_command else control.call(request))
-
-    async def _command(self, control: ControlApi, request: ControlRequest[Any]) -> Any:
-        """Waits for a command, which continues if this wait is cancelled."""
-        if len(self._commands) >= MAX_COMMANDS:
-            raise ClusterError(f"{MAX_COMMANDS} commands are running; wait for one of them to end")
-        task = asyncio.create_task(_call(control, request))
-        self._commands.add(task)
-        task.add_done_callback(self._on_command_done)
-        return await asyncio.shield(task)
-
-    def _on_command_done(self, task: asyncio.Task[Any]) -> None:
-        self._commands.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.info("a command was refused or failed: %s", error)
+        return await control.call(request)  # a command continues if this wait ends
 
 
-async def _call(control: ControlApi, request: ControlRequest[Any]) -> Any:
-    return await control.call(request)
+class OpenCalls:
+    """Counts open calls. Every opened call must be closed exactly once."""
+
+    def __init__(self) -> None:
+        self.num_bad_messages = 0
+        self._numbers: defaultdict[bytes, set[int]] = defaultdict(set)
+        self._num_open = 0
+
+    @property
+    def num_open(self) -> int:
+        return self._num_open
+
+    def open_call(self, peer: bytes, frames: list[bytes]) -> CallFrame | bytes | None:
+        """A call to carry out, or a reply that refuses the call, or None for a message that is no call."""
+        try:
+            if len(frames) != 1:
+                raise WireError(f"expected one frame, got {len(frames)}")
+            call = read_call(frames[0])
+        except WireError as error:
+            self._note_bad_message(error)
+            foreign = foreign_version(frames[0]) if len(frames) == 1 else None
+            return None if foreign is None else failure(foreign[1], versions_differ(foreign[0]))
+        numbers = self._numbers[peer]
+        if call.number in numbers:
+            self._note_bad_message(WireError(f"call {call.number} is already open"))
+            return None
+        if len(numbers) >= MAX_CALLS_OF_ONE or self._num_open >= MAX_CALLS:
+            if not numbers:
+                del self._numbers[peer]
+            limit = f"{MAX_CALLS_OF_ONE} of one connection, {MAX_CALLS} in all"
+            return failure(call.number, ClusterError(f"too many open calls ({limit}); try again later"))
+        numbers.add(call.number)
+        self._num_open += 1
+        return call
+
+    def close_call(self, peer: bytes, number: int) -> None:
+        numbers = self._numbers[peer]
+        numbers.remove(number)
+        self._num_open -= 1
+        if not numbers:
+            del self._numbers[peer]
+
+    def _note_bad_message(self, error: WireError) -> None:
+        self.num_bad_messages += 1
+        if self.num_bad_messages.bit_count() == 1:  # 1, 2, 4, 8, ...: a peer must not fill the log
+            logger.warning("dropped a control message (%d so far): %s", self.num_bad_messages, error)
+
+
+class ViewCache:
+    """Answers WaitView as a controller does; keeps the last view while the controller is unreachable."""
+
+    def __init__(self, control: ControlApi) -> None:
+        self._follower = ViewFollower(control, self._show)
+        self._view: FleetView | None = None
+        self._end: str | None = None
+        """Why no more views follow."""
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises FleetEnded when the fleet ends; then `wait_view` raises it, too."""
+        try:
+            await self._follower.run()
+        except FleetEnded as error:
+            self.end(str(error))
+            raise
+
+    async def wait_view(self, request: WaitView) -> FleetView:
+        """See WaitView. Raises ClusterError if the controller has never answered."""
+        known = (request.controller_incarnation, request.version)
+        try:
+            async with asyncio.timeout(request.wait_s):
+                while self._end is None and (self._view is None or known == _version_of(self._view)):
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+        if self._end is not None:
+            raise FleetEnded(self._end)
+        if self._view is None:
+            raise ClusterError("the fleet's controller has not answered yet")
+        return self._view
+
+    def end(self, reason: str) -> None:
+        """From now on, `wait_view` raises FleetEnded, also for callers that already wait."""
+        self._end = reason
+        self._notify()
+
+    def _show(self, view: FleetView) -> None:
+        if self._view is None or _version_of(view) != _version_of(self._view):
+            self._view = view
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _version_of(view: FleetView) -> tuple[str, int]:
+    return view.controller_incarnation, view.version

@@ -11,9 +11,11 @@ from baton.config import NetworkConfig
 from baton.messages.control_codec import MAX_MESSAGE_BYTES
 from baton.system.addresses import listen
 from baton.system.curve import PeerAuthenticator, PlaneKeys
-from cluster.control_api.open_calls import MAX_CALLS_OF_ONE
 
 logger = logging.getLogger(__name__)
+
+MAX_CALLS_OF_ONE = 64
+"""Most open calls of one connection. A gateway has a WaitView, a report, and its operators' calls."""
 
 CLOSE_MS = 500
 """How long the last replies may take when the port is closed."""

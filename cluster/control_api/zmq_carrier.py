@@ -24,9 +24,8 @@ from baton.messages.control_codec import (
 from baton.system.addresses import connect
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
-from cluster.control_api.client import ControlClient
-from cluster.control_api.open_calls import MAX_CALLS_OF_ONE
-from cluster.control_api.server_socket import set_heartbeats
+from cluster.control_api.calls import ControlClient
+from cluster.control_api.server_socket import MAX_CALLS_OF_ONE, set_heartbeats
 from cluster.controller.supervisor import Patience
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ async def control_client(
 
 
 class ZmqCarrier:
-    """An async context manager around the connection. See cluster.control_api.client.Carrier."""
+    """An async context manager around the connection. See cluster.control_api.calls.Carrier."""
 
     def __init__(self, address: str, keys: PlaneKeys | None, network: NetworkConfig) -> None:
         """`address` is HOST:PORT. `network` sets the heartbeats."""

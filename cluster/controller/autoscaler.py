@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from baton.clock import Clock
@@ -10,9 +11,8 @@ from baton.errors import ClusterError, FleetError
 from baton.fleet import GatewayReport, ReplicaDescription
 from baton.system.standstill import Standstill
 from baton.worker import WorkerRole
-from cluster.controller.decision_log import DecisionLog
 from cluster.controller.observation import merge
-from cluster.controller.planner import Bounds, Decision, Planner, RoleChange, ScaleDecision
+from cluster.controller.planner import Bounds, Decision, Planner, Reason, RoleChange, ScaleDecision
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,9 @@ _STALE_AFTER = 3.0
 _PACE = 2.0
 """Two calls of `look` are at most this many intervals apart; a longer gap is a standstill of this process."""
 _MAX_GATEWAYS = 1000
+_MAX_DECISIONS = 50
+_GRACE = 2.0
+"""Intervals after the longest cool-down in which the planner repeats a wish that it still has."""
 
 
 class Autoscaler:
@@ -113,3 +116,57 @@ class Autoscaler:
                 logger.exception("a change failed unexpectedly")
             self._planner.refused(change, self._running_s())
             logger.info("%s", self._log.note(f"the change failed: {error}"))
+
+
+class DecisionLog:
+    """The latest decisions as sentences, without repetitions; pure.
+
+    A reason why nothing changes is noted when it is new. A dry run carries nothing out, so its planner decides the
+    same again after each cool-down. Such a wish is noted once while it stays the same.
+    """
+
+    def __init__(self, config: AutoscalingConfig) -> None:
+        self._is_dry_run = config.mode == "dry_run"
+        self._wish_lasts_s = (
+            max(config.grow_cooldown_s, config.shrink_cooldown_s) + _GRACE * config.interval_s
+        )
+        self._sentences: deque[str] = deque(maxlen=_MAX_DECISIONS)
+        self._last: tuple[Reason | None, WorkerRole | None] | None = None
+        self._wishes: dict[WorkerRole, tuple[object, float]] = {}
+        """By role, the change that a dry run would make, and when the planner last decided so."""
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The latest sentences, oldest first."""
+        return tuple(self._sentences)
+
+    def note(self, sentence: str) -> str:
+        self._sentences.append(sentence)
+        return sentence
+
+    def decided(self, decision: Decision, now: float) -> str | None:
+        """Notes and returns the decision's sentence; None if it says nothing new."""
+        if self._is_dry_run and decision.change is not None:
+            return self._wish(decision, decision.change, now)
+        if decision.reason is not None and not self._is_new(decision, decision.reason):
+            return None
+        self._last = (decision.reason, decision.role)
+        return self.note(decision.sentence)
+
+    def _wish(self, decision: Decision, change: ScaleDecision | RoleChange, now: float) -> str | None:
+        # Which worker would change its role may vary from one look to the next.
+        what = change if isinstance(change, ScaleDecision) else RoleChange
+        former, noted_at = self._wishes.get(change.role, (None, now))
+        self._wishes[change.role] = (what, now)
+        if what == former and now - noted_at <= self._wish_lasts_s:
+            return None
+        self._last = (None, change.role)
+        return self.note(f"would do: {decision.sentence}")
+
+    def _is_new(self, decision: Decision, reason: Reason) -> bool:
+        if decision.role in self._wishes:
+            if reason is Reason.COOLING:
+                return False  # the cool-down of a change that was not made
+            if reason is Reason.NOT_YET:
+                del self._wishes[decision.role]  # the role was not short in between
+        return (reason, decision.role) != self._last

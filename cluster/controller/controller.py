@@ -25,12 +25,10 @@ from baton.messages.control import CachesFlushed, CallFailure, StartReport, Wait
 from baton.worker import WorkerRole
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.callers import Callers
+from cluster.controller.commands import DrainingNodes, RoleChanges, Rollouts
 from cluster.controller.desired import DesiredFleet, DesiredReplica, Store
-from cluster.controller.draining_nodes import DrainingNodes
 from cluster.controller.launcher import Found, Launcher
-from cluster.controller.replica import Replica, RestartPolicy, Restarts
-from cluster.controller.role_changes import RoleChanges
-from cluster.controller.rollout import Rollouts
+from cluster.controller.replica import Replica, Restarts
 from cluster.controller.supervisor import Patience, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -291,8 +289,7 @@ class Controller:
 
     def _supervise(self, desired: DesiredReplica, found: Found | None) -> None:
         role = desired.role if found is None else found.endpoint.role
-        restarts = Restarts(RestartPolicy.of(self._cluster))
-        replica = Replica(desired.name, role, restarts, num_starts=desired.num_starts)
+        replica = Replica(desired.name, role, Restarts(self._cluster), num_starts=desired.num_starts)
         supervisor = Supervisor(
             replica,
             self._launcher,

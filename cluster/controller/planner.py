@@ -18,7 +18,7 @@ from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
 from cluster.controller.load_signals import TTFT, percent, seconds, signals, signals_of_fewer
 from cluster.controller.observation import CHANGING, COMING, Observation, ObservedWorker
-from cluster.controller.role_watch import RoleWatch, Shortage
+from cluster.controller.role_watch import RoleWatch, Shortage, held_since
 
 FAR_OFF = 2.0
 """A role that misses its target by this factor grows by half instead of by one worker."""
@@ -132,8 +132,8 @@ class _Role:
         if self.leaving:
             self.left_at = now
         states = [worker.replica.state for worker in self.all]
-        self.unplaced_since = _since(self.unplaced_since, ReplicaState.PLACING in states, now)
-        self.incomplete_since = _since(
+        self.unplaced_since = held_since(self.unplaced_since, ReplicaState.PLACING in states, now)
+        self.incomplete_since = held_since(
             self.incomplete_since, any(state is not ReplicaState.SERVING for state in states), now
         )
 
@@ -332,9 +332,3 @@ def _at_max(role: _Role) -> str:
     ]
     note = f", of which {', '.join(dead)} is not serving" if dead else ""
     return f"{role.high} is the maximum{note}"
-
-
-def _since(since: float | None, holds: bool, now: float) -> float | None:
-    if not holds:
-        return None
-    return now if since is None else since

@@ -28,56 +28,37 @@ MOVES: dict[ReplicaState, frozenset[ReplicaState]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    """How soon a dead worker is replaced. Times are in seconds."""
-
-    delay_s: float
-    """The wait before the third incarnation, if the first two failed early. The second begins at once. From
-    the fourth on, each wait is twice as long as the one before."""
-    longest_delay_s: float
-    crash_loop_deaths: int
-    """This many deaths within `crash_loop_window_s` are a crash loop."""
-    crash_loop_window_s: float
-    stable_after_s: float
-    """After an incarnation that served this long, earlier failures no longer count."""
-
-    @classmethod
-    def of(cls, config: ClusterConfig) -> "RestartPolicy":
-        return cls(
-            delay_s=config.restart_delay_s,
-            longest_delay_s=config.restart_delay_max_s,
-            crash_loop_deaths=config.crash_loop_deaths,
-            crash_loop_window_s=config.crash_loop_window_s,
-            stable_after_s=config.stable_after_s,
-        )
-
-
 class Restarts:
-    """Decides after each death how long to wait. Only an incarnation that is stable ends a crash loop."""
+    """Decides after each death how long to wait. Only an incarnation that is stable ends a crash loop.
 
-    def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
+    If the first two incarnations fail early, the second begins at once, and the third after `restart_delay_s`. From
+    the fourth on, each wait is twice as long as the one before.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
         self._num_short_incarnations = 0
-        self._deaths: deque[float] = deque(maxlen=policy.crash_loop_deaths)
+        self._deaths: deque[float] = deque(maxlen=config.crash_loop_deaths)
         self._is_looping = False
 
     def died(self, now: float, served_s: float) -> tuple[ReplicaState, float]:
         """BACKING_OFF or CRASH_LOOP, and the seconds until the next incarnation may begin."""
-        policy = self._policy
-        if served_s >= policy.stable_after_s:
+        config = self._config
+        if served_s >= config.stable_after_s:
             self._num_short_incarnations, self._is_looping = 0, False
             self._deaths.clear()
         self._num_short_incarnations += 1
         self._deaths.append(now)
-        is_full = len(self._deaths) == policy.crash_loop_deaths
-        if self._is_looping or (is_full and now - self._deaths[0] <= policy.crash_loop_window_s):
+        is_full = len(self._deaths) == config.crash_loop_deaths
+        if self._is_looping or (is_full and now - self._deaths[0] <= config.crash_loop_window_s):
             self._is_looping = True
-            return ReplicaState.CRASH_LOOP, policy.longest_delay_s
+            return ReplicaState.CRASH_LOOP, config.restart_delay_max_s
         if self._num_short_incarnations == 1:
             return ReplicaState.BACKING_OFF, 0.0
         doublings = min(self._num_short_incarnations - 2, 30)
-        return ReplicaState.BACKING_OFF, min(policy.longest_delay_s, policy.delay_s * 2.0**doublings)
+        return ReplicaState.BACKING_OFF, min(
+            config.restart_delay_max_s, config.restart_delay_s * 2.0**doublings
+        )
 
 
 @dataclass(slots=True)

@@ -69,9 +69,9 @@ class RoleWatch:
         self._worst = max(signals, key=lambda signal: signal.ratio, default=None)
         ratio = self._worst.ratio if self._worst else 0.0
         is_complete = all(_is_known(worker) for worker in observation.serving(self._role))
-        self._missed_since = _since(self._missed_since, ratio > 1.0, now)
+        self._missed_since = held_since(self._missed_since, ratio > 1.0, now)
         is_calm = is_complete and all(signal.ratio < CALM for signal in (*signals, *of_fewer))
-        self._calm_since = _since(self._calm_since, is_calm, now)
+        self._calm_since = held_since(self._calm_since, is_calm, now)
         self._work.append(self._work_now(observation, now))
         while self._work[0].at < now - self._config.shrink_after_s:
             self._work.popleft()
@@ -180,7 +180,8 @@ def _is_known(worker: ObservedWorker) -> bool:
     return not is_decoding or status.load.decode_step_s > 0.0
 
 
-def _since(since: float | None, holds: bool, now: float) -> float | None:
+def held_since(since: float | None, holds: bool, now: float) -> float | None:
+    """Since when a condition has held, which held since `since` before; None if it does not hold now."""
     if not holds:
         return None
     return now if since is None else since

@@ -23,7 +23,7 @@ _WHO = "the fleet's controller"
 
 
 class RayCarrier:
-    """See cluster.control_api.client.Carrier. Ray repeats calls to a controller that it restarts."""
+    """See cluster.control_api.calls.Carrier. Ray repeats calls to a controller that it restarts."""
 
     address = "its name on this Ray cluster"
     connection = 0  # constant: an actor's handle never refers to another fleet

@@ -18,8 +18,7 @@ from baton.hub_name import is_pinned, leaves_open
 from baton.messages.control import EndFleet, GetConfiguration, WaitView
 from baton.messages.control_codec import failure, read_call
 from baton.system.logs import write_logs
-from cluster.control_api.calls import InProcessControl
-from cluster.control_api.client import ControlClient
+from cluster.control_api.calls import ControlClient, InProcessControl
 from cluster.control_api.configuration import for_actors, pack_configuration, unpack_configuration
 from cluster.controller.controller import Controller
 from cluster.controller.desired import differences

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError
+from baton.messages.control import ControlApi
 from baton.system.awake_timer import awake_timeout
 from baton.system.signals import unless
-from cluster.control_api.client import ControlClient
+from cluster.control_api.calls import ControlClient
 from cluster.controller.desired import worker_names
-from cluster.controller.first_start import OnProgress, OnServing, first_start
-from cluster.controller.fleet_counts import scale_to
+from cluster.controller.owner import OnProgress, OnServing, first_start, scale_to
 from cluster.on_ray.controller import OwnedController, begin_fleet, find_fleet
 from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
 from engine.loading.commit import with_commit
@@ -48,7 +48,7 @@ class RayFleet:
             config = with_commit(with_chosen_dtype(self._config, self._model_path), self._model_path)
             self._owned = owned = begin_fleet(config, self._digest, self._model_path)
             timeout_s = self._config.cluster.start_timeout_s
-            on_enough = on_serving and partial(self._on_enough, owned.control, on_serving)
+            on_enough = on_serving and partial(self._on_enough, on_serving)
             await first_start(owned.control, timeout_s, shortage, on_progress, on_enough)
         else:
             await scale_to(self._config, None, owned.control)
@@ -58,7 +58,7 @@ class RayFleet:
         self._has_started = True
         return owned.control
 
-    async def _on_enough(self, control: ControlClient, on_serving: OnServing) -> None:
+    async def _on_enough(self, on_serving: OnServing, control: ControlApi) -> None:
         self._has_started = True
         await on_serving(control)
 

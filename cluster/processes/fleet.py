@@ -1,21 +1,44 @@
-"""A fleet of child processes on this machine, with its controller in this process: `baton serve` without Ray."""
+"""A fleet of child processes on this machine, with its controller in this process: `baton serve` without Ray.
+
+The workers end with this process, so none is ever adopted.
+"""
 
 import asyncio
+import contextlib
+import signal
+import socket
 import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig
+from baton.errors import ClusterError, WorkerUnavailable
+from baton.fleet import NodeDescription
+from baton.messages.control import ControlApi, ControlRequest
+from baton.system.awake_timer import awake_timeout
+from baton.system.cpus import find_machine
 from baton.system.curve import ClusterSecret, derive_keys
 from baton.system.signals import unless
+from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.control_api.calls import InProcessControl
 from cluster.control_api.configuration import keys_digest, pack_configuration
 from cluster.controller.controller import Controller
+from cluster.controller.cpu_shares import CpuShares
 from cluster.controller.desired import Memory
-from cluster.controller.first_start import OnProgress, OnServing, first_start
-from cluster.processes.launcher import ProcessLauncher
-from cluster.processes.worker_process import write_config
+from cluster.controller.launcher import Found, OnStartProgress
+from cluster.controller.owner import OnProgress, OnServing, first_start
+from cluster.processes.worker_process import WorkerProcess, write_config
+from worker.control_channel import StdioControlClient
+
+R = TypeVar("R")
+
+_NODE = "here"
+_EXIT_S = 1.0
+"""How long a process may take to end after it has closed its stdout."""
 
 
 class ProcessFleet:
@@ -39,9 +62,9 @@ class ProcessFleet:
         self._has_started = True
         return self._control
 
-    async def _on_enough(self, on_serving: OnServing) -> None:
+    async def _on_enough(self, on_serving: OnServing, control: ControlApi) -> None:
         self._has_started = True
-        await on_serving(self._control)
+        await on_serving(control)
 
     async def end(self, hurry: asyncio.Event) -> None:
         try:
@@ -49,3 +72,107 @@ class ProcessFleet:
                 await self.controller.shutdown(may_drain=False)
         finally:
             self._folder.cleanup()
+
+
+class ProcessIncarnation:
+    """One process. See cluster.controller.launcher.Incarnation."""
+
+    def __init__(self, process: WorkerProcess, number: int) -> None:
+        self.number = number
+        self.node = socket.gethostname()
+        self.process = process
+        self._control: StdioControlClient | None = None
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"worker {process.name}")
+        self._exit = asyncio.get_running_loop().run_in_executor(self._threads, process.wait)
+
+    @property
+    def name(self) -> str:
+        return self.process.name
+
+    async def start(self, on_progress: OnStartProgress) -> WorkerEndpoint:  # noqa: ARG002 (the worker logs its progress)
+        try:
+            endpoint = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self.process.wait_until_ready
+            )
+        except WorkerUnavailable as error:
+            raise ClusterError(str(error)) from None
+        self._control = self.process.control()
+        return endpoint
+
+    async def call(self, request: ControlRequest[R]) -> R:
+        assert self._control is not None, f"worker {self.name} was not started"
+        asking = asyncio.ensure_future(self._control.call(request))
+        both: list[asyncio.Future[Any]] = [asking, self._exit]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self._control.is_gone:
+                await self._exits_within(_EXIT_S)
+            if self._exit.done():
+                raise ClusterError(f"its process ended with {self._exit.result()}")
+            return await asking
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def stop(self, timeout_s: float) -> None:
+        if self._control is not None and timeout_s > 0:
+            self.process.ask_to_end()
+            await self._exits_within(timeout_s)
+        if not self._exit.done():
+            self.process.send_signal(signal.SIGKILL)
+        await asyncio.wait([self._exit])
+        self._threads.shutdown(wait=False)
+        self.process.close()
+
+    @property
+    def is_over(self) -> bool:
+        return self._exit.done()
+
+    async def _exits_within(self, timeout_s: float) -> None:
+        """Returns when the process has ended, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with awake_timeout(timeout_s):
+                await asyncio.wait([self._exit])
+
+
+class ProcessLauncher:
+    """See cluster.controller.launcher.Launcher. Every worker has room, but none for a second incarnation."""
+
+    def __init__(self, config: BatonConfig, config_path: Path, secret: ClusterSecret | None) -> None:
+        """`config_path`: the file with this configuration."""
+        self._config_path = config_path
+        self._secret = secret
+        self._machine = find_machine()
+        self._shares = CpuShares(config)
+        self.incarnations: dict[str, ProcessIncarnation] = {}
+        """The latest incarnation of each worker, by name."""
+
+    async def place(self, name: str, role: WorkerRole, number: int) -> ProcessIncarnation:
+        alive = [other for other, incarnation in self.incarnations.items() if not incarnation.is_over]
+        share = self._shares.take(name, role, _NODE, self._machine, alive)
+        incarnation = ProcessIncarnation(
+            WorkerProcess(self._config_path, self._secret, role, name, None, share), number
+        )
+        self.incarnations[name] = incarnation
+        return incarnation
+
+    async def has_room(self, role: WorkerRole) -> bool:  # noqa: ARG002
+        return False
+
+    async def adopt(self, patience_s: float) -> Mapping[str, Found]:  # noqa: ARG002
+        return {}
+
+    def avoid(self, nodes: Sequence[str]) -> None:
+        assert not nodes, "the only machine cannot drain"
+
+    async def nodes(self) -> tuple[NodeDescription, ...]:
+        node = NodeDescription(
+            name=socket.gethostname(),
+            address="127.0.0.1",
+            is_alive=True,
+            is_head=True,
+            workers=tuple(
+                sorted(name for name, incarnation in self.incarnations.items() if not incarnation.is_over)
+            ),
+        )
+        return (node,)

@@ -11,7 +11,7 @@ from baton.errors import ClusterError
 from baton.messages.control import ControlApi
 from baton.system.garbage import settle
 from baton.system.hosts import in_url
-from baton.system.signals import unless
+from baton.system.signals import either, unless
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.controller.follower import POLL_S, Follower, keep_reporting
 
@@ -83,15 +83,7 @@ class FollowingGateway:
 
     async def use(self, work: Awaitable[None]) -> None:
         """Returns when `work` ends. Raises FleetEnded if the fleet ends first."""
-        working = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait([working, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in (working, *self._tasks):
-                if task.done():
-                    task.result()
-        finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
+        await either(work, *map(asyncio.shield, self._tasks))  # the gateway follows its fleet until `stop`
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """Accepts no new requests; running requests get `cluster.drain_timeout_s`, unless `hurry` is set."""

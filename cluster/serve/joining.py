@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
@@ -10,16 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from baton.config import BatonConfig
 from baton.errors import ClusterError, ConfigError
 from baton.hub_name import leaves_open
-from baton.messages.control import ControlApi
+from baton.messages.control import ControlApi, GetConfiguration
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import ClusterKeys, derive_fleet_keys, derive_keys
 from baton.system.loading import Loading
 from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, unless
-from cluster.control_api.configuration import keys_digest
-from cluster.control_api.zmq_carrier import control_client
+from cluster.control_api.calls import ControlClient
+from cluster.control_api.configuration import keys_digest, unpack_configuration
+from cluster.control_api.zmq_carrier import ZmqCarrier, control_client
 from cluster.controller.desired import differences
-from cluster.serve.fleet_source import AnotherFleet, ControlServerSource, FleetSource, RaySource, Sighting
 from cluster.serve.following_gateway import FollowingGateway, WhileReady, stopping_text
 from cluster.serve.gateway import check_access, load_tokenizer, make_gateway
 from cluster.serve.screen import Screen, ScreenStage, workers_text
@@ -33,15 +34,30 @@ _LOOK_EVERY_S = 1.0
 """Pause between two tries to find the fleet."""
 
 
-class JoinedFleet(NamedTuple):
-    """A fleet, and all that a gateway needs for it."""
+class AnotherFleet(ClusterError):
+    """The fleet that was found is not the requested one; waiting longer does not help."""
+
+
+class Sighting(NamedTuple):
+    """A fleet that was found."""
 
     control: ControlApi
     config: BatonConfig
-    """The fleet's configuration, with this gateway's section."""
-    keys: ClusterKeys
+    """The owner's configuration; `_find` adds this gateway's section."""
     model_path: Path
     """The model's folder on the owner's machine."""
+    keys_digest: str
+
+
+class FleetSource(NamedTuple):
+    """A place where a gateway looks for its fleet."""
+
+    absence: str
+    """The message if no fleet was found."""
+    find_fleet: Callable[[], Awaitable[Sighting]]
+    """Finds the fleet at this place. Raises ClusterError, with the reason, if no fleet answers yet; AnotherFleet if
+    a fleet refuses the connection.
+    """
 
 
 def run_gateway(config: BatonConfig, screen: Screen, while_ready: WhileReady) -> None:
@@ -79,13 +95,13 @@ def _connect_ray(config: BatonConfig, screen: Screen, stack: ExitStack) -> None:
 
 async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, signals: StopSignals) -> None:
     async def find_and_open() -> None:
-        found = await _find(config, await _source(config, stack), screen)
+        found, keys = await _find(config, await _source(config, stack), screen)
         with (
             screen.stage("workers", "waiting for workers") as stage,
             Loading(partial(_load, config, found)) as loading,
         ):
             model_path, tokenizer = await asyncio.wrap_future(loading.result)
-            gateway = make_gateway(found.config, found.keys, model_path, tokenizer, found.control)
+            gateway = make_gateway(found.config, keys, model_path, tokenizer, found.control)
             following = FollowingGateway(found.config, gateway, found.control)
             stack.push_async_callback(following.stop, signals.hurry)
             stack.callback(screen.line, "stopping", f"{stopping_text(config)}; the fleet continues")
@@ -101,25 +117,56 @@ async def _source(config: BatonConfig, stack: AsyncExitStack) -> FleetSource:
     """The place to look for the fleet; usable until `stack` is closed."""
     address = config.cluster.fleet_address
     if address is None:
-        return RaySource(config)
+        absence = f"there is no fleet named '{config.cluster.name}' (cluster.name) on this Ray cluster"
+        return FleetSource(absence, partial(_find_on_ray, config))
     keys = derive_fleet_keys(load_secret(config.network, os.environ, may_create=False))
     client, carrier = await stack.enter_async_context(control_client(address, keys, config.network))
-    return ControlServerSource(client, carrier)
+    absence = f"no fleet answers at {address} (cluster.fleet_address)"
+    return FleetSource(absence, partial(find_at_control_server, client, carrier))
 
 
-async def _find(config: BatonConfig, source: FleetSource, screen: Screen) -> JoinedFleet:
-    """Waits for the fleet, and compares it with `config`."""
+async def _find_on_ray(config: BatonConfig) -> Sighting:
+    """See FleetSource. Needs a connection to Ray."""
+    from cluster.on_ray.controller import running_fleet  # imported here: other gateways need no Ray
+
+    control = await asyncio.to_thread(running_fleet, config)
+    if control is None:
+        raise ClusterError("no fleet of that name is running")
+    return await _look_at(control)
+
+
+async def find_at_control_server(client: ControlClient, carrier: ZmqCarrier) -> Sighting:
+    """See FleetSource. `carrier`: the open connection of `client`."""
+    try:
+        return await _look_at(client)
+    except ClusterError:
+        if carrier.refusal is None:
+            raise
+        raise AnotherFleet(
+            f"cannot join the fleet at {carrier.address} (cluster.fleet_address): {carrier.refusal}"
+        ) from None
+
+
+async def _look_at(control: ControlApi) -> Sighting:
+    """Reads the fleet's configuration. Raises ClusterError if the fleet does not answer yet."""
+    configuration = await control.call(GetConfiguration())
+    return Sighting(control, *unpack_configuration(configuration), configuration.keys_digest)
+
+
+async def _find(config: BatonConfig, source: FleetSource, screen: Screen) -> tuple[Sighting, ClusterKeys]:
+    """Waits for the fleet, and compares it with `config`. Returns it with this gateway's section, and its keys."""
     name = config.cluster.name
     with screen.stage("fleet", f"looking for '{name}'") as stage:
-        control, theirs, model_path, digest = await _wait_for(config, source, stage)
+        found = await _wait_for(config, source, stage)
+        theirs = found.config
         if contradictions := differences(theirs, config, only_set=True):
             raise _another_one(theirs.cluster.name, contradictions)
         merged = _with_gateway_of(config, theirs)
         keys = derive_keys(load_secret(merged.network, os.environ, may_create=False))
-        if digest != keys_digest(keys):
+        if found.keys_digest != keys_digest(keys):
             raise _another_one(name, ["its cluster secret differs"])
         stage(f"found '{merged.cluster.name}'")
-    return JoinedFleet(control, merged, keys, model_path)
+    return found._replace(config=merged), keys
 
 
 async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage) -> Sighting:
@@ -145,7 +192,7 @@ async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage
         ) from None
 
 
-def _load(config: BatonConfig, found: JoinedFleet) -> "tuple[Path, Tokenizer]":
+def _load(config: BatonConfig, found: Sighting) -> "tuple[Path, Tokenizer]":
     """The model's folder on this machine, which may differ from the owner's, and its tokenizer."""
     asked_for, served = config.model.path, found.config.model.path
     cache_dir = default_cache_dir(os.environ)

@@ -22,8 +22,7 @@ from baton.messages.control import (
 )
 from baton.system.curve import PlaneKeys, derive_keys
 from baton.worker import WorkerEndpoint
-from cluster.control_api.calls import InProcessControl
-from cluster.control_api.client import ControlClient
+from cluster.control_api.calls import ControlClient, InProcessControl
 from cluster.control_api.configuration import keys_digest, pack_configuration
 from cluster.control_api.server import ControlServer
 from cluster.control_api.zmq_carrier import control_client

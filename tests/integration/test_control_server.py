@@ -34,12 +34,11 @@ from baton.messages.control_codec import CallFrame, FailureFrame, write_call
 from baton.system.curve import derive_fleet_keys
 from baton.worker import WorkerRole
 from cluster.control_api import zmq_carrier
-from cluster.control_api.calls import CONTROL_CODEC
-from cluster.control_api.client import ControlClient
+from cluster.control_api.calls import CONTROL_CODEC, ControlClient
 from cluster.control_api.configuration import unpack_configuration
 from cluster.control_api.zmq_carrier import control_client
 from cluster.controller.supervisor import Patience
-from cluster.serve.fleet_source import AnotherFleet, ControlServerSource
+from cluster.serve.joining import AnotherFleet, find_at_control_server
 from tests.factories.control_api import MODEL_PATH, client_of, control_server, port_of
 from tests.factories.fleet import FleetUnderTest, fleet, fleet_config
 from tests.factories.security import FLEET_KEYS, OTHER_SECRET
@@ -122,7 +121,7 @@ async def test_who_has_another_secret_is_refused_and_told_why() -> None:
                 with pytest.raises(
                     AnotherFleet, match=r"cannot join the fleet at .*: it refused .* cluster secret"
                 ):
-                    await ControlServerSource(client, carrier).find_fleet()
+                    await find_at_control_server(client, carrier)
                 assert carrier.refusal is not None
         async with client_of(server, config) as client:
             await client.call(DescribeFleet())
@@ -137,7 +136,7 @@ async def test_a_control_server_without_a_secret_refuses_who_has_one() -> None:
         control_client(server.address, FLEET_KEYS, config.network) as (client, carrier),
     ):
         with pytest.raises(AnotherFleet, match=r"network\.security"):
-            await ControlServerSource(client, carrier).find_fleet()
+            await find_at_control_server(client, carrier)
 
 
 async def test_the_wait_for_an_absent_control_server_is_short(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
+from cli.command_flags import add_target_flags
 from cli.target import KEY_VARIABLE, Target, target_from
-from cli.target_flags import add_target_flags
 
 
 def target(*arguments: str, environment: dict[str, str] | None = None) -> Target:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from baton.system.signals import StopSignals, unless
+from baton.system.signals import StopSignals, either, unless
 
 
 def test_an_interrupt_that_a_destructor_swallowed_stops_what_begins_later(
@@ -85,3 +85,21 @@ def test_a_signal_as_the_loop_is_being_made_stops_its_work(
     with StopSignals() as signals:
         signals.run(work(signals))
     assert came_to_its_end == [False]
+
+
+async def test_the_first_of_several_works_ends_the_others() -> None:
+    ended = []
+
+    async def for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("for ever")
+
+    async def fail() -> None:
+        raise ValueError("too late")
+
+    await either(for_ever(), asyncio.sleep(0.01))
+    assert ended == ["for ever"]
+    with pytest.raises(ValueError, match="too late"):
+        await either(fail(), for_ever())

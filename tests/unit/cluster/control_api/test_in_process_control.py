@@ -14,6 +14,7 @@ from baton.messages.control import (
     WaitView,
 )
 from baton.worker import WorkerRole
+from cluster.control_api import calls
 from tests.factories.control_api import in_process
 from tests.factories.fleet import fleet, fleet_config
 from tests.unit.cluster.controller.test_controller import state_becomes
@@ -33,6 +34,25 @@ async def test_a_drain_continues_though_its_caller_left() -> None:
         worker.may_drain.set()
         assert set(await tested.all_serve(2)) == {"w0", "w2"}
         assert worker.commands == ["drain 0", "stop 5"]
+
+
+async def test_so_many_commands_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_COMMANDS", 1)
+    config = fleet_config()
+    async with fleet(config) as tested:
+        await tested.all_serve(3)
+        control, worker = in_process(tested.controller, config), tested.launcher.latest("w1")
+        worker.may_drain.clear()
+        draining = asyncio.create_task(control.call(DrainWorker("w1")))
+        await state_becomes(tested, "w1", "draining")
+        draining.cancel()  # a command without a caller counts, too
+        with pytest.raises(ClusterError, match="1 commands are running"):
+            await control.call(DrainWorker("w2"))
+        assert len((await control.call(DescribeFleet())).replicas) == 3
+        worker.may_drain.set()
+        await tested.all_serve(2)
+        await asyncio.sleep(0.01)
+        await control.call(DrainWorker("w0"))
 
 
 async def test_an_error_that_no_caller_hears_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from cluster.processes import launcher
-from cluster.processes.launcher import ProcessIncarnation
+from cluster.processes import fleet
+from cluster.processes.fleet import ProcessIncarnation
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 
 STOOD_S = 60.0
@@ -62,7 +62,7 @@ class Threads:
 
 
 async def serving(monkeypatch: pytest.MonkeyPatch) -> tuple[ProcessIncarnation, Process]:
-    monkeypatch.setattr(launcher, "ThreadPoolExecutor", Threads)
+    monkeypatch.setattr(fleet, "ThreadPoolExecutor", Threads)
     process: Any = Process()
     incarnation = ProcessIncarnation(process, 1)
     await incarnation.start(lambda _: None)

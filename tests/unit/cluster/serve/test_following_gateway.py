@@ -45,6 +45,8 @@ async def test_a_report_covers_some_seconds_even_if_the_fleet_grows_at_once(
     gateway.report = Mock(side_effect=lambda window_s: gateway_report(window_s=window_s))
     following = FollowingGateway(config, gateway, fleet)
     await following.start()
+    await following.use(asyncio.sleep(0))
+    fleet.reports.clear()  # it reports until it is stopped
     async with asyncio.timeout(60.0):
         while not fleet.reports:
             await asyncio.sleep(0.01)

@@ -16,8 +16,7 @@ from cli.flags import for_one_fleet
 from cli.main import USAGE, main
 from cluster.control_api.configuration import keys_digest
 from cluster.serve import joining
-from cluster.serve.fleet_source import AnotherFleet, Sighting
-from cluster.serve.joining import JoinedFleet, _find, _load, _with_gateway_of
+from cluster.serve.joining import AnotherFleet, FleetSource, Sighting, _find, _load, _with_gateway_of
 from cluster.serve.screen import Screen
 from tests.factories.models import make_model_dir
 from tests.factories.stub_hub import stub_hub, use_in_this_process
@@ -40,38 +39,36 @@ class Controller:
         self.keys = keys or derive_keys(None)
 
 
-class Source:
-    """Where these are seen, one look after the other, the last one for ever; see fleet_source.FleetSource."""
+def source_of(*looks: Controller | ClusterError) -> FleetSource:
+    """A place where these are seen, one look after the other, the last one for ever."""
+    left = list(looks)
 
-    absence = "there is no fleet named 'blue'"
-
-    def __init__(self, *looks: Controller | ClusterError) -> None:
-        self.looks = list(looks)
-
-    async def find_fleet(self) -> Sighting:
-        look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+    async def find_fleet() -> Sighting:
+        look = left.pop(0) if len(left) > 1 else left[0]
         if isinstance(look, ClusterError):
             raise look
         return Sighting(look, THEIRS, Path("/models/tiny"), keys_digest(look.keys))  # type: ignore[arg-type]
 
+    return FleetSource("there is no fleet named 'blue'", find_fleet)
+
 
 @pytest.fixture
-def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[JoinedFleet, str]]:
+def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Sighting, str]]:
     """Looks for a fleet where these are seen; what was found, and what was said."""
 
-    def find(*looks: Controller | ClusterError, **sections: Any) -> tuple[JoinedFleet, str]:
+    def find(*looks: Controller | ClusterError, **sections: Any) -> tuple[Sighting, str]:
         monkeypatch.setattr(joining, "_LOOK_EVERY_S", 0.0)
         cluster = {"name": "blue", "ray_address": "head:6379", "start_timeout_s": 0.2}
         config = BatonConfig.from_mapping({"cluster": cluster, **sections})
         said = io.StringIO()
-        found = asyncio.run(_find(config, Source(*looks), Screen(Console(file=said, width=200))))
+        found, _ = asyncio.run(_find(config, source_of(*looks), Screen(Console(file=said, width=200))))
         return found, said.getvalue()
 
     return find
 
 
 def test_a_fleet_is_waited_for_until_it_is_there_and_answers(
-    find: Callable[..., tuple[JoinedFleet, str]],
+    find: Callable[..., tuple[Sighting, str]],
 ) -> None:
     control = Controller()
     found, said = find(ClusterError("nobody"), ClusterError("it is not quite there yet"), control)
@@ -79,17 +76,17 @@ def test_a_fleet_is_waited_for_until_it_is_there_and_answers(
     assert said.count("there is no fleet named 'blue' yet") == 1
 
 
-def test_the_wait_for_a_fleet_is_bounded(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
+def test_the_wait_for_a_fleet_is_bounded(find: Callable[..., tuple[Sighting, str]]) -> None:
     with pytest.raises(ClusterError, match=r"no fleet named 'blue'; waited 0.2 s .* start one: nobody"):
         find(ClusterError("nobody"))
 
 
-def test_a_fleet_that_refuses_us_is_not_waited_for(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
+def test_a_fleet_that_refuses_us_is_not_waited_for(find: Callable[..., tuple[Sighting, str]]) -> None:
     with pytest.raises(AnotherFleet, match="not ours"):
         find(ClusterError("nobody"), AnotherFleet("not ours"), Controller())
 
 
-def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
+def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tuple[Sighting, str]]) -> None:
     with pytest.raises(
         ClusterError,
         match=r"'blue' differs from this configuration: model.dtype is 'float32' there, 'bfloat16'",
@@ -99,7 +96,7 @@ def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tupl
     assert found.config.model.dtype == "float32"
 
 
-def test_a_fleet_of_another_secret_is_not_joined(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
+def test_a_fleet_of_another_secret_is_not_joined(find: Callable[..., tuple[Sighting, str]]) -> None:
     with pytest.raises(ClusterError, match="its cluster secret differs"):
         find(Controller(keys=ClusterKeys(None, None, b"other" * 8)))
 
@@ -132,7 +129,7 @@ def test_the_model_is_the_fleets_wherever_it_is_on_this_machine(tmp_path: Path) 
     def load(ours: dict[str, Any], theirs: str, their_path: Path) -> Path:
         config = BatonConfig.from_mapping({"model": ours})
         fleet = BatonConfig.from_mapping({"model": {"path": theirs}})
-        return _load(config, JoinedFleet(Controller(), fleet, derive_keys(None), their_path))[0]  # type: ignore[arg-type]
+        return _load(config, Sighting(Controller(), fleet, their_path, ""))[0]  # type: ignore[arg-type]
 
     assert load({}, str(model), model) == model
     assert load({"path": str(model)}, "somewhere", model) == model
@@ -155,7 +152,7 @@ def test_a_name_of_the_hub_is_the_fleets_commit_without_its_weights(
         def load(**ours: str) -> Path:
             config = BatonConfig.from_mapping({"model": ours})
             theirs = Path("/elsewhere/snapshots") / old
-            return _load(config, JoinedFleet(Controller(), fleet, derive_keys(None), theirs))[0]  # type: ignore[arg-type]
+            return _load(config, Sighting(Controller(), fleet, theirs, ""))[0]  # type: ignore[arg-type]
 
         names: tuple[dict[str, str], ...] = (
             {},

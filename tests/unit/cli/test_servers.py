@@ -7,7 +7,7 @@ import shlex
 import pytest
 from rich.console import Console
 
-from cli.announcement import announce
+from cli.commands.servers import announce
 from cluster.serve.following_gateway import Service
 from cluster.serve.screen import Screen
 

@@ -15,7 +15,7 @@ from baton.errors import ModelError
 from baton.messages.control import ControlApi
 from baton.system.curve import derive_keys
 from baton.system.signals import StopSignals
-from cluster.serve.deployment import _run
+from cluster.serve.run import _run_deployment
 from cluster.serve.screen import Screen
 from gateway import Tokenizer
 from tests.factories.security import SECRET
@@ -43,7 +43,7 @@ async def run(
     fleet: StartingFleet, loading: "Future[Tokenizer]", screen: Screen, signals: StopSignals
 ) -> None:
     config, keys = BatonConfig(), derive_keys(SECRET)
-    await _run(config, keys, Path(), fleet, loading, screen, lambda _: asyncio.sleep(0), signals)
+    await _run_deployment(config, keys, Path(), fleet, loading, screen, lambda _: asyncio.sleep(0), signals)
 
 
 class UnwritableScreen(io.StringIO):

@@ -1,0 +1,194 @@
+"""The commands of operators that change a fleet through its gateway: drain a worker, change its role, restart
+workers, flush prefix caches. Each shows its progress.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from baton.fleet import CacheFlush, RolloutStep
+from baton.worker import WorkerRole
+from cli.console import CommandConsole
+from cli.target import Target
+from cli.views import words
+from cluster.serve.screen import Screen, ScreenStage
+from gateway.client import GatewayClient, GatewayError
+
+LOOK_INTERVAL_S = 1.0
+"""Pause between two requests for the state of the workers."""
+
+
+def run(target: Target, options: argparse.Namespace) -> int:
+    """Runs the command of this name; returns its exit code."""
+    return _COMMANDS[options.command](target, options)
+
+
+def drain(target: Target, options: argparse.Namespace) -> int:
+    """Removes a worker for good; its requests end or move to other workers. Returns once it is removed.
+
+    Raises GatewayError with the reason if the worker is not removed.
+    """
+    worker = options.worker
+    with running_command("drain", f"draining {worker}", options.json) as stage:
+        total_s = asyncio.run(
+            carry_out(target, lambda client: client.drain(worker), of_worker(worker), stage.say)
+        )
+        stage(f"{worker} is removed")
+    if options.json:
+        print(json.dumps({"worker": worker, "total_s": total_s}))
+    return 0
+
+
+def set_role(target: Target, options: argparse.Namespace) -> int:
+    """Changes the role of a running worker; weights and prefix cache stay. Returns once the worker serves in it.
+
+    Raises GatewayError if the worker keeps its old role.
+    """
+    worker, role = options.worker, WorkerRole(options.role)
+    with running_command("role", f"{worker} becomes a {role.value} worker", options.json) as stage:
+        total_s = asyncio.run(
+            carry_out(target, lambda client: client.set_role(worker, role), of_worker(worker), stage.say)
+        )
+        stage(f"{worker} serves as a {role.value} worker")
+    if options.json:
+        print(json.dumps({"worker": worker, "role": role.value, "total_s": total_s}))
+    return 0
+
+
+def rollout(target: Target, options: argparse.Namespace) -> int:
+    """Restarts these workers (by default all), one after the other, while the others serve.
+
+    Raises GatewayError if the rollout stopped.
+    """
+    steps: list[RolloutStep] = []
+
+    async def all_steps(client: GatewayClient) -> None:
+        async for step in client.rollout(options.workers):
+            steps.append(step)
+            stage.note(f"{step.worker} serves again, {step.done} of {step.count}")
+
+    with running_command("rollout", "restarting one worker after the other", options.json) as stage:
+        try:
+            total_s = asyncio.run(carry_out(target, all_steps, of_absent, stage.say))
+        except GatewayError as error:
+            raise error if not steps else _with_progress(error, steps) from None
+        stage(f"{len(steps)} workers restarted")
+    if options.json:
+        renewed = [{"worker": step.worker, "incarnation": step.incarnation} for step in steps]
+        print(json.dumps({"workers": renewed, "total_s": total_s}))
+    return 0
+
+
+def flush_cache(target: Target, options: argparse.Namespace) -> int:
+    """Makes workers forget their prefix caches. Later prompts are computed in full.
+
+    Returns 1 if any worker keeps its cache; stderr says which worker, and why.
+    """
+    started = time.monotonic()
+    with running_command("flush-cache", "flushing prefix caches", options.json) as stage:
+        flushes = asyncio.run(_flush(target, options.worker, options.force))
+        flushed = [flush.worker for flush in flushes if flush.is_flushed]
+        stage(f"{len(flushed)} of {len(flushes)} workers have forgotten their prefix caches")
+    if options.json:
+        outcomes = [
+            {"worker": flush.worker, "is_flushed": flush.is_flushed, "obstacle": flush.obstacle}
+            for flush in flushes
+        ]
+        print(json.dumps({"workers": outcomes, "total_s": time.monotonic() - started}))
+    kept = [flush for flush in flushes if not flush.is_flushed]
+    for flush in kept:
+        print(f"baton flush-cache: {flush.worker} keeps its prefix cache: {flush.obstacle}", file=sys.stderr)
+    return 1 if kept else 0
+
+
+@contextmanager
+def running_command(command: str, doing: str, as_json: bool) -> Iterator[ScreenStage]:
+    """Shows the command while it runs, and then its outcome; on stderr if stdout is reserved for JSON.
+
+    Ctrl-C ends the wait, not the command.
+    """
+    screen = Screen(CommandConsole(stderr=as_json))
+    try:
+        with screen.stage(command, doing) as stage:
+            yield stage
+    except KeyboardInterrupt:
+        left = f"baton {command}: stopped waiting; the fleet still carries it out; see `baton status`"
+        print(left, file=sys.stderr)
+        raise
+
+
+def _with_progress(error: GatewayError, steps: list[RolloutStep]) -> GatewayError:
+    done = ", ".join(step.worker for step in steps)
+    return GatewayError(
+        error.code, f"{error.message}; restarted before that: {len(steps)} of {steps[-1].count}: {done}"
+    )
+
+
+async def _flush(target: Target, workers: Sequence[str], force: bool) -> tuple[CacheFlush, ...]:
+    async with target.client() as client:
+        return await client.flush_cache(workers, force=force)
+
+
+async def carry_out(
+    target: Target,
+    call: Callable[[GatewayClient], Awaitable[None]],
+    describe: Callable[[list[dict[str, Any]]], str],
+    say: Callable[[str], None],
+) -> float:
+    """Waits for the call of this gateway, and shows the workers through `describe` in the meantime.
+
+    Returns the duration in seconds.
+    """
+    async with target.client() as client:
+        started = time.monotonic()
+        looking = asyncio.create_task(_look(client, describe, say))
+        try:
+            await call(client)
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+        return time.monotonic() - started
+
+
+async def _look(
+    client: GatewayClient, describe: Callable[[list[dict[str, Any]]], str], say: Callable[[str], None]
+) -> None:
+    while True:
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        try:
+            say(describe((await client.describe())["workers"]))
+        except GatewayError:
+            continue  # the call itself raises the error
+
+
+def of_worker(name: str) -> Callable[[list[dict[str, Any]]], str]:
+    """A function that describes the worker of this name."""
+    return lambda workers: "; ".join(map(what_it_has, (w for w in workers if w["name"] == name))) or "gone"
+
+
+def of_absent(workers: list[dict[str, Any]]) -> str:
+    """Describes the workers that do not serve."""
+    absent = [worker for worker in workers if worker["state"] != "ready"]
+    return "; ".join(f"{worker['name']} {what_it_has(worker)}" for worker in absent) or "all serve"
+
+
+def what_it_has(worker: dict[str, Any]) -> str:
+    """Describes what a worker still has: requests, and blocks that other workers may still read or write."""
+    state, requests, blocks = words.state_text(worker).plain, worker["requests"], worker["kv_blocks"]
+    if not blocks["total"]:
+        return state
+    kinds = (f", {blocks[kind]} blocks {kind}" for kind in ("leased", "quarantined") if blocks[kind])
+    return f"{state}, {sum(requests.values())} requests{''.join(kinds)}"
+
+
+_COMMANDS: dict[str, Callable[[Target, argparse.Namespace], int]] = {
+    "drain": drain,
+    "role": set_role,
+    "rollout": rollout,
+    "flush-cache": flush_cache,
+}

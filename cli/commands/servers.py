@@ -1,0 +1,96 @@
+"""`baton serve`, `baton fleet` and `baton gateway`: run until Ctrl-C, and say when they are ready.
+
+Progress goes to stderr: example commands for people. With `as_json`, stdout gets one JSON line with addresses when
+ready, for programs.
+"""
+
+import asyncio
+import json
+import shlex
+from collections.abc import Callable
+
+from rich.text import Text
+
+from baton.config import BatonConfig
+from baton.system.logs import write_logs
+from cli.console import CommandConsole
+from cluster.serve.following_gateway import Service, WhileReady
+from cluster.serve.joining import run_gateway
+from cluster.serve.run import OpenFleet, run_deployment, run_fleet
+from cluster.serve.screen import Screen
+
+
+def serve(config: BatonConfig, as_json: bool) -> int:
+    """Runs a deployment until SIGINT or SIGTERM."""
+    write_logs(config.logging, component="gateway", fleet=config.cluster.name)
+    screen = Screen(CommandConsole(stderr=True))
+    run_deployment(config, screen, serving(screen, as_json))
+    screen.line("stopped", "all processes of this deployment have ended")
+    return 0
+
+
+def serve_fleet(config: BatonConfig, as_json: bool, reread: Callable[[], BatonConfig]) -> int:
+    """Runs workers and their controller for gateways elsewhere, until SIGINT or SIGTERM.
+
+    `reread` returns the current content of the configuration.
+    """
+    write_logs(config.logging, component="fleet", fleet=config.cluster.name)
+    screen = Screen(CommandConsole(stderr=True))
+
+    async def while_open(fleet: OpenFleet) -> None:
+        address = (fleet.address, "green")
+        screen.line("ready", Text.assemble("gateways find this fleet at ", address, " (Ctrl-C stops)"))
+        screen.line("", f"baton gateway --fleet-address {fleet.address}")
+        if as_json:
+            workers = [{"name": e.ref.name, "role": e.role.value, "pid": e.pid} for e in fleet.endpoints]
+            print(json.dumps({"fleet": fleet.address, "workers": workers}), flush=True)
+        await asyncio.Event().wait()  # until a signal cancels it
+
+    run_fleet(config, screen, while_open, reread)
+    screen.line("stopped", "all processes of this fleet have ended")
+    return 0
+
+
+def serve_gateway(config: BatonConfig, as_json: bool) -> int:
+    """Runs one more gateway of a running fleet until SIGINT or SIGTERM; the fleet then continues without it."""
+    write_logs(config.logging, component="gateway", fleet=config.cluster.name)
+    screen = Screen(CommandConsole(stderr=True))
+    run_gateway(config, screen, serving(screen, as_json))
+    screen.line("stopped", "the fleet continues without this gateway")
+    return 0
+
+
+def serving(screen: Screen, as_json: bool) -> WhileReady:
+    """Prints the announcement of the gateway, and then waits until it is cancelled."""
+
+    async def while_ready(service: Service) -> None:
+        announce(service, screen)
+        if as_json:
+            workers = [
+                {"name": e.ref.name, "role": e.role.value, "pid": e.pid, "request_address": e.request_address}
+                for e in service.endpoints
+            ]
+            ready = {"target": service.target, "http": service.http, "workers": workers}
+            print(json.dumps(ready), flush=True)
+        await asyncio.Event().wait()  # until a signal cancels it
+
+    return while_ready
+
+
+def announce(service: Service, screen: Screen) -> None:
+    """Prints the line that says the gateway is ready, and example commands."""
+    chat = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    addresses = Text.assemble("gRPC on ", (service.target, "green"))
+    url = f"{'https' if service.uses_tls else 'http'}://{service.http}"
+    if service.http is not None:
+        addresses.append_text(Text.assemble(", HTTP on ", (url, "green")))
+    screen.line("ready", addresses.append(" (Ctrl-C stops)"))
+    flags = (" --tls" if service.uses_tls else "") + (" --api-key-file FILE" if service.asks_for_key else "")
+    screen.line("", f'baton generate --target {service.target}{flags} "Why is the sky blue?"')
+    key = " -H 'authorization: Bearer KEY'" if service.asks_for_key else ""
+    flags = ("" if service.uses_tls else " -plaintext") + key
+    body = shlex.quote(json.dumps({"chat": chat}))
+    screen.line("", f"grpcurl{flags} -d {body} {service.target} baton.v1.GenerationService/Generate")
+    if service.http is not None:
+        body = shlex.quote(json.dumps({"model": service.model} | chat))
+        screen.line("", f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' -d {body}")
