@@ -11,7 +11,7 @@ from engine.kernels.switches import kernel_switches
 from engine.layers.backend import Activations, QuantizedRows
 from engine.layers.few_rows import FewRows, normed
 from engine.layers.fp8 import Fp8Weight, quantize_rows
-from engine.layers.fp8_linear import Fp8Linear
+from engine.layers.linear import Fp8Linear
 from engine.layers.timed_products import TimedProducts, by_library
 
 

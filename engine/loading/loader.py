@@ -13,7 +13,7 @@ from engine.kv_cache import KVBlockShape
 from engine.layer_groups import LayerGroups, group_layers
 from engine.layers.backend import Backend
 from engine.layers.fp8 import FP8
-from engine.layers.fp8_linear import has_fp8_units
+from engine.layers.linear import has_fp8_units
 from engine.layers.native_backend import NativeBackend
 from engine.layers.scaled_attention import KVScale
 from engine.layers.torch_backend import TorchBackend
