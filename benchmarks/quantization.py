@@ -35,8 +35,8 @@ from engine.batch import RequestBatch
 from engine.kv_cache import KVPool
 from engine.layers.backend import Activations, Backend, InputTokens, LinearLayer, Matrix, QuantizedRows
 from engine.layers.fp8 import quantize_rows
-from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.grouped_weight import GroupedWeight
+from engine.layers.linear import Fp8Linear
 from engine.layers.paged_attention import PagedAttention
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.gguf_folder import gguf_of

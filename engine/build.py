@@ -28,9 +28,9 @@ from engine.kv_cache import HostBlocks, KVPool
 from engine.loading.demands import check_quantization
 from engine.loading.loader import LoadedModel, check_fp8, kv_dtype_of, load_model, outline_model
 from engine.model_config import check_device, read_architecture
-from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
+from engine.pipeline import Pipeline, StepLauncher, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
-from engine.step_failures import FailSettled, FailStop, StepRunner
+from engine.step_failures import FailSettled, FailStop
 from kv_transfer import CudaMemory, CudaOutOfMemory, SharedMemory
 from kv_transfer.connector.worker import KVConnectorWorker
 
@@ -97,21 +97,21 @@ class DeviceEngine:
             )
             steps = self._fail_stop(runner)
             return make_pipeline(steps, async_scheduling=is_async)
-        device_runner: StepRunner = self._make_device_runner(grammars)
+        device_runner: StepLauncher = self._make_device_runner(grammars)
         device = self.model.device
         # With several ranks, a failure ends all ranks, and waiting for the device could mean waiting for
         # another rank.
         if self.model.collectives.size == 1:
             device_runner = FailSettled(device_runner, lambda: torch.cuda.synchronize(device))
         steps = self._fail_stop(device_runner)
-        return StreamPipeline(steps) if is_async else InlinePipeline(steps)
+        return StreamPipeline(steps, is_async=is_async)
 
     def free(self) -> None:
         """Frees the pool's memory. No step and no connector may use this memory any more."""
         if isinstance(self.memory, CudaMemory):
             self.memory.free()
 
-    def _make_device_runner(self, grammars: GrammarCompiler | None) -> StepRunner:
+    def _make_device_runner(self, grammars: GrammarCompiler | None) -> StepLauncher:
         # Without a GPU, Triton may be missing.
         from engine.gpu.attention_check import check_attention
         from engine.gpu.device_parts import make_device_parts
@@ -134,7 +134,7 @@ class DeviceEngine:
             samples=self.model.collectives.rank == 0,
         )
 
-    def _fail_stop(self, runner: StepRunner) -> StepRunner:
+    def _fail_stop(self, runner: StepLauncher) -> StepLauncher:
         return runner if self.model.collectives.size == 1 else FailStop(runner)
 
 

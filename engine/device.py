@@ -1,11 +1,20 @@
 """Devices: the device of a rank, its GPU, its memory, and its progress."""
 
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
+
+
+class Mark(Protocol):
+    """A point in a device's queue; a torch.cuda.Event is one."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has reached this point."""
+        ...
 
 
 def rank_device(config: EngineConfig, rank: int = 0) -> torch.device:
@@ -56,8 +65,8 @@ def device_memory(device: torch.device) -> dict[str, int]:
     }
 
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
-    """An event that is done when all work launched on the current stream so far is done; None on a CPU."""
+def mark(device: torch.device) -> Mark | None:
+    """The point after all work launched on the current stream so far; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

@@ -16,12 +16,6 @@ class DeviceLostError(RuntimeError):
     """The device is lost: it can compute no further step."""
 
 
-class Runner(Protocol):
-    """Computes a plan on a device; returns when the sampled tokens are known."""
-
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The result of a plan: the sampled tokens, or the error that the device raised."""
@@ -65,31 +59,10 @@ class Pipeline(Protocol):
         ...
 
 
-class InlinePipeline:
-    """Computes a step during `submit`, so no step is ever under way."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._results: deque[StepResult] = deque()
-
-    def num_ahead(self, plan: SchedulerOutput) -> int:  # noqa: ARG002
-        return 0
-
-    def submit(self, plan: SchedulerOutput) -> None:
-        self._results.append(_execute(self._runner, plan))
-
-    def take(self) -> StepResult:
-        return self._results.popleft()
-
-    def close(self) -> None:
-        """Releases the runner. No step is under way."""
-        del self._runner
-
-
 class ThreadedPipeline:
     """Computes on its own thread, so that a step can be planned while the previous one is computed."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: StepLauncher) -> None:
         self._runner = runner
         self._plans: queue.SimpleQueue[SchedulerOutput | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
@@ -120,14 +93,19 @@ class ThreadedPipeline:
 
 
 class StreamPipeline:
-    """Launches a step while the device computes the previous one, so that the device never waits for the host."""
+    """Launches a step in `submit`, and waits for it in `take`.
 
-    def __init__(self, launcher: StepLauncher) -> None:
+    With `is_async`, the next step is launched while the device computes this one, so that the device never waits
+    for the host. A CPU computes most of a step in `submit`.
+    """
+
+    def __init__(self, launcher: StepLauncher, *, is_async: bool = True) -> None:
         self._launcher = launcher
+        self._is_async = is_async
         self._steps: deque[Launched | Exception] = deque()
 
     def num_ahead(self, plan: SchedulerOutput) -> int:
-        return int(bool(plan.num_scheduled_tokens))
+        return int(self._is_async and bool(plan.num_scheduled_tokens))
 
     def submit(self, plan: SchedulerOutput) -> None:
         try:
@@ -150,14 +128,14 @@ class StreamPipeline:
         del self._launcher
 
 
-def make_pipeline(runner: Runner, *, async_scheduling: bool) -> Pipeline:
+def make_pipeline(runner: StepLauncher, *, async_scheduling: bool) -> Pipeline:
     """The pipeline of a synchronous device, which is a CPU."""
-    return ThreadedPipeline(runner) if async_scheduling else InlinePipeline(runner)
+    return ThreadedPipeline(runner) if async_scheduling else StreamPipeline(runner, is_async=False)
 
 
-def _execute(runner: Runner, plan: SchedulerOutput) -> StepResult:
+def _execute(runner: StepLauncher, plan: SchedulerOutput) -> StepResult:
     try:
-        return StepResult(runner.execute(plan))
+        return StepResult(runner.launch(plan).wait())
     except BaseException as error:  # device code may raise anything; the caller of `take` handles the error
         return StepResult(None, _as_error(error))
 

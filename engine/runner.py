@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice, takewhile
-from typing import Protocol
 
 import torch
 
@@ -10,20 +9,13 @@ from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import TokenLogprobs
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from engine.batch import RequestBatch, RunnerRequest, SampledRequest
+from engine.device import Mark
 from engine.drafts import Drafter
 from engine.forward import Forward
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks
 from engine.request_table import NONE
 from engine.sampler import SampledToken, SampledTokens, Sampler
-
-
-class Mark(Protocol):
-    """A point in a device's queue; a torch.cuda.Event is one."""
-
-    def synchronize(self) -> None:
-        """Waits until the device has reached this point."""
-        ...
 
 
 class ModelRunner:

@@ -1,10 +1,16 @@
-"""make_runner: a ModelRunner for a model on a CPU."""
+"""make_runner: a ModelRunner for a model on a CPU, with one attention for each KV group."""
 
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.batch import StepBatch
 from engine.drafts import Drafter
 from engine.forward import PagedAttentions, TorchForward
 from engine.grammars.compiler import GrammarCompiler
-from engine.grouped_attention import GroupedAttention
 from engine.kv_cache import HostBlocks, KVPool
+from engine.layer_groups import LayerGroups
+from engine.layers.attention import Attention, HeadNorm
 from engine.layers.native_attention import NativeAttention, is_supported
 from engine.layers.paged_attention import PagedAttention
 from engine.loading.loader import LoadedModel
@@ -50,3 +56,40 @@ def make_attention(model: LoadedModel, pool: KVPool) -> PagedAttentions:
     if len(groups.layers) == 1:
         return make(model.architecture)
     return GroupedAttention(groups, model.architecture, make)
+
+
+class GroupedAttention:
+    """Attention of a model with several KV groups: one for each group, with the group's layers and blocks."""
+
+    def __init__(
+        self,
+        groups: LayerGroups,
+        architecture: ModelArchitecture,
+        make: Callable[[ModelArchitecture], PagedAttentions],
+    ) -> None:
+        """`make`: makes one group's attention, for a model that has only the layers of this group."""
+        self._attentions = [make(architecture.of_layers(layers)) for layers in groups.layers]
+        self._places = groups.places
+
+    def prepare(self, batch: StepBatch) -> Attention:
+        steps = [attention.prepare(batch.of_group(group)) for group, attention in enumerate(self._attentions)]
+        return GroupedStepAttention(steps, self._places)
+
+
+class GroupedStepAttention:
+    """Satisfies `engine.layers.attention.Attention` for one step."""
+
+    def __init__(self, steps: Sequence[Attention], places: dict[int, tuple[int, int]]) -> None:
+        """`places`: the group of each layer, and the layer's index in the group."""
+        self._steps = steps
+        self._places = places
+
+    def __call__(
+        self,
+        layer: int,
+        qkv_TPD: torch.Tensor,
+        head_norm: HeadNorm | None,
+        sinks_Q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        group, index = self._places[layer]
+        return self._steps[group](index, qkv_TPD, head_norm, sinks_Q)

@@ -9,32 +9,20 @@ the old step, in which the other ranks still wait, and would give them a wrong s
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from baton.step import ModelRunnerOutput, SchedulerOutput
-from engine.pipeline import DeviceLostError, Launched, Runner, StepLauncher
+from engine.pipeline import DeviceLostError, Launched, StepLauncher
 
 T = TypeVar("T")
 
 
-class StepRunner(Runner, StepLauncher, Protocol):
-    """Computes steps at once (`execute`), or queues them (`launch`)."""
-
-
 class FailStop:
-    """Raises at once for every step that follows a step which could not be launched or computed."""
+    """Raises at once for every step that follows a step which could not be launched."""
 
-    def __init__(self, runner: StepRunner) -> None:
+    def __init__(self, runner: StepLauncher) -> None:
         self._runner = runner
         self._failed_step: int | None = None
-
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        self._check()
-        try:
-            return self._runner.execute(plan)
-        except BaseException:
-            self._failed_step = plan.step
-            raise
 
     def launch(self, plan: SchedulerOutput) -> Launched:
         """`wait` needs no check after a failure: all collective calls of the step are queued by then."""
@@ -55,13 +43,10 @@ class FailStop:
 class FailSettled:
     """Raises what the runner raises, or DeviceLostError if no other step can follow."""
 
-    def __init__(self, runner: StepRunner, settle: Callable[[], None]) -> None:
+    def __init__(self, runner: StepLauncher, settle: Callable[[], None]) -> None:
         """`settle` waits until the device has done all queued work, and raises if the device cannot do it."""
         self._runner = runner
         self._settle = settle
-
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        return self.settled(lambda: self._runner.execute(plan))
 
     def launch(self, plan: SchedulerOutput) -> Launched:
         return _Step(self.settled(lambda: self._runner.launch(plan)), self)

@@ -297,6 +297,16 @@ class SimRunner:
         return token_id
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A `Launched` step that is computed already."""
+
+    output: ModelRunnerOutput
+
+    def wait(self) -> ModelRunnerOutput:
+        return self.output
+
+
 class SlowRunner:
     """Lets time pass before it computes, while peers and transfers run; for pipelines that do not wait."""
 
@@ -304,7 +314,7 @@ class SlowRunner:
         self._world = world
         self._runner = runner
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> Computed:
         if plan.num_scheduled_tokens:
             end = self._world.now + self._runner.step_s()
             is_over: list[bool] = []
@@ -314,7 +324,7 @@ class SlowRunner:
         if result.output is None:
             assert result.error is not None
             raise result.error
-        return result.output
+        return Computed(result.output)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from baton.system.progress import Progress
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeWorker
 from engine.grammars.compiler import CompiledGrammar, GrammarCompiler
-from engine.pipeline import InlinePipeline, Pipeline
+from engine.pipeline import Pipeline, StreamPipeline
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.transports import ZMQ_TCP
 from kv_transfer.transport.base import Bytes
@@ -282,7 +282,7 @@ class Worker(Process):
     def _make_pipeline(self) -> Pipeline:
         if self.spec.scheduler.async_scheduling:
             return AsyncDevice(self._world, self.runner, self)
-        return InlinePipeline(SlowRunner(self._world, self.runner))
+        return StreamPipeline(SlowRunner(self._world, self.runner), is_async=False)
 
     def _make_readers(self, site: Site) -> dict[str, SimReader]:
         return {

@@ -15,7 +15,6 @@ from engine.device import mark
 from engine.forward import Forward, TorchForward
 from engine.gpu.device_parts import DeviceParts, make_device_parts
 from engine.gpu.graphs import Recorder, Replay
-from engine.grouped_attention import GroupedAttention
 from engine.kernels.skinny_linear import MAX_TOKENS
 from engine.kv_cache import HostBlocks, KVPool
 from engine.layers.paged_attention import PagedAttention
@@ -23,6 +22,7 @@ from engine.layers.torch_backend import TorchBackend
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import DTYPES, LoadedModel, load_model
 from engine.runner import ModelRunner
+from engine.runner_parts import GroupedAttention
 from engine.sampler import TorchSampler
 
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -27,7 +27,7 @@ from engine.batch import StepLimits
 from engine.gpu.graphs import decode_sizes
 from engine.grammars.compiler import GrammarCompiler
 from engine.loading.loader import LoadedModel
-from engine.pipeline import InlinePipeline, StreamPipeline
+from engine.pipeline import StreamPipeline
 from engine.runner import ModelRunner
 from kv_transfer import KVConnectorMetadata
 from scheduler import Scheduler
@@ -102,7 +102,7 @@ class LoopedEngine:
         self._error: str | None = None
         self._core = EngineCore(
             Scheduler(config, KVConnectorScheduler(config.block_size)),
-            StreamPipeline(runner) if config.async_scheduling else InlinePipeline(runner),
+            StreamPipeline(runner, is_async=config.async_scheduling),
             InstantLoads(),
             GrammarCompiler(Path("unused"), vocab_size, (), lambda: None, clock),
             (),

@@ -23,10 +23,9 @@ from engine.grammars.compiler import GrammarCompiler
 from engine.kernels.copy_blocks import copy_blocks
 from engine.kernels.switches import kernel_switches
 from engine.kv_cache import NULL_BLOCK, HostBlocks, KVPool, copy_one_by_one
-from engine.layers.few_rows import NUM_ROWS
-from engine.layers.timed_products import TimedProducts
 from engine.layers.triton_attention import TritonAttention
 from engine.layers.triton_backend import TritonBackend
+from engine.layers.triton_linear import NUM_ROWS, TimedProducts
 from engine.loading.loader import LoadedModel
 from engine.runner import ModelRunner
 

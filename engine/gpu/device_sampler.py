@@ -20,7 +20,7 @@ from baton.request import TokenLogprobs
 from engine.batch import SampledRequest
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.counter_rng import keys_at, seed_states
-from engine.device import mark
+from engine.device import Mark, mark
 from engine.gpu.logit_edits import list_edits
 from engine.kernels.logprobs import token_logprobs
 from engine.kernels.process_logits import process_logits
@@ -184,7 +184,7 @@ class DeviceSampledTokens:
     """For `num_rows` rows or more: their tokens, then which rows are not finite."""
     logprobs: _Logprobs | None
     num_top_tokens: dict[int, int]
-    event: torch.cuda.Event | None
+    event: Mark | None
     """Done when all of the above has arrived; None if there is nothing to wait for."""
 
     def wait(self) -> list[SampledToken]:

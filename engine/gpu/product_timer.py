@@ -6,7 +6,7 @@ from statistics import median
 import torch
 
 from engine.gpu.graphs import CudaGraphs, Recorder
-from engine.layers.timed_products import Work
+from engine.layers.triton_linear import Work
 
 MIN_LAUNCHES = 64
 """Least number of launches in a graph, so that the time to start the graph does not matter."""
@@ -14,7 +14,7 @@ NUM_REPLAYS = 5
 
 
 class GpuTimer:
-    """Satisfies `engine.layers.timed_products.Timer`, on the current device."""
+    """Satisfies `engine.layers.triton_linear.Timer`, on the current device."""
 
     def __init__(self) -> None:
         self._recorder: Recorder = CudaGraphs()

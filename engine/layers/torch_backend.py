@@ -21,10 +21,8 @@ from engine.layers.backend import (
     Router,
 )
 from engine.layers.fp8 import Fp8Weight
-from engine.layers.fp8_linear import Fp8Linear
-from engine.layers.grouped_linear import GroupedLinear
 from engine.layers.grouped_weight import GroupedWeight
-from engine.layers.linear import Linear
+from engine.layers.linear import Fp8Linear, GroupedLinear, Linear
 from engine.layers.merged_linear import merged_linear
 from engine.layers.mixture import ExpertChoice, LoopedMixture
 from engine.mixture_config import Mixture

@@ -26,12 +26,10 @@ from engine.layers.backend import (
     Router,
     UnnormedRows,
 )
-from engine.layers.few_rows import NUM_ROWS, FewRows
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.mixture import ExpertChoice
-from engine.layers.timed_products import TimedProducts
-from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
+from engine.layers.triton_linear import NUM_ROWS, FewRows, TimedProducts, TritonFp8Linear, TritonLinear
 from engine.layers.triton_mixture import TritonMixture
 from engine.mixture_config import Mixture
 

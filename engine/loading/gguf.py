@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from baton.errors import ModelError
 
@@ -34,24 +34,47 @@ T = TypeVar("T", int, float, bool, str)
 
 
 class GgufType(Enum):
-    """How a tensor is stored: blocks of `block_size` values in `block_bytes` bytes, along the innermost dimension."""
+    """How a tensor is stored: blocks of `block_size` values in `block_bytes` bytes, along the innermost dimension.
+
+    In memory, floats stay as they are. Other values are kept in groups (see GroupedWeight): `group_size` values of
+    `kept_bits` bits have a scale, and a minimum unless the type has one number for zero.
+    """
 
     F32 = (0, 1, 4)
     F16 = (1, 1, 2)
     BF16 = (30, 1, 2)
-    Q4_0 = (2, 32, 18)
-    Q4_1 = (3, 32, 20)
-    Q5_0 = (6, 32, 22)
-    Q5_1 = (7, 32, 24)
-    Q8_0 = (8, 32, 34)
-    Q4_K = (12, 256, 144)
-    Q5_K = (13, 256, 176)
-    Q6_K = (14, 256, 210)
+    Q4_0 = (2, 32, 18, 4)
+    Q4_1 = (3, 32, 20, 4, 32, True)
+    Q5_0 = (6, 32, 22, 8)
+    Q5_1 = (7, 32, 24, 8, 32, True)
+    Q8_0 = (8, 32, 34, 8)
+    Q4_K = (12, 256, 144, 4, 32, True)
+    Q5_K = (13, 256, 176, 8, 32, True)
+    Q6_K = (14, 256, 210, 8, 16)
 
-    def __init__(self, number: int, block_size: int, block_bytes: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        block_size: int,
+        block_bytes: int,
+        kept_bits: Literal[4, 8] | None = None,
+        group_size: int = 32,
+        has_minimum: bool = False,
+    ) -> None:
+        """`kept_bits`: None for floats. Values of 5 and 6 bits are kept in 8."""
         self.number = number
         self.block_size = block_size
         self.block_bytes = block_bytes
+        self.kept_bits = kept_bits
+        self.group_size = group_size
+        self.has_minimum = has_minimum
+
+    @property
+    def memory_bits(self) -> float:
+        """Bits of a value in a CPU's memory, with its part of the scale and the minimum, of 16 bits each."""
+        if self.kept_bits is None:
+            return 8 * self.block_bytes
+        return self.kept_bits + 16 * (1 + self.has_minimum) / self.group_size
 
 
 _TYPES = {kind.number: kind for kind in GgufType}

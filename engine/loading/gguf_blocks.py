@@ -8,10 +8,6 @@ its other products are exact in float32.
 Shape suffixes: N blocks, B bytes of a block, S values of a block, G groups of a block, O rows, I values of a row.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 
 from engine.layers.grouped_weight import GroupedWeight
@@ -27,13 +23,13 @@ def matrix_of(kind: GgufType, bytes_OB: torch.Tensor) -> torch.Tensor | GroupedW
     """The matrix in these rows of uint8: floats as they are stored, all other types in groups."""
     if kind in FLOATS:
         return bytes_OB.contiguous().view(FLOATS[kind])
-    layout = _LAYOUTS[kind]
+    assert kind.kept_bits is not None
     num_rows = bytes_OB.shape[0]
-    values_NS, scales_NG, mins_NG = layout.groups(bytes_OB.reshape(-1, kind.block_bytes))
+    values_NS, scales_NG, mins_NG = _GROUPS[kind](bytes_OB.reshape(-1, kind.block_bytes))
     return GroupedWeight(
         values_OI=values_NS.reshape(num_rows, -1),
-        bits=layout.bits,
-        group_size=kind.block_size // scales_NG.shape[1],
+        bits=kind.kept_bits,
+        group_size=kind.group_size,
         scales_OG=scales_NG.reshape(num_rows, -1),
         mins_OG=mins_NG.reshape(num_rows, -1),
     )
@@ -128,25 +124,13 @@ def _scales_and_mins(b_NB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _halves(b_NB[:, :2]) * scales, -(_halves(b_NB[:, 2:4]) * mins)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    bits: Literal[4, 8]
-    """The bits in a GroupedWeight, which does not support 5 and 6 bits."""
-    groups: Callable[[torch.Tensor], Groups]
-
-
-_LAYOUTS = {
-    GgufType.Q4_0: _Layout(4, _q4_0),
-    GgufType.Q4_1: _Layout(4, _q4_1),
-    GgufType.Q5_0: _Layout(8, _q5_0),
-    GgufType.Q5_1: _Layout(8, _q5_1),
-    GgufType.Q8_0: _Layout(8, _q8_0),
-    GgufType.Q4_K: _Layout(4, _q4_k),
-    GgufType.Q5_K: _Layout(8, _q5_k),
-    GgufType.Q6_K: _Layout(8, _q6_k),
+_GROUPS = {
+    GgufType.Q4_0: _q4_0,
+    GgufType.Q4_1: _q4_1,
+    GgufType.Q5_0: _q5_0,
+    GgufType.Q5_1: _q5_1,
+    GgufType.Q8_0: _q8_0,
+    GgufType.Q4_K: _q4_k,
+    GgufType.Q5_K: _q5_k,
+    GgufType.Q6_K: _q6_k,
 }
-
-
-def bits_of(kind: GgufType) -> Literal[4, 8] | None:
-    """The bits of such a matrix in groups; None for floats."""
-    return None if kind in FLOATS else _LAYOUTS[kind].bits

@@ -13,7 +13,7 @@ from engine.kv_cache import KVBlockShape
 from engine.layer_groups import LayerGroups, group_layers
 from engine.layers.backend import Backend
 from engine.layers.fp8 import FP8
-from engine.layers.fp8_linear import has_fp8_units
+from engine.layers.linear import has_fp8_units
 from engine.layers.native_backend import NativeBackend
 from engine.layers.scaled_attention import KVScale
 from engine.layers.torch_backend import TorchBackend
@@ -21,7 +21,6 @@ from engine.loading.demands import check_quantization, check_shares
 from engine.loading.digest import model_digest
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.gguf_weights import GgufWeights
-from engine.loading.kept_bits import BITS_OF_FLOATS, kept_bits
 from engine.loading.kv_scales import ENDINGS, digest_of, read_kv_scales
 from engine.loading.quantized_checkpoint import (
     OutlinedCheckpoint,
@@ -30,7 +29,7 @@ from engine.loading.quantized_checkpoint import (
 )
 from engine.loading.quantized_weights import Bits, QuantizedWeights
 from engine.loading.stored_head import as_stored
-from engine.loading.stored_weights import keeps_bits
+from engine.loading.stored_weights import BITS_OF_FLOATS, keeps_bits, kept_bits
 from engine.loading.streamed_weights import StreamedWeights
 from engine.loading.weight_stream import CudaCopies
 from engine.loading.weights import (

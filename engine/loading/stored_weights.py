@@ -1,7 +1,7 @@
 """StoredWeights: the sizes of the tensors in a folder's files, by their headers; imports no torch."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -17,21 +17,9 @@ from engine.model_config import ModelArchitecture, read_json
 from engine.quantization_config import Quantization, read_quantization
 from engine.quantization_scheme import Scheme
 
-GGUF_BITS_KEPT: dict[GgufType, float] = {
-    GgufType.F32: 32,
-    GgufType.F16: 16,
-    GgufType.BF16: 16,
-    GgufType.Q4_0: 4.5,
-    GgufType.Q4_1: 5,
-    GgufType.Q4_K: 5,
-    GgufType.Q5_0: 8.5,
-    GgufType.Q5_1: 9,
-    GgufType.Q5_K: 9,
-    GgufType.Q8_0: 8.5,
-    GgufType.Q6_K: 9,
-}
-"""Bits of a weight by its type in a GGUF file, on a CPU: 5 and 6 bits are stored in 8; groups of Q6_K have 16
-weights. A group of a type with one value for zero has no minimum."""
+BITS_OF_FLOATS = 16
+"""Of float32, too: a CPU keeps such weights in 16 bits if these are exact, as in most checkpoints."""
+ROUNDED: dict[str | None, int] = {None: BITS_OF_FLOATS, "fp8": 8, "int8": 8, "int4": 4}
 EXPERTS = ".experts."
 """Part of the names of tensors of a mixture's experts."""
 _TABLES = ("model.embed_tokens", "lm_head")
@@ -157,6 +145,23 @@ def keeps_bits(folder: Path, quantization: Quantization, *, in_groups: bool, in_
     )
 
 
+def kept_bits(kept_as: str | None, folder: Path) -> int:
+    """The bits in which most weights stay in memory.
+
+    `kept_as`: how matrices are stored in memory, see `LoadedModel.quantization`.
+    """
+    if kept_as in ROUNDED:
+        return ROUNDED[kept_as]
+    if (file := gguf_of(folder)) is not None:
+        num_weights = Counter[int]()
+        for tensor in read_gguf(file).tensors.values():
+            num_weights[tensor.type.kept_bits or BITS_OF_FLOATS] += prod(tensor.shape)
+        return num_weights.most_common(1)[0][0]
+    quantization = read_quantization(read_json(folder / "config.json"))
+    assert quantization is not None, f"{folder} is not quantized"
+    return max(scheme.bits for _, scheme in quantization.schemes)
+
+
 class _Module(NamedTuple):
     """The tensors with the same name before the last dot: a matrix with its scales and bias, or a vector."""
 
@@ -220,7 +225,6 @@ def _read_gguf(file: Path) -> StoredWeights:
 
 def _gguf_table(num_parameters: int, kind: GgufType) -> StoredTable:
     """A tensor of a GGUF file."""
-    bits = GGUF_BITS_KEPT[kind]
-    num_bytes = int(num_parameters * bits / 8)
-    group_size = 16 if kind is GgufType.Q6_K else 32
-    return StoredTable(num_parameters, num_bytes, num_bytes, None if bits >= 16 else group_size)
+    num_bytes = int(num_parameters * kind.memory_bits / 8)
+    group_size = None if kind.kept_bits is None else kind.group_size
+    return StoredTable(num_parameters, num_bytes, num_bytes, group_size)

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from engine.loading.safetensors_index import CheckpointIndex, StoredTensor, types_for
-from engine.loading.weight_stream import Copies, FilePart, WeightStream
+from engine.loading.weight_stream import CudaCopies, FilePart, WeightStream
 from engine.loading.weights import OnProgress, Shard, Take, WeightSource
 
 
@@ -26,7 +26,7 @@ class StreamedWeights(WeightSource):
         path: Path,
         dtype: torch.dtype | None,
         takes: Sequence[Take],
-        copies: Copies,
+        copies: CudaCopies,
         on_progress: OnProgress | None = None,
     ) -> None:
         """ModelError, before weights are read, if a tensor is missing, misshapen or cannot be divided.

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from baton.errors import ModelError
+from engine.device import Mark
 
 NUM_READERS = 4
 """Number of threads. Each copies 3 to 7 GB/s from the page cache (preadv, on one core), and PCIe 5 transfers
@@ -67,34 +67,6 @@ class FilePart:
             yield FilePart(self.file, offset, num_bytes), run * self.run_bytes + start
 
 
-class Copied(Protocol):
-    """A copy that may still run."""
-
-    def synchronize(self) -> None:
-        """Waits until the copy is done."""
-        ...
-
-
-class Copies(Protocol):
-    """How bytes get from a buffer in host memory to their target."""
-
-    def make_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Host memory to copy from."""
-        ...
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Device memory to copy to."""
-        ...
-
-    def start(self, to: torch.Tensor, source: torch.Tensor) -> Copied | None:
-        """Begins a copy; None if it is done already. The source may be overwritten when the copy is done."""
-        ...
-
-    def hand_over(self, tensor: torch.Tensor) -> None:
-        """Makes later work of the calling thread on the tensor wait for all copies started before."""
-        ...
-
-
 class CudaCopies:
     """Copies to a GPU on a stream of their own, which overlap with the model's work on earlier weights."""
 
@@ -103,15 +75,20 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)
 
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Pinned memory. From other memory, the driver would copy twice, and the call would block."""
+        """Host memory to copy from.
+
+        It is pinned: from other memory, the driver would copy twice, and the call would block.
+        """
         with torch.cuda.device(self._device):  # a new thread's device is 0, which may be another rank's
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Device memory to copy to."""
         with torch.cuda.stream(self._stream):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def start(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+    def start(self, to: torch.Tensor, source: torch.Tensor) -> Mark:
+        """Begins a copy. The source may be overwritten when the copy's end is reached."""
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
             over = torch.cuda.Event(blocking=True)  # waiting threads sleep, since readers need the cores
@@ -119,6 +96,7 @@ class CudaCopies:
         return over
 
     def hand_over(self, tensor: torch.Tensor) -> None:
+        """Makes later work of the calling thread on the tensor wait for all copies started before."""
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         # Without this, the allocator knows the tensor only on the copying stream. After the tensor is freed,
@@ -137,7 +115,7 @@ class WeightStream:
     def __init__(
         self,
         parts: Sequence[FilePart],
-        copies: Copies,
+        copies: CudaCopies,
         *,
         num_readers: int = NUM_READERS,
         buffer_bytes: int = BUFFER_BYTES,
@@ -237,10 +215,10 @@ class WeightStream:
 class _Buffer:
     """Host memory whose last copy may still be running."""
 
-    def __init__(self, copies: Copies, num_bytes: int) -> None:
+    def __init__(self, copies: CudaCopies, num_bytes: int) -> None:
         self._copies = copies
         self._tensor = copies.make_buffer(num_bytes)
-        self._copied: Copied | None = None
+        self._copied: Mark | None = None
         self.bytes: Bytes = self._tensor.numpy()
 
     def wait(self) -> None:

@@ -10,15 +10,16 @@ from baton.clock import Clock, SystemClock
 from baton.kv import WorkerRef
 from baton.request import EngineRequest, RequestOutput
 from baton.sampling import SamplingParams
-from baton.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+from baton.step import KVConnectorOutput, SchedulerOutput
 from baton.system.progress import Progress
 from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
 from engine.grammars.compiler import GrammarCompiler
-from engine.pipeline import Pipeline, Runner, ThreadedPipeline, make_pipeline
+from engine.pipeline import Pipeline, StepLauncher, ThreadedPipeline, make_pipeline
 from kv_transfer import ConnectorWorker
 from kv_transfer.connector.endpoint import COUNTERS
 from scheduler import Scheduler
+from simulator.device import Computed
 from tests.factories.scheduling import EOS, FakeRunner, make_config
 from worker.commands import CommandQueue
 from worker.core import EngineCore
@@ -74,10 +75,10 @@ class StepHook:
         self._runner = FakeRunner()
         self._before_step = before_step
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> Computed:
         if plan.num_scheduled_tokens:
             self._before_step(plan)
-        return self._runner.execute(plan)
+        return self._runner.launch(plan)
 
 
 class PlansPastPrompts(ThreadedPipeline):
@@ -93,7 +94,7 @@ def make_grammars() -> GrammarCompiler:
 
 
 def make_core(
-    runner: Runner | None = None,
+    runner: StepLauncher | None = None,
     connector: ConnectorWorker | None = None,
     clock: Clock | None = None,
     trace: StepTraceWriter | None = None,

@@ -18,13 +18,14 @@ from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, 
 from baton.system.progress import Progress
 from baton.worker import KVPeerCounts
 from engine.collectives import Collectives
-from engine.pipeline import Launched, Pipeline, ThreadedPipeline
+from engine.pipeline import Pipeline, ThreadedPipeline
 from engine.ranks import entry as rank_start
 from engine.ranks.messages import Setup
 from engine.ranks.process import Rank
 from engine.ranks.process import main as serve
 from engine.step_failures import FailStop
 from kv_transfer import KVConnectorMetadata
+from simulator.device import Computed
 
 FAKE_RANK = "tests.factories.fake_rank"
 NUM_BLOCKS = 20
@@ -65,7 +66,7 @@ class CollectiveRunner:
         self._collectives = collectives
         self._diary = diary
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> Computed:
         for request_id in plan.num_scheduled_tokens:
             match request_id.split("-"):
                 case ["collectives"]:
@@ -75,10 +76,7 @@ class CollectiveRunner:
         x = torch.tensor([plan.step])
         self._collectives.all_reduce_(x)
         self._diary.write(f"step {plan.step}")
-        return ModelRunnerOutput({"sum": [int(x.item())]})
-
-    def launch(self, plan: SchedulerOutput) -> Launched:
-        raise NotImplementedError("a CPU computes where it is called")
+        return Computed(ModelRunnerOutput({"sum": [int(x.item())]}))
 
     def _all_of_them(self) -> list[object]:
         """The result of each collective. Every rank gets the same results."""

@@ -20,7 +20,7 @@ from engine.gpu.device_parts import make_device_parts
 from engine.grammars.compiler import GrammarCompiler
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model
-from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline
+from engine.pipeline import Pipeline, StreamPipeline
 from tests.factories import fast_interpreter  # noqa: F401
 
 
@@ -40,4 +40,4 @@ def _make_pipeline(built: DeviceEngine, grammars: GrammarCompiler | None = None)
     parts = make_device_parts(built.model, built.pool, built.capacity.limits, num_multiprocessors=2)
     num_swap_blocks = built.scheduler_config.num_swap_blocks or 0
     runner = parts.runner(built.pool, num_swap_blocks, grammars, built.drafter)
-    return StreamPipeline(runner) if built.scheduler_config.async_scheduling else InlinePipeline(runner)
+    return StreamPipeline(runner, is_async=built.scheduler_config.async_scheduling)

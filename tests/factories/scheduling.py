@@ -20,6 +20,7 @@ from baton.step import (
     SchedulerOutput,
 )
 from scheduler import Request, Scheduler
+from simulator.device import Computed
 from tests.factories.paged_memory import PagedMemory, kv_of
 
 PEER = WorkerRef("peer", "life-1", ("tcp://127.0.0.1:1",), 16)
@@ -134,6 +135,9 @@ class FakeRunner:
         self._force = force
         self._known: dict[str, KnownRequest] = {}
         self.memory = memory or PagedMemory(16)
+
+    def launch(self, plan: SchedulerOutput) -> Computed:
+        return Computed(self.execute(plan))
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in plan.finished_req_ids:

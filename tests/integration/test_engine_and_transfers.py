@@ -14,7 +14,7 @@ from baton.request import FinishReason
 from baton.step import SchedulerOutput
 from baton.transfer import TransferEventKind
 from decode_worker import DecodeWorker
-from engine.pipeline import DeviceLostError, Runner
+from engine.pipeline import DeviceLostError, StepLauncher
 from kv_transfer.connector.worker import KVConnectorWorker
 from prefill_worker import PrefillWorker
 from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
@@ -38,7 +38,7 @@ def running_worker(
     *,
     incarnation: str = "life-1",
     load_timeout_s: float | None = None,
-    runner: Runner | None = None,
+    runner: StepLauncher | None = None,
 ) -> Iterator[RunningLoop]:
     """A worker without a device, which waits `patience_s` for peers that are silent."""
     loops: list[RunningLoop] = []

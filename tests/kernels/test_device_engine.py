@@ -30,7 +30,7 @@ from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model
 from engine.model_config import read_architecture
-from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
+from engine.pipeline import Pipeline, StreamPipeline, make_pipeline
 from engine.request_table import IntArray
 from engine.runner_parts import make_runner
 from scheduler import Scheduler
@@ -149,8 +149,7 @@ def on_device(
         parts.record(CudaGraphs() if device.type == "cuda" else Repeats())
     pool.blocks_NLKHTD[1:] = math.nan  # as a former owner may have left them
     runner = parts.runner(pool, config.num_swap_blocks or 0)
-    is_async = config.async_scheduling
-    pipeline = StreamPipeline(runner) if is_async else InlinePipeline(runner)
+    pipeline = StreamPipeline(runner, is_async=config.async_scheduling)
     return answers_of(pipeline, config, given, kv_groups=parts.kv_groups, prompts=prompts)
 
 
@@ -185,7 +184,7 @@ def with_drafts(
         parts.record(CudaGraphs() if device.type == "cuda" else Repeats())
     drafter = Drafter(HalfRight(expected), num_drafts, 32, num_equal_rows=200.0)
     runner = parts.runner(pool, config.num_swap_blocks or 0, drafter=drafter)
-    pipeline = StreamPipeline(runner) if config.async_scheduling else InlinePipeline(runner)
+    pipeline = StreamPipeline(runner, is_async=config.async_scheduling)
     return answers_of(pipeline, config, num_drafts=num_drafts, kv_groups=parts.kv_groups)
 
 

@@ -18,7 +18,7 @@ from engine.kv_cache import KVPool
 from engine.layers.scaled_attention import KVScale
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import load_model
-from engine.pipeline import InlinePipeline
+from engine.pipeline import StreamPipeline
 from tests.factories.models import make_model_dir
 from tests.kernels.device_parts import SMALL
 from tests.kernels.test_device_engine import Answers, answers_of, make_config
@@ -77,4 +77,4 @@ def _answers(folder: Path, device: torch.device) -> Answers:
     model = load_model(ModelConfig(dtype="float32"), folder, device, TritonBackend(), kv_cache_dtype="fp8")
     pool = KVPool(16, model.kv_block_shape(16), device)
     parts = make_device_parts(model, pool, StepLimits(4, 8, 64), num_multiprocessors=2)
-    return answers_of(InlinePipeline(parts.runner(pool)), make_config(16, 16))
+    return answers_of(StreamPipeline(parts.runner(pool), is_async=False), make_config(16, 16))

@@ -10,8 +10,8 @@ import torch
 from engine.batch import StepLimits
 from engine.gpu.device_parts import DeviceParts
 from engine.kernels.switches import switched
-from engine.layers.timed_products import Work
 from engine.layers.triton_backend import TritonBackend
+from engine.layers.triton_linear import Work
 from tests.kernels.device_parts import make_parts
 from tests.kernels.references import skinny_linear_reference
 from tests.kernels.test_launches import counting_launches

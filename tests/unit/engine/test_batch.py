@@ -7,7 +7,7 @@ import torch
 from baton.kv_groups import KVGroups
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.batch import RequestBatch, RunnerRequest, StepBatch
-from engine.layers.decode_groups import MIN_GROUP_BLOCKS, decode_groups
+from engine.layers.paged_attention import MIN_GROUP_BLOCKS, decode_groups
 from engine.request_table import GrowingArray
 from tests.factories.stepping import make_request_data
 

@@ -12,8 +12,8 @@ from baton.errors import ConfigError, ModelError
 from engine.capacity import reckon
 from engine.draft_parts import STEP_TIME, Draft, cost_of, load_draft, make_drafter
 from engine.kv_cache import KVPool
-from engine.loading.kept_bits import kept_bits
 from engine.loading.loader import LoadedModel, load_model
+from engine.loading.stored_weights import kept_bits
 from engine.native.library import native_library
 from tests.factories.families import QWEN3_MOE
 from tests.factories.gguf_files import make_gguf

@@ -21,7 +21,6 @@ from engine.loading.gguf import GgufType
 from engine.loading.gguf_blocks import FLOATS, matrix_of
 from engine.loading.gguf_folder import describe
 from engine.loading.loader import load_model, takes_of
-from engine.loading.stored_weights import GGUF_BITS_KEPT
 from engine.model_config import read_architecture
 from engine.native.compilers import may_have_kernels
 from engine.native.instructions import machine_instructions
@@ -200,7 +199,7 @@ def test_the_bits_of_gguf_types_are_those_that_the_kernels_keep(kind: GgufType) 
     bytes_OB = torch.full((32, 768 // kind.block_size * kind.block_bytes), 0x3C, dtype=torch.uint8)
     matrix = matrix_of(kind, bytes_OB)
     assert isinstance(matrix, GroupedWeight)
-    assert bits_kept(matrix) == GGUF_BITS_KEPT[kind]
+    assert bits_kept(matrix) == kind.memory_bits
 
 
 @pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")

@@ -10,7 +10,7 @@ from baton.config import ModelConfig
 from baton.config.engine import KVCacheDtype
 from baton.errors import ConfigError
 from engine.layers.fp8 import FP8, FP8_MAX, as_bytes, quantize_rows, saturate
-from engine.layers.fp8_linear import Fp8Linear, can_multiply_fp8
+from engine.layers.linear import Fp8Linear, can_multiply_fp8
 from engine.loading.loader import check_fp8
 
 
@@ -104,7 +104,7 @@ def test_the_product_of_two_8_bit_operands(
     torch.manual_seed(0)
     weight, bias = torch.randn(48, 32).to(dtype), torch.randn(48).to(dtype)
     x = (torch.randn(num_rows, 32) * 20).to(dtype)
-    monkeypatch.setattr("engine.layers.fp8_linear.can_multiply_fp8", lambda _: True)
+    monkeypatch.setattr("engine.layers.linear.can_multiply_fp8", lambda _: True)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     found = Fp8Linear(weight, bias)(x)
     assert found.dtype is dtype

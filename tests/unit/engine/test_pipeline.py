@@ -14,8 +14,9 @@ from baton.kv import KVTransferParams, TransferRole
 from baton.request import FinishReason, FirstToken, RequestOutput
 from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, ReceivedKV, SchedulerOutput
 from baton.worker import WorkerRole
-from engine.pipeline import DeviceLostError, InlinePipeline, Pipeline, StreamPipeline, ThreadedPipeline
+from engine.pipeline import DeviceLostError, Pipeline, StepLauncher, StreamPipeline, ThreadedPipeline
 from scheduler import RequestStatus
+from simulator.device import Computed
 from tests.factories.engine import (
     FakeConnectorWorker,
     PlansPastPrompts,
@@ -36,13 +37,17 @@ def make_plan(step: int) -> SchedulerOutput:
 class Echo:
     """Returns which step it computed, and fails at given steps."""
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> Computed:
         if plan.step < 0:
             raise ValueError("the device is on fire")
-        return ModelRunnerOutput({"step": [plan.step]})
+        return Computed(ModelRunnerOutput({"step": [plan.step]}))
 
 
-@pytest.mark.parametrize("make", [InlinePipeline, ThreadedPipeline])
+def synchronous(launcher: StepLauncher) -> Pipeline:
+    return StreamPipeline(launcher, is_async=False)
+
+
+@pytest.mark.parametrize("make", [synchronous, ThreadedPipeline])
 def test_results_come_in_the_order_of_the_plans_and_errors_in_their_place(make: Any) -> None:
     pipeline: Pipeline = make(Echo())
     for step in (1, -1, 2):
@@ -70,11 +75,6 @@ class FakeAsyncDevice:
         return LaunchedStep(self, plan.step)
 
 
-class FakeLaunchingRunner(FakeAsyncDevice):
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        return self.launch(plan).wait()
-
-
 class LaunchedStep:
     def __init__(self, device: FakeAsyncDevice, step: int) -> None:
         self._device, self._step = device, step
@@ -100,12 +100,11 @@ def test_an_asynchronous_device_gets_its_commands_before_anything_waits() -> Non
     assert device.done == [1, -1, 2], "memory of a step under way must not be given away"
 
 
-@pytest.mark.parametrize("kind", [InlinePipeline, StreamPipeline])
-def test_a_closed_pipeline_lets_go_of_the_device(kind: type[InlinePipeline | StreamPipeline]) -> None:
+def test_a_closed_pipeline_lets_go_of_the_device() -> None:
     """Its CUDA graphs must be freed before NCCL can end."""
-    runner = FakeLaunchingRunner()
+    runner = FakeAsyncDevice()
     is_held = weakref.ref(runner)
-    pipeline = kind(runner)
+    pipeline = StreamPipeline(runner)
     del runner
     pipeline.close()
     assert is_held() is None
@@ -144,10 +143,10 @@ class Gate:
         self.started: queue.Queue[int] = queue.Queue()
         self.may_end = threading.Semaphore(0)
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> Computed:
         self.started.put(plan.step)
         assert self.may_end.acquire(timeout=60)
-        return self._runner.execute(plan)
+        return self._runner.launch(plan)
 
 
 def step(core: EngineCore) -> list[RequestOutput]:

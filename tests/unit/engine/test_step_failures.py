@@ -1,12 +1,10 @@
 """A rank computes nothing after a failed step; a GPU reports one when it is done with it, or is found lost."""
 
-from collections.abc import Callable
-
 import pytest
 
 from baton.step import ModelRunnerOutput, SchedulerOutput
-from engine.pipeline import DeviceLostError, Launched
-from engine.step_failures import FailSettled, FailStop, StepRunner
+from engine.pipeline import DeviceLostError, Launched, StepLauncher
+from engine.step_failures import FailSettled, FailStop
 from tests.factories.fake_rank import make_plan
 
 FAILS_IN_LAUNCH, FAILS_IN_WAIT = 2, 3
@@ -19,9 +17,6 @@ class Device:
         self._is_lost = is_lost
         self.num_steps = 0
         self.num_settled = 0
-
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        return self.launch(plan).wait()
 
     def launch(self, plan: SchedulerOutput) -> Launched:
         self.num_steps += 1
@@ -45,16 +40,11 @@ class Step:
         return ModelRunnerOutput({})
 
 
-Run = Callable[[StepRunner, SchedulerOutput], ModelRunnerOutput]
-EITHER_WAY = pytest.mark.parametrize(
-    "run",
-    [lambda runner, plan: runner.execute(plan), lambda runner, plan: runner.launch(plan).wait()],
-    ids=["execute", "launch"],
-)
+def run(runner: StepLauncher, plan: SchedulerOutput) -> ModelRunnerOutput:
+    return runner.launch(plan).wait()
 
 
-@EITHER_WAY
-def test_the_first_step_that_fails_is_the_last(run: Run) -> None:
+def test_the_first_step_that_fails_is_the_last() -> None:
     device = Device()
     runner = FailStop(device)
     run(runner, make_plan(1))
@@ -65,8 +55,16 @@ def test_the_first_step_that_fails_is_the_last(run: Run) -> None:
     assert device.num_steps == 2
 
 
-@EITHER_WAY
-def test_a_failed_step_is_reported_when_the_device_is_done_with_it(run: Run) -> None:
+def test_a_step_that_fails_in_wait_is_not_the_last() -> None:
+    """Its collective calls are over, so this rank is where the other ranks are."""
+    device = Device()
+    runner = FailStop(device)
+    with pytest.raises(ValueError, match="out of memory"):
+        run(runner, make_plan(FAILS_IN_WAIT))
+    assert run(runner, make_plan(4)) == ModelRunnerOutput({})
+
+
+def test_a_failed_step_is_reported_when_the_device_is_done_with_it() -> None:
     device = Device()
     runner = FailSettled(device, device.settle)
     for number, num_settled in ((FAILS_IN_LAUNCH, 1), (FAILS_IN_WAIT, 2)):
@@ -77,8 +75,7 @@ def test_a_failed_step_is_reported_when_the_device_is_done_with_it(run: Run) -> 
     assert device.num_settled == 2, "a successful step needs no wait"
 
 
-@EITHER_WAY
-def test_a_device_that_refuses_to_wait_is_lost(run: Run) -> None:
+def test_a_device_that_refuses_to_wait_is_lost() -> None:
     device = Device(is_lost=True)
     for number in (FAILS_IN_LAUNCH, FAILS_IN_WAIT):
         with pytest.raises(DeviceLostError, match="illegal memory access") as raised:

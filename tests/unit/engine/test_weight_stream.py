@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from baton.errors import ModelError
-from engine.loading.weight_stream import Copied, FilePart, WeightStream
+from engine.device import Mark
+from engine.loading.weight_stream import CudaCopies, FilePart, WeightStream
 
 
 class LateCopy:
@@ -24,8 +25,16 @@ class LateCopy:
         self._to.copy_(self._source)
 
 
-class HostCopies:
+class Done:
+    def synchronize(self) -> None:
+        pass
+
+
+class HostCopies(CudaCopies):
     """Copies within host memory, which are done when `start` returns."""
+
+    def __init__(self) -> None:
+        pass  # needs neither a device nor a stream
 
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -33,9 +42,9 @@ class HostCopies:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def start(self, to: torch.Tensor, source: torch.Tensor) -> Copied | None:
+    def start(self, to: torch.Tensor, source: torch.Tensor) -> Mark:
         to.copy_(source)
-        return None
+        return Done()
 
     def hand_over(self, tensor: torch.Tensor) -> None:
         pass
@@ -45,6 +54,7 @@ class LateCopies(HostCopies):
     """Copies as on a GPU's own stream, as late as possible, and a count of the memory that was asked for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.num_allocated_bytes = 0
         self._lock = threading.Lock()
 
