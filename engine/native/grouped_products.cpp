@@ -207,7 +207,8 @@ void sum_tile_by_units(const uint8_t *weights, const uint8_t *bytes, const int8_
         const int32_t *of_group = dots[g % (2 * BATCH)];
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; ++row)
-            group.add(row, load_raw<Ints>(of_group + row * BLOCK) + group.firsts[row], totals[row]);
+            group.add(row, load_raw<Ints>(of_group + row * BLOCK) + (Format::HAS_MINS ? 0 : group.firsts[row]),
+                      totals[row]);
     }
     for (int row = 0; row < ROWS; ++row)
         ::store(sums + BLOCK * row, totals[row]);
