@@ -31,7 +31,7 @@ class Launched(Protocol):
 
 
 class StepLauncher(Protocol):
-    """Queues a plan on a device; returns as soon as the plan is queued."""
+    """Begins a step; an asynchronous device still computes it when `launch` returns."""
 
     def launch(self, plan: SchedulerOutput) -> Launched: ...
 

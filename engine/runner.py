@@ -58,7 +58,7 @@ class ModelRunner:
         self._last_step: LaunchedStep | None = None
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Launches a step and waits for it."""
+        """Launches a step and waits for it; for benchmarks and tests."""
         return self.launch(plan).wait()
 
     @torch.inference_mode()

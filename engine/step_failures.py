@@ -25,7 +25,10 @@ class FailStop:
         self._failed_step: int | None = None
 
     def launch(self, plan: SchedulerOutput) -> Launched:
-        """`wait` needs no check after a failure: all collective calls of the step are queued by then."""
+        """A failure in `wait` does not end the steps: all collective calls of its step are queued or over by then.
+
+        A step that needs an unknown token of such a step fails before its first collective call (TorchForward).
+        """
         self._check()
         try:
             return self._runner.launch(plan)
