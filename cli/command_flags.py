@@ -86,9 +86,9 @@ def add_operators_commands(
     role = commands.add_parser("role", help="change a worker's role, without a restart")
     rollout = commands.add_parser("rollout", help="restart workers one after the other, under load")
     flush_cache = commands.add_parser("flush-cache", help="make workers forget their prefix caches")
-    for order in (drain, role, rollout, flush_cache):
-        add_target_flags(order, default_target)
-        order.add_argument("--json", action="store_true", help="print one JSON object when it is done")
+    for command in (drain, role, rollout, flush_cache):
+        add_target_flags(command, default_target)
+        command.add_argument("--json", action="store_true", help="print one JSON object when it is done")
     _add_drain_flags(drain)
     role.add_argument("worker", metavar="WORKER", help="name of the worker in `baton status`")
     rollout.add_argument("workers", nargs="*", metavar="WORKER", help="default: all")

@@ -1,8 +1,8 @@
 """The `baton` command: parses flags, runs a subcommand, and turns errors into exit codes.
 
-Each subcommand is its own module. Exit codes: 0 done, 1 refused (by the server, the cluster or a file's
-content), 2 usage; further ones are below. Subcommands are imported only when they run. So `baton --help`, and
-commands that only call a gateway, never wait for Ray or torch.
+Subcommands are in cli/commands/, and are imported only when they run. So `baton --help`, and commands that only
+call a gateway, never wait for Ray or torch. Exit codes: 0 done, 1 refused (by the server, the cluster or a file's
+content), 2 usage; further ones are below.
 """
 
 import argparse

@@ -84,9 +84,10 @@ async def either(*works: Awaitable[None]) -> None:
     """Returns when the first of `works` ends, or raises its error; cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
     finally:
         for task in tasks:
             task.cancel()

@@ -45,7 +45,7 @@ def drain(target: Target, options: argparse.Namespace) -> int:
 
 
 def set_role(target: Target, options: argparse.Namespace) -> int:
-    """Changes the role of a running worker; weights and prefix cache stay. Returns once the worker serves in it.
+    """Changes the role of a running worker; weights and prefix cache stay. Returns when it serves in its new role.
 
     Raises GatewayError if the worker keeps its old role.
     """

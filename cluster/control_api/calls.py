@@ -52,12 +52,20 @@ class InProcessControl:
         self._has_ended = False
 
     async def call(self, request: ControlRequest[R]) -> R:
-        """See ControlApi. A command continues if this call is cancelled."""
+        """See ControlApi. A command continues if this call is cancelled.
+
+        Raises ClusterError if MAX_COMMANDS commands run, also for the owner's ScaleRole.
+        """
         row = CALLS[type(request)]
         if self._has_ended and not isinstance(request, EndFleet):
             raise FleetEnded("the fleet was ended by its owner")
         answer: R = await (self._command(row, request) if row.is_command else row.answer(self, request))
         return answer
+
+    @property
+    def num_commands(self) -> int:
+        """How many commands run now, with or without a waiting caller."""
+        return len(self._commands)
 
     @property
     def is_ending(self) -> bool:
@@ -73,16 +81,21 @@ class InProcessControl:
             self._num_ends -= 1
 
     async def _command(self, row: "CallRow", request: ControlRequest[Any]) -> Any:
-        if len(self._commands) >= MAX_COMMANDS:
+        if self.num_commands >= MAX_COMMANDS:
             raise ClusterError(f"{MAX_COMMANDS} commands are running; wait for one of them to end")
         command = asyncio.ensure_future(row.answer(self, request))
         self._commands.add(command)
-        command.add_done_callback(self._commands.discard)
+        command.add_done_callback(self._on_command_done)
         try:
             return await asyncio.shield(command)
         except asyncio.CancelledError:
-            command.add_done_callback(_log_failure)
+            command.add_done_callback(_warn_of_failure)
             raise
+
+    def _on_command_done(self, command: asyncio.Future[Any]) -> None:
+        self._commands.discard(command)
+        if (error := _error_of(command)) is not None:
+            logger.info("a command was refused or failed: %s", error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +111,14 @@ class CallRow:
     """Only the process that owns the fleet may make this call. Over the network, the call is refused."""
 
 
-def _log_failure(command: asyncio.Future[Any]) -> None:
+def _warn_of_failure(command: asyncio.Future[Any]) -> None:
     """Logs the error of a command whose caller does not wait any more."""
-    if not command.cancelled() and (error := command.exception()) is not None:
+    if (error := _error_of(command)) is not None:
         logger.warning("a command was refused or failed, and its caller had left: %s", error)
+
+
+def _error_of(command: asyncio.Future[Any]) -> BaseException | None:
+    return None if command.cancelled() else command.exception()
 
 
 async def _done(work: Awaitable[None]) -> Done:

@@ -91,7 +91,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self,
         continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> "Handler | None":
+    ) -> "Handler":
         handler: Any = await continuation(handler_call_details) or _UNKNOWN
         read = handler.request_deserializer
         if handler.stream_stream is not None:  # gRPC's reflection, and unknown methods
@@ -118,7 +118,8 @@ class Guard(grpc.aio.ServerInterceptor):
                 request = await receive(context)
                 request_id = _named(request, request_id)
                 context.set_trailing_metadata(((REQUEST_ID, offered or request_id),))
-                _set_compression(context)
+                if method is not _refuse:
+                    _set_compression(context)
                 if is_generator:
                     async with aclosing(method(request, context)) as responses:
                         async for response in responses:

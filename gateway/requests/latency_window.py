@@ -76,8 +76,8 @@ class LatencyWindow:
             self._on_first_token(waited_s)
 
     def next_tokens(self, waited_s: float, num_tokens: int, now: float) -> None:
-        """A client gets `num_tokens` tokens together, `waited_s` after the previous token. All but the first of
-        them count as a wait of 0 s."""
+        """`num_tokens` tokens can be sent together, `waited_s` after the previous token. All but the first of them
+        count as a wait of 0 s."""
         self.num_tokens += num_tokens
         itl = self._at(now).itl
         itl[_bin(waited_s)] += 1

@@ -13,6 +13,7 @@ from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.serve import following_gateway
 from cluster.serve.following_gateway import FollowingGateway
 from gateway import Gateway
+from gateway.workers.connections import WorkerConnections
 from tests.factories.control_api import StandingFleet, packed
 from tests.factories.observed_fleet import gateway_report
 
@@ -42,6 +43,7 @@ async def test_a_report_covers_some_seconds_even_if_the_fleet_grows_at_once(
     decode = WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:2", "here", 1)
     fleet = StandingFleet(packed(config), decode)
     gateway = AsyncMock(spec=Gateway)
+    gateway.workers = AsyncMock(spec=WorkerConnections)
     gateway.report = Mock(side_effect=lambda window_s: gateway_report(window_s=window_s))
     following = FollowingGateway(config, gateway, fleet)
     await following.start()

@@ -17,15 +17,15 @@ from simulator.driver import SilentText
 
 
 class Fleet:
-    """The workers of a router, which hears their heartbeats."""
+    """The workers of a router, which gets their heartbeats."""
 
     def __init__(self, *names: str) -> None:
         config = GatewayConfig(routing_policy="round_robin", routing_mode="disaggregated")
         self.router = Router(config, b"")
         for name in names:
-            self.hear(name)
+            self.on_heartbeat(name)
 
-    def hear(self, name: str, life: int = 1, state: WorkerState = WorkerState.READY) -> None:
+    def on_heartbeat(self, name: str, life: int = 1, state: WorkerState = WorkerState.READY) -> None:
         """Those whose name begins with p prefill."""
         role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
         ref = WorkerRef(name, f"{name}-{life}", ("tcp://here:1",), 16)
@@ -111,7 +111,7 @@ def test_given_back_and_refused_attempts_do_not_count(cause: Cause) -> None:
     trip = Trip(fleet, policy="fail")
     for _ in range(2 * MAX_ATTEMPTS):
         assert trip.fail(cause) is None
-        fleet.hear("d0")
+        fleet.on_heartbeat("d0")
 
 
 def test_a_worker_that_failed_a_request_is_avoided_until_its_next_incarnation_or_if_no_other_is_left() -> (
@@ -121,9 +121,9 @@ def test_a_worker_that_failed_a_request_is_avoided_until_its_next_incarnation_or
     trip = Trip(fleet)
     trip.fail(Cause.FAILED, brings=1, worker="d0")
     assert {trip.begin().placement.decode for _ in range(6)} == {"d1", "d2"}
-    fleet.hear("d0", life=2)
+    fleet.on_heartbeat("d0", life=2)
     assert "d0" in {trip.begin().placement.decode for _ in range(6)}
-    fleet.hear("d0", life=1)
+    fleet.on_heartbeat("d0", life=1)
     fleet.lose("d1")
     fleet.lose("d2")
     assert trip.begin().placement.decode == "d0"
@@ -136,7 +136,7 @@ def test_a_lost_worker_counts_like_any_other_after_its_next_heartbeat() -> None:
     fleet.lose("d0")
     with pytest.raises(WorkerUnavailable):
         trip.begin()
-    fleet.hear("d0")
+    fleet.on_heartbeat("d0")
     assert trip.begin().placement.decode == "d0"
 
 
@@ -148,7 +148,7 @@ def test_a_worker_that_refused_a_request_is_tried_again_after_its_next_heartbeat
     trip.fail(Cause.REFUSED, worker="d1")
     with pytest.raises(NoRoom, match="it happened"):
         trip.begin()
-    fleet.hear("d0")
+    fleet.on_heartbeat("d0")
     assert trip.begin().placement.decode == "d0"
 
 
@@ -195,13 +195,13 @@ def test_c36_blocks_are_given_back_only_where_somebody_may_have_more_and_not_for
     fleet = Fleet("d0")
     trip = Trip(fleet)
     assert trip.begin().on_preemption is OnPreemption.RESUME
-    fleet.hear("p0")
+    fleet.on_heartbeat("p0")
     assert trip.begin().on_preemption is OnPreemption.GIVE_BACK
     fleet.lose("p0")
-    fleet.hear("d1")
+    fleet.on_heartbeat("d1")
     for _ in range(2):
         assert trip.begin().on_preemption is OnPreemption.GIVE_BACK
         trip.fail(Cause.GIVEN_BACK)
-        fleet.hear("d0")
-        fleet.hear("d1")
+        fleet.on_heartbeat("d0")
+        fleet.on_heartbeat("d1")
     assert trip.begin().on_preemption is OnPreemption.RESUME
