@@ -5,7 +5,6 @@ from gateway.conversation.answer_format import (
     SPECIAL,
     AnswerFormat,
     AnswerParser,
-    kept_token_ids,
     parsed,
 )
 from gateway.conversation.events import (
@@ -55,6 +54,5 @@ __all__ = [
     "Vocabulary",
     "answer_format_of",
     "check_spacing",
-    "kept_token_ids",
     "parsed",
 ]
