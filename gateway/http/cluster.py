@@ -9,20 +9,15 @@ from starlette.responses import Response
 
 from gateway.auth import callers
 from gateway.auth.callers import Caller
+from gateway.http.description import ERRORS, event_stream
 from gateway.http.event_stream import EventStream, event, stream_of
 from gateway.http.json_route import JsonRoute
-from gateway.http.openai.description import ERRORS
 from gateway.http.request_ids import trace_of
 from gateway.http.trial import PageTrial, TrialRequest
 from gateway.telemetry.live_feed import LiveFeed
 from gateway.telemetry.snapshot import ClusterSnapshot
 
-_EVENT = {
-    "type": "object",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["event", "data"],
-}
-_STREAM = {"content": {"text/event-stream": {"itemSchema": _EVENT}}}
+_STREAM = event_stream({}, description="A stream")
 
 
 def cluster_routes(feed: LiveFeed, trial: PageTrial) -> APIRouter:

@@ -12,9 +12,9 @@ from gateway.conversation import Conversation
 from gateway.conversation.template_options import check_template_options
 from gateway.http.answering import in_terms_of
 from gateway.http.body import Body, TokenId
+from gateway.http.description import ERRORS
 from gateway.http.json_route import JsonRoute
 from gateway.http.openai.chat_request import TemplateOptions
-from gateway.http.openai.description import ERRORS
 from gateway.http.openai.messages import Messages, chat_messages_of
 from gateway.http.openai.tools import Tools, tools_of
 from gateway.model import ServedModel

@@ -9,7 +9,7 @@ from gateway.auth.callers import Caller
 from gateway.choices import check_whole_answer
 from gateway.http.answering import in_terms_of
 from gateway.http.anthropic.answers import Message, TokenCount
-from gateway.http.anthropic.description import ERRORS, HEADERS, message_answers
+from gateway.http.anthropic.description import ERRORS, HEADERS, MESSAGE_ANSWERS
 from gateway.http.anthropic.message_request import CountTokensRequest, MessagesRequest
 from gateway.http.anthropic.output import shows_thinking
 from gateway.http.anthropic.respond import MessageResponse
@@ -89,7 +89,7 @@ def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: S
         MESSAGES_PATH,
         summary="Continue a conversation, in Anthropic's terms",
         response_model=Message,
-        responses=message_answers(),
+        responses=MESSAGE_ANSWERS,
         openapi_extra=HEADERS,
     )
     async def messages(body: MessagesRequest, request: Request, timeout_ms: TimeoutMs = None) -> Response:

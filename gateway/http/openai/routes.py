@@ -14,12 +14,14 @@ from gateway.auth.callers import Caller
 from gateway.choices import check_whole_answer
 from gateway.http.answering import in_terms_of
 from gateway.http.call import HttpCall, TimeoutMs
+from gateway.http.description import ERRORS, Responses, event_stream, json_text
 from gateway.http.json_route import JsonRoute
 from gateway.http.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
     CompletionChunk,
+    ErrorAnswer,
     ModelCard,
     ModelList,
 )
@@ -28,7 +30,6 @@ from gateway.http.openai.chat_parts import ChatParts
 from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.completions import CompletionAnswer
-from gateway.http.openai.description import ERRORS, answers_of
 from gateway.http.openai.events import Head
 from gateway.http.openai.fields import GenerationFields, StreamOptions
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
@@ -200,3 +201,13 @@ def _client_names(body: GenerationFields, prompt: str) -> dict[str, str]:
     """This API's names of fields, by the names that errors may use."""
     grammar = "response_format" if body.structured_outputs is None else "structured_outputs"
     return {"prompt": prompt, "chat": prompt, "token_ids": prompt, "structured_output": grammar}
+
+
+def answers_of(chunk: type) -> Responses:
+    """The responses of a route whose answer may be a stream of `chunk`."""
+    data = [
+        {**json_text(chunk), "description": "A part of the answer"},
+        {**json_text(ErrorAnswer), "description": "Nothing comes after it"},
+        {"const": "[DONE]", "description": "After the last part"},
+    ]
+    return {200: event_stream({"anyOf": data}, is_named=False), **ERRORS}
