@@ -28,7 +28,6 @@ from gateway.http.anthropic.routes import anthropic_routes
 from gateway.http.app import make_app
 from gateway.http.cluster import cluster_routes
 from gateway.http.count_responses import CountResponses
-from gateway.http.docs_page import docs_routes
 from gateway.http.openai.routes import openai_routes
 from gateway.http.operations import metrics_routes, probe_routes
 from gateway.http.page import page_routes
@@ -141,7 +140,6 @@ class Gateway:
             ),
             anthropic_routes(self._driver, preprocessor, model),
             page_routes(),
-            docs_routes(),
             cluster_routes(self._feed, PageTrial(self._driver, preprocessor, clock)),
             tokenize_routes(preprocessor.pool, model),
         ]
