@@ -1,8 +1,8 @@
 """Runs the requests of one HTTP call until the client's deadline; errors name fields as the client does."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 
 from baton.errors import DeadlinePassed, InvalidRequest
 from gateway.choices import ChoiceDelta, batches_of
@@ -18,30 +18,26 @@ async def answering(
     block.
 
     Raises DeadlinePassed at the client's deadline. Workers know the deadline, too, but a worker may no longer
-    respond. `names`: the client's names of fields, by the names that errors use.
+    respond. `names`: see `in_terms_of`.
     """
     try:
         async with (
             asyncio.timeout(requests[0].timeout_s),
-            aclosing(_named(batches_of(driver, requests), names)) as batches,
+            aclosing(batches_of(driver, requests)) as batches,
         ):
-            yield batches
+            with in_terms_of(names):
+                yield batches
     except TimeoutError:
         raise DeadlinePassed("the request's deadline passed") from None
 
 
-def in_terms_of(names: Mapping[str, str], error: InvalidRequest) -> InvalidRequest:
-    """The same error, with the client's name of the field."""
-    field = names.get(error.field)
-    return error if field is None else type(error)(field, error.problem)
-
-
-async def _named(
-    batches: AsyncGenerator[Sequence[ChoiceDelta], None], names: Mapping[str, str]
-) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
+@contextmanager
+def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
+    """InvalidRequests of the block name fields as the client does. `names`: the client's names of fields, by
+    the names that errors use."""
     try:
-        async with aclosing(batches):
-            async for batch in batches:
-                yield batch
+        yield
     except InvalidRequest as error:
-        raise in_terms_of(names, error) from error
+        if error.field not in names:
+            raise
+        raise type(error)(names[error.field], error.problem) from error

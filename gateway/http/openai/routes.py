@@ -9,7 +9,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import InvalidRequest, UnknownModel
 from gateway.auth.callers import Caller
 from gateway.choices import check_whole_answer
 from gateway.http.answering import in_terms_of
@@ -91,41 +90,29 @@ class OpenAIRoutes:
         names: dict[str, str],
     ) -> list[GatewayRequest]:
         """Makes `num_samples` requests for each prompt, in the prompts' order."""
-        if body.model != self._model.name:
-            raise UnknownModel("model", f"{body.model!r} is not served here; use {self._model.name!r}")
+        self._model.check_name(body.model)
+        with in_terms_of(names):
+            params = body.sampling()
         gateway_requests: list[GatewayRequest] = []
         budget = TurnBudget(asyncio.get_running_loop().time)
-        own_names = names
-        try:
-            params = body.sampling()
-            for number, prompt in enumerate(prompts):
-                if len(prompts) > 1:
-                    own_names = names | dict.fromkeys(("prompt", "token_ids"), f"prompt.{number}")
-                gateway_request = await self._preprocessor.preprocess(
+        for number, prompt in enumerate(prompts):
+            own_names = dict.fromkeys(("prompt", "token_ids"), f"prompt.{number}") if len(prompts) > 1 else {}
+            with in_terms_of(names | own_names):
+                gateway_request = await call.preprocess(
+                    self._preprocessor,
+                    body,
                     prompt,
                     params,
-                    request_id=call.request_id,
-                    keep_special_tokens=body.keep_special_tokens,
-                    priority=body.priority or 0,
-                    cache_salt=body.cache_salt,
-                    skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
                     affinity_key=body.prompt_cache_key,
-                    max_model_len=body.max_model_len,
-                    mode=body.mode,
-                    timeout_s=call.time_left_s,
-                    caller=call.caller,
-                    api=call.api,
-                    trace=call.trace,
+                    keep_special_tokens=body.keep_special_tokens,
                 )
-                if number:
-                    own_id = f"{call.request_id}-p{number}"
-                    gateway_request = replace(gateway_request, request_id=own_id, call_id=call.request_id)
-                gateway_requests += self._preprocessor.samples(
-                    gateway_request, body.num_samples, body.keep_special_tokens
-                )
-                await budget.pause_if_spent()
-        except InvalidRequest as error:
-            raise in_terms_of(own_names, error) from error
+            if number:
+                own_id = f"{call.request_id}-p{number}"
+                gateway_request = replace(gateway_request, request_id=own_id, call_id=call.request_id)
+            gateway_requests += self._preprocessor.samples(
+                gateway_request, body.num_samples, body.keep_special_tokens
+            )
+            await budget.pause_if_spent()
         if not body.stream:
             check_whole_answer(gateway_requests, names)
         # While later prompts were tokenised, the time of the first requests ran, too.
@@ -190,8 +177,7 @@ def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: Serv
 
     @routes.get("/v1/models/{name:path}", summary="One model", responses=ERRORS)
     async def one_model(name: str) -> ModelCard:
-        if name != model.name:
-            raise UnknownModel("model", f"{name!r} is not served here; use {model.name!r}")
+        model.check_name(name)
         return card
 
     return routes
