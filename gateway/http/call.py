@@ -10,7 +10,7 @@ from starlette.requests import Request
 from baton.sampling import SamplingParams
 from gateway.auth.callers import Caller
 from gateway.call_ids import TraceContext
-from gateway.http.request_ids import trace_of
+from gateway.http.request_ids import shown_id, trace_of
 from gateway.http.sampling_fields import SamplingFields
 from gateway.preprocess import Preprocessor, Prompt
 from gateway.requests.request import GatewayRequest
@@ -34,6 +34,8 @@ class HttpCall:
     """A request's properties outside of its body."""
 
     request_id: str
+    shown_id: str
+    """The id that headers and errors show to the client."""
     api: str
     caller: Caller
     trace: TraceContext | None
@@ -47,6 +49,7 @@ class HttpCall:
             request.state.request_id = request_id
         return cls(
             request.state.request_id,
+            shown_id(request.scope["state"]),
             api,
             request.state.caller,
             trace_of(request.headers),

@@ -9,12 +9,13 @@ from gateway.choices import check_whole_answer
 from gateway.http.answering import in_terms_of
 from gateway.http.anthropic.answers import Message, TokenCount
 from gateway.http.anthropic.description import ERRORS, HEADERS, MESSAGE_ANSWERS
+from gateway.http.anthropic.message import MessageAnswer
 from gateway.http.anthropic.message_request import CountTokensRequest, MessagesRequest
 from gateway.http.anthropic.output import shows_thinking
-from gateway.http.anthropic.respond import MessageResponse
 from gateway.http.anthropic.whole import Head
 from gateway.http.call import HttpCall, TimeoutMs
 from gateway.http.dialects import MESSAGES_PATH
+from gateway.http.generated import GeneratedResponse
 from gateway.http.json_route import JsonRoute
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
@@ -29,22 +30,21 @@ class AnthropicRoutes:
         self._preprocessor = preprocessor
         self._model = model
 
-    async def message(self, body: MessagesRequest, call: HttpCall) -> MessageResponse:
+    async def message(self, body: MessagesRequest, call: HttpCall) -> GeneratedResponse:
         self._model.check_name(body.model)
         names = _client_names(body)
         with in_terms_of(names):
             request = await call.preprocess(self._preprocessor, body, body.conversation, body.sampling())
         if not body.stream:
             check_whole_answer([request], names)
-        return MessageResponse(
-            self._driver,
+        answer = MessageAnswer(
             request,
             Head(call.request_id, self._model.name),
-            names,
-            is_stream=bool(body.stream),
+            call.shown_id,
             shows_thinking=shows_thinking(body.thinking),
             max_tokens=body.max_tokens,
         )
+        return GeneratedResponse(self._driver, [request], answer, names, is_stream=bool(body.stream))
 
     async def count_tokens(self, body: CountTokensRequest, caller: Caller) -> TokenCount:
         """Counts a prompt's tokens. Needs no worker."""

@@ -1,12 +1,13 @@
 """ChatAnswer: one chat completion, whole or as a stream."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from gateway.http.openai.answers import Usage
 from gateway.http.openai.chat_parts import ChatParts
-from gateway.http.openai.choices import Collected, whole_answer
-from gateway.http.openai.events import EventWriter, Head
-from gateway.http.openai.logprobs import ChatTokens, LogprobColumns
+from gateway.http.openai.choices import Collected, UsageCount
+from gateway.http.openai.fields import StreamOptions
+from gateway.http.openai.logprobs import ChatTokens
+from gateway.http.openai.openai_answer import FINISH_REASONS, Head, OpenAIAnswer, ascii_json
 from gateway.requests.request import Delta
 
 ROLE = '"delta":{"role":"assistant","content":""}'
@@ -15,63 +16,51 @@ ROLE_BEFORE_CALLS = '"delta":{"role":"assistant","content":null}'
 """The first delta of each choice if the answers may have calls instead of content."""
 
 
-class ChatAnswer:
-    """Writes one chat completion; see `respond.Answer`."""
+class ChatAnswer(OpenAIAnswer):
+    """Writes one chat completion."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(
         self,
         head: Head,
-        num_choices: int,
+        count: UsageCount,
+        options: StreamOptions | None,
         tokens: ChatTokens | None,
         parts: ChatParts | None = None,
         may_call: bool = False,
     ) -> None:
         """`tokens` writes log-probabilities; None if the client does not want them. `parts`: None if the
         answers are only text. `may_call`: answers may have calls."""
-        self._head = head
-        self._num_choices = num_choices
-        self._tokens = tokens
+        indices = range(count.num_samples)
+        choices = [Collected() if parts is None else parts.collector(index) for index in indices]
+        super().__init__(head, count, options, choices, None if tokens is None else [tokens] * len(choices))
         self._parts = parts
         self._role = ROLE_BEFORE_CALLS if may_call else ROLE
 
-    def events(self, says_usage: bool) -> EventWriter:
-        return EventWriter(
-            self._head,
-            object="chat.completion.chunk",
-            before_text='"delta":{"content":',
-            after_text="}",
-            logprobs_of=None if self._tokens is None else self._logprobs,
-            contents_of=None if self._parts is None else self._parts.contents,
-            says_usage=says_usage,
-        )
+    def opening(self) -> bytes:
+        return "".join(self._event(index, self._role) for index in range(len(self._choices))).encode("ascii")
 
-    def opening(self, events: EventWriter) -> bytes:
-        return b"".join(events.opening(index, self._role) for index in range(self._num_choices))
-
-    def collectors(self) -> list[Collected]:
+    def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:
         if self._parts is None:
-            return [Collected() for _ in range(self._num_choices)]
-        return [self._parts.collector(index) for index in range(self._num_choices)]
+            reason = FINISH_REASONS[delta.finish.reason if delta.finish else None]
+            content = f'"delta":{{"content":{ascii_json(delta.text)}}}'
+            return self._event(index, content, logprobs, reason, usage)
+        events = ""
+        for content, reason in self._parts.contents(index, delta):
+            events += self._event(index, content, logprobs, reason, usage)
+            logprobs = "null"
+        return events
 
-    def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        choices = (self._choice(index, answer) for index, answer in enumerate(answers))
-        return whole_answer(self._head, "chat.completion", choices, usage)
-
-    def _choice(self, index: int, answer: Collected) -> Iterator[str]:
-        """The JSON of a ChatChoice, without the beginning up to its index."""
-        reason: str = answer.finish_reason
+    def _whole_content(self, index: int, choice: Collected) -> Iterator[str]:
         yield '"message":{"role":"assistant"'
         if self._parts is None:
             yield ',"content":"'
-            yield from answer.text()
+            yield from choice.text()
             yield '","refusal":null}'
         else:
-            yield from self._parts.message(index, answer)
-            reason = self._parts.finish_reason(answer)
-        yield ',"logprobs":'
-        yield from ("null",) if self._tokens is None else self._tokens.write(answer.logprobs)
-        yield f',"finish_reason":"{reason}"}}'
+            yield from self._parts.message(index, choice)
 
-    def _logprobs(self, index: int, delta: Delta) -> Iterator[str]:  # noqa: ARG002 - EventWriter's signature
-        assert self._tokens is not None
-        return self._tokens.write(LogprobColumns(delta.logprobs))
+    def _finish_reason(self, choice: Collected) -> str:
+        return choice.finish_reason if self._parts is None else self._parts.finish_reason(choice)

@@ -1,6 +1,5 @@
 """ChatParts: writes text, reasoning and calls of all answers to one chat, as a stream's events or whole."""
 
-import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Self
@@ -17,15 +16,12 @@ from gateway.conversation import (
     Text,
 )
 from gateway.http.openai.choices import Collected
-from gateway.http.openai.events import FINISH_REASONS
+from gateway.http.openai.openai_answer import FINISH_REASONS, ascii_json
 from gateway.http.whole_json import json_string, string_pieces
 from gateway.requests.request import Delta, GatewayRequest
 
 TOOL_CALLS = '"tool_calls"'
 NOTHING_NEW = '"delta":{}'
-
-_text = json.JSONEncoder().encode
-"""Writes a JSON string in ASCII, like everything in a stream's events."""
 
 
 class ChatParts:
@@ -48,7 +44,8 @@ class ChatParts:
         return cls(requests, parsers, includes_reasoning) if parsers.are_needed else None
 
     def contents(self, index: int, delta: Delta) -> list[tuple[str, str]]:
-        """See `events.ContentsOf`. The finish reason has a separate event, as in OpenAI's streams of
+        """The contents of the delta's events in JSON, each with its finish reason. There are none while the
+        parser still waits for more text. The finish reason has a separate event, as in OpenAI's streams of
         calls."""
         events = _joined(self._events(index, delta))
         contents = [(content, "null") for event in events if (content := self._content(index, event))]
@@ -106,17 +103,17 @@ class ChatParts:
     def _content(self, index: int, event: AnswerEvent) -> str | None:
         match event:
             case Text(text):
-                return f'"delta":{{"content":{_text(text)}}}'
+                return f'"delta":{{"content":{ascii_json(text)}}}'
             case Reasoning(text):
-                reasoning = _text(text)
+                reasoning = ascii_json(text)
                 return f'"delta":{{"reasoning_content":{reasoning},"reasoning":{reasoning}}}'
             case CallBegins(number, name):
                 self._ends_with_call[index] = False
                 id_ = self._call_ids[index].of(number)
-                function = f'{{"name":{_text(name)},"arguments":""}}'
+                function = f'{{"name":{ascii_json(name)},"arguments":""}}'
                 call = f'{{"index":{number},"id":"{id_}","type":"function","function":{function}}}'
             case ArgumentsDelta(number, json):
-                call = f'{{"index":{number},"function":{{"arguments":{_text(json)}}}}}'
+                call = f'{{"index":{number},"function":{{"arguments":{ascii_json(json)}}}}}'
             case CallEnds():
                 self._ends_with_call[index] = True
                 return None

@@ -14,6 +14,7 @@ from gateway.choices import check_whole_answer
 from gateway.http.answering import in_terms_of
 from gateway.http.call import HttpCall, TimeoutMs
 from gateway.http.description import ERRORS, Responses, event_stream, json_text
+from gateway.http.generated import GeneratedResponse
 from gateway.http.json_route import JsonRoute
 from gateway.http.openai.answers import (
     ChatCompletion,
@@ -27,12 +28,12 @@ from gateway.http.openai.answers import (
 from gateway.http.openai.chat import ChatAnswer
 from gateway.http.openai.chat_parts import ChatParts
 from gateway.http.openai.chat_request import ChatCompletionRequest
+from gateway.http.openai.choices import UsageCount
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.completions import CompletionAnswer
-from gateway.http.openai.events import Head
-from gateway.http.openai.fields import GenerationFields, StreamOptions
+from gateway.http.openai.fields import GenerationFields
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
-from gateway.http.openai.respond import Generated, OpenAIAnswer
+from gateway.http.openai.openai_answer import Head
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt
 from gateway.requests.driver import RequestDriver
@@ -50,20 +51,21 @@ class OpenAIRoutes:
         self._chat_tokens = ChatTokens(preprocessor.pool.tokenizer)
         self._completion_tokens = CompletionTokens(preprocessor.pool.tokenizer)
 
-    async def chat_completion(self, body: ChatCompletionRequest, call: HttpCall) -> Generated:
+    async def chat_completion(self, body: ChatCompletionRequest, call: HttpCall) -> GeneratedResponse:
         names = _client_names(body, "messages") | body.client_names
         chat = body.chat
         gateway_requests = await self._preprocess(body, call, [chat], names)
         answer = ChatAnswer(
             self._head("chatcmpl", call),
-            len(gateway_requests),
+            UsageCount.of(gateway_requests, body.num_samples, counts_reasoning=body.says_usage),
+            body.stream_options,
             self._chat_tokens if body.logprobs else None,
             ChatParts.of(gateway_requests, body.include_reasoning is not False),
             may_call=bool(chat.callable_tools),
         )
-        return self._generated(body, gateway_requests, answer, names)
+        return GeneratedResponse(self._driver, gateway_requests, answer, names, is_stream=bool(body.stream))
 
-    async def completion(self, body: CompletionRequest, call: HttpCall) -> Generated:
+    async def completion(self, body: CompletionRequest, call: HttpCall) -> GeneratedResponse:
         names = _client_names(body, "prompt")
         prompts = body.prompts
         gateway_requests = await self._preprocess(body, call, prompts, names)
@@ -79,8 +81,9 @@ class OpenAIRoutes:
                 CompletionLogprobsStream(self._completion_tokens, skips, gateway_request.prompt_token_ids)
                 for gateway_request in gateway_requests
             ]
-        answer = CompletionAnswer(self._head("cmpl", call), echoes, logprobs)
-        return self._generated(body, gateway_requests, answer, names)
+        count = UsageCount.of(gateway_requests, body.num_samples, counts_reasoning=False)
+        answer = CompletionAnswer(self._head("cmpl", call), count, body.stream_options, echoes, logprobs)
+        return GeneratedResponse(self._driver, gateway_requests, answer, names, is_stream=bool(body.stream))
 
     async def _preprocess(
         self,
@@ -127,19 +130,6 @@ class OpenAIRoutes:
         if isinstance(prompt, str):
             return prompt
         return await self._preprocessor.pool.decode(caller.name, prompt, not body.keep_special_tokens)
-
-    def _generated(
-        self,
-        body: GenerationFields,
-        gateway_requests: list[GatewayRequest],
-        answer: OpenAIAnswer,
-        names: dict[str, str],
-    ) -> Generated:
-        options = (body.stream_options or StreamOptions()) if body.stream else None
-        is_chat = isinstance(body, ChatCompletionRequest)
-        return Generated(
-            self._driver, gateway_requests, body.num_samples, answer, options, names, is_chat=is_chat
-        )
 
 
 def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:
