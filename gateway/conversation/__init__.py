@@ -4,9 +4,9 @@ from gateway.conversation.answer_format import (
     NUM_PROMPT_END_TOKENS,
     SPECIAL,
     AnswerFormat,
-    AnswerParser,
     parsed,
 )
+from gateway.conversation.answer_parser import AnswerParser
 from gateway.conversation.events import (
     AnswerEvent,
     AnswerPart,

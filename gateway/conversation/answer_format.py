@@ -1,10 +1,11 @@
 """AnswerFormat: how one model writes reasoning and calls, and how its chat template gets the tools."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from baton.sampling import StructuredOutput
-from gateway.conversation.events import AnswerEvent, AnswerPart, Text
+from gateway.conversation.answer_parser import AnswerParser
+from gateway.conversation.events import AnswerEvent, Text
 from gateway.conversation.messages import Conversation
 
 NUM_PROMPT_END_TOKENS = 32
@@ -14,26 +15,6 @@ reasoning."""
 SPECIAL = "\udc00"
 """Comes before the text of a special token if other text may spell the token. It is a lone surrogate, which no token
 has. Parsers drop it."""
-
-
-class AnswerParser(Protocol):
-    """Turns one answer's text into events while it arrives. Raises no error, whatever the model wrote."""
-
-    @property
-    def part(self) -> AnswerPart:
-        """The part of the answer to which the next character belongs, judged by the text so far. It changes
-        with the character that completes a tag."""
-
-    @property
-    def may_reason(self) -> bool:
-        """True during reasoning, and while reasoning may still begin."""
-
-    def push(self, text: str) -> Sequence[AnswerEvent]:
-        """Adds text, and returns the events that are now certain. Text that may be part of a tag or a call
-        waits."""
-
-    def flush(self) -> Sequence[AnswerEvent]:
-        """Ends the answer, and returns the remaining events."""
 
 
 class AnswerFormat(Protocol):
