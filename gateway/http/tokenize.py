@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequest
 from gateway.auth.callers import Caller
 from gateway.conversation import Conversation
-from gateway.conversation.template_options import check_template_options
+from gateway.conversation.template import check_template_options
 from gateway.http.answering import in_terms_of
 from gateway.http.body import Body, TokenId
 from gateway.http.description import ERRORS

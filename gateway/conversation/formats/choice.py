@@ -8,7 +8,7 @@ from gateway.conversation.answer_format import AnswerFormat
 from gateway.conversation.call_syntax import CallSyntax
 from gateway.conversation.formats import deepseek
 from gateway.conversation.formats.harmony import HarmonyFormat
-from gateway.conversation.formats.harmony_tokens import CHANNEL, MESSAGE
+from gateway.conversation.formats.harmony_parser import CHANNEL, MESSAGE
 from gateway.conversation.formats.hermes import HermesCalls
 from gateway.conversation.formats.llama import LlamaCalls
 from gateway.conversation.formats.mistral import MistralCalls, MistralNamedCalls

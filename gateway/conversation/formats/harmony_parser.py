@@ -1,8 +1,8 @@
-"""HarmonyParser: turns a turn's messages into events while they arrive; harmony.py shows the format.
+"""Harmony's tokens, and HarmonyParser, which turns a turn's messages into events while they arrive.
 
-Content without a head, or on an unknown channel, is text. The format's tokens are always dropped; text that only
-spells them stays. If the answer ends within a head, or within a token after a message, that unfinished part is
-dropped, too. A line end separates two messages of the same kind.
+harmony.py shows the format. Content without a head, or on an unknown channel, is text. The format's tokens are always
+dropped; text that only spells them stays. If the answer ends within a head, or within a token after a message, that
+unfinished part is dropped, too. A line end separates two messages of the same kind.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,20 +12,21 @@ from gateway.conversation.answer_format import SPECIAL
 from gateway.conversation.answer_parser import AnswerParser
 from gateway.conversation.call_syntax import CallWriter, is_tool_name
 from gateway.conversation.events import AnswerPart, Reasoning, Text
-from gateway.conversation.formats.harmony_tokens import (
-    ANALYSIS,
-    CHANNEL,
-    CONSTRAIN,
-    ENDS,
-    FUNCTIONS,
-    HEADS,
-    MESSAGE,
-    RECIPIENT,
-    START,
-    TOKENS,
-)
 from gateway.conversation.messages import Tool
 from gateway.conversation.reader import Markers, Steps
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+HEADS = (START, CHANNEL)
+"""Each begins a message's head."""
+ENDS = (END, CALL, RETURN)
+"""Each ends a message."""
+TOKENS = (*HEADS, *ENDS, MESSAGE, CONSTRAIN)
+
+ASSISTANT = "assistant"
+ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
+RECIPIENT = "to="
+FUNCTIONS = "functions."
 
 _WORD_ENDS = f"{SPECIAL}< \t\r\n"
 _MAX_WORD = 200

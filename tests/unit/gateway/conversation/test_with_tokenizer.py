@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import InvalidRequest, ModelError
 from gateway.conversation import AnswerFormat, Reasoning, Text
-from gateway.conversation.formats.harmony_tokens import TOKENS
+from gateway.conversation.formats.harmony_parser import TOKENS
 from gateway.requests.request import Delta
 from gateway.text import TextStream, Tokenizer
 from tests.factories.conversations import ASKED, HARMONY, TEMPLATES, calls_in, merged_events, parts_of
