@@ -1,15 +1,18 @@
 """GeneratedResponse: the HTTP response with the answers to one call, whole or as server-sent events."""
 
+import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.choices import in_turns
+from baton.errors import DeadlinePassed
+from gateway.choices import ChoiceDelta, batches_of, in_turns
 from gateway.error_codes import codes_of
-from gateway.http.answering import answering
+from gateway.http.errors import in_terms_of
 from gateway.http.event_stream import EventStream, Write, while_connected
 from gateway.http.whole_json import send_json
 from gateway.requests.driver import RequestDriver
@@ -99,6 +102,27 @@ class GeneratedResponse(Response):
             last = answer.failure(error)
         if last:
             await write(last)
+
+
+@asynccontextmanager
+async def answering(
+    driver: RequestDriver, requests: Sequence[GatewayRequest], names: Mapping[str, str]
+) -> AsyncIterator[AsyncGenerator[Sequence[ChoiceDelta], None]]:
+    """Runs the requests of one call and yields their deltas; see `batches_of`. All requests end with the
+    block.
+
+    Raises DeadlinePassed at the client's deadline. Workers know the deadline, too, but a worker may no longer
+    respond. `names`: see `in_terms_of`.
+    """
+    try:
+        async with (
+            asyncio.timeout(requests[0].timeout_s),
+            aclosing(batches_of(driver, requests)) as batches,
+        ):
+            with in_terms_of(names):
+                yield batches
+    except TimeoutError:
+        raise DeadlinePassed("the request's deadline passed") from None
 
 
 def _log_if_internal(error: Exception, request_id: str) -> None:

@@ -10,9 +10,9 @@ from baton.errors import InvalidRequest
 from gateway.auth.callers import Caller
 from gateway.conversation import Conversation
 from gateway.conversation.template import check_template_options
-from gateway.http.answering import in_terms_of
 from gateway.http.body import Body, TokenId
 from gateway.http.description import ERRORS
+from gateway.http.errors import in_terms_of
 from gateway.http.json_route import JsonRoute
 from gateway.http.openai.chat_request import TemplateOptions
 from gateway.http.openai.messages import Messages, chat_messages_of

@@ -6,7 +6,6 @@ from starlette.responses import Response
 
 from gateway.auth.callers import Caller
 from gateway.choices import check_whole_answer
-from gateway.http.answering import in_terms_of
 from gateway.http.anthropic.answers import Message, TokenCount
 from gateway.http.anthropic.description import ERRORS, HEADERS, MESSAGE_ANSWERS
 from gateway.http.anthropic.message import MessageAnswer
@@ -15,6 +14,7 @@ from gateway.http.anthropic.output import shows_thinking
 from gateway.http.anthropic.whole import Head
 from gateway.http.call import HttpCall, TimeoutMs
 from gateway.http.dialects import MESSAGES_PATH
+from gateway.http.errors import in_terms_of
 from gateway.http.generated import GeneratedResponse
 from gateway.http.json_route import JsonRoute
 from gateway.model import ServedModel

@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from gateway.auth.callers import Caller
 from gateway.choices import check_whole_answer
-from gateway.http.answering import in_terms_of
 from gateway.http.call import HttpCall, TimeoutMs
 from gateway.http.description import ERRORS, Responses, event_stream, json_text
+from gateway.http.errors import in_terms_of
 from gateway.http.generated import GeneratedResponse
 from gateway.http.json_route import JsonRoute
 from gateway.http.openai.answers import (
@@ -25,8 +25,7 @@ from gateway.http.openai.answers import (
     ModelCard,
     ModelList,
 )
-from gateway.http.openai.chat import ChatAnswer
-from gateway.http.openai.chat_parts import ChatParts
+from gateway.http.openai.chat import ChatAnswer, ChatParts
 from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.choices import UsageCount
 from gateway.http.openai.completion_request import CompletionRequest

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
 from gateway.choices import MAX_VALUES
 from gateway.conversation import Conversation
-from gateway.http.answering import in_terms_of
 from gateway.http.call import HttpCall
+from gateway.http.errors import in_terms_of
 from gateway.http.openai.logprobs import ChatTokens
 from gateway.http.responses.answers import InputTokens
 from gateway.http.responses.conversation import check_calls, conversation_of, shortened
@@ -19,8 +19,7 @@ from gateway.http.responses.history import History, HistoryReader, input_json
 from gateway.http.responses.items import KeptItem
 from gateway.http.responses.respond import Generation, Responding
 from gateway.http.responses.response_json import ResponseJson
-from gateway.http.responses.running import RunningResponses
-from gateway.http.responses.store import ResponseStore
+from gateway.http.responses.store import ResponseStore, RunningResponses
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver

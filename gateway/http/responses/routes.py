@@ -23,8 +23,7 @@ from gateway.http.responses.answers import (
 from gateway.http.responses.create import CreateResponse
 from gateway.http.responses.create_request import InputTokensRequest, ResponseRequest
 from gateway.http.responses.history import input_items_of
-from gateway.http.responses.running import RunningResponses
-from gateway.http.responses.store import ResponseStore
+from gateway.http.responses.store import ResponseStore, RunningResponses
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
