@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from baton.errors import UnknownModel
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -16,3 +18,8 @@ class ServedModel:
     """Data type of weights and activations."""
     kv_cache_dtype: str
     """Data type of keys and values."""
+
+    def check_name(self, name: str) -> None:
+        """Raises UnknownModel if `name`, which a request contains, is another model's."""
+        if name != self.name:
+            raise UnknownModel("model", f"{name!r} is not served here; use {self.name!r}")

@@ -117,6 +117,7 @@ class Preprocessor:
         new_parser, is_of_tools = no_parser, False
         if isinstance(prompt, Conversation):
             answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
+            assert answer_format is not None, "without a chat template, a conversation is not tokenised"
             answer = params.structured_output
             grammar = answer_format.grammar(prompt, end, answer)
             is_of_tools = bool(prompt.tools) and answer is None

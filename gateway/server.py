@@ -25,9 +25,8 @@ from gateway.grpc.server import GrpcServer
 from gateway.grpc.vllm_engine import VllmEngine
 from gateway.http.anthropic.routes import anthropic_routes
 from gateway.http.app import make_app
-from gateway.http.cluster import cluster_routes
+from gateway.http.cluster import PageTrial, cluster_routes
 from gateway.http.count_responses import CountResponses
-from gateway.http.docs_page import docs_routes
 from gateway.http.openai.routes import openai_routes
 from gateway.http.operations import metrics_routes, probe_routes
 from gateway.http.page import page_routes
@@ -35,7 +34,6 @@ from gateway.http.responses.routes import responses_routes
 from gateway.http.responses.stores import store_for
 from gateway.http.server import HttpServer
 from gateway.http.tokenize import tokenize_routes
-from gateway.http.trial import PageTrial
 from gateway.model import ServedModel
 from gateway.open_files import fitted_to_open_files, num_needed
 from gateway.preprocess import Preprocessor
@@ -142,7 +140,6 @@ class Gateway:
             ),
             anthropic_routes(self._driver, preprocessor, model),
             page_routes(),
-            docs_routes(),
             cluster_routes(self._feed, PageTrial(self._driver, preprocessor, clock)),
             tokenize_routes(preprocessor.pool, model),
         ]

@@ -4,10 +4,9 @@ from gateway.conversation.answer_format import (
     NUM_PROMPT_END_TOKENS,
     SPECIAL,
     AnswerFormat,
-    AnswerParser,
-    kept_token_ids,
     parsed,
 )
+from gateway.conversation.answer_parser import AnswerParser
 from gateway.conversation.events import (
     AnswerEvent,
     AnswerPart,
@@ -55,6 +54,5 @@ __all__ = [
     "Vocabulary",
     "answer_format_of",
     "check_spacing",
-    "kept_token_ids",
     "parsed",
 ]

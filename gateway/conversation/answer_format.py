@@ -1,12 +1,11 @@
 """AnswerFormat: how one model writes reasoning and calls, and how its chat template gets the tools."""
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from baton.errors import InvalidRequest
 from baton.sampling import StructuredOutput
-from gateway.conversation.events import AnswerEvent, AnswerPart, Text
+from gateway.conversation.answer_parser import AnswerParser
+from gateway.conversation.events import AnswerEvent, Text
 from gateway.conversation.messages import Conversation
 
 NUM_PROMPT_END_TOKENS = 32
@@ -16,26 +15,6 @@ reasoning."""
 SPECIAL = "\udc00"
 """Comes before the text of a special token if other text may spell the token. It is a lone surrogate, which no token
 has. Parsers drop it."""
-
-
-class AnswerParser(Protocol):
-    """Turns one answer's text into events while it arrives. Raises no error, whatever the model wrote."""
-
-    @property
-    def part(self) -> AnswerPart:
-        """The part of the answer to which the next character belongs, judged by the text so far. It changes
-        with the character that completes a tag."""
-
-    @property
-    def may_reason(self) -> bool:
-        """True during reasoning, and while reasoning may still begin."""
-
-    def push(self, text: str) -> Sequence[AnswerEvent]:
-        """Adds text, and returns the events that are now certain. Text that may be part of a tag or a call
-        waits."""
-
-    def flush(self) -> Sequence[AnswerEvent]:
-        """Ends the answer, and returns the remaining events."""
 
 
 class AnswerFormat(Protocol):
@@ -70,34 +49,6 @@ class AnswerFormat(Protocol):
         """
 
 
-class PlainFormat:
-    """The format of a model without a chat template. Such a model has no conversations."""
-
-    kept_special_tokens: Mapping[str, str] = MappingProxyType({})
-
-    def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
-        turns = [{"role": turn.role, "content": turn.content} for turn in conversation.messages]
-        return {"conversation": turns, **conversation.template_options}
-
-    def grammar(
-        self,
-        conversation: Conversation,
-        prompt_end: str,  # noqa: ARG002 - AnswerFormat's signature
-        answer: StructuredOutput | None,
-    ) -> StructuredOutput | None:
-        if conversation.tools:
-            raise InvalidRequest("tools", "this model is served without tools")
-        return answer
-
-    def new_parser(
-        self,
-        conversation: Conversation,  # noqa: ARG002 - AnswerFormat's signature
-        prompt_end: str,  # noqa: ARG002
-        answer: StructuredOutput | None = None,  # noqa: ARG002
-    ) -> AnswerParser | None:
-        return None
-
-
 def parsed(parser: AnswerParser | None, text: str, is_last: bool) -> list[AnswerEvent]:
     """The events of a piece of an answer. `is_last`: no more text follows."""
     if parser is None:
@@ -106,9 +57,3 @@ def parsed(parser: AnswerParser | None, text: str, is_last: bool) -> list[Answer
     if is_last:
         events += parser.flush()
     return events
-
-
-def kept_token_ids(answer_format: AnswerFormat, vocabulary: Mapping[str, int]) -> dict[int, str]:
-    """The ids of the special tokens that a parser must see, and their texts."""
-    kept = answer_format.kept_special_tokens
-    return {vocabulary[token]: text for token, text in kept.items() if token in vocabulary}

@@ -11,11 +11,11 @@ calls are dropped. Formatted text is text to its end, since a JSON string may sp
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gateway.conversation.answer_parser import AnswerParser
 from gateway.conversation.call_syntax import CallSyntax, CallWriter
 from gateway.conversation.events import AnswerPart, Reasoning, Text
 from gateway.conversation.messages import Tool
 from gateway.conversation.reader import Markers, Steps
-from gateway.conversation.stepwise import Stepwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,9 @@ class ReasoningTags:
     end: str
 
 
-class TurnParser(Stepwise):
-    """An AnswerParser. However the text is divided into pieces, the joined events are the same."""
+class TurnParser(AnswerParser):
+    """Parses the turns of all models but those of harmony. Reasoning can only be at the beginning of a turn.
+    A text that begins like a call is part of a call until it is clear that it is none."""
 
     def __init__(
         self,
@@ -46,26 +47,13 @@ class TurnParser(Stepwise):
         self._is_formatted = is_formatted
         self._has_text = False
         """Whether text has begun; spaces do not count."""
-        self._part = AnswerPart.TEXT
-        self._may_reason = tags is not None
-        super().__init__()
+        super().__init__(may_reason=tags is not None)
         self._calls = CallWriter(tools, self._events.append)
-
-    @property
-    def part(self) -> AnswerPart:
-        """The kind of the present part. A text that begins like a call counts as one until it is clear that
-        it is none."""
-        return self._part
-
-    @property
-    def may_reason(self) -> bool:
-        """True until the reasoning has ended. Reasoning can only be at the beginning of an answer."""
-        return self._may_reason
 
     def _run(self) -> Steps[None]:
         if self._tags is not None:
             yield from self._reason(self._tags)
-            self._may_reason = False
+            self.may_reason = False
         if self._syntax is None:
             yield from self._reader.until(Markers(()), self._text)
         else:
@@ -79,10 +67,10 @@ class TurnParser(Stepwise):
                 self._reader.rewind()
                 return
             self._reader.commit()
-        self._part = AnswerPart.REASONING
+        self.part = AnswerPart.REASONING
         yield from self._reader.skip_spaces()
         num_spaces, length = yield from self._reader.until(Markers((tags.end,)), self._reasoning)
-        self._part = AnswerPart.TEXT
+        self.part = AnswerPart.TEXT
         self._reader.take(num_spaces + length)
         yield from self._reader.skip_spaces()
 
@@ -107,9 +95,9 @@ class TurnParser(Stepwise):
     def _section(self, syntax: CallSyntax, markers: Markers) -> Steps[bool]:
         """Reads a section. False: there is no call; then the attempt ends, and its text will be read
         again."""
-        self._part = AnswerPart.CALL
+        self.part = AnswerPart.CALL
         is_call = yield from syntax.read(self._reader, self._calls)
-        self._part = AnswerPart.TEXT
+        self.part = AnswerPart.TEXT
         if is_call:
             self._reader.commit()
         else:

@@ -1,6 +1,7 @@
-"""The turns, tools and variables for a model's chat template, in the shape that templates expect."""
+"""The turns, tools and variables for a model's chat template, in the shape that templates expect; checks variables."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from baton.errors import InvalidRequest
 from gateway.conversation.messages import ChatMessage, Conversation, Tool, ToolCall
 
 ChatTurn = dict[str, Any]
+TemplateValue = str | int | float | bool | None
 
 SWITCHES = ("enable_thinking", "thinking")
 """Template variables that enable and disable reasoning."""
@@ -42,6 +44,11 @@ RESERVED = frozenset(
     }
 )
 """Names that say how a template is rendered, or for which a request has its own fields."""
+MAX_OPTIONS = 32
+MAX_OPTION_CHARACTERS = 1_024
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+RESERVED_ENDS = ("_token", "_tokens")
+"""Ends of names of special tokens, such as `bos_token`. Clients may not set them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,30 @@ class ChatTemplate:
         if message.name is not None:
             turn["name"] = message.name
         return turn
+
+
+def check_template_options(field: str, options: Mapping[str, TemplateValue]) -> None:
+    """Raises InvalidRequest unless the variables that a client sets are few, have plain values, and are none
+    that the gateway sets itself. It names `field`, the options' name in the caller's API, or `field.key`.
+
+    Does not check whether a template reads a variable, or knows its value.
+    """
+    if len(options) > MAX_OPTIONS:
+        raise InvalidRequest(field, f"must have at most {MAX_OPTIONS} entries, got {len(options)}")
+    for key, value in options.items():
+        if not NAME.fullmatch(key):
+            raise InvalidRequest(field, f"{key[:60]!r} is no name of a template's variable")
+        place = f"{field}.{key}"
+        if key in RESERVED or key.endswith(RESERVED_ENDS):
+            raise InvalidRequest(place, "is set by the gateway; use the request's own fields")
+        if not isinstance(value, TemplateValue):
+            raise InvalidRequest(place, "must be a string, a number, true, false or null")
+        if isinstance(value, str) and len(value) > MAX_OPTION_CHARACTERS:
+            raise InvalidRequest(
+                place, f"must have at most {MAX_OPTION_CHARACTERS} characters, got {len(value)}"
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequest(place, "must be a finite number")
 
 
 def described(tool: Tool) -> dict[str, Any]:

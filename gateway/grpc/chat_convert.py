@@ -30,7 +30,7 @@ from gateway.conversation.checks import (
     check_distinct,
     with_tools_named,
 )
-from gateway.conversation.template_options import MAX_OPTIONS, check_template_options
+from gateway.conversation.template import MAX_OPTIONS, check_template_options
 from gateway.strict_json import NotStrict, parse
 
 MAX_MESSAGES = 4096

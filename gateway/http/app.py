@@ -13,10 +13,10 @@ from baton.version import baton_version
 from gateway.auth.authenticator import Authenticator
 from gateway.http.absolute_targets import AbsoluteTargets
 from gateway.http.authentication import HttpAuthentication
+from gateway.http.description import ERRORS
 from gateway.http.errors import add_handlers
 from gateway.http.host_check import OwnNames
 from gateway.http.json_route import JsonRoute
-from gateway.http.openai.description import ERRORS
 from gateway.http.request_ids import RequestIds
 from gateway.http.request_limits import RequestLimits
 

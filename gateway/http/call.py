@@ -7,9 +7,13 @@ from typing import Annotated, Self
 from fastapi import Header
 from starlette.requests import Request
 
+from baton.sampling import SamplingParams
 from gateway.auth.callers import Caller
 from gateway.call_ids import TraceContext
-from gateway.http.request_ids import trace_of
+from gateway.http.request_ids import shown_id, trace_of
+from gateway.http.sampling_fields import SamplingFields
+from gateway.preprocess import Preprocessor, Prompt
+from gateway.requests.request import GatewayRequest
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
@@ -30,6 +34,8 @@ class HttpCall:
     """A request's properties outside of its body."""
 
     request_id: str
+    shown_id: str
+    """The id that headers and errors show to the client."""
     api: str
     caller: Caller
     trace: TraceContext | None
@@ -43,6 +49,7 @@ class HttpCall:
             request.state.request_id = request_id
         return cls(
             request.state.request_id,
+            shown_id(request.scope["state"]),
             api,
             request.state.caller,
             trace_of(request.headers),
@@ -54,3 +61,32 @@ class HttpCall:
         if self.deadline is None:
             return None
         return max(0.0, self.deadline - asyncio.get_running_loop().time())
+
+    async def preprocess(
+        self,
+        preprocessor: Preprocessor,
+        body: SamplingFields,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        affinity_key: str | None = None,
+        keep_special_tokens: bool = False,
+    ) -> GatewayRequest:
+        """A request with this prompt, and with the fields of `body` that are not in `params`; see
+        Preprocessor."""
+        return await preprocessor.preprocess(
+            prompt,
+            params,
+            request_id=self.request_id,
+            keep_special_tokens=keep_special_tokens,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
+            affinity_key=affinity_key,
+            max_model_len=body.max_model_len,
+            mode=body.mode,
+            timeout_s=self.time_left_s,
+            caller=self.caller,
+            api=self.api,
+            trace=self.trace,
+        )

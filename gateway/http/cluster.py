@@ -1,31 +1,53 @@
-"""Routes for the live page: a snapshot of the cluster, a stream of snapshots, and one request's stages."""
+"""The live page's routes: a snapshot of the cluster, a stream of snapshots, and one request's stages (PageTrial)."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import asdict, replace
+from typing import Literal
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from baton.clock import Clock
+from baton.errors import BatonError
+from baton.sampling import SamplingParams
 from gateway.auth import callers
 from gateway.auth.callers import Caller
+from gateway.call_ids import TraceContext
+from gateway.conversation import ChatMessage, Conversation
+from gateway.http.description import ERRORS, event_stream
+from gateway.http.errors import body_of
 from gateway.http.event_stream import EventStream, event, stream_of
 from gateway.http.json_route import JsonRoute
-from gateway.http.openai.description import ERRORS
 from gateway.http.request_ids import trace_of
-from gateway.http.trial import PageTrial, TrialRequest
+from gateway.preprocess import Preprocessor, Prompt
+from gateway.requests.driver import RequestDriver
+from gateway.requests.request import Delta, Finish, GatewayRequest
+from gateway.requests.timing import SeenTransfer
+from gateway.routing.placement import Mode, Placement
 from gateway.telemetry.live_feed import LiveFeed
 from gateway.telemetry.snapshot import ClusterSnapshot
 
-_EVENT = {
-    "type": "object",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["event", "data"],
-}
-_STREAM = {"content": {"text/event-stream": {"itemSchema": _EVENT}}}
+_STREAM = event_stream({}, description="A stream")
 
 
-def cluster_routes(feed: LiveFeed, trial: PageTrial) -> APIRouter:
+class TrialRequest(BaseModel):
+    """The body that the page's prompt box sends."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str = Field(min_length=1, max_length=20_000)
+    """A user's turn if the model's tokenizer has a chat template; otherwise text to continue."""
+    max_tokens: int = Field(128, ge=1, le=1024)
+    """Most tokens of the answer; the model's context may leave room for fewer."""
+    temperature: float = Field(0.0, ge=0.0, le=2.0)
+    mode: Literal["disaggregated", "local"] | None = None
+    """None: the gateway's default."""
+
+
+def cluster_routes(feed: LiveFeed, trial: "PageTrial") -> APIRouter:
     routes = APIRouter(route_class=JsonRoute)
 
     @routes.get(
@@ -75,3 +97,136 @@ async def _snapshots(feed: LiveFeed, caller: Caller) -> AsyncGenerator[bytes, No
             yield event("snapshot", edition.json(for_administrators=caller.may_administer))
             if now() >= ends_at:
                 return
+
+
+class PageTrial:
+    """Runs requests for the live page, and reports their progress. One instance serves all viewers of the
+    page. Their requests count like other requests of the gateway."""
+
+    def __init__(self, driver: RequestDriver, preprocessor: Preprocessor, clock: Clock) -> None:
+        self._driver = driver
+        self._preprocessor = preprocessor
+        self._clock = clock
+
+    async def begin(
+        self, request: TrialRequest, caller: Caller, request_id: str, trace: TraceContext | None
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent events about the request. Raises InvalidRequest before the first event if the prompt
+        cannot be served."""
+        prompt: Prompt = request.prompt
+        if self._preprocessor.has_chat_template:
+            prompt = Conversation((ChatMessage("user", request.prompt),))
+        gateway_request = await self._preprocessor.preprocess(
+            prompt,
+            SamplingParams(max_tokens=request.max_tokens, temperature=request.temperature),
+            request_id=request_id,
+            mode=Mode(request.mode) if request.mode else None,
+            caller=caller,
+            api="page",
+            trace=trace,
+        )
+        return self._events(gateway_request)
+
+    async def _events(self, gateway_request: GatewayRequest) -> AsyncGenerator[bytes, None]:
+        arrived_at = self._clock.now() - gateway_request.preprocess_s
+        num_prompt_tokens = len(gateway_request.prompt_token_ids)
+        yield event(
+            "received", {"request_id": gateway_request.request_id, "num_prompt_tokens": num_prompt_tokens}
+        )
+        try:
+            async with aclosing(self._placements_and_deltas(gateway_request)) as items:
+                async for item in items:
+                    at_s = self._clock.now() - arrived_at
+                    if isinstance(item, Placement):
+                        yield event("placed", _placement(item) | {"at_s": at_s})
+                        continue
+                    if item.token_ids or item.shown_text:
+                        num_tokens = len(item.token_ids)
+                        yield event(
+                            "tokens", {"text": item.shown_text, "num_tokens": num_tokens, "at_s": at_s}
+                        )
+                    if item.finish is not None:
+                        yield event("end", _end(item.finish))
+        except BatonError as error:
+            yield event("error", body_of(error))
+
+    async def _placements_and_deltas(
+        self, gateway_request: GatewayRequest
+    ) -> AsyncGenerator[Placement | Delta, None]:
+        """The request's deltas and placements. Each placement comes before the deltas of its workers."""
+        placements: asyncio.Queue[Placement] = asyncio.Queue()  # one per attempt, and attempts are bounded
+        watched = replace(gateway_request, on_placed=placements.put_nowait)
+        async with aclosing(self._driver.generate(watched)) as deltas:
+            delta = asyncio.create_task(_next(deltas))
+            placed = asyncio.create_task(placements.get())
+            try:
+                while True:
+                    await asyncio.wait([delta, placed], return_when=asyncio.FIRST_COMPLETED)
+                    if placed.done():
+                        yield placed.result()
+                        placed = asyncio.create_task(placements.get())
+                    elif (ready := delta.result()) is None:
+                        return
+                    else:
+                        yield ready
+                        delta = asyncio.create_task(_next(deltas))
+            finally:
+                for task in (placed, delta):
+                    task.cancel()
+                await asyncio.wait([placed, delta])
+
+
+async def _next(deltas: AsyncGenerator[Delta, None]) -> Delta | None:
+    return await anext(deltas, None)
+
+
+def _placement(placement: Placement) -> dict[str, object]:
+    return {
+        "mode": placement.mode.value,
+        "prefill": placement.prefill,
+        "decode": placement.decode,
+        "is_fallback": placement.is_fallback,
+        "reason": placement.reason,
+    }
+
+
+def _end(finish: Finish) -> dict[str, object]:
+    """The data of the event `end`. Times are in seconds; times of transfers count from the request's
+    arrival."""
+    timing = finish.timing
+    return {
+        "finish_reason": finish.reason.value,
+        "num_prompt_tokens": finish.num_prompt_tokens,
+        "num_completion_tokens": finish.num_completion_tokens,
+        "num_cached_tokens": finish.num_cached_tokens,
+        "num_attempts": finish.num_attempts,
+        "placement": _placement(finish.placement),
+        "timing": {
+            "ttft_s": timing.ttft_s,
+            "itl_s": timing.itl_s,
+            "queue_s": timing.queue_s,
+            "prefill_s": timing.prefill_s,
+            "transfer_s": timing.transfer_s,
+            "transfer_bytes": timing.transfer_bytes,
+            "transport": timing.transport,
+            "handover_s": timing.handover_s,
+            "decode_s": timing.decode_s,
+            "total_s": timing.total_s,
+            "ttft_parts": asdict(timing.ttft_parts) if timing.ttft_parts else None,
+            "handover_parts": asdict(timing.handover_parts) if timing.handover_parts else None,
+        },
+        "transfers": [_transfer(seen) for seen in timing.transfers],
+    }
+
+
+def _transfer(seen: SeenTransfer) -> dict[str, object]:
+    record = seen.record
+    return {
+        "worker": seen.worker,
+        "role": record.role.value,
+        "peer": record.peer,
+        "transport": record.transport,
+        "num_bytes": record.num_bytes,
+        "events": [{"name": moment.kind.value, "at_s": moment.at_s} for moment in record.events],
+        "reason": record.reason,
+    }

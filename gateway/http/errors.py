@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -95,6 +96,18 @@ def add_handlers(app: Starlette) -> None:
 def note_error(scope: Scope, error: str) -> None:
     """Records the error of a call for metrics and logs. The code that sends an error calls this."""
     scope.setdefault("state", {})["error"] = error
+
+
+@contextmanager
+def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
+    """InvalidRequests of the block name fields as the client does. `names`: the client's names of fields, by
+    the names that errors use."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.field not in names:
+            raise
+        raise type(error)(names[error.field], error.problem) from error
 
 
 def answer_of(scope: Scope, error: BatonError) -> JSONResponse:

@@ -6,15 +6,15 @@ from typing import Annotated, Self
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 
-from baton.errors import InvalidRequest, UnknownModel
+from baton.errors import InvalidRequest
 from gateway.auth.callers import Caller
 from gateway.conversation import Conversation
-from gateway.conversation.template_options import check_template_options
-from gateway.http.answering import in_terms_of
+from gateway.conversation.template import check_template_options
 from gateway.http.body import Body, TokenId
+from gateway.http.description import ERRORS
+from gateway.http.errors import in_terms_of
 from gateway.http.json_route import JsonRoute
 from gateway.http.openai.chat_request import TemplateOptions
-from gateway.http.openai.description import ERRORS
 from gateway.http.openai.messages import Messages, chat_messages_of
 from gateway.http.openai.tools import Tools, tools_of
 from gateway.model import ServedModel
@@ -101,21 +101,20 @@ class TokenizeRoutes:
         self._model = model
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> TokenizeAnswer:
-        self._check_model(body.model)
+        if body.model is not None:
+            self._model.check_name(body.model)
         caller = _name_of(request)
         adds = body.add_special_tokens
         if body.prompt is not None:
             token_ids = await self._pool.encode(caller, body.prompt, add_special_tokens=adds is not False)
         else:
-            try:
+            with in_terms_of(CLIENT_NAMES):
                 token_ids = await self._pool.encode_chat(
                     caller,
                     body.chat,
                     add_generation_prompt=body.add_generation_prompt is not False,
                     add_special_tokens=adds is True,
                 )
-            except InvalidRequest as error:
-                raise in_terms_of(CLIENT_NAMES, error) from error
         return TokenizeAnswer(
             count=len(token_ids),
             max_model_len=self._model.max_model_len,
@@ -124,7 +123,8 @@ class TokenizeRoutes:
         )
 
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> DetokenizeAnswer:
-        self._check_model(body.model)
+        if body.model is not None:
+            self._model.check_name(body.model)
         vocab_size = self._model.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise InvalidRequest(
@@ -133,10 +133,6 @@ class TokenizeRoutes:
             )
         text = await self._pool.decode(_name_of(request), body.tokens, bool(body.skip_special_tokens))
         return DetokenizeAnswer(prompt=text)
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._model.name:
-            raise UnknownModel("model", f"{name!r} is not served here; use {self._model.name!r}")
 
 
 def _name_of(request: Request) -> str:

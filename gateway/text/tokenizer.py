@@ -12,7 +12,6 @@ from gateway.conversation import (
     Conversation,
     Vocabulary,
     answer_format_of,
-    kept_token_ids,
 )
 from gateway.text.plain_tokenizer import PlainTokenizer
 from gateway.text.token_bytes import TokenBytes
@@ -39,10 +38,15 @@ class Tokenizer:
         vocabulary = _vocabulary(self.backend)
         self.longest_token = max(map(len, vocabulary.ids), default=1)
         """Characters of the longest token."""
-        self.answer_format: AnswerFormat = answer_format_of(
-            self._template_source(), vocabulary, answer_format
+        template = self._template_source()
+        self.answer_format: AnswerFormat | None = (
+            None if template is None else answer_format_of(template, vocabulary, answer_format)
         )
-        self.kept_tokens = kept_token_ids(self.answer_format, vocabulary.ids)
+        """None: the model has no chat template, so it has no conversations."""
+        kept = {} if self.answer_format is None else self.answer_format.kept_special_tokens
+        self.kept_tokens = {
+            vocabulary.ids[token]: text for token, text in kept.items() if token in vocabulary.ids
+        }
         """Special tokens that stay in an answer's text, since the answer format needs them."""
 
     @property
@@ -51,7 +55,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._tokenizer.chat_template is not None
+        return self.answer_format is not None
 
     def _template_source(self) -> str | None:
         """The chat template; if there are several, the template for tools."""
@@ -93,7 +97,7 @@ class Tokenizer:
         The template is a program by the model's author; it runs in transformers' sandbox. Its exceptions
         become an InvalidRequest that names `chat`. The calling code must limit its time.
         """
-        if not self.has_chat_template:
+        if self.answer_format is None:
             raise InvalidRequest(
                 "chat", "this model's tokenizer has no chat template; send text or token ids"
             )

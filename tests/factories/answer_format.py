@@ -18,6 +18,7 @@ from gateway.conversation import (
     Text,
     ToolUse,
 )
+from gateway.conversation.reader import Steps
 
 TAGS = {"text": ("<think>", "<call "), "think": ("</think>",), "name": (">",), "arguments": ("</call>",)}
 """The tags that end a part, by the part."""
@@ -31,57 +32,54 @@ PARTS = {
 }
 
 
-class MarkedParser:
+class MarkedParser(AnswerParser):
     """A parser whose parts end with tags. Text that may be the beginning of a tag is held back."""
 
     def __init__(self) -> None:
-        self._part = "text"
+        super().__init__(may_reason=True)
+        self._kind = "text"
         self._rest = ""
         self._num_calls = 0
-
-    @property
-    def part(self) -> AnswerPart:
-        return PARTS[self._part]
-
-    @property
-    def may_reason(self) -> bool:
-        return True
 
     def push(self, text: str) -> Sequence[AnswerEvent]:
         self._rest += text
         events: list[AnswerEvent] = []
         while found := self._next_tag():
             at, tag = found
-            events += self._events(self._rest[:at], tag)
+            events += self._events_of(self._rest[:at], tag)
             self._rest = self._rest[at + len(tag) :]
-            self._part = AFTER[tag]
-        if self._part != "name":
+            self._kind = AFTER[tag]
+            self.part = PARTS[self._kind]
+        if self._kind != "name":
             held = self._num_held()
-            events += self._events(self._rest[: len(self._rest) - held])
+            events += self._events_of(self._rest[: len(self._rest) - held])
             self._rest = self._rest[len(self._rest) - held :]
         return events
 
     def flush(self) -> Sequence[AnswerEvent]:
         rest, self._rest = self._rest, ""
-        return [] if self._part == "name" else self._events(rest)
+        return [] if self._kind == "name" else self._events_of(rest)
+
+    def _run(self) -> Steps[None]:
+        yield from ()  # `push` and `flush` do it all
 
     def _next_tag(self) -> tuple[int, str] | None:
-        places = [(at, tag) for tag in TAGS[self._part] if (at := self._rest.find(tag)) >= 0]
+        places = [(at, tag) for tag in TAGS[self._kind] if (at := self._rest.find(tag)) >= 0]
         return min(places, default=None)
 
     def _num_held(self) -> int:
-        beginnings = [tag[:size] for tag in TAGS[self._part] for size in range(1, len(tag))]
+        beginnings = [tag[:size] for tag in TAGS[self._kind] for size in range(1, len(tag))]
         return max((len(each) for each in beginnings if self._rest.endswith(each)), default=0)
 
-    def _events(self, content: str, tag: str = "") -> list[AnswerEvent]:
-        if self._part == "name":
+    def _events_of(self, content: str, tag: str = "") -> list[AnswerEvent]:
+        if self._kind == "name":
             self._num_calls += 1
             return [CallBegins(self._num_calls - 1, content)]
         events: list[AnswerEvent] = []
-        if content and self._part == "arguments":
+        if content and self._kind == "arguments":
             events.append(ArgumentsDelta(self._num_calls - 1, content))
         elif content:
-            events.append(Text(content) if self._part == "text" else Reasoning(content))
+            events.append(Text(content) if self._kind == "text" else Reasoning(content))
         if tag == "</call>":
             events.append(CallEnds(self._num_calls - 1))
         return events

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from baton.fleet import NodeDescription, ReplicaState
 from baton.kv import TransferRole
 from baton.request import ErrorKind
 from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts, WorkerRole
-from gateway.http.page import FILES
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, AS_ADMIN, WATCHER
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with, silent
 
 ANSWER = [7, 8, 9, 10]
+FILES = {file.name for file in files("gateway.http.page").iterdir() if "__" not in file.name}
+"""The files of the page."""
 
 
 def client_of(under_test: GatewayUnderTest) -> httpx2.AsyncClient:
@@ -264,7 +266,7 @@ def test_the_api_describes_what_the_page_uses(folder: Path) -> None:
 def test_the_page_is_whole_and_asks_no_other_host(folder: Path) -> None:
     async def run() -> dict[str, httpx2.Response]:
         async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
-            paths = ["/", *[f"/page/{name}" for name in FILES if name != "index.html"]]
+            paths = ["/", *[f"/page/{name}" for name in FILES - {"index.html"}]]
             return {path: await client.get(path) for path in paths}
 
     answers = asyncio.run(run())
@@ -275,7 +277,7 @@ def test_the_page_is_whole_and_asks_no_other_host(folder: Path) -> None:
         assert not re.search(r"https?://|//cdn|@import|url\(", own), path
     text = "".join(answer.text for answer in answers.values())
     named = set(re.findall(r"""(?:"/page/|"\./)([a-z]+\.[a-z]+)""", text))
-    assert named | {"index.html"} == set(FILES)
+    assert named | {"index.html"} == FILES
     # Whatever a worker is called and a model says goes in as text.
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text)
     assert not re.search(r"<script(?! type=\"module\" src=)|\son[a-z]+=|\sstyle=", answers["/"].text)

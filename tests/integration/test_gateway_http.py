@@ -18,9 +18,9 @@ def says_nothing(request: EngineRequest) -> list[RequestOutput]:
     return []
 
 
-async def get(port: int | None, path: str) -> httpx2.Response:
+async def get(port: int | None, path: str, method: str = "GET") -> httpx2.Response:
     async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client:
-        return await client.get(path)
+        return await client.request(method, path)
 
 
 async def test_probes_tell_a_gateway_that_runs_from_one_that_can_serve(folder: Path) -> None:
@@ -92,9 +92,13 @@ async def test_the_description_is_drawn_from_files_of_the_gateways_own(folder: P
         port = under_test.gateway.http_port
         page = await get(port, "/docs")
         assert page.status_code == 200
+        assert page.headers["cache-control"] == "no-cache"
         loaded = re.findall(r'(?:src|href)="([^"]+)"', page.text)
         assert len(loaded) == 4
         for path in loaded:
             assert path.startswith("/")
             assert (await get(port, path)).status_code == 200, path
         assert '"/openapi.json"' in (await get(port, "/docs/start.js")).text
+        head = await get(port, "/docs", method="HEAD")
+        assert (head.status_code, head.text) == (200, "")
+        assert head.headers["content-security-policy"] == page.headers["content-security-policy"]

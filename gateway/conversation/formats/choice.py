@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from baton.errors import ModelError
-from gateway.conversation.answer_format import AnswerFormat, PlainFormat
+from gateway.conversation.answer_format import AnswerFormat
 from gateway.conversation.call_syntax import CallSyntax
 from gateway.conversation.formats import deepseek
 from gateway.conversation.formats.harmony import HarmonyFormat
-from gateway.conversation.formats.harmony_tokens import CHANNEL, MESSAGE
+from gateway.conversation.formats.harmony_parser import CHANNEL, MESSAGE
 from gateway.conversation.formats.hermes import HermesCalls
 from gateway.conversation.formats.llama import LlamaCalls
 from gateway.conversation.formats.mistral import MistralCalls, MistralNamedCalls
@@ -58,13 +58,9 @@ tools, the model has the last family."""
 FORMAT_NAMES = tuple(FAMILIES)
 
 
-def answer_format_of(
-    chat_template: str | None, vocabulary: Vocabulary, name: str | None = None
-) -> AnswerFormat:
+def answer_format_of(chat_template: str, vocabulary: Vocabulary, name: str | None = None) -> AnswerFormat:
     """The format for a model's chat template, or the format called `name`. Raises ModelError if the template
     cannot be used with the format called `name`."""
-    if chat_template is None:
-        return PlainFormat()
     template = ChatTemplate(chat_template)
     family = _chosen(template) if name is None else _named(template, name)
     if family.new_syntax is None:

@@ -1,31 +1,32 @@
-"""HarmonyParser: turns a turn's messages into events while they arrive; harmony.py shows the format.
+"""Harmony's tokens, and HarmonyParser, which turns a turn's messages into events while they arrive.
 
-Content without a head, or on an unknown channel, is text. The format's tokens are always dropped; text that only
-spells them stays. If the answer ends within a head, or within a token after a message, that unfinished part is
-dropped, too. A line end separates two messages of the same kind.
+harmony.py shows the format. Content without a head, or on an unknown channel, is text. The format's tokens are always
+dropped; text that only spells them stays. If the answer ends within a head, or within a token after a message, that
+unfinished part is dropped, too. A line end separates two messages of the same kind.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.conversation.answer_format import SPECIAL
+from gateway.conversation.answer_parser import AnswerParser
 from gateway.conversation.call_syntax import CallWriter, is_tool_name
 from gateway.conversation.events import AnswerPart, Reasoning, Text
-from gateway.conversation.formats.harmony_tokens import (
-    ANALYSIS,
-    CHANNEL,
-    CONSTRAIN,
-    ENDS,
-    FUNCTIONS,
-    HEADS,
-    MESSAGE,
-    RECIPIENT,
-    START,
-    TOKENS,
-)
 from gateway.conversation.messages import Tool
 from gateway.conversation.reader import Markers, Steps
-from gateway.conversation.stepwise import Stepwise
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+HEADS = (START, CHANNEL)
+"""Each begins a message's head."""
+ENDS = (END, CALL, RETURN)
+"""Each ends a message."""
+TOKENS = (*HEADS, *ENDS, MESSAGE, CONSTRAIN)
+
+ASSISTANT = "assistant"
+ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
+RECIPIENT = "to="
+FUNCTIONS = "functions."
 
 _WORD_ENDS = f"{SPECIAL}< \t\r\n"
 _MAX_WORD = 200
@@ -39,8 +40,8 @@ class Head:
     recipient: str
 
 
-class HarmonyParser(Stepwise):
-    """An AnswerParser. However the text is divided into pieces, the joined events are the same."""
+class HarmonyParser(AnswerParser):
+    """Parses one turn. A head is part of the text. Any message may be reasoning."""
 
     def __init__(self, tools: Sequence[Tool], prefix: str) -> None:
         """`tools`: the tools that the model may call. If it is empty, there are no calls. `prefix`: the text
@@ -48,21 +49,10 @@ class HarmonyParser(Stepwise):
         self._has_calls = bool(tools)
         self._prefix = prefix
         self._tokens = Markers([prefix + token for token in TOKENS])
-        self._part = AnswerPart.TEXT
-        super().__init__()
+        super().__init__(may_reason=True)
         self._calls = CallWriter(tools, self._events.append)
         self._has_shown: set[AnswerPart] = set()
         self._is_new_message = False
-
-    @property
-    def part(self) -> AnswerPart:
-        """The kind of the present part. A head counts as text."""
-        return self._part
-
-    @property
-    def may_reason(self) -> bool:
-        """Always true: any message may be reasoning."""
-        return True
 
     def _run(self) -> Steps[None]:
         while (yield from self._reader.peek()):
@@ -117,17 +107,17 @@ class HarmonyParser(Stepwise):
     def _message(self, head: Head) -> Steps[None]:
         self._is_new_message = True
         if (name := self._function(head.recipient)) is not None:
-            self._part = AnswerPart.CALL
+            self.part = AnswerPart.CALL
             is_call = yield from self._call(name)
-            self._part = AnswerPart.TEXT
+            self.part = AnswerPart.TEXT
             if is_call:
                 yield from self._reader.skip_spaces()
                 yield from self._reader.drop_beginning(self._tokens)
             yield from self._content(self._text)
         elif head.channel == ANALYSIS and not head.recipient:
-            self._part = AnswerPart.REASONING
+            self.part = AnswerPart.REASONING
             yield from self._content(self._reasoning)
-            self._part = AnswerPart.TEXT
+            self.part = AnswerPart.TEXT
         else:
             yield from self._content(self._text)
         yield from self._reader.drop_beginning(self._tokens)

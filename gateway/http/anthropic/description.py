@@ -3,15 +3,9 @@
 from typing import Any
 
 from gateway.http.anthropic.answers import ErrorAnswer, StreamEvent
-from gateway.http.schemas import whole_schema
+from gateway.http.description import errors_of, event_stream, json_text
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorAnswer, "description": "The request is invalid, or cannot be served now"},
-    "5XX": {
-        "model": ErrorAnswer,
-        "description": "No worker could serve the request, or not in time; 529: no room at present",
-    },
-}
+ERRORS = errors_of(ErrorAnswer, "No worker could serve the request, or not in time; 529: no room at present")
 
 HEADERS: dict[str, Any] = {
     "parameters": [
@@ -30,26 +24,5 @@ HEADERS: dict[str, Any] = {
     ]
 }
 
-
-def message_answers() -> dict[int | str, dict[str, Any]]:
-    """Responses of a route whose answer may be a stream."""
-    data = {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": whole_schema(StreamEvent),
-    }
-    event = {
-        "type": "object",
-        "properties": {
-            "event": {"type": "string", "description": "As `type` in the data."},
-            "data": data,
-        },
-        "required": ["event", "data"],
-    }
-    return {
-        200: {
-            "description": "A stream if `stream` is true",
-            "content": {"text/event-stream": {"itemSchema": event}},
-        },
-        **ERRORS,
-    }
+MESSAGE_ANSWERS = {200: event_stream(json_text(StreamEvent)), **ERRORS}
+"""The responses of a route whose answer may be a stream."""

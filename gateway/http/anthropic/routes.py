@@ -4,23 +4,22 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import InvalidRequest, UnknownModel
 from gateway.auth.callers import Caller
 from gateway.choices import check_whole_answer
-from gateway.http.answering import in_terms_of
 from gateway.http.anthropic.answers import Message, TokenCount
-from gateway.http.anthropic.description import ERRORS, HEADERS, message_answers
+from gateway.http.anthropic.description import ERRORS, HEADERS, MESSAGE_ANSWERS
+from gateway.http.anthropic.message import MessageAnswer
 from gateway.http.anthropic.message_request import CountTokensRequest, MessagesRequest
 from gateway.http.anthropic.output import shows_thinking
-from gateway.http.anthropic.respond import MessageResponse
 from gateway.http.anthropic.whole import Head
 from gateway.http.call import HttpCall, TimeoutMs
 from gateway.http.dialects import MESSAGES_PATH
+from gateway.http.errors import in_terms_of
+from gateway.http.generated import GeneratedResponse
 from gateway.http.json_route import JsonRoute
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
-from gateway.requests.request import GatewayRequest
 
 
 class AnthropicRoutes:
@@ -31,53 +30,28 @@ class AnthropicRoutes:
         self._preprocessor = preprocessor
         self._model = model
 
-    async def message(self, body: MessagesRequest, call: HttpCall) -> MessageResponse:
-        self._check_model(body.model)
+    async def message(self, body: MessagesRequest, call: HttpCall) -> GeneratedResponse:
+        self._model.check_name(body.model)
         names = _client_names(body)
-        try:
-            request = await self._preprocess(body, call)
-        except InvalidRequest as error:
-            raise in_terms_of(names, error) from error
+        with in_terms_of(names):
+            request = await call.preprocess(self._preprocessor, body, body.conversation, body.sampling())
         if not body.stream:
             check_whole_answer([request], names)
-        return MessageResponse(
-            self._driver,
+        answer = MessageAnswer(
             request,
             Head(call.request_id, self._model.name),
-            names,
-            is_stream=bool(body.stream),
+            call.shown_id,
             shows_thinking=shows_thinking(body.thinking),
             max_tokens=body.max_tokens,
         )
+        return GeneratedResponse(self._driver, [request], answer, names, is_stream=bool(body.stream))
 
     async def count_tokens(self, body: CountTokensRequest, caller: Caller) -> TokenCount:
         """Counts a prompt's tokens. Needs no worker."""
-        self._check_model(body.model)
-        try:
+        self._model.check_name(body.model)
+        with in_terms_of(_client_names(body)):
             token_ids = await self._preprocessor.pool.encode_chat(caller.name, body.conversation)
-        except InvalidRequest as error:
-            raise in_terms_of(_client_names(body), error) from error
         return TokenCount(len(token_ids))
-
-    async def _preprocess(self, body: MessagesRequest, call: HttpCall) -> GatewayRequest:
-        return await self._preprocessor.preprocess(
-            body.conversation,
-            body.sampling(),
-            request_id=call.request_id,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
-            skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
-            max_model_len=body.max_model_len,
-            mode=body.mode,
-            timeout_s=call.time_left_s,
-            caller=call.caller,
-            api=call.api,
-            trace=call.trace,
-        )
-
-    def _check_model(self, name: str) -> None:
-        if name != self._model.name:
-            raise UnknownModel("model", f"{name!r} is not served here; use {self._model.name!r}")
 
 
 def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:
@@ -89,7 +63,7 @@ def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: S
         MESSAGES_PATH,
         summary="Continue a conversation, in Anthropic's terms",
         response_model=Message,
-        responses=message_answers(),
+        responses=MESSAGE_ANSWERS,
         openapi_extra=HEADERS,
     )
     async def messages(body: MessagesRequest, request: Request, timeout_ms: TimeoutMs = None) -> Response:

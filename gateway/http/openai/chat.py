@@ -1,77 +1,197 @@
-"""ChatAnswer: one chat completion, whole or as a stream."""
+"""ChatAnswer: one chat completion, whole or as a stream. ChatParts: its text, reasoning and calls."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Self
 
+from baton.request import FinishReason
+from gateway.choices import AnswerParsers, CallIds
+from gateway.conversation import (
+    AnswerEvent,
+    AnswerParts,
+    ArgumentsDelta,
+    CallBegins,
+    CallEnds,
+    Reasoning,
+    Text,
+)
 from gateway.http.openai.answers import Usage
-from gateway.http.openai.chat_parts import ChatParts
-from gateway.http.openai.choices import Collected, whole_answer
-from gateway.http.openai.events import EventWriter, Head
-from gateway.http.openai.logprobs import ChatTokens, LogprobColumns
-from gateway.requests.request import Delta
+from gateway.http.openai.choices import Collected, UsageCount
+from gateway.http.openai.fields import StreamOptions
+from gateway.http.openai.logprobs import ChatTokens
+from gateway.http.openai.openai_answer import FINISH_REASONS, Head, OpenAIAnswer, ascii_json
+from gateway.http.whole_json import json_string, string_pieces
+from gateway.requests.request import Delta, GatewayRequest
 
 ROLE = '"delta":{"role":"assistant","content":""}'
 """The first delta of each choice of a stream."""
 ROLE_BEFORE_CALLS = '"delta":{"role":"assistant","content":null}'
 """The first delta of each choice if the answers may have calls instead of content."""
+TOOL_CALLS = '"tool_calls"'
+NOTHING_NEW = '"delta":{}'
 
 
-class ChatAnswer:
-    """Writes one chat completion; see `respond.Answer`."""
+class ChatAnswer(OpenAIAnswer):
+    """Writes one chat completion."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(
         self,
         head: Head,
-        num_choices: int,
+        count: UsageCount,
+        options: StreamOptions | None,
         tokens: ChatTokens | None,
-        parts: ChatParts | None = None,
+        parts: "ChatParts | None" = None,
         may_call: bool = False,
     ) -> None:
         """`tokens` writes log-probabilities; None if the client does not want them. `parts`: None if the
         answers are only text. `may_call`: answers may have calls."""
-        self._head = head
-        self._num_choices = num_choices
-        self._tokens = tokens
+        indices = range(count.num_samples)
+        choices = [Collected() if parts is None else parts.collector(index) for index in indices]
+        super().__init__(head, count, options, choices, None if tokens is None else [tokens] * len(choices))
         self._parts = parts
         self._role = ROLE_BEFORE_CALLS if may_call else ROLE
 
-    def events(self, says_usage: bool) -> EventWriter:
-        return EventWriter(
-            self._head,
-            object="chat.completion.chunk",
-            before_text='"delta":{"content":',
-            after_text="}",
-            logprobs_of=None if self._tokens is None else self._logprobs,
-            contents_of=None if self._parts is None else self._parts.contents,
-            says_usage=says_usage,
-        )
+    def opening(self) -> bytes:
+        return "".join(self._event(index, self._role) for index in range(len(self._choices))).encode("ascii")
 
-    def opening(self, events: EventWriter) -> bytes:
-        return b"".join(events.opening(index, self._role) for index in range(self._num_choices))
-
-    def collectors(self) -> list[Collected]:
+    def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:
         if self._parts is None:
-            return [Collected() for _ in range(self._num_choices)]
-        return [self._parts.collector(index) for index in range(self._num_choices)]
+            reason = FINISH_REASONS[delta.finish.reason if delta.finish else None]
+            content = f'"delta":{{"content":{ascii_json(delta.text)}}}'
+            return self._event(index, content, logprobs, reason, usage)
+        events = ""
+        for content, reason in self._parts.contents(index, delta):
+            events += self._event(index, content, logprobs, reason, usage)
+            logprobs = "null"
+        return events
 
-    def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        choices = (self._choice(index, answer) for index, answer in enumerate(answers))
-        return whole_answer(self._head, "chat.completion", choices, usage)
-
-    def _choice(self, index: int, answer: Collected) -> Iterator[str]:
-        """The JSON of a ChatChoice, without the beginning up to its index."""
-        reason: str = answer.finish_reason
+    def _whole_content(self, index: int, choice: Collected) -> Iterator[str]:
         yield '"message":{"role":"assistant"'
         if self._parts is None:
             yield ',"content":"'
-            yield from answer.text()
+            yield from choice.text()
             yield '","refusal":null}'
         else:
-            yield from self._parts.message(index, answer)
-            reason = self._parts.finish_reason(answer)
-        yield ',"logprobs":'
-        yield from ("null",) if self._tokens is None else self._tokens.write(answer.logprobs)
-        yield f',"finish_reason":"{reason}"}}'
+            yield from self._parts.message(index, choice)
 
-    def _logprobs(self, index: int, delta: Delta) -> Iterator[str]:  # noqa: ARG002 - EventWriter's signature
-        assert self._tokens is not None
-        return self._tokens.write(LogprobColumns(delta.logprobs))
+    def _finish_reason(self, choice: Collected) -> str:
+        return choice.finish_reason if self._parts is None else self._parts.finish_reason(choice)
+
+
+class ChatParts:
+    """Writes text, reasoning and calls of all answers to one chat, as a stream's events or whole. Belongs to
+    one HTTP call. The deltas of each answer must be passed in order."""
+
+    def __init__(
+        self, requests: Sequence[GatewayRequest], parsers: AnswerParsers, includes_reasoning: bool
+    ) -> None:
+        self._call_ids = [CallIds() for _ in requests]
+        self._parsers = parsers
+        self._includes_reasoning = includes_reasoning
+        self._ends_with_call = [False] * len(requests)
+        """By answer: whether its last call is complete. Calls never overlap, so then all its calls are
+        complete."""
+
+    @classmethod
+    def of(cls, requests: Sequence[GatewayRequest], includes_reasoning: bool) -> Self | None:
+        """None if all answers are only text."""
+        parsers = AnswerParsers(requests)
+        return cls(requests, parsers, includes_reasoning) if parsers.are_needed else None
+
+    def contents(self, index: int, delta: Delta) -> list[tuple[str, str]]:
+        """The contents of the delta's events in JSON, each with its finish reason. There are none while the
+        parser still waits for more text. The finish reason has a separate event, as in OpenAI's streams of
+        calls."""
+        events = _joined(self._events(index, delta))
+        contents = [(content, "null") for event in events if (content := self._content(index, event))]
+        if delta.finish is not None:
+            is_call = delta.finish.reason is FinishReason.STOP and self._ends_with_call[index]
+            contents.append((NOTHING_NEW, TOOL_CALLS if is_call else FINISH_REASONS[delta.finish.reason]))
+        if delta.logprobs and not contents:
+            contents.append((NOTHING_NEW, "null"))
+        return contents
+
+    def collector(self, index: int) -> Collected:
+        return Collected(partial(self._events, index))
+
+    def message(self, index: int, answer: Collected) -> Iterator[str]:
+        """The JSON of a whole answer's ChatMessageAnswer in pieces, without the beginning up to its role."""
+        parts = answer.parts
+        yield ',"content":'
+        if parts.calls and not parts.text:
+            yield "null"
+        else:
+            yield '"'
+            yield from answer.text()
+            yield '"'
+        yield ',"refusal":null'
+        if reasoning := parts.reasoning:
+            for key in ("reasoning_content", "reasoning"):
+                yield f',"{key}":"'
+                yield from string_pieces(reasoning)
+                yield '"'
+        yield from self._calls(index, parts)
+        yield "}"
+
+    def finish_reason(self, answer: Collected) -> str:
+        is_call = answer.finish_reason == "stop" and answer.parts.ends_with_calls
+        return "tool_calls" if is_call else answer.finish_reason
+
+    def _calls(self, index: int, parts: AnswerParts) -> Iterator[str]:
+        before = ',"tool_calls":['
+        for number, call in enumerate(parts.calls):
+            id_ = self._call_ids[index].of(number)
+            name = json_string(call.name)
+            yield f'{before}{{"id":"{id_}","type":"function","function":{{"name":{name},"arguments":"'
+            yield from string_pieces(call.arguments)
+            yield '"}}'
+            before = ","
+        if parts.calls:
+            yield "]"
+
+    def _events(self, index: int, delta: Delta) -> list[AnswerEvent]:
+        events = self._parsers.events(index, delta)
+        if self._includes_reasoning:
+            return events
+        return [event for event in events if not isinstance(event, Reasoning)]
+
+    def _content(self, index: int, event: AnswerEvent) -> str | None:
+        match event:
+            case Text(text):
+                return f'"delta":{{"content":{ascii_json(text)}}}'
+            case Reasoning(text):
+                reasoning = ascii_json(text)
+                return f'"delta":{{"reasoning_content":{reasoning},"reasoning":{reasoning}}}'
+            case CallBegins(number, name):
+                self._ends_with_call[index] = False
+                id_ = self._call_ids[index].of(number)
+                function = f'{{"name":{ascii_json(name)},"arguments":""}}'
+                call = f'{{"index":{number},"id":"{id_}","type":"function","function":{function}}}'
+            case ArgumentsDelta(number, json):
+                call = f'{{"index":{number},"function":{{"arguments":{ascii_json(json)}}}}}'
+            case CallEnds():
+                self._ends_with_call[index] = True
+                return None
+        return f'"delta":{{"tool_calls":[{call}]}}'
+
+
+def _joined(events: Sequence[AnswerEvent]) -> Iterator[AnswerEvent]:
+    """Joins adjacent events of the same kind, so that they are sent as one."""
+    waiting: AnswerEvent | None = None
+    for event in events:
+        match waiting, event:
+            case Text(before), Text(text):
+                waiting = Text(before + text)
+            case Reasoning(before), Reasoning(text):
+                waiting = Reasoning(before + text)
+            case ArgumentsDelta(number, before), ArgumentsDelta(_, json):
+                waiting = ArgumentsDelta(number, before + json)
+            case _:
+                if waiting is not None:
+                    yield waiting
+                waiting = event
+    if waiting is not None:
+        yield waiting

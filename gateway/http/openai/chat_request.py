@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.conversation import Conversation, ReasoningOptions
-from gateway.conversation.template_options import MAX_OPTIONS, TemplateValue, check_template_options
+from gateway.conversation.template import MAX_OPTIONS, TemplateValue, check_template_options
 from gateway.http.body import NotSupported
 from gateway.http.openai.fields import GenerationFields
 from gateway.http.openai.messages import Messages, chat_messages_of

@@ -1,10 +1,9 @@
-"""Collects all answers to one client request: their texts and their usage. Writes them as JSON in pieces."""
+"""Collects all answers to one client request: their texts and their usage."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
-
-from pydantic_core import to_json
+from typing import Self
 
 from baton.request import FinishReason as Reason
 from gateway.conversation import AnswerEvent, AnswerParts
@@ -14,10 +13,9 @@ from gateway.http.openai.answers import (
     PromptTokensDetails,
     Usage,
 )
-from gateway.http.openai.events import Head, usage_json
 from gateway.http.openai.logprobs import LogprobColumns
 from gateway.http.whole_json import string_pieces
-from gateway.requests.request import Delta, Finish
+from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.token_parts import ReasoningCount
 
 
@@ -32,6 +30,13 @@ class UsageCount:
     """Counts the reasoning tokens of each answer to a chat. None: reasoning is not counted."""
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, requests: Sequence[GatewayRequest], num_samples: int, *, counts_reasoning: bool) -> Self:
+        """`requests`: `num_samples` for each prompt."""
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests[::num_samples])
+        reasoning = [ReasoningCount(request) for request in requests] if counts_reasoning else None
+        return cls(num_prompt_tokens, num_samples, reasoning)
 
     def take(self, index: int, delta: Delta) -> None:
         self.num_completion_tokens += len(delta.token_ids)
@@ -89,15 +94,3 @@ class Collected:
     def finish_reason(self) -> FinishReason:
         assert self.finish is not None
         return "stop" if self.finish.reason is Reason.STOP else "length"
-
-
-def whole_answer(
-    head: Head, object_name: str, choices: Iterable[Iterator[str]], usage: Usage
-) -> Iterator[str]:
-    """The JSON of a whole response, in pieces. `choices`: the pieces of each choice, in order."""
-    start = {"id": head.id, "object": object_name, "created": head.created, "model": head.model}
-    yield f'{to_json(start).decode()[:-1]},"choices":['
-    for index, choice in enumerate(choices):
-        yield f'{"," if index else ""}{{"index":{index},'
-        yield from choice
-    yield f'],"usage":{usage_json(usage)}}}'

@@ -65,6 +65,12 @@ class GenerationFields(SamplingFields):
         return self
 
     @property
+    def says_usage(self) -> bool:
+        """Whether the answer contains its usage."""
+        options = self.stream_options
+        return not self.stream or (options is not None and bool(options.include_usage))
+
+    @property
     def num_samples(self) -> int:
         return 1 if self.n is None else self.n
 

@@ -9,30 +9,30 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import InvalidRequest, UnknownModel
 from gateway.auth.callers import Caller
 from gateway.choices import check_whole_answer
-from gateway.http.answering import in_terms_of
 from gateway.http.call import HttpCall, TimeoutMs
+from gateway.http.description import ERRORS, Responses, event_stream, json_text
+from gateway.http.errors import in_terms_of
+from gateway.http.generated import GeneratedResponse
 from gateway.http.json_route import JsonRoute
 from gateway.http.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
     CompletionChunk,
+    ErrorAnswer,
     ModelCard,
     ModelList,
 )
-from gateway.http.openai.chat import ChatAnswer
-from gateway.http.openai.chat_parts import ChatParts
+from gateway.http.openai.chat import ChatAnswer, ChatParts
 from gateway.http.openai.chat_request import ChatCompletionRequest
+from gateway.http.openai.choices import UsageCount
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.completions import CompletionAnswer
-from gateway.http.openai.description import ERRORS, answers_of
-from gateway.http.openai.events import Head
-from gateway.http.openai.fields import GenerationFields, StreamOptions
+from gateway.http.openai.fields import GenerationFields
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
-from gateway.http.openai.respond import Generated, OpenAIAnswer
+from gateway.http.openai.openai_answer import Head
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt
 from gateway.requests.driver import RequestDriver
@@ -50,20 +50,21 @@ class OpenAIRoutes:
         self._chat_tokens = ChatTokens(preprocessor.pool.tokenizer)
         self._completion_tokens = CompletionTokens(preprocessor.pool.tokenizer)
 
-    async def chat_completion(self, body: ChatCompletionRequest, call: HttpCall) -> Generated:
+    async def chat_completion(self, body: ChatCompletionRequest, call: HttpCall) -> GeneratedResponse:
         names = _client_names(body, "messages") | body.client_names
         chat = body.chat
         gateway_requests = await self._preprocess(body, call, [chat], names)
         answer = ChatAnswer(
             self._head("chatcmpl", call),
-            len(gateway_requests),
+            UsageCount.of(gateway_requests, body.num_samples, counts_reasoning=body.says_usage),
+            body.stream_options,
             self._chat_tokens if body.logprobs else None,
             ChatParts.of(gateway_requests, body.include_reasoning is not False),
             may_call=bool(chat.callable_tools),
         )
-        return self._generated(body, gateway_requests, answer, names)
+        return GeneratedResponse(self._driver, gateway_requests, answer, names, is_stream=bool(body.stream))
 
-    async def completion(self, body: CompletionRequest, call: HttpCall) -> Generated:
+    async def completion(self, body: CompletionRequest, call: HttpCall) -> GeneratedResponse:
         names = _client_names(body, "prompt")
         prompts = body.prompts
         gateway_requests = await self._preprocess(body, call, prompts, names)
@@ -79,8 +80,9 @@ class OpenAIRoutes:
                 CompletionLogprobsStream(self._completion_tokens, skips, gateway_request.prompt_token_ids)
                 for gateway_request in gateway_requests
             ]
-        answer = CompletionAnswer(self._head("cmpl", call), echoes, logprobs)
-        return self._generated(body, gateway_requests, answer, names)
+        count = UsageCount.of(gateway_requests, body.num_samples, counts_reasoning=False)
+        answer = CompletionAnswer(self._head("cmpl", call), count, body.stream_options, echoes, logprobs)
+        return GeneratedResponse(self._driver, gateway_requests, answer, names, is_stream=bool(body.stream))
 
     async def _preprocess(
         self,
@@ -90,41 +92,29 @@ class OpenAIRoutes:
         names: dict[str, str],
     ) -> list[GatewayRequest]:
         """Makes `num_samples` requests for each prompt, in the prompts' order."""
-        if body.model != self._model.name:
-            raise UnknownModel("model", f"{body.model!r} is not served here; use {self._model.name!r}")
+        self._model.check_name(body.model)
+        with in_terms_of(names):
+            params = body.sampling()
         gateway_requests: list[GatewayRequest] = []
         budget = TurnBudget(asyncio.get_running_loop().time)
-        own_names = names
-        try:
-            params = body.sampling()
-            for number, prompt in enumerate(prompts):
-                if len(prompts) > 1:
-                    own_names = names | dict.fromkeys(("prompt", "token_ids"), f"prompt.{number}")
-                gateway_request = await self._preprocessor.preprocess(
+        for number, prompt in enumerate(prompts):
+            own_names = dict.fromkeys(("prompt", "token_ids"), f"prompt.{number}") if len(prompts) > 1 else {}
+            with in_terms_of(names | own_names):
+                gateway_request = await call.preprocess(
+                    self._preprocessor,
+                    body,
                     prompt,
                     params,
-                    request_id=call.request_id,
-                    keep_special_tokens=body.keep_special_tokens,
-                    priority=body.priority or 0,
-                    cache_salt=body.cache_salt,
-                    skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
                     affinity_key=body.prompt_cache_key,
-                    max_model_len=body.max_model_len,
-                    mode=body.mode,
-                    timeout_s=call.time_left_s,
-                    caller=call.caller,
-                    api=call.api,
-                    trace=call.trace,
+                    keep_special_tokens=body.keep_special_tokens,
                 )
-                if number:
-                    own_id = f"{call.request_id}-p{number}"
-                    gateway_request = replace(gateway_request, request_id=own_id, call_id=call.request_id)
-                gateway_requests += self._preprocessor.samples(
-                    gateway_request, body.num_samples, body.keep_special_tokens
-                )
-                await budget.pause_if_spent()
-        except InvalidRequest as error:
-            raise in_terms_of(own_names, error) from error
+            if number:
+                own_id = f"{call.request_id}-p{number}"
+                gateway_request = replace(gateway_request, request_id=own_id, call_id=call.request_id)
+            gateway_requests += self._preprocessor.samples(
+                gateway_request, body.num_samples, body.keep_special_tokens
+            )
+            await budget.pause_if_spent()
         if not body.stream:
             check_whole_answer(gateway_requests, names)
         # While later prompts were tokenised, the time of the first requests ran, too.
@@ -139,19 +129,6 @@ class OpenAIRoutes:
         if isinstance(prompt, str):
             return prompt
         return await self._preprocessor.pool.decode(caller.name, prompt, not body.keep_special_tokens)
-
-    def _generated(
-        self,
-        body: GenerationFields,
-        gateway_requests: list[GatewayRequest],
-        answer: OpenAIAnswer,
-        names: dict[str, str],
-    ) -> Generated:
-        options = (body.stream_options or StreamOptions()) if body.stream else None
-        is_chat = isinstance(body, ChatCompletionRequest)
-        return Generated(
-            self._driver, gateway_requests, body.num_samples, answer, options, names, is_chat=is_chat
-        )
 
 
 def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:
@@ -189,8 +166,7 @@ def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: Serv
 
     @routes.get("/v1/models/{name:path}", summary="One model", responses=ERRORS)
     async def one_model(name: str) -> ModelCard:
-        if name != model.name:
-            raise UnknownModel("model", f"{name!r} is not served here; use {model.name!r}")
+        model.check_name(name)
         return card
 
     return routes
@@ -200,3 +176,13 @@ def _client_names(body: GenerationFields, prompt: str) -> dict[str, str]:
     """This API's names of fields, by the names that errors may use."""
     grammar = "response_format" if body.structured_outputs is None else "structured_outputs"
     return {"prompt": prompt, "chat": prompt, "token_ids": prompt, "structured_output": grammar}
+
+
+def answers_of(chunk: type) -> Responses:
+    """The responses of a route whose answer may be a stream of `chunk`."""
+    data = [
+        {**json_text(chunk), "description": "A part of the answer"},
+        {**json_text(ErrorAnswer), "description": "Nothing comes after it"},
+        {"const": "[DONE]", "description": "After the last part"},
+    ]
+    return {200: event_stream({"anyOf": data}, is_named=False), **ERRORS}

@@ -1,4 +1,7 @@
-"""The live page: files that a browser runs unchanged; they contact only this gateway, and load nothing else."""
+"""Pages for browsers: the live page, and the API's description in Swagger UI.
+
+A browser runs their files unchanged. They contact only this gateway, and load nothing else.
+"""
 
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -12,20 +15,24 @@ _TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-FILES = (
-    "index.html",
-    "icon.svg",
-    "page.css",
-    "page.js",
-    "cluster.js",
-    "dom.js",
-    "links.js",
-    "numbers.js",
-    "sparklines.js",
-    "stages.js",
-    "stream.js",
-    "trial.js",
-    "timeline.js",
+DOCS_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Baton's HTTP API</title>
+<link rel="icon" href="/page/icon.svg">
+<link rel="stylesheet" href="/docs/swagger-ui.css">
+</head>
+<body>
+<div id="api"></div>
+<script src="/docs/swagger-ui-bundle.js"></script>
+<script src="/docs/start.js"></script>
+</body>
+</html>
+"""
+DOCS_START = (
+    'SwaggerUIBundle({url: "/openapi.json", dom_id: "#api", deepLinking: true, validatorUrl: null});\n'
 )
 
 HEADERS = {
@@ -37,22 +44,45 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+DOCS_HEADERS = HEADERS | {
+    # Swagger UI adds inline styles and `data:` images. Scripts are loaded from files only.
+    "content-security-policy": HEADERS["content-security-policy"]
+    .replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
+    .replace("img-src 'self'", "img-src 'self' data:"),
+}
 
 
 def page_routes() -> APIRouter:
-    """The page at `/`, and its files below `/page/`. They need no key."""
+    """The live page at `/`, its files below `/page/`, and the API's description at `/docs`. They need no key,
+    but the calls that a user makes on them need their usual rights."""
+    page = {
+        f"/page/{file.name}": file.read_bytes()
+        for file in files(__package__).iterdir()
+        if _type_of(file.name)
+    }
+    page["/"] = page.pop("/page/index.html")
+    swagger = files("fastapi_swagger") / "resources"
+    docs = {
+        "/docs": DOCS_PAGE.encode(),
+        "/docs/start.js": DOCS_START.encode(),
+        "/docs/swagger-ui-bundle.js": (swagger / "swagger-ui-bundle.js").read_bytes(),
+        "/docs/swagger-ui.css": (swagger / "swagger-ui.css").read_bytes(),
+    }
     routes = APIRouter(include_in_schema=False)
-    for name in FILES:
-        path = "/" if name == "index.html" else f"/page/{name}"
-        routes.add_api_route(path, _file(name), methods=["GET", "HEAD"])
+    for contents, headers in ((page, HEADERS), (docs, DOCS_HEADERS)):
+        for path, content in contents.items():
+            routes.add_api_route(path, _serving(path, content, headers), methods=["GET", "HEAD"])
     return routes
 
 
-def _file(name: str) -> Callable[[], Awaitable[Response]]:
-    content = (files(__package__) / name).read_bytes()
-    media_type = _TYPES[name.rpartition(".")[2]]
+def _serving(path: str, content: bytes, headers: dict[str, str]) -> Callable[[], Awaitable[Response]]:
+    media_type = _type_of(path) or _TYPES["html"]
 
     async def serve() -> Response:
-        return Response(content, media_type=media_type, headers=HEADERS)
+        return Response(content, media_type=media_type, headers=headers)
 
     return serve
+
+
+def _type_of(name: str) -> str | None:
+    return _TYPES.get(name.rpartition(".")[2])

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from starlette.responses import Response
 
-from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong, UnknownModel
+from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
 from gateway.choices import MAX_VALUES
 from gateway.conversation import Conversation
-from gateway.http.answering import in_terms_of
 from gateway.http.call import HttpCall
+from gateway.http.errors import in_terms_of
 from gateway.http.openai.logprobs import ChatTokens
 from gateway.http.responses.answers import InputTokens
 from gateway.http.responses.conversation import check_calls, conversation_of, shortened
@@ -19,8 +19,7 @@ from gateway.http.responses.history import History, HistoryReader, input_json
 from gateway.http.responses.items import KeptItem
 from gateway.http.responses.respond import Generation, Responding
 from gateway.http.responses.response_json import ResponseJson
-from gateway.http.responses.running import RunningResponses
-from gateway.http.responses.store import ResponseStore
+from gateway.http.responses.store import ResponseStore, RunningResponses
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
@@ -63,16 +62,17 @@ class CreateResponse:
     async def create(self, body: ResponseRequest, call: HttpCall) -> Response:
         """Makes the response. If it will be stored, an unreachable store raises an error before anything is
         computed."""
-        self._check_model(body.model)
+        self._model.check_name(body.model)
         store = self._store_for(body)
         if store is not None:
             await store.check()
         history, own = await self._read(body, call)
-        try:
+        with in_terms_of(NAMES):
             conversation = await self._conversation(body, call, (*history.items, *own))
-            request = await self._preprocess(body, call, conversation)
-        except InvalidRequest as error:
-            raise in_terms_of(NAMES, error) from error
+            request = await call.preprocess(
+                self._preprocessor, body, conversation, body.sampling(), affinity_key=body.prompt_cache_key
+            )
+        request = replace(request, timeout_s=call.time_left_s)
         _check_size(request)
         response_id = f"resp_{request.request_id}"
         response = ResponseJson(body, response_id, int(time.time()), is_stored=store is not None)
@@ -90,17 +90,11 @@ class CreateResponse:
     async def count(self, body: InputTokensRequest, call: HttpCall) -> InputTokens:
         """The number of prompt tokens that such a request would have."""
         if body.model is not None:
-            self._check_model(body.model)
+            self._model.check_name(body.model)
         history, own = await self._read(body, call)
-        try:
+        with in_terms_of(NAMES):
             conversation = await self._conversation(body, call, (*history.items, *own))
             return InputTokens("response.input_tokens", await self._num_tokens(conversation, call))
-        except InvalidRequest as error:
-            raise in_terms_of(NAMES, error) from error
-
-    def _check_model(self, name: str) -> None:
-        if name != self._model.name:
-            raise UnknownModel("model", f"{name!r} is not served here; use {self._model.name!r}")
 
     def _store_for(self, body: ResponseRequest) -> ResponseStore | None:
         if self._running is None:
@@ -147,26 +141,6 @@ class CreateResponse:
                 return len(await self._preprocessor.pool.encode_chat(call.caller.name, conversation))
         except TimeoutError:
             raise DeadlinePassed("the request's deadline passed before its prompt was tokenised") from None
-
-    async def _preprocess(
-        self, body: ResponseRequest, call: HttpCall, conversation: Conversation
-    ) -> GatewayRequest:
-        request = await self._preprocessor.preprocess(
-            conversation,
-            body.sampling(),
-            request_id=call.request_id,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
-            skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
-            affinity_key=body.prompt_cache_key,
-            max_model_len=body.max_model_len,
-            mode=body.mode,
-            timeout_s=call.time_left_s,
-            caller=call.caller,
-            api=call.api,
-            trace=call.trace,
-        )
-        return replace(request, timeout_s=call.time_left_s)
 
 
 def _check_size(request: GatewayRequest) -> None:

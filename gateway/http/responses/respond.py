@@ -14,16 +14,15 @@ from baton.errors import InvalidRequest, Overloaded, RequestAborted, StoreUnavai
 from baton.request import FinishReason
 from gateway.choices import AnswerParsers, in_turns
 from gateway.error_codes import INTERNAL_MESSAGE, codes_of
-from gateway.http.answering import answering
 from gateway.http.event_stream import EventStream, Write, while_connected
+from gateway.http.generated import answering
 from gateway.http.openai.logprobs import ChatTokens
 from gateway.http.responses.answers import IncompleteDetails, ResponseError
 from gateway.http.responses.events import ResponseEvents
 from gateway.http.responses.history import History, context_pieces
 from gateway.http.responses.output import Change, Output
 from gateway.http.responses.response_json import ResponseJson, ResponseState, usage_of
-from gateway.http.responses.running import Running, RunningResponses
-from gateway.http.responses.store import StoredResponse
+from gateway.http.responses.store import Running, RunningResponses, StoredResponse
 from gateway.http.whole_json import WRITE_CHARACTERS, send_json
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, Finish, GatewayRequest

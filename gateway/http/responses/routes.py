@@ -11,8 +11,8 @@ from starlette.responses import Response
 from baton.errors import InvalidRequest, UnknownResponse
 from gateway.auth.callers import Caller
 from gateway.http.call import HttpCall, TimeoutMs
+from gateway.http.description import ERRORS, event_stream, json_text
 from gateway.http.json_route import JsonRoute
-from gateway.http.openai.description import ERRORS
 from gateway.http.responses.answers import (
     DeletedResponse,
     InputTokens,
@@ -23,9 +23,7 @@ from gateway.http.responses.answers import (
 from gateway.http.responses.create import CreateResponse
 from gateway.http.responses.create_request import InputTokensRequest, ResponseRequest
 from gateway.http.responses.history import input_items_of
-from gateway.http.responses.running import RunningResponses
-from gateway.http.responses.store import ResponseStore
-from gateway.http.schemas import whole_schema
+from gateway.http.responses.store import ResponseStore, RunningResponses
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
@@ -35,25 +33,10 @@ API = "responses"
 PATH = "/v1/responses"
 MAX_LISTED = 100
 
-STREAM: dict[str, Any] = {
-    "description": "A stream if `stream` is true; its last event has the whole response",
-    "content": {
-        "text/event-stream": {
-            "itemSchema": {
-                "type": "object",
-                "properties": {
-                    "event": {"type": "string", "description": "The type, once more"},
-                    "data": {
-                        "type": "string",
-                        "contentMediaType": "application/json",
-                        "contentSchema": whole_schema(ResponseEvent),
-                    },
-                },
-                "required": ["event", "data"],
-            }
-        }
-    },
-}
+STREAM = event_stream(
+    json_text(ResponseEvent),
+    description="A stream if `stream` is true; its last event has the whole response",
+)
 
 
 class StoredResponses:

@@ -1,8 +1,9 @@
-"""ResponseStore: stores responses after they were sent. MemoryStore: a ResponseStore in this process' memory.
+"""ResponseStore: stores responses after they were sent. RunningResponses: those that will be stored.
 
-To a store, a response is two texts, whatever they contain.
+MemoryStore is a ResponseStore in this process' memory. To a store, a response is two texts, whatever they contain.
 """
 
+import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -159,3 +160,48 @@ class MemoryStore:
         for caller, held in list(self._callers.items()):
             while held.entries and next(iter(held.entries.values())).used_at <= before:
                 self._drop(caller, next(iter(held.entries)))
+
+
+class Running:
+    """One response from its beginning until it was sent."""
+
+    def __init__(self, all_running: "RunningResponses", caller: str, response_id: str) -> None:
+        self._all = all_running
+        self._key = (caller, response_id)
+        self._kept: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+
+    async def keep(self, stored: StoredResponse) -> None:
+        """Stores the response in its final state. Raises StoreUnavailable if the store fails."""
+        await self._all.store.keep(*self._key, stored)
+        if not self._kept.done():
+            self._kept.set_result(stored.response)
+
+    def end(self) -> None:
+        """The response no longer runs, whether it was stored or not."""
+        self._all.remove(self._key)
+        if not self._kept.done():
+            self._kept.set_result(None)
+
+    async def ended(self) -> bytes | None:
+        """Waits for the response's end. Returns the stored response; None if it was not stored."""
+        return await asyncio.shield(self._kept)
+
+
+class RunningResponses:
+    """All running responses of one gateway that will be stored. Callers can cancel them."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self.store = store
+        self._running: dict[tuple[str, str], Running] = {}
+
+    def begin(self, caller: str, response_id: str) -> Running:
+        """Adds a response. Its `end` must be called, even after an error."""
+        running = self._running[caller, response_id] = Running(self, caller, response_id)
+        return running
+
+    def find(self, caller: str, response_id: str) -> Running | None:
+        """The running response. None if it does not run on this gateway, or belongs to another caller."""
+        return self._running.get((caller, response_id))
+
+    def remove(self, key: tuple[str, str]) -> None:
+        self._running.pop(key, None)

@@ -14,7 +14,6 @@ from gateway.conversation import (
     Vocabulary,
     answer_format_of,
 )
-from gateway.conversation.answer_format import PlainFormat
 from gateway.requests.request import GatewayRequest
 from gateway.text import TextStream, Tokenizer
 from gateway.token_parts import ReasoningCount, TokenParts
@@ -92,14 +91,12 @@ def test_reasoning_that_the_prompt_began(tokenizer: Tokenizer) -> None:
 
 
 def test_a_plain_answer_is_text(tokenizer: Tokenizer) -> None:
-    plain = ASKED.__class__(ASKED.messages)
     request_parts = TokenParts(
         GatewayRequest(
             request_id="r",
             prompt_token_ids=(5,),
             sampling_params=SamplingParams(),
             text=TextStream(tokenizer.backend, (), 0, True),
-            new_parser=lambda: PlainFormat().new_parser(plain, ""),
         )
     )
     assert taken(request_parts, (5, 6), 1) == [5, 6]

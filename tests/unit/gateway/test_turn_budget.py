@@ -147,7 +147,7 @@ async def test_c58_a_call_of_many_prompts_leaves_turns_to_others() -> None:
     model = ServedModel("m", "m", 100, 300, (2,), "float32", "float32")
     routes = OpenAIRoutes(None, SlowPreprocessor(), model)  # type: ignore[arg-type]
     body = CompletionRequest(model="m", prompt=["x"] * 128)
-    call = HttpCall("r", "completions", ANYBODY, None, None)
+    call = HttpCall("r", "r", "completions", ANYBODY, None, None)
     asking = asyncio.create_task(routes.completion(body, call))
     worst_s = 0.0
     while not asking.done():

@@ -19,7 +19,7 @@ from gateway.conversation import (
     answer_format_of,
 )
 from gateway.conversation.formats.harmony import HarmonyFormat
-from gateway.conversation.formats.harmony_tokens import TOKENS
+from gateway.conversation.formats.harmony_parser import TOKENS
 from gateway.grammars.depth import check_depth
 from tests.factories.conversations import (
     ASKED,

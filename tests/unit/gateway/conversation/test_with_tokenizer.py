@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ModelError
-from gateway.conversation import Reasoning, Text
-from gateway.conversation.formats.harmony_tokens import TOKENS
+from baton.errors import InvalidRequest, ModelError
+from gateway.conversation import AnswerFormat, Reasoning, Text
+from gateway.conversation.formats.harmony_parser import TOKENS
 from gateway.requests.request import Delta
 from gateway.text import TextStream, Tokenizer
 from tests.factories.conversations import ASKED, HARMONY, TEMPLATES, calls_in, merged_events, parts_of
@@ -24,6 +24,11 @@ def tokenizer_of(path: Path, template: str, answer_format: str | None = None) ->
     return Tokenizer(folder, answer_format)
 
 
+def format_of(tokenizer: Tokenizer) -> AnswerFormat:
+    assert tokenizer.answer_format is not None
+    return tokenizer.answer_format
+
+
 def texts_of(tokenizer: Tokenizer, groups: Sequence[Sequence[int]]) -> list[str]:
     """As a gateway makes them of tokens that come in these groups."""
     stream = TextStream(tokenizer.backend, (), 0, True, kept_tokens=tokenizer.kept_tokens)
@@ -34,7 +39,7 @@ def texts_of(tokenizer: Tokenizer, groups: Sequence[Sequence[int]]) -> list[str]
 def test_170_sequences_of_tokens_give_the_same_events_however_they_come(tmp_path: Path, family: str) -> None:
     """More than 500 over these families, which mark calls by special tokens."""
     tokenizer = tokenizer_of(tmp_path, HARMONY if family == "harmony" else TEMPLATES[family])
-    answer_format = tokenizer.answer_format
+    answer_format = format_of(tokenizer)
     grammar = answer_format.grammar(ASKED, "", None)
     assert grammar is not None
     guide = Guide(has_markers=True)
@@ -85,9 +90,9 @@ def test_text_that_spells_harmonys_tokens_is_text(tmp_path: Path, spelled: str, 
     called = [*ids, *ids_of(call), *ids_of_letters(text), *ids_of(end)]
     ids += [*ids_of("<|channel|>final<|message|>"), *ids_of_letters(text), *ids_of(end)]
     for groups in ([ids], [[token_id] for token_id in ids]):
-        whole = merged_events(tokenizer.answer_format, texts_of(tokenizer, groups))
+        whole = merged_events(format_of(tokenizer), texts_of(tokenizer, groups))
         assert whole == [(Reasoning, spelled), (Text, text)]
-    parts = parts_of(tokenizer.answer_format, texts_of(tokenizer, [called]))
+    parts = parts_of(format_of(tokenizer), texts_of(tokenizer, [called]))
     assert (parts.reasoning, parts.text) == (spelled, "")
     assert calls_in(parts) == [("search", text, True)]
 
@@ -104,11 +109,11 @@ def test_clients_see_nothing_but_the_text_of_harmonys_tokens(tmp_path: Path, sto
     for skips in (True, False):
         _, text = text_stream((), skips).push(ids)
         assert Delta(text=text).shown_text == answer
-        parts = parts_of(tokenizer.answer_format, [text])
+        parts = parts_of(format_of(tokenizer), [text])
         assert (parts.reasoning, parts.text) == ("Hm.", "Yes")
     _, cut = text_stream((stop,), True).push(ids)
     assert Delta(text=cut).shown_text == answer.partition(stop)[0]
-    parts = parts_of(tokenizer.answer_format, [cut])
+    parts = parts_of(format_of(tokenizer), [cut])
     (parts.reasoning + parts.text).encode()
 
 
@@ -121,7 +126,7 @@ def test_reasoning_that_the_template_has_begun_is_seen_in_the_prompts_tokens(tmp
     answer = 'Hm.\n</think>\n\n<tool_call>\n{"name": "search", "arguments": {"query": "<b>"}}\n</tool_call>'
     ids = tokenizer.encode(answer, add_special_tokens=False)
     texts = texts_of(tokenizer, [[token_id] for token_id in ids])
-    parts = parts_of(tokenizer.answer_format, texts, ASKED, tokenizer.prompt_end(prompt_ids))
+    parts = parts_of(format_of(tokenizer), texts, ASKED, tokenizer.prompt_end(prompt_ids))
 
     assert "".join(texts) == answer
     assert (parts.reasoning, parts.text) == ("Hm.", "")
@@ -136,7 +141,7 @@ def test_of_several_templates_the_one_for_tools_shows_the_format(tmp_path: Path)
 
     tokenizer = Tokenizer(tmp_path)
 
-    grammar = tokenizer.answer_format.grammar(ASKED, "", None)
+    grammar = format_of(tokenizer).grammar(ASKED, "", None)
     assert grammar is not None
     assert "[TOOL_CALLS]" in grammar.source
     assert json.dumps("get_weather") in tokenizer.render_chat(ASKED), (
@@ -147,6 +152,19 @@ def test_of_several_templates_the_one_for_tools_shows_the_format(tmp_path: Path)
 def test_the_configured_format_is_taken(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path / "a", TEMPLATES["hermes"], "llama")
 
-    assert parts_of(tokenizer.answer_format, ['{"name": "search", "parameters": {}}']).calls
+    assert parts_of(format_of(tokenizer), ['{"name": "search", "parameters": {}}']).calls
     with pytest.raises(ModelError, match=r"gateway\.answer_format: 'llama' needs"):
         tokenizer_of(tmp_path / "b", TEMPLATES["generic"], "llama")
+
+
+def test_templates_of_which_none_is_for_chats_count_as_none(tmp_path: Path) -> None:
+    config = make_tokenizer_dir(tmp_path) / "tokenizer_config.json"
+    (tmp_path / "chat_template.jinja").unlink()
+    templates = [{"name": "rag", "template": TEMPLATES["generic"]}]
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": templates}))
+
+    tokenizer = Tokenizer(tmp_path)
+
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequest, match="no chat template; send text or token ids"):
+        tokenizer.render_chat(ASKED)

@@ -13,9 +13,9 @@ from gateway.http.body import Body
 from gateway.http.openai.answers import ChatCompletion, ChatCompletionChunk, CompletionChunk
 from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.completion_request import CompletionRequest
-from gateway.http.openai.description import answers_of
 from gateway.http.openai.fields import StreamOptions
 from gateway.http.openai.messages import AssistantMessage, InputMessage, ToolMessage
+from gateway.http.openai.routes import answers_of
 
 API = Path(__file__).parents[4] / "docs" / "api.md"
 

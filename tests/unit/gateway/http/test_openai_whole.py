@@ -11,6 +11,7 @@ from starlette.types import Message
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
 from gateway.choices import PORTION_TOKENS
+from gateway.http.generated import GeneratedResponse
 from gateway.http.openai.answers import (
     MIN_LOGPROB,
     ChatChoice,
@@ -27,9 +28,8 @@ from gateway.http.openai.answers import (
     Usage,
 )
 from gateway.http.openai.chat import ChatAnswer
-from gateway.http.openai.choices import Collected
+from gateway.http.openai.choices import UsageCount
 from gateway.http.openai.completions import CompletionAnswer
-from gateway.http.openai.events import Head
 from gateway.http.openai.logprobs import (
     TOKENS_PER_PIECE,
     ChatTokens,
@@ -38,7 +38,7 @@ from gateway.http.openai.logprobs import (
     LogprobColumns,
     token_name,
 )
-from gateway.http.openai.respond import Generated
+from gateway.http.openai.openai_answer import Head, OpenAIAnswer
 from gateway.http.whole_json import PIECE_CHARACTERS
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import Detokenizer, TextStream, Tokenizer
@@ -47,7 +47,6 @@ from tests.factories.answers import WorkClock, long_answer
 from tests.factories.models import make_tokenizer_dir
 
 HEAD = Head('a"b', 7, "módel")
-USAGE = Usage(1, 2, 3, PromptTokensDetails(0))
 PROMPT = (5, 6, 7)
 MAX_PIECE = 200 * 1000
 """Characters: 48 tokens with 20 others each, or a piece of text in which every character needs six."""
@@ -60,11 +59,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(make_tokenizer_dir(tmp_path_factory.mktemp("tokenizer")))
 
 
-def collected(deltas: Sequence[Delta]) -> Collected:
-    answer = Collected()
-    for delta in deltas:
-        answer.take(delta)
-    return answer
+def pieces_of(writer: OpenAIAnswer, answers: Sequence[Sequence[Delta]]) -> list[str]:
+    for index, deltas in enumerate(answers):
+        for delta in deltas:
+            writer.take(index, delta)
+    return list(writer.whole())
+
+
+def usage_of(answers: Sequence[Sequence[Delta]]) -> Usage:
+    """The usage of two answers to one prompt."""
+    num_tokens = sum(len(delta.token_ids) for deltas in answers for delta in deltas)
+    return Usage(len(PROMPT), num_tokens, len(PROMPT) + num_tokens, PromptTokensDetails(3))
 
 
 def text_of(deltas: Sequence[Delta]) -> str:
@@ -134,9 +139,11 @@ def test_a_chat_in_pieces_equals_one_that_is_written_at_once(
     tokenizer: Tokenizer, num_tokens: int, num_top: int | None
 ) -> None:
     answers = [long_answer(tokenizer, num_tokens + more, num_top, 7) for more in (0, 1)]
-    writer = ChatAnswer(HEAD, 2, None if num_top is None else ChatTokens(tokenizer))
-    pieces = list(writer.whole([collected(each) for each in answers], USAGE))
-    assert "".join(pieces).encode() == one_go_chat(tokenizer, answers, USAGE)
+    count = UsageCount(len(PROMPT), num_samples=2)
+    pieces = pieces_of(
+        ChatAnswer(HEAD, count, None, None if num_top is None else ChatTokens(tokenizer)), answers
+    )
+    assert "".join(pieces).encode() == one_go_chat(tokenizer, answers, usage_of(answers))
     assert max(map(len, pieces)) < MAX_PIECE
 
 
@@ -149,9 +156,9 @@ def test_a_completion_in_pieces_equals_one_that_is_written_at_once(
     echoes = ["", '"é\n' * PIECE_CHARACTERS] if num_top is None else ["", ""]
     tokens = CompletionTokens(tokenizer)
     logprobs = None if num_top is None else [CompletionLogprobsStream(tokens, True, PROMPT) for _ in answers]
-    writer = CompletionAnswer(HEAD, echoes, logprobs)
-    pieces = list(writer.whole([collected(each) for each in answers], USAGE))
-    assert "".join(pieces).encode() == one_go_completion(tokenizer, answers, echoes, USAGE)
+    count = UsageCount(len(PROMPT), num_samples=2)
+    pieces = pieces_of(CompletionAnswer(HEAD, count, None, echoes, logprobs), answers)
+    assert "".join(pieces).encode() == one_go_completion(tokenizer, answers, echoes, usage_of(answers))
     assert max(map(len, pieces)) < MAX_PIECE
 
 
@@ -164,19 +171,14 @@ def test_an_answer_without_tokens_has_empty_lists(tokenizer: Tokenizer) -> None:
     assert completion == '{"tokens":[],"token_logprobs":[],"top_logprobs":[],"text_offset":[]}'
 
 
-class Watched:
-    """Writes as ChatAnswer does, each piece in a quarter of a turn."""
+class Watched(ChatAnswer):
+    """Writes each piece in a quarter of a turn."""
 
-    def __init__(self, answer: ChatAnswer, clock: WorkClock) -> None:
-        self._answer = answer
-        self._clock = clock
+    clock: WorkClock
 
-    def collectors(self) -> list[Collected]:
-        return self._answer.collectors()
-
-    def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        for piece in self._answer.whole(answers, usage):
-            self._clock.work(PIECE_S)
+    def whole(self) -> Iterator[str]:
+        for piece in super().whole():
+            self.clock.work(PIECE_S)
             yield piece
 
 
@@ -206,10 +208,12 @@ def test_no_turn_of_the_event_loop_collects_or_writes_much(
         extend(columns, logprobs)
 
     monkeypatch.setattr(LogprobColumns, "extend", noted)
-    answer: Any = Watched(ChatAnswer(HEAD, 2, ChatTokens(tokenizer)), clock)
     generations = [generation_of(tokenizer) for _ in range(2)]
+    count = UsageCount.of(generations, 2, counts_reasoning=True)
+    answer = Watched(HEAD, count, None, ChatTokens(tokenizer))
+    answer.clock = clock
     driver: Any = Answering(deltas)
-    response = Generated(driver, generations, 2, answer, None, {}, is_chat=True)
+    response = GeneratedResponse(driver, generations, answer, {}, is_stream=False)
     bodies: list[bytes] = []
 
     async def send(message: Message) -> None:

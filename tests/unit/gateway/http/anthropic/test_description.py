@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from gateway.http.anthropic.answers import Message
 from gateway.http.anthropic.blocks import AssistantTurn, ToolResultBlock, UserTurn
-from gateway.http.anthropic.description import HEADERS, message_answers
+from gateway.http.anthropic.description import HEADERS, MESSAGE_ANSWERS
 from gateway.http.anthropic.message_request import CountTokensRequest, MessagesRequest
 from gateway.http.anthropic.tools import ToolDefinition
 from gateway.http.body import Body
@@ -24,7 +24,7 @@ def test_the_description_admits_no_unknown_field(body: type[Body]) -> None:
 def test_streams_and_errors_are_described() -> None:
     app = FastAPI()
 
-    @app.post("/x", response_model=Message, responses=message_answers(), openapi_extra=HEADERS)
+    @app.post("/x", response_model=Message, responses=MESSAGE_ANSWERS, openapi_extra=HEADERS)
     async def route() -> None: ...
 
     described: dict[str, Any] = app.openapi()["paths"]["/x"]["post"]

@@ -1,0 +1,99 @@
+"""MessageAnswer: one message, whole or as a stream."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from baton.request import FinishReason
+from gateway.choices import AnswerParsers
+from gateway.http.anthropic.answers import OutputTokensDetails, Stop, Usage
+from gateway.http.anthropic.content import BlockStep, ContentBlocks
+from gateway.http.anthropic.events import EventWriter, error_event
+from gateway.http.anthropic.whole import CollectedMessage, Head
+from gateway.http.dialects import Dialect
+from gateway.http.error_shapes import anthropic_error
+from gateway.http.errors import message_of, status_of
+from gateway.requests.request import Delta, Finish, GatewayRequest
+from gateway.token_parts import ReasoningCount
+
+
+@dataclass(slots=True)
+class AnswerCount:
+    """Counts the usage of one answer. The number of cached prompt tokens is only known at the answer's
+    end."""
+
+    num_prompt_tokens: int
+    reasoning: ReasoningCount
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    def take(self, delta: Delta) -> None:
+        self.num_output_tokens += len(delta.token_ids)
+        self.reasoning.take(delta.token_ids)
+        if delta.finish is not None:
+            self.num_cached_tokens = delta.finish.num_cached_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """The usage so far."""
+        return Usage(
+            input_tokens=self.num_prompt_tokens - self.num_cached_tokens,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=self.num_cached_tokens,
+            output_tokens=self.num_output_tokens,
+            output_tokens_details=OutputTokensDetails(self.reasoning.num_tokens),
+        )
+
+
+class MessageAnswer:
+    """An Answer (see gateway.http.generated): one message."""
+
+    def __init__(
+        self, request: GatewayRequest, head: Head, shown_id: str, *, shows_thinking: bool, max_tokens: int
+    ) -> None:
+        """`shown_id`: the id of the call in the headers, which errors repeat. `max_tokens`: the value of the
+        client's body; the request may have a smaller value if the prompt leaves less room."""
+        self._head = head
+        self._shown_id = shown_id
+        self._is_capped = request.sampling_params.max_tokens < max_tokens
+        self._blocks = ContentBlocks(shows_thinking)
+        self._parsers = AnswerParsers([request])
+        self._count = AnswerCount(len(request.prompt_token_ids), ReasoningCount(request))
+        self._events = EventWriter(head)
+        self._message = CollectedMessage()
+        self._finish: Finish | None = None
+
+    def opening(self) -> bytes:
+        return self._events.opening(self._count.usage)
+
+    def piece(self, index: int, delta: Delta) -> bytes:
+        piece = self._events.steps(self._steps(index, delta))
+        if delta.finish is None:
+            return piece
+        last = self._events.steps(self._blocks.end())
+        return piece + last + self._events.closing(self._stop(delta.finish), self._count.usage)
+
+    def ending(self) -> bytes:
+        return b""
+
+    def failure(self, error: Exception) -> bytes:
+        status = status_of(error, Dialect.ANTHROPIC)
+        return error_event(anthropic_error(status, message_of(error), self._shown_id))
+
+    def take(self, index: int, delta: Delta) -> None:
+        self._message.take(self._steps(index, delta))
+        self._finish = delta.finish
+
+    def whole(self) -> Iterator[str]:
+        assert self._finish is not None, "an answer ends with its finish"
+        return self._message.write(self._head, self._stop(self._finish), self._count.usage)
+
+    def _steps(self, index: int, delta: Delta) -> list[BlockStep]:
+        self._count.take(delta)
+        return self._blocks.take(self._parsers.events(index, delta))
+
+    def _stop(self, finish: Finish) -> Stop:
+        if finish.reason is FinishReason.LENGTH:
+            return Stop("model_context_window_exceeded" if self._is_capped else "max_tokens", None)
+        if finish.matched_stop is not None:
+            return Stop("stop_sequence", finish.matched_stop)
+        return Stop("tool_use" if self._blocks.asks_for_results else "end_turn", None)

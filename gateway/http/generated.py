@@ -1,0 +1,132 @@
+"""GeneratedResponse: the HTTP response with the answers to one call, whole or as server-sent events."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import DeadlinePassed
+from gateway.choices import ChoiceDelta, batches_of, in_turns
+from gateway.error_codes import codes_of
+from gateway.http.errors import in_terms_of
+from gateway.http.event_stream import EventStream, Write, while_connected
+from gateway.http.whole_json import send_json
+from gateway.requests.driver import RequestDriver
+from gateway.requests.request import Delta, GatewayRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Answer(Protocol):
+    """Writes the answers to one call in the shape of one API: as a stream's events, or whole.
+
+    The deltas of each answer come in order.
+    """
+
+    def opening(self) -> bytes:
+        """The events before the first delta. A stream sends them in the same write as that delta."""
+
+    def piece(self, index: int, delta: Delta) -> bytes:
+        """The events of a delta of answer `index`."""
+
+    def ending(self) -> bytes:
+        """The events after the last delta of all answers."""
+
+    def failure(self, error: Exception) -> bytes:
+        """The last event of a stream that fails after its first delta."""
+
+    def take(self, index: int, delta: Delta) -> None:
+        """Collects a delta of answer `index` for `whole`."""
+
+    def whole(self) -> Iterator[str]:
+        """All answers, as JSON in pieces that are each quick to make."""
+
+
+class GeneratedResponse(Response):
+    """Generates the answers while it sends them. If the client disconnects, its requests end on all workers.
+
+    Errors before the first token are raised, so the response has an error status. A later error becomes a
+    stream's last event.
+    """
+
+    def __init__(
+        self,
+        driver: RequestDriver,
+        requests: Sequence[GatewayRequest],
+        answer: Answer,
+        names: Mapping[str, str],
+        *,
+        is_stream: bool,
+    ) -> None:
+        """`names`: the client's names of fields, by our names."""
+        super().__init__()
+        self._driver = driver
+        self._requests = requests
+        self._answer = answer
+        self._names = names
+        self._is_stream = is_stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_stream:
+            await EventStream(self._stream)(scope, receive, send)
+        else:
+            await while_connected(receive, self._send_whole(send))
+
+    async def _send_whole(self, send: Send) -> None:
+        async with answering(self._driver, self._requests, self._names) as batches:
+            async for index, delta in in_turns(batches):
+                self._answer.take(index, delta)
+        await send_json(self._answer.whole(), send)
+
+    async def _stream(self, write: Write) -> None:
+        """Sends the events of each delta; events that are available together are sent together."""
+        answer = self._answer
+        is_open = False
+        try:
+            async with answering(self._driver, self._requests, self._names) as batches:
+                async for batch in batches:
+                    pieces = [] if is_open else [answer.opening()]
+                    for index, delta in batch:
+                        pieces.append(answer.piece(index, delta))
+                    is_open = True
+                    await write(b"".join(pieces))
+            last = answer.ending()
+        except Exception as error:
+            if not is_open:
+                raise
+            _log_if_internal(error, self._requests[0].request_id)
+            last = answer.failure(error)
+        if last:
+            await write(last)
+
+
+@asynccontextmanager
+async def answering(
+    driver: RequestDriver, requests: Sequence[GatewayRequest], names: Mapping[str, str]
+) -> AsyncIterator[AsyncGenerator[Sequence[ChoiceDelta], None]]:
+    """Runs the requests of one call and yields their deltas; see `batches_of`. All requests end with the
+    block.
+
+    Raises DeadlinePassed at the client's deadline. Workers know the deadline, too, but a worker may no longer
+    respond. `names`: see `in_terms_of`.
+    """
+    try:
+        async with (
+            asyncio.timeout(requests[0].timeout_s),
+            aclosing(batches_of(driver, requests)) as batches,
+        ):
+            with in_terms_of(names):
+                yield batches
+    except TimeoutError:
+        raise DeadlinePassed("the request's deadline passed") from None
+
+
+def _log_if_internal(error: Exception, request_id: str) -> None:
+    """The client learns only that an internal error happened; the log says which."""
+    if codes_of(error).is_internal:
+        extra = {"request_id": request_id}
+        logger.error("the stream of request %s failed", request_id, exc_info=error, extra=extra)

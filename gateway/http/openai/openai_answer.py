@@ -1,0 +1,143 @@
+"""OpenAIAnswer: writes completions or chat completions, as a stream's events or whole.
+
+There is an event per token, so the constant parts are written only once. The JSON of events is ASCII, because
+some clients split lines at characters such as U+2028.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
+from baton.request import FinishReason
+from gateway.http.errors import body_of
+from gateway.http.openai.answers import Usage
+from gateway.http.openai.choices import Collected, UsageCount
+from gateway.http.openai.fields import StreamOptions
+from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, LogprobColumns
+from gateway.http.whole_json import in_ascii
+from gateway.requests.request import Delta
+
+DONE = b"data: [DONE]\n\n"
+
+FINISH_REASONS = {
+    None: "null",
+    FinishReason.STOP: '"stop"',
+    FinishReason.LENGTH: '"length"',
+}
+
+ascii_json = json.JSONEncoder().encode
+"""Writes a JSON string in ASCII, like everything in a stream's events."""
+
+_USAGE = TypeAdapter(Usage)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The values at the beginning of an answer, and of each chunk of a stream."""
+
+    id: str
+    created: int
+    model: str
+
+    def json(self, kind: str) -> str:
+        """The JSON up to the first choice. `kind`: the value of `object`."""
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return f'{to_json(head).decode()[:-1]},"choices":['
+
+
+class OpenAIAnswer(ABC):
+    """An Answer (see gateway.http.generated) in one of the API's two shapes. A subclass writes what a choice
+    contains."""
+
+    kind: ClassVar[str]
+    """The value of `object` in a whole answer."""
+    chunk_kind: ClassVar[str]
+    """The value of `object` in a stream's chunks."""
+
+    def __init__(
+        self,
+        head: Head,
+        count: UsageCount,
+        options: StreamOptions | None,
+        choices: Sequence[Collected],
+        logprobs: Sequence[ChatTokens] | Sequence[CompletionLogprobsStream] | None,
+    ) -> None:
+        """`choices` collect the choices of a whole answer. `logprobs`: one writer for each choice; None if the
+        client does not want log-probabilities."""
+        self._head = head
+        self._count = count
+        options = options or StreamOptions()
+        self._says_usage = bool(options.include_usage)
+        self._no_usage = ',"usage":null' if self._says_usage else ""
+        """Every chunk has the key `usage` if the client asks for usage, as in OpenAI's streams."""
+        self._says_usage_so_far = self._says_usage and bool(options.continuous_usage_stats)
+        self._choices = choices
+        self._logprobs = logprobs
+        self._start = in_ascii(f"data: {head.json(self.chunk_kind)}")
+
+    @abstractmethod
+    def opening(self) -> bytes: ...
+
+    def piece(self, index: int, delta: Delta) -> bytes:
+        self._count.take(index, delta)
+        usage = self._count.usage if self._says_usage_so_far else None
+        logprobs = "null"
+        if self._logprobs is not None:
+            logprobs = in_ascii("".join(self._logprobs[index].write(LogprobColumns(delta.logprobs))))
+        return self._events(index, delta, logprobs, usage).encode("ascii")
+
+    def ending(self) -> bytes:
+        """With usage, the last chunk has the usage and no choice."""
+        if not self._says_usage:
+            return DONE
+        return f'{self._start}],"usage":{usage_json(self._count.usage)}}}\n\n'.encode("ascii") + DONE
+
+    def failure(self, error: Exception) -> bytes:
+        """No [DONE] follows. The event has no name, because some clients read only `data`."""
+        return f"data: {json.dumps(body_of(error))}\n\n".encode("ascii")
+
+    def take(self, index: int, delta: Delta) -> None:
+        self._count.take(index, delta)
+        self._choices[index].take(delta)
+
+    def whole(self) -> Iterator[str]:
+        yield self._head.json(self.kind)
+        for index, choice in enumerate(self._choices):
+            yield f'{"," if index else ""}{{"index":{index},'
+            yield from self._whole_content(index, choice)
+            yield ',"logprobs":'
+            yield from ("null",) if self._logprobs is None else self._logprobs[index].write(choice.logprobs)
+            yield f',"finish_reason":"{self._finish_reason(choice)}"}}'
+        yield f'],"usage":{usage_json(self._count.usage)}}}'
+
+    def _event(
+        self,
+        index: int,
+        content: str,
+        logprobs: str = "null",
+        reason: str = "null",
+        usage: Usage | None = None,
+    ) -> str:
+        """`content`: the JSON between a choice's index and log-probabilities."""
+        end = self._no_usage if usage is None else f',"usage":{usage_json(usage)}'
+        return f'{self._start}{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":{reason}}}]{end}}}\n\n'
+
+    @abstractmethod
+    def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:
+        """The events of a delta. The first one has `logprobs`, the delta's log-probabilities in JSON."""
+
+    @abstractmethod
+    def _whole_content(self, index: int, choice: Collected) -> Iterator[str]:
+        """The JSON between a choice's index and log-probabilities, in pieces."""
+
+    def _finish_reason(self, choice: Collected) -> str:
+        return choice.finish_reason
+
+
+def usage_json(usage: Usage) -> str:
+    return _USAGE.dump_json(usage).decode()
