@@ -45,12 +45,11 @@ def is_supported(shape: KVBlockShape, num_heads: int) -> bool:
 class NativeAttention:
     """Prepares the attention of steps; owns memory that is reused in every layer.
 
-    All arithmetic is in float32, with one exception: chunks with bfloat16 activations are multiplied in
-    bfloat16, if the machine has such instructions.
+    A token's result is the same, bit for bit, for any number of threads, with any other requests in the step, and
+    wherever the token's chunk begins and ends, also in a chunk of one token, which is a decode.
 
-    A token's result is the same, bit for bit, for any number of threads and with any other requests in the
-    step. It also does not depend on where the token's chunk begins and ends. Only in a chunk of one token,
-    which is a decode, the last bits may differ.
+    Bfloat16 activations are multiplied in bfloat16, if the machine has instructions for that; sums and all
+    other arithmetic are in float32.
     """
 
     def __init__(

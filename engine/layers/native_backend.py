@@ -15,7 +15,6 @@ from engine.layers.native_linear import NativeLinear
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.workspace import Workspace
 from engine.native.elementwise import ElementwiseKernels
-from engine.native.instructions import cpu_flags
 from engine.native.products import Products
 
 CPU = torch.device("cpu")
@@ -81,8 +80,3 @@ class NativeBackend(TorchBackend):
             linear.add_(residual_TE, x_TI)
             return True
         return False
-
-
-def has_matrix_units(dtype: torch.dtype) -> bool:
-    """Whether the processor has matrix units for this type; only torch's library uses these units."""
-    return dtype is torch.bfloat16 and "amx_bf16" in cpu_flags()

@@ -32,6 +32,7 @@ class LayerAttention {
     // Computes the item's final result, or its partial one. `next` is the item that this thread will compute next, as
     // far as it is known; or the same.
     void run(const Item &item, const Item &next, float *partials) const {
+        [[maybe_unused]] const std::conditional_t<BY_MATRIX_UNITS<Unit>, matrix_units::NoSubnormals, Nothing> as_in_units;
         scratch.lay_out(D);
         take_queries_of(item);
         const int64_t rows = state_rows(item);

@@ -2,10 +2,12 @@
 //
 // Weights in 16 bits become floats in registers, so they cost half the memory traffic at equal results. Each output is
 // one sum over the inputs in order, whatever the other rows and threads are: a row's result depends on the row alone.
+// Matrix units (matrix_units.h) add up in another order, which is also the same for all rows.
 //
 // Packed weights: [panels of PANEL outputs][pairs of inputs][2 vectors of LANES outputs] of
 //     float32, float16:  LANES weights of the pair's first input, then LANES of its second
-//     bfloat16:          LANES pairs of weights, the first input's in the low half of 32 bits
+//     bfloat16:          LANES pairs of weights, the first input's in the low half of 32 bits; where there are matrix
+//                        units, zeros fill up the last of their steps
 //
 // Rows of a step: [blocks of INPUT_BLOCK inputs][rows][ROW_FLOATS] of float32, or of bfloat16 for the units.
 
@@ -150,15 +152,6 @@ int64_t padded_inputs(int64_t num_inputs, Type type) {
     return (num_inputs + multiple - 1) / multiple * multiple;
 }
 
-// Weights that the matrix units take as they are packed.
-struct PackedPanels {
-    const uint8_t *weights;
-    int64_t packed_bytes;  // of a panel
-
-    const uint8_t *packed(int64_t index) const { return weights + index * packed_bytes; }
-    const uint8_t *panel(int64_t index) const { return packed(index); }
-};
-
 // Converts a block of a row: inputs `begin` and following, a zero behind the last.
 void convert_row(const void *row, Type from, int64_t begin, int64_t num_inputs, void *block, Type to) {
     const int64_t end = std::min(num_inputs - begin, INPUT_BLOCK);
@@ -221,9 +214,8 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
     const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
 #if defined(__AMX_BF16__)
     if (by_units)
-        return matrix_units::multiply_rows(PackedPanels{layer->weights, panel_bytes}, layer->bias, layer->num_outputs,
-                                           layer->num_inputs, from, to, num_rows, static_cast<Epilogue>(epilogue),
-                                           static_cast<int>(num_threads));
+        return matrix_units::multiply_rows(layer->weights, layer->bias, layer->num_outputs, layer->num_inputs, from, to,
+                                           num_rows, static_cast<Epilogue>(epilogue), static_cast<int>(num_threads));
 #endif
     const float *up_bias = layer->bias == nullptr ? nullptr : layer->bias + num_outputs;
     const Tiles row_blocks(num_rows, ROW_BLOCK);

@@ -20,7 +20,7 @@
 //     8 bits: [group_size / 4][16 outputs][4 inputs]     a byte each
 //     4 bits: [group_size / 8][16 outputs][4 inputs]     low nibbles: the group's first half of inputs; high: the other
 //
-// Quantised rows: [tiles][groups] of [rows of the tile][group_size] signed bytes, then of each row x_scale and
+// Quantised rows: [tiles][groups] of [places of the tile (places_of)][group_size] signed bytes, then of each row x_scale and
 // x_scale * sum(q), float32, and what is added to its products' sums, a multiple of sum(q), int32.
 
 #include <utility>
@@ -200,6 +200,7 @@ void sum_tile_by_units(const uint8_t *weights, const uint8_t *bytes, const int8_
 #undef MULTIPLY
     };
     Floats totals[ROWS] = {};
+    asm volatile("" : : "r"(x), "r"(bytes) : "memory");  // the units read them
     multiply_batch(0);
     for (int64_t g = 0; g < num_groups; ++g) {
         if (g % BATCH == 0) multiply_batch(g + BATCH);

@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -25,12 +24,7 @@ import torch
 
 from engine.loading.pretrained import default_cache_dir
 from engine.native.compilers import VARIABLE, compilers
-from engine.native.instructions import (
-    INSTRUCTION_SETS,
-    InstructionSet,
-    machine_instruction_sets,
-    machine_instructions,
-)
+from engine.native.instructions import INSTRUCTION_SETS, InstructionSet, machine_instructions
 
 logger = logging.getLogger(__name__)
 
@@ -60,25 +54,16 @@ class _NotAvailableError(Exception):
 
 
 def _load(environment: Mapping[str, str]) -> ctypes.CDLL:
-    if (best := machine_instructions()) is None:
+    instructions = machine_instructions()
+    if instructions is None:
         raise _NotAvailableError(f"there are none for processors of type {platform.machine()}")
     if prebuilt := environment.get(VARIABLE):
-        library = Path(prebuilt) / _file_name(best)
+        library = Path(prebuilt) / _file_name(instructions)
         if not library.is_file():
             raise _NotAvailableError(
                 f"{VARIABLE} names the folder {prebuilt!r}, but it has no {library.name}"
             )
         return _loaded(library)
-    try:
-        return _compiled_for(best, environment)
-    except _NotAvailableError:
-        for instructions in machine_instruction_sets()[1:]:  # an old compiler may know these
-            with suppress(_NotAvailableError):
-                return _compiled_for(instructions, environment)
-        raise
-
-
-def _compiled_for(instructions: InstructionSet, environment: Mapping[str, str]) -> ctypes.CDLL:
     folder = default_cache_dir(environment) / "native"
     try:
         return _loaded(_compiled_in(folder, instructions))

@@ -27,6 +27,17 @@ inline int64_t num_steps(int64_t num_inputs) { return (num_inputs + STEP - 1) / 
 #if defined(__AMX_BF16__)
 constexpr bool ARE_THERE = true;
 
+// Until its end, subnormal numbers count as 0 in this thread, as they always do in the units.
+class NoSubnormals {
+  public:
+    NoSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+    NoSubnormals(const NoSubnormals &) = delete;
+    ~NoSubnormals() { _mm_setcsr(before_); }
+
+  private:
+    unsigned before_;
+};
+
 // The shapes of the unit's registers, which are set anew only if they change. The end gives the registers back.
 class Shape {
   public:
@@ -152,12 +163,10 @@ inline void lay_out_row(const void *row, Type type, int64_t num_inputs, int64_t 
     }
 }
 
-// y = x @ weight.T + bias, with an epilogue. `Weights` have the weights of a panel in memory (`packed`, in
-// `packed_bytes`), and as the unit takes them (`panel`, valid until the thread's next call).
-template <class Weights>
-void multiply_rows(const Weights &weights, const float *bias, int64_t num_outputs, int64_t num_inputs,
-                   const products::Rows &from, const products::Rows &to, int64_t num_rows, products::Epilogue epilogue,
-                   int num_threads) {
+// y = x @ weight.T + bias, with an epilogue. `weights`: panels.
+inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num_outputs, int64_t num_inputs,
+                          const products::Rows &from, const products::Rows &to, int64_t num_rows,
+                          products::Epilogue epilogue, int num_threads) {
     using namespace products;
     const bool is_gated = epilogue == GATE;
     if (is_gated) num_outputs /= 2;
@@ -181,14 +190,14 @@ void multiply_rows(const Weights &weights, const float *bias, int64_t num_output
             float *gates = sums + pair_size;  // of all pairs
             for (int64_t panel = begin; panel < end; ++panel) {
                 for (int64_t half = 0; half <= is_gated; ++half) {
-                    const int64_t index = panel + half * num_panels;
-                    const uint8_t *next = weights.packed(index + 1), *values = weights.panel(index);
+                    const uint8_t *values = weights + (panel + half * num_panels) * steps * PANEL_STEP_BYTES;
                     asm volatile("" : : "r"(rows), "r"(values) : "memory");
                     for (int64_t pair = 0; pair < num_pairs; ++pair) {
                         const int64_t row = pair * 2 * TILE, left = count - row;
                         const uint8_t *tile = rows + pair * 2 * steps * TILE_BYTES;
                         float *gate = gates + pair * pair_size, *of_pair = half < is_gated ? gate : sums;
-                        const Prefetch prefetch(next, weights.packed_bytes / steps, steps, pair, num_pairs);
+                        const Prefetch prefetch(values + steps * PANEL_STEP_BYTES, PANEL_STEP_BYTES, steps, pair,
+                                                num_pairs);
                         shape.for_panels(std::min<int64_t>(left, TILE), std::clamp<int64_t>(left - TILE, 0, TILE));
                         (left > TILE ? multiply<true> : multiply<false>)(tile, values, steps, of_pair, prefetch);
                         if (half < is_gated) continue;
@@ -209,6 +218,9 @@ void multiply_rows(const Weights &weights, const float *bias, int64_t num_output
 #else
 constexpr bool ARE_THERE = false;
 
+struct NoSubnormals {
+    NoSubnormals() {}
+};
 struct Shape {
     void for_panels(int64_t, int64_t) {}
     void for_bytes(int64_t) {}

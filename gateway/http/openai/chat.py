@@ -5,7 +5,8 @@ from functools import partial
 from typing import Self
 
 from baton.request import FinishReason
-from gateway.choices import AnswerParsers, CallIds
+from gateway.call_ids import CallIds
+from gateway.choices import AnswerParsers
 from gateway.conversation import (
     AnswerEvent,
     AnswerParts,

@@ -241,6 +241,18 @@ def test_decodes_of_any_heads_equal_a_chunk(heads: Heads, dtype: torch.dtype) ->
         assert torch.equal(part.native_out(1)[0], expected[end - 1 : end]), end
 
 
+@pytest.mark.parametrize("size", [1e-39, 3e-38, 1e-36])
+def test_a_decode_equals_a_chunk_if_results_are_nearly_zero(size: float) -> None:
+    """Instructions for bfloat16 take subnormal numbers as 0."""
+    heads = Heads(2, 1, 64)
+    whole = make_layout([(100, 100)], heads, torch.bfloat16)
+    whole.qkv_TPD[:, -1] *= size
+    expected, pool = whole.native_out(0)
+    batch = step_batch([(100, 1)], [whole.batch.block_ids_BM[0].tolist()[:7]], 16)
+    part = Layout(whole.architecture, pool, batch, whole.qkv_TPD[99:], heads)
+    assert torch.equal(part.native_out(0)[0], expected[99:])
+
+
 def test_wrong_numbers_stay_wrong() -> None:
     """A NaN of the model must reach its logits, where it is noticed; other requests do not see it."""
     layout = make_layout([(100, 1), (90, 1), (80, 20)], Heads(6, 2, 64), torch.float32)

@@ -1,7 +1,6 @@
 """Finding, compiling and loading native kernels: what cannot be used is replaced, or leaves the work to torch."""
 
 import logging
-import platform
 import shlex
 import shutil
 import sys
@@ -13,7 +12,6 @@ from engine.native import library
 from engine.native.compilers import VARIABLE
 from engine.native.instructions import (
     INSTRUCTION_SETS,
-    InstructionSet,
     machine_instruction_sets,
     machine_instructions,
 )
@@ -116,19 +114,6 @@ def test_the_next_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     kernels = find()
     assert kernels is not None
     assert kernels.answer() == 42
-
-
-@needs_compiler
-def test_a_compiler_that_does_not_know_the_best_instructions_compiles_for_others(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unknown = InstructionSet("unknown", platform.machine(), frozenset(), ("-munknown-instructions",))
-    monkeypatch.setattr(library, "machine_instructions", lambda: unknown)
-    monkeypatch.setattr(library, "machine_instruction_sets", lambda: (unknown, *machine_instruction_sets()))
-    kernels = find()
-    assert kernels is not None
-    assert kernels.answer() == 42
-    assert not warnings(caplog)
 
 
 def test_matrix_units_need_the_permission_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:

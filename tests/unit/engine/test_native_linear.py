@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.native_linear import NativeLinear, shortened
-from engine.native.instructions import INSTRUCTION_SETS, InstructionSet, cpu_flags
+from engine.native.instructions import InstructionSet, machine_instruction_sets
 from engine.native.library import compile_kernels, native_library
 from engine.native.products import Products
 
@@ -19,10 +19,7 @@ pytestmark = pytest.mark.skipif(native_library() is None, reason="needs a C++ co
 
 PORTABLE = InstructionSet("portable", platform.machine(), frozenset(), ())
 """What compilers make without any flag."""
-SETS = [
-    *(i for i in INSTRUCTION_SETS if i.machine == platform.machine() and i.needs <= cpu_flags()),
-    PORTABLE,
-]
+SETS = [*machine_instruction_sets(), PORTABLE]
 ROWS = (*range(1, 21), 64, 300)
 """300: more than what is quantised or converted at a time."""
 
