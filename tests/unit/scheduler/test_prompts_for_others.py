@@ -142,3 +142,18 @@ def test_with_priorities_a_better_prompt_overtakes_a_worse_one() -> None:
     driver.step()
     driver.add(prompt("better", 200, priority=0))
     assert driver.step().num_scheduled_tokens == {"better": 64}
+
+
+def test_a_prompt_that_lost_its_part_of_the_step_holds_no_other_part_back() -> None:
+    driver = make_prefill_worker(
+        policy="priority", num_blocks=5, long_prefill_token_threshold=8, enable_prefix_caching=False
+    )
+    driver.add(prompt("worse", 40, priority=1))
+    driver.step()
+    driver.add(make_request(24, request_id="local"), prompt("for another", 32, arrival_time=1.0))
+    driver.step()
+    driver.step()
+    plan = driver.step()
+    assert plan.preempted_req_ids == {"worse"}, "it was scheduled before the local request needed its block"
+    assert plan.num_scheduled_tokens == {"local": 8, "for another": 8}
+    driver.run_to_end()
