@@ -48,6 +48,9 @@ class FCFS:
     prompt overtakes it only if the later prompt is shorter than the earlier one's remaining work. Waiting
     reduces this remaining work as computing does. So a prompt of N tokens can only be overtaken by prompts
     that arrive before N more tokens are computed.
+
+    Such a prompt keeps its key when it is preempted. With a lower key, it would run before the prompt that took
+    its blocks, and take them back: two prompts could preempt each other for ever.
     """
 
     def __init__(self) -> None:
@@ -60,7 +63,9 @@ class FCFS:
         num_own_tokens = request.num_initial_tokens - num_cached_tokens if request.is_producer else 0
         return self._num_computed_tokens + num_own_tokens, self._last_key
 
-    def key_of_returning(self, _request: Request) -> QueueKey:
+    def key_of_returning(self, request: Request) -> QueueKey:
+        if request.is_producer:
+            return request.queue_key
         self._first_key -= 1
         return (self._first_key,)
 

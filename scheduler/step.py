@@ -71,6 +71,7 @@ class StepPlan:
         num_tokens = self.num_scheduled_tokens.pop(request.request_id, None)
         if num_tokens is not None:
             self.token_budget += num_tokens
+            self.requests.remove(request)
             self.spec_token_ids.pop(request.request_id, None)
             self._has_withdrawn = True
 
@@ -100,9 +101,6 @@ class StepPlan:
     def _drop_withdrawn(self) -> None:
         """Removes requests that were scheduled and then preempted. The runner knows all of them."""
         is_kept = [request_id in self.num_scheduled_tokens for request_id in self._continued]
-        self.requests = [
-            request for request in self.requests if request.request_id in self.num_scheduled_tokens
-        ]
         self._continued = list(compress(self._continued, is_kept))
         self._new_block_ids = list(compress(self._new_block_ids, is_kept))
         self._num_computed_tokens = list(compress(self._num_computed_tokens, is_kept))

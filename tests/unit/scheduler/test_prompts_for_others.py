@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from baton.kv import TransferRole
 from baton.request import FinishReason
 from scheduler import Request, Scheduler
@@ -142,3 +144,59 @@ def test_with_priorities_a_better_prompt_overtakes_a_worse_one() -> None:
     driver.step()
     driver.add(prompt("better", 200, priority=0))
     assert driver.step().num_scheduled_tokens == {"better": 64}
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_prompts_that_do_not_fit_beside_each_other_do_not_preempt_each_other_in_turn(
+    policy: str, enable_prefix_caching: bool
+) -> None:
+    """A victim returns behind the prompt that took its blocks. Before that one, it would take the blocks back."""
+    driver = make_prefill_worker(
+        policy=policy,
+        num_blocks=4,
+        long_prefill_token_threshold=8,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    driver.add(prompt("first", 40, arrival_time=0.0), prompt("second", 40, arrival_time=1.0))
+    victims: list[str] = []
+    while "first" not in driver.ends:
+        plan = driver.step()
+        assert plan.num_scheduled_tokens["first"] == 8, "in every step"
+        victims += plan.preempted_req_ids
+    assert set(victims) == {"second"}
+    driver.run_to_end(max_steps=6)
+
+
+def test_a_preempted_prompt_returns_to_its_place_and_a_shorter_one_is_computed_before_it() -> None:
+    driver = make_prefill_worker(
+        num_blocks=21,
+        max_num_batched_tokens=128,
+        long_prefill_token_threshold=64,
+        enable_prefix_caching=False,
+    )
+    driver.add(prompt("first", 300))
+    for _ in range(3):
+        driver.step()
+    driver.add(prompt("second", 300))
+    driver.step()
+    assert driver.step().preempted_req_ids == {"second"}
+    assert driver.ends == {"first": FinishReason.HANDED_OVER}
+    driver.add(prompt("short", 20))
+    assert driver.step().num_scheduled_tokens == {"short": 20}
+    driver.run_to_end(max_steps=6)
+
+
+def test_a_prompt_that_lost_its_part_of_the_step_holds_no_other_part_back() -> None:
+    driver = make_prefill_worker(
+        policy="priority", num_blocks=5, long_prefill_token_threshold=8, enable_prefix_caching=False
+    )
+    driver.add(prompt("worse", 40, priority=1))
+    driver.step()
+    driver.add(make_request(24, request_id="local"), prompt("for another", 32, arrival_time=1.0))
+    driver.step()
+    driver.step()
+    plan = driver.step()
+    assert plan.preempted_req_ids == {"worse"}, "it was scheduled before the local request needed its block"
+    assert plan.num_scheduled_tokens == {"local": 8, "for another": 8}
+    driver.run_to_end()
