@@ -106,7 +106,7 @@ class Ending:
         """Ends a request with its last token."""
         self._unqueue(request)
         if status is RequestStatus.FINISHED_HANDED_OVER:
-            self._remote.hand_over(request, output)
+            self._remote.keep_first_token(request, output)
         self._release(request, status)
         outputs.add_last(request, output)
 

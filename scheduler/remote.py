@@ -180,8 +180,8 @@ class RemotePrompts:
         """Removes a request from those whose prompt arrived; False if it is not one of them."""
         return self._received.remove(request)
 
-    def hand_over(self, request: Request, output: RequestOutput) -> None:
-        """Stores the only token that a producer samples: the first new one, sent with the last block."""
+    def keep_first_token(self, request: Request, output: RequestOutput) -> None:
+        """Stores the only token that a producer samples. It is sent after the last block."""
         logprobs = output.logprobs[0] if output.logprobs else None
         request.first_token = FirstToken(output.token_ids[0], logprobs)
 

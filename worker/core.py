@@ -1,7 +1,8 @@
 """EngineCore: connects scheduler, device, connector and grammars, and advances them by one step at a time.
 
 Knows no thread, no socket and no role; `worker/loop.py` owns the thread it runs on. With asynchronous scheduling one
-step is computed while the next is planned, unless the next one depends on what it brings:
+step is computed while the next is planned, unless the next one depends on what it brings, or (on a CPU) it has
+part of a prompt:
 
     plan      | step 2 |            | step 3 |            | step 4 |
     device    |  step 1 ............|  step 2 ............|  step 3 ....

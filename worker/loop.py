@@ -49,7 +49,7 @@ class EngineSnapshot:
 
 
 class Outbox(Protocol):
-    """Receives outputs; must not block, since it is called between two steps."""
+    """Receives outputs, as RequestServer does; must not block, since it is called between two steps."""
 
     def send(self, client_id: str, outputs: list[RequestOutput]) -> None: ...
 

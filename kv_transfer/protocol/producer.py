@@ -329,10 +329,11 @@ class Producer:
             self._window.join(transfer)
         effects: list[Effect] = []
         for turn, indices in self._window.next_turns():
-            effects += [self._send(turn, indices)] if indices else self._end(turn)
+            # Without pieces, all are offered and acknowledged.
+            effects += [self._pieces_of(turn, indices)] if indices else self._end(turn)
         return effects
 
-    def _send(self, transfer: OutgoingTransfer, indices: tuple[int, ...]) -> SendPieces:
+    def _pieces_of(self, transfer: OutgoingTransfer, indices: tuple[int, ...]) -> SendPieces:
         assert transfer.open is not None
         return SendPieces(
             transfer.peer,
