@@ -24,7 +24,8 @@ from tests.factories.scheduling import (
     token_at,
 )
 
-MAX_STEPS = 2_000
+MAX_STEPS = 10_000
+"""At the end. With one token a step, forty requests of a hundred tokens need half as many."""
 
 ORDERS: list[dict[str, object]] = [
     {"policy": "fcfs"},
