@@ -39,7 +39,7 @@ constexpr int64_t NO_CENTRE = -1;
 constexpr int64_t scale_bytes(bool has_mins) { return (has_mins ? 2 : 1) * BLOCK * 2; }
 constexpr int64_t ROW_SUMS_BYTES = 3 * 4;
 constexpr int64_t ROW_BLOCK = 256;  // rows that are quantised at a time
-constexpr int64_t MIN_UNIT_ROWS = 6;  // of a tile; with fewer, matrix units are slower
+constexpr int64_t MIN_UNIT_ROWS = 13;  // of a tile; with fewer, matrix units are slower
 
 constexpr bool is_for_units(int64_t rows) { return matrix_units::ARE_THERE && rows >= MIN_UNIT_ROWS; }
 
