@@ -5,7 +5,8 @@
         environment
         [--peer-llama PYTHON --gguf FILE]      llama.cpp (xllamacpp), installed in PYTHON's environment
 
-transformers is always measured too. Every pair of engine and data type is a process that runs until the end.
+transformers is measured too, unless --no-transformers. Every pair of engine and data type is a process that runs
+until the end.
 Rounds alternate between these processes, so that other work on the machine slows all of them. In its turn, a
 process answers twice, and the second answer counts: after a pause, the first one takes up to half a second
 longer. The figures are medians. Compare ratios, not figures of different runs.
@@ -120,7 +121,8 @@ def main() -> None:
             peer = Peer(python, "benchmarks.cpu_engine_sides", order, timeout_s=START_TIMEOUT_S)
             return Engine(name, dtype, stack.enter_context(peer))
 
-        pythons = {"baton": sys.executable, "vllm": arguments.peer, "transformers": sys.executable}
+        transformers = None if arguments.no_transformers else sys.executable
+        pythons = {"baton": sys.executable, "vllm": arguments.peer, "transformers": transformers}
         named = [(name, python) for name, python in pythons.items() if python is not None]
         engines = [start(python, name, floats, dtype) for dtype in arguments.dtypes for name, python in named]
         engines += [
@@ -244,6 +246,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--decode-tokens", type=int, default=16, help="steps a round")
+    parser.add_argument("--no-transformers", action="store_true", help="leave out this slow peer")
     parser.add_argument("--peer", metavar="PYTHON", help="an interpreter with vLLM's CPU build")
     parser.add_argument("--peer-llama", metavar="PYTHON", help="an interpreter with xllamacpp")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for --peer-llama")

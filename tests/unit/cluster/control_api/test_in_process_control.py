@@ -15,9 +15,19 @@ from baton.messages.control import (
 )
 from baton.worker import WorkerRole
 from cluster.control_api import calls
+from cluster.control_api.calls import InProcessControl
 from tests.factories.control_api import in_process
-from tests.factories.fleet import fleet, fleet_config
+from tests.factories.fleet import FleetUnderTest, fleet, fleet_config
 from tests.unit.cluster.controller.test_controller import state_becomes
+
+
+async def drain_and_leave(tested: FleetUnderTest, control: InProcessControl) -> None:
+    """The caller of a drain of w1 leaves before the drain has ended."""
+    calling = asyncio.create_task(control.call(DrainWorker("w1")))
+    await state_becomes(tested, "w1", "draining")
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
 
 
 async def test_a_drain_continues_though_its_caller_left() -> None:
@@ -26,11 +36,7 @@ async def test_a_drain_continues_though_its_caller_left() -> None:
         await tested.all_serve(3)
         control, worker = in_process(tested.controller, config), tested.launcher.latest("w1")
         worker.may_drain.clear()
-        calling = asyncio.create_task(control.call(DrainWorker("w1")))
-        await state_becomes(tested, "w1", "draining")
-        calling.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await calling
+        await drain_and_leave(tested, control)
         worker.may_drain.set()
         assert set(await tested.all_serve(2)) == {"w0", "w2"}
         assert worker.commands == ["drain 0", "stop 5"]
@@ -43,14 +49,9 @@ async def test_so_many_commands_run_at_the_same_time(monkeypatch: pytest.MonkeyP
         await tested.all_serve(3)
         control, worker = in_process(tested.controller, config), tested.launcher.latest("w1")
         worker.may_drain.clear()
-        draining = asyncio.create_task(control.call(DrainWorker("w1")))
-        await state_becomes(tested, "w1", "draining")
-        draining.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await draining
-        with pytest.raises(
-            ClusterError, match="1 commands are running"
-        ):  # a command without a caller counts, too
+        await drain_and_leave(tested, control)
+        # A command without a caller counts, too.
+        with pytest.raises(ClusterError, match="1 commands are running"):
             await control.call(DrainWorker("w2"))
         assert len((await control.call(DescribeFleet())).replicas) == 3
         worker.may_drain.set()
