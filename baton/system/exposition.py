@@ -55,5 +55,8 @@ def histogram(
 
 def render(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     """All metrics and their content type: the text format, or OpenMetrics if the reader accepts it."""
-    encode, content_type = choose_encoder(accept)
+    try:
+        encode, content_type = choose_encoder(accept)
+    except TypeError:  # for a version that is no number
+        encode, content_type = choose_encoder("")
     return encode(registry), content_type
