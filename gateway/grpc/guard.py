@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from baton.errors import DeadlinePassed, InvalidRequest, SlowReader
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import current_caller
-from gateway.call_ids import TraceContext, offered_id, request_id_for, trace_context_from
+from gateway.call_ids import TraceContext, is_well_formed, offered_id, request_id_for, trace_context_from
 from gateway.error_codes import codes_of
 from gateway.grpc.authentication import admit
 from gateway.grpc.status import REQUEST_ID, Context, abort_call
@@ -222,13 +222,15 @@ def _serialised(serialise: Callable[[Any], bytes], response: Any) -> bytes:
 
 
 def _named(request: Any, drawn: str) -> str:
-    """The caller's id of the request, or else `drawn`, which is then written into the message."""
+    """The caller's id of the request if it may appear in a log, or else `drawn`. A message without an id gets `drawn`;
+    an ill-formed id stays there, to be refused.
+    """
     if not isinstance(request, Message) or "request_id" not in request.DESCRIPTOR.fields_by_name:
         return drawn
     message: Any = request
     if not message.request_id:
         message.request_id = drawn
-    return str(message.request_id)
+    return message.request_id if is_well_formed(message.request_id) else drawn
 
 
 def _set_compression(context: Context) -> None:
@@ -261,8 +263,8 @@ async def _end(
     if _is_over(context, error):
         raise error
     if codes_of(error).is_internal:
-        extra = {"request_id": request_id[:200]}
-        logger.error("%s failed, request %.200r", name, request_id, exc_info=error, extra=extra)
+        extra = {"request_id": request_id}
+        logger.error("%s failed, request %s", name, request_id, exc_info=error, extra=extra)
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await abort_call(context, error, request_id, offered)

@@ -14,7 +14,6 @@ from google.rpc import error_details_pb2 as details_pb
 from google.rpc import status_pb2
 
 from baton.errors import InvalidRequest, Overloaded
-from gateway.call_ids import is_well_formed
 from gateway.error_codes import INTERNAL_MESSAGE, codes_of
 
 DOMAIN = "baton"
@@ -40,15 +39,16 @@ async def abort_call(
 ) -> NoReturn:
     """Ends the call with the error's status; the text of an internal error is not sent.
 
-    If metadata `offered` an id, the trailer returns this id.
+    `request_id` is well-formed. If metadata `offered` an id, the trailer returns this id.
     """
     code = codes_of(error).grpc
     message = _short(INTERNAL_MESSAGE if code is grpc.StatusCode.INTERNAL else str(error))
     details = map(_packed, _details(error, code, message, request_id))
     status = status_pb2.Status(code=code.value[0], message=message, details=details)
-    trailers: list[tuple[str, str | bytes]] = [(DETAILS, status.SerializeToString())]
-    if is_well_formed(shown := offered or request_id):
-        trailers.append((REQUEST_ID, shown))
+    trailers: list[tuple[str, str | bytes]] = [
+        (DETAILS, status.SerializeToString()),
+        (REQUEST_ID, offered or request_id),
+    ]
     if (retry_ms := _retry_ms(error)) is not None:
         trailers += [(trailer, str(retry_ms)) for trailer in RETRY_TRAILERS]
     await context.abort(code, message, tuple(trailers))
@@ -63,7 +63,7 @@ def reason_of(error: Exception, code: grpc.StatusCode) -> str:
 
 def _details(error: Exception, code: grpc.StatusCode, message: str, request_id: str) -> Iterator[Message]:
     yield details_pb.ErrorInfo(reason=reason_of(error, code), domain=DOMAIN)
-    yield details_pb.RequestInfo(request_id=_short(request_id))
+    yield details_pb.RequestInfo(request_id=request_id)
     if isinstance(error, InvalidRequest):
         violation = details_pb.BadRequest.FieldViolation(field=_short(error.field), description=message)
         yield details_pb.BadRequest(field_violations=[violation])

@@ -51,7 +51,9 @@ async def over_http(under_test: GatewayUnderTest) -> str:
 
 async def over_grpc(under_test: GatewayUnderTest) -> None:
     target = under_test.grpc_target
-    bad = pb.GenerateRequest(text="hello", sampling_params=SamplingParams(temperature=-1.0))
+    bad = pb.GenerateRequest(
+        text="hello", request_id="forged\nline", sampling_params=SamplingParams(temperature=-1.0)
+    )
     async with grpc.aio.insecure_channel(target) as channel:
         generate, cluster = GenerationServiceStub(channel).Generate, ClusterServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError):
@@ -97,6 +99,7 @@ def test_calls_that_were_refused_are_counted_by_reason_and_caller(
     assert bobs.caller == "bob"
     assert bobs.call == "/baton.v1.GenerationService/Generate"
     assert "bobs" in bobs.getMessage()
+    assert not [line for line in lines if "forged" in line.getMessage()], "an ill-formed id is not logged"
     assert not [line for line in lines if "wrong" in line.getMessage() or ALICE in line.getMessage()]
 
 
