@@ -100,7 +100,7 @@ class Gateway:
         )
         self.workers = self._driver.workers
         """Add and remove the gateway's workers here."""
-        self._metrics.collect_too(GatewayScrape(self._driver, model.name).collect)
+        self._metrics.collect_too(GatewayScrape(self._driver, model.name, self._not_ready).collect)
         authenticator = Authenticator(config, clock)
         self._grammars = GrammarCheck(
             partial(CompileProcess, process_arguments(tokenizer.folder, model)),

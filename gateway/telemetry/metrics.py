@@ -17,7 +17,7 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
-from baton.errors import DeadlinePassed, DeadlineTooClose, Overloaded, WorkerUnavailable
+from baton.errors import DeadlinePassed, DeadlineTooClose, KeysUnavailable, Overloaded, WorkerUnavailable
 from baton.request import FinishReason
 from baton.system import exposition
 from baton.system.histogram import Histogram as PlainHistogram
@@ -255,8 +255,12 @@ class GatewayMetrics:
         )
         for verdict in VERDICTS:
             self._grammars.labels(verdict)
-        for api in ("grpc", "http"):  # created at 0, so that an alert sees the first error
-            self._call_errors.labels(api, INTERNAL_ERROR, "")
+        for error in (
+            INTERNAL_ERROR,
+            KeysUnavailable.__name__,
+        ):  # created at 0, so that an alert sees the first
+            for api in ("grpc", "http"):
+                self._call_errors.labels(api, error, "")
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(exposition.PREFIX + name, meaning, labels, registry=self.registry)

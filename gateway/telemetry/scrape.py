@@ -1,7 +1,7 @@
 """GatewayScrape: the state of a gateway and its workers at the moment of a scrape, as metric families."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import Metric
 
@@ -15,9 +15,11 @@ from gateway.workers.worker_client import LossCause, WorkerClient
 class GatewayScrape:
     """Makes the metrics at each scrape. Call `collect` on the gateway's event loop."""
 
-    def __init__(self, driver: RequestDriver, model_name: str) -> None:
+    def __init__(self, driver: RequestDriver, model_name: str, not_ready: Callable[[], str | None]) -> None:
+        """`not_ready` returns why no request can be served now, or None if requests can be served."""
         self._driver = driver
         self._model = model_name
+        self._not_ready = not_ready
 
     def collect(self) -> Iterator[Metric]:
         yield from self._requests()
@@ -26,6 +28,7 @@ class GatewayScrape:
     def _requests(self) -> Iterator[Metric]:
         dispatcher = self._driver.dispatcher
         counts = dispatcher.tally.counters
+        yield gauge("gateway_ready", "1 if a request would find workers", [], {(): self._not_ready() is None})
         yield counter(
             "generation_tokens",
             "Tokens generated for clients, including unfinished answers",

@@ -32,7 +32,7 @@ def test_the_metric_has_a_series_for_every_state_and_counts_the_worker_in_its_ow
     clients = [] if seen is None else [client]
     workers: Any = SimpleNamespace(clients=clients, statuses=[], losses=dict.fromkeys(LossCause, 0))
     driver: Any = SimpleNamespace(workers=workers)
-    family = next(iter(GatewayScrape(driver, "tiny")._workers()))
+    family = next(iter(GatewayScrape(driver, "tiny", lambda: None)._workers()))
     found = {(sample.labels["role"], sample.labels["state"]): sample.value for sample in family.samples}
     expected = dict.fromkeys(((role.value, state) for role in WorkerRole for state in STATES), 0.0)
     assert found == expected | ({} if seen is None else {("decode", seen.value): 1.0})
