@@ -48,7 +48,7 @@ class GatewayMetrics:
         disable_created_metrics()  # these series only show when this process began
         self.registry = CollectorRegistry()
         self._model = model_name
-        self._callers: set[str] = set()
+        self._callers = {""}  # the caller of calls that have none
         self._labels_seen: set[str] = set()
         self._itl = PlainHistogram(buckets.ITL_S)
         self._make_latencies()
@@ -170,7 +170,7 @@ class GatewayMetrics:
             self._errors.labels(kind).inc()
 
     def _caller(self, name: str) -> str:
-        if name not in self._callers and len(self._callers) < MAX_CALLERS:
+        if name not in self._callers and len(self._callers) <= MAX_CALLERS:
             self._callers.add(name)
         return name if name in self._callers else OTHERS
 

@@ -2,7 +2,18 @@
 
 import pytest
 
+from gateway.telemetry import metrics
+from gateway.telemetry.call_log import CallError
 from gateway.telemetry.metrics import GatewayMetrics
+from tests.factories.metrics import Scrape
+
+
+def call_error(caller: str | None) -> CallError:
+    return CallError(api="http", error="NotFound", caller=caller, call="GET /x", request_id="r")
+
+
+def scrape(counted: GatewayMetrics) -> Scrape:
+    return Scrape(counted.render("")[0].decode())
 
 
 @pytest.mark.parametrize("error", ["Internal", "KeysUnavailable"])
@@ -11,3 +22,16 @@ def test_errors_of_urgent_alerts_are_counted_from_the_start(error: str) -> None:
     text = GatewayMetrics("tiny", 64).render("")[0].decode()
     for api in ("grpc", "http"):
         assert f'baton_call_errors_total{{api="{api}",caller="",error="{error}"}} 0.0' in text
+
+
+def test_a_call_without_a_caller_takes_no_callers_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MAX_CALLERS", 1)
+    counted = GatewayMetrics("tiny", 64)
+    for caller in (None, "alice", "bob", None):
+        counted.call_failed(call_error(caller))
+    now = scrape(counted)
+    numbers = {
+        caller: now("call_errors_total", error="NotFound", caller=caller)
+        for caller in ("", "alice", metrics.OTHERS)
+    }
+    assert numbers == {"": 2, "alice": 1, metrics.OTHERS: 1}
