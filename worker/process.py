@@ -90,7 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cpus", type=cpus_in_text, default=(), help="CPUs to run on, e.g. 0-3,8")
     options = parser.parse_args(arguments)
     try:
-        overrides = {"logging": {"level": options.log_level.lower()}} if options.log_level else {}
+        level = options.log_level  # a worker logs no prompts at any level
+        overrides = {"logging": {"level": level.lower(), "log_prompts": False}} if level else {}
         config = (
             BatonConfig.from_yaml(options.config, overrides)
             if options.config

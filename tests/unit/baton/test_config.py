@@ -38,6 +38,10 @@ from baton.worker import WorkerRole
         ),
         ({"gateway": {"grpc_port": 70000}}, "gateway.grpc_port: got 70000"),
         ({"gateway": {"isolate_prefix_cache": True}}, "gateway: isolate_prefix_cache needs API keys"),
+        (
+            {"logging": {"log_prompts": True}},
+            "logging: log_prompts needs level 'info' or 'debug', not 'warning', since prompts are logged at level info",
+        ),
         ({"kv_transfer": None}, "kv_transfer: got None"),
         ({"speculation": {"method": "medusa"}}, "speculation.method: got 'medusa'"),
         (
