@@ -20,13 +20,15 @@ from gateway import ServedModel
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates
 from gateway.open_files import fitted_to_open_files
+from gateway.telemetry.trace_export import check_tracing
 
 if TYPE_CHECKING:
     from gateway import Gateway, Tokenizer
 
 
 def check_access(config: BatonConfig) -> None:
-    """ConfigError if the gateway cannot use its API keys, certificates or ports, or may open too few files.
+    """ConfigError if the gateway cannot use its API keys, certificates or ports, may open too few files, or cannot
+    export its traces.
 
     Call this before the workers start, which takes minutes.
     """
@@ -36,6 +38,7 @@ def check_access(config: BatonConfig) -> None:
         watched_certificates(config.gateway.tls, clock)
     fitted_to_open_files(config.gateway)
     check_ports(config.gateway)
+    check_tracing(config.gateway)
 
 
 def check_ports(config: GatewayConfig) -> None:

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def tracing_for(config: GatewayConfig, model_name: str, instance: str) -> "Tracing | None":
-    """The trace exporter, or None. Raises ConfigError if OpenTelemetry is needed but not installed."""
+    """The trace exporter, or None. Raises ConfigError if OpenTelemetry is needed but not installed, or refuses its
+    environment variables."""
     if config.otlp_endpoint is None:
         return None
     try:
@@ -20,4 +21,13 @@ def tracing_for(config: GatewayConfig, model_name: str, instance: str) -> "Traci
             f"gateway.otlp_endpoint ({config.otlp_endpoint}) needs OpenTelemetry, but {error.name} is not "
             "installed; install Baton with its extra: pip install 'baton[otel]'"
         ) from None
-    return Tracing(config.otlp_endpoint, config.trace_sample_ratio, model_name, instance)
+    try:
+        return Tracing(config.otlp_endpoint, config.trace_sample_ratio, model_name, instance)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"OpenTelemetry refuses an environment variable (OTEL_...): {error}") from error
+
+
+def check_tracing(config: GatewayConfig) -> None:
+    """Raises ConfigError where `tracing_for` would."""
+    if (tracing := tracing_for(config, "", "")) is not None:
+        tracing.close()

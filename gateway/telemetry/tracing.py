@@ -87,12 +87,16 @@ class Tracing:
                     root.set_status(Status(StatusCode.ERROR, kind))
         root.end(arrived_ns + round((record.ended_at - record.arrived_at) * 1e9))
 
+    def close(self) -> None:
+        """Sends the remaining spans, which may take EXPORT_TIMEOUT_S."""
+        self._provider.shutdown()
+
     async def stop(self) -> None:
         """Sends the remaining spans for up to STOP_TIMEOUT_S, then drops the rest."""
         loop, is_over = asyncio.get_running_loop(), asyncio.Event()
 
         def send_the_rest() -> None:
-            self._provider.shutdown()
+            self.close()
             with suppress(RuntimeError):  # the loop is closed, so no code waits any more
                 loop.call_soon_threadsafe(is_over.set)
 

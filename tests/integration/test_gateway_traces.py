@@ -29,7 +29,7 @@ from baton.v1.generation_service_pb2_grpc import GenerationServiceStub
 from baton.v1.sampling_pb2 import SamplingParams
 from gateway.auth.callers import ANYBODY
 from gateway.requests.record import Outcome, RequestRecord
-from gateway.telemetry.trace_export import tracing_for
+from gateway.telemetry.trace_export import check_tracing, tracing_for
 from gateway.telemetry.tracing import MAX_QUEUED_SPANS, STOP_TIMEOUT_S, Tracing, _resource
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with
 
@@ -293,6 +293,23 @@ def test_an_endpoint_without_the_extra_is_an_error_that_says_what_to_install(
     monkeypatch.setitem(sys.modules, "gateway.telemetry.tracing", None)
     with pytest.raises(ConfigError, match=r"baton\[otel\]"):
         tracing_for(GatewayConfig(otlp_endpoint="http://127.0.0.1:4318"), "tiny", "g0")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "complaint"),
+    [
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8192", "max_export_batch_size must be"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "0", "schedule_delay_millis must be positive"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "abc", "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT must be"),
+    ],
+)
+def test_a_variable_that_opentelemetry_refuses_is_an_error_before_workers_start(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, complaint: str
+) -> None:
+    check_tracing(config := GatewayConfig(otlp_endpoint="http://127.0.0.1:4318"))
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=f"environment variable.*{complaint}"):
+        check_tracing(config)
 
 
 def test_a_share_of_nothing_is_an_error() -> None:
