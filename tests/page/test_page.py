@@ -20,6 +20,15 @@ HOSTILE = (
 )
 WORKER = "w<b>1"
 
+IN_BACKGROUND = """
+window.isVisible = false;
+Object.defineProperty(document, "hidden", { get: () => !window.isVisible });
+window.numFetches = 0;
+const fetchReally = window.fetch;
+window.fetch = (...call) => { window.numFetches += 1; return fetchReally(...call); };
+"""
+"""Makes a page believe that its tab is in the background, and counts what it fetches."""
+
 
 async def test_a_prompt_is_typed_and_its_stages_and_tokens_are_seen_as_text(folder: Path) -> None:
     fleet = PacedFleet(folder, HOSTILE, Pace(prefill_s=0.3, step_s=0.01))
@@ -90,6 +99,26 @@ async def test_a_page_that_lost_its_gateway_says_so_and_an_error_is_shown(folder
         await page.until("document.querySelector('#connection').innerText.includes('no connection')")
 
 
+async def test_a_page_that_may_not_watch_at_present_says_why(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.telemetry.live_feed.MAX_VIEWERS", 0)
+    async with gateway_with(folder, {}, {}) as under_test, browser() as running:
+        page = await running.open(f"{under_test.http_url}/")
+        await page.until("document.querySelector('#refusal').innerText.includes('are watching already')")
+        assert await page.text("#connection") == "✕ cannot watch, trying again"
+
+
+async def test_a_page_in_a_background_tab_watches_once_it_is_visible(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test, browser() as running:
+        page = await running.open(f"{under_test.http_url}/")
+        await page.call("Page.addScriptToEvaluateOnNewDocument", source=IN_BACKGROUND)
+        await page.call("Page.reload")
+        await page.until("window.numFetches === 0 && document.documentElement.dataset.theme")
+        await page.evaluate("isVisible = true; document.dispatchEvent(new Event('visibilitychange'))")
+        await page.until("document.querySelector('#connection').innerText === '● live'")
+
+
 async def test_a_page_asks_for_a_key_where_one_is_needed_and_keeps_it_in_its_tab(folder: Path) -> None:
     async with (
         gateway_with(
@@ -98,7 +127,11 @@ async def test_a_page_asks_for_a_key_where_one_is_needed_and_keeps_it_in_its_tab
         browser() as running,
     ):
         page = await running.open(f"{under_test.http_url}/")
-        for key, shown in (("baton-wrong", "unknown or revoked"), (WATCHER, "")):
+        for key, shown in (
+            ("baton-wrong", "unknown or revoked"),
+            ("“baton-wrong”", "Keys are plain ASCII"),
+            (WATCHER, ""),
+        ):
             await page.until("document.querySelector('#key-dialog').open")
             await page.evaluate("document.querySelector('#key-input').select()")
             await page.type(key)

@@ -5,7 +5,7 @@ import { byId, make, setText } from "./dom.js";
 import { Links } from "./links.js";
 import { count, duration, rate, round } from "./numbers.js";
 import { Sparkline } from "./sparklines.js";
-import { Follower, key } from "./stream.js";
+import { Follower, key, Refused } from "./stream.js";
 import { Trial } from "./trial.js";
 
 const LATELY_S = 5;
@@ -78,10 +78,12 @@ const follower = new Follower("/cluster/events", draw, report);
 new Trial({ refused: askForKey, runsOn: (names) => cluster.mark(names) });
 
 function report(state, error) {
-  const words = { live: "● live", away: "✕ no connection, trying again", refused: "✕ not allowed to watch" };
+  const hasAnswer = error instanceof Refused;
+  const away = `✕ ${hasAnswer ? "cannot watch" : "no connection"}, trying again`;
+  const words = { live: "● live", away, refused: "✕ not allowed to watch" };
   setText(byId("connection"), words[state]);
   byId("connection").dataset.state = state;
-  setText(byId("refusal"), state === "refused" ? error.message : "");
+  setText(byId("refusal"), hasAnswer ? error.message : "");
   document.body.classList.toggle("stale", state !== "live");
   if (error?.status === 401) askForKey(error);
 }
@@ -100,7 +102,13 @@ byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
 byId("key-dialog").addEventListener("close", () => {
   const dialog = byId("key-dialog");
   if (dialog.returnValue !== "save") return;
-  key.set(byId("key-input").value.trim());
+  const typed = byId("key-input").value.trim();
+  const foreign = typed.match(/[^ -~]/u);
+  if (foreign) {
+    askForKey(new Error(`Keys are plain ASCII, but this one contains the character ${foreign[0]}; copy the key again`));
+    return;
+  }
+  key.set(typed);
   follower.start();
 });
 

@@ -59,6 +59,7 @@ export class Follower {
 
   start() {
     this.stop();
+    if (document.hidden) return; // it starts when the page becomes visible
     const controller = new AbortController();
     this.controller = controller;
     this.#follow(controller.signal).catch((error) => {
