@@ -11,9 +11,10 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams
@@ -102,8 +103,7 @@ class Preprocessor:
             )
         request_id = request_id or secrets.token_hex(16)
         if self._log_prompts:
-            extra = {"request_id": request_id, "prompt": prompt}
-            logger.info("request %s: %r", request_id, prompt, extra=extra)
+            _log_prompt(request_id, prompt)
         now = asyncio.get_running_loop().time
         began = now()
         self._check_max_model_len(max_model_len)
@@ -231,6 +231,23 @@ class Preprocessor:
                 field,
                 f"{max(token_ids)} is not one of the model's {vocab_size} tokens; ids are 0 to {vocab_size - 1}",
             )
+
+
+def _log_prompt(request_id: str, prompt: Prompt) -> None:
+    """Logs the prompt as the client sent it; of a conversation, its messages and tools as JSON."""
+    logged: object = prompt
+    text = repr(prompt)
+    if isinstance(prompt, Conversation):
+        logged = {
+            "messages": [asdict(message, dict_factory=_without_defaults) for message in prompt.messages],
+            "tools": [asdict(tool, dict_factory=_without_defaults) for tool in prompt.tools],
+        }
+        text = json.dumps(logged)
+    logger.info("request %s: %s", request_id, text, extra={"request_id": request_id, "prompt": logged})
+
+
+def _without_defaults(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if value not in (None, False, ())}
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -50,6 +51,37 @@ def test_c22_isolated_callers_have_no_salt_in_common_whatever_they_send(
     salts = {salt_of(name, salt) for name in ("a", "b", '"') for salt in sent}
     assert len(salts - {None}) == 3 * len(sent)
     assert salt_of("a", "b") == salt_of("a", "b"), "a caller's own prefixes are found again"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field", "text"),
+    [
+        ("Hi\n", "Hi\n", r"'Hi\n'"),
+        (
+            Conversation((ChatMessage("user", "Hi\n"),), (Tool("add"),)),
+            {
+                "messages": [{"role": "user", "content": "Hi\n"}],
+                "tools": [{"name": "add", "parameters": {"type": "object", "properties": {}}}],
+            },
+            r"""{"messages": [{"role": "user", "content": "Hi\n"}], "tools": [{"name": "add", """
+            """"parameters": {"type": "object", "properties": {}}}]}""",
+        ),
+    ],
+)
+def test_a_logged_prompt_is_what_the_client_sent(
+    preprocessor: Preprocessor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    prompt: Prompt,
+    field: object,
+    text: str,
+) -> None:
+    monkeypatch.setattr(preprocessor, "_log_prompts", True)
+    with caplog.at_level("INFO", "gateway.preprocess"), suppress(PromptTooLong):
+        take_in(preprocessor, prompt)
+    (line,) = caplog.records
+    assert line.getMessage().endswith(f": {text}")
+    assert line.__dict__["prompt"] == field
 
 
 def test_an_answer_may_fill_what_the_prompt_leaves(preprocessor: Preprocessor) -> None:
