@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.native_linear import NativeLinear, shortened
-from engine.native.instructions import InstructionSet, machine_instruction_sets
+from engine.native.instructions import InstructionSet, machine_instruction_sets, machine_instructions
 from engine.native.library import compile_kernels, native_library
 from engine.native.products import Products
 
@@ -19,13 +19,17 @@ pytestmark = pytest.mark.skipif(native_library() is None, reason="needs a C++ co
 
 PORTABLE = InstructionSet("portable", platform.machine(), frozenset(), ())
 """What compilers make without any flag."""
-SETS = [*machine_instruction_sets(), PORTABLE]
+MACHINES, OTHERS = machine_instructions(), (*machine_instruction_sets()[1:], PORTABLE)
+SETS = [MACHINES, *(instructions for instructions in OTHERS if instructions.name != "avx512-vnni")]
+"""Compiling takes long, and both choices of avx512-vnni between instructions are also made by another set."""
 ROWS = (*range(1, 21), 64, 300)
 """300: more than what is quantised or converted at a time."""
 
 
 @pytest.fixture(scope="module", params=SETS, ids=lambda instructions: instructions.name)
 def products(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Products:
+    if request.param == MACHINES:
+        return Products(native_library())
     library: Path = tmp_path_factory.mktemp("kernels") / "products.so"
     compile_kernels(request.param, library, "*_products.cpp")
     return Products(ctypes.CDLL(str(library)))
