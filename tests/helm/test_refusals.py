@@ -117,6 +117,22 @@ CONTRADICTIONS: Cases = {
         {"config": {"gateway": {"grpc_port": 1}}},
         ["config.gateway.grpc_port: the chart sets this by itself; set gateway.grpcService.port instead"],
     ),
+    "a key without another value": (
+        {"config": {"cluster": {"ray_address": "auto"}}},
+        ["config.cluster.ray_address: the chart sets this by itself; it cannot be changed, so remove it"],
+    ),
+    "one address for all pods": (
+        {"config": {"network": {"advertise_host": "1.2.3.4"}}},
+        ["config.network.advertise_host: the chart sets this by itself; it cannot be changed, so remove it"],
+    ),
+    "a secret in a file": (
+        {"config": {"network": {"secret_file": "/tmp/secret"}}},
+        ["config.network.secret_file: the chart sets", "set security.clusterSecret.existingSecret instead"],
+    ),
+    "hand-overs from no worker": (
+        {"config": {"gateway": {"require_disaggregated": True}}, "prefill": {"replicas": 0}},
+        ["config.gateway.require_disaggregated: without prefill workers every request fails"],
+    ),
     "ranks that do not divide": (
         {"prefill": {"tensorParallel": 2}, "decode": {"tensorParallel": 3}},
         ["prefill.tensorParallel (2) and decode.tensorParallel (3): one must be a multiple of the other"],
@@ -143,10 +159,7 @@ CONTRADICTIONS: Cases = {
     ),
     "ranks that every role has already": (
         {"config": {"engine": {"tensor_parallel": 4}}},
-        [
-            "config.engine.tensor_parallel: the chart sets",
-            "set prefill.tensorParallel and decode.tensorParallel",
-        ],
+        ["config.engine.tensor_parallel: the chart sets", "set prefill.tensorParallel and decode.tensor"],
     ),
     "TLS without its Secret": (
         {"security": {"tls": {"mode": "existingSecret"}}},

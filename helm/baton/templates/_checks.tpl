@@ -7,8 +7,8 @@
 {{- if and (mod $p $d) (mod $d $p) -}}
 {{- fail (printf "prefill.tensorParallel (%d) and decode.tensorParallel (%d): one must be a multiple of the other, or workers cannot hand KV over" $p $d) -}}
 {{- end -}}
-{{- if hasKey ($v.config.engine | default dict) "tensor_parallel" -}}
-{{- fail "config.engine.tensor_parallel: the chart sets the ranks of each role; set prefill.tensorParallel and decode.tensorParallel instead" -}}
+{{- if and ($v.config.gateway).require_disaggregated (not (or $v.prefill.replicas $v.autoscaling.workers.enabled)) -}}
+{{- fail "config.gateway.require_disaggregated: without prefill workers every request fails; raise prefill.replicas (0)" -}}
 {{- end -}}
 
 {{- with $v.autoscaling.gateway -}}
