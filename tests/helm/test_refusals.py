@@ -1,5 +1,6 @@
 """Values that cannot work are refused before anything is made, in words that name them."""
 
+import hashlib
 from functools import cache
 
 import pytest
@@ -60,6 +61,14 @@ WRONG: Cases = {
     "a key instead of its hash": (
         {"security": {"apiKeys": {"keys": [{"name": "alice", "key": "sk-1"}]}}},
         ["/security/apiKeys/keys/0", "'key' not allowed"],
+    ),
+    "a hash with capitals": (
+        {"security": {"apiKeys": {"adminSha256": "A" * 64}}},
+        ["/security/apiKeys/adminSha256", "does not match"],
+    ),
+    "a key's hash with capitals": (
+        {"security": {"apiKeys": {"keys": [{"name": "alice", "sha256": "A" * 64}]}}},
+        ["/security/apiKeys/keys/0/sha256", "does not match"],
     ),
     "no time to drain": ({"drain": {"timeoutSeconds": -5}}, ["/drain/timeoutSeconds", "got -5, want 0"]),
     "an upgrade that is none": (
@@ -204,6 +213,31 @@ CONTRADICTIONS: Cases = {
     "two sources of the administrator's key": (
         {"security": {"apiKeys": {"existingSecret": "mine", "adminSha256": "b" * 64}}},
         ["security.apiKeys: existingSecret and adminSha256 are two sources"],
+    ),
+    "the hash of no key": (
+        {"security": {"apiKeys": {"adminSha256": hashlib.sha256(b"").hexdigest()}}},
+        ["security.apiKeys: adminSha256 has the sha256 of an empty key; is the variable set"],
+    ),
+    "a key by two names": (
+        {"security": {"apiKeys": {"keys": [{"name": name, "sha256": "b" * 64} for name in "ab"]}}},
+        ["security.apiKeys: b has the sha256 of a"],
+    ),
+    "a key by the name of the chart's own": (
+        {"security": {"apiKeys": {"keys": [{"name": "helm-test", "sha256": "b" * 64}]}}},
+        ["security.apiKeys.keys: Baton or the chart itself has a key of the name helm-test"],
+    ),
+    "two keys of a caller with other rights": (
+        {
+            "security": {
+                "apiKeys": {
+                    "keys": [
+                        {"name": "a", "sha256": "b" * 64},
+                        {"name": "a", "sha256": "c" * 64, "max_concurrent": 1},
+                    ]
+                }
+            }
+        },
+        ["security.apiKeys.keys: two keys of a differ in more than their sha256"],
     ),
     "Prometheus without a key": (
         {
@@ -383,5 +417,7 @@ def test_there_is_no_refusal_without_a_reason() -> None:
     render({"image": {"digest": DIGEST}, "config": {"scheduler": {"policy": "priority"}}})
     render({"config": {"autoscaling": {"mode": "dry_run"}, "engine": {"enable_expert_parallel": False}}})
     render({"model": {"path": "/opt/mine", "inImage": True}})
+    two = [{"name": "admin", "sha256": digit * 64, "scopes": ["administer"]} for digit in "bc"]
+    render({"security": {"apiKeys": {"keys": two}}})
     render({"gateway": {"podLabels": {"app.kubernetes.io/part-of": "llm"}, "extraEnv": [{"name": "TZ"}]}})
     render({"decode": {"replicas": 3, "podDisruptionBudget": {"enabled": False, "minAvailable": 3}}})

@@ -77,6 +77,7 @@
 {{- fail "security.apiKeys: existingSecret and adminSha256 are two sources; put the administrator's entry into the Secret's keys.yaml" -}}
 {{- end -}}
 {{- end -}}
+{{- include "baton.checkApiKeys" $v.security -}}
 {{- if and $v.metrics.serviceMonitor.enabled (not (include "baton.keyName" (dict "root" . "owner" "metrics"))) -}}
 {{- fail "metrics.serviceMonitor: with security.apiKeys.existingSecret, name a Secret with Prometheus' key in security.metricsKey.existingSecret" -}}
 {{- end -}}
@@ -142,6 +143,30 @@
 {{- if and .enabled $needed (not .rules) -}}
 {{- fail (printf "networkPolicy.egress.enabled shuts pods off from %s; allow it in networkPolicy.egress.rules" (join "; " $needed)) -}}
 {{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* What gateways would refuse: they then keep the keys that they had, revoked ones too. */}}
+{{- define "baton.checkApiKeys" -}}
+{{- $reserved := list "anybody" -}}
+{{- if .apiKeys.adminSha256 -}}{{- $reserved = append $reserved "admin" -}}{{- end -}}
+{{- if not (.metricsKey).existingSecret -}}{{- $reserved = append $reserved "metrics" -}}{{- end -}}
+{{- if not (.testKey).existingSecret -}}{{- $reserved = append $reserved "helm-test" -}}{{- end -}}
+{{- $owners := dict (sha256sum "") "an empty key; is the variable set that you hashed?" -}}
+{{- $grants := dict -}}
+{{- range $key := prepend .apiKeys.keys (dict "name" "adminSha256" "sha256" .apiKeys.adminSha256) -}}
+{{- if has .name $reserved -}}
+{{- fail (printf "security.apiKeys.keys: Baton or the chart itself has a key of the name %s; choose another name" .name) -}}
+{{- end -}}
+{{- with get $owners .sha256 -}}
+{{- fail (printf "security.apiKeys: %s has the sha256 of %s" $key.name .) -}}
+{{- end -}}
+{{- $granted := omit . "sha256" | toJson -}}
+{{- if ne $granted (get $grants .name | default $granted) -}}
+{{- fail (printf "security.apiKeys.keys: two keys of %s differ in more than their sha256; make them equal, or rename one" .name) -}}
+{{- end -}}
+{{- $_ := set $owners .sha256 .name -}}
+{{- $_ := set $grants .name $granted -}}
 {{- end -}}
 {{- end }}
 
