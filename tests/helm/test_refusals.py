@@ -339,11 +339,25 @@ CONTRADICTIONS: Cases = {
         {"networkPolicy": {"egress": {"rules": [{"ports": [{"port": 443}]}]}}},
         ["networkPolicy.egress.rules need networkPolicy.egress.enabled: true"],
     ),
+    "two downloads of one name": (
+        {
+            "model": {
+                "path": "/models/mine",
+                "download": {
+                    "files": [
+                        {"url": "https://a.b/config.json?download=true", "sha256": "a" * 64},
+                        {"url": "https://a.b/c", "name": "config.json", "sha256": "b" * 64},
+                    ]
+                },
+            }
+        },
+        ['model.download.files: https://a.b/c has no name ("config.json"), or that of another file'],
+    ),
     "a GGUF file that no download brings": (
         {
             "model": {
                 "path": "/models/tiny.gguf",
-                "download": {"files": [{"url": "https://a.b/tiny.gguf?x=1", "sha256": "a" * 64}]},
+                "download": {"files": [{"url": "https://a.b/other.gguf?file=tiny.gguf", "sha256": "a" * 64}]},
             }
         },
         ["model.path (/models/tiny.gguf) is a GGUF file", "set its name to tiny.gguf"],

@@ -99,12 +99,16 @@
 {{- if and $isOfHub .download.files -}}
 {{- fail (printf "model.path (%s) is a model of the Hub, which pods download by themselves; remove model.download.files" .path) -}}
 {{- end -}}
-{{- if and .download.files (hasSuffix ".gguf" .path) -}}
 {{- $names := list -}}
-{{- range .download.files -}}{{- $names = append $names (.name | default (splitList "/" .url | last)) -}}{{- end -}}
-{{- if not (has (base .path) $names) -}}
-{{- fail (printf "model.path (%s) is a GGUF file, but none of model.download.files has its name; set its name to %s" .path (base .path)) -}}
+{{- range .download.files -}}
+{{- $name := .name | default (regexReplaceAll "[?#].*" .url "" | splitList "/" | last) -}}
+{{- if or (has $name $names) (not (regexMatch "^[^.]" $name)) -}}
+{{- fail (printf "model.download.files: %s has no name (%q), or that of another file; set its name" .url $name) -}}
 {{- end -}}
+{{- $names = append $names $name -}}
+{{- end -}}
+{{- if and $names (hasSuffix ".gguf" .path) (not (has (base .path) $names)) -}}
+{{- fail (printf "model.path (%s) is a GGUF file, but none of model.download.files has its name; set its name to %s" .path (base .path)) -}}
 {{- end -}}
 {{- if and (or .hub.tokenSecret.name .hub.endpoint) (not $isOfHub) -}}
 {{- fail (printf "model.hub is for a model of the Hub, ORG/NAME; model.path is %s" .path) -}}
