@@ -313,6 +313,21 @@ CONTRADICTIONS: Cases = {
         {"decode": {"podLabels": {"ray.io/node-type": "head"}}},
         ["decode.podLabels: by ray.io/node-type"],
     ),
+    "GPUs in another place": (
+        {"decode": {"resources": {"limits": {"nvidia.com/gpu": 4}}}},
+        ["decode.resources: the chart sets nvidia.com/gpu by itself; set decode.tensorParallel instead"],
+    ),
+    "a request above its limit": (
+        {"prefill": {"resources": {"requests": {"memory": "0.05Ti"}}}},
+        ["prefill.resources.requests.memory (0.05Ti) is above its limit (32Gi); raise both"],
+    ),
+    "a share of no CPU": (
+        {
+            "autoscaling": {"gateway": {"enabled": True}},
+            "gateway": {"resources": {"requests": {"cpu": None}}},
+        },
+        ["autoscaling.gateway.enabled scales by shares of gateway.resources.requests.cpu; set that"],
+    ),
     "a budget that no node gets past": (
         {"decode": {"replicas": 3, "podDisruptionBudget": {"minAvailable": 3}}},
         ["decode.podDisruptionBudget.minAvailable (3) must be below the 3 workers that there are at least"],
@@ -431,6 +446,9 @@ def test_there_is_no_refusal_without_a_reason() -> None:
     render({"image": {"digest": DIGEST}, "config": {"scheduler": {"policy": "priority"}}})
     render({"config": {"autoscaling": {"mode": "dry_run"}, "engine": {"enable_expert_parallel": False}}})
     render({"model": {"path": "/opt/mine", "inImage": True}})
+    as_limited = {"resources": {"requests": {"memory": 34359738368}}}
+    below = {"resources": {"requests": {"cpu": "1500m"}, "limits": {"cpu": 2}}}
+    render({"prefill": {"resources": None}, "decode": as_limited, "gateway": below})
     two = [{"name": "admin", "sha256": digit * 64, "scopes": ["administer"]} for digit in "bc"]
     render({"security": {"apiKeys": {"keys": two}}})
     render({"gateway": {"podLabels": {"app.kubernetes.io/part-of": "llm"}, "extraEnv": [{"name": "TZ"}]}})

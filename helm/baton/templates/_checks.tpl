@@ -15,6 +15,10 @@
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
 {{- fail (printf "autoscaling.gateway.minReplicas (%d) must not be above maxReplicas (%d)" (int .minReplicas) (int .maxReplicas)) -}}
 {{- end -}}
+{{- $resources := $v.gateway.resources -}}
+{{- if and .enabled (not (or ($resources.requests).cpu ($resources.limits).cpu)) -}}
+{{- fail "autoscaling.gateway.enabled scales by shares of gateway.resources.requests.cpu; set that" -}}
+{{- end -}}
 {{- end -}}
 
 {{- with $v.autoscaling.workers -}}
@@ -193,8 +197,24 @@
 {{- end -}}
 {{- end -}}
 
+{{- with .Values -}}
+{{- $owners := dict "gateway" .gateway "controller" .controller "rayHead" .rayHead "prefill" .prefill "decode" .decode "model.download" .model.download "autoscaling.workers" .autoscaling.workers -}}
+{{- range $owner, $part := $owners -}}
+{{- $limits := ($part.resources).limits | default dict -}}
+{{- range $name, $request := ($part.resources).requests -}}
+{{- if and (hasKey $limits $name) (gt (include "baton.number" $request | float64) (include "baton.number" (index $limits $name) | float64)) -}}
+{{- fail (printf "%s.resources.requests.%s (%v) is above its limit (%v); raise both" $owner $name $request (index $limits $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- range $role := list "prefill" "decode" -}}
 {{- $part := index $.Values $role -}}
+{{- $gpu := $.Values.gpu.resourceName -}}
+{{- if or (hasKey (($part.resources).requests | default dict) $gpu) (hasKey (($part.resources).limits | default dict) $gpu) -}}
+{{- fail (printf "%s.resources: the chart sets %s by itself; set %s.tensorParallel instead" $role $gpu $role) -}}
+{{- end -}}
 {{- $least := int (include "baton.leastReplicas" (dict "root" $ "role" $role)) -}}
 {{- with $part.podDisruptionBudget -}}
 {{- if and .enabled (not (kindIs "invalid" .minAvailable)) (gt (int .minAvailable) 0) (ge (int .minAvailable) $least) -}}
@@ -202,6 +222,13 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- end }}
+
+{{/* A quantity, such as 1500m or 32Gi, as a number. */}}
+{{- define "baton.number" -}}
+{{- $unit := regexFind "[A-Za-z]*$" (toString .) -}}
+{{- $units := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 0x1p10 "Mi" 0x1p20 "Gi" 0x1p30 "Ti" 0x1p40 -}}
+{{- mulf (toString . | trimSuffix $unit | float64) (index $units $unit) -}}
 {{- end }}
 
 {{/* (dict "value" NAME "port" PORT "taken" PORTS): Ray has ports of its own in a pod, and 10002 to 19999 are for its workers. */}}

@@ -90,7 +90,7 @@ spec:
 
 {{/* A GPU for each rank of the worker; requests of GPUs equal their limits by themselves. */}}
 {{- define "baton.workerResources" -}}
-{{- $resources := deepCopy .part.resources -}}
+{{- $resources := .part.resources | default dict | deepCopy -}}
 {{- if .usesGpus -}}
 {{- $gpus := dict .root.Values.gpu.resourceName (int .part.tensorParallel) -}}
 {{- $_ := set $resources "limits" (merge $gpus (index $resources "limits" | default dict)) -}}
