@@ -58,6 +58,14 @@ WRONG: Cases = {
         {"security": {"tls": {"mode": "yes"}}},
         ["/security/tls/mode", "'generated'"],
     ),
+    "a URL in the certificate": (
+        {"security": {"tls": {"extraNames": ["https://llm.example.com"]}}},
+        ["/security/tls/extraNames/0", "'https://llm.example.com' does not match"],
+    ),
+    "a URL as a certificate's name": (
+        {"security": {"tls": {"serverName": "https://llm.example.com"}}},
+        ["/security/tls/serverName", "'https://llm.example.com' does not match"],
+    ),
     "a key instead of its hash": (
         {"security": {"apiKeys": {"keys": [{"name": "alice", "key": "sk-1"}]}}},
         ["/security/apiKeys/keys/0", "'key' not allowed"],
