@@ -40,6 +40,18 @@ WRONG: Cases = {
         {"gateway": {"httpService": {"port": 0}}},
         ["/gateway/httpService/port", "got 0, want 1"],
     ),
+    "a repository with its tag": (
+        {"image": {"repository": "registry.example.com:5000/baton:1"}},
+        ["at '/image/repository'", "does not match"],
+    ),
+    "a budget of nothing": (
+        {"gateway": {"podDisruptionBudget": {"maxUnavailable": "0%"}}},
+        ["/gateway/podDisruptionBudget/maxUnavailable", "'0%' does not match"],
+    ),
+    "a claim for kernels by another key": (
+        {"gpu": {"kernelCache": {"persistentVolumeClaim": {"name": "kernels"}}}},
+        ["/gpu/kernelCache/persistentVolumeClaim", "missing property 'claimName'"],
+    ),
     "a digest that is none": (
         {"image": {"digest": "latest"}},
         ["at '/image/digest'", "'latest' does not match"],
@@ -122,7 +134,6 @@ WRONG: Cases = {
         {"gpu": {"kernelCache": {"emptyDir": {}, "hostPath": {"path": "/kernels"}}}},
         ["/gpu/kernelCache"],
     ),
-    "a path for kernels": ({"gpu": {"kernelCache": "/kernels"}}, ["/gpu/kernelCache"]),
 }
 
 CONTRADICTIONS: Cases = {
@@ -169,6 +180,13 @@ CONTRADICTIONS: Cases = {
     "targets without autoscaling": (
         {"autoscaling": {"workers": {"config": {"interval_s": 1.0}}}},
         ["autoscaling.workers.config needs autoscaling.workers.enabled: true"],
+    ),
+    "a target in two places": (
+        {
+            "autoscaling": {"workers": {"enabled": True, "config": {"target_ttft_p99_s": 2.0}}},
+            "config": {"autoscaling": {"target_ttft_p99_s": 3.0}},
+        },
+        ["config.autoscaling.target_ttft_p99_s: autoscaling.workers.config has it, too; remove one of them"],
     ),
     "autoscaling without pods for it": (
         {"config": {"autoscaling": {"mode": "on", "max_decode": 4}}},
@@ -273,6 +291,14 @@ CONTRADICTIONS: Cases = {
     "a model beside its volume": (
         {"model": {"existingClaim": "mine", "path": "/weights/a"}},
         ["model.path (/weights/a) must be a folder below model.mountPath (/models)"],
+    ),
+    "a model that only seems to be below": (
+        {"model": {"existingClaim": "mine", "path": "/models/../etc"}},
+        ["model.path (/models/../etc) must be a folder below model.mountPath (/models)"],
+    ),
+    "two volumes in one place": (
+        {"model": {"existingClaim": "mine", "mountPath": "/tmp", "path": "/tmp/mine"}},
+        ["model.mountPath (/tmp): pods have another volume there; choose another folder, such as /models"],
     ),
     "a model that is nowhere": (
         {"model": {"path": "/models/mine"}},
@@ -432,17 +458,26 @@ def test_contradictions_are_refused_by_name(case: str) -> None:
 PARTS = {"gateway": "gateway", "head": "rayHead", "prefill": "prefill", "decode": "decode"}
 
 
+OF_HUB: Object = {
+    "model": {
+        "path": "acme/tiny",
+        "existingClaim": "mine",
+        "hub": {"endpoint": "https://hub.example.com", "tokenSecret": {"name": "mine"}},
+    }
+}
+
+
 def test_no_variable_that_the_chart_sets_is_set_twice() -> None:
     own = {
-        (component, variable["name"])
-        for component, pod in render().pods().items()
+        variable["name"]: PARTS[component]
+        for component, pod in render(OF_HUB).pods().items()
         for container in containers(pod).values()
         for variable in container.get("env", [])
     }
-    assert {("head", "RAY_AUTH_TOKEN"), ("decode", "POD_IP"), ("gateway", "BATON_CLUSTER_SECRET")} <= own
-    for component, name in sorted(own):
-        said = refusal({PARTS[component]: {"extraEnv": [{"name": name, "value": "mine"}]}})
-        assert f"{PARTS[component]}.extraEnv: the chart sets {name} by itself; take it out" in said
+    assert {"RAY_AUTH_TOKEN", "POD_IP", "BATON_CLUSTER_SECRET", "HF_TOKEN"} <= set(own)
+    for name, part in own.items():
+        said = refusal(OF_HUB | {part: {"extraEnv": [{"name": name, "value": "mine"}]}})
+        assert f"{part}.extraEnv: the chart sets {name} by itself; take it out" in said
 
 
 @pytest.mark.parametrize("name", PRETRAINED)
@@ -451,7 +486,8 @@ def test_a_model_that_baton_knows_by_name_needs_no_volume(name: str) -> None:
 
 
 def test_there_is_no_refusal_without_a_reason() -> None:
-    render({"image": {"digest": DIGEST}, "config": {"scheduler": {"policy": "priority"}}})
+    image = {"repository": "localhost:5000/a/baton__2", "digest": DIGEST}
+    render({"image": image, "config": {"scheduler": {"policy": "priority"}}})
     render({"config": {"autoscaling": {"mode": "dry_run"}, "engine": {"enable_expert_parallel": False}}})
     render({"model": {"path": "/opt/mine", "inImage": True}})
     as_limited = {"resources": {"requests": {"memory": 34359738368}}}
@@ -459,5 +495,7 @@ def test_there_is_no_refusal_without_a_reason() -> None:
     render({"prefill": {"resources": None}, "decode": as_limited, "gateway": below})
     two = [{"name": "admin", "sha256": digit * 64, "scopes": ["administer"]} for digit in "bc"]
     render({"security": {"apiKeys": {"keys": two}}})
-    render({"gateway": {"podLabels": {"app.kubernetes.io/part-of": "llm"}, "extraEnv": [{"name": "TZ"}]}})
+    render(
+        {"gateway": {"podLabels": {"app.kubernetes.io/part-of": "llm"}, "extraEnv": [{"name": "HF_TOKEN"}]}}
+    )
     render({"decode": {"replicas": 3, "podDisruptionBudget": {"enabled": False, "minAvailable": 3}}})

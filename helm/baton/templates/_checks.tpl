@@ -117,7 +117,10 @@
 {{- if and (or .hub.tokenSecret.name .hub.endpoint) (not $isOfHub) -}}
 {{- fail (printf "model.hub is for a model of the Hub, ORG/NAME; model.path is %s" .path) -}}
 {{- end -}}
-{{- if and (include "baton.hasModelVolume" $) (not $isOfHub) (not (hasPrefix (printf "%s/" .mountPath) .path)) -}}
+{{- if has (clean .mountPath) (list "/tmp" "/tmp/ray" "/dev/shm" "/home/baton" "/etc/baton" "/etc/baton/fetch" (include "baton.kernelCache" $)) -}}
+{{- fail (printf "model.mountPath (%s): pods have another volume there; choose another folder, such as /models" .mountPath) -}}
+{{- end -}}
+{{- if and (include "baton.hasModelVolume" $) (not $isOfHub) (not (hasPrefix (printf "%s/" (clean .mountPath)) (clean .path))) -}}
 {{- fail (printf "model.path (%s) must be a folder below model.mountPath (%s), where the volume with the weights is" .path .mountPath) -}}
 {{- end -}}
 {{- if .inImage -}}
@@ -183,6 +186,8 @@
 {{- include "baton.checkPort" (dict "value" "metrics.port" "port" .Values.metrics.port "taken" (list 6380 8080 52365)) -}}
 {{- include "baton.checkPort" (dict "value" "controller.port" "port" .Values.controller.port "taken" (list 6379 8080 8265 10001 44217 52365)) -}}
 
+{{- $ownEnv := list -}}
+{{- range include "baton.env" . | fromYamlArray -}}{{- $ownEnv = append $ownEnv .name -}}{{- end -}}
 {{- range $component := list "gateway" "rayHead" "prefill" "decode" -}}
 {{- $part := index $.Values $component -}}
 {{- range $label := keys $part.podLabels | sortAlpha -}}
@@ -191,7 +196,7 @@
 {{- end -}}
 {{- end -}}
 {{- range $part.extraEnv -}}
-{{- if regexMatch "^(BATON_CLUSTER_SECRET|POD_IP|TRITON_CACHE_DIR|RAY_AUTH_.*|RAY_health_check_.*)$" .name -}}
+{{- if or (has .name $ownEnv) (regexMatch "^(POD_IP|TRITON_CACHE_DIR|RAY_AUTH_.*|RAY_health_check_.*)$" .name) -}}
 {{- fail (printf "%s.extraEnv: the chart sets %s by itself; take it out" $component .name) -}}
 {{- end -}}
 {{- end -}}

@@ -114,6 +114,11 @@ gateway.allow_plaintext: "security.tls.mode: none"
 {{- $own := include "baton.fleetKeys" . | fromYaml -}}
 {{- $added := omit .Values.config "gateway" -}}
 {{- with .Values.autoscaling.workers.config -}}
+{{- range $key := keys ($added.autoscaling | default dict) -}}
+{{- if hasKey $.Values.autoscaling.workers.config $key -}}
+{{- fail (printf "config.autoscaling.%s: autoscaling.workers.config has it, too; remove one of them" $key) -}}
+{{- end -}}
+{{- end -}}
 {{- $added = merge (dict "autoscaling" .) $added -}}
 {{- end -}}
 {{- include "baton.merged" (dict "own" $own "added" $added "instead" (include "baton.instead" . | fromYaml)) -}}
