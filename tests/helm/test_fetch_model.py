@@ -155,13 +155,20 @@ def test_a_gguf_file_is_fetched_into_its_folder(path: str, file: dict[str, str])
         assert containers(pod)["fetch-model"]["command"][3] == str(Path(path).parent)
 
 
+def proxy(name: str) -> list[dict[str, str]]:
+    return [{"name": "https_proxy", "value": f"http://{name}:3128"}]
+
+
 @needs_helm
 def test_every_pod_fetches_what_it_needs() -> None:
     files = [{"url": "https://example.com/config.json", "sha256": "a" * 64}]
-    release = render({"model": {"path": "/models/mine", "download": {"files": files}}})
+    model = {"model": {"path": "/models/mine", "download": {"files": files}}}
+    parts = {"gateway": "gateway", "head": "rayHead", "prefill": "prefill", "decode": "decode"}
+    release = render(model | {part: {"extraEnv": proxy(part)} for part in parts.values()})
     assert json.loads(release.one("ConfigMap", "-fetch")["data"]["files.json"]) == files
     assert release.one("ConfigMap", "-fetch")["data"]["fetch_model.py"].strip() == PROGRAM.read_text().strip()
     for component, pod in release.pods().items():
         command = containers(pod)["fetch-model"]["command"]
         assert command[3] == "/models/mine"
+        assert containers(pod)["fetch-model"]["env"] == proxy(parts[component])
         assert ("--skip" in command) is (component in ("gateway", "head"))

@@ -16,7 +16,7 @@ spec:
   automountServiceAccountToken: false
   terminationGracePeriodSeconds: {{ add (include "baton.drainSeconds" .root) .root.Values.drain.slackSeconds }}
   {{- include "baton.placement" (dict "root" .root "component" .role "part" (merge (dict "usesGpus" $usesGpus) .part)) | nindent 2 }}
-  {{- with include "baton.fetchContainer" (dict "root" .root) }}
+  {{- with include "baton.fetchContainer" (dict "root" .root "part" .part) }}
   initContainers:
     {{- . | nindent 4 }}
   {{- end }}
