@@ -24,7 +24,7 @@ class ApiKey(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """The caller's name, for logs, metrics and fair sharing. A caller may have two keys, for example while one
     replaces the other; such entries must agree in everything but `sha256`."""
-    sha256: str
+    sha256: str = Field(json_schema_extra={"pattern": f"^{_SHA256.pattern}$"})
     """SHA-256 of the key, in hexadecimal digits."""
     scopes: tuple[Literal["generate", "observe", "administer"], ...] = Field(
         ("generate",), strict=False, min_length=1

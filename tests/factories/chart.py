@@ -109,6 +109,13 @@ def _render(values: str, name: str, namespace: str) -> Release:
     return Release(objects, release["info"]["notes"])
 
 
+def refusal(values: Mapping[str, Any]) -> str:
+    """Helm's message of the refusal to render."""
+    with pytest.raises(Refused) as refused:
+        render(values)
+    return str(refused.value)
+
+
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Object:
     """`values` with `changes` applied at any depth."""
     result = dict(values)

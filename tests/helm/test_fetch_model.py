@@ -18,6 +18,8 @@ import pytest
 from tests.factories.chart import FOLDER, containers, needs_helm, render
 
 PROGRAM = FOLDER / "files" / "fetch_model.py"
+QUERY = "?download=true"
+"""As links of the Hub end; no part of a file's name."""
 CONTENT = {"config.json": b"{}", "model.safetensors": b"w" * 3_000_000}
 
 
@@ -56,9 +58,8 @@ def url(tmp_path: Path) -> Iterator[str]:
 def command(tmp_path: Path, url: str, *flags: str, **hashes: str) -> list[str]:
     right = {name: hashlib.sha256(content).hexdigest() for name, content in CONTENT.items()} | hashes
     files = tmp_path / "files.json"
-    files.write_text(
-        json.dumps([{"url": f"{url}/{name}", "sha256": sha256} for name, sha256 in right.items()])
-    )
+    entries = [{"url": f"{url}/{name}{QUERY}", "sha256": sha256} for name, sha256 in right.items()]
+    files.write_text(json.dumps(entries))
     return [sys.executable, str(PROGRAM), str(files), str(tmp_path / "models" / "mine"), *flags]
 
 
@@ -92,7 +93,7 @@ def test_of_pods_that_start_together_one_fetches_each_file(tmp_path: Path, url: 
     Quiet.patience.set()
     for pod in pods:
         pod.join()
-    assert sorted(Quiet.asked_for) == ["/config.json", "/model.safetensors"]
+    assert sorted(Quiet.asked_for) == [f"/{name}{QUERY}" for name in CONTENT]
     assert there(tmp_path) == CONTENT
     done = sorted(line for line in said.queue if line.startswith("config.json"))
     assert done == ["config.json fetched\n", *["config.json is there\n"] * 2]
@@ -154,13 +155,20 @@ def test_a_gguf_file_is_fetched_into_its_folder(path: str, file: dict[str, str])
         assert containers(pod)["fetch-model"]["command"][3] == str(Path(path).parent)
 
 
+def proxy(name: str) -> list[dict[str, str]]:
+    return [{"name": "https_proxy", "value": f"http://{name}:3128"}]
+
+
 @needs_helm
 def test_every_pod_fetches_what_it_needs() -> None:
     files = [{"url": "https://example.com/config.json", "sha256": "a" * 64}]
-    release = render({"model": {"path": "/models/mine", "download": {"files": files}}})
+    model = {"model": {"path": "/models/mine", "download": {"files": files}}}
+    parts = {"gateway": "gateway", "head": "rayHead", "prefill": "prefill", "decode": "decode"}
+    release = render(model | {part: {"extraEnv": proxy(part)} for part in parts.values()})
     assert json.loads(release.one("ConfigMap", "-fetch")["data"]["files.json"]) == files
     assert release.one("ConfigMap", "-fetch")["data"]["fetch_model.py"].strip() == PROGRAM.read_text().strip()
     for component, pod in release.pods().items():
         command = containers(pod)["fetch-model"]["command"]
         assert command[3] == "/models/mine"
+        assert containers(pod)["fetch-model"]["env"] == proxy(parts[component])
         assert ("--skip" in command) is (component in ("gateway", "head"))

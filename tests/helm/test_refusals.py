@@ -1,114 +1,17 @@
-"""Values that cannot work are refused before anything is made, in words that name them."""
+"""Values that contradict one another are refused before anything is made, in words that name them."""
 
-from functools import cache
+import hashlib
 
 import pytest
 
 from engine.loading.pretrained import PRETRAINED
-from tests.factories.chart import Object, Refused, containers, merged, needs_helm, render
+from tests.factories.chart import Object, containers, needs_helm, refusal, render
 
 pytestmark = needs_helm
 
 DIGEST = "sha256:" + "a" * 64
 
-Cases = dict[str, tuple[Object, list[str]]]
-
-WRONG: Cases = {
-    # What a schema says: where, what it got, what it wants.
-    "unknown key": ({"replicaCount": 2}, ["'replicaCount' not allowed"]),
-    "unknown key below": ({"prefill": {"replica": 2}}, ["at '/prefill'", "'replica' not allowed"]),
-    "negative replicas": ({"prefill": {"replicas": -1}}, ["at '/prefill/replicas'", "got -1, want 0"]),
-    "no decode workers": ({"decode": {"replicas": 0}}, ["at '/decode/replicas'", "got 0, want 1"]),
-    "replicas in words": (
-        {"decode": {"replicas": "two"}},
-        ["at '/decode/replicas'", "got string, want integer"],
-    ),
-    "half a GPU": ({"decode": {"tensorParallel": 0.5}}, ["at '/decode/tensorParallel'", "want integer"]),
-    "no GPU": ({"decode": {"tensorParallel": 0}}, ["at '/decode/tensorParallel'", "got 0, want 1"]),
-    "a device that is none": ({"device": "tpu"}, ["at '/device'", "'cpu', 'cuda'"]),
-    "memory in words": (
-        {"decode": {"resources": {"limits": {"memory": "lots"}}}},
-        ["at '/decode/resources/limits/memory'", "'lots' does not match"],
-    ),
-    "resources that are neither": (
-        {"gateway": {"resources": {"limit": {"cpu": 1}}}},
-        ["at '/gateway/resources'", "'limit' not allowed"],
-    ),
-    "a port too high": ({"controller": {"port": 70000}}, ["at '/controller/port'", "want 65,535"]),
-    "a port of zero": (
-        {"gateway": {"httpService": {"port": 0}}},
-        ["/gateway/httpService/port", "got 0, want 1"],
-    ),
-    "a digest that is none": (
-        {"image": {"digest": "latest"}},
-        ["at '/image/digest'", "'latest' does not match"],
-    ),
-    "a pull policy that is none": (
-        {"image": {"pullPolicy": "Sometimes"}},
-        ["/image/pullPolicy", "'IfNotPresent'"],
-    ),
-    "a name too long": ({"fullnameOverride": "a" * 41}, ["at '/fullnameOverride'", "got 41, want 40"]),
-    "a name with capitals": ({"fullnameOverride": "LLM"}, ["at '/fullnameOverride'", "'LLM' does not match"]),
-    "a Secret's name": (
-        {"security": {"clusterSecret": {"existingSecret": "My Secret"}}},
-        ["/security/clusterSecret/existingSecret", "'My Secret' does not match"],
-    ),
-    "a way to get TLS that is none": (
-        {"security": {"tls": {"mode": "yes"}}},
-        ["/security/tls/mode", "'generated'"],
-    ),
-    "a key instead of its hash": (
-        {"security": {"apiKeys": {"keys": [{"name": "alice", "key": "sk-1"}]}}},
-        ["/security/apiKeys/keys/0", "'key' not allowed"],
-    ),
-    "no time to drain": ({"drain": {"timeoutSeconds": -5}}, ["/drain/timeoutSeconds", "got -5, want 0"]),
-    "an upgrade that is none": (
-        {"rayHead": {"upgradeStrategy": "RollingUpdate"}},
-        ["/rayHead/upgradeStrategy", "'Recreate'"],
-    ),
-    "an address to bind that is loopback": ({"bindHost": "127.0.0.1"}, ["at '/bindHost'", "'0.0.0.0', '::'"]),
-    "an environment as a mapping": (
-        {"gateway": {"extraEnv": {"A": "b"}}},
-        ["/gateway/extraEnv", "want array"],
-    ),
-    "a download without a hash": (
-        {"model": {"download": {"files": [{"url": "https://example.com/a"}]}}},
-        ["/model/download/files/0", "missing property 'sha256'"],
-    ),
-    "a download of a path": (
-        {
-            "model": {
-                "download": {"files": [{"url": "https://example.com/a", "sha256": "a" * 64, "name": "../a"}]}
-            }
-        },
-        ["/model/download/files/0/name", "'../a' does not match"],
-    ),
-    "more than all CPU": (
-        {"autoscaling": {"gateway": {"targetCPUUtilizationPercentage": 150}}},
-        ["targetCPUUtilizationPercentage", "got 150, want 100"],
-    ),
-    # What Baton's own configuration says.
-    "an unknown section": ({"config": {"schedular": {}}}, ["at '/config'", "'schedular' not allowed"]),
-    "an unknown key of Baton": (
-        {"config": {"scheduler": {"max_seqs": 1}}},
-        ["/config/scheduler", "'max_seqs' not allowed"],
-    ),
-    "a value that Baton refuses": (
-        {"config": {"scheduler": {"policy": "lifo"}}},
-        ["/config/scheduler/policy", "'fcfs'"],
-    ),
-    "a size that Baton refuses": (
-        {"config": {"scheduler": {"block_size": 0}}},
-        ["/config/scheduler/block_size", "got 0, want 1"],
-    ),
-    "two volumes for kernels": (
-        {"gpu": {"kernelCache": {"emptyDir": {}, "hostPath": {"path": "/kernels"}}}},
-        ["/gpu/kernelCache"],
-    ),
-    "a path for kernels": ({"gpu": {"kernelCache": "/kernels"}}, ["/gpu/kernelCache"]),
-}
-
-CONTRADICTIONS: Cases = {
+CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     "a key that the chart sets": (
         {"config": {"network": {"bind_host": "::"}}},
         ["config.network.bind_host: the chart sets this by itself; set bindHost instead"],
@@ -116,6 +19,22 @@ CONTRADICTIONS: Cases = {
     "another of them": (
         {"config": {"gateway": {"grpc_port": 1}}},
         ["config.gateway.grpc_port: the chart sets this by itself; set gateway.grpcService.port instead"],
+    ),
+    "a key without another value": (
+        {"config": {"cluster": {"ray_address": "auto"}}},
+        ["config.cluster.ray_address: the chart sets this by itself; it cannot be changed, so remove it"],
+    ),
+    "one address for all pods": (
+        {"config": {"network": {"advertise_host": "1.2.3.4"}}},
+        ["config.network.advertise_host: the chart sets this by itself; it cannot be changed, so remove it"],
+    ),
+    "a secret in a file": (
+        {"config": {"network": {"secret_file": "/tmp/secret"}}},
+        ["config.network.secret_file: the chart sets", "set security.clusterSecret.existingSecret instead"],
+    ),
+    "hand-overs from no worker": (
+        {"config": {"gateway": {"require_disaggregated": True}}, "prefill": {"replicas": 0}},
+        ["config.gateway.require_disaggregated: without prefill workers every request fails"],
     ),
     "ranks that do not divide": (
         {"prefill": {"tensorParallel": 2}, "decode": {"tensorParallel": 3}},
@@ -137,16 +56,20 @@ CONTRADICTIONS: Cases = {
         {"autoscaling": {"workers": {"config": {"interval_s": 1.0}}}},
         ["autoscaling.workers.config needs autoscaling.workers.enabled: true"],
     ),
+    "a target in two places": (
+        {
+            "autoscaling": {"workers": {"enabled": True, "config": {"target_ttft_p99_s": 2.0}}},
+            "config": {"autoscaling": {"target_ttft_p99_s": 3.0}},
+        },
+        ["config.autoscaling.target_ttft_p99_s: autoscaling.workers.config has it, too; remove one of them"],
+    ),
     "autoscaling without pods for it": (
         {"config": {"autoscaling": {"mode": "on", "max_decode": 4}}},
         ["config.autoscaling.mode: with 'on', pods", "autoscaling.workers.enabled: true; set that instead"],
     ),
     "ranks that every role has already": (
         {"config": {"engine": {"tensor_parallel": 4}}},
-        [
-            "config.engine.tensor_parallel: the chart sets",
-            "set prefill.tensorParallel and decode.tensorParallel",
-        ],
+        ["config.engine.tensor_parallel: the chart sets", "set prefill.tensorParallel and decode.tensor"],
     ),
     "TLS without its Secret": (
         {"security": {"tls": {"mode": "existingSecret"}}},
@@ -192,6 +115,31 @@ CONTRADICTIONS: Cases = {
         {"security": {"apiKeys": {"existingSecret": "mine", "adminSha256": "b" * 64}}},
         ["security.apiKeys: existingSecret and adminSha256 are two sources"],
     ),
+    "the hash of no key": (
+        {"security": {"apiKeys": {"adminSha256": hashlib.sha256(b"").hexdigest()}}},
+        ["security.apiKeys: adminSha256 has the sha256 of an empty key; is the variable set"],
+    ),
+    "a key by two names": (
+        {"security": {"apiKeys": {"keys": [{"name": name, "sha256": "b" * 64} for name in "ab"]}}},
+        ["security.apiKeys: b has the sha256 of a"],
+    ),
+    "a key by the name of the chart's own": (
+        {"security": {"apiKeys": {"keys": [{"name": "helm-test", "sha256": "b" * 64}]}}},
+        ["security.apiKeys.keys: Baton or the chart itself has a key of the name helm-test"],
+    ),
+    "two keys of a caller with other rights": (
+        {
+            "security": {
+                "apiKeys": {
+                    "keys": [
+                        {"name": "a", "sha256": "b" * 64},
+                        {"name": "a", "sha256": "c" * 64, "max_concurrent": 1},
+                    ]
+                }
+            }
+        },
+        ["security.apiKeys.keys: two keys of a differ in more than their sha256"],
+    ),
     "Prometheus without a key": (
         {
             "security": {"apiKeys": {"existingSecret": "mine"}},
@@ -218,6 +166,14 @@ CONTRADICTIONS: Cases = {
     "a model beside its volume": (
         {"model": {"existingClaim": "mine", "path": "/weights/a"}},
         ["model.path (/weights/a) must be a folder below model.mountPath (/models)"],
+    ),
+    "a model that only seems to be below": (
+        {"model": {"existingClaim": "mine", "path": "/models/../etc"}},
+        ["model.path (/models/../etc) must be a folder below model.mountPath (/models)"],
+    ),
+    "two volumes in one place": (
+        {"model": {"existingClaim": "mine", "mountPath": "/tmp", "path": "/tmp/mine"}},
+        ["model.mountPath (/tmp): pods have another volume there; choose another folder, such as /models"],
     ),
     "a model that is nowhere": (
         {"model": {"path": "/models/mine"}},
@@ -266,6 +222,21 @@ CONTRADICTIONS: Cases = {
         {"decode": {"podLabels": {"ray.io/node-type": "head"}}},
         ["decode.podLabels: by ray.io/node-type"],
     ),
+    "GPUs in another place": (
+        {"decode": {"resources": {"limits": {"nvidia.com/gpu": 4}}}},
+        ["decode.resources: the chart sets nvidia.com/gpu by itself; set decode.tensorParallel instead"],
+    ),
+    "a request above its limit": (
+        {"prefill": {"resources": {"requests": {"memory": "0.05Ti"}}}},
+        ["prefill.resources.requests.memory (0.05Ti) is above its limit (32Gi); raise both"],
+    ),
+    "a share of no CPU": (
+        {
+            "autoscaling": {"gateway": {"enabled": True}},
+            "gateway": {"resources": {"requests": {"cpu": None}}},
+        },
+        ["autoscaling.gateway.enabled scales by shares of gateway.resources.requests.cpu; set that"],
+    ),
     "a budget that no node gets past": (
         {"decode": {"replicas": 3, "podDisruptionBudget": {"minAvailable": 3}}},
         ["decode.podDisruptionBudget.minAvailable (3) must be below the 3 workers that there are at least"],
@@ -292,50 +263,30 @@ CONTRADICTIONS: Cases = {
         {"networkPolicy": {"egress": {"rules": [{"ports": [{"port": 443}]}]}}},
         ["networkPolicy.egress.rules need networkPolicy.egress.enabled: true"],
     ),
+    "two downloads of one name": (
+        {
+            "model": {
+                "path": "/models/mine",
+                "download": {
+                    "files": [
+                        {"url": "https://a.b/config.json?download=true", "sha256": "a" * 64},
+                        {"url": "https://a.b/c", "name": "config.json", "sha256": "b" * 64},
+                    ]
+                },
+            }
+        },
+        ['model.download.files: https://a.b/c has no name ("config.json"), or that of another file'],
+    ),
     "a GGUF file that no download brings": (
         {
             "model": {
                 "path": "/models/tiny.gguf",
-                "download": {"files": [{"url": "https://a.b/tiny.gguf?x=1", "sha256": "a" * 64}]},
+                "download": {"files": [{"url": "https://a.b/other.gguf?file=tiny.gguf", "sha256": "a" * 64}]},
             }
         },
         ["model.path (/models/tiny.gguf) is a GGUF file", "set its name to tiny.gguf"],
     ),
 }
-
-
-def leaves(values: Object, path: str = "") -> set[str]:
-    """Where something is set."""
-    found: set[str] = set()
-    for key, value in values.items():
-        found |= leaves(value, f"{path}/{key}") if isinstance(value, dict) and value else {f"{path}/{key}"}
-    return found
-
-
-@cache
-def said_of_wrong_values() -> dict[str, str]:
-    """What helm says in each case. It tells of all wrong values at once: cases with nothing in common share a run."""
-    together: list[tuple[Object, list[str]]] = []
-    for case, (values, _) in WRONG.items():
-        for shared, cases in together:
-            if not leaves(shared) & leaves(values):
-                shared.update(merged(shared, values))
-                cases.append(case)
-                break
-        else:
-            together.append((dict(values), [case]))
-    return {case: refusal(values) for values, cases in together for case in cases}
-
-
-def refusal(values: Object) -> str:
-    with pytest.raises(Refused) as refused:
-        render(values)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_values_are_refused_by_name(case: str) -> None:
-    assert [words for words in WRONG[case][1] if words not in said_of_wrong_values()[case]] == []
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
@@ -348,17 +299,26 @@ def test_contradictions_are_refused_by_name(case: str) -> None:
 PARTS = {"gateway": "gateway", "head": "rayHead", "prefill": "prefill", "decode": "decode"}
 
 
+OF_HUB: Object = {
+    "model": {
+        "path": "acme/tiny",
+        "existingClaim": "mine",
+        "hub": {"endpoint": "https://hub.example.com", "tokenSecret": {"name": "mine"}},
+    }
+}
+
+
 def test_no_variable_that_the_chart_sets_is_set_twice() -> None:
     own = {
-        (component, variable["name"])
-        for component, pod in render().pods().items()
+        variable["name"]: PARTS[component]
+        for component, pod in render(OF_HUB).pods().items()
         for container in containers(pod).values()
         for variable in container.get("env", [])
     }
-    assert {("head", "RAY_AUTH_TOKEN"), ("decode", "POD_IP"), ("gateway", "BATON_CLUSTER_SECRET")} <= own
-    for component, name in sorted(own):
-        said = refusal({PARTS[component]: {"extraEnv": [{"name": name, "value": "mine"}]}})
-        assert f"{PARTS[component]}.extraEnv: the chart sets {name} by itself; take it out" in said
+    assert {"RAY_AUTH_TOKEN", "POD_IP", "BATON_CLUSTER_SECRET", "HF_TOKEN"} <= set(own)
+    for name, part in own.items():
+        said = refusal(OF_HUB | {part: {"extraEnv": [{"name": name, "value": "mine"}]}})
+        assert f"{part}.extraEnv: the chart sets {name} by itself; take it out" in said
 
 
 @pytest.mark.parametrize("name", PRETRAINED)
@@ -367,8 +327,16 @@ def test_a_model_that_baton_knows_by_name_needs_no_volume(name: str) -> None:
 
 
 def test_there_is_no_refusal_without_a_reason() -> None:
-    render({"image": {"digest": DIGEST}, "config": {"scheduler": {"policy": "priority"}}})
+    image = {"repository": "localhost:5000/a/baton__2", "digest": DIGEST}
+    render({"image": image, "config": {"scheduler": {"policy": "priority"}}})
     render({"config": {"autoscaling": {"mode": "dry_run"}, "engine": {"enable_expert_parallel": False}}})
     render({"model": {"path": "/opt/mine", "inImage": True}})
-    render({"gateway": {"podLabels": {"app.kubernetes.io/part-of": "llm"}, "extraEnv": [{"name": "TZ"}]}})
+    as_limited = {"resources": {"requests": {"memory": 34359738368}}}
+    below = {"resources": {"requests": {"cpu": "1500m"}, "limits": {"cpu": 2}}}
+    render({"prefill": {"resources": None}, "decode": as_limited, "gateway": below})
+    two = [{"name": "admin", "sha256": digit * 64, "scopes": ["administer"]} for digit in "bc"]
+    render({"security": {"apiKeys": {"keys": two}}})
+    render(
+        {"gateway": {"podLabels": {"app.kubernetes.io/part-of": "llm"}, "extraEnv": [{"name": "HF_TOKEN"}]}}
+    )
     render({"decode": {"replicas": 3, "podDisruptionBudget": {"enabled": False, "minAvailable": 3}}})

@@ -104,10 +104,12 @@ def test_baton_takes_the_clusters_secret_and_two_are_never_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["demo-baton-grpc.llm.svc", "demo-baton-http", "localhost", "llm.example.com"]
+    "name",
+    ["demo-baton-grpc.llm.svc", "demo-baton-http", "localhost", "llm.example.com", "10.0.0.5", "fd00::5"],
 )
 def test_the_certificate_is_for_the_names_that_clients_use(name: str, tmp_path: Path) -> None:
-    made = secrets(render({"security": {"tls": {"extraNames": ["llm.example.com"]}}}))["tls"]
+    extra = ["llm.example.com", "10.0.0.5", "fd00::5"]
+    made = secrets(render({"security": {"tls": {"extraNames": extra}}}))["tls"]
     assert shakes_hands(made, name, tmp_path)
 
 
@@ -153,8 +155,10 @@ PUBLIC: Object = {
 
 def test_a_public_issuer_is_asked_for_no_name_that_it_refuses() -> None:
     assert render(PUBLIC).one("Certificate")["spec"]["dnsNames"] == ["llm.example.com"]
-    names = render(merged(PUBLIC, {"security": {"tls": {"internalNames": True}}})).one("Certificate")
-    assert {"localhost", "demo-baton-http", "llm.example.com"} <= set(names["spec"]["dnsNames"])
+    internal = {"internalNames": True, "extraNames": ["llm.example.com", "10.0.0.5"]}
+    names = render(merged(PUBLIC, {"security": {"tls": internal}})).one("Certificate")["spec"]
+    assert {"localhost", "demo-baton-http", "llm.example.com"} <= set(names["dnsNames"])
+    assert names["ipAddresses"] == ["10.0.0.5"]
 
 
 def test_without_a_private_ca_its_certificate_is_not_requested() -> None:

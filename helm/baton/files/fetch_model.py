@@ -1,8 +1,8 @@
 """Downloads a model's files and verifies their hashes: fetch_model.py FILES.json FOLDER [--skip PATTERN].
 
-FILES.json holds a list of {"url", "sha256", "name"}; the default name is the URL's last part. A file with the right
-hash is not downloaded again. Files appear only when complete. Of several pods with the same volume, one downloads a
-file while the others wait. Exit code 1 if a download fails or has another hash.
+FILES.json holds a list of {"url", "sha256", "name"}; the default name is the last part of the URL's path. A file with
+the right hash is not downloaded again. Files appear only when complete. Of several pods with the same volume, one
+downloads a file while the others wait. Exit code 1 if a download fails or has another hash.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 CHUNK_BYTES = 1 << 20
 PATIENCE_S = 60
@@ -102,7 +103,7 @@ def main() -> int:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for entry in json.loads(options.files.read_text()):
-        name = entry.get("name") or entry["url"].rpartition("/")[2]
+        name = entry.get("name") or urlsplit(entry["url"]).path.rpartition("/")[2]
         if fnmatch.fnmatch(name, options.skip):
             continue
         try:

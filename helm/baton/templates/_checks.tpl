@@ -7,13 +7,17 @@
 {{- if and (mod $p $d) (mod $d $p) -}}
 {{- fail (printf "prefill.tensorParallel (%d) and decode.tensorParallel (%d): one must be a multiple of the other, or workers cannot hand KV over" $p $d) -}}
 {{- end -}}
-{{- if hasKey ($v.config.engine | default dict) "tensor_parallel" -}}
-{{- fail "config.engine.tensor_parallel: the chart sets the ranks of each role; set prefill.tensorParallel and decode.tensorParallel instead" -}}
+{{- if and ($v.config.gateway).require_disaggregated (not (or $v.prefill.replicas $v.autoscaling.workers.enabled)) -}}
+{{- fail "config.gateway.require_disaggregated: without prefill workers every request fails; raise prefill.replicas (0)" -}}
 {{- end -}}
 
 {{- with $v.autoscaling.gateway -}}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
 {{- fail (printf "autoscaling.gateway.minReplicas (%d) must not be above maxReplicas (%d)" (int .minReplicas) (int .maxReplicas)) -}}
+{{- end -}}
+{{- $resources := $v.gateway.resources -}}
+{{- if and .enabled (not (or ($resources.requests).cpu ($resources.limits).cpu)) -}}
+{{- fail "autoscaling.gateway.enabled scales by shares of gateway.resources.requests.cpu; set that" -}}
 {{- end -}}
 {{- end -}}
 
@@ -77,6 +81,7 @@
 {{- fail "security.apiKeys: existingSecret and adminSha256 are two sources; put the administrator's entry into the Secret's keys.yaml" -}}
 {{- end -}}
 {{- end -}}
+{{- include "baton.checkApiKeys" $v.security -}}
 {{- if and $v.metrics.serviceMonitor.enabled (not (include "baton.keyName" (dict "root" . "owner" "metrics"))) -}}
 {{- fail "metrics.serviceMonitor: with security.apiKeys.existingSecret, name a Secret with Prometheus' key in security.metricsKey.existingSecret" -}}
 {{- end -}}
@@ -98,17 +103,24 @@
 {{- if and $isOfHub .download.files -}}
 {{- fail (printf "model.path (%s) is a model of the Hub, which pods download by themselves; remove model.download.files" .path) -}}
 {{- end -}}
-{{- if and .download.files (hasSuffix ".gguf" .path) -}}
 {{- $names := list -}}
-{{- range .download.files -}}{{- $names = append $names (.name | default (splitList "/" .url | last)) -}}{{- end -}}
-{{- if not (has (base .path) $names) -}}
-{{- fail (printf "model.path (%s) is a GGUF file, but none of model.download.files has its name; set its name to %s" .path (base .path)) -}}
+{{- range .download.files -}}
+{{- $name := .name | default (regexReplaceAll "[?#].*" .url "" | splitList "/" | last) -}}
+{{- if or (has $name $names) (not (regexMatch "^[^.]" $name)) -}}
+{{- fail (printf "model.download.files: %s has no name (%q), or that of another file; set its name" .url $name) -}}
 {{- end -}}
+{{- $names = append $names $name -}}
+{{- end -}}
+{{- if and $names (hasSuffix ".gguf" .path) (not (has (base .path) $names)) -}}
+{{- fail (printf "model.path (%s) is a GGUF file, but none of model.download.files has its name; set its name to %s" .path (base .path)) -}}
 {{- end -}}
 {{- if and (or .hub.tokenSecret.name .hub.endpoint) (not $isOfHub) -}}
 {{- fail (printf "model.hub is for a model of the Hub, ORG/NAME; model.path is %s" .path) -}}
 {{- end -}}
-{{- if and (include "baton.hasModelVolume" $) (not $isOfHub) (not (hasPrefix (printf "%s/" .mountPath) .path)) -}}
+{{- if has (clean .mountPath) (list "/tmp" "/tmp/ray" "/dev/shm" "/home/baton" "/etc/baton" "/etc/baton/fetch" (include "baton.kernelCache" $)) -}}
+{{- fail (printf "model.mountPath (%s): pods have another volume there; choose another folder, such as /models" .mountPath) -}}
+{{- end -}}
+{{- if and (include "baton.hasModelVolume" $) (not $isOfHub) (not (hasPrefix (printf "%s/" (clean .mountPath)) (clean .path))) -}}
 {{- fail (printf "model.path (%s) must be a folder below model.mountPath (%s), where the volume with the weights is" .path .mountPath) -}}
 {{- end -}}
 {{- if .inImage -}}
@@ -145,11 +157,37 @@
 {{- end -}}
 {{- end }}
 
+{{/* What gateways would refuse: they then keep the keys that they had, revoked ones too. */}}
+{{- define "baton.checkApiKeys" -}}
+{{- $reserved := list "anybody" -}}
+{{- if .apiKeys.adminSha256 -}}{{- $reserved = append $reserved "admin" -}}{{- end -}}
+{{- if not (.metricsKey).existingSecret -}}{{- $reserved = append $reserved "metrics" -}}{{- end -}}
+{{- if not (.testKey).existingSecret -}}{{- $reserved = append $reserved "helm-test" -}}{{- end -}}
+{{- $owners := dict (sha256sum "") "an empty key; is the variable set that you hashed?" -}}
+{{- $grants := dict -}}
+{{- range $key := prepend .apiKeys.keys (dict "name" "adminSha256" "sha256" .apiKeys.adminSha256) -}}
+{{- if has .name $reserved -}}
+{{- fail (printf "security.apiKeys.keys: Baton or the chart itself has a key of the name %s; choose another name" .name) -}}
+{{- end -}}
+{{- with get $owners .sha256 -}}
+{{- fail (printf "security.apiKeys: %s has the sha256 of %s" $key.name .) -}}
+{{- end -}}
+{{- $granted := omit . "sha256" | toJson -}}
+{{- if ne $granted (get $grants .name | default $granted) -}}
+{{- fail (printf "security.apiKeys.keys: two keys of %s differ in more than their sha256; make them equal, or rename one" .name) -}}
+{{- end -}}
+{{- $_ := set $owners .sha256 .name -}}
+{{- $_ := set $grants .name $granted -}}
+{{- end -}}
+{{- end }}
+
 {{/* The same of pods: ports, labels, variables and budgets. */}}
 {{- define "baton.checkPods" -}}
 {{- include "baton.checkPort" (dict "value" "metrics.port" "port" .Values.metrics.port "taken" (list 6380 8080 52365)) -}}
 {{- include "baton.checkPort" (dict "value" "controller.port" "port" .Values.controller.port "taken" (list 6379 8080 8265 10001 44217 52365)) -}}
 
+{{- $ownEnv := list -}}
+{{- range include "baton.env" . | fromYamlArray -}}{{- $ownEnv = append $ownEnv .name -}}{{- end -}}
 {{- range $component := list "gateway" "rayHead" "prefill" "decode" -}}
 {{- $part := index $.Values $component -}}
 {{- range $label := keys $part.podLabels | sortAlpha -}}
@@ -158,14 +196,30 @@
 {{- end -}}
 {{- end -}}
 {{- range $part.extraEnv -}}
-{{- if regexMatch "^(BATON_CLUSTER_SECRET|POD_IP|TRITON_CACHE_DIR|RAY_AUTH_.*|RAY_health_check_.*)$" .name -}}
+{{- if or (has .name $ownEnv) (regexMatch "^(POD_IP|TRITON_CACHE_DIR|RAY_AUTH_.*|RAY_health_check_.*)$" .name) -}}
 {{- fail (printf "%s.extraEnv: the chart sets %s by itself; take it out" $component .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- with .Values -}}
+{{- $owners := dict "gateway" .gateway "controller" .controller "rayHead" .rayHead "prefill" .prefill "decode" .decode "model.download" .model.download "autoscaling.workers" .autoscaling.workers -}}
+{{- range $owner, $part := $owners -}}
+{{- $limits := ($part.resources).limits | default dict -}}
+{{- range $name, $request := ($part.resources).requests -}}
+{{- if and (hasKey $limits $name) (gt (include "baton.number" $request | float64) (include "baton.number" (index $limits $name) | float64)) -}}
+{{- fail (printf "%s.resources.requests.%s (%v) is above its limit (%v); raise both" $owner $name $request (index $limits $name)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
 {{- range $role := list "prefill" "decode" -}}
 {{- $part := index $.Values $role -}}
+{{- $gpu := $.Values.gpu.resourceName -}}
+{{- if or (hasKey (($part.resources).requests | default dict) $gpu) (hasKey (($part.resources).limits | default dict) $gpu) -}}
+{{- fail (printf "%s.resources: the chart sets %s by itself; set %s.tensorParallel instead" $role $gpu $role) -}}
+{{- end -}}
 {{- $least := int (include "baton.leastReplicas" (dict "root" $ "role" $role)) -}}
 {{- with $part.podDisruptionBudget -}}
 {{- if and .enabled (not (kindIs "invalid" .minAvailable)) (gt (int .minAvailable) 0) (ge (int .minAvailable) $least) -}}
@@ -173,6 +227,13 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- end }}
+
+{{/* A quantity, such as 1500m or 32Gi, as a number. */}}
+{{- define "baton.number" -}}
+{{- $unit := regexFind "[A-Za-z]*$" (toString .) -}}
+{{- $units := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 0x1p10 "Mi" 0x1p20 "Gi" 0x1p30 "Ti" 0x1p40 -}}
+{{- mulf (toString . | trimSuffix $unit | float64) (index $units $unit) -}}
 {{- end }}
 
 {{/* (dict "value" NAME "port" PORT "taken" PORTS): Ray has ports of its own in a pod, and 10002 to 19999 are for its workers. */}}

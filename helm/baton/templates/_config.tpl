@@ -62,12 +62,16 @@ cluster:
   drain_timeout_s: {{ .Values.drain.timeoutSeconds }}
 {{- end }}
 
-{{/* (dict "own" MAP "added" MAP "instead" MAP): both, section by section. A key of both is an error. */}}
+{{/* (dict "own" MAP "added" MAP "instead" MAP): both, section by section. A key of both is an error, as are keys that are wrong
+in every pod. */}}
 {{- define "baton.merged" -}}
+{{- $never := list "network.security" "network.advertise_host" "network.secret_file" "cluster.fleet_address" "gateway.allowed_hosts" "engine.tensor_parallel" -}}
 {{- range $section, $keys := .added -}}
 {{- range $key, $value := $keys -}}
-{{- if hasKey (index $.own $section | default dict) $key -}}
-{{- fail (printf "config.%s.%s: the chart sets this by itself; set %s instead" $section $key (index $.instead (printf "%s.%s" $section $key) | default "other values")) -}}
+{{- $name := printf "%s.%s" $section $key -}}
+{{- if or (hasKey (index $.own $section | default dict) $key) (has $name $never) -}}
+{{- $instead := index $.instead $name | default "" -}}
+{{- fail (printf "config.%s: the chart sets this by itself; %s" $name (empty $instead | ternary "it cannot be changed, so remove it" (printf "set %s instead" $instead))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -78,9 +82,11 @@ cluster:
 {{- define "baton.instead" -}}
 model.path: model.path
 engine.device: device
+engine.tensor_parallel: prefill.tensorParallel and decode.tensorParallel
 kv_transfer.lease_s: drain.leaseSeconds
 network.bind_host: bindHost
 network.metrics_port: metrics.port
+network.secret_file: security.clusterSecret.existingSecret
 cluster.name: fullnameOverride
 cluster.prefill: prefill.replicas
 cluster.decode: decode.replicas
@@ -108,6 +114,11 @@ gateway.allow_plaintext: "security.tls.mode: none"
 {{- $own := include "baton.fleetKeys" . | fromYaml -}}
 {{- $added := omit .Values.config "gateway" -}}
 {{- with .Values.autoscaling.workers.config -}}
+{{- range $key := keys ($added.autoscaling | default dict) -}}
+{{- if hasKey $.Values.autoscaling.workers.config $key -}}
+{{- fail (printf "config.autoscaling.%s: autoscaling.workers.config has it, too; remove one of them" $key) -}}
+{{- end -}}
+{{- end -}}
 {{- $added = merge (dict "autoscaling" .) $added -}}
 {{- end -}}
 {{- include "baton.merged" (dict "own" $own "added" $added "instead" (include "baton.instead" . | fromYaml)) -}}

@@ -142,12 +142,17 @@ securityContext:
 {{- hasSuffix ".gguf" .Values.model.path | ternary (dir .Values.model.path) .Values.model.path -}}
 {{- end }}
 
-{{/* (dict "root" $ "skip" PATTERN): fetches what is not there yet, and checks all of it. */}}
+{{/* (dict "root" $ "part" VALUES "skip" PATTERN): fetches what is not there yet, and checks all of it. Without `part` for
+Ray's head. */}}
 {{- define "baton.fetchContainer" -}}
 {{- if .root.Values.model.download.files -}}
 - name: fetch-model
   {{- include "baton.container" .root | nindent 2 }}
   command: [python3, /etc/baton/fetch/fetch_model.py, /etc/baton/fetch/files.json, {{ include "baton.downloadFolder" .root | quote }}{{ with .skip }}, --skip, {{ . | quote }}{{ end }}]
+  {{- with (.part | default .root.Values.rayHead).extraEnv }}
+  env:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   resources:
     {{- toYaml .root.Values.model.download.resources | nindent 4 }}
   volumeMounts:

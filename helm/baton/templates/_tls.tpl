@@ -8,6 +8,15 @@
 {{- concat $names .Values.security.tls.extraNames | toJson -}}
 {{- end }}
 
+{{/* The same, divided into `dns` and `ip`, of which a certificate has two lists. */}}
+{{- define "baton.certificateNames" -}}
+{{- $dns := list -}}{{- $ip := list -}}
+{{- range include "baton.doorNames" . | fromJsonArray -}}
+{{- if regexMatch "^[0-9.]+$|:" . -}}{{- $ip = append $ip . -}}{{- else -}}{{- $dns = append $dns . -}}{{- end -}}
+{{- end -}}
+{{- dict "dns" $dns "ip" $ip | toJson -}}
+{{- end }}
+
 {{/* What of these a client verifies that is told of none; empty: the Service's, or `localhost`. */}}
 {{- define "baton.serverName" -}}
 {{- $tls := .Values.security.tls -}}
@@ -21,7 +30,8 @@
 
 {{/* What a certificate is made of: where this is another one, another certificate is due. */}}
 {{- define "baton.tlsRecipe" -}}
-{{- printf "%s %d" (include "baton.doorNames" .) (int .Values.security.tls.validDays) | sha256sum -}}
+{{- $addresses := (include "baton.certificateNames" . | fromJson).ip | join " " -}}
+{{- printf "%s%s %d" (include "baton.doorNames" .) $addresses (int .Values.security.tls.validDays) | sha256sum -}}
 {{- end }}
 
 {{/* A certificate by an authority whose key nobody keeps; `localhost` is for `kubectl port-forward`. */}}
@@ -50,7 +60,8 @@ data:
   {{- end }}
   {{- else }}
   {{- $authority := genCAWithKey (printf "authority of %s" (include "baton.fullname" .)) $days (genPrivateKey "ecdsa") }}
-  {{- $pair := genSignedCertWithKey (printf "%s-http" (include "baton.fullname" .)) (list "127.0.0.1") (include "baton.doorNames" . | fromJsonArray) $days $authority (genPrivateKey "ecdsa") }}
+  {{- $names := include "baton.certificateNames" . | fromJson }}
+  {{- $pair := genSignedCertWithKey (printf "%s-http" (include "baton.fullname" .)) (prepend $names.ip "127.0.0.1") $names.dns $days $authority (genPrivateKey "ecdsa") }}
   ca.crt: {{ $authority.Cert | b64enc }}
   tls.crt: {{ $pair.Cert | b64enc }}
   tls.key: {{ $pair.Key | b64enc }}

@@ -16,7 +16,7 @@ spec:
   automountServiceAccountToken: false
   terminationGracePeriodSeconds: {{ add (include "baton.drainSeconds" .root) .root.Values.drain.slackSeconds }}
   {{- include "baton.placement" (dict "root" .root "component" .role "part" (merge (dict "usesGpus" $usesGpus) .part)) | nindent 2 }}
-  {{- with include "baton.fetchContainer" (dict "root" .root) }}
+  {{- with include "baton.fetchContainer" (dict "root" .root "part" .part) }}
   initContainers:
     {{- . | nindent 4 }}
   {{- end }}
@@ -90,7 +90,7 @@ spec:
 
 {{/* A GPU for each rank of the worker; requests of GPUs equal their limits by themselves. */}}
 {{- define "baton.workerResources" -}}
-{{- $resources := deepCopy .part.resources -}}
+{{- $resources := .part.resources | default dict | deepCopy -}}
 {{- if .usesGpus -}}
 {{- $gpus := dict .root.Values.gpu.resourceName (int .part.tensorParallel) -}}
 {{- $_ := set $resources "limits" (merge $gpus (index $resources "limits" | default dict)) -}}
