@@ -97,6 +97,49 @@ def test_remarks_and_unknown_formats_are_left_out_but_properties_of_these_names_
     }
 
 
+LOOP = {"$ref": "#/$defs/loop"}
+AGAIN = {"$ref": "#"}
+ENDLESS: dict[str, dict[str, Any]] = {
+    "a reference that leads only to itself": {"properties": {"a": LOOP}},
+    "through a list of alternatives": {"properties": {"a": {"anyOf": [LOOP, {"allOf": [{}, LOOP]}]}}},
+    "an object that needs itself": {"properties": {"a": AGAIN}, "required": ["a"]},
+    "a property that is not listed needs the object": {"required": ["a"], "additionalProperties": AGAIN},
+    "a list of itself": {"properties": {"a": {"$ref": "#/$defs/list"}}},
+    "a list that begins with itself": {"properties": {"a": {"$ref": "#/$defs/pair"}}},
+}
+DEFINITIONS = {
+    "loop": LOOP,
+    "list": {"type": "array", "items": {"$ref": "#/$defs/list"}, "minItems": 1},
+    "pair": {"type": "array", "prefixItems": [{"$ref": "#/$defs/pair"}, True], "minItems": 1},
+}
+
+
+@pytest.mark.parametrize("schema", ENDLESS.values(), ids=ENDLESS)
+def test_a_part_that_only_an_endless_value_would_match_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"tools: in the parameters of 'act', .* needs itself: \{.*\};"):
+        guided({"type": "object", **schema, "$defs": DEFINITIONS})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": AGAIN}},
+        {"properties": {"a": {"anyOf": [AGAIN, {"type": "null"}]}}, "required": ["a"]},
+        {"properties": {"a": {"type": "array", "items": AGAIN}}, "required": ["a", "b"]},
+        {"properties": {"a": {"type": "array", "prefixItems": [AGAIN], "items": True}}, "required": ["a"]},
+        {"properties": {"a": {"properties": {"b": {"$ref": "#/properties/a"}}, "required": ["b"]}}},
+        {
+            "properties": {"a": {"$ref": "#named"}},
+            "required": ["a", []],
+            "$defs": {"b": {"$anchor": "named"}},
+        },
+        {"properties": {"$ref": {"const": LOOP}}, "required": {}, "$defs": {"loop": LOOP}},
+    ],
+)
+def test_a_schema_may_refer_to_itself_where_a_value_can_end(schema: dict[str, Any]) -> None:
+    guided({"type": "object", **schema})
+
+
 @pytest.mark.parametrize(
     "schema", [{"anyOf": [{}]}, {"minProperties": 1}, {"properties": []}, {"required": {}}]
 )
