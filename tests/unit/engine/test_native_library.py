@@ -143,6 +143,16 @@ def test_cxx_may_have_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 @needs_compiler
+def test_a_cxx_that_is_no_command_is_skipped_with_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "g++ 'x")
+    assert find() is not None
+    (warning,) = warnings(caplog)
+    assert warning == "CXX=g++ 'x is ignored: No closing quotation; correct or unset it"
+
+
+@needs_compiler
 def test_if_none_can_compile_the_log_says_why(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
