@@ -1,6 +1,7 @@
 """Schemas as grammars take them: closed, without remarks, and refused where they are none."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from gateway.conversation import Tool
 from gateway.conversation.call_syntax import GuidedTool
 from gateway.conversation.guided_schema import guided_schema
 from gateway.conversation.listed_properties import listed_properties
+from gateway.conversation.lookalikes import may_be_json_call
 
 
 def guided(schema: dict[str, Any]) -> dict[str, Any]:
@@ -164,3 +166,14 @@ def test_a_property_has_the_definitions_that_it_may_refer_to() -> None:
     assert (first.name, first.is_required) == ("a", True)
     assert {"$ref": "#/$defs/b", "$defs": {"b": {}}}.items() <= json.loads(first.json_schema).items()
     assert (second.schema, second.is_required) == ({}, False)
+
+
+def test_many_properties_and_many_required_names_take_no_time_on_the_event_loop() -> None:
+    properties, required = {f"{number}": {"type": "null"} for number in range(10_000)}, ["x"] * 50_000
+    schema = {"type": "object", "properties": properties, "required": required}
+    began = time.process_time()
+
+    assert len(listed_properties(GuidedTool("act", json.dumps(schema), None))) == len(properties)
+    assert may_be_json_call(json.dumps({**schema, "additionalProperties": {}}), {"act"})
+
+    assert time.process_time() - began < 2.0
