@@ -55,14 +55,14 @@ class Matcher:
         self._defect: str | None = None
 
     def consume(self, token_id: int) -> str | None:
-        """Advances by one sampled token; returns why that is impossible, or None."""
+        """Advances by one sampled token; returns why that is impossible, as "field: problem", or None."""
         self._num_consumed += 1
         if self._defect is None:
             try:
                 return None if self._matcher.consume_token(token_id) else self._error(token_id)
             except BaseException as error:  # a panic of the library is no Exception
                 self._note(error)
-        return f"the structured output cannot continue: {self._defect}"
+        return f"structured_output: the answer cannot continue: {self._defect}"
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens could come next, one after another."""
@@ -155,7 +155,8 @@ class Matcher:
         self._defect = in_one_line(str(error)) or type(error).__name__
 
     def _error(self, token_id: int) -> str:
-        return f"the structured output cannot continue with token {token_id}: {in_one_line(self._matcher.get_error())}"
+        complaint = in_one_line(self._matcher.get_error())
+        return f"structured_output: the answer cannot continue with token {token_id}: {complaint}"
 
 
 class GrammarCompiler:

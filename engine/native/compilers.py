@@ -1,12 +1,16 @@
 """compilers: finds installed C++ compilers, and whether kernels are possible; imports no torch."""
 
+import logging
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 
 from engine.native.instructions import machine_instructions
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "BATON_NATIVE_KERNELS"
 """A folder of compiled kernels, or `off`."""
@@ -14,9 +18,19 @@ VARIABLE = "BATON_NATIVE_KERNELS"
 
 def compilers(environment: Mapping[str, str]) -> list[list[str]]:
     """The commands of installed compilers, in the order in which they are tried."""
-    commands = [shlex.split(environment.get("CXX", "")), ["c++"], ["g++"], ["clang++"]]
+    commands = [_words(environment.get("CXX", "")), ["c++"], ["g++"], ["clang++"]]
     found = [command for command in commands if command and shutil.which(command[0])]
     return [*found, [sys.executable, "-m", "ziglang", "c++"]] if find_spec("ziglang") else found
+
+
+@cache
+def _words(cxx: str) -> list[str]:
+    """The words of CXX. Text that a shell could not read has none, and a warning says so once."""
+    try:
+        return shlex.split(cxx)
+    except ValueError as error:
+        logger.warning("CXX=%s is ignored: %s; correct or unset it", cxx, error)
+        return []
 
 
 def may_have_kernels(environment: Mapping[str, str]) -> bool:

@@ -55,6 +55,14 @@ def machine_instructions() -> InstructionSet | None:
     return next(iter(machine_instruction_sets()), None)
 
 
+def lacking_instructions() -> str:
+    """Why this machine has no set."""
+    known = [instructions for instructions in INSTRUCTION_SETS if instructions.machine == platform.machine()]
+    if not known:
+        return f"there are none for processors of type {platform.machine()}"
+    return f"this CPU lacks {', '.join(sorted(known[-1].needs - cpu_flags()))} (see /proc/cpuinfo)"
+
+
 @cache
 def machine_instruction_sets() -> tuple[InstructionSet, ...]:
     """All sets that this machine has, the best first."""

@@ -24,7 +24,12 @@ import torch
 
 from engine.loading.pretrained import default_cache_dir
 from engine.native.compilers import VARIABLE, compilers
-from engine.native.instructions import INSTRUCTION_SETS, InstructionSet, machine_instructions
+from engine.native.instructions import (
+    INSTRUCTION_SETS,
+    InstructionSet,
+    lacking_instructions,
+    machine_instructions,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +61,7 @@ class _NotAvailableError(Exception):
 def _load(environment: Mapping[str, str]) -> ctypes.CDLL:
     instructions = machine_instructions()
     if instructions is None:
-        raise _NotAvailableError(f"there are none for processors of type {platform.machine()}")
+        raise _NotAvailableError(lacking_instructions())
     if prebuilt := environment.get(VARIABLE):
         library = Path(prebuilt) / _file_name(instructions)
         if not library.is_file():

@@ -6,6 +6,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.sampling import GrammarKind, StructuredOutput
+from gateway.conversation.endless_schema import check_ends
 from gateway.conversation.messages import Tool
 
 MAX_NESTED = 100
@@ -40,6 +41,8 @@ the prefix cache, and a small model cannot write spaces without end."""
 
 ANY_ARGUMENTS = json.dumps({"type": "object", SPACING_KEY: SPACING})
 DEFINITIONS = ("$defs", "definitions")
+REFERENCE = "$ref"
+"""Only a schema that refers to itself can have an endless part."""
 
 _OPENING = frozenset(
     "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf $ref if not".split()  # noqa: SIM905
@@ -60,8 +63,11 @@ def guided_schema(tool: Tool) -> str:
     properties that a model invents.
     """
     check_parameters(tool)
-    schema = _guided(tool.parameters, _may_close(tool.parameters))
-    return json.dumps({"type": "object", **schema, SPACING_KEY: SPACING}, ensure_ascii=False)
+    schema = {"type": "object", **_guided(tool.parameters, _may_close(tool.parameters)), SPACING_KEY: SPACING}
+    source = json.dumps(schema, ensure_ascii=False)
+    if REFERENCE in source:
+        check_ends("tools", f"the parameters of '{tool.name}'", schema)
+    return source
 
 
 def spaced(source: str) -> str:
@@ -74,18 +80,24 @@ def spaced(source: str) -> str:
         return source
 
 
-def check_spacing(answer: StructuredOutput) -> None:
-    """Raises InvalidRequest if a client's schema has SPACING_KEY: with it, answers may be no JSON. The compiler of
-    grammars reads the key only at the schema's top."""
+def check_answer_schema(answer: StructuredOutput) -> None:
+    """Raises InvalidRequest if a client's schema has a part that only an endless value would match.
+
+    Also if it has SPACING_KEY: with it, answers may be no JSON. The compiler of grammars reads the key only at the
+    schema's top.
+    """
     source = answer.source
-    if answer.kind is not GrammarKind.JSON_SCHEMA or not (SPACING_KEY in source or r"\u" in source):
+    has_sign = any(sign in source for sign in (SPACING_KEY, REFERENCE, r"\u"))
+    if answer.kind is not GrammarKind.JSON_SCHEMA or not has_sign:
         return
     try:
         schema = json.loads(source)
+        if isinstance(schema, dict) and SPACING_KEY in schema:
+            raise InvalidRequest("structured_output", f"the schema has the key '{SPACING_KEY}'; remove it")
+        if isinstance(schema, dict):
+            check_ends("structured_output", "the schema", schema)
     except (ValueError, RecursionError):
         return  # the compiler says what is wrong
-    if isinstance(schema, dict) and SPACING_KEY in schema:
-        raise InvalidRequest("structured_output", f"the schema has the key '{SPACING_KEY}'; remove it")
 
 
 def check_parameters(tool: Tool) -> None:
@@ -138,7 +150,7 @@ def _lists_required(schema: Mapping[str, Any]) -> bool:
     """Whether `properties` lists all that is required."""
     properties, required = schema["properties"], schema.get("required", [])
     is_usual = isinstance(properties, Mapping) and isinstance(required, list)
-    return not is_usual or all(name in properties for name in required)
+    return not is_usual or all(isinstance(name, str) and name in properties for name in required)
 
 
 def _levels(schema: object) -> int:

@@ -45,7 +45,8 @@ def listed_properties(guided: GuidedTool) -> list[Property]:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise InvalidRequest("tools", f"the parameters of '{guided.name}' are no valid schema")
-    return [_property(name, part, shared, name in required) for name, part in properties.items()]
+    names = {name for name in required if isinstance(name, str)}  # each is looked up, so not in a list
+    return [_property(name, part, shared, name in names) for name, part in properties.items()]
 
 
 def _property(name: str, part: object, shared: Mapping[str, Any], is_required: bool) -> Property:

@@ -54,13 +54,14 @@ def _may_be_call(schema: Any, tool_names: Set[str]) -> bool:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         return True
+    names = {name for name in required if isinstance(name, str)}  # each is looked up, so not in a list
     has_name = False
     for key, part in properties.items():
         if key in ARGUMENTS and has_name and _may_be(part, "object"):
             return True
         if key == "name" and _may_be_name(part, tool_names):
             has_name = True
-        elif key in required and key not in OTHER_KEYS:
+        elif key in names and key not in OTHER_KEYS:
             return False
     return has_name or schema.get("additionalProperties") is not False
 

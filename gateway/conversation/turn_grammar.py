@@ -137,8 +137,8 @@ def _no_call(lark: Lark, syntax: CallSyntax, conversation: Conversation, answer:
         raise InvalidRequest(
             "structured_output",
             "this model's calls are JSON objects without a mark of their own, and an answer of this schema may look "
-            "like one. Put a required property other than name, arguments and parameters first, or set tool_choice to "
-            "required or none",
+            "like one. Put a required property other than name, type, id, arguments and parameters first, or set "
+            "tool_choice to required or none",
         )
     return answer_expression(lark, answer, beside_calls=beginning)
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from baton.errors import InvalidRequest
 from baton.sampling import GrammarKind, StructuredOutput
+from gateway.conversation.endless_schema import resolved
 
 MAX_DEPTH = 500
 
@@ -30,7 +31,6 @@ _LARK_TOKEN = re.compile(
     re.MULTILINE | re.VERBOSE,
 )
 _REGEX_TOKEN = re.compile(r"\\[\s\S]|\[(?:\\[\s\S]|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))")
-_INDEX = re.compile(r"[0-9]{1,9}")
 _JSON_TOKEN = re.compile(r'"(?:\\[\s\S]|[^"\\])*+"?|(?P<open>[\[{])|(?P<close>[\]}])')
 
 
@@ -61,28 +61,12 @@ def _schema_depth(source: str) -> int:
 
     def below(value: Any) -> Iterable[Any]:
         if isinstance(value, dict):
-            target = _resolved(schema, value.get("$ref"))
+            target = resolved(schema, value.get("$ref"))
             rest = [part for key, part in value.items() if key not in ("$defs", "definitions")]
             return [*([] if target is None else [target]), *rest]
         return value if isinstance(value, list) else ()
 
     return _longest_way(schema, below, id)
-
-
-def _resolved(schema: Any, reference: object) -> Any:
-    """The target of a reference within the document; None if the document contains no such target."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    value = schema
-    for part in reference[1:].split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, dict) and key in value:
-            value = value[key]
-        elif isinstance(value, list) and _INDEX.fullmatch(key) and int(key) < len(value):
-            value = value[int(key)]
-        else:
-            return None
-    return value
 
 
 def _lark_depth(source: str) -> int:

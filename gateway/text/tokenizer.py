@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from baton.errors import InvalidRequest, ModelError
+from baton.errors import ConfigError, InvalidRequest, ModelError
 from gateway.conversation import (
     NUM_PROMPT_END_TOKENS,
     AnswerFormat,
@@ -26,7 +26,8 @@ class Tokenizer:
     def __init__(self, folder: Path, answer_format: str | None = None) -> None:
         """Do not call this on the event loop: it may take seconds, since most folders need transformers.
 
-        `answer_format`: one of FORMAT_NAMES. None: the chat template shows the format.
+        `answer_format`: one of FORMAT_NAMES. None: the chat template shows the format. Raises ConfigError if the
+        model's chat template cannot be used with the format, or if the model has none.
         """
         self.folder = folder.absolute()
         self._tokenizer: Any = PlainTokenizer.of(self.folder) or _by_transformers(folder)
@@ -39,6 +40,10 @@ class Tokenizer:
         self.longest_token = max(map(len, vocabulary.ids), default=1)
         """Characters of the longest token."""
         template = self._template_source()
+        if template is None and answer_format is not None:
+            raise ConfigError(
+                f"gateway.answer_format: {answer_format!r} needs a chat template, and this model has none; use 'auto'"
+            )
         self.answer_format: AnswerFormat | None = (
             None if template is None else answer_format_of(template, vocabulary, answer_format)
         )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from baton.errors import ModelError
+from baton.errors import ConfigError
 from gateway.conversation.answer_format import AnswerFormat
 from gateway.conversation.call_syntax import CallSyntax
 from gateway.conversation.formats import deepseek
@@ -59,7 +59,7 @@ FORMAT_NAMES = tuple(FAMILIES)
 
 
 def answer_format_of(chat_template: str, vocabulary: Vocabulary, name: str | None = None) -> AnswerFormat:
-    """The format for a model's chat template, or the format called `name`. Raises ModelError if the template
+    """The format for a model's chat template, or the format called `name`. Raises ConfigError if the template
     cannot be used with the format called `name`."""
     template = ChatTemplate(chat_template)
     family = _chosen(template) if name is None else _named(template, name)
@@ -81,7 +81,7 @@ def _chosen(template: ChatTemplate) -> Family:
 def _named(template: ChatTemplate, name: str) -> Family:
     family = FAMILIES[name]
     if family.style is not None and not template.reads("tools"):
-        raise ModelError(
+        raise ConfigError(
             f"gateway.answer_format: {name!r} needs a chat template that reads `tools`, and this model's does not; use "
             "'generic' or 'auto'"
         )

@@ -143,6 +143,16 @@ def test_cxx_may_have_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 @needs_compiler
+def test_a_cxx_that_is_no_command_is_skipped_with_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "g++ 'x")
+    assert find() is not None
+    (warning,) = warnings(caplog)
+    assert warning == "CXX=g++ 'x is ignored: No closing quotation; correct or unset it"
+
+
+@needs_compiler
 def test_if_none_can_compile_the_log_says_why(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -157,6 +167,26 @@ def test_if_none_can_compile_the_log_says_why(
     (warning,) = warnings(caplog)
     assert "a.h:3: error: c++ is too old" in warning
     assert "a.h:3: error: clang++ is too old" in warning
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "reason"),
+    [
+        ("x86_64", "fma f16c bmi1 bmi2 abm movbe", "this CPU lacks avx2 (see /proc/cpuinfo)"),
+        ("x86_64", "", "this CPU lacks abm, avx2, bmi1, bmi2, f16c, fma, movbe (see /proc/cpuinfo)"),
+        ("riscv64", "", "there are none for processors of type riscv64"),
+    ],
+)
+def test_a_processor_without_the_least_instructions_is_told_what_it_lacks(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, machine: str, flags: str, reason: str
+) -> None:
+    monkeypatch.setattr("engine.native.instructions.cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr("engine.native.instructions.platform.machine", lambda: machine)
+    machine_instruction_sets.cache_clear()
+    assert find() is None
+    machine_instruction_sets.cache_clear()
+    (warning,) = warnings(caplog)
+    assert warning.endswith(f": {reason}")
 
 
 def test_instruction_sets_need_all_that_their_flags_allow() -> None:

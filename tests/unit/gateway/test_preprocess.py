@@ -187,6 +187,17 @@ def test_a_schema_that_says_how_the_compiler_writes_json_is_refused(
     asked(f'{{"properties": {{"{key}": {{"const": 1}}}}}}')  # a property's name, so no option
 
 
+@pytest.mark.parametrize("key", ["$ref", r"\u0024ref"])
+def test_a_schema_with_a_part_that_only_an_endless_value_would_match_is_refused(
+    preprocessor: Preprocessor, key: str
+) -> None:
+    schema = f'{{"properties": {{"a": {{"{key}": "#/$defs/x"}}}}, "$defs": {{"x": {{"$ref": "#/$defs/x"}}}}}}'
+    params = SamplingParams(structured_output=StructuredOutput(GrammarKind.JSON_SCHEMA, schema))
+
+    with pytest.raises(InvalidRequest, match=r"structured_output: in the schema, .* needs itself"):
+        take_in(preprocessor, (5,), params)
+
+
 def test_what_contradicts_the_grammar_of_a_reasoning_budget_is_refused_with_the_reason(
     preprocessor: Preprocessor,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from baton.config.gateway import AnswerFormatName
-from baton.errors import InvalidRequest, ModelError
+from baton.errors import ConfigError, InvalidRequest
 from gateway.conversation import (
     FORMAT_NAMES,
     ChatMessage,
@@ -59,7 +59,7 @@ def test_a_template_that_reads_no_tools_has_them_described() -> None:
 
     assert answer == '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>'
     with pytest.raises(
-        ModelError, match=r"gateway.answer_format: 'hermes' needs a chat template that reads `tools`"
+        ConfigError, match=r"gateway.answer_format: 'hermes' needs a chat template that reads `tools`"
     ):
         answer_format_of(remembers_calls, Vocabulary(), "hermes")
     answer_format_of(remembers_calls, Vocabulary(), "generic")

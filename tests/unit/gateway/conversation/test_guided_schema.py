@@ -1,6 +1,7 @@
 """Schemas as grammars take them: closed, without remarks, and refused where they are none."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from gateway.conversation import Tool
 from gateway.conversation.call_syntax import GuidedTool
 from gateway.conversation.guided_schema import guided_schema
 from gateway.conversation.listed_properties import listed_properties
+from gateway.conversation.lookalikes import may_be_json_call
 
 
 def guided(schema: dict[str, Any]) -> dict[str, Any]:
@@ -97,6 +99,49 @@ def test_remarks_and_unknown_formats_are_left_out_but_properties_of_these_names_
     }
 
 
+LOOP = {"$ref": "#/$defs/loop"}
+AGAIN = {"$ref": "#"}
+ENDLESS: dict[str, dict[str, Any]] = {
+    "a reference that leads only to itself": {"properties": {"a": LOOP}},
+    "through a list of alternatives": {"properties": {"a": {"anyOf": [LOOP, {"allOf": [{}, LOOP]}]}}},
+    "an object that needs itself": {"properties": {"a": AGAIN}, "required": ["a"]},
+    "a property that is not listed needs the object": {"required": ["a"], "additionalProperties": AGAIN},
+    "a list of itself": {"properties": {"a": {"$ref": "#/$defs/list"}}},
+    "a list that begins with itself": {"properties": {"a": {"$ref": "#/$defs/pair"}}},
+}
+DEFINITIONS = {
+    "loop": LOOP,
+    "list": {"type": "array", "items": {"$ref": "#/$defs/list"}, "minItems": 1},
+    "pair": {"type": "array", "prefixItems": [{"$ref": "#/$defs/pair"}, True], "minItems": 1},
+}
+
+
+@pytest.mark.parametrize("schema", ENDLESS.values(), ids=ENDLESS)
+def test_a_part_that_only_an_endless_value_would_match_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"tools: in the parameters of 'act', .* needs itself: \{.*\};"):
+        guided({"type": "object", **schema, "$defs": DEFINITIONS})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": AGAIN}},
+        {"properties": {"a": {"anyOf": [AGAIN, {"type": "null"}]}}, "required": ["a"]},
+        {"properties": {"a": {"type": "array", "items": AGAIN}}, "required": ["a", "b"]},
+        {"properties": {"a": {"type": "array", "prefixItems": [AGAIN], "items": True}}, "required": ["a"]},
+        {"properties": {"a": {"properties": {"b": {"$ref": "#/properties/a"}}, "required": ["b"]}}},
+        {
+            "properties": {"a": {"$ref": "#named"}},
+            "required": ["a", []],
+            "$defs": {"b": {"$anchor": "named"}},
+        },
+        {"properties": {"$ref": {"const": LOOP}}, "required": {}, "$defs": {"loop": LOOP}},
+    ],
+)
+def test_a_schema_may_refer_to_itself_where_a_value_can_end(schema: dict[str, Any]) -> None:
+    guided({"type": "object", **schema})
+
+
 @pytest.mark.parametrize(
     "schema", [{"anyOf": [{}]}, {"minProperties": 1}, {"properties": []}, {"required": {}}]
 )
@@ -121,3 +166,14 @@ def test_a_property_has_the_definitions_that_it_may_refer_to() -> None:
     assert (first.name, first.is_required) == ("a", True)
     assert {"$ref": "#/$defs/b", "$defs": {"b": {}}}.items() <= json.loads(first.json_schema).items()
     assert (second.schema, second.is_required) == ({}, False)
+
+
+def test_many_properties_and_many_required_names_take_no_time_on_the_event_loop() -> None:
+    properties, required = {f"{number}": {"type": "null"} for number in range(10_000)}, ["x"] * 50_000
+    schema = {"type": "object", "properties": properties, "required": required}
+    began = time.process_time()
+
+    assert len(listed_properties(GuidedTool("act", json.dumps(schema), None))) == len(properties)
+    assert may_be_json_call(json.dumps({**schema, "additionalProperties": {}}), {"act"})
+
+    assert time.process_time() - began < 2.0

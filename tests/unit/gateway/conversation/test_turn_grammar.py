@@ -211,7 +211,9 @@ def test_an_answer_in_a_given_form_is_never_read_as_a_call(family: str, form: st
 def test_json_that_may_look_like_a_bare_call_is_refused(name: str) -> None:
     guide = GUIDES["markers are text"]
 
-    with pytest.raises(InvalidRequest, match=r"structured_output: .* tool_choice"):
+    with pytest.raises(
+        InvalidRequest, match=r"structured_output: .* other than name, type, id, .* tool_choice"
+    ):
         grammar_of(guide, "llama", ASKED, ALIKE[name])
     assert guide.accepts(grammar_of(guide, "pythonic", ASKED, ALIKE[name]), written("pythonic", ONE))
 

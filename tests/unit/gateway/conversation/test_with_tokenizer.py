@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import InvalidRequest, ModelError
+from baton.errors import ConfigError, InvalidRequest
 from gateway.conversation import AnswerFormat, Reasoning, Text
 from gateway.conversation.formats.harmony_parser import TOKENS
 from gateway.requests.request import Delta
@@ -153,8 +153,13 @@ def test_the_configured_format_is_taken(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path / "a", TEMPLATES["hermes"], "llama")
 
     assert parts_of(format_of(tokenizer), ['{"name": "search", "parameters": {}}']).calls
-    with pytest.raises(ModelError, match=r"gateway\.answer_format: 'llama' needs"):
+    with pytest.raises(ConfigError, match=r"gateway\.answer_format: 'llama' needs"):
         tokenizer_of(tmp_path / "b", TEMPLATES["generic"], "llama")
+    (make_tokenizer_dir(tmp_path / "c") / "chat_template.jinja").unlink()
+    with pytest.raises(
+        ConfigError, match=r"gateway\.answer_format: 'generic' needs a chat template, .* use 'auto'"
+    ):
+        Tokenizer(tmp_path / "c", "generic")
 
 
 def test_templates_of_which_none_is_for_chats_count_as_none(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Finds a part of a JSON schema that no finite value matches, since the part needs itself."""
+
+import json
+import re
+from typing import Any
+
+from baton.errors import InvalidRequest
+
+_INDEX = re.compile(r"[0-9]{1,9}")
+
+
+def check_ends(field: str, whose: str, schema: dict[str, Any]) -> None:
+    """Raises InvalidRequest for `field` if a schema has such a part: a model that begins the part never ends it."""
+    if (part := endless_part(schema)) is not None:
+        raise InvalidRequest(
+            field,
+            f"in {whose}, no finite value matches this part, since it needs itself: {json.dumps(part)[:200]}; give it "
+            "an alternative, such as null",
+        )
+
+
+def endless_part(schema: dict[str, Any]) -> dict[str, Any] | None:
+    """A part that only an endless value would match, among those that an answer may contain. None: there is none.
+
+    This is the search for unproductive symbols of a grammar (Hopcroft and Ullman, 1979, lemma 4.1): a part can end
+    once all that it needs can end. Keywords whose effect takes more than a look are taken as if they could end.
+    """
+    parts: dict[int, Any] = {}
+    num_missing: dict[int, int] = {}
+    needed_by: dict[int, list[int]] = {}
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in parts:
+            continue
+        parts[id(part)] = part
+        needs = _needs(part, schema)
+        num_missing[id(part)] = min(len(needs), 1) if isinstance(part, list) else len(needs)
+        for need in needs:
+            needed_by.setdefault(id(need), []).append(id(part))
+        waiting += [*needs, *_optional(part)]
+    can_end = [key for key, missing in num_missing.items() if not missing]
+    for key in can_end:  # it grows
+        for above in needed_by.get(key, ()):
+            num_missing[above] -= 1
+            if not num_missing[above]:
+                can_end.append(above)
+    endless = parts.keys() - set(can_end)
+    return next(
+        (parts[key] for key in reversed(parts) if key in endless and isinstance(parts[key], dict)), None
+    )
+
+
+def resolved(schema: Any, reference: object) -> Any:
+    """The target of a JSON pointer such as `#/$defs/x` within a schema; None if the schema contains no such target."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    value = schema
+    for part in reference.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and _INDEX.fullmatch(key) and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
+
+
+def _needs(part: Any, schema: dict[str, Any]) -> list[Any]:
+    """The parts of which a value of this part has all. For a list of alternatives: of which it has one."""
+    if isinstance(part, list):
+        return part
+    if not isinstance(part, dict):
+        return []
+    needs = [part[key] for key in ("anyOf", "oneOf") if key in part] + _list(part, "allOf")
+    if (target := resolved(schema, part.get("$ref"))) is not None:
+        needs.append(target)
+    if part.get("type") == "object":
+        properties = _map(part, "properties")
+        others = "patternProperties" in part or part.get("additionalProperties", True)
+        needs += [properties.get(name, others) for name in _list(part, "required") if isinstance(name, str)]
+    elif part.get("type") == "array" and isinstance(at_least := part.get("minItems"), int):
+        first = _list(part, "prefixItems")
+        needs += first[: max(0, at_least)]
+        if at_least > len(first):
+            needs.append(part.get("items", True))
+    return needs
+
+
+def _optional(part: Any) -> list[Any]:
+    """The parts that a value of this part may have."""
+    if not isinstance(part, dict):
+        return []
+    rest = [part[key] for key in ("items", "additionalProperties") if key in part]
+    maps = (_map(part, key).values() for key in ("properties", "patternProperties"))
+    return [*rest, *_list(part, "prefixItems"), *(value for values in maps for value in values)]
+
+
+def _list(part: dict[str, Any], key: str) -> list[Any]:
+    value = part.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _map(part: dict[str, Any], key: str) -> dict[str, Any]:
+    value = part.get(key)
+    return value if isinstance(value, dict) else {}
