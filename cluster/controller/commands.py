@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from baton.errors import FleetError
+from baton.errors import BatonError, FleetError
 from baton.fleet import NodeDescription, RolloutStep
 from baton.messages.control import RolloutBegun, RolloutProgress
 from baton.worker import WorkerRole
@@ -163,14 +163,21 @@ class DrainingNodes:
         return tuple(here)
 
     async def empty(self, here: Sequence[str], timeout_s: float) -> None:
-        """Returns once these nodes have no workers. FleetError after `timeout_s`; the moves continue."""
-        moving = self._move_away()
-        if moving:
-            await asyncio.wait(moving, timeout=timeout_s)
-        if left := [supervisor.replica.name for supervisor in self._supervisors() if supervisor.is_on(here)]:
-            raise FleetError(
-                f"{', '.join(left)} did not leave {', '.join(here)} within {timeout_s:g} s; their move continues"
-            )
+        """Returns once these nodes have no workers.
+
+        Raises FleetError if a move fails, and after `timeout_s`; the moves that have not ended continue.
+        """
+        moves = self._move_away()
+        if moves:
+            await asyncio.wait(moves.values(), timeout=timeout_s)
+        left = [supervisor.replica.name for supervisor in self._supervisors() if supervisor.is_on(here)]
+        failures = {name: why for name in left if name in moves and (why := _failure(moves[name]))}
+        nodes, late = ", ".join(here), ", ".join(name for name in left if name not in failures)
+        problems = [f"{name} did not leave {nodes}: {why}" for name, why in failures.items()]
+        if late:
+            problems.append(f"{late} did not leave {nodes} within {timeout_s:g} s; their move continues")
+        if problems:
+            raise FleetError("; ".join(problems))
 
     async def stop(self) -> None:
         """Cancels all moves."""
@@ -182,17 +189,33 @@ class DrainingNodes:
         self.names = tuple(names)
         self._launcher.avoid(self.names)
 
-    def _move_away(self) -> list[asyncio.Task[None]]:
-        """Begins to move every worker that is on a draining node; a worker that already moves is not drained twice."""
-        tasks = [
-            asyncio.create_task(supervisor.move_away(self.names), name=f"move {supervisor.replica.name}")
+    def _move_away(self) -> dict[str, asyncio.Task[None]]:
+        """Begins to move every worker that is on a draining node; a worker that already moves is not drained twice.
+
+        Returns the moves by the workers' names.
+        """
+        moves = {
+            supervisor.replica.name: asyncio.create_task(
+                supervisor.move_away(self.names), name=f"move {supervisor.replica.name}"
+            )
             for supervisor in self._supervisors()
             if supervisor.is_on(self.names)
-        ]
-        for task in tasks:
-            self._moving.add(task)
-            task.add_done_callback(self._moving.discard)
-        return tasks
+        }
+        for move in moves.values():
+            self._moving.add(move)
+            move.add_done_callback(self._moving.discard)
+        return moves
+
+
+def _failure(move: asyncio.Task[None]) -> str | None:
+    """Why a move has failed; None if it runs, or has succeeded."""
+    if not move.done():
+        return None
+    if move.cancelled():
+        return "the fleet is ending"
+    if (error := move.exception()) is None:
+        return None
+    return str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
 
 
 def _text(nodes: Iterable[NodeDescription]) -> str:
