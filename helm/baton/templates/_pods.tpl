@@ -80,11 +80,14 @@ securityContext:
 {{- end }}
 {{- end }}
 
-{{/* Whether model.path is a name of the Hub, as baton/hub_name.py reads it. */}}
-{{- define "baton.isOfHub" -}}
+{{/* Whether model.path is a name of the Hub. */}}
+{{- define "baton.isOfHub" -}}{{- include "baton.isHubName" .Values.model.path -}}{{- end }}
+
+{{/* Whether a text is a name of the Hub, as baton/hub_name.py reads it. */}}
+{{- define "baton.isHubName" -}}
 {{- $part := "[A-Za-z0-9_][A-Za-z0-9._-]*" -}}
-{{- if regexMatch "^[^:]*\\.gguf$" .Values.model.path -}}
-{{- else if regexMatch (printf "^%s/%s(@[^@:\\s]+)?(:[^@:\\s]+)?$" $part $part) .Values.model.path -}}yes{{- end -}}
+{{- if regexMatch "^[^:]*\\.gguf$" . -}}
+{{- else if regexMatch (printf "^%s/%s(@[^@:\\s]+)?(:[^@:\\s]+)?$" $part $part) . -}}yes{{- end -}}
 {{- end }}
 
 {{/* The model's name for clients. */}}
