@@ -143,15 +143,16 @@ class DrainingNodes:
     def resume(self, names: Iterable[str]) -> None:
         """Continues the draining that a former controller began, without waiting for it."""
         self._mark(names)
-        self._move_away()
+        self._move_away(self.names)
 
     async def mark(self, node: str) -> tuple[str, ...]:
-        """Marks the nodes of this address or name as draining, and returns their names.
+        """Marks the nodes of this address or name as draining, and returns the names of the nodes to empty.
 
+        If one of them is Ray's head, these are all draining nodes: no worker can go on draining without the head.
         Raises FleetError if no node has this address or name, or if the fleet has no other node.
         """
         alive = [known for known in await self._launcher.nodes() if known.is_alive]
-        here = [known.name for known in alive if node in (known.name, known.address)]
+        here = [known for known in alive if node in (known.name, known.address)]
         if not here:
             raise FleetError(
                 f"no node of the fleet has the address or name {node!r}; there are: {_text(alive)}"
@@ -159,15 +160,16 @@ class DrainingNodes:
         if len(here) == len(alive):
             raise FleetError(f"node {node} is the fleet's only node; end the fleet instead")
         still_draining = [known.name for known in alive if known.name in self.names]
-        self._mark(dict.fromkeys([*still_draining, *here]))
-        return tuple(here)
+        names = [known.name for known in here]
+        self._mark(dict.fromkeys([*still_draining, *names]))
+        return self.names if any(known.is_head for known in here) else tuple(names)
 
     async def empty(self, here: Sequence[str], timeout_s: float) -> None:
         """Returns once these nodes have no workers.
 
         Raises FleetError if a move fails, and after `timeout_s`; the moves that have not ended continue.
         """
-        moves = self._move_away()
+        moves = self._move_away(here)
         if moves:
             await asyncio.wait(moves.values(), timeout=timeout_s)
         left = [supervisor.replica.name for supervisor in self._supervisors() if supervisor.is_on(here)]
@@ -189,8 +191,8 @@ class DrainingNodes:
         self.names = tuple(names)
         self._launcher.avoid(self.names)
 
-    def _move_away(self) -> dict[str, asyncio.Task[None]]:
-        """Begins to move every worker that is on a draining node; a worker that already moves is not drained twice.
+    def _move_away(self, here: Sequence[str]) -> dict[str, asyncio.Task[None]]:
+        """Begins to move every worker that is on these nodes; a worker that already moves is not drained twice.
 
         Returns the moves by the workers' names.
         """
@@ -199,7 +201,7 @@ class DrainingNodes:
                 supervisor.move_away(self.names), name=f"move {supervisor.replica.name}"
             )
             for supervisor in self._supervisors()
-            if supervisor.is_on(self.names)
+            if supervisor.is_on(here)
         }
         for move in moves.values():
             self._moving.add(move)

@@ -112,7 +112,9 @@ def commands_of(release: Release) -> list[list[str]]:
         hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {})
         found += [part["command"] for part in (container, hook) if "command" in part]
     return [
-        shlex.split(command[2].removeprefix("exec ")) if command[:2] == ["/bin/sh", "-c"] else command
+        shlex.split(re.sub(r"^exec |^sleep \d+; | \|\| true$", "", command[2]))
+        if command[:2] == ["/bin/sh", "-c"]
+        else command
         for command in found
     ]
 

@@ -5,6 +5,11 @@
 {{- with .Values.drain }}{{ add .timeoutSeconds (mul 2 .leaseSeconds) .unresponsiveSeconds }}{{ end }}
 {{- end }}
 
+{{/* For a shell, because nobody else puts the address in. The head's node waits for all workers that drain. */}}
+{{- define "baton.drainCommand" -}}
+baton drain --node "$POD_IP" --fleet-address {{ include "baton.fleetAddress" . }} --timeout {{ include "baton.drainSeconds" . }}
+{{- end }}
+
 {{/* (dict "root" $ "component" NAME "part" VALUES): where a pod may go, and how important it is. */}}
 {{- define "baton.placement" -}}
 securityContext:
@@ -54,6 +59,11 @@ image: {{ include "baton.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 securityContext:
   {{- toYaml .Values.containerSecurityContext | nindent 2 }}
+{{- end }}
+
+{{- define "baton.podAddress" -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
 {{- end }}
 
 {{/* The cluster's secret comes by the environment: a mounted file would belong to root, and Baton takes only its own. */}}
