@@ -34,6 +34,10 @@ NEEDS: dict[str, tuple[Object, str]] = {
         merged(WEIGHTS, {"config": {"gateway": {"response_store": "rediss://redis:6379/0"}}}),
         "the Redis of config.gateway.response_store",
     ),
+    "stored responses by a Secret": (
+        merged(WEIGHTS, {"gateway": {"responseStore": {"existingSecret": "store"}}}),
+        "the Redis of gateway.responseStore",
+    ),
     "responses in memory, and a draft model of the Hub": (
         merged(WEIGHTS, {"config": {"gateway": {"response_store": "memory"}} | draft("acme/small@main")}),
         "the Hugging Face Hub, which has config.speculation.draft_model acme/small@main",

@@ -78,6 +78,7 @@ def test_every_key_that_the_chart_sets_names_the_value_to_use_instead() -> None:
             scaled.fleet_config(),
             scaled.gateway_config(),
             render({"security": {"tls": {"mode": "none"}}}).gateway_config(),
+            render({"gateway": {"responseStore": {"existingSecret": "store"}}}).gateway_config(),
         )
         for section, keys in config.items()
         for key in keys

@@ -117,6 +117,13 @@ CONTRADICTIONS: Cases = {
         {"config": {"gateway": {"grpc_port": 1}}},
         ["config.gateway.grpc_port: the chart sets this by itself; set gateway.grpcService.port instead"],
     ),
+    "two stores of responses": (
+        {
+            "config": {"gateway": {"response_store": "none"}},
+            "gateway": {"responseStore": {"existingSecret": "store"}},
+        },
+        ["config.gateway.response_store and gateway.responseStore.existingSecret both name a store"],
+    ),
     "ranks that do not divide": (
         {"prefill": {"tensorParallel": 2}, "decode": {"tensorParallel": 3}},
         ["prefill.tensorParallel (2) and decode.tensorParallel (3): one must be a multiple of the other"],

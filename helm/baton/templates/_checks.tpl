@@ -141,6 +141,7 @@
 {{- if $v.autoscaling.workers.enabled -}}{{- $needed = append $needed "Kubernetes' API, which autoscaling.workers needs" -}}{{- end -}}
 {{- if $v.rayHead.gcsFaultTolerance.enabled -}}{{- $needed = append $needed "Redis" -}}{{- end -}}
 {{- if hasPrefix "redis" (($v.config.gateway).response_store | default "") -}}{{- $needed = append $needed "the Redis of config.gateway.response_store" -}}{{- end -}}
+{{- if $v.gateway.responseStore.existingSecret -}}{{- $needed = append $needed "the Redis of gateway.responseStore" -}}{{- end -}}
 {{- if ($v.config.gateway).otlp_endpoint -}}{{- $needed = append $needed "the collector of traces" -}}{{- end -}}
 {{- if and .enabled $needed (not .rules) -}}
 {{- fail (printf "networkPolicy.egress.enabled shuts pods off from %s; allow it in networkPolicy.egress.rules" (join "; " $needed)) -}}
