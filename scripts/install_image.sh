@@ -10,12 +10,14 @@ cpu_index=https://download.pytorch.org/whl/cpu
 
 locked() { sed -n "s/^$1==//p" "$lock"; }
 
-# The requirements of pyproject.toml, without torch, which comes first and from elsewhere.
+# The requirements of pyproject.toml, with those of traces and shared responses; without torch, which comes first and from
+# elsewhere.
 requirements() {
     python -c '
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-wanted = project["dependencies"] + project["optional-dependencies"]["otel"]
+extras = project["optional-dependencies"]
+wanted = project["dependencies"] + extras["otel"] + extras["redis"]
 print(*(line for line in wanted if not line.startswith("torch>")), sep="\n")'
 }
 
@@ -32,6 +34,10 @@ dependencies)
     cuda)
         python -m pip install "torch==$(locked torch)"
         scripts/install_ptxas.sh python "$(dirname "$(command -v python)")/ptxas"
+        # NIXL in the version that the extra pins, for the CUDA that PyTorch is built for.
+        nixl=$(sed -n 's/^nixl = \["nixl-cu12==\([0-9.]*\);.*/\1/p' pyproject.toml)
+        cuda=$(python -c 'import torch; print(torch.version.cuda.partition(".")[0])')
+        python -m pip install --constraint "$lock" "nixl-cu$cuda==$nixl"
         ;;
     *) echo "install_image.sh: expected cpu or cuda, got '${2:-}'" >&2 && exit 2 ;;
     esac

@@ -91,6 +91,8 @@ class GatewayConfig(Section):
     """Where responses of /v1/responses are kept, unless a client sends `store: false`. `memory`: in this gateway, until
     it ends. A URL such as redis://127.0.0.1:6379/0: in a Redis that several gateways may share; needs the extra
     `redis`. `none`: nowhere."""
+    response_store_file: str | None = Field(None, min_length=1)
+    """A file with the URL of a Redis, in place of `response_store`: the URL may have a password. Read at the start."""
     response_store_mib: int = Field(256, ge=1)
     """Memory of a store in `memory`, for all callers; the caller that has the most loses its oldest responses first."""
     response_store_caller_mib: int = Field(64, ge=1)
@@ -162,6 +164,18 @@ class GatewayConfig(Section):
                 f"API keys would be sent to host '{self.host}' in plain text; set tls, or set "
                 "allow_plaintext: true if a proxy in front of this gateway terminates TLS"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_response_store(self) -> Self:
+        if self.response_store_file is None:
+            return self
+        if "response_store" in self.model_fields_set:
+            raise ValueError(
+                "response_store and response_store_file both name a store; remove one of the two"
+            )
+        if "://" in self.response_store_file:
+            raise ValueError("response_store_file names a file with the URL; a URL itself is response_store")
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from baton.errors import FleetError
+from baton.errors import BatonError, FleetError
 from baton.fleet import NodeDescription, RolloutStep
 from baton.messages.control import RolloutBegun, RolloutProgress
 from baton.worker import WorkerRole
@@ -143,15 +143,16 @@ class DrainingNodes:
     def resume(self, names: Iterable[str]) -> None:
         """Continues the draining that a former controller began, without waiting for it."""
         self._mark(names)
-        self._move_away()
+        self._move_away(self.names)
 
     async def mark(self, node: str) -> tuple[str, ...]:
-        """Marks the nodes of this address or name as draining, and returns their names.
+        """Marks the nodes of this address or name as draining, and returns the names of the nodes to empty.
 
+        If one of them is Ray's head, these are all draining nodes: no worker can go on draining without the head.
         Raises FleetError if no node has this address or name, or if the fleet has no other node.
         """
         alive = [known for known in await self._launcher.nodes() if known.is_alive]
-        here = [known.name for known in alive if node in (known.name, known.address)]
+        here = [known for known in alive if node in (known.name, known.address)]
         if not here:
             raise FleetError(
                 f"no node of the fleet has the address or name {node!r}; there are: {_text(alive)}"
@@ -159,18 +160,26 @@ class DrainingNodes:
         if len(here) == len(alive):
             raise FleetError(f"node {node} is the fleet's only node; end the fleet instead")
         still_draining = [known.name for known in alive if known.name in self.names]
-        self._mark(dict.fromkeys([*still_draining, *here]))
-        return tuple(here)
+        names = [known.name for known in here]
+        self._mark(dict.fromkeys([*still_draining, *names]))
+        return self.names if any(known.is_head for known in here) else tuple(names)
 
     async def empty(self, here: Sequence[str], timeout_s: float) -> None:
-        """Returns once these nodes have no workers. FleetError after `timeout_s`; the moves continue."""
-        moving = self._move_away()
-        if moving:
-            await asyncio.wait(moving, timeout=timeout_s)
-        if left := [supervisor.replica.name for supervisor in self._supervisors() if supervisor.is_on(here)]:
-            raise FleetError(
-                f"{', '.join(left)} did not leave {', '.join(here)} within {timeout_s:g} s; their move continues"
-            )
+        """Returns once these nodes have no workers.
+
+        Raises FleetError if a move fails, and after `timeout_s`; the moves that have not ended continue.
+        """
+        moves = self._move_away(here)
+        if moves:
+            await asyncio.wait(moves.values(), timeout=timeout_s)
+        left = [supervisor.replica.name for supervisor in self._supervisors() if supervisor.is_on(here)]
+        failures = {name: why for name in left if name in moves and (why := _failure(moves[name]))}
+        nodes, late = ", ".join(here), ", ".join(name for name in left if name not in failures)
+        problems = [f"{name} did not leave {nodes}: {why}" for name, why in failures.items()]
+        if late:
+            problems.append(f"{late} did not leave {nodes} within {timeout_s:g} s; their move continues")
+        if problems:
+            raise FleetError("; ".join(problems))
 
     async def stop(self) -> None:
         """Cancels all moves."""
@@ -182,17 +191,33 @@ class DrainingNodes:
         self.names = tuple(names)
         self._launcher.avoid(self.names)
 
-    def _move_away(self) -> list[asyncio.Task[None]]:
-        """Begins to move every worker that is on a draining node; a worker that already moves is not drained twice."""
-        tasks = [
-            asyncio.create_task(supervisor.move_away(self.names), name=f"move {supervisor.replica.name}")
+    def _move_away(self, here: Sequence[str]) -> dict[str, asyncio.Task[None]]:
+        """Begins to move every worker that is on these nodes; a worker that already moves is not drained twice.
+
+        Returns the moves by the workers' names.
+        """
+        moves = {
+            supervisor.replica.name: asyncio.create_task(
+                supervisor.move_away(self.names), name=f"move {supervisor.replica.name}"
+            )
             for supervisor in self._supervisors()
-            if supervisor.is_on(self.names)
-        ]
-        for task in tasks:
-            self._moving.add(task)
-            task.add_done_callback(self._moving.discard)
-        return tasks
+            if supervisor.is_on(here)
+        }
+        for move in moves.values():
+            self._moving.add(move)
+            move.add_done_callback(self._moving.discard)
+        return moves
+
+
+def _failure(move: asyncio.Task[None]) -> str | None:
+    """Why a move has failed; None if it runs, or has succeeded."""
+    if not move.done():
+        return None
+    if move.cancelled():
+        return "the fleet is ending"
+    if (error := move.exception()) is None:
+        return None
+    return str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
 
 
 def _text(nodes: Iterable[NodeDescription]) -> str:

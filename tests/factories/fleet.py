@@ -193,6 +193,8 @@ class FakeLauncher:
         """Whether no process can be ended."""
         self.addresses = {"here": "127.0.0.1"}
         """The address of each node. A worker gets the first node that it may use."""
+        self.head = ""
+        """The node of these that is Ray's head."""
         self.avoided: tuple[str, ...] = ()
         self.prepare = prepare
 
@@ -228,6 +230,7 @@ class FakeLauncher:
                 name=node,
                 address=address,
                 is_alive=True,
+                is_head=node == self.head,
                 is_draining=node in self.avoided,
                 workers=tuple(incarnation.name for incarnation in self.alive if incarnation.node == node),
             )

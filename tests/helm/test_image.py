@@ -49,8 +49,15 @@ def test_the_lock_pins_what_the_image_installs() -> None:
     wanted = {re.split(r"[><=;\[ ]", line)[0].lower() for line in done.stdout.splitlines()}
     lock = (ROOT / "requirements" / "cpu.lock").read_text().lower().replace("_", "-")
     pinned = set(re.findall(r"^([a-z0-9._-]+)==", lock, re.MULTILINE))
-    assert wanted
-    assert wanted <= pinned
+    assert {"redis", "opentelemetry-sdk"} <= wanted <= pinned
+
+
+def test_nixl_has_the_version_of_its_extra() -> None:
+    script = (ROOT / "scripts" / "install_image.sh").read_text()
+    (program,) = re.findall(r"nixl=\$\(sed -n '(.*)' pyproject.toml\)", script)
+    done = subprocess.run(["sed", "-n", program, "pyproject.toml"], capture_output=True, text=True, cwd=ROOT)
+    pins = (ROOT / "requirements" / "test_all.lock").read_text().splitlines()
+    assert f"nixl-cu12=={done.stdout.strip()}" in pins
 
 
 def test_the_assembler_is_where_triton_looks_for_it() -> None:

@@ -96,6 +96,7 @@ def test_every_key_that_the_chart_sets_names_the_value_to_use_instead() -> None:
             scaled.fleet_config(),
             scaled.gateway_config(),
             render({"security": {"tls": {"mode": "none"}}}).gateway_config(),
+            render({"gateway": {"responseStore": {"existingSecret": "store"}}}).gateway_config(),
         )
         for section, keys in config.items()
         for key in keys
@@ -130,7 +131,9 @@ def commands_of(release: Release) -> list[list[str]]:
         hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {})
         found += [part["command"] for part in (container, hook) if "command" in part]
     return [
-        shlex.split(command[2].removeprefix("exec ")) if command[:2] == ["/bin/sh", "-c"] else command
+        shlex.split(re.sub(r"^exec |^sleep \d+; | \|\| true$", "", command[2]))
+        if command[:2] == ["/bin/sh", "-c"]
+        else command
         for command in found
     ]
 

@@ -36,6 +36,13 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         {"config": {"gateway": {"require_disaggregated": True}}, "prefill": {"replicas": 0}},
         ["config.gateway.require_disaggregated: without prefill workers every request fails"],
     ),
+    "two stores of responses": (
+        {
+            "config": {"gateway": {"response_store": "none"}},
+            "gateway": {"responseStore": {"existingSecret": "store"}},
+        },
+        ["config.gateway.response_store and gateway.responseStore.existingSecret both name a store"],
+    ),
     "ranks that do not divide": (
         {"prefill": {"tensorParallel": 2}, "decode": {"tensorParallel": 3}},
         ["prefill.tensorParallel (2) and decode.tensorParallel (3): one must be a multiple of the other"],

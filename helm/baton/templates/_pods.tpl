@@ -5,6 +5,11 @@
 {{- with .Values.drain }}{{ add .timeoutSeconds (mul 2 .leaseSeconds) .unresponsiveSeconds }}{{ end }}
 {{- end }}
 
+{{/* For a shell, because nobody else puts the address in. The head's node waits for all workers that drain. */}}
+{{- define "baton.drainCommand" -}}
+baton drain --node "$POD_IP" --fleet-address {{ include "baton.fleetAddress" . }} --timeout {{ include "baton.drainSeconds" . }}
+{{- end }}
+
 {{/* (dict "root" $ "component" NAME "part" VALUES): where a pod may go, and how important it is. */}}
 {{- define "baton.placement" -}}
 securityContext:
@@ -56,6 +61,11 @@ securityContext:
   {{- toYaml .Values.containerSecurityContext | nindent 2 }}
 {{- end }}
 
+{{- define "baton.podAddress" -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end }}
+
 {{/* The cluster's secret comes by the environment: a mounted file would belong to root, and Baton takes only its own. */}}
 {{- define "baton.env" -}}
 - name: BATON_CLUSTER_SECRET
@@ -80,11 +90,14 @@ securityContext:
 {{- end }}
 {{- end }}
 
-{{/* Whether model.path is a name of the Hub, as baton/hub_name.py reads it. */}}
-{{- define "baton.isOfHub" -}}
+{{/* Whether model.path is a name of the Hub. */}}
+{{- define "baton.isOfHub" -}}{{- include "baton.isHubName" .Values.model.path -}}{{- end }}
+
+{{/* Whether a text is a name of the Hub, as baton/hub_name.py reads it. */}}
+{{- define "baton.isHubName" -}}
 {{- $part := "[A-Za-z0-9_][A-Za-z0-9._-]*" -}}
-{{- if regexMatch "^[^:]*\\.gguf$" .Values.model.path -}}
-{{- else if regexMatch (printf "^%s/%s(@[^@:\\s]+)?(:[^@:\\s]+)?$" $part $part) .Values.model.path -}}yes{{- end -}}
+{{- if regexMatch "^[^:]*\\.gguf$" . -}}
+{{- else if regexMatch (printf "^%s/%s(@[^@:\\s]+)?(:[^@:\\s]+)?$" $part $part) . -}}yes{{- end -}}
 {{- end }}
 
 {{/* The model's name for clients. */}}

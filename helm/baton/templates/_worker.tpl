@@ -25,8 +25,7 @@ spec:
       {{- include "baton.container" .root | nindent 6 }}
       env:
         {{- include "baton.env" .root | nindent 8 }}
-        - name: POD_IP
-          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        {{- include "baton.podAddress" .root | nindent 8 }}
         {{- if $usesGpus }}
         - {name: TRITON_CACHE_DIR, value: {{ include "baton.kernelCache" . }}}
         {{- end }}
@@ -39,13 +38,7 @@ spec:
       lifecycle:
         preStop:
           exec:
-            # A shell, because nobody else puts the address in.
-            command:
-              - /bin/sh
-              - -c
-              - >-
-                exec baton drain --node "$POD_IP" --fleet-address {{ include "baton.fleetAddress" .root }}
-                --timeout {{ include "baton.drainSeconds" .root }}
+            command: [/bin/sh, -c, {{ printf "exec %s" (include "baton.drainCommand" .root) | quote }}]
       # The pod lives while its place in Ray is there, which is so at once, whatever becomes of the worker in it: that one
       # the controller starts again.
       startupProbe:

@@ -176,6 +176,51 @@ async def test_a_late_drain_names_the_remaining_workers_and_continues() -> None:
         await all_serve_on(tested, "n2")
 
 
+@in_virtual_time
+async def test_only_the_head_waits_for_other_nodes_that_drain() -> None:
+    launcher = two_nodes()
+    launcher.addresses |= {"idle": "10.0.0.3", "head": "10.0.0.4"}
+    launcher.head = "head"
+    async with fleet(fleet_config(drain_timeout_s=60.0), launcher) as tested:
+        await all_serve_on(tested, "n1")
+        launcher.latest("w1").may_drain.clear()
+        draining = asyncio.create_task(tested.controller.drain_node("n1", 60.0))
+        await asyncio.sleep(0.1)
+        await tested.controller.drain_node("idle", 10.0)
+        assert virtual_loop().now() < 5.0
+        with pytest.raises(FleetError, match=r"^w1 did not leave n1, idle, head within 5 s"):
+            await tested.controller.drain_node("head", 5.0)
+        leaving = asyncio.create_task(tested.controller.drain_node("head", 60.0))
+        await asyncio.sleep(1.0)
+        assert not leaving.done()
+        launcher.latest("w1").may_drain.set()
+        await asyncio.gather(draining, leaving)
+
+
+@in_virtual_time
+async def test_a_move_that_failed_is_not_reported_as_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(timeout_s: float) -> None:
+        raise OSError(f"no Ray, stopped after {timeout_s:g} s")
+
+    launcher = two_nodes()
+    async with fleet(fleet_config(), launcher) as tested:
+        await all_serve_on(tested, "n1")
+        launcher.latest("w2").may_drain.clear()
+        with monkeypatch.context() as broken:
+            broken.setattr(launcher.latest("w1"), "stop", fail)
+            with pytest.raises(FleetError) as late:
+                await tested.controller.drain_node("n1", 0.3)
+        assert str(late.value) == (
+            "w1 did not leave n1: OSError: no Ray, stopped after 5 s; "
+            "w2 did not leave n1 within 0.3 s; their move continues"
+        )
+        draining = asyncio.create_task(tested.controller.drain_node("n1", 60.0))
+        await asyncio.sleep(0.1)
+        await tested.controller.shutdown(may_drain=False)
+        with pytest.raises(FleetError, match=r"^w2 did not leave n1: the fleet is ending$"):
+            await draining
+
+
 async def test_a_node_that_is_not_there_or_the_only_one_cannot_leave() -> None:
     launcher = two_nodes()
     async with fleet(fleet_config(), launcher) as tested:
