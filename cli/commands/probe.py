@@ -43,6 +43,8 @@ def run(url: str, timeout_s: float, tls: TlsFiles, network: NetworkConfig) -> in
         raise ConfigError(
             f"--tls-ca, --tls-cert and --tls-key need an https URL, but this one is {parts.scheme}"
         )
+    if parts.scheme != "fleet" and network.secret_file is not None:
+        raise ConfigError(f"--secret-file needs a fleet URL, but this one is {parts.scheme}")
     if parts.scheme == "fleet":
         asyncio.run(_ask_control_server(parts.netloc, timeout_s, network))
         return 0
@@ -66,6 +68,10 @@ def _parts_of(url: str) -> SplitResult:
         raise ConfigError(
             f"URL: got '{url}'; use SCHEME://HOST:PORT, where the scheme is http, https, tcp or fleet"
         )
+    if parts.scheme in ("tcp", "fleet") and (parts.path.strip("/") or parts.query or parts.fragment):
+        raise ConfigError(
+            f"URL: got '{url}'; tcp and fleet take no path, only {parts.scheme}://{parts.netloc}"
+        )
     return parts
 
 
@@ -87,6 +93,14 @@ def _get(parts: SplitResult, timeout_s: float, tls: TlsFiles) -> None:
 
 
 def _context(tls: TlsFiles) -> ssl.SSLContext:
+    if tls.key is not None and tls.cert is None:
+        raise ConfigError("--tls-key needs --tls-cert: the certificate of this private key")
+    for flag, path in (("--tls-ca", tls.ca), ("--tls-cert", tls.cert), ("--tls-key", tls.key)):
+        try:
+            if path is not None:
+                path.open("rb").close()
+        except OSError as error:  # ssl would name no file
+            raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from error
     try:
         context = ssl.create_default_context(cafile=tls.ca)
         if tls.ca is None:
