@@ -232,6 +232,11 @@ def _drain(options: argparse.Namespace) -> int:
         )
     if options.target != DEFAULT_TARGET:
         raise ConfigError("--target and --fleet-address both say whom to ask; give only one of them")
+    for flag in ("--api-key", "--api-key-file", "--tls", "--tls-ca", "--tls-cert", "--tls-key"):
+        if getattr(options, flag[2:].replace("-", "_")) not in (None, False):
+            raise ConfigError(
+                f"{flag} is for a gateway; a control server (--fleet-address) takes the cluster's secret instead"
+            )
     from cli.commands import drain_node
 
     return drain_node.at_control_server(options.fleet_address, options, _network(options))

@@ -81,6 +81,10 @@ class GatewayError(Exception):
         return "; ".join(hints)
 
 
+class CallBroken(GatewayError):
+    """The connection broke before the answer. The gateway may have the call, and carry it out."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationEnd:
     """How a request ended. The dicts contain the fields of Usage, Timing and Placement."""
@@ -257,7 +261,9 @@ class GatewayClient:
             if "failed to connect" in details:
                 return GatewayError("UNAVAILABLE", self._why_unreachable(details))
             if "ping timeout" in details:
-                return GatewayError("UNAVAILABLE", f"the gateway at {self._target} does not answer any more")
+                return CallBroken("UNAVAILABLE", f"the gateway at {self._target} does not answer any more")
+            if not _details_of(error).reason:  # no gateway made this error
+                return CallBroken("UNAVAILABLE", details or "no details")
         return GatewayError(error.code().name, details or "no details", _details_of(error))
 
     def _why_unreachable(self, details: str) -> str:

@@ -7,7 +7,10 @@ from baton.config import GatewayConfig
 from baton.errors import ConfigError
 
 OTHER_FILES = 1024
-"""The most files that a gateway has open in addition to its clients' connections."""
+"""The most files that a gateway has open in addition to its clients' connections. A worker needs six."""
+
+_FEWEST_OTHER_FILES = 128
+"""Enough for a gateway of some workers. Between both numbers, half of a low hard limit is for other files."""
 
 logger = logging.getLogger(__name__)
 
@@ -15,11 +18,13 @@ logger = logging.getLogger(__name__)
 def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
     """The configuration, with `max_connections` lowered to fit the hard limit of open files. If the operator
     set `max_connections`, and the number is too high, or if no connection fits, raises ConfigError."""
-    num_ports, needed = _num_ports(config), num_needed(config)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard == resource.RLIM_INFINITY or needed <= hard:
+    if hard == resource.RLIM_INFINITY:
         return config
-    num_fitting = (hard - OTHER_FILES) // num_ports
+    num_ports, num_others = _num_ports(config), max(_FEWEST_OTHER_FILES, min(OTHER_FILES, hard // 2))
+    needed, num_fitting = num_ports * config.max_connections + num_others, (hard - num_others) // num_ports
+    if needed <= hard:
+        return config
     remedy = "raise the hard limit (`ulimit -Hn`, LimitNOFILE of systemd, --ulimit nofile of Docker)"
     if "max_connections" not in config.model_fields_set and num_fitting > 0:
         logger.warning(
@@ -34,13 +39,13 @@ def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
     advice = f"lower it to {num_fitting}, or " if num_fitting > 0 else ""
     raise ConfigError(
         f"gateway.max_connections ({config.max_connections}) may need {needed} open files: that many "
-        f"at each of {num_ports} port(s), and {OTHER_FILES} others; this process may open {hard}; "
+        f"at each of {num_ports} port(s), and {num_others} others; this process may open {hard}; "
         f"{advice}{remedy}"
     )
 
 
 def num_needed(config: GatewayConfig) -> int:
-    """How many open files the gateway needs if all connections are in use."""
+    """How many open files the gateway may need if all connections are in use."""
     return _num_ports(config) * config.max_connections + OTHER_FILES
 
 

@@ -17,7 +17,7 @@ from cli.console import CommandConsole
 from cli.target import Target
 from cli.views import words
 from cluster.serve.screen import Screen, ScreenStage
-from gateway.client import GatewayClient, GatewayError
+from gateway.client import CallBroken, GatewayClient, GatewayError
 
 LOOK_INTERVAL_S = 1.0
 """Pause between two requests for the state of the workers."""
@@ -120,11 +120,16 @@ def running_command(command: str, doing: str, as_json: bool) -> Iterator[ScreenS
         left = f"baton {command}: stopped waiting; the fleet still carries it out; see `baton status`"
         print(left, file=sys.stderr)
         raise
+    except CallBroken:
+        print(
+            f"baton {command}: the fleet may carry it out nevertheless: see `baton status`", file=sys.stderr
+        )
+        raise
 
 
 def _with_progress(error: GatewayError, steps: list[RolloutStep]) -> GatewayError:
     done = ", ".join(step.worker for step in steps)
-    return GatewayError(
+    return type(error)(
         error.code, f"{error.message}; restarted before that: {len(steps)} of {steps[-1].count}: {done}"
     )
 

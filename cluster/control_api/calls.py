@@ -107,6 +107,8 @@ class CallRow:
     """How long the answer may take in this fleet, in addition to the time that any answer takes."""
     is_command: bool = False
     """A command that has begun is completed even if its caller disconnects."""
+    is_of_rollout: bool = False
+    """Begins or follows a rollout, which continues as a command does."""
     is_for_owner: bool = False
     """Only the process that owns the fleet may make this call. Over the network, the call is refused."""
 
@@ -178,11 +180,13 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
         is_command=True,
     ),
     BeginRollout: CallRow(
-        answer=lambda fleet, request: fleet.controller.rollouts.begin_rollout(request.workers)
+        answer=lambda fleet, request: fleet.controller.rollouts.begin_rollout(request.workers),
+        is_of_rollout=True,
     ),
     WaitRolloutStep: CallRow(
         answer=lambda fleet, request: fleet.controller.rollouts.wait_step(request.rollout_id, request.index),
         wait_s=_renew_s,
+        is_of_rollout=True,
     ),
     # calls of the fleet's owner
     WaitStart: CallRow(
@@ -200,8 +204,21 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
 CONTROL_CODEC = ControlCodec(CALLS)
 
 
+class CallNotSent(ClusterError):
+    """A carrier could not send the call. After any other error of a carrier, the controller may have the call."""
+
+
+def lost_reply(error: ClusterError, request: ControlRequest[Any]) -> ClusterError:
+    """The error of a call that was sent and has no reply. The error of a command says what this may mean."""
+    row = CALLS[type(request)]
+    if not (row.is_command or row.is_of_rollout):
+        return error
+    return ClusterError(f"{error}; the command may be carried out nevertheless: see `baton status`")
+
+
 class Carrier(Protocol):
-    """Carries a call to a controller and the reply back; knows no message. Raises ClusterError on failure."""
+    """Carries a call to a controller and the reply back; knows no message. Raises ClusterError on failure:
+    CallNotSent if the controller has surely not got the call."""
 
     @property
     def address(self) -> str:
@@ -237,7 +254,13 @@ class ControlClient:
             await self._check_fleet()
         wait_s = CALLS[type(request)].wait_s(request, self.patience)
         frame = CONTROL_CODEC.frame(next(self._numbers), wait_s, request)
-        value = CONTROL_CODEC.value_in(await self.carrier.exchange(frame, hangs_after_s), request)
+        try:
+            reply = await self.carrier.exchange(frame, hangs_after_s)
+        except CallNotSent:
+            raise
+        except ClusterError as error:
+            raise lost_reply(error, request) from None
+        value = CONTROL_CODEC.value_in(reply, request)
         if isinstance(value, FleetConfiguration):
             self._note_fleet(value)
         return value

@@ -28,7 +28,7 @@ from baton.messages.control_codec import (
 )
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import PlaneKeys
-from cluster.control_api.calls import CALLS, CONTROL_CODEC
+from cluster.control_api.calls import CALLS, CONTROL_CODEC, lost_reply
 from cluster.control_api.server_socket import MAX_CALLS_OF_ONE, ServerSocket
 from cluster.controller.follower import ViewFollower
 
@@ -102,12 +102,12 @@ class ControlServer:
 
     async def _reply(self, peer: bytes, call: CallFrame) -> None:
         try:
+            request = CONTROL_CODEC.request_in(call)
             async with awake_timeout(call.timeout_s):
-                request = CONTROL_CODEC.request_in(call)
                 reply = CONTROL_CODEC.answer(call.number, request, await self._answer(request))
         except TimeoutError:
             late = ClusterError(f"the fleet's controller did not answer within {call.timeout_s:g} s")
-            reply = failure(call.number, late)
+            reply = failure(call.number, lost_reply(late, request))
         except BatonError as error:
             reply = failure(call.number, error)
         except asyncio.CancelledError:

@@ -24,7 +24,7 @@ from baton.messages.control_codec import (
 from baton.system.addresses import connect
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
-from cluster.control_api.calls import ControlClient
+from cluster.control_api.calls import CallNotSent, ControlClient
 from cluster.control_api.server_socket import MAX_CALLS_OF_ONE, set_heartbeats
 from cluster.controller.supervisor import Patience
 
@@ -101,7 +101,7 @@ class ZmqCarrier:
         self._context.term()
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:  # noqa: ARG002
-        """The reply. ClusterError if there is no connection, if it breaks, or if no reply arrives in time."""
+        """The reply. CallNotSent if there is no connection; ClusterError if it breaks, or for no reply in time."""
         await self._until_connected()
         timeout_s = frame.timeout_s + ANSWER_S
         message = write_call(replace(frame, timeout_s=timeout_s))
@@ -123,7 +123,7 @@ class ZmqCarrier:
         try:
             await self._socket.send(message, zmq.NOBLOCK)
         except zmq.Again:
-            raise ClusterError(
+            raise CallNotSent(
                 f"the control server at {self.address} accepts no more calls at present; try again later"
             ) from None
 
@@ -133,7 +133,7 @@ class ZmqCarrier:
                 await self._is_known.wait()
         if not self._is_connected:
             why = self.refusal or f"no answer for {CONNECT_S:g} s"
-            raise ClusterError(f"no connection to the control server at {self.address}: {why}")
+            raise CallNotSent(f"no connection to the control server at {self.address}: {why}")
 
     async def _receive_replies(self) -> None:
         while True:

@@ -211,7 +211,7 @@ class Controller:
         """
         if self._rolling is not None:
             raise FleetError(f"a rollout is under way, at worker {self._rolling}; wait for its end")
-        names = [self._supervisor(name).replica.name for name in workers]
+        names = [self._supervisor(name).replica.name for name in dict.fromkeys(workers)]
         names = names or [
             replica.name for replica in self._desired.replicas.values() if not replica.is_draining
         ]

@@ -7,6 +7,7 @@ run on the main thread.
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import math
 import os
@@ -50,6 +51,9 @@ _SYSTEM_CONFIG: dict[str, int | bool] = {
 _PROBE_TIMEOUT_S = 5.0
 
 _TRY_AGAIN_S = 1.0
+
+_INSTALL_RAYS_HANDLER = "_ZN3ray6RayLog27InstallFailureSignalHandlerEPKcb"
+"""ray::RayLog::InstallFailureSignalHandler(const char*, bool), which installs a handler unless it is installed."""
 
 _MAX_SOCKET_PATH = 107  # sun_path of unix(7) less its terminator
 
@@ -244,12 +248,8 @@ def _fewer_processes() -> Iterator[None]:
         def start_api_server(self, **_options: object) -> None:
             """Starts no dashboard server."""
 
-    names = vars(node)
-    former, names["Node"] = node.Node, Node
-    try:
+    with _replaced(node, "Node", Node):
         yield
-    finally:
-        names["Node"] = former
 
 
 @contextmanager
@@ -289,23 +289,59 @@ def _children(pid: int) -> list[int]:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keeps Ray from replacing this process's handler of SIGTERM, which stops a start as Ctrl-C does."""
-    from ray._private import utils
+    """Keeps Ray from replacing this process's handler of SIGTERM, which stops a start as Ctrl-C does.
 
-    names = vars(utils)
-    former, names["set_sigterm_handler"] = utils.set_sigterm_handler, lambda _handler: None
+    Ray's own handler in C++ prints a stack and aborts the process. `ray.init` installs it, unless it is installed
+    already; so this function installs it first, and puts ours back. While Ray connects, signals wait: a driver that
+    is interrupted there ends with SIGSEGV.
+    """
+    from ray import _raylet
+    from ray._private import utils, worker
+
+    with contextlib.suppress(AttributeError):  # a build of Ray that hides this function
+        getattr(ctypes.CDLL(_raylet.__file__), _INSTALL_RAYS_HANDLER)(None, False)
+    _restore_handler()
+    with (
+        _replaced(utils, "set_sigterm_handler", lambda _handler: None),
+        _replaced(worker, "connect", _signals_wait()(worker.connect)),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    names = vars(module)
+    former, names[name] = names[name], value
     try:
         yield
     finally:
-        names["set_sigterm_handler"] = former
+        names[name] = former
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """The handlers of SIGINT and SIGTERM run only after the body."""
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    former = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, former, strict=True):
+            signal.signal(number, handler)
+        for late in came:
+            signal.raise_signal(late)
+
+
+def _restore_handler() -> None:
+    if (handler := signal.getsignal(signal.SIGTERM)) is not None:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _init(ray: ModuleType, address: str, **options: Any) -> None:
     try:
         with _own_signals():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-        if (handler := signal.getsignal(signal.SIGTERM)) is not None:
-            signal.signal(signal.SIGTERM, handler)  # instead of the one in Ray's C++, which prints a stack
     except Exception as error:  # Ray raises a bare Exception if a busy machine takes too long
         what = "start Ray" if address == "local" else f"join the Ray cluster at {address}"
         raise ClusterError(f"could not {what} (cluster.ray_address): {_root_cause(error)}") from error

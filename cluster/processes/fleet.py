@@ -31,7 +31,7 @@ from cluster.controller.cpu_shares import CpuShares
 from cluster.controller.desired import Memory
 from cluster.controller.launcher import Found, OnStartProgress
 from cluster.controller.owner import OnProgress, OnServing, first_start
-from cluster.processes.worker_process import WorkerProcess, write_config
+from cluster.processes.worker_process import WorkerProcess, how_it_ended, write_config
 from worker.control_channel import StdioControlClient
 
 R = TypeVar("R")
@@ -108,7 +108,7 @@ class ProcessIncarnation:
             if self._control.is_gone:
                 await self._exits_within(_EXIT_S)
             if self._exit.done():
-                raise ClusterError(f"its process ended with {self._exit.result()}")
+                raise ClusterError(how_it_ended(self._exit.result()))
             return await asking
         finally:
             asking.cancel()

@@ -64,7 +64,7 @@ class WorkerProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise WorkerUnavailable(f"its process ended with {self._process.wait()} before it was ready")
+            raise WorkerUnavailable(f"{how_it_ended(self._process.wait())} before it was ready")
         return endpoint_from_json(line)
 
     def control(self) -> StdioControlClient:
@@ -99,6 +99,15 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+
+def how_it_ended(code: int) -> str:
+    """Text for a message, from the exit code as `subprocess` gives it: a signal is a negative number."""
+    return (
+        f"its process was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"its process ended with exit code {code}"
+    )
 
 
 def write_config(folder: str, config: BatonConfig, model_path: Path) -> Path:

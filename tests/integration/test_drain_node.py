@@ -90,6 +90,16 @@ def test_the_longest_timeout_is_the_gateways(
             "baton drain: --fleet-address: got 'nowhere'; use HOST:PORT",
         ),
         (["--node", "n1", "--fleet-address", "a:1", "--target", "b:2"], "--target and --fleet-address both"),
+        *[
+            (["--node", "n1", "--fleet-address", "a:1", *flag], f"{flag[0]} is for a gateway")
+            for flag in (
+                ["--api-key", "k"],
+                ["--api-key-file", "f"],
+                ["--tls"],
+                ["--tls-ca", "f"],
+                ["--tls-key", "f"],
+            )
+        ],
     ],
 )
 def test_what_does_not_go_together_is_a_usage_error(

@@ -18,7 +18,7 @@ from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2
 from gateway import client
-from gateway.client import GatewayError
+from gateway.client import CallBroken
 from gateway.grpc import guard, server
 from tests.factories.breakable_line import breakable_line
 from tests.factories.counting_proxy import proxy_to
@@ -198,7 +198,7 @@ async def test_batons_own_client_does_not_wait_for_a_gateway_that_no_longer_answ
         assert not done, "it answers several pings"
         line.swallows = "to worker"
         with pytest.raises(
-            GatewayError, match=f"^UNAVAILABLE: the gateway at {target} does not answer any more$"
+            CallBroken, match=f"^UNAVAILABLE: the gateway at {target} does not answer any more$"
         ):
             await answer
         line.cut()

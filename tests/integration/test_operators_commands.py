@@ -18,6 +18,8 @@ import pytest
 from baton.errors import FleetError
 from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
+from cli.commands.operators import running_command
+from gateway.client import CallBroken
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
 from tests.factories.serving import baton
@@ -152,6 +154,18 @@ async def test_ctrl_c_ends_the_wait_and_says_that_the_order_stands(folder: Path)
             assert b"is removed" not in shown.shown
         finally:
             await asyncio.to_thread(shown.close)
+
+
+def test_a_gateway_that_is_lost_during_a_command_may_have_passed_it_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = CallBroken("UNAVAILABLE", "Socket closed")
+    with pytest.raises(CallBroken), running_command("drain", "draining w0", as_json=True):
+        raise error
+    assert (
+        "baton drain: the fleet may carry it out nevertheless: see `baton status`\n"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf", "soon"])

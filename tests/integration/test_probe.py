@@ -113,19 +113,37 @@ async def test_a_fleet_is_well_once_it_serves(
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        ["127.0.0.1:8000"],
-        ["ftp://127.0.0.1:8000"],
-        ["http://127.0.0.1"],
-        ["http://[::1/"],
-        ["http://127.0.0.1:99999/"],
-        ["http://127.0.0.1:80/", "--tls-ca", "x"],
-        ["https://127.0.0.1:80/", "--tls-ca", "/no/such/file"],
+        (["127.0.0.1:8000"], "URL: got '127.0.0.1:8000'; use SCHEME://HOST:PORT"),
+        (["ftp://127.0.0.1:8000"], "URL: got"),
+        (["http://127.0.0.1"], "URL: got"),
+        (["http://[::1/"], "URL: got"),
+        (["http://127.0.0.1:99999/"], "URL: got"),
+        (
+            ["tcp://127.0.0.1:80/some/path"],
+            "URL: got 'tcp://127.0.0.1:80/some/path'; tcp and fleet take no path",
+        ),
+        (["fleet://127.0.0.1:80?x"], "URL: got 'fleet://127.0.0.1:80?x'; tcp and fleet take no path"),
+        (["http://127.0.0.1:80/", "--tls-ca", "x"], "--tls-ca, --tls-cert and --tls-key need an https URL"),
+        (
+            ["http://127.0.0.1:80/", "--secret-file", "x"],
+            "--secret-file needs a fleet URL, but this one is http",
+        ),
+        (["https://127.0.0.1:80/", "--tls-key", "x"], "--tls-key needs --tls-cert"),
+        (
+            ["https://127.0.0.1:80/", "--tls-ca", "/no/file"],
+            "--tls-ca /no/file: cannot be read: No such file",
+        ),
+        (["https://127.0.0.1:80/", "--tls-cert", "/no/file"], "--tls-cert /no/file: cannot be read: No such"),
+        (
+            ["https://127.0.0.1:80/", "--tls-ca", "/dev/null"],
+            "cannot use --tls-ca, --tls-cert or --tls-key: ",
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_a_usage_error(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["probe", *arguments]) == USAGE
-    assert capsys.readouterr().err.startswith("baton probe: ")
+    assert capsys.readouterr().err.startswith(f"baton probe: {message}")

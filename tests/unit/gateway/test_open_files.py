@@ -74,9 +74,12 @@ def test_too_many_connections_are_an_error_that_names_a_number_that_fits(
     assert limits.soft == 1024
     assert raised(monkeypatch, limits, max_connections=1536) == 4096
     assert raised(monkeypatch, limits, max_connections=3072, http_port=None) == 4096
+    with pytest.raises(ConfigError, match=r"1112 open files.* 512 others.* may open 1024; lower it to 256"):
+        raised(monkeypatch, Limits(256, 1024), max_connections=300)
+    assert raised(monkeypatch, Limits(256, 1024), max_connections=256) == 1024
     for config in ({"max_connections": 1}, {}):
-        with pytest.raises(ConfigError, match="others; this process may open 512; raise the hard"):
-            raised(monkeypatch, Limits(256, 512), **config)
+        with pytest.raises(ConfigError, match="128 others; this process may open 128; raise the hard"):
+            raised(monkeypatch, Limits(64, 128), **config)
 
 
 def test_connections_that_the_configuration_does_not_count_are_as_many_as_fit(
@@ -88,5 +91,6 @@ def test_connections_that_the_configuration_does_not_count_are_as_many_as_fit(
         "lowered gateway.max_connections from 2048 to 1536: this process may open only 4096 files"
         in caplog.text
     )
-    monkeypatch.setattr(resource, "getrlimit", Limits(1024, 20_000).get)
-    assert fitted_to_open_files(GatewayConfig()).max_connections == 2048
+    for hard, max_connections in ((20_000, 2048), (1024, 256), (200, 36)):
+        monkeypatch.setattr(resource, "getrlimit", Limits(100, hard).get)
+        assert fitted_to_open_files(GatewayConfig()).max_connections == max_connections

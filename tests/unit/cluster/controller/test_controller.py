@@ -250,6 +250,8 @@ async def test_a_rollout_restarts_one_worker_after_the_other() -> None:
         for incarnation in tested.launcher.incarnations[:3]:
             assert incarnation.commands[:2] == ["drain 0", "stop 5"]
         assert len(tested.launcher.incarnations) == 6
+        twice = [step.worker async for step in tested.controller.rollout(("w2", "w0", "w2"))]
+        assert twice == ["w2", "w0"]
 
 
 async def test_with_room_the_new_incarnation_is_ready_before_the_old_one_drains() -> None:

@@ -1,9 +1,11 @@
 """What Ray reads from the environment before it is imported, and where it may be."""
 
+import ctypes
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -11,11 +13,13 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-from ray._private import utils
+from ray import _raylet
+from ray._private import utils, worker
 
 from baton.config import ClusterConfig
 from baton.errors import ClusterError, ConfigError
 from cluster.on_ray.session import (
+    _INSTALL_RAYS_HANDLER,
     _init,
     _joined,
     _no_agents_left,
@@ -27,6 +31,31 @@ from cluster.on_ray.session import (
 )
 
 JOINED = ClusterConfig(ray_address="head:6379")
+LIBC = ctypes.CDLL(None)
+
+
+def actions() -> dict[int, ctypes.Array[ctypes.c_char]]:
+    """What the kernel does on each signal that Ray's C++ handles: struct sigaction begins with the handler."""
+    found: dict[int, ctypes.Array[ctypes.c_char]] = {}
+    for number in (
+        signal.SIGTERM,
+        signal.SIGSEGV,
+        signal.SIGILL,
+        signal.SIGFPE,
+        signal.SIGABRT,
+        signal.SIGBUS,
+    ):
+        found[number] = ctypes.create_string_buffer(256)
+        LIBC.sigaction(number, None, found[number])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_ray_do_not_stay() -> Iterator[None]:
+    former = actions()
+    yield
+    for number, action in former.items():
+        LIBC.sigaction(number, action, None)
 
 
 def test_a_private_ray_stays_on_loopback_behind_a_fresh_secret(tmp_path: Path) -> None:
@@ -100,12 +129,49 @@ def test_an_address_without_a_listener_fails_at_once() -> None:
         _probe(address)
 
 
-def test_ray_leaves_the_handler_of_sigterm_as_it_is() -> None:
-    former, ray = signal.getsignal(signal.SIGTERM), Mock(spec=["init"])
-    ray.init.side_effect = lambda **_: utils.set_sigterm_handler(lambda *_: sys.exit(15))
+def test_ray_leaves_the_handler_of_sigterm_as_it_is_even_while_it_starts() -> None:
+    former, ray = signal.signal(signal.SIGTERM, lambda *_: None), Mock(spec=["init"])
+    ours = signal.getsignal(signal.SIGTERM), actions()[signal.SIGTERM][:8]
+
+    def start(**_options: object) -> None:
+        utils.set_sigterm_handler(lambda *_: sys.exit(15))
+        getattr(ctypes.CDLL(_raylet.__file__), _INSTALL_RAYS_HANDLER)(None, False)
+        assert (signal.getsignal(signal.SIGTERM), actions()[signal.SIGTERM][:8]) == ours
+
+    ray.init.side_effect = start
     _init(ray, address="local")
-    assert signal.getsignal(signal.SIGTERM) is former
+    signal.signal(signal.SIGTERM, former)
     assert utils.set_sigterm_handler.__module__ == "ray._private.utils", "it is as it was"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("error", [None, ConnectionError()])
+def test_a_signal_while_ray_connects_takes_effect_when_it_has_connected(
+    monkeypatch: pytest.MonkeyPatch, number: int, error: Exception | None
+) -> None:
+    events: list[str] = []
+
+    def connect() -> None:
+        signal.raise_signal(number)
+        events.append("connected")
+        if error is not None:
+            raise error
+
+    def stop(*_: object) -> None:
+        events.append("stop")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "connect", connect)
+    ray = Mock(spec=["init"])
+    ray.init.side_effect = lambda **_: worker.connect()
+    former = signal.signal(number, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _init(ray, address="local")
+        assert signal.getsignal(number) is stop
+    finally:
+        signal.signal(number, former)
+    assert events == ["connected", "stop"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

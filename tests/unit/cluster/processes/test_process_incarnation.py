@@ -1,4 +1,4 @@
-"""How long a worker's process has to end, by its parent's clock; the process is replaced."""
+"""How long a worker's process has to end, by its parent's clock, and how it ended; the process is replaced."""
 
 import asyncio
 import signal
@@ -9,6 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from baton.errors import ClusterError
+from baton.messages.control import DescribeFleet
 from cluster.processes import fleet
 from cluster.processes.fleet import ProcessIncarnation
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
@@ -31,7 +33,7 @@ class Process:
         raise AssertionError("its result is `exit`")
 
     def control(self) -> Any:
-        return Mock(is_gone=False)
+        return Mock(is_gone=False, call=lambda _: asyncio.Event().wait())
 
     def ask_to_end(self) -> None:
         self.signals.append(signal.SIGTERM)
@@ -88,3 +90,21 @@ async def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyP
         await incarnation.stop(5.0)
     assert process.signals == [signal.SIGTERM, signal.SIGKILL]
     assert virtual_loop().now() - begun == pytest.approx(5.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        (-signal.SIGKILL, "its process was killed by SIGKILL"),
+        (3, "its process ended with exit code 3"),
+    ],
+)
+@in_virtual_time
+async def test_a_call_says_how_the_process_has_ended(
+    monkeypatch: pytest.MonkeyPatch, code: int, end: str
+) -> None:
+    incarnation, process = await serving(monkeypatch)
+    process.exit.set_result(code)
+    with pytest.raises(ClusterError) as caught:
+        await incarnation.call(DescribeFleet())
+    assert str(caught.value) == end
