@@ -45,6 +45,9 @@ class BatonSide:
     """Baton's engine without its threads and sockets: scheduler, runner, sampler."""
 
     def __init__(self, model: str, dtype: str, threads: int) -> None:
+        from baton.system.cpus import let_openmp_sleep
+
+        let_openmp_sleep()  # as a worker does
         import torch
 
         from baton.config import BatonConfig, ModelConfig, SchedulerConfig

@@ -2,9 +2,11 @@
 
 import sys
 
+from baton.system.cpus import let_openmp_sleep
 from baton.system.garbage import imports
 
 if __name__ == "__main__":
+    let_openmp_sleep()
     with imports():
         from worker.process import main
     sys.exit(main())

@@ -39,13 +39,13 @@ class CpuShare:
     cpus: tuple[int, ...] = ()
     """The logical CPUs that all threads of the worker keep to; empty: it is not pinned."""
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables for the worker's process, needed before it loads OpenMP.
 
-        Threads that share a core must not wait busily: the thread that they wait for may need the core.
-        """
-        return {} if self.cpus else {"OMP_WAIT_POLICY": "PASSIVE"}
+def let_openmp_sleep() -> None:
+    """Lets threads of OpenMP, with which PyTorch computes, sleep while they wait. Call this before PyTorch is imported.
+
+    Waiting busily, they would take cores from the threads of our own kernels, and from those that they wait for.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def find_machine(root: Path = _ROOT) -> Machine:

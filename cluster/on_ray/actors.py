@@ -14,7 +14,7 @@ from baton.config import BatonConfig, NetworkConfig
 from baton.errors import ConfigError
 from baton.messages.control import WORKER_CALLS, ControlRequest, Done
 from baton.messages.control_codec import ControlCodec
-from baton.system.cpus import CpuShare, Machine, find_machine
+from baton.system.cpus import CpuShare, Machine, find_machine, let_openmp_sleep
 from baton.system.curve import ClusterKeys, derive_keys
 from baton.system.garbage import imports, settle
 from baton.system.hosts import WILDCARDS
@@ -120,8 +120,7 @@ class WorkerActor:
     def _start(self, share: CpuShare | None) -> WorkerEndpoint:
         # Ray reports an error in the constructor as the actor's death, so the worker starts here. The imports are here
         # because the controller imports this class and must not load torch.
-        for name, value in share.environment.items() if share is not None else ():
-            os.environ.setdefault(name, value)
+        let_openmp_sleep()
         with imports():
             from engine.loading.pretrained import default_cache_dir, folder_here
             from worker.control_calls import WorkerControl

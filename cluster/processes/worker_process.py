@@ -45,7 +45,6 @@ class WorkerProcess:
             command += ["--log-level", log_level]
         if share is not None:
             command += ["--threads", str(share.num_threads), "--cpus", cpus_text(share.cpus)]
-            environment = share.environment | environment
         self._process = subprocess.Popen(
             [*command, "--config", str(config_path)],
             stdin=subprocess.PIPE,

@@ -1,9 +1,8 @@
 """NativeLibrary: finds a compiler, compiles the kernels once, and loads them.
 
-The compiled library is in Baton's cache folder; its name contains a digest of source, flags and OpenMP
-runtime. A container image may already contain it: `python -m engine.native.library FOLDER` compiles every
-instruction set of this kind of machine, and BATON_NATIVE_KERNELS names that folder. With the value `off`,
-torch computes everything.
+The compiled library is in Baton's cache folder; its name contains a digest of source and flags. A container
+image may already contain it: `python -m engine.native.library FOLDER` compiles every instruction set of this
+kind of machine, and BATON_NATIVE_KERNELS names that folder. With the value `off`, torch computes everything.
 """
 
 import ctypes
@@ -19,8 +18,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-
-import torch
 
 from engine.loading.pretrained import default_cache_dir
 from engine.native.compilers import VARIABLE, compilers
@@ -128,7 +125,7 @@ def _compile(compiler: list[str], instructions: InstructionSet, library: Path, p
 
         objects = threads.map(compile_one, sorted(SOURCES.glob(pattern)))
         output = Path(scratch) / library.name
-        _run([*command, "-shared", *objects, "-o", str(output), str(_openmp())])
+        _run([*command, "-shared", "-pthread", *objects, "-o", str(output)])
         output.replace(library)
 
 
@@ -144,19 +141,10 @@ def _run(command: list[str]) -> None:
 
 
 def _file_name(instructions: InstructionSet) -> str:
-    digest = hashlib.sha256(repr((FLAGS, instructions.compiler_flags, _openmp().name)).encode())
+    digest = hashlib.sha256(repr((FLAGS, instructions.compiler_flags)).encode())
     for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(path.read_bytes())
     return f"baton-{instructions.name}-{digest.hexdigest()[:16]}.so"
-
-
-def _openmp() -> Path:
-    """The OpenMP runtime that torch has loaded."""
-    folders = [Path(torch.__file__).parent / "lib", Path(torch.__file__).parent.parent / "torch.libs"]
-    for folder in folders:
-        for path in sorted(folder.glob("libgomp*.so*")):
-            return path
-    raise _NotAvailableError(f"PyTorch {torch.__version__} has no libgomp")
 
 
 def main(folder: Path) -> None:

@@ -78,13 +78,6 @@ def test_a_damaged_file_in_the_cache(caplog: pytest.LogCaptureFixture, tmp_path:
 
 
 @needs_compiler
-def test_a_library_is_named_after_the_openmp_runtime_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = library._file_name(INSTRUCTION_SETS[0])
-    monkeypatch.setattr(library, "_openmp", lambda: Path("libgomp-another.so.1"))
-    assert library._file_name(INSTRUCTION_SETS[0]) != name
-
-
-@needs_compiler
 @pytest.mark.parametrize("content", [None, b"\x7fELF"], ids=["missing", "damaged"])
 def test_a_prebuilt_library_that_cannot_be_used_leaves_the_work_to_torch(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes | None

@@ -3,7 +3,7 @@
 import ctypes
 import platform
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ ROWS = (*range(1, 21), 64, 300)
 @pytest.fixture(scope="module", params=SETS, ids=lambda instructions: instructions.name)
 def products(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Products:
     if request.param == MACHINES:
-        return Products(native_library())
+        return Products(cast("ctypes.CDLL", native_library()))
     library: Path = tmp_path_factory.mktemp("kernels") / "products.so"
     compile_kernels(request.param, library, "*_products.cpp")
     return Products(ctypes.CDLL(str(library)))
