@@ -209,7 +209,7 @@ class CallNotSent(ClusterError):
 
 
 def lost_reply(error: ClusterError, request: ControlRequest[Any]) -> ClusterError:
-    """The error of a call that was sent and has no reply. The error of a command says what this may mean."""
+    """The error of a call that was sent and has no reply: of a command, a ClusterError that says what this may mean."""
     row = CALLS[type(request)]
     if not (row.is_command or row.is_of_rollout):
         return error

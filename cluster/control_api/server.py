@@ -111,7 +111,8 @@ class ControlServer:
         except BatonError as error:
             reply = failure(call.number, error)
         except asyncio.CancelledError:
-            reply = failure(call.number, ClusterError("the control server was closed"))
+            closed = ClusterError("the control server was closed")
+            reply = failure(call.number, lost_reply(closed, request))
         except Exception as error:  # after any error, the caller must get a reply
             logger.exception("a control call failed with an unexpected error")
             reply = failure(call.number, ClusterError(f"the control server failed: {type(error).__name__}"))

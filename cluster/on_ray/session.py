@@ -292,8 +292,9 @@ def _own_signals() -> Iterator[None]:
     """Keeps Ray from replacing this process's handler of SIGTERM, which stops a start as Ctrl-C does.
 
     Ray's own handler in C++ prints a stack and aborts the process. `ray.init` installs it, unless it is installed
-    already; so this function installs it first, and puts ours back. While Ray connects, signals wait: a driver that
-    is interrupted there ends with SIGSEGV.
+    already; so this function installs it first, and puts ours back. While Ray connects, signals wait, however many
+    come: a driver that is interrupted there ends with SIGSEGV. Then ours is put back again, for a build of Ray that
+    hides how to install its own.
     """
     from ray import _raylet
     from ray._private import utils, worker

@@ -102,11 +102,10 @@ class WorkerProcess:
 
 def how_it_ended(code: int) -> str:
     """Text for a message, from the exit code as `subprocess` gives it: a signal is a negative number."""
-    return (
-        f"its process was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"its process ended with exit code {code}"
-    )
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"its process was killed by {name}"
 
 
 def write_config(folder: str, config: BatonConfig, model_path: Path) -> Path:

@@ -22,15 +22,18 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "a key without another value": (
         {"config": {"cluster": {"ray_address": "auto"}}},
-        ["config.cluster.ray_address: the chart sets this by itself; it cannot be changed, so remove it"],
+        ["config.cluster.ray_address: the chart sets this by itself; remove it"],
     ),
     "one address for all pods": (
         {"config": {"network": {"advertise_host": "1.2.3.4"}}},
-        ["config.network.advertise_host: the chart sets this by itself; it cannot be changed, so remove it"],
+        ["config.network.advertise_host: is wrong in the pods of the chart; remove it"],
     ),
     "a secret in a file": (
         {"config": {"network": {"secret_file": "/tmp/secret"}}},
-        ["config.network.secret_file: the chart sets", "set security.clusterSecret.existingSecret instead"],
+        [
+            "config.network.secret_file: is wrong in the pods",
+            "set security.clusterSecret.existingSecret instead",
+        ],
     ),
     "hand-overs from no worker": (
         {"config": {"gateway": {"require_disaggregated": True}}, "prefill": {"replicas": 0}},
@@ -76,7 +79,10 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "ranks that every role has already": (
         {"config": {"engine": {"tensor_parallel": 4}}},
-        ["config.engine.tensor_parallel: the chart sets", "set prefill.tensorParallel and decode.tensor"],
+        [
+            "config.engine.tensor_parallel: is wrong in the pods",
+            "set prefill.tensorParallel and decode.tensor",
+        ],
     ),
     "TLS without its Secret": (
         {"security": {"tls": {"mode": "existingSecret"}}},
@@ -282,7 +288,7 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
                 },
             }
         },
-        ['model.download.files: https://a.b/c has no name ("config.json"), or that of another file'],
+        ['model.download.files: https://a.b/c: another file is named "config.json", too; set name'],
     ),
     "a GGUF file that no download brings": (
         {
@@ -341,6 +347,9 @@ def test_there_is_no_refusal_without_a_reason() -> None:
     as_limited = {"resources": {"requests": {"memory": 34359738368}}}
     below = {"resources": {"requests": {"cpu": "1500m"}, "limits": {"cpu": 2}}}
     render({"prefill": {"resources": None}, "decode": as_limited, "gateway": below})
+    render({"security": {"apiKeys": {"keys": None}}, "gateway": {"responseStore": None}})
+    for_redis = {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "600"}
+    render({"decode": {"extraEnv": [for_redis]}})
     two = [{"name": "admin", "sha256": digit * 64, "scopes": ["administer"]} for digit in "bc"]
     render({"security": {"apiKeys": {"keys": two}}})
     render(

@@ -180,6 +180,21 @@ async def test_a_restarted_control_server_is_missed_at_once_and_found_again() ->
             assert await client.call(WaitView("", -1, 5.0)) == view
 
 
+async def test_a_command_whose_control_server_closes_may_be_carried_out_and_its_error_says_so() -> None:
+    config = fleet_config()
+    async with fleet(config) as tested:
+        await tested.all_serve(3)
+        tested.launcher.latest("w1").may_drain.clear()
+        async with control_server(config, tested.controller) as server, client_of(server, config) as client:
+            running = asyncio.create_task(client.call(DrainWorker("w1")))
+            await client.call(DescribeFleet())  # what was sent before this is there
+            for task in server._tasks:
+                task.cancel()  # as `close` does
+            with pytest.raises(ClusterError, match=f"the control server was closed; {DOUBT}$"):
+                await running
+        tested.launcher.latest("w1").may_drain.set()
+
+
 async def test_a_command_whose_connection_breaks_may_be_carried_out_and_its_error_says_so() -> None:
     config = fleet_config()
     async with fleet(config) as tested:

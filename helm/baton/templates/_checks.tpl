@@ -106,8 +106,11 @@
 {{- $names := list -}}
 {{- range .download.files -}}
 {{- $name := .name | default (regexReplaceAll "[?#].*" .url "" | splitList "/" | last) -}}
-{{- if or (has $name $names) (not (regexMatch "^[^.]" $name)) -}}
-{{- fail (printf "model.download.files: %s has no name (%q), or that of another file; set its name" .url $name) -}}
+{{- if not (regexMatch "^[^.]" $name) -}}
+{{- fail (printf "model.download.files: %s: its name %q must not be empty or begin with a dot; set name" .url $name) -}}
+{{- end -}}
+{{- if has $name $names -}}
+{{- fail (printf "model.download.files: %s: another file is named %q, too; set name" .url $name) -}}
 {{- end -}}
 {{- $names = append $names $name -}}
 {{- end -}}
@@ -153,7 +156,7 @@
 {{- if $v.autoscaling.workers.enabled -}}{{- $needed = append $needed "Kubernetes' API, which autoscaling.workers needs" -}}{{- end -}}
 {{- if $v.rayHead.gcsFaultTolerance.enabled -}}{{- $needed = append $needed "Redis" -}}{{- end -}}
 {{- if hasPrefix "redis" (($v.config.gateway).response_store | default "") -}}{{- $needed = append $needed "the Redis of config.gateway.response_store" -}}{{- end -}}
-{{- if $v.gateway.responseStore.existingSecret -}}{{- $needed = append $needed "the Redis of gateway.responseStore" -}}{{- end -}}
+{{- if ($v.gateway.responseStore).existingSecret -}}{{- $needed = append $needed "the Redis of gateway.responseStore" -}}{{- end -}}
 {{- if ($v.config.gateway).otlp_endpoint -}}{{- $needed = append $needed "the collector of traces" -}}{{- end -}}
 {{- if and .enabled $needed (not .rules) -}}
 {{- fail (printf "networkPolicy.egress.enabled shuts pods off from %s; allow it in networkPolicy.egress.rules" (join "; " $needed)) -}}
@@ -169,7 +172,7 @@
 {{- if not (.testKey).existingSecret -}}{{- $reserved = append $reserved "helm-test" -}}{{- end -}}
 {{- $owners := dict (sha256sum "") "an empty key; is the variable set that you hashed?" -}}
 {{- $grants := dict -}}
-{{- range $key := prepend .apiKeys.keys (dict "name" "adminSha256" "sha256" .apiKeys.adminSha256) -}}
+{{- range $key := prepend (.apiKeys.keys | default list) (dict "name" "adminSha256" "sha256" .apiKeys.adminSha256) -}}
 {{- if has .name $reserved -}}
 {{- fail (printf "security.apiKeys.keys: Baton or the chart itself has a key of the name %s; choose another name" .name) -}}
 {{- end -}}
@@ -200,7 +203,7 @@
 {{- end -}}
 {{- end -}}
 {{- range $part.extraEnv -}}
-{{- if or (has .name $ownEnv) (regexMatch "^(POD_IP|TRITON_CACHE_DIR|RAY_AUTH_.*|RAY_health_check_.*|RAY_gcs_rpc_.*|RAY_GRACEFUL_.*)$" .name) -}}
+{{- if or (has .name $ownEnv) (and (eq $component "rayHead") (has .name (list "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_gcs_rpc_server_reconnect_timeout_s"))) (regexMatch "^(POD_IP|TRITON_CACHE_DIR|RAY_AUTH_.*|RAY_health_check_.*)$" .name) -}}
 {{- fail (printf "%s.extraEnv: the chart sets %s by itself; take it out" $component .name) -}}
 {{- end -}}
 {{- end -}}

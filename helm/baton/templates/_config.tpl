@@ -48,7 +48,7 @@ gateway:
   grpc_port: 50051
   http_port: 8000
   api_keys_file: /etc/baton/keys.yaml
-  {{- if .Values.gateway.responseStore.existingSecret }}
+  {{- if (.Values.gateway.responseStore).existingSecret }}
   {{- if hasKey (.Values.config.gateway | default dict) "response_store" }}
   {{- fail "config.gateway.response_store and gateway.responseStore.existingSecret both name a store; remove one of the two" }}
   {{- end }}
@@ -76,8 +76,9 @@ in every pod. */}}
 {{- range $key, $value := $keys -}}
 {{- $name := printf "%s.%s" $section $key -}}
 {{- if or (hasKey (index $.own $section | default dict) $key) (has $name $never) -}}
+{{- $why := has $name $never | ternary "is wrong in the pods of the chart" "the chart sets this by itself" -}}
 {{- $instead := index $.instead $name | default "" -}}
-{{- fail (printf "config.%s: the chart sets this by itself; %s" $name (empty $instead | ternary "it cannot be changed, so remove it" (printf "set %s instead" $instead))) -}}
+{{- fail (printf "config.%s: %s; %s" $name $why (empty $instead | ternary "remove it" (printf "set %s instead" $instead))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

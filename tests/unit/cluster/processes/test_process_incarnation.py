@@ -96,6 +96,7 @@ async def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyP
     ("code", "end"),
     [
         (-signal.SIGKILL, "its process was killed by SIGKILL"),
+        (-40, "its process was killed by signal 40"),
         (3, "its process ended with exit code 3"),
     ],
 )
