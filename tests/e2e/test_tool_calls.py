@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_required_calls_of_a_real_model_fit_their_schemas_streamed_as_whole(smollm2: Path) -> None:
-    schemas = [tool_schemas()[number] for number in (3, 6, 40)]
+    schemas = [tool_schemas()[number] for number in (6, 40)]
 
     counts = asyncio.run(check_calls(smollm2, schemas, num_seeds=1, max_tokens=200))
 
@@ -21,4 +21,4 @@ def test_required_calls_of_a_real_model_fit_their_schemas_streamed_as_whole(smol
 
 
 def test_c52_a_call_under_way_survives_the_kill_of_its_worker(smollm2: Path) -> None:
-    check_kills(smollm2, 2)
+    check_kills(smollm2, 1)
