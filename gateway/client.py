@@ -41,6 +41,8 @@ _TLS_FAILURES = {
     "Socket closed": "it requires a client certificate, and got none that it trusts",
 }
 """Explanations of TLS failures, by a part of gRPC's message."""
+_UNRESOLVED = ("errors resolving", "DNS resolution failed")
+"""Parts of gRPC's messages about a host without an address. Such a call was not sent."""
 FINISH_REASONS = {generation_pb.FINISH_REASON_STOP: "stop", generation_pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -260,6 +262,8 @@ class GatewayClient:
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             if "failed to connect" in details:
                 return GatewayError("UNAVAILABLE", self._why_unreachable(details))
+            if any(sign in details for sign in _UNRESOLVED):
+                return GatewayError("UNAVAILABLE", f"the host of {self._target} cannot be found: {details}")
             if "ping timeout" in details:
                 return CallBroken("UNAVAILABLE", f"the gateway at {self._target} does not answer any more")
             if not _details_of(error).reason:  # no gateway made this error

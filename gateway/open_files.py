@@ -7,10 +7,10 @@ from baton.config import GatewayConfig
 from baton.errors import ConfigError
 
 OTHER_FILES = 1024
-"""The most files that a gateway has open in addition to its clients' connections. A worker needs six."""
+"""Files reserved for everything but clients' connections. A worker needs six."""
 
 _FEWEST_OTHER_FILES = 128
-"""Enough for a gateway of some workers. Between both numbers, half of a low hard limit is for other files."""
+"""The reserve if the hard limit is low: half of the limit, but at least this, which is enough for some workers."""
 
 logger = logging.getLogger(__name__)
 

@@ -242,7 +242,10 @@ def _log_prompt(request_id: str, prompt: Prompt) -> None:
             "messages": [asdict(message, dict_factory=_without_defaults) for message in prompt.messages],
             "tools": [asdict(tool, dict_factory=_without_defaults) for tool in prompt.tools],
         }
-        text = json.dumps(logged)
+        text = "".join(
+            character if character.isprintable() else json.dumps(character)[1:-1]
+            for character in json.dumps(logged, ensure_ascii=False)
+        )
     logger.info("request %s: %s", request_id, text, extra={"request_id": request_id, "prompt": logged})
 
 

@@ -120,11 +120,9 @@ def running_command(command: str, doing: str, as_json: bool) -> Iterator[ScreenS
         left = f"baton {command}: stopped waiting; the fleet still carries it out; see `baton status`"
         print(left, file=sys.stderr)
         raise
-    except CallBroken:
-        print(
-            f"baton {command}: the fleet may carry it out nevertheless: see `baton status`", file=sys.stderr
-        )
-        raise
+    except CallBroken as error:
+        doubt = "the command may be carried out nevertheless: see `baton status`"
+        raise CallBroken(error.code, f"{error.message}; {doubt}", error.details) from None
 
 
 def _with_progress(error: GatewayError, steps: list[RolloutStep]) -> GatewayError:

@@ -19,6 +19,7 @@ from engine.model_config import read_architecture, read_eos_token_ids
 from gateway import ServedModel
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates
+from gateway.http.responses.stores import store_for
 from gateway.open_files import fitted_to_open_files
 from gateway.telemetry.trace_export import check_tracing
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def check_access(config: BatonConfig) -> None:
-    """ConfigError if the gateway cannot use its API keys, certificates or ports, may open too few files, or cannot
-    export its traces.
+    """ConfigError if the gateway cannot use its API keys, certificates, ports or the URL of its store of responses, may
+    open too few files, or cannot export its traces. A Redis is not asked.
 
     Call this before the workers start, which takes minutes.
     """
@@ -36,6 +37,7 @@ def check_access(config: BatonConfig) -> None:
     Authenticator(config.gateway, clock)
     if config.gateway.tls is not None:
         watched_certificates(config.gateway.tls, clock)
+    store_for(config.gateway, clock)
     fitted_to_open_files(config.gateway)
     check_ports(config.gateway)
     check_tracing(config.gateway)

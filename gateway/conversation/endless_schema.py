@@ -7,6 +7,13 @@ from typing import Any
 from baton.errors import InvalidRequest
 
 _INDEX = re.compile(r"[0-9]{1,9}")
+_WITH_PARTS = frozenset(
+    {
+        *("anyOf", "oneOf", "allOf", "$ref", "required", "minItems", "items", "prefixItems"),
+        *("properties", "patternProperties", "additionalProperties"),
+    }
+)
+"""Only a schema with one of these keywords needs or may have other parts."""
 
 
 def check_ends(field: str, whose: str, schema: dict[str, Any]) -> None:
@@ -23,7 +30,8 @@ def endless_part(schema: dict[str, Any]) -> dict[str, Any] | None:
     """A part that only an endless value would match, among those that an answer may contain. None: there is none.
 
     This is the search for unproductive symbols of a grammar (Hopcroft and Ullman, 1979, lemma 4.1): a part can end
-    once all that it needs can end. Keywords whose effect takes more than a look are taken as if they could end.
+    once all that it needs can end. Keywords whose effect takes more than a look are taken as if they could end. The
+    search is given up at a part with an `$id` of its own, since references within are relative to this part.
     """
     parts: dict[int, Any] = {}
     num_missing: dict[int, int] = {}
@@ -33,6 +41,8 @@ def endless_part(schema: dict[str, Any]) -> dict[str, Any] | None:
         part = waiting.pop()
         if id(part) in parts:
             continue
+        if isinstance(part, dict) and "$id" in part and part is not schema:
+            return None
         parts[id(part)] = part
         needs = _needs(part, schema)
         num_missing[id(part)] = min(len(needs), 1) if isinstance(part, list) else len(needs)
@@ -71,7 +81,7 @@ def _needs(part: Any, schema: dict[str, Any]) -> list[Any]:
     """The parts of which a value of this part has all. For a list of alternatives: of which it has one."""
     if isinstance(part, list):
         return part
-    if not isinstance(part, dict):
+    if not isinstance(part, dict) or _WITH_PARTS.isdisjoint(part):
         return []
     needs = [part[key] for key in ("anyOf", "oneOf") if key in part] + _list(part, "allOf")
     if (target := resolved(schema, part.get("$ref"))) is not None:
@@ -90,8 +100,10 @@ def _needs(part: Any, schema: dict[str, Any]) -> list[Any]:
 
 def _optional(part: Any) -> list[Any]:
     """The parts that a value of this part may have."""
-    if not isinstance(part, dict):
+    if not isinstance(part, dict) or _WITH_PARTS.isdisjoint(part):
         return []
+    if part.get("maxItems") == 0:
+        part = part | {"items": True, "prefixItems": []}
     rest = [part[key] for key in ("items", "additionalProperties") if key in part]
     maps = (_map(part, key).values() for key in ("properties", "patternProperties"))
     return [*rest, *_list(part, "prefixItems"), *(value for values in maps for value in values)]

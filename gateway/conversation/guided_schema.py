@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.sampling import GrammarKind, StructuredOutput
+from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
 from gateway.conversation.endless_schema import check_ends
 from gateway.conversation.messages import Tool
 
@@ -65,7 +65,7 @@ def guided_schema(tool: Tool) -> str:
     check_parameters(tool)
     schema = {"type": "object", **_guided(tool.parameters, _may_close(tool.parameters)), SPACING_KEY: SPACING}
     source = json.dumps(schema, ensure_ascii=False)
-    if REFERENCE in source:
+    if REFERENCE in source and len(source) <= MAX_GRAMMAR_CHARACTERS:  # larger ones make too large a grammar
         check_ends("tools", f"the parameters of '{tool.name}'", schema)
     return source
 

@@ -45,7 +45,8 @@ def listed_properties(guided: GuidedTool) -> list[Property]:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise InvalidRequest("tools", f"the parameters of '{guided.name}' are no valid schema")
-    names = {name for name in required if isinstance(name, str)}  # each is looked up, so not in a list
+    # a set, since a list would be searched for each property
+    names = {name for name in required if isinstance(name, str)}
     return [_property(name, part, shared, name in names) for name, part in properties.items()]
 
 

@@ -54,7 +54,8 @@ def _may_be_call(schema: Any, tool_names: Set[str]) -> bool:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         return True
-    names = {name for name in required if isinstance(name, str)}  # each is looked up, so not in a list
+    # a set, since a list would be searched for each property
+    names = {name for name in required if isinstance(name, str)}
     has_name = False
     for key, part in properties.items():
         if key in ARGUMENTS and has_name and _may_be(part, "object"):

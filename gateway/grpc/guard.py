@@ -222,9 +222,8 @@ def _serialised(serialise: Callable[[Any], bytes], response: Any) -> bytes:
 
 
 def _named(request: Any, drawn: str) -> str:
-    """The caller's id of the request if it may appear in a log, or else `drawn`. A message without an id gets `drawn`;
-    an ill-formed id stays there, to be refused.
-    """
+    """The id for logs and statuses: the caller's if well-formed, else `drawn`. Writes `drawn` into a message without an
+    id; leaves an ill-formed id there, to be refused."""
     if not isinstance(request, Message) or "request_id" not in request.DESCRIPTOR.fields_by_name:
         return drawn
     message: Any = request

@@ -6,6 +6,7 @@ lists both.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
+from itertools import product
 
 from prometheus_client import (
     CollectorRegistry,
@@ -255,12 +256,8 @@ class GatewayMetrics:
         )
         for verdict in VERDICTS:
             self._grammars.labels(verdict)
-        for error in (
-            INTERNAL_ERROR,
-            KeysUnavailable.__name__,
-        ):  # created at 0, so that an alert sees the first
-            for api in ("grpc", "http"):
-                self._call_errors.labels(api, error, "")
+        for error, api in product((INTERNAL_ERROR, KeysUnavailable.__name__), ("grpc", "http")):
+            self._call_errors.labels(api, error, "")  # at 0, so that an alert sees the first
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(exposition.PREFIX + name, meaning, labels, registry=self.registry)

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 def tracing_for(config: GatewayConfig, model_name: str, instance: str) -> "Tracing | None":
-    """The trace exporter, or None. Raises ConfigError if OpenTelemetry is needed but not installed, or refuses its
-    environment variables."""
+    """The trace exporter, or None. Raises ConfigError if OpenTelemetry is needed but not installed, or cannot export
+    traces."""
     if config.otlp_endpoint is None:
         return None
     try:
@@ -24,7 +24,9 @@ def tracing_for(config: GatewayConfig, model_name: str, instance: str) -> "Traci
     try:
         return Tracing(config.otlp_endpoint, config.trace_sample_ratio, model_name, instance)
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"OpenTelemetry refuses an environment variable (OTEL_...): {error}") from error
+        raise ConfigError(
+            f"OpenTelemetry cannot export traces, perhaps because of an environment variable (OTEL_...): {error}"
+        ) from error
 
 
 def check_tracing(config: GatewayConfig) -> None:

@@ -27,7 +27,7 @@ class Tokenizer:
         """Do not call this on the event loop: it may take seconds, since most folders need transformers.
 
         `answer_format`: one of FORMAT_NAMES. None: the chat template shows the format. Raises ConfigError if the
-        model's chat template cannot be used with the format, or if the model has none.
+        model's chat template cannot be used with the format, or if the model has no chat template.
         """
         self.folder = folder.absolute()
         self._tokenizer: Any = PlainTokenizer.of(self.folder) or _by_transformers(folder)

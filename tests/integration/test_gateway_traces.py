@@ -308,7 +308,9 @@ def test_a_variable_that_opentelemetry_refuses_is_an_error_before_workers_start(
 ) -> None:
     check_tracing(config := GatewayConfig(otlp_endpoint="http://127.0.0.1:4318"))
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigError, match=f"environment variable.*{complaint}"):
+    with pytest.raises(
+        ConfigError, match=rf"perhaps because of an environment variable \(OTEL_\.\.\.\): .*{complaint}"
+    ):
         check_tracing(config)
 
 

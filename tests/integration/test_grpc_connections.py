@@ -18,7 +18,7 @@ from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2
 from gateway import client
-from gateway.client import CallBroken
+from gateway.client import CallBroken, GatewayClient, GatewayError
 from gateway.grpc import guard, server
 from tests.factories.breakable_line import breakable_line
 from tests.factories.counting_proxy import proxy_to
@@ -203,6 +203,39 @@ async def test_batons_own_client_does_not_wait_for_a_gateway_that_no_longer_answ
             await answer
         line.cut()
         await under_test.until(lambda: under_test.gateway.report().num_in_flight == 0)
+
+
+class SilentGateway(grpc.GenericRpcHandler):
+    """Answers no call."""
+
+    def __init__(self) -> None:
+        self.has_call = asyncio.Event()
+
+    def service(self, _: grpc.HandlerCallDetails) -> Any:
+        return grpc.unary_unary_rpc_method_handler(self._hold)
+
+    async def _hold(self, *_: Any) -> None:
+        self.has_call.set()
+        await asyncio.Event().wait()
+
+
+async def test_a_call_is_broken_only_if_it_was_sent() -> None:
+    gateway = SilentGateway()
+    stopped = grpc.aio.server()
+    stopped.add_generic_rpc_handlers((gateway,))
+    port = stopped.add_insecure_port("127.0.0.1:0")
+    await stopped.start()
+    async with GatewayClient(f"127.0.0.1:{port}") as caller, asyncio.timeout(20):
+        drain = asyncio.create_task(caller.drain("w0"))
+        await gateway.has_call.wait()
+        await stopped.stop(0)
+        with pytest.raises(CallBroken):
+            await drain
+    target = "dns:///a_b:x:5"  # not the form of a name, so no network is asked
+    async with GatewayClient(target) as caller, asyncio.timeout(20):
+        with pytest.raises(GatewayError, match=f"the host of {target} cannot be found: ") as caught:
+            await caller.drain("w0")
+    assert not isinstance(caught.value, CallBroken)
 
 
 async def test_a_client_that_stops_reading_loses_its_call(

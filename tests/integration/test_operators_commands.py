@@ -156,16 +156,10 @@ async def test_ctrl_c_ends_the_wait_and_says_that_the_order_stands(folder: Path)
             await asyncio.to_thread(shown.close)
 
 
-def test_a_gateway_that_is_lost_during_a_command_may_have_passed_it_on(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    error = CallBroken("UNAVAILABLE", "Socket closed")
-    with pytest.raises(CallBroken), running_command("drain", "draining w0", as_json=True):
-        raise error
-    assert (
-        "baton drain: the fleet may carry it out nevertheless: see `baton status`\n"
-        in capsys.readouterr().err
-    )
+def test_a_gateway_that_is_lost_during_a_command_may_have_passed_it_on() -> None:
+    doubt = "^UNAVAILABLE: Socket closed; the command may be carried out nevertheless: see `baton status`$"
+    with pytest.raises(CallBroken, match=doubt), running_command("drain", "draining w0", as_json=True):
+        raise CallBroken("UNAVAILABLE", "Socket closed")
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf", "soon"])

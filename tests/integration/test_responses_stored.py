@@ -1,5 +1,6 @@
 """Stored responses: read, listed, ended and deleted by their caller alone; shared by gateways through a real Redis."""
 
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from baton.clock import VirtualClock
 from baton.config import BatonConfig, GatewayConfig
 from baton.errors import ConfigError
 from baton.request import EngineRequest, FinishReason, RequestOutput
+from cluster.serve.gateway import check_access
 from gateway.http.responses.stores import store_for
 from tests.factories.api_keys import ALICE, API_KEYS, BOB
 from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of
@@ -270,18 +272,35 @@ def test_a_url_that_cannot_be_read_is_refused_without_its_password(url: str) -> 
     assert "hush" not in str(caught.value)
 
 
+NO_URL = "is no valid URL of a Redis"
+
+
 @pytest.mark.parametrize(
-    ("content", "complaint"),
-    [(None, "No such file"), ("redis://:hush@127.0.0.1:port\n", "no valid URL"), ("hush\n", "no valid URL")],
+    ("name", "content", "complaint"),
+    [
+        ("{folder}/none", None, "cannot be read: No such file or directory$"),
+        ("{folder}", None, "cannot be read: Is a directory$"),
+        ("{folder}/\0", None, "cannot be read: .*null"),
+        ("~nosuchuser/url", None, "cannot be read: .*home directory"),
+        ("{folder}/url", "redis://:hush\udcff@127.0.0.1", "cannot be read: 'utf-8' codec"),
+        ("{folder}/url", "redis://:hush@127.0.0.1:port\n", NO_URL),
+        ("{folder}/url", "redis://:hush@127.0.0.1\nredis://:hush@127.0.0.2\n", NO_URL),
+        ("{folder}/url", "unix:///hush.sock", NO_URL),
+        ("{folder}/url", "hush\n", NO_URL),
+        ("{folder}/url", "none", NO_URL),
+        ("{folder}/url", "memory", NO_URL),
+        ("{folder}/url", "", NO_URL),
+    ],
 )
 def test_a_file_without_a_url_is_refused_without_its_content(
-    content: str | None, complaint: str, tmp_path: Path
+    name: str, content: str | None, complaint: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "store.url"
+    path = name.format(folder=tmp_path)
     if content is not None:
-        path.write_text(content)
-    with pytest.raises(ConfigError, match=rf"gateway\.response_store_file {path}: .*{complaint}") as caught:
-        store_for(GatewayConfig(response_store_file=str(path)), VirtualClock())
+        Path(path).write_text(content, errors="surrogateescape")
+    beginning = re.escape(f"gateway.response_store_file {path}: ")
+    with pytest.raises(ConfigError, match=rf"^{beginning}{complaint}") as caught:
+        store_for(GatewayConfig(response_store_file=path), VirtualClock())
     assert "hush" not in str(caught.value)
 
 
@@ -301,7 +320,7 @@ def test_a_client_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     monkeypatch.delitem(sys.modules, "gateway.http.responses.redis_store", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'baton\[redis\]'"):
-        store_for(GatewayConfig(response_store="redis://127.0.0.1"), VirtualClock())
+        check_access(BatonConfig.from_mapping({"gateway": {"response_store": "redis://127.0.0.1"}}))
 
 
 async def test_many_turns_of_one_conversation(folder: Path) -> None:

@@ -58,12 +58,12 @@ def test_c22_isolated_callers_have_no_salt_in_common_whatever_they_send(
     [
         ("Hi\n", "Hi\n", r"'Hi\n'"),
         (
-            Conversation((ChatMessage("user", "Hi\n"),), (Tool("add"),)),
+            Conversation((ChatMessage("user", "Zürich\n\u2028"),), (Tool("add"),)),
             {
-                "messages": [{"role": "user", "content": "Hi\n"}],
+                "messages": [{"role": "user", "content": "Zürich\n\u2028"}],
                 "tools": [{"name": "add", "parameters": {"type": "object", "properties": {}}}],
             },
-            r"""{"messages": [{"role": "user", "content": "Hi\n"}], "tools": [{"name": "add", """
+            r"""{"messages": [{"role": "user", "content": "Zürich\n\u2028"}], "tools": [{"name": "add", """
             """"parameters": {"type": "object", "properties": {}}}]}""",
         ),
     ],

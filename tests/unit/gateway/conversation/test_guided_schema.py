@@ -136,6 +136,14 @@ def test_a_part_that_only_an_endless_value_would_match_is_refused(schema: dict[s
             "$defs": {"b": {"$anchor": "named"}},
         },
         {"properties": {"$ref": {"const": LOOP}}, "required": {}, "$defs": {"loop": LOOP}},
+        {
+            "properties": {"a": {"type": "array", "prefixItems": [LOOP], "items": LOOP, "maxItems": 0}},
+            "$defs": DEFINITIONS,
+        },
+        {
+            "properties": {"a": {"$id": "urn:a", "items": LOOP, "$defs": {"loop": {"type": "null"}}}},
+            "$defs": DEFINITIONS,
+        },
     ],
 )
 def test_a_schema_may_refer_to_itself_where_a_value_can_end(schema: dict[str, Any]) -> None:
