@@ -65,7 +65,9 @@ def guided_schema(tool: Tool) -> str:
     check_parameters(tool)
     schema = {"type": "object", **_guided(tool.parameters, _may_close(tool.parameters)), SPACING_KEY: SPACING}
     source = json.dumps(schema, ensure_ascii=False)
-    if REFERENCE in source and len(source) <= MAX_GRAMMAR_CHARACTERS:  # larger ones make too large a grammar
+    if (
+        REFERENCE in source and len(source) <= MAX_GRAMMAR_CHARACTERS
+    ):  # larger ones mostly make too large a grammar
         check_ends("tools", f"the parameters of '{tool.name}'", schema)
     return source
 
