@@ -12,7 +12,7 @@
 template <typename Work>
 void parallel_for(int64_t count, int64_t grain, int num_threads, const Work &work) {
     const int64_t num_grains = (count + grain - 1) / grain;
-    const int64_t num_parts = std::min<int64_t>(num_threads, num_grains);
+    const int64_t num_parts = std::min<int64_t>({num_threads, num_grains, Team::MAX_PARTS});
     if (num_parts <= 1) {
         if (count > 0) work(int64_t{0}, count);
         return;

@@ -2,7 +2,7 @@
 // since waking a thread takes longer than many products, but each time give way to any other thread that could run.
 //
 // A team of OpenMP can only wait busily or sleep. Where its threads wait busily, one other busy process on the machine
-// makes a step ten times longer: the thread that is waited for has no core.
+// makes a step several times longer: the thread that is waited for has no core.
 
 #pragma once
 
@@ -13,12 +13,14 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
 class Team {
   public:
     using Run = void (*)(const void *call, int64_t part);
+    static constexpr int64_t MAX_PARTS = 1024;
 
     // The team of this thread. It lasts as long as the thread.
     static Team &mine() {
@@ -27,16 +29,17 @@ class Team {
     }
 
     // Calls run(call, part) for each part of 0..num_parts - 1, in this thread and in num_threads - 1 others, and returns
-    // once all have returned. A thread that has no core at present takes no part, so nobody waits for it.
+    // once all have returned. Each thread begins with the part of its own number, whose memory may be near it. Then it
+    // takes parts that nobody has begun: a thread that has no core at present keeps nobody waiting.
     void run(Run run, const void *call, int64_t num_parts, int num_threads) {
-        while (num_helpers_ < num_threads - 1 && add_helper()) continue;
+        while (num_helpers_ < std::min<int64_t>(num_threads, MAX_PARTS) - 1 && add_helper()) continue;
         run_ = run, call_ = call;
         unfinished_.store(static_cast<uint32_t>(num_parts), std::memory_order_relaxed);
-        const uint32_t number = number_.load(std::memory_order_relaxed) + 1;
-        next_.store(place(number, static_cast<uint64_t>(num_parts)), std::memory_order_release);
-        number_.store(number);
-        if (num_asleep_.load() > 0) futex(number_, FUTEX_WAKE_PRIVATE, INT32_MAX);
-        take_parts(number);
+        const uint64_t number = last_.load(std::memory_order_relaxed).number + 1;
+        last_.store({number, static_cast<uint64_t>(num_parts)}, std::memory_order_release);
+        begun_.store(static_cast<uint32_t>(number));
+        if (num_asleep_.load() > 0) futex(begun_, FUTEX_WAKE_PRIVATE, INT32_MAX);
+        take_parts(0);
         for (uint32_t left; (left = unfinished_.load(std::memory_order_acquire)) > 0;) {
             if (changes(unfinished_, left)) continue;
             is_caller_asleep_.store(1);
@@ -48,51 +51,63 @@ class Team {
     ~Team() {
         if (getpid() != process_) return;  // forked: only the caller's thread is in this process
         is_over_.store(true);
-        number_.fetch_add(1);
-        futex(number_, FUTEX_WAKE_PRIVATE, INT32_MAX);
-        for (int i = 0; i < num_helpers_; ++i) pthread_join(helpers_[i], nullptr);
+        begun_.fetch_add(1);
+        futex(begun_, FUTEX_WAKE_PRIVATE, INT32_MAX);
+        for (int64_t i = 0; i < num_helpers_; ++i) pthread_join(helpers_[i].thread, nullptr);
     }
 
   private:
     using Word = std::atomic<uint32_t>;
-    static constexpr int MAX_HELPERS = 1023;
     static constexpr int64_t AWAKE_NS = 2'000'000;  // longer than what lies between two steps of a decode worker
 
-    // A call's number, above how many of its parts nobody has taken yet.
-    static uint64_t place(uint32_t number, uint64_t num_parts) { return uint64_t{number} << 32 | num_parts; }
+    struct Call {
+        uint64_t number : 48, num_parts : 16;  // read and written together
+    };
+    struct Helper {
+        Team *team;
+        int64_t own_part;
+        pthread_t thread;
+    };
 
     bool add_helper() {
-        if (num_helpers_ == MAX_HELPERS) return false;
-        const auto main = [](void *team) -> void * {
-            static_cast<Team *>(team)->help();
+        const auto main = [](void *self) -> void * {
+            const Helper &helper = *static_cast<Helper *>(self);
+            helper.team->help(helper.own_part);
             return nullptr;
         };
-        if (pthread_create(&helpers_[num_helpers_], nullptr, main, this) != 0) return false;
+        Helper &helper = helpers_[num_helpers_];
+        helper.team = this, helper.own_part = num_helpers_ + 1;
+        if (pthread_create(&helper.thread, nullptr, main, &helper) != 0) return false;
         ++num_helpers_;
         return true;
     }
 
-    void help() {
+    void help(int64_t own_part) {
         for (uint32_t seen = 0; !is_over_.load();) {
-            const uint32_t number = number_.load();
-            if (number != seen) {
-                take_parts(seen = number);
-            } else if (!changes(number_, seen)) {
+            const uint32_t begun = begun_.load();
+            if (begun != seen) {
+                seen = begun;
+                take_parts(own_part);
+            } else if (!changes(begun_, seen)) {
                 num_asleep_.fetch_add(1);
-                futex(number_, FUTEX_WAIT_PRIVATE, seen);
+                futex(begun_, FUTEX_WAIT_PRIVATE, seen);
                 num_asleep_.fetch_sub(1);
             }
         }
     }
 
-    // The call stays what it is while one of its parts is unfinished, so it may be read once a part is taken.
-    void take_parts(uint32_t number) {
-        uint64_t next = next_.load(std::memory_order_acquire);
-        while (next >> 32 == number && (next & UINT32_MAX) > 0) {
-            if (!next_.compare_exchange_weak(next, next - 1, std::memory_order_acquire)) continue;
-            run_(call_, static_cast<int64_t>((next & UINT32_MAX) - 1));
+    // A part that was taken in a call before the last one is free. Who takes a part may read the call: it stays what it
+    // is until the part is finished.
+    void take_parts(int64_t own_part) {
+        const Call last = last_.load(std::memory_order_acquire);
+        const int64_t num_parts = last.num_parts;
+        for (int64_t i = 0; i < num_parts; ++i) {
+            const int64_t part = (own_part + i) % num_parts;
+            uint64_t taken_in = taken_in_[part].load(std::memory_order_relaxed);
+            if (taken_in >= last.number) continue;
+            if (!taken_in_[part].compare_exchange_strong(taken_in, last.number)) continue;
+            run_(call_, part);
             if (unfinished_.fetch_sub(1) == 1 && is_caller_asleep_.load()) futex(unfinished_, FUTEX_WAKE_PRIVATE, 1);
-            next = next_.load(std::memory_order_acquire);
         }
     }
 
@@ -127,8 +142,8 @@ class Team {
         syscall(SYS_futex, &word, what, value, nullptr, nullptr, 0);
     }
 
-    alignas(64) std::atomic<uint64_t> next_{0};
-    alignas(64) Word number_{0};  // of the last call
+    alignas(64) std::atomic<Call> last_{Call{0, 0}};
+    Word begun_{0};  // the end of its number, for threads that wait
     alignas(64) Word unfinished_{0};
     alignas(64) Word num_asleep_{0};
     Word is_caller_asleep_{0};
@@ -136,6 +151,7 @@ class Team {
     Run run_ = nullptr;
     const void *call_ = nullptr;
     const pid_t process_ = getpid();
-    int num_helpers_ = 0;
-    pthread_t helpers_[MAX_HELPERS];
+    int64_t num_helpers_ = 0;
+    Helper helpers_[MAX_PARTS - 1];
+    alignas(64) std::atomic<uint64_t> taken_in_[MAX_PARTS] = {};  // the number of the call in which each part was taken last
 };
