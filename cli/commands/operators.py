@@ -127,9 +127,8 @@ def running_command(command: str, doing: str, as_json: bool) -> Iterator[ScreenS
 
 def _with_progress(error: GatewayError, steps: list[RolloutStep]) -> GatewayError:
     done = ", ".join(step.worker for step in steps)
-    return type(error)(
-        error.code, f"{error.message}; restarted before that: {len(steps)} of {steps[-1].count}: {done}"
-    )
+    message = f"{error.message}; restarted before that: {len(steps)} of {steps[-1].count}: {done}"
+    return type(error)(error.code, message, error.details)
 
 
 async def _flush(target: Target, workers: Sequence[str], force: bool) -> tuple[CacheFlush, ...]:
