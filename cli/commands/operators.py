@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from baton.fleet import CacheFlush, RolloutStep
+from baton.messages.control import MAY_BE_CARRIED_OUT
 from baton.worker import WorkerRole
 from cli.console import CommandConsole
 from cli.target import Target
@@ -121,8 +122,7 @@ def running_command(command: str, doing: str, as_json: bool) -> Iterator[ScreenS
         print(left, file=sys.stderr)
         raise
     except CallBroken as error:
-        doubt = "the command may be carried out nevertheless: see `baton status`"
-        raise CallBroken(error.code, f"{error.message}; {doubt}", error.details) from None
+        raise CallBroken(error.code, f"{error.message}; {MAY_BE_CARRIED_OUT}", error.details) from None
 
 
 def _with_progress(error: GatewayError, steps: list[RolloutStep]) -> GatewayError:

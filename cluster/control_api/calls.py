@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from baton.errors import ClusterError, FleetEnded
 from baton.messages.control import (
+    MAY_BE_CARRIED_OUT,
     BeginRollout,
     ControlRequest,
     DescribeFleet,
@@ -213,7 +214,7 @@ def lost_reply(error: ClusterError, request: ControlRequest[Any]) -> ClusterErro
     row = CALLS[type(request)]
     if not (row.is_command or row.is_of_rollout):
         return error
-    return ClusterError(f"{error}; the command may be carried out nevertheless: see `baton status`")
+    return ClusterError(f"{error}; {MAY_BE_CARRIED_OUT}")
 
 
 class Carrier(Protocol):
