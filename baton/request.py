@@ -45,6 +45,10 @@ class OnPreemption(Enum):
     """The request ends with ErrorKind.GIVEN_BACK, and the gateway places it where there is room."""
 
 
+SUSPECT_TURN_S = 10.0
+"""How long other suspects wait for a suspect whose answer does not grow."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One prefill, decode or local request as a worker receives it.
@@ -71,6 +75,8 @@ class EngineRequest:
     """A number for the caller, which hides the name. Callers take turns if work waits on a worker."""
     skip_reading_prefix_cache: bool = False
     """The request uses no blocks of a worker's prefix cache. Its own blocks are stored there as always."""
+    is_suspect: bool = False
+    """Workers have ended under this request. A worker runs one suspect at a time."""
 
 
 @dataclass(frozen=True, slots=True)

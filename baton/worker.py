@@ -169,6 +169,8 @@ class WorkerStatus:
     """How many tokens a step can hold; 0: unknown."""
     kv_groups: KVGroups = ONE_GROUP
     """The KV groups of the model's layers. Each group has its own blocks for a request's tokens."""
+    suspect: str | None = None
+    """The id of the suspect whose turn it is on this worker; see worker/suspect_turn.py."""
 
     @property
     def num_decoding(self) -> int:

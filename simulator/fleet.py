@@ -25,7 +25,7 @@ class Fleet:
 
     def start(self, spec: WorkerSpec) -> None:
         """Starts a new incarnation, at the same address as the last incarnation of this name."""
-        worker = Worker(self._site, spec, len(self.incarnations) + 1, self._outboxes)
+        worker = Worker(self._site, spec, len(self.incarnations) + 1, self._outboxes, self._beat)
         self.incarnations.append(worker)
         self.workers[spec.name] = worker
         worker.runner.on_killed = lambda: self._end_by_request(worker)
@@ -49,6 +49,9 @@ class Fleet:
         """A client sends a request to one of the gateways that run."""
         running = [gateway for gateway in self.gateways if not gateway.links.is_dead]
         running[number % len(running)].arrive(spec)
+
+    def _beat(self, worker: Worker) -> None:
+        self.at_gateways(lambda links: links.send_heartbeat(worker))
 
     def at_gateways(self, action: Callable[[WorkerLinks], None]) -> None:
         for gateway in self.gateways:

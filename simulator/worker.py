@@ -39,6 +39,7 @@ from worker.core import ClientOutputs, EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.loop import MAX_NON_FINITE_STEPS
 from worker.role import Role
+from worker.suspect_turn import SuspectTurn
 
 MAX_WAKE_DELAY_S = 0.001
 PROGRESS_TIMEOUT_S = 2.0
@@ -84,8 +85,15 @@ class Site:
 class Worker(Process):
     """One incarnation, from its start until it is killed. Only events change its state."""
 
-    def __init__(self, site: Site, spec: WorkerSpec, number: int, outboxes: Mapping[str, Outbox]) -> None:
-        """`outboxes`: those of the gateways, by gateway name."""
+    def __init__(
+        self,
+        site: Site,
+        spec: WorkerSpec,
+        number: int,
+        outboxes: Mapping[str, Outbox],
+        beat: Callable[["Worker"], None],
+    ) -> None:
+        """`outboxes`: those of the gateways, by gateway name. `beat` sends a heartbeat to all gateways."""
         world = site.world
         self.spec = spec
         self.name = spec.name
@@ -94,6 +102,7 @@ class Worker(Process):
         self.clock = world.clock(spec.clock_offset_s)
         self._world = world
         self._outboxes = outboxes
+        self._beat = beat
         self._commands: list[Callable[[], object]] = []
         self._engine_timer: float | None = None
         self.num_turns = 0
@@ -140,6 +149,7 @@ class Worker(Process):
             progress=Progress("its engine", self.clock, PROGRESS_TIMEOUT_S),
         )
         self.requests = ClientRequests(self.core, self.clock)
+        self.suspect_turn = SuspectTurn()
         self.role: Role = (
             DecodeWorker(spec.max_waiting) if self.is_decode else PrefillWorker(spec.max_waiting)
         )
@@ -165,6 +175,7 @@ class Worker(Process):
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             kv_groups=self.spec.groups,
+            suspect=self.suspect_turn.current(self._world.now),
         )
         return self.sessions.heartbeat(gateway.encode(), status)
 
@@ -175,10 +186,16 @@ class Worker(Process):
         except WireError:
             self._world.counts["path command of another session"] += 1
             return
-        if isinstance(command, SubmitRequest):
-            self.submit(gateway, command.request)
-        else:
+        if isinstance(command, AbortRequests):
             self.abort(gateway, command.request_ids)
+            return
+        if command.request.is_suspect:
+            if refused := self.suspect_turn.begin(gateway, command.request, self._world.now):
+                self._world.counts["path suspect refused"] += 1
+                self._outboxes[gateway](self, [refused])
+                return
+            self._beat(self)
+        self.submit(gateway, command.request)
 
     def lose_gateway(self, gateway: str) -> None:
         """The gateway is unreachable, or was silent for too long."""
@@ -273,6 +290,8 @@ class Worker(Process):
                     self._world.violate("ends once", f"{self.incarnation}: {output.request_id} ends again")
                 self.requests.note([output])
             self._outboxes[gateway](self, outputs)
+            if self.suspect_turn.note(outputs):
+                self._beat(self)
 
     def _step_duration_s(self) -> float:
         return self.slowness * self._world.between(*self.spec.step_s)

@@ -148,6 +148,15 @@ class WorkerLinks:
 
         self._plane.send(worker.name, "gateway", arrive)
 
+    def send_heartbeat(self, worker: Worker) -> None:
+        """On a worker's thread: sends a heartbeat to the gateway, if they have a session."""
+        if self.name.encode() in worker.sessions.peers:
+            self._send_heartbeat(worker)
+
+    def _send_heartbeat(self, worker: Worker) -> None:
+        heartbeat = worker.heartbeat(self.name)
+        self._plane.send(worker.name, "gateway", lambda: self._on_heartbeat(worker, heartbeat))
+
     def take_heartbeats(self) -> None:
         for worker in list(self._workers.values()):
             self.take_heartbeat(worker)
@@ -162,8 +171,7 @@ class WorkerLinks:
     def _answer(self, worker: Worker, hello: Hello) -> None:
         """Answers a Hello, as a worker's request plane does."""
         worker.on_hello(self.name, hello)
-        heartbeat = worker.heartbeat(self.name)
-        self._plane.send(worker.name, "gateway", lambda: self._on_heartbeat(worker, heartbeat))
+        self._send_heartbeat(worker)
 
     def _on_heartbeat(self, worker: Worker, heartbeat: Heartbeat) -> None:
         if self._workers.get(worker.name) is not worker:

@@ -38,6 +38,7 @@ from baton.system.standstill import Standstill, pace_of
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerState, WorkerStatus
 from worker.kv_events import KVChange, parts
+from worker.suspect_turn import SuspectTurn
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ class RequestServer:
     ) -> None:
         """Without `keys`, every process that can connect is served."""
         self._network = network
-        self._status = status
+        self._engine_status = status
+        self._suspect_turn = SuspectTurn()
         self._clock = clock
         self.progress = Progress("its request plane", clock, PROGRESS_TIMEOUT_S)
         self._sessions = WorkerSessions(incarnation)
@@ -230,11 +232,21 @@ class RequestServer:
             case SubmitRequest(request):
                 extra = {"engine_request_id": request.request_id}
                 logger.debug("received request %s", request.request_id, extra=extra)
-                self._sink.submit(_client_id(peer), request)
+                if not request.is_suspect or self._begin_turn(peer, request):
+                    self._sink.submit(_client_id(peer), request)
             case AbortRequests(request_ids):
                 self._sink.abort(_client_id(peer), request_ids)
             case SubscribeKVEvents():
                 self._sink.subscribe_kv_events(_client_id(peer))
+
+    def _begin_turn(self, peer: bytes, suspect: EngineRequest) -> bool:
+        """Begins a suspect's turn and notifies the gateways before the engine gets it, or refuses the suspect."""
+        refused = self._suspect_turn.begin(_client_id(peer), suspect, self._clock.now())
+        if refused is not None:
+            self.send(_client_id(peer), [refused])
+            return False
+        self._beat()
+        return peer in self._sessions.peers  # it may have left meanwhile
 
     def _refuse(self, peer: bytes, version: int) -> None:
         """Opens no session for a gateway of another version; sends it a heartbeat that tells our version."""
@@ -255,6 +267,9 @@ class RequestServer:
         status = self._status()
         for peer in self._sessions.peers:
             self._send_heartbeat(peer, status)
+
+    def _status(self) -> WorkerStatus:
+        return replace(self._engine_status(), suspect=self._suspect_turn.current(self._clock.now()))
 
     def _running_s(self) -> float:
         """The clock for the silence of gateways. It excludes standstills of this process."""
@@ -277,6 +292,8 @@ class RequestServer:
             for frame in self._frames(client_id, outputs):
                 if self._sessions.count_outputs(peer):
                     self._send(peer, frame)
+            if self._suspect_turn.note(outputs):
+                self._is_beat_due.set()  # another suspect may wait for its turn
 
     def _frames(self, client_id: str, outputs: list[RequestOutput]) -> Iterator[bytes]:
         """Encodes outputs in as few messages as possible. An output that is too large ends its request."""

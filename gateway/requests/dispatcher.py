@@ -276,7 +276,8 @@ class Dispatcher:
         if placement.pair is not None:
             self.avoided_pairs.placed(placement.pair, self._now)
         transfer_id = "" if placement.pair is None else self._draw_id(16)
-        self._effects += starmap(SubmitTo, state.sub_requests(transfer_id, self._now))
+        is_suspect = self.suspects.is_suspect(state.identity)
+        self._effects += starmap(SubmitTo, state.sub_requests(transfer_id, self._now, is_suspect=is_suspect))
 
     def _close_attempt(self, state: RequestState, failure: AttemptFailure | None = None) -> None:
         attempt = state.attempt
@@ -357,8 +358,8 @@ class Dispatcher:
         was_draining = self._fleet.on_worker_lost(worker, reason, num_requests)
         if ready is not None and not was_draining and not is_reachable:
             # This must come before the retries below, so that a harmful request is not retried.
-            places, had = self._open.on(worker, ready.status.ref)
-            if (stopped := self.suspects.worker_lost(places, had, self._now)) is not None:
+            loss = self._open.lost_with(ready.status)
+            if (stopped := self.suspects.worker_lost(loss, self._now)) is not None:
                 self._stop(*stopped)
         for state in list(self._placed.values()):
             if state.phase is RequestPhase.PLACED and worker in state.attempt.workers:

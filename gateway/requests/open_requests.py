@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from baton.errors import InvalidRequest, RequestError
-from baton.kv import WorkerRef
+from baton.worker import WorkerStatus
 from gateway.auth.callers import Caller
 from gateway.auth.limits import CallerRates, Concurrency
 from gateway.requests.request import GatewayRequest
 from gateway.requests.request_state import RequestPhase, RequestState
-from gateway.requests.suspects import Identity
+from gateway.requests.suspects import Identity, WorkerLoss
 
 
 class OpenRequests:
@@ -27,15 +27,21 @@ class OpenRequests:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
-    def on(self, worker: str, ref: WorkerRef) -> tuple[dict[Identity, int], frozenset[Identity]]:
-        """The requests that run on this incarnation, with the number of tokens that each client has, and all
-        open requests that were on it in any attempt."""
-        places: dict[Identity, int] = {}
-        had = [state for state in self if any(each.refs.get(worker) == ref for each in state.attempts)]
+    def lost_with(self, status: WorkerStatus) -> WorkerLoss:
+        """Which requests a worker had that ended after this heartbeat.
+
+        If the worker named a suspect, this suspect ran there even if its attempt has failed since: the other worker of
+        the pair may have refused it.
+        """
+        ref, places, ran_alone = status.ref, dict[Identity, int](), None
+        had = [state for state in self if any(each.refs.get(ref.name) == ref for each in state.attempts)]
         for state in had:
-            if state.phase is RequestPhase.PLACED and worker in state.attempt.open_workers:
+            is_placed = state.phase is RequestPhase.PLACED and ref.name in state.attempt.open_workers
+            if any(each.engine_request_id == status.suspect for each in state.attempts):
+                ran_alone = state.identity
+            if is_placed or ran_alone == state.identity:
                 places[state.identity] = min(state.num_output_tokens, places.get(state.identity, 2**31))
-        return places, frozenset(state.identity for state in had)
+        return WorkerLoss(places, frozenset(state.identity for state in had), ran_alone)
 
     def __getitem__(self, request: GatewayRequest) -> RequestState:
         return self._states[request]

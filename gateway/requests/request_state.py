@@ -150,7 +150,9 @@ class RequestState:
             self.times.end_attempt(now)
             self.attempt.failure = failure if failure.error is None else None
 
-    def sub_requests(self, transfer_id: str, now: float) -> list[tuple[str, EngineRequest]]:
+    def sub_requests(
+        self, transfer_id: str, now: float, *, is_suspect: bool = False
+    ) -> list[tuple[str, EngineRequest]]:
         """The latest attempt's sub-request for each of its workers."""
         request, attempt = self.request, self.attempt
         whole = EngineRequest(
@@ -164,6 +166,7 @@ class RequestState:
             on_preemption=attempt.on_preemption,
             caller=request.caller.number,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+            is_suspect=is_suspect,
         )
         return sub_requests(whole, attempt, transfer_id)
 

@@ -2,12 +2,15 @@
 
 A worker may end at any moment, and most of its requests are bystanders: they did not cause the end. A request
 becomes suspect when a second worker ends under it, and its answer has not grown since the first worker ended.
-The answer of a bystander usually grows in between. Suspects run one at a time.
+The answer of a bystander usually grows in between. Suspects run one at a time: those of this gateway, and those
+of all gateways on one worker (worker/suspect_turn.py).
 
-A request is stopped when a fifth worker ends under it at the same token. It is not stopped if another request
-on that worker has also lost five, or if at least as many workers ended without it lately.
+A request is stopped when a fifth worker ends under it at the same token. From the third on, a worker counts only if
+its last heartbeat said that it was this suspect's turn. A request may end workers before they can say so; then it is
+stopped after the eighth. It is not stopped if another request on that worker has also lost so many, or if at least as
+many workers ended without it lately.
 
-    lost once ----> lost again at the same token: suspect ----> lost three times more: stopped
+    lost once ----> lost again at the same token: suspect ----> lost three times more in its turn: stopped
          <--- the request finishes, or its answer grows ---
 
 A worker that cannot compute a request reports ErrorKind.STEP_FAILED and continues to run. A request is also
@@ -26,6 +29,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from baton.errors import HarmfulRequest
+from baton.request import SUSPECT_TURN_S
 from gateway.requests.request import GatewayRequest
 
 Identity = bytes
@@ -34,14 +38,14 @@ Identity = bytes
 SUSPECT_LOSSES = 2
 MAX_LOSSES_AT_ONE_PLACE = 5
 """After so many lost workers, a request is stopped. All its attempts and repetitions count together."""
+MAX_LOSSES_IN_ALL = 8
+"""After so many lost workers, a request is stopped even if they did not say that it was its turn."""
 MAX_FAILURES_OF_STEPS = 2
 """How many different workers must fail to compute a request before it is stopped."""
 MAX_BLAMED = 3
 """If a worker cannot compute more requests than this, the worker itself is at fault."""
 REMEMBERED_S = 600.0
 """How long a request is remembered after its last loss or failure, or its last refusal."""
-MAX_TURN_S = 10.0
-"""How long other suspects wait for a suspect whose answer does not grow."""
 RECENT_S = 60.0
 """Worker losses without a request count in its favour, from this long before its own first loss."""
 MAX_KEPT = 1024
@@ -56,10 +60,24 @@ class _Suspect:
     latest_at: float
     num_losses: int = 0
     """How many workers ended in a row while the answer did not grow."""
+    num_shared: int = 0
+    """How many of them may have run another suspect instead."""
     place: int = 0
     """How many tokens the client had at the latest loss."""
     failed_at: set[str] = field(default_factory=set)
     """Incarnations of workers that could not compute the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoss:
+    """Which requests a worker had when it ended."""
+
+    places: Mapping[Identity, int]
+    """Those that ran, each with the number of tokens that its client had."""
+    had: frozenset[Identity]
+    """These, and those that were on the worker in an earlier attempt."""
+    ran_alone: Identity | None = None
+    """The suspect whose turn it was. All gateways together had no other suspect there."""
 
 
 class Suspects:
@@ -100,7 +118,7 @@ class Suspects:
 
     def placed(self, identity: Identity, now: float) -> None:
         if self.is_suspect(identity):
-            self._at_turn, self._turn_ends_at = identity, now + MAX_TURN_S
+            self._at_turn, self._turn_ends_at = identity, now + SUSPECT_TURN_S
 
     def left(self, identity: Identity) -> bool:
         """The request no longer has a worker. Returns True if another suspect may run now."""
@@ -126,28 +144,25 @@ class Suspects:
         self.counts["refused"] += 1
         return HarmfulRequest(stopped[1])
 
-    def worker_lost(
-        self, places: Mapping[Identity, int], had: frozenset[Identity], now: float
-    ) -> tuple[Identity, HarmfulRequest] | None:
-        """A worker ended. Returns the request that is stopped because of this, and the error for it.
-
-        `places` maps the worker's requests to the number of tokens that each client had. `had` contains these
-        requests and those that were on the worker in an earlier attempt.
-        """
+    def worker_lost(self, loss: WorkerLoss, now: float) -> tuple[Identity, HarmfulRequest] | None:
+        """A worker ended. Returns the request that is stopped because of this, and the error for it."""
         self._expire(now)
-        self._losses.append((now, had))
-        for identity, place in places.items():
+        self._losses.append((now, loss.had))
+        for identity, place in loss.places.items():
             suspect = self._touch(identity, now)
             # One more token is no progress: in each attempt, the prefill worker brings one.
             is_same_place = suspect.num_losses > 0 and 0 <= place - suspect.place <= 1
             if not is_same_place:
-                suspect.num_losses, suspect.first_at = 0, now
+                suspect.num_losses, suspect.num_shared, suspect.first_at = 0, 0, now
+            suspect.num_shared += suspect.num_losses >= SUSPECT_LOSSES and identity != loss.ran_alone
             suspect.num_losses += 1
             suspect.place = place
-        blamed = [name for name in places if self._num_losses(name) >= MAX_LOSSES_AT_ONE_PLACE]
-        if len(blamed) != 1 or self._num_lost_without(*blamed) >= self._num_losses(*blamed):
+        blamed = [name for name in loss.places if self._has_lost_too_many(name)]
+        if len(blamed) != 1:
             return None
-        num_losses = self._num_losses(*blamed)
+        num_losses = self._suspects[blamed[0]].num_losses
+        if self._num_lost_without(blamed[0]) >= num_losses:
+            return None
         what = f"{num_losses} workers ended one after another while they ran it"
         return blamed[0], self._stop(blamed[0], "lost", what, now)
 
@@ -176,9 +191,11 @@ class Suspects:
         """The request is a bystander: its answer grew, or an equal request has finished."""
         self._suspects.pop(identity, None)
 
-    def _num_losses(self, identity: Identity) -> int:
-        suspect = self._suspects.get(identity)
-        return suspect.num_losses if suspect else 0
+    def _has_lost_too_many(self, identity: Identity) -> bool:
+        if (suspect := self._suspects.get(identity)) is None:
+            return False
+        num_certain = suspect.num_losses - suspect.num_shared
+        return num_certain >= MAX_LOSSES_AT_ONE_PLACE or suspect.num_losses >= MAX_LOSSES_IN_ALL
 
     def _num_lost_without(self, identity: Identity) -> int:
         since = self._suspects[identity].first_at - RECENT_S

@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -86,6 +87,10 @@ class GatewaySocket:
     def receive(self) -> ToGateway:
         return TO_GATEWAY.decode(self.socket.recv())
 
+    def wait_for_suspect(self, name: str | None) -> None:
+        while not (isinstance(message := self.receive(), Heartbeat) and message.status.suspect == name):
+            pass
+
     def receive_outputs(self) -> Outputs:
         while True:
             message = self.receive()
@@ -135,6 +140,27 @@ def test_outputs_go_to_the_gateway_that_asked(server: RequestServer, gateway: Ga
     output = RequestOutput(request_id="r", first_position=0, token_ids=(7,))
     server.send(gateway.client_id, [output])
     assert gateway.receive_outputs() == Outputs((output,))
+
+
+def test_c56_a_suspect_is_named_before_the_engine_has_it_and_another_gateways_is_refused(
+    server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
+) -> None:
+    suspect = replace(REQUEST, is_suspect=True)
+    with zmq.Context() as context:
+        second = GatewaySocket(context, server.address, b"\x01second")
+        second.send(Hello("life-1", "g2", 1, None, 0))
+        second.receive()
+        gateway.send(Hello("life-1", "g", 1, None, 0))
+        gateway.send(SubmitRequest(suspect, 2))
+        assert sink.received.get(timeout=60) == ("submit", gateway.client_id, suspect)
+        second.wait_for_suspect("r")
+        second.send(SubmitRequest(replace(suspect, request_id="s"), 1))
+        (refused,) = second.receive_outputs().outputs
+        assert (refused.request_id, refused.error_kind) == ("s", ErrorKind.OVERLOADED)
+        end = RequestOutput(request_id="r", first_position=0, finish_reason=FinishReason.STOP)
+        server.send(gateway.client_id, [end])
+        second.wait_for_suspect(None)
+        second.socket.close()
 
 
 def test_c44_a_hello_meant_for_another_life_opens_nothing(

@@ -1,4 +1,5 @@
-"""Behaviour 56: under constant random kills no innocent request is taken for the one that ends workers."""
+"""Behaviour 56: no innocent request is taken for the one that ends workers: under constant random kills, and beside
+the poison of another gateway."""
 
 import random
 from functools import partial
@@ -16,6 +17,7 @@ from simulator.network import Network, NetworkFaults
 from simulator.pools import ReadFaults, SharedPools
 from simulator.worker import Site, WorkerSpec
 from simulator.world import Violation, World
+from tests.simulation import run
 
 WORKERS = ("p0", "p1", "d0", "d1")
 NUM_STREAMS, DURATION_S = 120, 60.0
@@ -76,6 +78,15 @@ def test_c56_only_what_is_compared_with_other_losses_keeps_innocents_safe(
     monkeypatch.setattr(Suspects, "_num_lost_without", lambda *_: 0)
     with pytest.raises(Violation, match="only poison is stopped"):
         play(3, kill_every_s=0.4)
+
+
+@pytest.mark.parametrize("seed", [3303, 5383, 7223])
+def test_c56_no_innocent_is_taken_for_the_poison_of_another_gateway(seed: int) -> None:
+    """In these seeds, an innocent request of one gateway is on each worker that the other gateway's poison ends."""
+    result = run.play(seed)
+    assert result.violation is None, result.replay
+    assert result.counts["fault poison killed"] > MAX_LOSSES_AT_ONE_PLACE
+    assert result.counts["path suspect refused"]
 
 
 def test_c56_a_poison_that_comes_again_ends_few_workers_in_all() -> None:

@@ -263,11 +263,13 @@ def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_
     bystander = replace(make_request("bystander"), prompt_token_ids=(9,))
     (worker,) = submitted(dispatcher.handle(Submitted(poison), 0.0))
     for now in (1.0, 2.0):
-        (worker,) = submitted(dispatcher.handle(WorkerLost(worker, "killed"), now))
+        ((worker, engine_id),) = submitted(dispatcher.handle(WorkerLost(worker, "killed"), now)).items()
     assert submitted(dispatcher.handle(Submitted(bystander), 2.5)), "only suspects wait for each other"
     assert dispatcher.handle(Submitted(equal), 2.5) == [], "one at a time"
     for now in (2.7, 2.8):
-        (worker,) = submitted(dispatcher.handle(WorkerLost(worker, "killed"), now))
+        dispatcher.handle(WorkerReported(replace(status_of(worker), suspect=engine_id)), now)
+        ((worker, engine_id),) = submitted(dispatcher.handle(WorkerLost(worker, "killed"), now)).items()
+    dispatcher.handle(WorkerReported(replace(status_of(worker), suspect=engine_id)), 2.9)
     effects = dispatcher.handle(WorkerLost(worker, "killed"), 3.0)
     refused = {effect.request: effect.error for effect in effects if isinstance(effect, Refuse)}
     assert refused.keys() == {poison, equal}
@@ -277,6 +279,29 @@ def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_
     (again,) = dispatcher.handle(Submitted(equal), 4.0)
     assert isinstance(again, Refuse)
     assert isinstance(again.error, HarmfulRequest)
+
+
+def test_c56_a_worker_that_ends_in_a_suspects_turn_counts_even_if_the_other_worker_refused_it() -> None:
+    dispatcher = make_dispatcher("p0", "p1", "d0", "d1")
+    request = make_request()
+    placed = submitted(dispatcher.handle(Submitted(request), 0.0))
+    for now in (1.0, 2.0):
+        placed = submitted(dispatcher.handle(WorkerLost(next(iter(placed)), "killed"), now))
+        for name in ("d0", "d1"):
+            dispatcher.handle(WorkerReported(status_of(name)), now)
+    (suspect,) = dispatcher.suspects._suspects.values()
+    decode, prefill = placed
+    dispatcher.handle(WorkerReported(replace(status_of(prefill), suspect=placed[prefill])), 3.0)
+    refused = RequestOutput(
+        request_id=placed[decode],
+        first_position=0,
+        finish_reason=FinishReason.ERROR,
+        error="another suspect's turn",
+        error_kind=ErrorKind.OVERLOADED,
+    )
+    dispatcher.handle(WorkerOutputs(decode, (refused,)), 3.1)
+    dispatcher.handle(WorkerLost(prefill, "killed"), 3.2)
+    assert (suspect.num_losses, suspect.num_shared) == (3, 0)
 
 
 @pytest.mark.parametrize("reason", ["drained", "reachable"])

@@ -2,16 +2,18 @@
 
 import pytest
 
+from baton.request import SUSPECT_TURN_S
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.requests.request import GatewayRequest
 from gateway.requests.suspects import (
     MAX_BLAMED,
     MAX_KEPT,
-    MAX_TURN_S,
+    MAX_LOSSES_IN_ALL,
     RECENT_S,
     REMEMBERED_S,
     Suspects,
+    WorkerLoss,
     identity_of,
 )
 from simulator.driver import SilentText
@@ -19,10 +21,14 @@ from simulator.driver import SilentText
 POISON, OTHER = b"poison", b"other"
 
 
-def lose(suspects: Suspects, now: float, had: tuple[bytes, ...] = (), **places: int) -> bytes | None:
-    """A worker ends, and with it the requests at these places; the one that is stopped."""
+def lose(
+    suspects: Suspects, now: float, had: tuple[bytes, ...] = (), *, is_shared: bool = False, **places: int
+) -> bytes | None:
+    """A worker ends, and with it the requests at these places; the one that is stopped. `is_shared`: it was not the
+    turn of the first one."""
     at = {name.encode(): place for name, place in places.items()}
-    found = suspects.worker_lost(at, frozenset([*at, *had]), now)
+    ran_alone = None if is_shared else next(iter(at))
+    found = suspects.worker_lost(WorkerLoss(at, frozenset([*at, *had]), ran_alone), now)
     return found[0] if found else None
 
 
@@ -47,10 +53,25 @@ def test_c56_a_request_at_the_same_place_when_five_workers_ended_is_stopped(
 
 
 def test_c56_one_of_two_with_the_same_losses_is_not_chosen() -> None:
+    suspects, num_losses = Suspects(), MAX_LOSSES_IN_ALL
+    lost = [lose(suspects, now, poison=0, other=0, is_shared=True) for now in range(num_losses)]
+    assert lost == [None] * num_losses
+    assert lose(suspects, 9.0, poison=0) == POISON, "alone"
+    assert suspects.refusal(OTHER, 10.0) is None
+
+
+def test_c56_a_suspect_is_not_blamed_for_workers_that_may_have_run_another() -> None:
     suspects = Suspects()
-    assert [lose(suspects, now, poison=0, other=0) for now in range(5)] == [None] * 5
-    assert lose(suspects, 5.0, poison=0) == POISON, "alone"
-    assert suspects.refusal(OTHER, 6.0) is None
+    for now in range(4):
+        assert lose(suspects, now, other=0, is_shared=True) is None
+    assert lose(suspects, 5.0, other=0) is lose(suspects, 6.0, other=0) is None
+    assert lose(suspects, 7.0, other=0) == OTHER, "the third in its turn"
+
+
+def test_c56_a_request_that_ends_workers_before_they_can_name_it_is_stopped_later() -> None:
+    suspects, num_losses = Suspects(), MAX_LOSSES_IN_ALL
+    lost = [lose(suspects, now, poison=0, is_shared=True) for now in range(num_losses)]
+    assert lost == [None] * (num_losses - 1) + [POISON]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +100,7 @@ def test_c56_suspects_run_one_at_a_time_until_they_get_further() -> None:
     suspects.placed(POISON, 2.0)
     assert not suspects.may_run(OTHER, 3.0)
     assert suspects.may_run(b"somebody", 3.0)
-    assert suspects.may_run(OTHER, 2.0 + MAX_TURN_S)
+    assert suspects.may_run(OTHER, 2.0 + SUSPECT_TURN_S)
     assert not suspects.got_further(POISON, 1)
     assert suspects.got_further(POISON, 2)
     assert not suspects.is_suspect(POISON)
