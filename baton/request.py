@@ -76,7 +76,7 @@ class EngineRequest:
     skip_reading_prefix_cache: bool = False
     """The request uses no blocks of a worker's prefix cache. Its own blocks are stored there as always."""
     is_suspect: bool = False
-    """Workers have ended under this request. A worker runs one suspect at a time."""
+    """Workers have ended under this request. A worker begins one suspect at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,8 +169,10 @@ class WorkerStatus:
     """How many tokens a step can hold; 0: unknown."""
     kv_groups: KVGroups = ONE_GROUP
     """The KV groups of the model's layers. Each group has its own blocks for a request's tokens."""
-    suspect: str | None = None
-    """The id of the suspect whose turn it is on this worker; see worker/suspect_turn.py."""
+    suspects: tuple[str, ...] = ()
+    """Heartbeats to gateways name the suspects that run on the worker; see worker/suspect_turns.py."""
+    takes_suspects: bool = True
+    """Whether it is no suspect's turn at present."""
 
     @property
     def num_decoding(self) -> int:

@@ -39,7 +39,7 @@ from worker.core import ClientOutputs, EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.loop import MAX_NON_FINITE_STEPS
 from worker.role import Role
-from worker.suspect_turn import SuspectTurn
+from worker.suspect_turns import SuspectTurns
 
 MAX_WAKE_DELAY_S = 0.001
 PROGRESS_TIMEOUT_S = 2.0
@@ -149,7 +149,7 @@ class Worker(Process):
             progress=Progress("its engine", self.clock, PROGRESS_TIMEOUT_S),
         )
         self.requests = ClientRequests(self.core, self.clock)
-        self.suspect_turn = SuspectTurn()
+        self.suspects = SuspectTurns()
         self.role: Role = (
             DecodeWorker(spec.max_waiting) if self.is_decode else PrefillWorker(spec.max_waiting)
         )
@@ -175,7 +175,8 @@ class Worker(Process):
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             kv_groups=self.spec.groups,
-            suspect=self.suspect_turn.current(self._world.now),
+            suspects=self.suspects.running(),
+            takes_suspects=self.suspects.is_free(self._world.now),
         )
         return self.sessions.heartbeat(gateway.encode(), status)
 
@@ -190,7 +191,7 @@ class Worker(Process):
             self.abort(gateway, command.request_ids)
             return
         if command.request.is_suspect:
-            if refused := self.suspect_turn.begin(gateway, command.request, self._world.now):
+            if refused := self.suspects.begin(gateway, command.request, self._world.now):
                 self._world.counts["path suspect refused"] += 1
                 self._outboxes[gateway](self, [refused])
                 return
@@ -290,7 +291,7 @@ class Worker(Process):
                     self._world.violate("ends once", f"{self.incarnation}: {output.request_id} ends again")
                 self.requests.note([output])
             self._outboxes[gateway](self, outputs)
-            if self.suspect_turn.note(outputs):
+            if self.suspects.note(outputs, self._world.now):
                 self._beat(self)
 
     def _step_duration_s(self) -> float:

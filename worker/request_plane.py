@@ -1,6 +1,7 @@
 """RequestServer: a worker's end of the request plane, on a thread of its own so that no step delays a heartbeat.
 
-Turns frames into typed messages and back; knows only which gateways are connected, not what messages mean.
+Turns frames into typed messages and back; knows which gateways are connected and which suspects run, but not what other
+messages mean.
 """
 
 import logging
@@ -38,7 +39,7 @@ from baton.system.standstill import Standstill, pace_of
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerState, WorkerStatus
 from worker.kv_events import KVChange, parts
-from worker.suspect_turn import SuspectTurn
+from worker.suspect_turns import SuspectTurns
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class RequestServer:
         """Without `keys`, every process that can connect is served."""
         self._network = network
         self._engine_status = status
-        self._suspect_turn = SuspectTurn()
+        self._suspects = SuspectTurns()
         self._clock = clock
         self.progress = Progress("its request plane", clock, PROGRESS_TIMEOUT_S)
         self._sessions = WorkerSessions(incarnation)
@@ -241,12 +242,16 @@ class RequestServer:
 
     def _begin_turn(self, peer: bytes, suspect: EngineRequest) -> bool:
         """Begins a suspect's turn and notifies the gateways before the engine gets it, or refuses the suspect."""
-        refused = self._suspect_turn.begin(_client_id(peer), suspect, self._clock.now())
+        refused = self._suspects.begin(_client_id(peer), suspect, self._running_s())
         if refused is not None:
             self.send(_client_id(peer), [refused])
             return False
         self._beat()
-        return peer in self._sessions.peers  # it may have left meanwhile
+        if peer in self._sessions.peers:
+            return True
+        self._suspects.end(suspect.request_id, self._running_s())  # its gateway has left
+        self._is_beat_due.set()
+        return False
 
     def _refuse(self, peer: bytes, version: int) -> None:
         """Opens no session for a gateway of another version; sends it a heartbeat that tells our version."""
@@ -269,7 +274,8 @@ class RequestServer:
             self._send_heartbeat(peer, status)
 
     def _status(self) -> WorkerStatus:
-        return replace(self._engine_status(), suspect=self._suspect_turn.current(self._clock.now()))
+        suspects, is_free = self._suspects.running(), self._suspects.is_free(self._running_s())
+        return replace(self._engine_status(), suspects=suspects, takes_suspects=is_free)
 
     def _running_s(self) -> float:
         """The clock for the silence of gateways. It excludes standstills of this process."""
@@ -292,7 +298,7 @@ class RequestServer:
             for frame in self._frames(client_id, outputs):
                 if self._sessions.count_outputs(peer):
                     self._send(peer, frame)
-            if self._suspect_turn.note(outputs):
+            if self._suspects.note(outputs, self._running_s()):
                 self._is_beat_due.set()  # another suspect may wait for its turn
 
     def _frames(self, client_id: str, outputs: list[RequestOutput]) -> Iterator[bytes]:

@@ -50,7 +50,7 @@ from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.request_state import RequestPhase, RequestState
 from gateway.requests.retry import LoadFailurePolicy, RetryState
 from gateway.requests.shares import CallerShares
-from gateway.requests.suspects import Identity, Suspects
+from gateway.requests.suspects import TAKES_TURNS, Identity, Suspects
 from gateway.routing.placement import NoRoom, Placement
 from gateway.routing.prefill_times import too_close
 from gateway.routing.router import Router
@@ -243,12 +243,13 @@ class Dispatcher:
         if no_place := self._shares.refusal(state, now):
             return no_place
         if not self.suspects.may_run(state.identity, now):
-            return WorkerUnavailable("workers ended under it, and such requests are tried one at a time")
+            return WorkerUnavailable(TAKES_TURNS)
         refusal: RequestError | None = None
         del self._entries[state]
         with self._costs_only(state):
             avoided, refusal_at = self.avoided_pairs.at(now), partial(self._shares.refusal_at, state, now)
-            placement = state.retry.route(state.output_token_ids, avoided, refusal_at)
+            is_suspect = self.suspects.is_suspect(state.identity)
+            placement = state.retry.route(state.output_token_ids, avoided, refusal_at, is_suspect=is_suspect)
             if not isinstance(placement, Placement):
                 refusal = placement
             elif too_many_prompts := self._shares.too_many_prompts(placement, now):
@@ -267,7 +268,7 @@ class Dispatcher:
         attempt = state.begin(placement, engine_request_id, self._now)
         self._placed[engine_request_id] = state
         self._shares.begun(state)
-        self.suspects.placed(state.identity, self._now)
+        is_suspect = self.suspects.placed(state.identity, self._now)
         for name in attempt.workers:
             self.router.sent(name, placement)
         _log(logging.DEBUG, state, f"goes to {' and '.join(attempt.workers)}")
@@ -276,7 +277,6 @@ class Dispatcher:
         if placement.pair is not None:
             self.avoided_pairs.placed(placement.pair, self._now)
         transfer_id = "" if placement.pair is None else self._draw_id(16)
-        is_suspect = self.suspects.is_suspect(state.identity)
         self._effects += starmap(SubmitTo, state.sub_requests(transfer_id, self._now, is_suspect=is_suspect))
 
     def _close_attempt(self, state: RequestState, failure: AttemptFailure | None = None) -> None:

@@ -30,17 +30,19 @@ class OpenRequests:
     def lost_with(self, status: WorkerStatus) -> WorkerLoss:
         """Which requests a worker had that ended after this heartbeat.
 
-        If the worker named a suspect, this suspect ran there even if its attempt has failed since: the other worker of
-        the pair may have refused it.
+        A suspect that the worker named ran there even if its attempt has failed since: the other worker of the pair may
+        have refused it.
         """
-        ref, places, ran_alone = status.ref, dict[Identity, int](), None
+        ref, places, named = status.ref, dict[Identity, int](), dict[str, Identity]()
         had = [state for state in self if any(each.refs.get(ref.name) == ref for each in state.attempts)]
         for state in had:
             is_placed = state.phase is RequestPhase.PLACED and ref.name in state.attempt.open_workers
-            if any(each.engine_request_id == status.suspect for each in state.attempts):
-                ran_alone = state.identity
-            if is_placed or ran_alone == state.identity:
+            ids = {each.engine_request_id for each in state.attempts}.intersection(status.suspects)
+            named |= dict.fromkeys(ids, state.identity)
+            if is_placed or ids:
                 places[state.identity] = min(state.num_output_tokens, places.get(state.identity, 2**31))
+        are_equal = len(named) == len(status.suspects) and len(set(named.values())) == 1
+        ran_alone = next(iter(named.values())) if are_equal else None
         return WorkerLoss(places, frozenset(state.identity for state in had), ran_alone)
 
     def __getitem__(self, request: GatewayRequest) -> RequestState:

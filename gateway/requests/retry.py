@@ -23,6 +23,7 @@ from baton.request import OnPreemption
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.requests.attempt import Attempt, AttemptFailure, Cause
 from gateway.requests.request import GatewayRequest
+from gateway.requests.suspects import TAKES_TURNS
 from gateway.routing.placement import Mode, NoRoom, Pair, Placement, RouteQuery
 from gateway.routing.router import Router
 
@@ -74,16 +75,23 @@ class RetryState:
         output_token_ids: tuple[int, ...],
         avoided: Set[Pair] = frozenset(),
         refusal_at: Callable[[str], RequestError | None] = lambda _: None,
+        *,
+        is_suspect: bool = False,
     ) -> Placement | RequestError:
         """The next placement; NoRoom or WorkerUnavailable if the request has to wait. See RouteQuery.
 
-        If every other worker is excluded, the request is retried on one that failed it before.
+        If every other worker is excluded, the request is retried on one that failed it before. A suspect does not go
+        to workers where it is another suspect's turn.
         """
         failed, refused = self._excluded()
+        others_turn = self._router.busy_with_suspects() if is_suspect else frozenset()
+        excluded = refused | others_turn
         query = replace(self._query(output_token_ids), avoided=avoided, refusal_at=refusal_at)
-        placement = _route(self._router, replace(query, excluded=failed | refused))
-        if isinstance(placement, WorkerUnavailable) and (failed or refused):
-            placement = _route(self._router, replace(query, excluded=refused))
+        placement = _route(self._router, replace(query, excluded=failed | excluded))
+        if isinstance(placement, WorkerUnavailable) and (failed or excluded):
+            placement = _route(self._router, replace(query, excluded=excluded))
+        if others_turn and not isinstance(placement, Placement):
+            return WorkerUnavailable(TAKES_TURNS)
         if isinstance(placement, WorkerUnavailable) and refused and self._last_failure is not None:
             return NoRoom(self._disclosed(self._last_failure))
         return placement

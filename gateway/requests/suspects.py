@@ -2,15 +2,15 @@
 
 A worker may end at any moment, and most of its requests are bystanders: they did not cause the end. A request
 becomes suspect when a second worker ends under it, and its answer has not grown since the first worker ended.
-The answer of a bystander usually grows in between. Suspects run one at a time: those of this gateway, and those
-of all gateways on one worker (worker/suspect_turn.py).
+The answer of a bystander usually grows in between. Suspects take turns: those of this gateway, and those of all
+gateways on one worker (worker/suspect_turns.py).
 
 A request is stopped when a fifth worker ends under it at the same token. From the third on, a worker counts only if
-its last heartbeat said that it was this suspect's turn. A request may end workers before they can say so; then it is
-stopped after the eighth. It is not stopped if another request on that worker has also lost so many, or if at least as
-many workers ended without it lately.
+its last heartbeat named no other suspect. If a worker may have ended because of another suspect, or before it could
+name this one, it counts only towards the eighth loss, which also stops a request. It is not stopped if another request
+on that worker has also lost too many, or if at least as many workers ended without it lately.
 
-    lost once ----> lost again at the same token: suspect ----> lost three times more in its turn: stopped
+    lost once ----> lost again at the same token: suspect ----> lost three times more, alone: stopped
          <--- the request finishes, or its answer grows ---
 
 A worker that cannot compute a request reports ErrorKind.STEP_FAILED and continues to run. A request is also
@@ -39,13 +39,14 @@ SUSPECT_LOSSES = 2
 MAX_LOSSES_AT_ONE_PLACE = 5
 """After so many lost workers, a request is stopped. All its attempts and repetitions count together."""
 MAX_LOSSES_IN_ALL = 8
-"""After so many lost workers, a request is stopped even if they did not say that it was its turn."""
+"""After so many lost workers, a request is stopped even if it was not the only suspect on them."""
 MAX_FAILURES_OF_STEPS = 2
 """How many different workers must fail to compute a request before it is stopped."""
 MAX_BLAMED = 3
 """If a worker cannot compute more requests than this, the worker itself is at fault."""
 REMEMBERED_S = 600.0
 """How long a request is remembered after its last loss or failure, or its last refusal."""
+TAKES_TURNS = "workers ended under it, and such requests are tried one at a time"
 RECENT_S = 60.0
 """Worker losses without a request count in its favour, from this long before its own first loss."""
 MAX_KEPT = 1024
@@ -77,7 +78,7 @@ class WorkerLoss:
     had: frozenset[Identity]
     """These, and those that were on the worker in an earlier attempt."""
     ran_alone: Identity | None = None
-    """The suspect whose turn it was. All gateways together had no other suspect there."""
+    """The suspect that ran there, if it was the only one of all gateways."""
 
 
 class Suspects:
@@ -111,14 +112,14 @@ class Suspects:
         return suspect is not None and suspect.num_losses >= SUSPECT_LOSSES
 
     def may_run(self, identity: Identity, now: float) -> bool:
-        """Whether the request may run now. Suspects run one at a time, so that the loss of a worker proves
-        something.
-        """
+        """Whether the request may run now. Suspects take turns, so that the loss of a worker proves something."""
         return not self.is_suspect(identity) or self._at_turn is None or now >= self._turn_ends_at
 
-    def placed(self, identity: Identity, now: float) -> None:
-        if self.is_suspect(identity):
+    def placed(self, identity: Identity, now: float) -> bool:
+        """The request goes to its workers. Returns whether it is a suspect, whose turn begins."""
+        if is_suspect := self.is_suspect(identity):
             self._at_turn, self._turn_ends_at = identity, now + SUSPECT_TURN_S
+        return is_suspect
 
     def left(self, identity: Identity) -> bool:
         """The request no longer has a worker. Returns True if another suspect may run now."""

@@ -82,6 +82,11 @@ class Router:
         worker = self._workers.get(name)
         return worker is not None and not worker.is_gone and worker.status.state is WorkerState.DRAINING
 
+    def busy_with_suspects(self) -> frozenset[str]:
+        """Workers where it is a suspect's turn."""
+        workers = ((name, self.ready_worker(name)) for name in self._workers)
+        return frozenset(name for name, worker in workers if worker and not worker.status.takes_suspects)
+
     def estimate(self, worker: str) -> WorkerEstimate:
         """The estimate of a worker that has got a request."""
         return self._workers[worker]

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Written = tuple[dict[str, torch.Tensor], torch.Tensor]
 """The tensors of a matrix, without the module's name, and its numbers in float32."""
@@ -48,6 +47,10 @@ def make_quantized(
 
 def make_mxfp4(path: Path, source: Path) -> tuple[Path, Path]:
     """Like `make_quantized`, for a tiny gpt-oss in OpenAI's MXFP4. The numbers are transformers'."""
+    from transformers.integrations.mxfp4 import (
+        convert_moe_packed_tensors,  # takes seconds to import, and all test processes import this file
+    )
+
     stored: dict[str, torch.Tensor] = {}
     numbers: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():

@@ -87,8 +87,8 @@ class GatewaySocket:
     def receive(self) -> ToGateway:
         return TO_GATEWAY.decode(self.socket.recv())
 
-    def wait_for_suspect(self, name: str | None) -> None:
-        while not (isinstance(message := self.receive(), Heartbeat) and message.status.suspect == name):
+    def wait_for_suspects(self, *names: str) -> None:
+        while not (isinstance(message := self.receive(), Heartbeat) and message.status.suspects == names):
             pass
 
     def receive_outputs(self) -> Outputs:
@@ -153,13 +153,13 @@ def test_c56_a_suspect_is_named_before_the_engine_has_it_and_another_gateways_is
         gateway.send(Hello("life-1", "g", 1, None, 0))
         gateway.send(SubmitRequest(suspect, 2))
         assert sink.received.get(timeout=60) == ("submit", gateway.client_id, suspect)
-        second.wait_for_suspect("r")
+        second.wait_for_suspects("r")
         second.send(SubmitRequest(replace(suspect, request_id="s"), 1))
         (refused,) = second.receive_outputs().outputs
         assert (refused.request_id, refused.error_kind) == ("s", ErrorKind.OVERLOADED)
         end = RequestOutput(request_id="r", first_position=0, finish_reason=FinishReason.STOP)
         server.send(gateway.client_id, [end])
-        second.wait_for_suspect(None)
+        second.wait_for_suspects()
         second.socket.close()
 
 

@@ -60,10 +60,11 @@ def most_alone_s(num_blocks: int, mode: Literal["auto", "disaggregated"]) -> flo
 
 
 FLOODS = {
-    "long answers hold every place": (flood(256, 30, 4_000), 40_000),
-    "long prompts keep the prefill worker busy": (flood(400, 1_000, 20), 40_000),
-    "growing answers take every block": (flood(200, 100, 6_000), 1_200),
+    "long answers hold every place": ((256, 30, 4_000), 40_000),
+    "long prompts keep the prefill worker busy": ((400, 1_000, 20), 40_000),
+    "growing answers take every block": ((200, 100, 6_000), 1_200),
 }
+"""The numbers of requests and of tokens in a prompt and an answer, and how many blocks a decode worker has."""
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,8 @@ FLOODS = {
 def test_c57_the_others_first_tokens_come_within_twice_the_time_of_being_alone(
     name: str, mode: Literal["auto", "disaggregated"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (greedy, num_blocks), config = FLOODS[name], GatewayConfig(routing_mode=mode)
+    (sizes, num_blocks), config = FLOODS[name], GatewayConfig(routing_mode=mode)
+    greedy = flood(*sizes)
     alone_s, shared_s = most_alone_s(num_blocks, mode), most_s(greedy, num_blocks, config)
     monkeypatch.setattr(CallerShares, "_is_shared", lambda *_: False)
     unshared_s = most_s(greedy, num_blocks, config, UNSHARED_END_S)

@@ -267,9 +267,9 @@ def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_
     assert submitted(dispatcher.handle(Submitted(bystander), 2.5)), "only suspects wait for each other"
     assert dispatcher.handle(Submitted(equal), 2.5) == [], "one at a time"
     for now in (2.7, 2.8):
-        dispatcher.handle(WorkerReported(replace(status_of(worker), suspect=engine_id)), now)
+        dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), now)
         ((worker, engine_id),) = submitted(dispatcher.handle(WorkerLost(worker, "killed"), now)).items()
-    dispatcher.handle(WorkerReported(replace(status_of(worker), suspect=engine_id)), 2.9)
+    dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), 2.9)
     effects = dispatcher.handle(WorkerLost(worker, "killed"), 3.0)
     refused = {effect.request: effect.error for effect in effects if isinstance(effect, Refuse)}
     assert refused.keys() == {poison, equal}
@@ -281,7 +281,10 @@ def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_
     assert isinstance(again.error, HarmfulRequest)
 
 
-def test_c56_a_worker_that_ends_in_a_suspects_turn_counts_even_if_the_other_worker_refused_it() -> None:
+@pytest.mark.parametrize(("others", "num_shared"), [((), 0), (("another gateway's",), 1)])
+def test_c56_a_worker_that_ran_one_suspect_counts_even_if_the_other_worker_refused_it(
+    others: tuple[str, ...], num_shared: int
+) -> None:
     dispatcher = make_dispatcher("p0", "p1", "d0", "d1")
     request = make_request()
     placed = submitted(dispatcher.handle(Submitted(request), 0.0))
@@ -291,7 +294,7 @@ def test_c56_a_worker_that_ends_in_a_suspects_turn_counts_even_if_the_other_work
             dispatcher.handle(WorkerReported(status_of(name)), now)
     (suspect,) = dispatcher.suspects._suspects.values()
     decode, prefill = placed
-    dispatcher.handle(WorkerReported(replace(status_of(prefill), suspect=placed[prefill])), 3.0)
+    dispatcher.handle(WorkerReported(replace(status_of(prefill), suspects=(placed[prefill], *others))), 3.0)
     refused = RequestOutput(
         request_id=placed[decode],
         first_position=0,
@@ -301,7 +304,20 @@ def test_c56_a_worker_that_ends_in_a_suspects_turn_counts_even_if_the_other_work
     )
     dispatcher.handle(WorkerOutputs(decode, (refused,)), 3.1)
     dispatcher.handle(WorkerLost(prefill, "killed"), 3.2)
-    assert (suspect.num_losses, suspect.num_shared) == (3, 0)
+    assert (suspect.num_losses, suspect.num_shared) == (3, num_shared)
+
+
+def test_c56_a_suspect_waits_while_it_is_anothers_turn_and_delays_nobody() -> None:
+    dispatcher = make_dispatcher("d0")
+    dispatcher.handle(Submitted(make_request()), 0.0)
+    for now in (1.0, 2.0):
+        dispatcher.handle(WorkerLost("d0", "killed"), now)
+        dispatcher.handle(WorkerReported(replace(status_of("d0"), takes_suspects=now < 2.0)), now)
+    assert dispatcher.num_queued == 1
+    assert dispatcher.queued_since(for_worker=True) is None
+    bystander = replace(make_request("bystander"), prompt_token_ids=(9,))
+    assert submitted(dispatcher.handle(Submitted(bystander), 2.5))
+    assert submitted(dispatcher.handle(WorkerReported(status_of("d0")), 3.0))
 
 
 @pytest.mark.parametrize("reason", ["drained", "reachable"])

@@ -1,0 +1,80 @@
+"""SuspectTurns: a worker begins one suspect at a time, whichever gateway sent it; pure.
+
+Workers have ended under a suspect (gateway/requests/suspects.py). If two suspects ran together, the end of their
+worker would be evidence against neither. A gateway runs its own suspects one at a time, but does not know those of
+other gateways. So a worker refuses suspects while it is the turn of another one. A turn ends when its suspect ends or
+its answer grows, or after SUSPECT_TURN_S; then the suspect may still run.
+
+The worker names the suspects that run in its heartbeats, and sends heartbeats before a suspect runs. If the worker
+ends then, the gateways know whether one suspect ran alone.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.errors import Overloaded
+from baton.request import SUSPECT_TURN_S, EngineRequest, RequestOutput
+from worker.client_requests import refusal
+
+RESERVED_S = 1.0
+"""For how long after a turn only the client may begin that was refused first: others may be faster each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    ends_at: float
+    num_tokens: int
+    """The answer has grown when it has more tokens than this."""
+
+
+class SuspectTurns:
+    """The suspects that run. The caller passes all times, in seconds."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, _Turn] = {}
+        """By request. The last one's turn ends last."""
+        self._next_client: str | None = None
+        self._reserved_until = 0.0
+
+    def running(self) -> tuple[str, ...]:
+        """The suspects that have begun here. They have not ended, and their answers have not grown."""
+        return tuple(self._turns)
+
+    def is_free(self, now: float) -> bool:
+        """Whether it is no suspect's turn."""
+        return all(turn.ends_at <= now for turn in self._turns.values())
+
+    def begin(self, client_id: str, suspect: EngineRequest, now: float) -> RequestOutput | None:
+        """Begins this suspect's turn. Returns the refusal if it is another suspect's turn."""
+        is_free, is_reserved = self.is_free(now), now < self._reserved_until
+        if is_free and (not is_reserved or client_id == self._next_client):
+            self._next_client, self._reserved_until = None, 0.0
+            # One more token is no progress: in each attempt, the prefill worker brings one.
+            self._turns[suspect.request_id] = _Turn(now + SUSPECT_TURN_S, len(suspect.output_token_ids) + 1)
+            return None
+        if not is_reserved:
+            self._next_client = client_id
+            self._reserved_until = max(turn.ends_at for turn in self._turns.values()) + RESERVED_S
+        message = "workers ended under it, and such requests are tried one at a time"
+        return refusal(suspect.request_id, Overloaded(message, 1.0))
+
+    def end(self, request_id: str, now: float) -> None:
+        """The suspect has ended, or its answer has grown."""
+        del self._turns[request_id]
+        if self.is_free(now):
+            self._reserved_until = min(self._reserved_until, now + RESERVED_S)
+
+    def note(self, outputs: Iterable[RequestOutput], now: float) -> bool:
+        """Ends the turns of suspects that have ended or grown with these outputs. Returns whether there were any."""
+        if not self._turns:
+            return False
+        ended = [output.request_id for output in outputs if self._ends_with(output)]
+        for request_id in ended:
+            self.end(request_id, now)
+        return bool(ended)
+
+    def _ends_with(self, output: RequestOutput) -> bool:
+        if (turn := self._turns.get(output.request_id)) is None:
+            return False
+        num_tokens = output.first_position + len(output.token_ids)
+        return output.finish_reason is not None or num_tokens > turn.num_tokens
