@@ -39,8 +39,8 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# How long an example takes is no property of the code, least of all on a busy machine.
-hypothesis.settings.register_profile("baton", deadline=None)
+# How long an example takes is no property of the code, least of all on a busy machine. Other examples are drawn each time.
+hypothesis.settings.register_profile("baton", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("baton")
 
 

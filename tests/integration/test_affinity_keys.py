@@ -13,7 +13,7 @@ from gateway import GatewayError
 from tests.factories.gateway import GatewayUnderTest, Script, answering, gateway_with
 from tests.factories.openai import openai_for
 
-NUM_WORKERS, NUM_TURNS = 4, 6
+NUM_WORKERS, NUM_KEYS, NUM_TURNS = 4, 4, 3
 SAID = (7, 8)
 
 Turn = Callable[[GatewayUnderTest, str, int], Awaitable[None]]
@@ -63,7 +63,7 @@ async def test_turns_of_one_key_go_to_one_worker(folder: Path, turn_by: Turn) ->
     async with gateway_with(
         folder, {}, decodes, routing_mode="local", routing_policy="round_robin"
     ) as under_test:
-        for key in [f"conversation {number}" for number in range(8)]:
+        for key in [f"conversation {number}" for number in range(NUM_KEYS)]:
             asked[key] = Counter()
             for turn in range(NUM_TURNS):
                 await turn_by(under_test, key, turn)

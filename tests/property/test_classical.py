@@ -9,29 +9,29 @@ import pytest
 
 from tests.property.classical import play
 
-NUM_WORKLOADS = 100
+NUM_WORKLOADS = 40
 
 
 def play_all(rules: str) -> Counter[str]:
     happened: Counter[str] = Counter()
     for seed in range(NUM_WORKLOADS):
         happened += play(seed, rules)
-    assert happened["preemptions"] > 100
-    assert happened["prefix_cache_hits"] > 100
+    assert happened["preemptions"] > 20
+    assert happened["prefix_cache_hits"] > 20
     return happened
 
 
 @pytest.mark.parametrize("rules", ["nano_vllm", "mini_vllm"])
 def test_c59_two_phases_are_those_of_nano_vllm_and_of_mini_vllm(rules: str) -> None:
     happened = play_all(rules)
-    assert happened["steps_with_more_running"] > 100, "slots were tight"
+    assert happened["steps_with_more_running"] > 20, "slots were tight"
     assert happened["steps_with_both"] == 0
 
 
 def test_c60_mixed_steps_are_those_of_the_chapters_scheduler() -> None:
     happened = play_all("mixed")
     assert happened["steps_with_more_running"] == 0
-    assert happened["steps_with_both"] > 100
+    assert happened["steps_with_both"] > 20
 
 
 @pytest.mark.parametrize("rules", ["nano_vllm", "mini_vllm", "mixed"])

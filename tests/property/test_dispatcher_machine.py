@@ -338,4 +338,4 @@ class DispatcherMachine(RuleBasedStateMachine):
 
 
 TestDispatcher = DispatcherMachine.TestCase
-TestDispatcher.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestDispatcher.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

@@ -183,8 +183,8 @@ class WindowsAloneMachine(KVCacheMachine):
 
 
 TestKVCache = KVCacheMachine.TestCase
-TestKVCache.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestKVCache.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestTwoGroups = TwoGroupsMachine.TestCase
-TestTwoGroups.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTwoGroups.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestWindowsAlone = WindowsAloneMachine.TestCase
-TestWindowsAlone.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestWindowsAlone.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)

@@ -25,7 +25,7 @@ def steps(rates: list[float], each_s: float) -> Load:
     return Load(lambda at: rates[min(int(at / each_s), len(rates) - 1)], max(*rates, 0.01))
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     rates=st.lists(st.floats(0.0, 30.0), min_size=2, max_size=5),
     num_placeable=st.sampled_from([4, 7, 1000]),
@@ -62,7 +62,7 @@ def test_whatever_comes_the_bounds_hold_and_changes_are_few(
             assert after - before >= config.autoscaling.grow_cooldown_s
 
 
-@pytest.mark.parametrize(("rate", "seed"), [(0.5, 1), (3.0, 2), (8.0, 1), (14.0, 2), (22.0, 1)])
+@pytest.mark.parametrize(("rate", "seed"), [(0.5, 1), (3.0, 2), (8.0, 1), (22.0, 1)])
 def test_under_a_constant_load_it_settles(rate: float, seed: int) -> None:
     """Once it has found its size it may try one worker fewer, of each role, when it has forgotten why not: hourly."""
     config = autoscaling_config(**BOUNDS, shrink_after_s=120.0, shrink_cooldown_s=60.0)

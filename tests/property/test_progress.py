@@ -68,7 +68,7 @@ def configs(draw: st.DrawFn, policy: str) -> SchedulerConfig:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @given(st.data(), arrivals(), st.integers(0, 8), st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_requests_that_each_fit_alone_all_end(
     policy: str, data: st.DataObject, arrivals: list[Arrival], num_spare_blocks: int, joins_parts: bool
 ) -> None:

@@ -34,27 +34,27 @@ from tests.property.workloads import (
     settings_for,
 )
 
-NUM_WORKLOADS = 40
-NUM_WORKLOADS_WITH_TRANSFERS = 60
-NUM_WORKLOADS_THAT_MOVE = 30
-NUM_WORKLOADS_WITH_WINDOWS = 20
+NUM_WORKLOADS = 20
+NUM_WORKLOADS_WITH_TRANSFERS = 25
+NUM_WORKLOADS_THAT_MOVE = 12
+NUM_WORKLOADS_WITH_WINDOWS = 14
 
 
 def test_every_mode_leads_to_the_same_tokens() -> None:
     happened: Counter[str] = Counter()
     for seed in range(NUM_WORKLOADS):
         happened += check(seed)
-    assert all(happened[what] > 100 for what in ("preemptions", "swap_preemptions", "prefix_cache_hits"))
+    assert all(happened[what] > 40 for what in ("preemptions", "swap_preemptions", "prefix_cache_hits"))
     num_accepted = happened["spec_decode_num_accepted_tokens"]
-    assert 1_000 < num_accepted < happened["spec_decode_num_draft_tokens"] - 1_000
-    assert happened["forced_tokens"] > 1_000
+    assert 400 < num_accepted < happened["spec_decode_num_draft_tokens"] - 400
+    assert happened["forced_tokens"] > 400
 
 
 def test_c27_with_windows_every_mode_leads_to_the_same_tokens() -> None:
     happened: Counter[str] = Counter()
     for seed in range(NUM_WORKLOADS_WITH_WINDOWS):
         happened += check(seed, GROUPS[seed % len(GROUPS)])
-    assert all(happened[what] > 10 for what in ("preemptions", "swap_preemptions", "prefix_cache_hits")), (
+    assert all(happened[what] > 5 for what in ("preemptions", "swap_preemptions", "prefix_cache_hits")), (
         happened
     )
 

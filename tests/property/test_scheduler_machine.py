@@ -266,4 +266,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

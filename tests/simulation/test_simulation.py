@@ -15,7 +15,7 @@ from tests.simulation.planted import NEEDS_WINDOWS, PLANTED, Plant, hunt
 from tests.simulation.run import play, results
 from tests.simulation.unmended import UNMENDED
 
-NUM_SEEDS = 200
+NUM_SEEDS = 150
 NUM_JOBS = min(2, os.cpu_count() or 1)
 
 MESSAGES = (*messages.TO_PRODUCER._codec._encoders, *messages.TO_CONSUMER._codec._encoders)
@@ -72,7 +72,7 @@ def test_bugs_found_once_would_be_found_again(plant: Plant, seed: int) -> None:
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     """Sets of strings have another order in each process; nothing may depend on it."""
-    seeds = (*range(9), 14)  # of these, 14 has workers that hang, slow down and spoil
+    seeds = (0, 3, 5, 6, 7, 14)  # of these, 14 has workers that hang, slow down and spoil
     here = [play(seed).digest for seed in seeds]
     assert here == [play(seed).digest for seed in seeds]
     program = f"from tests.simulation.run import play; print(*[play(seed).digest for seed in {seeds}])"
