@@ -17,7 +17,7 @@ from cluster.control_api.configuration import keys_digest, unpack_configuration
 from cluster.controller.desired import worker_names
 from cluster.controller.owner import OnProgress, OnServing
 from cluster.serve.screen import Screen
-from engine.loading.commit import commit_of, pinned, with_commit
+from engine.loading.commit import commit_of, pinned, source_of, with_commit
 from engine.loading.dtype import choose_dtype, dtype_of, with_chosen_dtype, with_dtype
 from engine.loading.footprint import check_room, check_small_files, footprint
 from engine.loading.pretrained import default_cache_dir, resolve
@@ -100,7 +100,7 @@ def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Pat
             path = resolve(pinned(config.model.path, path), cache_dir, progress)
             draft_folder = None if draft is None else resolve(draft, cache_dir, progress)
     dtype = choose_dtype(config, path)
-    screen.line("model", f"{path} in {dtype}")
+    screen.line("model", f"{source_of(path)} in {dtype}")
     takes = footprint(with_dtype(config, dtype), path, draft_folder)
     screen.line("", str(takes))
     if is_here:
