@@ -44,6 +44,7 @@ from baton.worker import WorkerRole
             "logging: log_prompts needs level 'info' or 'debug', not 'warning', since prompts are logged at level info",
         ),
         ({"kv_transfer": None}, "kv_transfer: got None"),
+        ({"model": {"path": ""}}, "model.path: got ''"),
         (
             {"network": {"peer_timeout_s": math.inf}},
             "network.peer_timeout_s: got inf; Input should be a finite number",
