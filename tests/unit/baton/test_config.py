@@ -45,18 +45,9 @@ from baton.worker import WorkerRole
         ),
         ({"kv_transfer": None}, "kv_transfer: got None"),
         ({"model": {"path": ""}}, "model.path: got ''"),
-        (
-            {"network": {"peer_timeout_s": math.inf}},
-            "network.peer_timeout_s: got inf; Input should be a finite number",
-        ),
-        (
-            {"gateway": {"placement_timeout_s": 1e300}},
-            "gateway.placement_timeout_s: got 1e.300; a time must not be above",
-        ),
-        (
-            {"network": {"heartbeat_interval_s": 3.0}},
-            r"network: heartbeat_interval_s \(3\) must not be above half of peer_timeout_s \(5\)",
-        ),
+        ({"network": {"peer_timeout_s": math.inf}}, "network.peer_timeout_s: got inf; "),
+        ({"gateway": {"placement_timeout_s": 1e300}}, "gateway.placement_timeout_s: got 1e.300; a time must"),
+        ({"network": {"heartbeat_interval_s": 3.0}}, r"heartbeat_interval_s \(3\) must not be above half of"),
         ({"speculation": {"method": "medusa"}}, "speculation.method: got 'medusa'"),
         (
             {"speculation": {"num_speculative_tokens": 2}},
