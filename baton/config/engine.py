@@ -13,7 +13,7 @@ KVCacheDtype = Literal["auto", "bfloat16", "fp8"]
 class ModelConfig(Section):
     """Which weights to serve."""
 
-    path: str = "smollm2"
+    path: str = Field("smollm2", min_length=1)
     """A Hugging Face folder, a GGUF file, or a name: `ORG/NAME[@REVISION]` or `ORG/NAME[@REVISION]:Q4_K_M` of the
     Hugging Face Hub, `s3://BUCKET/FOLDER`, `gs://BUCKET/FOLDER`, or `smollm2`. A named model is downloaded once to each
     host. A name of the Hub is resolved to one commit, which all workers load, now and after restarts."""

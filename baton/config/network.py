@@ -29,6 +29,7 @@ class NetworkConfig(Section):
     and times, never what users write. 0: a free port each, listed by the gateway's /metrics/targets. None: no
     metrics."""
     heartbeat_interval_s: float = Field(0.5, gt=0.0)
+    """How often gateways and workers send a sign of life; at most half of `peer_timeout_s`."""
     peer_timeout_s: float = Field(5.0, gt=0.0)
     """A worker or gateway that is silent for this long counts as dead; a worker whose pauses are short, as soon as 2/5
     of it."""
@@ -58,4 +59,9 @@ class NetworkConfig(Section):
             )
         if self.security == "none" and self.secret_file is not None:
             raise ValueError(f"secret_file ('{self.secret_file}') needs security 'curve', not 'none'")
+        if 2 * self.heartbeat_interval_s > self.peer_timeout_s:
+            raise ValueError(
+                f"heartbeat_interval_s ({self.heartbeat_interval_s:g}) must not be above half of peer_timeout_s "
+                f"({self.peer_timeout_s:g}), or healthy workers would count as dead"
+            )
         return self

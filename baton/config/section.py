@@ -2,15 +2,29 @@
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from baton.errors import ConfigError
 
+MAX_TIME_S = 1_000_000.0
+"""The longest wait that a key may ask for, eleven days: its milliseconds fit into 32 bits."""
+
 
 class Section(BaseModel):
-    """A frozen group of keys; unknown keys are refused."""
+    """A frozen group of keys; unknown keys are refused, and so are numbers that are not finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _check_time(cls, value: object, info: ValidationInfo) -> object:
+        name = str(info.field_name)
+        is_wait = name.endswith("_s") and not name.endswith("_ttl_s")  # a time to live has its own limit
+        if is_wait and isinstance(value, float) and value > MAX_TIME_S:
+            raise ValueError(f"got {value:g}; a time must not be above {MAX_TIME_S:.0f} (11 days)")
+        return value
 
     def with_values(self, source: str, **values: object) -> Self:
         """A copy with other values, as strictly validated as the original.

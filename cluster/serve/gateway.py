@@ -12,7 +12,7 @@ from baton.hub_name import HubName
 from baton.messages.control import ControlApi
 from baton.system.curve import ClusterKeys
 from baton.system.hosts import in_url
-from engine.loading.commit import commit_of
+from engine.loading.commit import commit_of, source_of
 from engine.loading.dtype import dtype_of
 from engine.loading.pretrained import PRETRAINED
 from engine.model_config import read_architecture, read_eos_token_ids
@@ -106,7 +106,7 @@ def _served_model(config: BatonConfig, model_path: Path) -> ServedModel:
     known_name = config.model.path if config.model.path in PRETRAINED else model_path.name
     return ServedModel(
         name=known_name if hub_name is None else hub_name.served_name,
-        path=str(model_path),
+        path=str(source_of(model_path)),
         max_model_len=config.scheduler.max_model_len or architecture.max_position_embeddings,
         vocab_size=architecture.vocab_size,
         eos_token_ids=read_eos_token_ids(model_path),

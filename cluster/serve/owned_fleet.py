@@ -17,10 +17,11 @@ from cluster.control_api.configuration import keys_digest, unpack_configuration
 from cluster.controller.desired import worker_names
 from cluster.controller.owner import OnProgress, OnServing
 from cluster.serve.screen import Screen
-from engine.loading.commit import commit_of, pinned, with_commit
+from engine.loading.commit import commit_of, pinned, source_of, with_commit
 from engine.loading.dtype import choose_dtype, dtype_of, with_chosen_dtype, with_dtype
-from engine.loading.footprint import check_room, footprint
+from engine.loading.footprint import check_room, check_small_files, footprint
 from engine.loading.pretrained import default_cache_dir, resolve
+from engine.model_config import read_architecture
 
 
 class Fleet(Protocol):
@@ -82,19 +83,24 @@ def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Pat
     On a Ray cluster of several hosts, each worker's host downloads the weights itself. A draft model is
     downloaded, too. The returned configuration names the draft model's commit, so that all workers guess the
     same drafts. Prints how much memory the models need. Raises ModelError if the workers on this machine have
-    no room for the models.
+    no room for the models; before the download of weights, if the files beside them show that a model is refused.
     """
-    draft, draft_folder = config.speculation.draft_model, None
+    draft, draft_folder, cache_dir = config.speculation.draft_model, None, default_cache_dir(os.environ)
     is_here = config.cluster.ray_address in ("none", "local")
-    weights = is_here and config.model.load_format == "auto"
     with screen.bar() as progress:
-        path = resolve(config.model.path, default_cache_dir(os.environ), progress, weights=weights)
+        path = resolve(config.model.path, cache_dir, progress, weights=False)
+        check_small_files(config, path)
         if draft is not None:
-            draft_folder = resolve(draft, default_cache_dir(os.environ), progress, weights=weights)
-            speculation = config.speculation.with_values("draft", draft_model=pinned(draft, draft_folder))
+            draft_folder = resolve(draft, cache_dir, progress, weights=False)
+            read_architecture(draft_folder)
+            draft = pinned(draft, draft_folder)
+            speculation = config.speculation.with_values("draft", draft_model=draft)
             config = config.model_copy(update={"speculation": speculation})
+        if is_here and config.model.load_format == "auto":
+            path = resolve(pinned(config.model.path, path), cache_dir, progress)
+            draft_folder = None if draft is None else resolve(draft, cache_dir, progress)
     dtype = choose_dtype(config, path)
-    screen.line("model", f"{path} in {dtype}")
+    screen.line("model", f"{source_of(path)} in {dtype}")
     takes = footprint(with_dtype(config, dtype), path, draft_folder)
     screen.line("", str(takes))
     if is_here:

@@ -19,6 +19,7 @@ from typing import Any
 import fsspec
 
 from baton.errors import ModelError
+from baton.hub_name import HubName
 from baton.system.file_lock import exclusive
 from engine.loading.model_files import SMALL, gguf_file, has_safetensors, indexed_files
 
@@ -36,7 +37,11 @@ def fetch(url: str, cache_dir: Path, on_progress: OnProgress, *, weights: bool =
     """
     scheme = url.partition("://")[0]
     if scheme not in EXTRAS:
-        raise ModelError(f"model {url!r}: {scheme}:// is not supported; supported are s3:// and gs://")
+        name = HubName.parse("/".join(url.split("/")[3:5]))  # of https://huggingface.co/ORG/NAME
+        remedy = f"; for a model of the Hugging Face Hub, write '{name}'" if name and "http" in scheme else ""
+        raise ModelError(
+            f"model {url!r}: {scheme}:// is not supported; supported are s3:// and gs://{remedy}"
+        )
     try:
         return _fetch(url, cache_dir, on_progress, weights)
     except ImportError as error:

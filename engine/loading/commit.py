@@ -14,6 +14,12 @@ def commit_of(folder: Path) -> str | None:
     return _name_below("snapshots", 40, folder)
 
 
+def source_of(folder: Path) -> Path:
+    """The folder, or the GGUF file from which a folder of Baton's cache was made: its path says where it comes from."""
+    gguf = gguf_of(folder)
+    return gguf.readlink() if gguf is not None and gguf.is_symlink() else folder
+
+
 def version_of(folder: Path) -> str | None:
     """The commit, or the version of a copy from an object store, .../buckets/VERSION; None elsewhere."""
     return commit_of(folder) or _name_below("buckets", 16, folder)
@@ -21,9 +27,7 @@ def version_of(folder: Path) -> str | None:
 
 def _name_below(above: str, num_digits: int, folder: Path) -> str | None:
     """The part of a folder's path that has so many hexadecimal digits, below a part named `above`."""
-    gguf = gguf_of(folder)
-    place = gguf.readlink() if gguf is not None and gguf.is_symlink() else folder
-    for parent, name in reversed(list(pairwise(place.parts))):
+    for parent, name in reversed(list(pairwise(source_of(folder).parts))):
         if parent == above and re.fullmatch(f"[0-9a-f]{{{num_digits}}}", name):
             return name
     return None

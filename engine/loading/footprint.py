@@ -89,12 +89,7 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
 
     `config` must name the data type. ModelError if a model is not supported, or a file is damaged.
     ConfigError if the configuration asks for something that this model cannot do."""
-    architecture = read_architecture(folder)
-    check_demands(config, architecture)
-    check_tokenizer(folder)
-    read_eos_token_ids(folder)
-    if config.engine.kv_cache_dtype == "fp8":
-        check_kv_scales(folder)
+    architecture = check_small_files(config, folder)
     is_read = config.model.load_format == "auto"
     if is_read:
         architecture = as_stored(architecture, folder)
@@ -123,6 +118,17 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
         num_tokens = max(num_blocks - 1, 0) // groups.groups.num_groups * block_size
     gives_back = groups.groups.num_windowed > 0
     return Footprint(weights, kept, per_token, pool, num_tokens, gives_back, draft_kept, fullest)
+
+
+def check_small_files(config: BatonConfig, folder: Path) -> ModelArchitecture:
+    """The architecture. The same errors as of `footprint`, if the files beside the weights show them."""
+    architecture = read_architecture(folder)
+    check_demands(config, architecture)
+    check_tokenizer(folder)
+    read_eos_token_ids(folder)
+    if config.engine.kv_cache_dtype == "fp8":
+        check_kv_scales(folder)
+    return architecture
 
 
 def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -> None:

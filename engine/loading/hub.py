@@ -9,6 +9,7 @@ HF_HUB_OFFLINE.
 """
 
 import glob
+import logging
 import shutil
 import threading
 import time
@@ -17,8 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_url, snapshot_download
-from huggingface_hub.errors import CachedRepoTreeNotFoundError
+from huggingface_hub.errors import (
+    CachedRepoTreeNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.tqdm import tqdm
 
@@ -26,8 +32,14 @@ from baton.errors import ModelError
 from baton.hub_name import HubName
 from baton.system.file_lock import exclusive
 from engine.loading.hub_download import LargeFile, Stopped, bytes_there, download
-from engine.loading.hub_errors import explained
+from engine.loading.hub_errors import explained, first_line
 from engine.loading.model_files import SMALL, gguf_file, gguf_files, has_safetensors, indexed_files
+
+logger = logging.getLogger(__name__)
+logging.getLogger(snapshot_download.__module__).addFilter(
+    lambda record: "No files matched" not in str(record.msg)
+)
+"""A repository of GGUF files may have none of the small files."""
 
 OnProgress = Callable[[str, float], None]
 
@@ -44,7 +56,7 @@ def fetch(name: HubName, on_progress: OnProgress, *, weights: bool = True) -> Pa
     left out, but not a GGUF file, since it contains the tokenizer. ModelError says what to do.
     """
     with explained(name):
-        folder = Path(_snapshot(name.repo, name.revision, list(SMALL), ["*/*"]))
+        folder = Path(_snapshot(name.repo, _revision(name), list(SMALL), ["*/*"]))
         chosen, is_gguf = _weight_paths(name, folder)
         wanted = chosen if weights or is_gguf else []
         if _missing(folder, wanted):
@@ -57,6 +69,26 @@ class _NoBar(tqdm):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+
+def _revision(name: HubName) -> str | None:
+    """What to download: the name's own revision or, if the Hub does not answer, the commit that it last stood for."""
+    if name.commit is not None or constants.HF_HUB_OFFLINE:
+        return name.revision
+    hub, revision = HfApi(), name.revision or constants.DEFAULT_REVISION
+    try:
+        known = hub.resolve_revision(name.repo, revision=revision, local_files_only=True)
+    except RevisionResolutionError:
+        return revision
+    try:
+        is_current = hub.repo_info(name.repo, revision=revision).sha == known.resolved
+    except RevisionNotFoundError:
+        raise
+    except (httpx2.HTTPError, OSError, ValueError) as error:
+        problem = f"{hub.endpoint} gave no commit of {name} ({first_line(error)})"
+        logger.warning("%s; using the last known commit, %s", problem, known.resolved)
+        return known
+    return known if is_current else revision
 
 
 def _snapshot(repo: str, revision: str | None, allow: list[str], ignore: list[str] | None = None) -> str:

@@ -60,7 +60,7 @@ def _explanation(name: HubName, error: Exception) -> str:
                 f"{hub}/settings/tokens"
             )
         case HfHubHTTPError():
-            return f"{hub} answered {error.response.status_code} for {repo}: {_first_line(error)}"
+            return f"{hub} answered {error.response.status_code} for {repo}: {first_line(error)}"
         case LocalEntryNotFoundError() | OfflineModeIsEnabled() if constants.HF_HUB_OFFLINE:
             return (
                 f"model {str(name)!r} is no folder or file here, and is not, or not whole, in the cache {cache}, and "
@@ -68,17 +68,17 @@ def _explanation(name: HubName, error: Exception) -> str:
             )
         case LocalEntryNotFoundError() | httpx2.HTTPError():
             return (
-                f"cannot reach {hub} ({_first_line(error.__cause__ or error)}), and model {str(name)!r} is not, or not "
+                f"cannot reach {hub} ({first_line(error.__cause__ or error)}), and model {str(name)!r} is not, or not "
                 f"whole, in the cache {cache}, nor is it a folder here. Check network and proxy (HTTPS_PROXY), or set "
                 f"HF_ENDPOINT to a mirror. {_LATER}"
             )
         case HFValidationError():
             return (
-                f"model {str(name)!r} is no folder or file here, and no name of the Hub: {_first_line(error)}"
+                f"model {str(name)!r} is no folder or file here, and no name of the Hub: {first_line(error)}"
             )
         case ValueError():
             return (
-                f"{hub} did not answer as a Hub does ({_first_line(error)}); check HF_ENDPOINT and the proxy"
+                f"{hub} did not answer as a Hub does ({first_line(error)}); check HF_ENDPOINT and the proxy"
             )
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             return (
@@ -88,6 +88,6 @@ def _explanation(name: HubName, error: Exception) -> str:
     return f"cannot prepare {name} in {cache}: {error}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -67,7 +67,10 @@ class ModelFormat:
         )
         if tags is None and syntax is None:
             return None
-        return TurnParser(syntax, conversation.tools, tags, has_begun, is_formatted=answer is not None)
+        must_call = conversation.tool_choice.use is ToolUse.REQUIRED
+        return TurnParser(
+            syntax, conversation.tools, tags, has_begun, is_formatted=answer is not None, must_call=must_call
+        )
 
     def _reasoning(self, prompt_end: str) -> tuple[ReasoningTags | None, bool]:
         """The tags that may follow this prompt, and whether the prompt has already opened them. None: no

@@ -4,8 +4,8 @@
     [reasoning] ( formatted text | sections of calls )      if a response format holds for the text
 
 If a text begins like a call but is none, it counts as text. There is one exception: if the answer has a call
-already, and ends within such a text, the text is dropped as an unfinished call. Spaces around reasoning and
-calls are dropped. Formatted text is text to its end, since a JSON string may spell marks.
+already, or must call, and ends within such a text, the text is dropped as an unfinished call. Spaces around
+reasoning and calls are dropped. Formatted text is text to its end, since a JSON string may spell marks.
 """
 
 from collections.abc import Sequence
@@ -38,13 +38,16 @@ class TurnParser(AnswerParser):
         has_begun_to_reason: bool,
         *,
         is_formatted: bool,
+        must_call: bool,
     ) -> None:
         """`syntax`: None if there are no calls. `has_begun_to_reason`: the prompt ends with the opening
-        tag. `is_formatted`: a response format holds for the text."""
+        tag. `is_formatted`: a response format holds for the text. `must_call`: the answer has calls and no text.
+        """
         self._syntax = syntax
         self._tags = tags
         self._has_begun_to_reason = has_begun_to_reason
         self._is_formatted = is_formatted
+        self._must_call = must_call
         self._has_text = False
         """Whether text has begun; spaces do not count."""
         super().__init__(may_reason=tags is not None)
@@ -76,6 +79,9 @@ class TurnParser(AnswerParser):
 
     def _text_and_calls(self, syntax: CallSyntax) -> Steps[None]:
         markers = Markers(syntax.markers)
+        if self._must_call:
+            yield from self._reader.skip_spaces()
+            yield from self._reader.drop_beginning(markers)
         if syntax.bare_beginning is not None:
             self._reader.begin_attempt()
             yield from self._reader.skip_spaces()
@@ -102,7 +108,7 @@ class TurnParser(AnswerParser):
             self._reader.commit()
         else:
             self._reader.rewind()
-        if self._calls.has_begun:
+        if self._calls.has_begun or self._must_call:
             self._reader.drop_unfinished()
         if is_call:
             yield from self._reader.skip_spaces()

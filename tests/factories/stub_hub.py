@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -192,6 +193,7 @@ def use_in_this_process(hub: StubHub, home: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)  # for caplog
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     close_session()  # the next session uses the environment of this test

@@ -88,9 +88,7 @@ def test_a_commit_that_is_there_needs_no_network_and_another_name_asks_once(
     assert hub.requests == ["GET /api/models/acme/tiny/revision/main"]
     new = hub.add_folder(NAME, folder, extra__json=b"{}")
     assert (commit_of(fetched()), commit_of(fetched(f"{NAME}@{old}"))) == (new, old)
-    assert hub.content_bytes == (folder / "model.safetensors").stat().st_size, (
-        "equal files are downloaded once"
-    )
+    assert hub.content_bytes == (folder / "model.safetensors").stat().st_size, "equal files come once"
 
 
 def test_a_tag_is_a_revision(hub: StubHub, home: Path, folder: Path) -> None:
@@ -129,9 +127,7 @@ def test_a_name_that_the_hub_does_not_know_says_what_to_check(
 ) -> None:
     with pytest.raises(ModelError) as error:
         resolve("acme/tinny", tmp_path)
-    said = (
-        f"model 'acme/tinny' is no folder or file here, and {hub.endpoint} has no model acme/tinny, or only a"
-    )
+    said = f"model 'acme/tinny' is no folder or file here, and {hub.endpoint} has no model acme/tinny"
     assert str(error.value).startswith(said)
     assert "HF_TOKEN" in str(error.value)
 
@@ -142,10 +138,14 @@ def test_what_cannot_be_a_name_is_refused_without_asking(hub: StubHub, home: Pat
     assert hub.requests == []
 
 
-def test_an_endpoint_that_is_no_hub_is_named(hub: StubHub, home: Path, folder: Path) -> None:
-    hub.add_folder(NAME, folder)
+def test_an_endpoint_that_is_no_hub_is_named(
+    hub: StubHub, home: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit = hub.add_folder(NAME, folder)
+    fetched()
     hub.page = b"<html>Please log in to this network</html>"
-    assert refused().startswith(f"{hub.endpoint} did not answer as a Hub does (")
+    assert refused("acme/other").startswith(f"{hub.endpoint} did not answer as a Hub does (")
+    assert (commit_of(fetched()), caplog.text.count(f"last known commit, {commit}")) == (commit, 1)
 
 
 def test_a_wrong_revision_is_named(hub: StubHub, home: Path, folder: Path) -> None:
@@ -343,7 +343,7 @@ def test_progress_is_said_in_bytes(hub: StubHub, home: Path, folder: Path) -> No
 
 
 def test_a_gguf_repository_serves_the_file_that_is_named(
-    hub: StubHub, home: Path, folder: Path, tmp_path: Path
+    hub: StubHub, home: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = {
         f"tiny-{kind}.gguf": make_gguf(tmp_path / f"{kind}.gguf", folder, kind).read_bytes()
@@ -359,6 +359,7 @@ def test_a_gguf_repository_serves_the_file_that_is_named(
     assert commit_of(path) == commit
     assert model_digest(path).endswith(commit)
     assert hub.content_bytes == len(files["tiny-Q8_0.gguf"]), "no other file"
+    assert caplog.text == "", "no small files are no matter"
     newer = hub.repositories[NAME].commit({"only.gguf": files["tiny-F16.gguf"]})
     assert commit_of(resolve(NAME, cache)) == newer, "the only one needs no name"
     assert resolve(f"{NAME}@{commit}:*Q8*", cache) == path

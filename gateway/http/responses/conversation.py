@@ -119,7 +119,7 @@ async def shortened(
         else:
             low = middle + 1
     if low == len(begins):
-        raise PromptTooLong("input", "the last exchange alone is too long")
+        raise PromptTooLong("input", "the system messages and the last exchange alone are too long")
     return replace(conversation, messages=_from(messages, begins[low]))
 
 

@@ -34,6 +34,7 @@ MAX_ANCESTORS = 1024
 MAX_REFERRED = 64
 """Most stored responses to whose items one request may refer, not counting those that it continues."""
 
+_WITHOUT_STORE = "this gateway keeps no responses (gateway.response_store: none)"
 _ITEM_ID = re.compile(r"(?:msg|fc|fco|rs)_(.+)_i?\d{1,6}", re.DOTALL)
 
 
@@ -117,16 +118,15 @@ class HistoryReader:
             elif item.id in found:
                 resolved.append(found[item.id])
             else:
-                raise UnknownResponse(f"input.{index}.id", f"no stored item has the id '{item.id[:60]}'")
+                missing = f"no stored item has the id '{item.id[:60]}'"
+                raise UnknownResponse(f"input.{index}.id", _WITHOUT_STORE if self._store is None else missing)
         return resolved
 
     async def _contexts(self, response_ids: Sequence[str]) -> list[StoredContext | None]:
         if not response_ids:
             return []
         if self._store is None:
-            raise UnknownPreviousResponse(
-                "previous_response_id", "this gateway keeps no responses (gateway.response_store: none)"
-            )
+            raise UnknownPreviousResponse("previous_response_id", _WITHOUT_STORE)
         contexts = []
         for text in await self._store.contexts(self._caller, response_ids):
             self._bytes_left -= len(text or b"")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError, RedisError
 
 from baton.errors import StoreUnavailable
 from gateway.http.responses.store import MAX_RESPONSES, StoreBounds, StoredResponse
@@ -50,7 +50,8 @@ class RedisStore:
             timeout=REDIS_TIMEOUT_S,
             socket_timeout=REDIS_TIMEOUT_S,
             socket_connect_timeout=REDIS_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 1),
+            # A kept connection may have ended. A Redis that does not answer is not asked again.
+            retry=Retry(NoBackoff(), 1, supported_errors=(ConnectionError,)),
         )
         self._redis: Redis = Redis.from_pool(pool)
 

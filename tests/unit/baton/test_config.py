@@ -1,5 +1,6 @@
 """The configuration: errors name the key and the value; nothing unknown passes."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ from baton.worker import WorkerRole
             "logging: log_prompts needs level 'info' or 'debug', not 'warning', since prompts are logged at level info",
         ),
         ({"kv_transfer": None}, "kv_transfer: got None"),
+        ({"model": {"path": ""}}, "model.path: got ''"),
+        ({"network": {"peer_timeout_s": math.inf}}, "network.peer_timeout_s: got inf; "),
+        ({"gateway": {"placement_timeout_s": 1e300}}, "gateway.placement_timeout_s: got 1e.300; a time must"),
+        ({"network": {"heartbeat_interval_s": 3.0}}, r"heartbeat_interval_s \(3\) must not be above half of"),
         ({"speculation": {"method": "medusa"}}, "speculation.method: got 'medusa'"),
         (
             {"speculation": {"num_speculative_tokens": 2}},

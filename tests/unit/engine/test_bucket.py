@@ -143,9 +143,19 @@ def test_without_its_package_a_store_is_refused_by_name(
         resolve(url, tmp_path)
 
 
-def test_another_scheme_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"http:// is not supported; supported are s3:// and gs://"):
-        resolve("http://example.com/model", tmp_path)
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("ftp://example.com/model", ""),
+        (
+            "https://huggingface.co/acme/tiny/tree/main",
+            "; for a model of the Hugging Face Hub, write 'acme/tiny'",
+        ),
+    ],
+)
+def test_another_scheme_is_refused_by_name(url: str, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"p.?:// is not supported; supported are s3:// and gs://{remedy}$"):
+        resolve(url, tmp_path)
 
 
 def test_an_empty_folder_and_an_error_of_the_store_are_said(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton.config import BatonConfig
-from engine.loading.commit import commit_of, with_commit
+from engine.loading.commit import commit_of, source_of, with_commit
 from engine.loading.digest import model_digest
 
 COMMIT, OTHER = "a" * 40, "b" * 40
@@ -27,6 +27,8 @@ def test_a_folder_of_the_hubs_cache_has_a_commit_and_others_have_none(tmp_path: 
     gguf.mkdir()
     (gguf / "model.gguf").symlink_to(tmp_path / "models--a--b" / "snapshots" / OTHER / "sub" / "m.gguf")
     assert commit_of(gguf) == OTHER
+    assert source_of(gguf) == tmp_path / "models--a--b" / "snapshots" / OTHER / "sub" / "m.gguf"
+    assert source_of(folder) == folder
 
 
 def test_the_digest_names_the_commit(tmp_path: Path, folder: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from baton.config import BatonConfig
+from baton.errors import ModelError
 from cluster.serve import owned_fleet
 from cluster.serve.gateway import _served_model
 from cluster.serve.owned_fleet import fleets_folder, most_ranks, resolve_model, with_choices_of
@@ -101,20 +102,20 @@ def test_the_gateway_of_an_adopted_fleet_takes_the_fleets_commit(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("sections", "weights"),
+    ("sections", "with_weights"),
     [
-        ({"cluster": {"ray_address": "none"}}, True),
-        ({}, True),
-        ({"model": {"load_format": "dummy"}}, False),
-        ({"cluster": {"ray_address": "head:6379"}}, False),
+        ({"cluster": {"ray_address": "none"}}, [False, True]),
+        ({}, [False, True]),
+        ({"model": {"load_format": "dummy"}}, [False]),
+        ({"cluster": {"ray_address": "head:6379"}}, [False]),
     ],
 )
 def test_weights_come_where_the_workers_are(
-    sections: dict[str, Any], weights: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+    sections: dict[str, Any], with_weights: list[bool], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
 
-    def resolve(_name: str, _cache: Path, _progress: object, *, weights: bool) -> Path:
+    def resolve(_name: str, _cache: Path, _progress: object, *, weights: bool = True) -> Path:
         asked.append(weights)
         return folder
 
@@ -122,10 +123,26 @@ def test_weights_come_where_the_workers_are(
     out = io.StringIO()
     config = BatonConfig.from_mapping({"engine": {"kv_cache_memory_mib": 8}, **sections})
     assert resolve_model(config, Screen(Console(file=out, width=200))) == (config, folder)
-    assert asked == [weights]
+    assert asked == with_weights
     said = out.getvalue()
     assert "KiB of KV per token; 8 MiB of KV hold" in said
     assert ("M parameters" in said) is (sections.get("model") is None)
+
+
+def test_no_weights_come_of_a_model_that_is_refused(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    asked: list[bool] = []
+
+    def resolve(_name: str, _cache: Path, _progress: object, *, weights: bool = True) -> Path:
+        asked.append(weights)
+        return tmp_path
+
+    monkeypatch.setattr(owned_fleet, "resolve", resolve)
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        resolve_model(BatonConfig(), Screen(Console(file=io.StringIO())))
+    assert asked == [False]
 
 
 def test_all_workers_get_the_draft_model_of_one_commit_and_room_for_it(
@@ -135,7 +152,7 @@ def test_all_workers_get_the_draft_model_of_one_commit_and_room_for_it(
     snapshot.parent.mkdir()
     snapshot.symlink_to(folder)
     folders = {"smollm2": folder, "acme/draft": snapshot}
-    monkeypatch.setattr(owned_fleet, "resolve", lambda name, *_, **__: folders[name])
+    monkeypatch.setattr(owned_fleet, "resolve", lambda name, *_, **__: folders[name.partition("@")[0]])
     out = io.StringIO()
     config = BatonConfig.from_mapping(
         {

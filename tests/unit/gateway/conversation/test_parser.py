@@ -3,12 +3,14 @@
 import json
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
 from gateway.conversation import Text
 from gateway.conversation.formats import deepseek
 from gateway.conversation.formats.pythonic import MAX_CALL_CHARACTERS
+from gateway.conversation.messages import ToolChoice, ToolUse
 from gateway.conversation.reader import MAX_ATTEMPT_CHARACTERS
 from tests.factories.conversations import (
     ASKED,
@@ -176,12 +178,14 @@ def test_behind_a_call_no_part_of_another_one_is_text(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_what_never_became_a_first_call_is_text(family: str) -> None:
+def test_what_never_became_a_first_call_is_text_unless_a_call_is_required(family: str) -> None:
     answer_format = format_of(family)
     call = written_answer(answer_format, TEMPLATES[family], called(CALLS[0]))
+    required = replace(ASKED, tool_choice=ToolChoice(ToolUse.REQUIRED))
     for end in range(len(call)):
         parts = parts_of(answer_format, [*call[:end]])
         assert parts.calls or parts.text == call[:end]
+        assert parts_of(answer_format, [*call[:end]], required).text == ""
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ async def test_a_last_exchange_that_is_too_long_is_an_error() -> None:
     async def fits(conversation: Conversation) -> bool:
         return False
 
-    with pytest.raises(PromptTooLong, match="the last exchange alone"):
+    with pytest.raises(PromptTooLong, match="the system messages and the last exchange alone"):
         await shortened(Conversation(messages_of(items_of(USER, USER, USER))), fits)
 
 

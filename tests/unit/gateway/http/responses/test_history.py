@@ -115,7 +115,7 @@ async def test_references_stand_for_stored_items(store: MemoryStore) -> None:
 
 
 async def test_without_a_store_a_reference_is_what_is_wrong() -> None:
-    with pytest.raises(UnknownResponse, match=r"input\.1\.id: no stored item has the id 'msg_a_0'"):
+    with pytest.raises(UnknownResponse, match=r"input\.1\.id: this gateway keeps no responses"):
         await HistoryReader(None, "alice", MIB, TurnBudget(lambda: 0.0)).resolved(
             items_of(user("one"), {"type": "item_reference", "id": "msg_a_0"}), History()
         )

@@ -1,5 +1,6 @@
 """What is kept is bounded, per caller and together, and is its caller's alone. On a real Redis where there is one."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -198,6 +199,20 @@ async def test_a_redis_that_is_gone_is_an_error_and_no_absence() -> None:
                 await call
             assert str(server.port) not in str(caught.value)
         await one.close()
+
+
+async def test_a_redis_that_never_answers_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_store, "REDIS_TIMEOUT_S", 0.05)
+    connections = []
+    async with await asyncio.start_server(
+        lambda *streams: connections.append(streams), "127.0.0.1", 0
+    ) as silent:
+        one = RedisStore(f"redis://127.0.0.1:{silent.sockets[0].getsockname()[1]}/0", ROOM)
+        with pytest.raises(StoreUnavailable):
+            await one.check()
+        await one.close()
+        assert len(connections) == 1
+        connections[0][1].close()
 
 
 async def test_another_value_than_was_asked_for_is_an_error(server: RedisServer) -> None:
