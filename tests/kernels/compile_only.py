@@ -13,16 +13,12 @@ Do not run it with TRITON_INTERPRET set.
 import argparse
 import importlib
 import json
-import pkgutil
 import re
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +27,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-import tests.kernels
+from tests.kernels.disassembly import instructions, resource_usage
 
 triton.knobs.language.default_fp_fusion = True  # as engine/gpu/device_parts.py says it
 
 FIRST_WITH_FLOAT8 = 89
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +104,48 @@ def compiling_for(arch: int, device: int | None = None) -> Iterator[list[Any]]:
 def launches(*, with_rare: bool) -> dict[str, Callable[[], object]]:
     """The launches of all test modules, by `module: name`."""
     found: dict[str, Callable[[], object]] = {}
-    for module_info in pkgutil.iter_modules(tests.kernels.__path__):
-        if module_info.name.startswith("test_"):
-            module = importlib.import_module(f"tests.kernels.{module_info.name}")
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        if "LAUNCHES = " in path.read_text():  # others take seconds to import
+            module = importlib.import_module(f"tests.kernels.{path.stem}")
             rare = () if with_rare else getattr(module, "RARE", ())
-            for name, launch in getattr(module, "LAUNCHES", {}).items():
+            for name, launch in module.LAUNCHES.items():
                 if name not in rare:
-                    found[f"{module_info.name.removeprefix('test_')}: {name}"] = launch
+                    found[f"{path.stem.removeprefix('test_')}: {name}"] = launch
     return found
 
 
-def compile_launch(name: str, launch: Callable[[], object], arch: int) -> list[Compiled]:
-    """Compiles every kernel of the launch."""
-    began = time.perf_counter()
-    with compiling_for(arch) as kernels:
-        launch()
-    seconds = time.perf_counter() - began
-    assert kernels, f"{name} launched nothing"
-    return [_describe(name, kernel, arch, seconds / len(kernels)) for kernel in kernels]
+def compile_launches(launches_by_name: Mapping[str, Callable[[], object]], arch: int) -> list[Compiled]:
+    """Compiles every kernel of every launch."""
+    made: list[tuple[str, Any, float]] = []
+    for name, launch in launches_by_name.items():
+        began = time.perf_counter()
+        with compiling_for(arch) as kernels:
+            launch()
+        seconds = time.perf_counter() - began
+        assert kernels, f"{name} launched nothing"
+        made += [(name, kernel, seconds / len(kernels)) for kernel in kernels]
+    usages = [resource_usage(kernel.asm["cubin"]) for _, kernel, _ in made]
+    to_read = [
+        kernel.asm["cubin"]
+        for (_, kernel, _), usage in zip(made, usages, strict=True)
+        if usage["STACK"] or _waits(kernel)
+    ]
+    names_by_cubin = dict(zip(to_read, instructions(to_read, arch), strict=True))
+    return [
+        _describe(name, kernel, arch, seconds, usage, names_by_cubin.get(kernel.asm["cubin"], []))
+        for (name, kernel, seconds), usage in zip(made, usages, strict=True)
+    ]
 
 
-def _describe(launch: str, kernel: Any, arch: int, seconds: float) -> Compiled:
+def _waits(kernel: Any) -> bool:
+    return "griddepcontrol.wait" in kernel.asm["ptx"]
+
+
+def _describe(
+    launch: str, kernel: Any, arch: int, seconds: float, usage: Mapping[str, int], names: Sequence[str]
+) -> Compiled:
+    """`names`: of its instructions, if it spills or waits."""
     ptx: str = kernel.asm["ptx"]
-    usage = _resource_usage(kernel.asm["cubin"])
     return Compiled(
         launch=launch,
         kernel=kernel.metadata.name,
@@ -139,48 +153,26 @@ def _describe(launch: str, kernel: Any, arch: int, seconds: float) -> Compiled:
         seconds=round(seconds, 2),
         registers=usage["REG"],
         stack_bytes=usage["STACK"],
-        spills_in_loop=_spills_in_loop(kernel.asm["cubin"]) if usage["STACK"] else 0,
+        spills_in_loop=_spills_in_loop(names) if usage["STACK"] else 0,
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
         has_wgmma="wgmma.mma_async" in ptx,
         has_mma="wgmma.mma_async" in ptx or "mma.sync" in ptx or "tcgen05.mma" in ptx,
         has_tma="cp.async.bulk.tensor" in ptx,
-        before_wait=_before_wait(kernel.asm["cubin"]) if "griddepcontrol.wait" in ptx else None,
+        before_wait=_before_wait(names) if _waits(kernel) else None,
     )
 
 
-def _resource_usage(cubin: bytes) -> dict[str, int]:
-    text = _dumped("cuobjdump", "--dump-resource-usage", cubin)
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
-
-
-@cache
-def _instructions(cubin: bytes) -> list[str]:
-    """The assembler's names, in order."""
-    text = _dumped("nvdisasm", "--no-dataflow", cubin)
-    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w+)", text, re.MULTILINE)
-
-
-def _spills_in_loop(cubin: bytes) -> int:
-    names = _instructions(cubin)
+def _spills_in_loop(names: Sequence[str]) -> int:
     products = [index for index, name in enumerate(names) if name.endswith("MMA")]
     loop = names[products[0] : products[-1]] if products else names
     return sum(name in ("LDL", "STL") for name in loop)
 
 
-def _before_wait(cubin: bytes) -> list[str]:
-    names = _instructions(cubin)
+def _before_wait(names: Sequence[str]) -> list[str]:
     assert "ACQBULK" in names, "griddepcontrol.wait has another name"
     is_access = re.compile("LDG|STG|UTMA|UBLK|ATOM|RED|CCTL|EXIT")
     return [name for name in names[: names.index("ACQBULK")] if is_access.match(name)]
-
-
-def _dumped(tool: str, option: str, cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(TOOLS / tool), option, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def chosen(names: Sequence[str], *, only_first: bool, only_usual: bool) -> dict[str, Callable[[], object]]:
@@ -214,12 +206,11 @@ def main() -> int:
         launches_by_name = chosen(
             options.names, only_first=only_first, only_usual=options.usual and not only_first
         )
-        for name, launch in launches_by_name.items():
-            if "float8" in name and arch < FIRST_WITH_FLOAT8:
-                continue
-            for compiled in compile_launch(name, launch, arch):
-                all_compiled.append(asdict(compiled))
-                print(_line(compiled), flush=True)
+        if arch < FIRST_WITH_FLOAT8:
+            launches_by_name = {name: each for name, each in launches_by_name.items() if "float8" not in name}
+        for compiled in compile_launches(launches_by_name, arch):
+            all_compiled.append(asdict(compiled))
+            print(_line(compiled), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(all_compiled, indent=1) + "\n")
     return 0

@@ -6,6 +6,7 @@ In processes of their own: kernels that are interpreted here cannot be compiled 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ from tests.kernels.cases import joined
 
 TIMEOUT_S = 1800.0
 """Of a process, which takes minutes."""
+
+MAX_KEPT_BYTES = 2**29
+"""Of compiled kernels; all launches take a tenth of it."""
 
 Compiled = list[dict[str, Any]]
 
@@ -30,11 +34,14 @@ def which(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def compiled(which: str, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """The usual launches or all for sm_90, and one launch of each kernel for others. `make test-all` compiles all."""
+def compiled(which: str, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """The usual launches or all for sm_90, and one launch of each kernel for others. `make test-all` compiles all.
+
+    What an earlier run compiled is read again, unless its source, its options or the compiler have changed.
+    """
     folder = tmp_path_factory.mktemp("compiled")
     environment = _without_interpreter()
-    environment["TRITON_CACHE_DIR"] = str(folder / "cache")  # empty, so that everything is compiled now
+    environment["TRITON_CACHE_DIR"] = str(_kept_among_runs(pytestconfig))
     options = ["--first-for", *map(str, OTHERS[which]), *["--usual"] * (which == "usual")]
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_only", *options, "--json", folder / "compiled"],
@@ -48,6 +55,14 @@ def compiled(which: str, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     assert done.returncode == 0, done.stdout
     results: Compiled = json.loads((folder / "compiled").read_text())
     return results
+
+
+def _kept_among_runs(config: pytest.Config) -> Path:
+    assert config.cache is not None
+    cache = config.cache.mkdir("triton")
+    if sum(file.stat().st_size for file in cache.rglob("*")) > MAX_KEPT_BYTES:
+        shutil.rmtree(cache)
+    return cache
 
 
 def _without_interpreter() -> dict[str, str]:

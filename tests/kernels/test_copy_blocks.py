@@ -18,6 +18,7 @@ LAUNCHES = {
     "SmolLM2-135M, blocks of 16 tokens": lambda: empty_launch(30 * 2 * 3 * 16 * 64 * 2),
     "blocks of 1,008 bytes": lambda: empty_launch(1008),
 }
+RARE = ("Qwen3-8B, blocks of 16 tokens", "SmolLM2-135M, blocks of 16 tokens")
 
 
 @pytest.mark.parametrize("block_bytes", [16, 48, 16 * VECTORS_PER_CHUNK, 16 * (VECTORS_PER_CHUNK + 1)])

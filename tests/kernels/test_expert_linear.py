@@ -31,7 +31,6 @@ from engine.loading.weights import TakeRecorder
 from engine.mixture_config import Mixture
 from engine.model_config import read_architecture
 from engine.models.decoder import Decoder
-from tests.factories.models import make_model_dir
 from tests.kernels.references import expert_linear_reference, silu_mul_reference
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -275,6 +274,8 @@ def test_the_mixture_is_that_of_the_cpu(
 
 def test_weights_are_asked_for_in_the_order_in_which_they_are_read_ahead(tmp_path: Path) -> None:
     """`takes_of` finds the order by another backend."""
+    from tests.factories.models import make_model_dir  # transformers takes seconds to import
+
     path = make_model_dir(tmp_path, "mixtral", num_local_experts=3)
     architecture, asked = read_architecture(path), TakeRecorder()
     Decoder(architecture, asked, TritonBackend())

@@ -17,6 +17,7 @@ LAUNCHES = {
     "Qwen2.5-7B": lambda: compile_launch(151_936, torch.bfloat16),
     "float32": lambda: compile_launch(128_256, torch.float32),
 }
+RARE = ("Qwen2.5-7B",)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

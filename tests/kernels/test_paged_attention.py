@@ -121,8 +121,14 @@ LAUNCHES = {
     "prefill, float32, heads of 128 by the copy engine": _launch(prefill_tuning, dtype=torch.float32),
     "merge": _launch_merge,
 }
-RARE = [name for name in LAUNCHES if any(part in name for part in ("blocks of", "heads of", "copy engine"))]
-"""Heads of 64 are also those with sinks; heads of 256 are also capped."""
+RARE = [
+    name
+    for name in LAUNCHES
+    if any(part in name for part in ("blocks of", "heads of", "groups of", "copy engine", "another launch"))
+    or name in ("decode, capped", "prefill, window", "prefill, float32")
+]
+"""Heads of 64 are also those with sinks, in groups of 8; heads of 256 are also capped. Sinks also have a window.
+Another launch also merges prefills."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ LAUNCHES = {
     "Llama-3.1-8B": lambda: compile_launch(128_256),
     "Qwen2.5-7B": lambda: compile_launch(151_936),
 }
+RARE = ("Qwen2.5-7B",)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -21,6 +21,7 @@ LAUNCHES = {
     "width 5120, add": lambda: add_rms_norm_(rows(5120), rows(5120), rows(5120)[0], 1e-5),
     "width 16384, add": lambda: add_rms_norm_(rows(16384), rows(16384), rows(16384)[0], 1e-5),
 }
+RARE = ("width 5120, add",)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -39,6 +39,7 @@ LAUNCHES = {
     "Qwen3-8B, float8 pool": lambda: empty_launch(torch.float8_e4m3fn, has_norm=True),
     "head size 96": lambda: empty_launch(torch.bfloat16, has_norm=False, head_dim=96),
 }
+RARE = ("Llama-3.1-8B, float8 pool",)
 
 
 def cos_sin(head_dim: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ FORMS: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The model in a form. Read-only: tests share it."""
+    return cache(lambda form: FORMS[form](tmp_path_factory.mktemp("form")))
+
+
 def load(path: Path, collectives: Collectives | None = None, **config: str) -> LoadedModel:
     """Whole without `collectives`, else a rank's part."""
     asked = ModelConfig.model_validate({"dtype": "float32", **config})
@@ -111,15 +118,15 @@ def test_every_expert_is_on_one_rank(num_experts: int, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_are_those_of_one_rank(tmp_path: Path, form: str) -> None:
+def test_tokens_are_those_of_one_rank(folder_of: Callable[[str], Path], form: str) -> None:
     """As numbers, from every form of a checkpoint."""
-    check_tokens(FORMS[form](tmp_path), quantization="none")
+    check_tokens(folder_of(form), quantization="none")
 
 
 @needs_kernels
 @pytest.mark.parametrize("form", ["MXFP4", "gptq", "awq", "int8, compressed-tensors"])
-def test_experts_stay_in_their_bits(tmp_path: Path, form: str) -> None:
-    check_tokens(FORMS[form](tmp_path))
+def test_experts_stay_in_their_bits(folder_of: Callable[[str], Path], form: str) -> None:
+    check_tokens(folder_of(form))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -149,9 +156,9 @@ def test_ranks_need_not_divide_an_expert(tmp_path: Path, num_ranks: int) -> None
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_rank_reads_only_its_experts(tmp_path: Path, form: str, streams: bool) -> None:
+def test_a_rank_reads_only_its_experts(folder_of: Callable[[str], Path], form: str, streams: bool) -> None:
     """By mapped files, and as a GPU reads them. All ranks together read each expert once, to the byte."""
-    path = FORMS[form](tmp_path)
+    path = folder_of(form)
     architecture = read_architecture(path)
     mixture = architecture.mixtures[-1]
     assert mixture is not None

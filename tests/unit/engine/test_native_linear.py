@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.native_linear import NativeLinear, shortened
 from engine.native.instructions import InstructionSet, machine_instruction_sets, machine_instructions
-from engine.native.library import compile_kernels, native_library
+from engine.native.library import _file_name, compile_kernels, native_library
 from engine.native.products import Products
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
@@ -20,18 +20,30 @@ pytestmark = pytest.mark.skipif(native_library() is None, reason="needs a C++ co
 PORTABLE = InstructionSet("portable", platform.machine(), frozenset(), ())
 """What compilers make without any flag."""
 MACHINES, OTHERS = machine_instructions(), (*machine_instruction_sets()[1:], PORTABLE)
-SETS = [MACHINES, *(instructions for instructions in OTHERS if instructions.name != "avx512-vnni")]
-"""Compiling takes long, and both choices of avx512-vnni between instructions are also made by another set."""
+NEAR_OTHERS = ("avx512-vnni-bf16",)
+SETS = [
+    MACHINES,
+    *(
+        pytest.param(instructions, marks=pytest.mark.by_hand if instructions.name in NEAR_OTHERS else ())
+        for instructions in OTHERS
+        if instructions.name != "avx512-vnni"
+    ),
+]
+"""Compiling takes long. Both choices of avx512-vnni between instructions are also made by another set. Those of
+avx512-vnni-bf16 are avx512-amx's for few rows, and avx512's for many."""
 ROWS = (*range(1, 21), 64, 300)
 """300: more than what is quantised or converted at a time."""
 
 
 @pytest.fixture(scope="module", params=SETS, ids=lambda instructions: instructions.name)
-def products(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Products:
+def products(request: pytest.FixtureRequest) -> Products:
+    """Compiled anew only if their source has changed, like the machine's own."""
     if request.param == MACHINES:
         return Products(cast("ctypes.CDLL", native_library()))
-    library: Path = tmp_path_factory.mktemp("kernels") / "products.so"
-    compile_kernels(request.param, library, "*_products.cpp")
+    assert request.config.cache is not None
+    library = request.config.cache.mkdir("native") / _file_name(request.param)
+    if not library.is_file():
+        compile_kernels(request.param, library, "*_products.cpp")
     return Products(ctypes.CDLL(str(library)))
 
 
