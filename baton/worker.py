@@ -172,7 +172,7 @@ class WorkerStatus:
     suspects: tuple[str, ...] = ()
     """Heartbeats to gateways name the suspects that run on the worker; see worker/suspect_turns.py."""
     takes_suspects: bool = True
-    """Whether it is no suspect's turn at present."""
+    """Whether it is no suspect's turn at present. The worker may keep the next turn for a gateway that it refused."""
 
     @property
     def num_decoding(self) -> int:

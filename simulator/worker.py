@@ -275,7 +275,7 @@ class Worker(Process):
             self.requests.admit(gateway, request, self.role)
         except RequestError as error:
             self._world.counts[f"path {type(error).__name__}"] += 1
-            self._outboxes[gateway](self, [refusal(request.request_id, error)])
+            self._send(gateway, [refusal(request.request_id, error)])
 
     def _end_overdue(self) -> None:
         if ended := self.requests.end_overdue():
@@ -290,9 +290,13 @@ class Worker(Process):
                 if output.finish_reason is not None and output.request_id not in self.requests.request_ids:
                     self._world.violate("ends once", f"{self.incarnation}: {output.request_id} ends again")
                 self.requests.note([output])
-            self._outboxes[gateway](self, outputs)
-            if self.suspects.note(outputs, self._world.now):
-                self._beat(self)
+            self._send(gateway, outputs)
+
+    def _send(self, gateway: str, outputs: list[RequestOutput]) -> None:
+        """As RequestServer does."""
+        self._outboxes[gateway](self, outputs)
+        if self.suspects.note(outputs, self._world.now):
+            self._beat(self)
 
     def _step_duration_s(self) -> float:
         return self.slowness * self._world.between(*self.spec.step_s)

@@ -39,7 +39,7 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# How long an example takes is no property of the code, least of all on a busy machine. Other examples are drawn each time.
+# How long an example takes is no property of the code, least of all on a busy machine. Each run draws others.
 hypothesis.settings.register_profile("baton", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("baton")
 

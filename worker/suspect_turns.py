@@ -55,8 +55,7 @@ class SuspectTurns:
         if not is_reserved:
             self._next_client = client_id
             self._reserved_until = max(turn.ends_at for turn in self._turns.values()) + RESERVED_S
-        message = "workers ended under it, and such requests are tried one at a time"
-        return refusal(suspect.request_id, Overloaded(message, 1.0))
+        return refusal(suspect.request_id, Overloaded("another suspect is tried first", 1.0))
 
     def end(self, request_id: str, now: float) -> None:
         """The suspect has ended, or its answer has grown."""
@@ -68,7 +67,7 @@ class SuspectTurns:
         """Ends the turns of suspects that have ended or grown with these outputs. Returns whether there were any."""
         if not self._turns:
             return False
-        ended = [output.request_id for output in outputs if self._ends_with(output)]
+        ended = {output.request_id for output in outputs if self._ends_with(output)}
         for request_id in ended:
             self.end(request_id, now)
         return bool(ended)

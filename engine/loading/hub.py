@@ -81,14 +81,16 @@ def _revision(name: HubName) -> str | None:
     except RevisionResolutionError:
         return revision
     try:
-        is_current = hub.repo_info(name.repo, revision=revision).sha == known.resolved
+        commit = hub.repo_info(name.repo, revision=revision).sha
+        if commit is None:
+            raise ValueError("its answer names no commit")
     except RevisionNotFoundError:
         raise
-    except (httpx2.HTTPError, OSError, ValueError) as error:
+    except (httpx2.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
         problem = f"{hub.endpoint} gave no commit of {name} ({first_line(error)})"
         logger.warning("%s; using the last known commit, %s", problem, known.resolved)
         return known
-    return known if is_current else revision
+    return known if commit == known.resolved else revision
 
 
 def _snapshot(repo: str, revision: str | None, allow: list[str], ignore: list[str] | None = None) -> str:

@@ -68,6 +68,8 @@ class TurnParser(AnswerParser):
             yield from self._reader.skip_spaces()
             if not (yield from self._reader.skip(tags.begin)):
                 self._reader.rewind()
+                if self._must_call:
+                    self._reader.drop_unfinished()
                 return
             self._reader.commit()
         self.part = AnswerPart.REASONING

@@ -84,16 +84,24 @@ class RetryState:
         to workers where it is another suspect's turn.
         """
         failed, refused = self._excluded()
-        others_turn = self._router.busy_with_suspects() if is_suspect else frozenset()
-        excluded = refused | others_turn
         query = replace(self._query(output_token_ids), avoided=avoided, refusal_at=refusal_at)
+        placement = self._route(query, failed, refused)
+        others_turn = self._router.busy_with_suspects() if is_suspect else frozenset()
+        if others_turn and isinstance(placement, Placement):
+            free = self._route(query, failed, refused | others_turn)
+            lacks_worker = isinstance(free, WorkerUnavailable)
+            is_fallback = isinstance(free, Placement) and free.is_fallback and not placement.is_fallback
+            return WorkerUnavailable(TAKES_TURNS) if lacks_worker or is_fallback else free
+        if isinstance(placement, WorkerUnavailable) and refused and self._last_failure is not None:
+            return NoRoom(self._disclosed(self._last_failure))
+        return placement
+
+    def _route(
+        self, query: RouteQuery, failed: frozenset[str], excluded: frozenset[str]
+    ) -> Placement | RequestError:
         placement = _route(self._router, replace(query, excluded=failed | excluded))
         if isinstance(placement, WorkerUnavailable) and (failed or excluded):
             placement = _route(self._router, replace(query, excluded=excluded))
-        if others_turn and not isinstance(placement, Placement):
-            return WorkerUnavailable(TAKES_TURNS)
-        if isinstance(placement, WorkerUnavailable) and refused and self._last_failure is not None:
-            return NoRoom(self._disclosed(self._last_failure))
         return placement
 
     def lacking(self) -> dict[str, int]:

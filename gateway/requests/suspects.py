@@ -46,7 +46,7 @@ MAX_BLAMED = 3
 """If a worker cannot compute more requests than this, the worker itself is at fault."""
 REMEMBERED_S = 600.0
 """How long a request is remembered after its last loss or failure, or its last refusal."""
-TAKES_TURNS = "workers ended under it, and such requests are tried one at a time"
+TAKES_TURNS = "no worker may try it yet: workers ended under it, and such requests are tried one at a time"
 RECENT_S = 60.0
 """Worker losses without a request count in its favour, from this long before its own first loss."""
 MAX_KEPT = 1024

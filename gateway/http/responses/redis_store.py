@@ -137,6 +137,7 @@ class RedisStore:
         try:
             return await answer
         except (RedisError, OSError, TimeoutError) as error:
+            await self._redis.connection_pool.disconnect(inuse_connections=False)  # others may be as dead
             logger.warning("the Redis of gateway.response_store failed: %s", type(error).__name__)
             raise StoreUnavailable(
                 "the store of responses cannot be reached at present; try again, or send store: false and the "

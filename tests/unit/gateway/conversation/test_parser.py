@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.conversation import Text
+from gateway.conversation import Text, Vocabulary, answer_format_of
 from gateway.conversation.formats import deepseek
 from gateway.conversation.formats.pythonic import MAX_CALL_CHARACTERS
 from gateway.conversation.messages import ToolChoice, ToolUse
@@ -15,6 +15,7 @@ from gateway.conversation.reader import MAX_ATTEMPT_CHARACTERS
 from tests.factories.conversations import (
     ASKED,
     TEMPLATES,
+    THINKING,
     called,
     calls_in,
     format_of,
@@ -186,6 +187,13 @@ def test_what_never_became_a_first_call_is_text_unless_a_call_is_required(family
         parts = parts_of(answer_format, [*call[:end]])
         assert parts.calls or parts.text == call[:end]
         assert parts_of(answer_format, [*call[:end]], required).text == ""
+
+
+def test_the_beginning_of_reasoning_is_text_unless_a_call_is_required() -> None:
+    answer_format = answer_format_of(THINKING, Vocabulary())
+    required = replace(ASKED, tool_choice=ToolChoice(ToolUse.REQUIRED))
+    assert parts_of(answer_format, [*"<thi"]).text == "<thi"
+    assert parts_of(answer_format, [*"<thi"], required).text == ""
 
 
 @pytest.mark.parametrize(

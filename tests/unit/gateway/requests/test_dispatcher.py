@@ -307,17 +307,19 @@ def test_c56_a_worker_that_ran_one_suspect_counts_even_if_the_other_worker_refus
     assert (suspect.num_losses, suspect.num_shared) == (3, num_shared)
 
 
-def test_c56_a_suspect_waits_while_it_is_anothers_turn_and_delays_nobody() -> None:
-    dispatcher = make_dispatcher("d0")
+@pytest.mark.parametrize("busy", ["p0", "d0"])
+def test_c56_a_suspect_waits_while_it_is_anothers_turn_and_delays_nobody(busy: str) -> None:
+    dispatcher = make_dispatcher("p0", "d0")
     dispatcher.handle(Submitted(make_request()), 0.0)
     for now in (1.0, 2.0):
+        dispatcher.handle(WorkerReported(replace(status_of(busy), takes_suspects=now < 2.0)), now)
         dispatcher.handle(WorkerLost("d0", "killed"), now)
-        dispatcher.handle(WorkerReported(replace(status_of("d0"), takes_suspects=now < 2.0)), now)
+        dispatcher.handle(WorkerReported(replace(status_of("d0"), takes_suspects=busy != "d0")), now)
     assert dispatcher.num_queued == 1
     assert dispatcher.queued_since(for_worker=True) is None
     bystander = replace(make_request("bystander"), prompt_token_ids=(9,))
     assert submitted(dispatcher.handle(Submitted(bystander), 2.5))
-    assert submitted(dispatcher.handle(WorkerReported(status_of("d0")), 3.0))
+    assert submitted(dispatcher.handle(WorkerReported(status_of(busy)), 3.0))
 
 
 @pytest.mark.parametrize("reason", ["drained", "reachable"])
