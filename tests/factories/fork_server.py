@@ -17,10 +17,11 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,8 +30,10 @@ from baton.system.cpus import let_openmp_sleep
 from baton.system.garbage import imports
 from tests.factories.sabotage import VARIABLE, obey
 
-PROGRAMS = ("worker", "tests.factories.warm_worker", "engine.ranks.entry", "tests.factories.fake_rank")
-"""What may be forked."""
+RANK_0 = "tests.integration.test_ranks"
+WORKERS = ("worker", "tests.factories.warm_worker", RANK_0)
+PROGRAMS = (*WORKERS, "engine.ranks.entry", "tests.factories.fake_rank")
+"""What is forked, if it is started as `python -m PROGRAM ...`."""
 _IMPORTED = (
     "worker.process",
     "engine.models.decoder",
@@ -41,47 +44,52 @@ _IMPORTED = (
 _ROOM = "room for the command lines of forks".ljust(500, ".")
 _MAX_REQUEST_BYTES = 2**17
 _MAX_FILES = 16
-_HIGH = 100
-"""Files of a fork get lower numbers."""
+_HIGH = 900
+"""A program's files have lower numbers."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ForkServer:
-    """The server, as its clients see it. It starts at the first request. Any thread may fork."""
+    """The server, as its clients see it. Any thread may fork."""
 
-    def __init__(self, *, is_fork: bool = False) -> None:
-        """`is_fork`: the server is a fork of this process, which has one thread, and starts at once."""
-        self._line, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, line: socket.socket | None = None) -> None:
+        """`line`: to a running server; by default, one starts at the first request."""
+        self._line = line
         self._process: subprocess.Popen[bytes] | None = None
+        self._others: list[int] = []
         self._lock = threading.Lock()
-        self._is_running = is_fork
-        if is_fork:
-            if os.fork() == 0:
-                self._line.close()
-                _serve(self._theirs)
-            self._theirs.close()
 
     def fork(self, request: dict[str, Any], files: Sequence[int]) -> int:
         """The pid of a new child of this process, which has these files."""
         with self._lock:
-            if not self._is_running:
-                self._is_running = True
-                number = self._theirs.fileno()
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.factories.fork_server", str(number), _ROOM],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(number,),
-                    start_new_session=True,
-                )
-                self._theirs.close()
+            if self._line is None:
+                self._line = self._start()
+            self.forget()
             socket.send_fds(self._line, [json.dumps(request).encode()], files)
-            return int(self._line.recv(100))
+            pid, *servers = map(int, self._line.recv(100).split())
+            self._others += servers
+            return pid
+
+    def forget(self) -> None:
+        """Reaps the servers of workers that have ended."""
+        self._others = [pid for pid in self._others if not _is_reaped(pid)]
 
     def stop(self) -> None:
-        self._line.close()
-        self._theirs.close()
+        if self._line is not None:
+            self._line.close()
         if self._process is not None:
             self._process.wait()
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.factories.fork_server", str(theirs.fileno()), _ROOM],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        return ours
 
 
 @contextmanager
@@ -118,6 +126,14 @@ def forks_workers(server: ForkServer) -> Iterator[None]:
     finally:
         subprocess.Popen = original  # type: ignore[misc]
         _adopt_orphans(False)
+        server.forget()
+
+
+def _is_reaped(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:  # its parent has not ended
+        return False
 
 
 def _adopt_orphans(may_adopt: bool) -> None:
@@ -137,53 +153,74 @@ def main() -> None:
 
 
 def _serve(line: socket.socket) -> NoReturn:
-    """Forks at each request, until the client is gone."""
+    """Forks at each request, until the client is gone; answers with the pid, and that of a worker's server."""
     while True:
         message, files, _, _ = socket.recv_fds(line, _MAX_REQUEST_BYTES, _MAX_FILES)
         if not message:
             os._exit(0)
-        if (pid := _fork_orphan()) == 0:
-            line.close()
-            _run(json.loads(message), files)
-        for file in files:
+        reading, writing = os.pipe()
+        if (between := os.fork()) == 0:
+            if os.fork() == 0:
+                _begin(json.loads(message), files, writing)
+            os._exit(0)  # the client adopts the new process
+        os.waitpid(between, 0)
+        for file in (writing, *files):
             os.close(file)
-        line.send(str(pid).encode())
+        with os.fdopen(reading, "rb") as pipe:
+            line.send(pipe.read())
 
 
-def _fork_orphan() -> int:
-    """Like os.fork, but the new process becomes a child of the nearest ancestor that adopts orphans."""
-    reading, writing = os.pipe()
-    if (between := os.fork()) == 0:
+def _begin(request: dict[str, Any], files: Sequence[int], writing: int) -> NoReturn:
+    """Reports the pids, and runs the request's command in this process; a worker gets a server for its ranks."""
+    server, pids = None, [os.getpid()]
+    if request["command"][2] in WORKERS:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if (pid := os.fork()) == 0:
-            os.close(reading)
-            os.close(writing)
-            return 0
-        os.write(writing, str(pid).encode())
-        os._exit(0)
-    os.waitpid(between, 0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        return int(pipe.read())
-
-
-def _run(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
-    """Runs the request's command in this process, and ends the process."""
+            for file in (writing, *files):
+                os.close(file)
+            ours.close()
+            _serve(theirs)
+        pids.append(pid)
+        server = ForkServer(socket.socket(fileno=_high(ours.fileno())))
+    report = _high(writing)
     if request["is_session"]:
         os.setsid()
-    _renumber(files, request["files"])
+    _keep(files, request["files"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # read from the environment at the next use
     os.chdir(request["folder"])
-    sys.orig_argv = request["command"]
     _show_command(request["command"])
-    _, _, program, *arguments = request["command"]
+    os.write(report, " ".join(map(str, pids)).encode())
+    os.close(report)
+    with nullcontext() if server is None else forks_workers(server):
+        _run(request["command"])
+
+
+def _keep(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Gives these files these numbers, and closes all others that are not high."""
+    high = [_high(file) for file in files]
+    os.closerange(0, _HIGH)
+    for file, number in zip(high, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _high(file: int) -> int:
+    """Another number of the file, which no program asks for."""
+    return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+
+
+def _run(command: list[str]) -> NoReturn:
+    """Runs `python -m PROGRAM ...` in this process, and ends the process."""
+    sys.orig_argv = command
+    _, _, program, *arguments = command
     sys.argv = [program, *arguments]
+    if program == "worker" and VARIABLE in os.environ:
+        threading.Thread(target=obey, args=(Path(os.environ[VARIABLE]),), daemon=True).start()
     code: object = 0
     try:
-        with forks_workers(ForkServer(is_fork=True)):
-            if program == "worker" and VARIABLE in os.environ:
-                threading.Thread(target=obey, args=(Path(os.environ[VARIABLE]),), daemon=True).start()
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code or 0
     except BaseException:
@@ -191,16 +228,6 @@ def _run(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
         code = 1
     sys.stdout.flush()
     os._exit(code if isinstance(code, int) else 1)
-
-
-def _renumber(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Gives each file its number, whatever had it."""
-    high = [fcntl.fcntl(file, fcntl.F_DUPFD, _HIGH) for file in files]
-    for file in files:
-        os.close(file)
-    for file, number in zip(high, numbers, strict=True):
-        os.dup2(file, number)
-        os.close(file)
 
 
 def _show_command(command: Sequence[str]) -> None:
