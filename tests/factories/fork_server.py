@@ -5,7 +5,8 @@
     worker            a fork of it, which runs the module as `python -m` does, and becomes a child of the test's process
 
 The worker has the command's arguments, environment, folder and files, and starts its ranks in the same way. Tests of
-how processes start must start real ones.
+how processes start must start real ones. `python -m tests.factories.fork_server MODULE ...` is `python -m MODULE ...`
+whose workers are forks.
 """
 
 import ctypes
@@ -144,6 +145,9 @@ def _adopt_orphans(may_adopt: bool) -> None:
 
 
 def main() -> None:
+    if not sys.argv[1].isdecimal():
+        with forks_workers(ForkServer()):
+            _run([sys.executable, "-m", *sys.argv[1:]])
     let_openmp_sleep()
     with imports():
         for name in _IMPORTED:
@@ -212,15 +216,15 @@ def _high(file: int) -> int:
 
 
 def _run(command: list[str]) -> NoReturn:
-    """Runs `python -m PROGRAM ...` in this process, and ends the process."""
+    """Runs `python -m MODULE ...` in this process, and ends the process."""
     sys.orig_argv = command
-    _, _, program, *arguments = command
-    sys.argv = [program, *arguments]
-    if program == "worker" and VARIABLE in os.environ:
+    _, _, module, *arguments = command
+    sys.argv = [module, *arguments]
+    if module == "worker" and VARIABLE in os.environ:
         threading.Thread(target=obey, args=(Path(os.environ[VARIABLE]),), daemon=True).start()
     code: object = 0
     try:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code or 0
     except BaseException:
