@@ -15,6 +15,7 @@ import pytest
 
 from baton.system.logs import PACKAGES
 from baton.system.secret import SECRET_VARIABLE
+from tests.factories.fork_server import ForkServer, forks_workers
 from tests.factories.security import SECRET
 
 if TYPE_CHECKING:
@@ -61,6 +62,20 @@ def engines(folder: Path) -> Iterator["EnginesOf"]:
 
     with EnginesOf(folder) as engines:
         yield engines
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def forked_workers(fork_server: ForkServer) -> Iterator[None]:
+    """Workers and ranks that this process starts are forks, which have nothing to import."""
+    with forks_workers(fork_server):
+        yield
 
 
 @pytest.fixture(autouse=True)

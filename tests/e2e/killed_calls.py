@@ -23,7 +23,7 @@ from openai import AsyncOpenAI
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
 from tests.e2e.tool_calls import CONFIG
-from tests.factories.serving import serving
+from tests.factories.serving import serving_with_forks
 
 NUM_PIECES_BEFORE = 12
 """Of the arguments, before the kill."""
@@ -55,7 +55,7 @@ def check_kills(folder: Path, num_kills: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "baton.yaml"
         path.write_text(json.dumps(config))
-        with serving(str(path)) as serve:
+        with serving_with_forks(str(path)) as serve:
             ready = serve.wait_ready()
             asyncio.run(_check_kills(ready["target"], f"http://{ready['http']}", num_kills))
 

@@ -29,7 +29,7 @@ MAX_TURNS = 20
 ALONE_EVERY = 4
 """Every fourth of the prompts that are asked together is asked alone, too."""
 
-LENGTHS = [1, 16, 17, 127, 128, 129, 257]
+LENGTHS = [1, 17, 128, 129, 257]
 """Around the ends of blocks and steps; the tiny models below cover the blocks left out here."""
 Mode = Literal["disaggregated", "local"]
 MODES: tuple[Mode, ...] = ("disaggregated", "local")

@@ -49,28 +49,26 @@ Answers = dict[tuple[int, ...], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, and what transformers says with its weights, one prompt at a time."""
+    """A model, and the greedy answers of transformers with its weights."""
 
     model: LoadedModel
     expected: Answers
 
 
 def make_subject(folder: Path, prompts: list[list[int]]) -> Subject:
-    reference = transformers_model(folder)
-    expected = {}
-    for prompt in prompts:
-        input_ids = torch.tensor([prompt])
-        output = reference.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=NUM_NEW_TOKENS,
-            eos_token_id=None,
-            pad_token_id=0,
-            do_sample=False,
-        )
-        expected[tuple(prompt)] = output[0, len(prompt) :].tolist()
+    """An answer is transformers' own if each of its tokens is the likeliest behind those before it."""
     config = ModelConfig(dtype="float32", quantization="none")
-    return Subject(load_model(config, folder, torch.device("cpu")), expected)
+    model = load_model(config, folder, torch.device("cpu"))
+    core = make_core(model, num_blocks=30, max_num_batched_tokens=512, preemption="recompute")
+    answers = answers_of(core, [tuple(prompt) for prompt in prompts])
+    assert "preemptions" not in core.counters()
+    reference = transformers_model(folder)
+    for prompt, answer in answers.items():
+        with torch.inference_mode():
+            logits = reference(torch.tensor([[*prompt, *answer]])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+        assert len(answer) == NUM_NEW_TOKENS
+    return Subject(model, answers)
 
 
 @pytest.fixture(scope="module")

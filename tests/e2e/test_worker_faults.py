@@ -24,6 +24,7 @@ from tests.factories.models import make_model_dir
 pytestmark = pytest.mark.slow
 
 NUM_TRANSFERS = 12
+PAUSE_S = 1.0
 SEED = 7
 LETTING_GO_S = 5.0
 """For the maps of dead workers' pools: it takes milliseconds, and half a minute where only idleness would end them."""
@@ -46,7 +47,7 @@ def test_c44_c51_c52_c54_no_fault_of_a_worker_costs_a_token_or_a_block(
             is_mapped = any(about["mapped_pools"] for about in descriptions.values())
             assert is_mapped == (transport == "shared_memory")
             for fault, role in ROWS:
-                tally = await break_workers(cluster, fault, role, questions, NUM_TRANSFERS, rng)
+                tally = await break_workers(cluster, fault, role, questions, NUM_TRANSFERS, rng, PAUSE_S)
                 assert tally.wrong == [], f"{fault} {role}"
                 assert tally.num_right + tally.errors.total() == tally.num_started >= NUM_TRANSFERS
                 # Nearly all find another pair, on a quiet machine; on a busy one more workers seem dead than are.

@@ -189,8 +189,12 @@ async def break_workers(
     questions: list[Question],
     num_transfers: int,
     rng: random.Random,
+    pause_s: float = 0.0,
 ) -> Tally:
-    """One row: requests go on until there were enough and the last fault is over; then everything comes to rest."""
+    """One row: requests go on until there were enough and the last fault is over; then everything comes to rest.
+
+    `pause_s`: of a client after each answer, which leaves the machine less to do while a fault lasts.
+    """
     tally = Tally()
     over = asyncio.Event()
     numbers = count()
@@ -199,6 +203,7 @@ async def break_workers(
         while not over.is_set() or tally.num_started < num_transfers:
             number = next(numbers)
             await _ask(cluster, questions[number % len(questions)], f"{fault} {role} {number}", tally)
+            await asyncio.sleep(pause_s)
 
     num_victims = 2 if role == "each" else 1
     if fault != "stop":

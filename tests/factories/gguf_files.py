@@ -1,6 +1,7 @@
 """GGUF files of tiny models, written by the `gguf` package; and transformers' model of any folder."""
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 Kind = Callable[[str], str]
 """How a tensor is stored, by its GGUF name."""
@@ -81,7 +83,7 @@ def transformers_model(folder: Path) -> Any:
     if not (folder / "model.gguf").exists():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(folder)
-    reader = gguf.GGUFReader(folder / "model.gguf")
+    reader = _TensorReader(folder / "model.gguf")
     architecture = ARCHITECTURES[config.model_type]
     names = _names(architecture, config.num_hidden_layers)
     hugging_face = {names.get_name(stem): stem for stem in _stems(config.num_hidden_layers)}
@@ -90,7 +92,7 @@ def transformers_model(folder: Path) -> Any:
         stem, _, suffix = tensor.name.rpartition(".")
         if stem not in hugging_face:
             continue
-        numbers = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        numbers = torch.from_numpy(gguf.dequantize(np.asarray(tensor.data), tensor.tensor_type).copy())
         if architecture == "llama" and stem.endswith(("attn_q", "attn_k")):
             numbers = _restored(
                 numbers, config.num_attention_heads if "attn_q" in stem else config.num_key_value_heads
@@ -100,9 +102,27 @@ def transformers_model(folder: Path) -> Any:
         state[f"{hugging_face[stem]}.{suffix}"] = numbers
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(state)
     return model.eval()
+
+
+class _TensorReader(gguf.GGUFReader):
+    """Skips lists: reading those of a real vocabulary takes six CPU seconds."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        data: Any = self.data
+        kind, count = struct.unpack_from("<IQ", data, orig_offs)
+        size = struct.calcsize("<IQ")
+        if kind == gguf.GGUFValueType.STRING:
+            for _ in range(count):
+                size += 8 + struct.unpack_from("<Q", data, orig_offs + size)[0]
+        else:
+            size += count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
+        return size, [], [], []
 
 
 def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[str, Any]:

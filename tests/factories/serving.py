@@ -22,6 +22,8 @@ STOP_TIMEOUT_S = 180.0
 """The time limit for a start. It is also enough for a command that fails while it starts, on a busy
 machine."""
 COMMAND = [sys.executable, "-m", "cli.main"]
+FORKING_COMMAND = [sys.executable, "-m", "tests.factories.fork_server", "cli.main"]
+"""Its workers are forks of one process, instead of importing PyTorch."""
 OPTIONS = ["--grpc-port", "0", "--http-port", "0", "--routing-mode", "disaggregated", "--json"]
 """The routing mode of tests, since the decisions of `auto` depend on times. A test that needs `auto` repeats
 the flag."""
@@ -139,6 +141,13 @@ def serving(*arguments: str, environment: Mapping[str, str] = MappingProxyType({
         yield serve
     finally:
         serve.destroy()
+
+
+@contextmanager
+def serving_with_forks(*arguments: str) -> Iterator[ServeProcess]:
+    """As `serving`, for tests with many workers that do not test how one starts."""
+    with running([*FORKING_COMMAND, "serve", *OPTIONS, *arguments], {}) as serve:
+        yield serve
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from pathlib import Path
 from baton.system.secret import SECRET_VARIABLE
 from tests.factories.models import make_model_dir
 from tests.factories.security import SECRET
-from tests.factories.serving import serving
+from tests.factories.serving import serving_with_forks
 from tests.hostile.bystanders import settle_town
 from tests.hostile.edges import EDGES
 from tests.hostile.finding import Finding
@@ -68,7 +68,7 @@ def play_in_town(options: argparse.Namespace, model: Path, folder: Path) -> list
     """On one fleet, which has to end cleanly after them."""
     config = folder / "baton.yaml"
     config.write_text(CONFIG.format(model=model))
-    with serving(str(config)) as serve:
+    with serving_with_forks(str(config)) as serve:
         ready = serve.wait_ready()
         scenes = _scenes(options, ready["target"], ready["http"], serve.process.pid)
         findings = asyncio.run(scenes)

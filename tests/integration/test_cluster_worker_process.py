@@ -19,7 +19,7 @@ from tests.factories.models import make_model_dir
 from worker.control_channel import StdioControlClient
 from worker.ready_line import endpoint_from_json
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 
 Process = subprocess.Popen[str]
 
@@ -101,7 +101,7 @@ def test_all_its_threads_keep_to_the_cpus_of_its_share(config: Path) -> None:
 
 
 def test_it_may_open_as_many_files_as_the_system_allows(config: Path) -> None:
-    """Logins have a soft limit of 1,024, which connections of strangers would reach."""
+    """Logins have a soft limit of 1,024, which connections of strangers would reach. This worker is no fork."""
     few = ("bash", "-c", 'ulimit -S -n 256; exec "$@"', "few")
     with start("--role", "prefill", "--config", str(config), first=few) as process:
         assert process.stdout is not None

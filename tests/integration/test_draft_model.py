@@ -24,6 +24,8 @@ from tests.factories.speculation import (
 )
 from tests.factories.whole_engines import EnginesOf, WholeEngine, hand_over
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 NUM_REQUESTS = 24
 ALL_LAYERS, FIRST_LAYERS = 6, 2
 Speculation = Mapping[str, Any]

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -188,14 +188,25 @@ MAX_DRAWS = 8
     [(("--pictures", "preemption", "remote-kv"), 3), pytest.param((), 6, marks=pytest.mark.by_hand)],
     ids=["two", "all"],
 )
+@pytest.mark.usefixtures("forked_workers")
 def test_the_schedulers_pictures_are_drawn_from_real_runs(
-    folder: Path, pictures: tuple[str, ...], num_headings: int
+    folder: Path,
+    pictures: tuple[str, ...],
+    num_headings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    drawn = drawn_by_scheduler(folder, *pictures)
+    def draw(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["draw_scheduler.py", "--model", str(folder), *options])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            runpy.run_path(str(ROOT / "examples/draw_scheduler.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    drawn = draw(*pictures)
     for _ in range(MAX_DRAWS - 1):
         if "preempted" in drawn:
             break
-        drawn += drawn_by_scheduler(folder, "--pictures", "preemption")
+        drawn += draw("--pictures", "preemption")
     document = (ROOT / "docs/scheduler.md").read_text()
     headings = re.findall(r"^w\d  .* tokens a step", drawn, re.MULTILINE)
     assert (
@@ -204,10 +215,3 @@ def test_the_schedulers_pictures_are_drawn_from_real_runs(
     assert all(heading in document for heading in headings)
     assert "preempted" in drawn
     assert "waits for KV from another worker" in drawn
-
-
-def drawn_by_scheduler(model: Path, *options: str) -> str:
-    command = [sys.executable, "examples/draw_scheduler.py", "--model", str(model), *options]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert result.returncode == 0, result.stderr
-    return result.stdout

@@ -1,18 +1,19 @@
 """The interference benchmark in small: a real server asked by its client, and what it makes of the times it saw."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.interference import over_peer
+from baton.errors import ConfigError
+from benchmarks import interference_sides
+from benchmarks.interference import main, over_peer
 from benchmarks.interference_load import Seen, Slo, Workload, figures, percentile
 from benchmarks.interference_picture import draw
 from benchmarks.interference_sides import VLLM
-from tests.factories.models import make_model_dir
+from tests.factories.serving import FORKING_COMMAND
 
 CHAT = Seen(True, 1.0, (1.5, 1.6, 1.8), 3)
 SLOW_CHAT = Seen(True, 2.0, (4.0, 4.1, 4.2), 3)
@@ -21,17 +22,21 @@ WORKLOAD = Workload(seconds=4.0)
 
 
 @pytest.mark.slow
-def test_a_small_run_answers_every_request_and_leaves_a_table_a_file_and_a_picture(tmp_path: Path) -> None:
-    model = make_model_dir(tmp_path / "model")
-    side = "Baton, 1 P + 1 D"
-    command = [sys.executable, "-m", "benchmarks.interference", "--model", str(model), "--sides", side]
-    command += ["--rounds", "1", "--seconds", "2", "--long-every", "0.5", "--long-prompt", "300"]
-    command += ["--num-chats", "2", "--chat-prompt", "8", "--chat-answer", "6"]
-    command += ["--set", "engine.kv_cache_memory_mib=32", "model.dtype=float32"]
-    command += ["--json", str(tmp_path / "result.json"), "--svg", str(tmp_path / "picture.svg")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert run.returncode == 0, run.stderr
-    assert side in run.stdout
+def test_a_small_run_answers_every_request_and_leaves_a_table_a_file_and_a_picture(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    side, start = "Baton, 1 P + 1 D", interference_sides._process
+    monkeypatch.setattr(
+        interference_sides, "_process", lambda command, env: start([*FORKING_COMMAND, *command[3:]], env)
+    )
+    options = ["--model", str(folder), "--sides", side]
+    options += ["--rounds", "1", "--seconds", "2", "--long-every", "0.5", "--long-prompt", "300"]
+    options += ["--num-chats", "2", "--chat-prompt", "8", "--chat-answer", "6"]
+    options += ["--set", "engine.kv_cache_memory_mib=32", "model.dtype=float32"]
+    options += ["--json", str(tmp_path / "result.json"), "--svg", str(tmp_path / "picture.svg")]
+    monkeypatch.setattr(sys, "argv", ["interference", *options])
+    main()
+    assert side in capsys.readouterr().out
     result = json.loads((tmp_path / "result.json").read_text())
     measured = result["sides"][side]
     assert measured["num_long_prompts"] == 4
@@ -42,21 +47,10 @@ def test_a_small_run_answers_every_request_and_leaves_a_table_a_file_and_a_pictu
     assert ElementTree.parse(tmp_path / "picture.svg").getroot().tag.endswith("svg")
 
 
-@pytest.mark.slow
-def test_a_key_that_baton_does_not_have_is_refused(tmp_path: Path) -> None:
-    model = make_model_dir(tmp_path / "model")
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.interference",
-        "--model",
-        str(model),
-        "--set",
-        "engine.speed=9",
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert run.returncode != 0
-    assert "engine.speed" in run.stderr
+def test_a_key_that_baton_does_not_have_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["interference", "--model", str(folder), "--set", "engine.speed=9"])
+    with pytest.raises(ConfigError, match=r"engine\.speed"):
+        main()
 
 
 def test_figures_of_what_clients_saw() -> None:

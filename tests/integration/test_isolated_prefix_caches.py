@@ -9,6 +9,8 @@ from baton.config import BatonConfig
 from cluster.serve.child_processes import child_processes
 from tests.factories.api_keys import ALICE, API_KEYS, BOB
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
+
 BLOCK_SIZE = 16
 PROMPT = [*range(5, 105)]
 WHOLE_BLOCKS = len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE

@@ -29,7 +29,7 @@ from tests.factories.sabotage import spoil
 from tests.factories.security import KEYS, SECRET
 from tests.factories.whole_engines import EnginesOf, hand_over
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 
 CONFIG = BatonConfig.from_mapping(
     {

@@ -19,6 +19,7 @@ from baton.errors import FleetError
 from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
 from cli.commands.operators import running_command
+from cli.main import main
 from gateway.client import CallBroken
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
@@ -163,10 +164,14 @@ def test_a_gateway_that_is_lost_during_a_command_may_have_passed_it_on() -> None
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf", "soon"])
-def test_an_interval_that_cannot_be_is_a_usage_error(interval: str) -> None:
-    top = baton("top", "--interval", interval)
-    assert (top.returncode, top.stdout) == (USAGE, "")
-    assert "--interval" in top.stderr
+def test_an_interval_that_cannot_be_is_a_usage_error(
+    interval: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=f"^{USAGE}$"):
+        main(["top", "--interval", interval])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "--interval" in printed.err
 
 
 class Terminal:

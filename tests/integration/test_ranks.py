@@ -40,8 +40,9 @@ from tests.factories.fake_rank import (
     make_fake_pipeline,
     make_plan,
 )
+from tests.factories.fork_server import RANK_0
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 
 SOON_S = STOP_TIMEOUT_S
 """Of what would otherwise take that long (a rank that must be killed), twice as long (a collective), or for ever."""
@@ -272,18 +273,13 @@ def test_a_rank_that_does_not_start_says_why(
         others.join(DIGEST)
 
 
-RANK_0 = """
-import sys, time
-from pathlib import Path
-from typing import Any
-from tests.integration.test_ranks import running
-from tests.factories.fake_rank import make_plan
-with running(Path(sys.argv[1])) as ranks:
-    ranks.compute(1)
-    ranks.pipeline.submit(make_plan(2, sys.argv[2]))
-    print("ready", flush=True)
-    time.sleep(600)
-"""
+def serve_rank_0(folder: Path, what: str) -> None:
+    """`python -m tests.integration.test_ranks FOLDER REQUEST_ID`"""
+    with running(folder) as ranks:
+        ranks.compute(1)
+        ranks.pipeline.submit(make_plan(2, what))
+        print("ready", flush=True)
+        time.sleep(600)
 
 
 @pytest.mark.parametrize("what", ["stall-0", "stall-1"], ids=["in a collective", "in its own step"])
@@ -291,7 +287,7 @@ def test_no_rank_outlives_rank_0_nor_does_any_file(tmp_path: Path, what: str) ->
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", RANK_0, str(tmp_path), what],
+        [sys.executable, "-m", RANK_0, str(tmp_path), what],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(temporary)},
@@ -317,7 +313,8 @@ def test_a_rank_that_is_still_importing_ignores_the_terminal_and_ends_with_rank_
         ours,
         theirs,
         subprocess.Popen(
-            [sys.executable, "-m", "engine.ranks.entry", str(theirs.fileno())],
+            # With an option, a process is no fork.
+            [sys.executable, "-u", "-m", "engine.ranks.entry", str(theirs.fileno())],
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=(theirs.fileno(),),
@@ -336,3 +333,7 @@ def test_a_rank_that_is_still_importing_ignores_the_terminal_and_ends_with_rank_
             assert process.wait(SOON_S) == EXIT_ALONE
         finally:
             process.kill()
+
+
+if __name__ == "__main__":
+    serve_rank_0(Path(sys.argv[1]), sys.argv[2])

@@ -15,7 +15,7 @@ from baton.fleet import CacheFlush
 from baton.worker import WorkerRole
 from gateway import GatewayClient
 from tests.factories.models import make_model_dir
-from tests.factories.serving import ServeProcess, listening_addresses, serving
+from tests.factories.serving import ServeProcess, listening_addresses, serving, serving_with_forks
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +73,7 @@ def test_workers_are_replaced_take_orders_and_leave_nothing(tmp_path: Path) -> N
     make_model_dir(tmp_path / "tiny")
     config = tmp_path / "baton.yaml"
     config.write_text(CONFIG)
-    with serving(str(config), "--model", str(tmp_path / "tiny")) as serve:
+    with serving_with_forks(str(config), "--model", str(tmp_path / "tiny")) as serve:
         asyncio.run(exercise(serve))
         host, port = min(listening_addresses([psutil.Process(serve.process.pid)]))
         with serving(str(config), "--model", str(tmp_path / "tiny"), "--grpc-port", str(port)) as second:
@@ -92,7 +92,7 @@ def test_a_command_that_stood_still_kills_no_worker_and_ends_no_request(tmp_path
     make_model_dir(tmp_path / "tiny", max_position_embeddings=4096)
     config = tmp_path / "baton.yaml"
     config.write_text(CONFIG + "network: {peer_timeout_s: 2.0}\n")
-    with serving(str(config), "--model", str(tmp_path / "tiny")) as serve:
+    with serving_with_forks(str(config), "--model", str(tmp_path / "tiny")) as serve:
         asyncio.run(stand_still(serve))
 
 
@@ -149,7 +149,8 @@ async def exercise(serve: ServeProcess) -> None:
 def test_a_worker_that_can_never_start_ends_the_command_with_its_reason(tmp_path: Path) -> None:
     model = make_model_dir(tmp_path / "tiny")
     (tmp_path / "baton.yaml").write_text(CONFIG)
-    with serving(str(tmp_path / "baton.yaml"), "--model", str(model), "--max-model-len", "999999") as serve:
+    arguments = (str(tmp_path / "baton.yaml"), "--model", str(model), "--max-model-len", "999999")
+    with serving_with_forks(*arguments) as serve:
         assert serve.wait_gone() in (1, 2)
         assert serve.stderr.splitlines()[-1].startswith("baton serve: ")
         assert "max_model_len" in serve.stderr.splitlines()[-1]

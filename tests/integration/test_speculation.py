@@ -26,6 +26,8 @@ from tests.factories.speculation import (
 )
 from tests.factories.whole_engines import EnginesOf, hand_over
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 NUM_REQUESTS = 24
 
 
