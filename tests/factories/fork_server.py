@@ -22,10 +22,12 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
+
+import psutil
 
 from baton.system.cpus import let_openmp_sleep
 from baton.system.garbage import imports
@@ -57,7 +59,6 @@ class ForkServer:
         """`line`: to a running server; by default, one starts at the first request."""
         self._line = line
         self._process: subprocess.Popen[bytes] | None = None
-        self._others: list[int] = []
         self._lock = threading.Lock()
 
     def fork(self, request: dict[str, Any], files: Sequence[int]) -> int:
@@ -65,15 +66,8 @@ class ForkServer:
         with self._lock:
             if self._line is None:
                 self._line = self._start()
-            self.forget()
             socket.send_fds(self._line, [json.dumps(request).encode()], files)
-            pid, *servers = map(int, self._line.recv(100).split())
-            self._others += servers
-            return pid
-
-    def forget(self) -> None:
-        """Reaps the servers of workers that have ended."""
-        self._others = [pid for pid in self._others if not _is_reaped(pid)]
+            return int(self._line.recv(100))
 
     def stop(self) -> None:
         if self._line is not None:
@@ -127,14 +121,7 @@ def forks_workers(server: ForkServer) -> Iterator[None]:
     finally:
         subprocess.Popen = original  # type: ignore[misc]
         _adopt_orphans(False)
-        server.forget()
-
-
-def _is_reaped(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:  # its parent has not ended
-        return False
+        _reap_orphans()
 
 
 def _adopt_orphans(may_adopt: bool) -> None:
@@ -142,6 +129,13 @@ def _adopt_orphans(may_adopt: bool) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(may_adopt), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _reap_orphans() -> None:
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess, ChildProcessError):  # another thread was first
+            if child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
 
 
 def main() -> None:
@@ -157,7 +151,7 @@ def main() -> None:
 
 
 def _serve(line: socket.socket) -> NoReturn:
-    """Forks at each request, until the client is gone; answers with the pid, and that of a worker's server."""
+    """Forks at each request, until the client is gone; answers with the pid."""
     while True:
         message, files, _, _ = socket.recv_fds(line, _MAX_REQUEST_BYTES, _MAX_FILES)
         if not message:
@@ -175,16 +169,15 @@ def _serve(line: socket.socket) -> NoReturn:
 
 
 def _begin(request: dict[str, Any], files: Sequence[int], writing: int) -> NoReturn:
-    """Reports the pids, and runs the request's command in this process; a worker gets a server for its ranks."""
-    server, pids = None, [os.getpid()]
+    """Reports the pid, and runs the request's command in this process; a worker gets a server for its ranks."""
+    server = None
     if request["command"][2] in WORKERS:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if (pid := os.fork()) == 0:
+        if os.fork() == 0:
             for file in (writing, *files):
                 os.close(file)
             ours.close()
             _serve(theirs)
-        pids.append(pid)
         server = ForkServer(socket.socket(fileno=_high(ours.fileno())))
     report = _high(writing)
     if request["is_session"]:
@@ -195,7 +188,7 @@ def _begin(request: dict[str, Any], files: Sequence[int], writing: int) -> NoRet
     tempfile.tempdir = None  # read from the environment at the next use
     os.chdir(request["folder"])
     _show_command(request["command"])
-    os.write(report, " ".join(map(str, pids)).encode())
+    os.write(report, str(os.getpid()).encode())
     os.close(report)
     with nullcontext() if server is None else forks_workers(server):
         _run(request["command"])

@@ -130,7 +130,12 @@ def running(folder: Path, num_ranks: int = 2) -> Iterator[RunningRanks]:
 
 
 def rank_pids(parent: int) -> list[int]:
-    return [child.pid for child in psutil.Process(parent).children() if FAKE_RANK in child.cmdline()]
+    children = psutil.Process(parent).children()
+    return [
+        child.pid
+        for child in children
+        if child.status() != psutil.STATUS_ZOMBIE and FAKE_RANK in child.cmdline()
+    ]
 
 
 def test_ranks_compute_the_same_steps_execute_the_same_commands_and_end_on_command(tmp_path: Path) -> None:
