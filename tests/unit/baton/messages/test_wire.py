@@ -127,7 +127,7 @@ def test_request_plane_messages_survive_the_wire() -> None:
         (msgpack.packb(["Hello", 2, 5, "g", 1, 1, 0]), "Hello.incarnation: expected str, got 5"),
         (msgpack.packb(["Hello", 2, None, "g", 1, None, 0]), "Hello.incarnation: expected str, got None"),
         (msgpack.packb(["AbortRequests", [1], 1]), "AbortRequests.request_ids: expected str, got 1"),
-        (msgpack.packb(["SubmitRequest", [], 1]), "SubmitRequest.request: expected 11 fields"),
+        (msgpack.packb(["SubmitRequest", [], 1]), "SubmitRequest.request: expected 12 fields"),
         (msgpack.packb({"kind": "Hello"}), "expected an array"),
         (b"\xdd\xff\xff\xff\xff", "not msgpack"),
         (b"", "not msgpack"),
