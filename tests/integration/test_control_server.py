@@ -205,6 +205,8 @@ async def test_a_command_whose_connection_breaks_may_be_carried_out_and_its_erro
             rollout = await client.call(BeginRollout(("w0",)))
             calls: list[ControlRequest[object]] = [DrainWorker("w1"), WaitRolloutStep(rollout.rollout_id, 0)]
             running = [asyncio.create_task(client.call(call)) for call in calls]
+            while not tested.launcher.latest("w1").is_draining:
+                await asyncio.sleep(0.01)
             await client.call(DescribeFleet())  # what was sent before this is there
             server._socket.close()  # as if its process was killed
             for call in running:
