@@ -170,7 +170,7 @@ async def test_a_restarted_control_server_is_missed_at_once_and_found_again() ->
             pending = asyncio.create_task(
                 client.call(WaitView(view.controller_incarnation, view.version, 1000.0))
             )
-            await client.call(DescribeFleet())  # what was sent before this is there
+            await everything_sent(client)
             server._socket.close()  # as if its process was killed: no client is notified
             with pytest.raises(ClusterError, match=r"broke$"):
                 await pending
@@ -187,7 +187,7 @@ async def test_a_command_whose_control_server_closes_may_be_carried_out_and_its_
         tested.launcher.latest("w1").may_drain.clear()
         async with control_server(config, tested.controller) as server, client_of(server, config) as client:
             running = asyncio.create_task(client.call(DrainWorker("w1")))
-            await client.call(DescribeFleet())  # what was sent before this is there
+            await everything_sent(client)
             for task in server._tasks:
                 task.cancel()  # as `close` does
             with pytest.raises(ClusterError, match=f"the control server was closed; {DOUBT}$"):
@@ -205,9 +205,7 @@ async def test_a_command_whose_connection_breaks_may_be_carried_out_and_its_erro
             rollout = await client.call(BeginRollout(("w0",)))
             calls: list[ControlRequest[object]] = [DrainWorker("w1"), WaitRolloutStep(rollout.rollout_id, 0)]
             running = [asyncio.create_task(client.call(call)) for call in calls]
-            while not tested.launcher.latest("w1").is_draining:
-                await asyncio.sleep(0.01)
-            await client.call(DescribeFleet())  # what was sent before this is there
+            await everything_sent(client)
             server._socket.close()  # as if its process was killed
             for call in running:
                 with pytest.raises(ClusterError, match=f"broke; {DOUBT}$"):
@@ -270,7 +268,7 @@ async def test_an_order_is_carried_out_whoever_still_waits_for_it(monkeypatch: p
                     await client.call(DrainWorker("w1"))
                 client.patience = Patience.of(config)
                 again = asyncio.create_task(client.call(DrainWorker("w1")))
-                await client.call(DescribeFleet())  # what was sent before this is there
+                await everything_sent(client)
                 again.cancel()
                 await asyncio.gather(again, return_exceptions=True)
             assert (await tested.states())["w1"] == "draining"
@@ -367,6 +365,12 @@ async def test_a_port_that_is_taken_is_named() -> None:
 
 def _on_port(config: BatonConfig, port: int) -> BatonConfig:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"fleet_port": port})})
+
+
+async def everything_sent(client: ControlClient) -> None:
+    """Returns when the server has all calls of the tasks that exist now."""
+    await asyncio.sleep(0)  # they send in their first turn
+    await client.call(DescribeFleet())
 
 
 async def _until_answered(client: ControlClient) -> FleetDescription:
