@@ -193,7 +193,7 @@ class Worker(Process):
         if command.request.is_suspect:
             if refused := self.suspects.begin(gateway, command.request, self._world.now):
                 self._world.counts["path suspect refused"] += 1
-                self._outboxes[gateway](self, [refused])
+                self._send(gateway, [refused])
                 return
             self._beat(self)
         self.submit(gateway, command.request)

@@ -11,6 +11,7 @@ so a Redis cluster stores them on one node:
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from baton.errors import StoreUnavailable
 from gateway.http.responses.store import MAX_RESPONSES, StoreBounds, StoredResponse
@@ -137,12 +139,18 @@ class RedisStore:
         try:
             return await answer
         except (RedisError, OSError, TimeoutError) as error:
-            await self._redis.connection_pool.disconnect(inuse_connections=False)  # others may be as dead
+            if isinstance(error, RedisTimeoutError | TimeoutError):
+                await self._drop_idle_connections()
             logger.warning("the Redis of gateway.response_store failed: %s", type(error).__name__)
             raise StoreUnavailable(
                 "the store of responses cannot be reached at present; try again, or send store: false and the "
                 "whole conversation"
             ) from error
+
+    async def _drop_idle_connections(self) -> None:
+        """They may be as dead as the one that timed out, and each would cost a request."""
+        with suppress(RedisError, OSError, TimeoutError):
+            await self._redis.connection_pool.disconnect(inuse_connections=False)
 
 
 def _tag(caller: str) -> str:

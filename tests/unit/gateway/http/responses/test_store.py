@@ -215,6 +215,35 @@ async def test_a_redis_that_never_answers_is_asked_once(monkeypatch: pytest.Monk
         connections[0][1].close()
 
 
+async def test_kept_connections_that_have_died_silently_cost_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind a firewall that has forgotten them: the two first connections answer one PING each."""
+    monkeypatch.setattr(redis_store, "REDIS_TIMEOUT_S", 0.3)
+    writers: list[asyncio.StreamWriter] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        is_mute, may_die = False, len(writers) <= 2
+        while commands := await reader.read(4096):
+            is_ping = b"PING" in commands
+            if not is_mute:
+                writer.write(b"+PONG\r\n" if is_ping else b"+OK\r\n" * commands.count(b"CLIENT"))
+            is_mute |= is_ping and may_die
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as dying:
+        port = dying.sockets[0].getsockname()[1]
+        one = RedisStore(f"redis://127.0.0.1:{port}/0?protocol=2", ROOM)
+        await asyncio.gather(one.check(), one.check())
+        assert len(writers) == 2
+        with pytest.raises(StoreUnavailable):
+            await one.check()
+        await asyncio.gather(one.check(), one.check())
+        await one.close()
+        for writer in writers:
+            writer.close()
+
+
 async def test_another_value_than_was_asked_for_is_an_error(server: RedisServer) -> None:
     """Whatever became of a connection, no one gets another one's response."""
     async with redis(server) as (one, _):
