@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from baton.config import BatonConfig
 from cluster.controller.planner import RoleChange, ScaleDecision
-from simulator.queueing_fleet import Load, Moment, QueueingFleet, Timing
+from simulator.queueing_fleet import Moment, OfferedLoad, QueueingFleet, WorkerSpeed
 
 HOUR_S = 3600.0
 BURST_H = 20.0
@@ -91,8 +91,8 @@ def run_day(prefill: int, decode: int, mode: str, num_hours: int, **autoscaling:
             changes[_kind(moment.decision.change, moment.decision.sentence)] += 1
             sentences.append(f"{moment.at / HOUR_S:5.2f} h  {moment.decision.sentence}")
 
-    load = Load(requests_per_s, max_requests_per_s=40.0)
-    QueueingFleet(config, Timing(), seed=1).play(load, num_hours * HOUR_S, note)
+    load = OfferedLoad(requests_per_s, max_requests_per_s=40.0)
+    QueueingFleet(config, WorkerSpeed(), seed=1).play(load, num_hours * HOUR_S, note)
     before = (most_before_the_burst[0], most_before_the_burst[1])
     return Day(tuple(hours), changes, (most[0], most[1]), before, tuple(sentences))
 
@@ -143,8 +143,8 @@ def dry_run() -> tuple[str, ...]:
     """What a dry run of a quarter of an hour says. The load is nearly too much for the only decode worker."""
     scaling = {"mode": "dry_run", "min_prefill": 1, "max_prefill": 4, "max_decode": 4, **TARGETS}
     config = BatonConfig.from_mapping({"cluster": {"prefill": 2, "decode": 1}, "autoscaling": scaling})
-    fleet = QueueingFleet(config, Timing(), seed=7)
-    fleet.play(Load(lambda _: 4.2, max_requests_per_s=40.0), 900.0)
+    fleet = QueueingFleet(config, WorkerSpeed(), seed=7)
+    fleet.play(OfferedLoad(lambda _: 4.2, max_requests_per_s=40.0), 900.0)
     return fleet.autoscaler.decisions
 
 

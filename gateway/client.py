@@ -98,7 +98,7 @@ class GenerationEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RequestEvent:
     """One event of a request; the last one has `completion`."""
 
     token_ids: tuple[int, ...]
@@ -157,7 +157,7 @@ class GatewayClient:
         max_model_len: int | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncIterator[RequestEvent]:
         """Yields a request's events. Closing the iterator cancels the request.
 
         Exactly one of `text`, `token_ids`, `messages` (role, content) and `conversation` is the prompt. With
@@ -311,8 +311,8 @@ def _chat(
     return generation_pb.Chat(messages=turns)
 
 
-def _event(response: generation_pb.GenerateResponse) -> Event:
-    return Event(
+def _event(response: generation_pb.GenerateResponse) -> RequestEvent:
+    return RequestEvent(
         tuple(response.token_ids),
         response.text,
         _completion(response.finish) if response.HasField("finish") else None,

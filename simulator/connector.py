@@ -35,7 +35,7 @@ from simulator.world import Process, World
 
 
 @dataclass(slots=True)
-class Hold:
+class HeldBlocks:
     """Blocks that a transfer holds, or a load that waits for room."""
 
     kind: str
@@ -59,7 +59,7 @@ class SimConnector:
         self.endpoint: TransferEndpoint
         self._leases: Leases
         self.counts: Counter[str] = Counter()
-        self.holds: dict[str, Hold] = {}
+        self.holds: dict[str, HeldBlocks] = {}
         self.max_command_delay_s = 0.0
 
     def attach(
@@ -184,9 +184,9 @@ class SimConnector:
         now, request_id = self._world.now, command.request_id
         match command:
             case BeginSend(transfer=transfer):
-                self.holds[request_id] = Hold("sending", now, transfer)
+                self.holds[request_id] = HeldBlocks("sending", now, transfer)
             case BeginLoad(transfer=transfer):
-                self.holds[request_id] = Hold("waiting", now, transfer)
+                self.holds[request_id] = HeldBlocks("waiting", now, transfer)
             case FinishSend():
                 self._become(request_id, "leased")
                 self._leases.begin(self.holds[request_id].transfer)
@@ -201,7 +201,7 @@ class SimConnector:
     def _become(self, request_id: str, kind: str | None) -> None:
         hold = self.holds.pop(request_id, None)
         if hold is not None and kind is not None:
-            self.holds[request_id] = Hold(kind, self._world.now, hold.transfer)
+            self.holds[request_id] = HeldBlocks(kind, self._world.now, hold.transfer)
 
     def _end_holds(self, output: KVConnectorOutput) -> None:
         postponed = [load for load in output.failed_recving if load.is_postponed]

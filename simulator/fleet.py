@@ -10,7 +10,7 @@ NOTICED_S, RESTART_S = 0.02, 0.2
 """Delays after a request has ended a worker: until gateways notice, and until the next incarnation starts."""
 
 
-class Fleet:
+class SimFleet:
     """Starts and ends workers; every gateway knows all of them."""
 
     def __init__(self, site: Site, specs: Sequence[WorkerSpec], gateways: Sequence[SimGateway]) -> None:

@@ -68,7 +68,7 @@ class RequestSpec:
     """Whether a grammar forces some of the answer's tokens."""
 
 
-class End(Enum):
+class RequestEnd(Enum):
     DONE = "done"
     ERROR = "error"
     LEFT = "left"
@@ -82,7 +82,7 @@ class Client:
     request: GatewayRequest
     expected: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
-    end: End | None = None
+    end: RequestEnd | None = None
     error: str = ""
 
 
@@ -124,7 +124,7 @@ class SimGateway:
         self.clients: dict[str, Client] = {}
         """Clients by the request's id."""
         self.records: dict[str, RequestRecord] = {}
-        self.ended: Counter[End] = Counter()
+        self.ended: Counter[RequestEnd] = Counter()
 
     @property
     def num_open(self) -> int:
@@ -181,14 +181,14 @@ class SimGateway:
         client = self.clients.get(request_id)
         if client is not None and client.end is None:
             self._world.counts["fault client left"] += 1
-            self._handle(self._end(client, End.LEFT, GeneratorExit()))
+            self._handle(self._end(client, RequestEnd.LEFT, GeneratorExit()))
 
     def die(self) -> tuple[list[Worker], list[RequestSpec]]:
         """Ends the gateway and its connections, as SIGKILL does. Returns its workers and lost requests."""
         workers = self.links.die()
         lost = [client for client in self.clients.values() if client.end is None]
         for client in lost:
-            self._handle(self._end(client, End.LEFT, GeneratorExit()))
+            self._handle(self._end(client, RequestEnd.LEFT, GeneratorExit()))
         return workers, [client.spec for client in lost]
 
     # the loop
@@ -208,7 +208,7 @@ class SimGateway:
                     if request.prompt_token_ids[0] not in (BREAKS_STEPS, KILLS_WORKERS):
                         self._world.violate("only poison is stopped", f"{request.request_id}: {error}")
                 self._world.counts["path turned away"] += not self._clients[request].tokens
-                return self._end(self._clients[request], End.ERROR, error)
+                return self._end(self._clients[request], RequestEnd.ERROR, error)
             case SubmitTo(worker, sub_request):
                 self._note_submit(worker, sub_request)
                 self.links.send(worker, lambda session: session.submit(sub_request))
@@ -238,16 +238,16 @@ class SimGateway:
         client.tokens += delta.token_ids
         if tuple(client.tokens) != client.expected[: len(client.tokens)]:
             self._world.violate("tokens are right", f"{client.spec.request_id}: {client.tokens}")
-        return None if delta.finish is None else self._end(client, End.DONE, None)
+        return None if delta.finish is None else self._end(client, RequestEnd.DONE, None)
 
-    def _end(self, client: Client, end: End, error: BaseException | None) -> StreamEnded:
+    def _end(self, client: Client, end: RequestEnd, error: BaseException | None) -> StreamEnded:
         name = client.spec.request_id
         if client.end is not None:
             self._world.violate("ends once", f"{name} ends as {client.end} and as {end}")
         client.end, client.error = end, str(error or "")
         self.ended[end] += 1
         self._world.log(self.name, f"{name} {end.value} {len(client.tokens)} {client.error}")
-        if end is End.DONE and tuple(client.tokens) != client.expected:
+        if end is RequestEnd.DONE and tuple(client.tokens) != client.expected:
             self._world.violate("success is whole", f"{name}: {client.tokens}")
         return StreamEnded(client.request, error)
 

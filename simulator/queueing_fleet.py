@@ -36,7 +36,7 @@ STEP_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class WorkerSpeed:
     """Speed of each worker; roughly an 8B model on one GPU."""
 
     prefill_tokens_per_s: float = 20_000.0
@@ -48,7 +48,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OfferedLoad:
     """Requests that arrive as a Poisson process."""
 
     requests_per_s: Callable[[float], float]
@@ -57,17 +57,17 @@ class Load:
     mean_prompt_tokens: float = 2000.0
     mean_output_tokens: float = 250.0
 
-    def arrivals(self, rng: random.Random, duration_s: float) -> Iterator["Arrival"]:
+    def arrivals(self, rng: random.Random, duration_s: float) -> Iterator["ArrivingRequest"]:
         """Arrivals, thinned from the highest rate; lengths are exponential, and at least one."""
         at = 0.0
         while (at := at + rng.expovariate(self.max_requests_per_s)) < duration_s:
             if rng.random() * self.max_requests_per_s < self.requests_per_s(at):
                 prompt = 1 + int(rng.expovariate(1.0 / self.mean_prompt_tokens))
-                yield Arrival(at, prompt, 1 + int(rng.expovariate(1.0 / self.mean_output_tokens)))
+                yield ArrivingRequest(at, prompt, 1 + int(rng.expovariate(1.0 / self.mean_output_tokens)))
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ArrivingRequest:
     at: float
     num_prompt_tokens: int
     num_output_tokens: int
@@ -84,7 +84,7 @@ class _Worker:
     state: ReplicaState
     due_at: float = 0.0
     """When a starting worker serves."""
-    prompts: deque[Arrival] = field(default_factory=deque)
+    prompts: deque[ArrivingRequest] = field(default_factory=deque)
     prompt_ends_at: float = math.inf
     prompt_tokens: int = 0
     """Tokens of all prompts on this worker."""
@@ -113,7 +113,9 @@ class Moment:
 class QueueingFleet:
     """A fleet that an autoscaler observes and changes; `play` runs a load through the fleet."""
 
-    def __init__(self, config: BatonConfig, timing: Timing, seed: int, num_placeable: int = 1000) -> None:
+    def __init__(
+        self, config: BatonConfig, timing: WorkerSpeed, seed: int, num_placeable: int = 1000
+    ) -> None:
         """Nodes have room for `num_placeable` workers; one more waits to be placed."""
         self._world = World(seed, max_events=math.inf, has_ticks=False)
         self.autoscaler = Autoscaler(
@@ -129,26 +131,28 @@ class QueueingFleet:
         self._config, self._timing, self._num_placeable = config, timing, num_placeable
         self._workers: list[_Worker] = []
         self._num_named = 0
-        self._queue: deque[Arrival] = deque()
-        self._moving: dict[Arrival, _Worker] = {}
+        self._queue: deque[ArrivingRequest] = deque()
+        self._moving: dict[ArrivingRequest, _Worker] = {}
         """For each prompt at a prefill worker: the decode worker that keeps room for it."""
         self._next_look = 0.0
         for role in WorkerRole:
             for _ in range(getattr(config.cluster, role.value)):
                 self._add(role, ReplicaState.SERVING)
 
-    def play(self, load: Load, duration_s: float, on_look: Callable[[Moment], None] = lambda _: None) -> None:
+    def play(
+        self, load: OfferedLoad, duration_s: float, on_look: Callable[[Moment], None] = lambda _: None
+    ) -> None:
         """Runs the load; the autoscaler looks every `autoscaling.interval_s`."""
         self._expect(load.arrivals(self._world.rng, duration_s))
         self._world.after(STEP_S, partial(self._step, on_look))
         self._world.run(until=duration_s)
 
-    def _expect(self, arrivals: Iterator[Arrival]) -> None:
+    def _expect(self, arrivals: Iterator[ArrivingRequest]) -> None:
         """The next request reaches the gateway one step after its client sent it."""
         if (arrival := next(arrivals, None)) is not None:
             self._world.at(arrival.at + STEP_S, partial(self._arrive, arrival, arrivals))
 
-    def _arrive(self, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
+    def _arrive(self, arrival: ArrivingRequest, arrivals: Iterator[ArrivingRequest]) -> None:
         self._queue.append(arrival)
         self._expect(arrivals)
 
@@ -332,7 +336,7 @@ class QueueingFleet:
     def _num_requests(self, worker: _Worker) -> int:
         return len(worker.prompts) + len(worker.running)
 
-    def _prefill_s(self, arrival: Arrival) -> float:
+    def _prefill_s(self, arrival: ArrivingRequest) -> float:
         return arrival.num_prompt_tokens / self._timing.prefill_tokens_per_s
 
     def _step_s(self, worker: _Worker) -> float:

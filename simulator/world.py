@@ -42,7 +42,7 @@ class Process:
 
 
 @dataclass(slots=True)
-class Event:
+class ScheduledEvent:
     action: Callable[[], None]
     process: Process | None
     is_plane: bool
@@ -67,7 +67,7 @@ class World:
     after_event: Callable[[], None] = lambda: None
     clocks: list[VirtualClock] = field(default_factory=list)
     rng: random.Random = field(init=False)
-    _heap: list[tuple[float, int, Event]] = field(default_factory=list)
+    _heap: list[tuple[float, int, ScheduledEvent]] = field(default_factory=list)
     _num_made: int = 0
     _is_nested: bool = False
     _log: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
@@ -107,7 +107,7 @@ class World:
         """
         if self.has_ticks:
             when = math.ceil(when / TICK_S) * TICK_S
-        self._push(max(when, self.now), Event(action, process, is_plane))
+        self._push(max(when, self.now), ScheduledEvent(action, process, is_plane))
 
     def after(
         self,
@@ -131,7 +131,7 @@ class World:
     def pass_time(self, is_over: Callable[[], bool]) -> None:
         """Lets time pass while an engine waits for its device: only the planes' events happen."""
         was_nested, self._is_nested = self._is_nested, True
-        kept: list[tuple[float, int, Event]] = []
+        kept: list[tuple[float, int, ScheduledEvent]] = []
         while not is_over() and self._heap and self.violation is None:
             if self._heap[0][2].is_plane:
                 self._next()
@@ -184,7 +184,7 @@ class World:
             if self.is_verbose:
                 traceback.print_exc()
 
-    def _push(self, when: float, event: Event) -> None:
+    def _push(self, when: float, event: ScheduledEvent) -> None:
         self._num_made += 1
         heapq.heappush(self._heap, (when, self._num_made, event))
 

@@ -102,6 +102,17 @@ def test_files_stay_readable() -> None:
     assert {name: num for name, num in num_lines.items() if num > MAX_LINES} == {}, "look for the seam"
 
 
+def test_no_public_class_name_is_defined_twice() -> None:
+    """So `git grep -w NAME` finds one thing, and a reader need not ask which of two is meant."""
+    places: dict[str, list[str]] = {}
+    for file in modules(*PACKAGES):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(relative(file))
+    assert len(places) > 1_000
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 @pytest.mark.parametrize("name", PUBLIC_NAMES)
 def test_public_names_are_pinned(name: str) -> None:
     package = importlib.import_module(name)

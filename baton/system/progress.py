@@ -16,7 +16,7 @@ _PIECES_OF_LATE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PieceOfWork:
     """A piece of work that has begun; no two are the same object."""
 
     began_at: float
@@ -45,7 +45,7 @@ class Progress:
         self._clock = clock
         self._limit_s = limit_s
         self._least_s = least_s
-        self._piece: Piece | None = None
+        self._piece: PieceOfWork | None = None
         self._recent = self._before = _Extremes()
         self._num_recent = 0
 
@@ -55,7 +55,7 @@ class Progress:
         `size` is in any unit (tokens for a step). Nothing is learned from pieces without a size.
         """
         self.end()
-        self._piece = Piece(self._clock.now(), size)
+        self._piece = PieceOfWork(self._clock.now(), size)
 
     def end(self) -> None:
         """Ends the piece; no other piece begins. May be repeated."""
@@ -69,11 +69,11 @@ class Progress:
         self._num_recent += 1
 
     @property
-    def piece(self) -> Piece | None:
+    def piece(self) -> PieceOfWork | None:
         """The piece of work that has begun; None between two pieces."""
         return self._piece
 
-    def limit_s(self, piece: Piece) -> float:
+    def limit_s(self, piece: PieceOfWork) -> float:
         """How long this piece may take."""
         if self._least_s is None:
             return self._limit_s
@@ -91,7 +91,7 @@ class ProgressObserver:
     def __init__(self, observed: tuple[Progress, ...], pace_s: float) -> None:
         """`pace_s`: `look` is called at least this often. Time beyond it, between two calls, counts as standstill."""
         self._standstill = Standstill(pace_s)
-        self._seen: dict[Progress, tuple[Piece, float]] = {}
+        self._seen: dict[Progress, tuple[PieceOfWork, float]] = {}
         self._observed = observed
 
     def look(self, now: float) -> str | None:

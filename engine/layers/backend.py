@@ -67,7 +67,7 @@ MakeLinear = Callable[[Matrix, torch.Tensor | None], LinearLayer]
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class ExpertRouter:
     """The matrix with which a mixture scores its experts; every rank has the whole matrix."""
 
     weight_XE: torch.Tensor
@@ -121,7 +121,7 @@ class Backend(Protocol):
     def mixture(
         self,
         mixture: Mixture,
-        router: Router,
+        router: ExpertRouter,
         experts: Iterable[Expert],
         linear: MakeLinear,
         here: range | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.layers.backend import Activations, LinearLayer, Router
+from engine.layers.backend import Activations, ExpertRouter, LinearLayer
 from engine.mixture_config import LEAST_SUM, Mixture
 
 
@@ -55,7 +55,7 @@ class LoopedMixture:
 class ExpertChoice:
     """Chooses the experts of rows."""
 
-    def __init__(self, mixture: Mixture, router: Router, scores: LinearLayer) -> None:
+    def __init__(self, mixture: Mixture, router: ExpertRouter, scores: LinearLayer) -> None:
         """`scores`: computes the product with the router's matrix."""
         assert (router.choice_bias_X is not None) == mixture.has_choice_bias
         self.mixture = mixture

@@ -13,12 +13,12 @@ from engine.activation import Activation, ClampedSwiglu, Gate
 from engine.layers.backend import (
     Activations,
     Expert,
+    ExpertRouter,
     InputTokens,
     LinearLayer,
     MakeLinear,
     Matrix,
     MixtureLayer,
-    Router,
 )
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
@@ -45,7 +45,7 @@ class TorchBackend:
     def mixture(
         self,
         mixture: Mixture,
-        router: Router,
+        router: ExpertRouter,
         experts: Iterable[Expert],
         linear: MakeLinear,
         here: range | None = None,

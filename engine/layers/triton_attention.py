@@ -117,7 +117,7 @@ class TritonAttention:
         self._planned = tuple(dict.fromkeys(planned))
         """The pairs of group and window for which a step's attention is cut into items."""
         self._layers = [
-            Layer(
+            AttentionLayer(
                 kv[index],
                 Softmax(a.attention_scale, window, a.attention_cap),
                 group,
@@ -241,7 +241,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class AttentionLayer:
     """One layer's share of the pool, and how it attends."""
 
     kv: LayerKV | LatentKV
@@ -259,7 +259,7 @@ class TritonStepAttention:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[AttentionLayer],
         launch: Launch,
         shape: AttentionShape,
         partials: Partials,

@@ -18,12 +18,12 @@ from engine.kernels.switches import kernel_switches
 from engine.layers.backend import (
     Activations,
     Expert,
+    ExpertRouter,
     InputTokens,
     LinearLayer,
     MakeLinear,
     Matrix,
     QuantizedRows,
-    Router,
     UnnormedRows,
 )
 from engine.layers.fp8 import Fp8Weight
@@ -63,7 +63,7 @@ class TritonBackend:
     def mixture(
         self,
         mixture: Mixture,
-        router: Router,
+        router: ExpertRouter,
         experts: Iterable[Expert],
         linear: MakeLinear,
         here: range | None = None,

@@ -13,7 +13,7 @@ import torch
 
 from engine.collectives import Collectives
 from engine.layers.attention import HeadNorm
-from engine.layers.backend import Backend, Expert, LinearLayer, MakeLinear, Matrix, MixtureLayer, Router
+from engine.layers.backend import Backend, Expert, ExpertRouter, LinearLayer, MakeLinear, Matrix, MixtureLayer
 from engine.layers.merged_linear import merged_linear
 from engine.layers.rope import head_order
 from engine.layers.scaled_attention import KVScale
@@ -113,7 +113,7 @@ class Projections:
         choice_bias_X = None
         if mixture.has_choice_bias:
             choice_bias_X = self.weights.take_float32(f"{router}.e_score_correction_bias", size)
-        found = Router(weight_XE, bias_X, choice_bias_X)
+        found = ExpertRouter(weight_XE, bias_X, choice_bias_X)
         return self.backend.mixture(mixture, found, experts, self._linear, self._experts_here(mixture))
 
     def experts(

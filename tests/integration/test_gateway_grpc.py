@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from baton.kv import TransferRole
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from gateway import GatewayError
-from gateway.client import Event
+from gateway.client import RequestEvent
 from tests.factories.gateway import (
     IMPATIENT,
     GatewayUnderTest,
@@ -30,7 +30,7 @@ TOKENIZER = make_tokenizer()
 ANSWER = TOKENIZER.encode("The cache is the baton").ids
 
 
-async def ask(under_test: GatewayUnderTest, **options: Any) -> list[Event]:
+async def ask(under_test: GatewayUnderTest, **options: Any) -> list[RequestEvent]:
     options = {"text": "Hello"} | options
     return [event async for event in under_test.client.generate(**options)]
 

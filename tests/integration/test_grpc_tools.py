@@ -15,7 +15,7 @@ from cli.main import main
 from cli.target import Target
 from examples.baton_client import BatonClient, Part
 from gateway import GatewayError
-from gateway.client import Event
+from gateway.client import RequestEvent
 from gateway.conversation import (
     AnswerParts,
     ChatMessage,
@@ -44,18 +44,20 @@ async def model_says(folder: Path, text: str, **config: Any) -> AsyncIterator[Ga
         yield under_test
 
 
-async def events_of(under_test: GatewayUnderTest, conversation: Conversation, **fields: Any) -> list[Event]:
+async def events_of(
+    under_test: GatewayUnderTest, conversation: Conversation, **fields: Any
+) -> list[RequestEvent]:
     return [event async for event in under_test.client.generate(conversation=conversation, **fields)]
 
 
-def parts_of(events: Sequence[Event]) -> AnswerParts:
+def parts_of(events: Sequence[RequestEvent]) -> AnswerParts:
     parts = AnswerParts()
     for event in events:
         parts.take_in(event.parts)
     return parts
 
 
-def num_reasoning_tokens(events: Sequence[Event]) -> int:
+def num_reasoning_tokens(events: Sequence[RequestEvent]) -> int:
     completion = events[-1].completion
     assert completion is not None
     return completion.usage["reasoning_tokens"]

@@ -17,7 +17,7 @@ from baton.request import (
 )
 from baton.worker import WorkerRole, WorkerState
 from gateway import GatewayError
-from gateway.client import Event
+from gateway.client import RequestEvent
 from tests.factories.gateway import (
     NETWORK,
     GatewayUnderTest,
@@ -56,7 +56,7 @@ HAS_BEGUN: WeakKeyDictionary[asyncio.Task[Any], asyncio.Event] = WeakKeyDictiona
 """Set once the client of this call of `ask` has something: what its worker sent with it is at the gateway, too."""
 
 
-async def ask(under_test: GatewayUnderTest, **options: Any) -> list[Event]:
+async def ask(under_test: GatewayUnderTest, **options: Any) -> list[RequestEvent]:
     events = []
     async for event in under_test.client.generate(text="Hello", **options):
         events.append(event)
@@ -69,11 +69,13 @@ def begun(call: asyncio.Task[Any] | None) -> asyncio.Event:
     return HAS_BEGUN.setdefault(call, asyncio.Event())
 
 
-def tokens_of(events: list[Event]) -> list[int]:
+def tokens_of(events: list[RequestEvent]) -> list[int]:
     return [token_id for event in events for token_id in event.token_ids]
 
 
-async def lose(under_test: GatewayUnderTest, worker: str, call: "asyncio.Task[list[Event]]") -> EngineRequest:
+async def lose(
+    under_test: GatewayUnderTest, worker: str, call: "asyncio.Task[list[RequestEvent]]"
+) -> EngineRequest:
     """Waits until the worker has said its half, and removes it; the request that it had."""
     request = await under_test.workers[worker].next_request()
     await begun(call).wait()

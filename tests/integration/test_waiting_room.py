@@ -11,7 +11,7 @@ from baton.request import EngineRequest
 from baton.worker import WorkerRole
 from gateway import GatewayError
 from gateway.auth.callers import ANYBODY
-from gateway.client import Event
+from gateway.client import RequestEvent
 from tests.factories.gateway import (
     GatewayUnderTest,
     Script,
@@ -25,19 +25,19 @@ from tests.factories.gateway import (
 ANSWER = [5, 6, 7, 8]
 
 
-def ask(under_test: GatewayUnderTest, request_id: str, **options: Any) -> "asyncio.Task[list[Event]]":
-    async def events() -> list[Event]:
+def ask(under_test: GatewayUnderTest, request_id: str, **options: Any) -> "asyncio.Task[list[RequestEvent]]":
+    async def events() -> list[RequestEvent]:
         stream = under_test.client.generate(text="Hello", request_id=request_id, **options)
         return [event async for event in stream]
 
     return asyncio.create_task(events())
 
 
-def tokens_of(events: list[Event]) -> list[int]:
+def tokens_of(events: list[RequestEvent]) -> list[int]:
     return [token_id for event in events for token_id in event.token_ids]
 
 
-async def refusal(call: "asyncio.Task[list[Event]]") -> GatewayError:
+async def refusal(call: "asyncio.Task[list[RequestEvent]]") -> GatewayError:
     with pytest.raises(GatewayError) as caught:
         await call
     return caught.value

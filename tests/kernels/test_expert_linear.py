@@ -22,7 +22,7 @@ from engine.kernels.expert_linear import (
 from engine.kernels.sort_pairs import MAX_UNSORTED_TOKENS, ExpertPairs
 from engine.kernels.sum_pairs import sum_pairs
 from engine.kernels.switches import switched
-from engine.layers.backend import Expert, Router
+from engine.layers.backend import Expert, ExpertRouter
 from engine.layers.fp8 import quantize_rows
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.triton_backend import TritonBackend
@@ -251,10 +251,10 @@ def test_the_mixture_is_that_of_the_cpu(
         ]
     x_TE = torch.randn(num_tokens, 32, generator=generator)
     cpu = TorchBackend()
-    expected = cpu.mixture(mixture, Router(router_XE, router_bias_X), experts, cpu.linear)(x_TE)
+    expected = cpu.mixture(mixture, ExpertRouter(router_XE, router_bias_X), experts, cpu.linear)(x_TE)
     gpu = TritonBackend()
     there = [_on(device, expert) for expert in experts]
-    router = Router(router_XE.to(device), None if router_bias_X is None else router_bias_X.to(device))
+    router = ExpertRouter(router_XE.to(device), None if router_bias_X is None else router_bias_X.to(device))
     layer = gpu.mixture(mixture, router, there, gpu.linear)
     found = layer(x_TE.to(device))
     torch.testing.assert_close(found.cpu(), expected)
@@ -298,9 +298,9 @@ def test_a_mixture_in_8_bits_is_one_of_rounded_matrices(
     x_TE = torch.randn(20, 32, generator=generator).to(F16).to(device)
     backend = TritonBackend()
     found = backend.mixture(
-        mixture, Router(router_XE), [_expert(each) for each in matrices], backend.fp8_linear
+        mixture, ExpertRouter(router_XE), [_expert(each) for each in matrices], backend.fp8_linear
     )
-    expected = backend.mixture(mixture, Router(router_XE), rounded, backend.linear)
+    expected = backend.mixture(mixture, ExpertRouter(router_XE), rounded, backend.linear)
     torch.testing.assert_close(found(x_TE), expected(x_TE), rtol=0, atol=4e-3)
 
 

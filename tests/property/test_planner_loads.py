@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
 from cluster.controller.planner import RoleChange, ScaleDecision
-from simulator.queueing_fleet import Load, Moment, QueueingFleet, Timing
+from simulator.queueing_fleet import Moment, OfferedLoad, QueueingFleet, WorkerSpeed
 from tests.factories.observed_fleet import autoscaling_config
 
 BOUNDS = {"min_prefill": 1, "max_prefill": 5, "min_decode": 1, "max_decode": 6}
-QUICK = Timing(start_s=10.0, role_change_s=2.0)
+QUICK = WorkerSpeed(start_s=10.0, role_change_s=2.0)
 
 
-def steps(rates: list[float], each_s: float) -> Load:
-    return Load(lambda at: rates[min(int(at / each_s), len(rates) - 1)], max(*rates, 0.01))
+def steps(rates: list[float], each_s: float) -> OfferedLoad:
+    return OfferedLoad(lambda at: rates[min(int(at / each_s), len(rates) - 1)], max(*rates, 0.01))
 
 
 @settings(max_examples=8)

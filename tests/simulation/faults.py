@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from baton.system.progress import ProgressObserver
-from simulator.fleet import Fleet
+from simulator.fleet import SimFleet
 from simulator.gateway import SimGateway
 from simulator.worker import Site, Worker
 from tests.simulation.scenario import Fault, Scenario
@@ -20,7 +20,7 @@ MAX_RETRY_S = 0.2
 class Faults:
     """Plans the faults of a fleet."""
 
-    def __init__(self, site: Site, scenario: Scenario, fleet: Fleet) -> None:
+    def __init__(self, site: Site, scenario: Scenario, fleet: SimFleet) -> None:
         self._site = site
         self._world = site.world
         self._fleet = fleet

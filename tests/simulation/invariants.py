@@ -3,8 +3,8 @@
 from gateway.requests.suspects import MAX_LOSSES_AT_ONE_PLACE, MAX_LOSSES_IN_ALL
 from kv_transfer.consumer.remote_pools import READ_TIMEOUT_S
 from kv_transfer.protocol.outgoing import OutgoingState
-from simulator.fleet import Fleet
-from simulator.gateway import End, SimGateway
+from simulator.fleet import SimFleet
+from simulator.gateway import RequestEnd, SimGateway
 from simulator.worker import Worker
 from simulator.world import Violation, World
 from tests.simulation.scenario import NEWCOMER, Scenario
@@ -23,7 +23,7 @@ MAX_NEWCOMER_S = 1.0
 class Invariants:
     """Call it after every event; `check_rest` when everything is over."""
 
-    def __init__(self, world: World, scenario: Scenario, fleet: Fleet) -> None:
+    def __init__(self, world: World, scenario: Scenario, fleet: SimFleet) -> None:
         self._world = world
         self._fleet = fleet
         self._gateways = fleet.gateways
@@ -92,8 +92,8 @@ class Invariants:
         expect("poison is stopped", num_stopped > 0, "no request was refused as harmful")
         for gateway in self._gateways:
             for name, client in gateway.clients.items():
-                right = (End.ERROR,) if name.startswith("poison") else (End.DONE,)
-                is_right = client.end in (*right, *[End.LEFT] * gateway.links.is_dead)
+                right = (RequestEnd.ERROR,) if name.startswith("poison") else (RequestEnd.DONE,)
+                is_right = client.end in (*right, *[RequestEnd.LEFT] * gateway.links.is_dead)
                 expect("bystanders lose nothing", is_right, f"{name}: {client.end} {client.error}")
 
     def check_idle(self) -> None:
@@ -118,7 +118,7 @@ class Invariants:
                 raise Violation(
                     "one caller cannot take all", f"{client.spec.request_id} took {total_s:.3f} s"
                 )
-            if self._is_crowded and client.end is End.ERROR:
+            if self._is_crowded and client.end is RequestEnd.ERROR:
                 raise Violation("every request finds room", f"{client.spec.request_id}: {client.error}")
         expect("rest: no timer is set", gateway.dispatcher.next_deadline() is None, gateway.name)
         counted = {name: number for name, number in gateway.router.num_sub_requests.items() if number}

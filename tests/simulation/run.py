@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from simulator.fleet import Fleet
+from simulator.fleet import SimFleet
 from simulator.gateway import SimGateway
 from simulator.network import Network
 from simulator.pools import SharedPools
@@ -80,7 +80,7 @@ def _play(scenario: Scenario, world: World) -> None:
     gateways = [
         SimGateway(world, scenario.policy, MAX_MODEL_LEN, name=name, knows_room=knows_room) for name in names
     ]
-    fleet = Fleet(site, scenario.workers, gateways)
+    fleet = SimFleet(site, scenario.workers, gateways)
     faults = Faults(site, scenario, fleet)
     invariants = Invariants(world, scenario, fleet)
     world.after_event = invariants
@@ -109,7 +109,7 @@ def _play(scenario: Scenario, world: World) -> None:
         _count(world, fleet)
 
 
-def _come_to_rest(world: World, scenario: Scenario, fleet: Fleet) -> None:
+def _come_to_rest(world: World, scenario: Scenario, fleet: SimFleet) -> None:
     end = world.now + MAX_CALM_S
     while world.now < end and not _is_quiet(fleet):
         world.run(until=world.now + CALM_STEP_S)
@@ -117,7 +117,7 @@ def _come_to_rest(world: World, scenario: Scenario, fleet: Fleet) -> None:
     world.run(until=world.now + scenario.network.max_lateness_s + scenario.transfer.lease_s + CALM_STEP_S)
 
 
-def _is_quiet(fleet: Fleet) -> bool:
+def _is_quiet(fleet: SimFleet) -> bool:
     return not any(gateway.num_open for gateway in fleet.gateways) and all(
         len(worker.connector.endpoint) == 0
         and not worker.connector.holds
@@ -127,7 +127,7 @@ def _is_quiet(fleet: Fleet) -> bool:
     )
 
 
-def _count(world: World, fleet: Fleet) -> None:
+def _count(world: World, fleet: SimFleet) -> None:
     """What happened to all incarnations."""
     for worker in fleet.incarnations:
         of_core, of_connector = worker.core.counters(), worker.connector.counters()

@@ -10,8 +10,8 @@ from gateway.requests.record import RequestRecord
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.avoided_pairs import FIRST_PAUSE_S, AvoidedPairs
 from kv_transfer.protocol.transports import ZMQ_TCP
-from simulator.fleet import Fleet
-from simulator.gateway import End, RequestSpec, SimGateway
+from simulator.fleet import SimFleet
+from simulator.gateway import RequestEnd, RequestSpec, SimGateway
 from simulator.network import Network, NetworkFaults
 from simulator.pools import ReadFaults, SharedPools
 from simulator.worker import Site, WorkerSpec
@@ -32,14 +32,14 @@ def play(policy: LoadFailurePolicy, cut_s: float, num_requests: int = NUM_REQUES
     transfer = KVTransferConfig(peer_timeout_s=PEER_TIMEOUT_S)
     site = Site(world, transfer, network, SharedPools(world, ReadFaults(), True), may_damage_reads=False)
     gateway = SimGateway(world, policy, MAX_MODEL_LEN)
-    fleet = Fleet(site, [_worker(name) for name in ("p0", "p1", "d0", "d1")], [gateway])
+    fleet = SimFleet(site, [_worker(name) for name in ("p0", "p1", "d0", "d1")], [gateway])
     for number in range(num_requests):
         spec = RequestSpec(
             f"r{number}", (number, *range(20)), 4, number * EVERY_S, None, None, None, None, priority=0
         )
         world.at(spec.arrives_at, partial(fleet.arrive, spec, number), is_plane=False)
     world.run(until=num_requests * EVERY_S + 100.0)
-    assert gateway.ended == {End.DONE: num_requests}
+    assert gateway.ended == {RequestEnd.DONE: num_requests}
     return gateway
 
 

@@ -11,8 +11,8 @@ from baton.worker import WorkerRole
 from gateway.requests.suspects import MAX_LOSSES_AT_ONE_PLACE, Suspects
 from kv_transfer.protocol.transports import ZMQ_TCP
 from simulator.device import KILLS_WORKERS
-from simulator.fleet import Fleet
-from simulator.gateway import End, RequestSpec, SimGateway
+from simulator.fleet import SimFleet
+from simulator.gateway import RequestEnd, RequestSpec, SimGateway
 from simulator.network import Network, NetworkFaults
 from simulator.pools import ReadFaults, SharedPools
 from simulator.worker import Site, WorkerSpec
@@ -32,7 +32,7 @@ def play(seed: int, kill_every_s: float, num_poisons: int = 0) -> tuple[World, S
         world, KVTransferConfig(peer_timeout_s=1.0, lease_s=2.0), network, pools, may_damage_reads=False
     )
     gateway = SimGateway(world, "retry", 48)
-    fleet = Fleet(site, [_worker(name) for name in WORKERS], [gateway])
+    fleet = SimFleet(site, [_worker(name) for name in WORKERS], [gateway])
     for number in range(NUM_STREAMS):
         prompt = (number, *range(rng.randrange(20)))
         arrives_at = rng.uniform(0.0, DURATION_S)
@@ -49,7 +49,7 @@ def play(seed: int, kill_every_s: float, num_poisons: int = 0) -> tuple[World, S
     return world, gateway
 
 
-def _kill(fleet: Fleet, name: str) -> None:
+def _kill(fleet: SimFleet, name: str) -> None:
     worker = fleet.workers[name]
     if not worker.is_dead:
         worker.runner.on_killed()
@@ -68,7 +68,7 @@ def _worker(name: str) -> WorkerSpec:
 def test_c56_random_kills_make_no_innocent_a_poison(seed: int) -> None:
     """One of four workers is killed every 1.5 s."""
     world, gateway = play(seed, kill_every_s=1.5)
-    assert gateway.ended == {End.DONE: NUM_STREAMS}
+    assert gateway.ended == {RequestEnd.DONE: NUM_STREAMS}
     assert world.counts["path lost"] > NUM_STREAMS // 3
 
 
@@ -92,4 +92,4 @@ def test_c56_no_innocent_is_taken_for_the_poison_of_another_gateway(seed: int) -
 def test_c56_a_poison_that_comes_again_ends_few_workers_in_all() -> None:
     world, gateway = play(1, kill_every_s=0.0, num_poisons=10)
     assert world.counts["fault poison killed"] == MAX_LOSSES_AT_ONE_PLACE
-    assert gateway.ended == {End.DONE: NUM_STREAMS, End.ERROR: 10}
+    assert gateway.ended == {RequestEnd.DONE: NUM_STREAMS, RequestEnd.ERROR: 10}

@@ -23,7 +23,7 @@ TAGS = (ReasoningTags("<think>", "</think>"), ReasoningTags("[THINK]", "[/THINK]
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class FormatFamily:
     """How one family of models writes calls."""
 
     new_syntax: Callable[[], CallSyntax] | None
@@ -38,19 +38,21 @@ _NATIVE = TemplateStyle()
 _MISTRAL = TemplateStyle(ids_are_short=True)
 _DEEPSEEK = TemplateStyle(arguments_are_text=True, has_null_content=True)
 
-FAMILIES: Mapping[str, Family] = {
-    "harmony": Family(None, _NATIVE, (CHANNEL, MESSAGE)),
-    "deepseek_v3": Family(
+FAMILIES: Mapping[str, FormatFamily] = {
+    "harmony": FormatFamily(None, _NATIVE, (CHANNEL, MESSAGE)),
+    "deepseek_v3": FormatFamily(
         lambda: deepseek.DeepSeekCalls(is_fenced=True), _DEEPSEEK, (deepseek.BEGIN, "```json")
     ),
-    "deepseek_v31": Family(lambda: deepseek.DeepSeekCalls(is_fenced=False), _DEEPSEEK, (deepseek.BEGIN,)),
-    "mistral_named": Family(MistralNamedCalls, _MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
-    "mistral": Family(MistralCalls, _MISTRAL, ("[TOOL_CALLS]",)),
-    "qwen_coder": Family(QwenCoderCalls, _NATIVE, ("<tool_call>", "<function=", "<parameter=")),
-    "hermes": Family(HermesCalls, _NATIVE, ("<tool_call>",)),
-    "pythonic": Family(PythonicCalls, _NATIVE, ("[func_name",)),
-    "llama": Family(LlamaCalls, _NATIVE, ("ipython", '"parameters"')),
-    "generic": Family(HermesCalls, None, ()),
+    "deepseek_v31": FormatFamily(
+        lambda: deepseek.DeepSeekCalls(is_fenced=False), _DEEPSEEK, (deepseek.BEGIN,)
+    ),
+    "mistral_named": FormatFamily(MistralNamedCalls, _MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
+    "mistral": FormatFamily(MistralCalls, _MISTRAL, ("[TOOL_CALLS]",)),
+    "qwen_coder": FormatFamily(QwenCoderCalls, _NATIVE, ("<tool_call>", "<function=", "<parameter=")),
+    "hermes": FormatFamily(HermesCalls, _NATIVE, ("<tool_call>",)),
+    "pythonic": FormatFamily(PythonicCalls, _NATIVE, ("[func_name",)),
+    "llama": FormatFamily(LlamaCalls, _NATIVE, ("ipython", '"parameters"')),
+    "generic": FormatFamily(HermesCalls, None, ()),
 }
 """Families by name. A model has the first family whose signs its template contains. If the template reads no
 tools, the model has the last family."""
@@ -69,7 +71,7 @@ def answer_format_of(chat_template: str, vocabulary: Vocabulary, name: str | Non
     return ModelFormat(template, vocabulary, family.new_syntax(), tags, family.style)
 
 
-def _chosen(template: ChatTemplate) -> Family:
+def _chosen(template: ChatTemplate) -> FormatFamily:
     return next(
         family
         for family in FAMILIES.values()
@@ -78,7 +80,7 @@ def _chosen(template: ChatTemplate) -> Family:
     )
 
 
-def _named(template: ChatTemplate, name: str) -> Family:
+def _named(template: ChatTemplate, name: str) -> FormatFamily:
     family = FAMILIES[name]
     if family.style is not None and not template.reads("tools"):
         raise ConfigError(

@@ -10,7 +10,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "mod
 
 
 @dataclass(frozen=True, slots=True)
-class OutputTokensDetails:
+class MessageTokensDetails:
     """Details of the answer's tokens."""
 
     thinking_tokens: int
@@ -18,7 +18,7 @@ class OutputTokensDetails:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class MessageUsage:
     """The tokens of an answer. The prompt's are in `input_tokens` or in `cache_read_input_tokens`, never in both."""
 
     input_tokens: int
@@ -29,12 +29,12 @@ class Usage:
     cache_read_input_tokens: int
     """Prompt tokens that were found in a prefix cache."""
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: MessageTokensDetails
     service_tier: Literal["standard"] = "standard"
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextAnswer:
     """The text for the user."""
 
     type: Literal["text"]
@@ -42,7 +42,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ThinkingAnswer:
     """What the model thought."""
 
     type: Literal["thinking"]
@@ -52,7 +52,7 @@ class Thinking:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolUse:
+class ToolUseAnswer:
     """A call of a tool."""
 
     type: Literal["tool_use"]
@@ -61,7 +61,7 @@ class ToolUse:
     input: dict[str, Any]
 
 
-ContentBlock = Text | Thinking | ToolUse
+ContentBlock = TextAnswer | ThinkingAnswer | ToolUseAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Message:
     """None only at the beginning of a stream."""
     stop_sequence: str | None
     """The stop sequence that was found."""
-    usage: Usage
+    usage: MessageUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class ContentBlockStop:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class MessageEnd:
     """Why the answer ended."""
 
     stop_reason: StopReason
@@ -167,8 +167,8 @@ class MessageDelta:
     """The end of the message. Its usage replaces the usage of MessageStart."""
 
     type: Literal["message_delta"]
-    delta: Stop
-    usage: Usage
+    delta: MessageEnd
+    usage: MessageUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorDetail:
+class MessageErrorDetail:
     """What went wrong."""
 
     type: str
@@ -195,11 +195,11 @@ class ErrorDetail:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorAnswer:
+class MessageErrorAnswer:
     """The shape of every error: a response body, or a stream's last event."""
 
     type: Literal["error"]
-    error: ErrorDetail
+    error: MessageErrorDetail
     request_id: str
 
 
@@ -211,5 +211,5 @@ StreamEvent = (
     | ContentBlockStop
     | MessageDelta
     | MessageStop
-    | ErrorAnswer
+    | MessageErrorAnswer
 )

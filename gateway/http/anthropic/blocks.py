@@ -19,7 +19,7 @@ class CacheControl(Body):
     ttl: Literal["5m", "1h"] | None = Field(None, description="Accepted and ignored.")
 
 
-class Caller(Body):
+class ToolCaller(Body):
     """Who made a call: always the model itself."""
 
     type: Literal["direct"]
@@ -46,7 +46,7 @@ class ToolUseBlock(_Block):
     id: str = Field(min_length=1, max_length=MAX_ID_CHARACTERS)
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS)
     input: dict[str, Any]
-    caller: Caller | None = None
+    caller: ToolCaller | None = None
     toolset_name: NotSupported = None
 
 

@@ -2,10 +2,12 @@
 
 from typing import Any
 
-from gateway.http.anthropic.answers import ErrorAnswer, StreamEvent
+from gateway.http.anthropic.answers import MessageErrorAnswer, StreamEvent
 from gateway.http.description import errors_of, event_stream, json_text
 
-ERRORS = errors_of(ErrorAnswer, "No worker could serve the request, or not in time; 529: no room at present")
+ERRORS = errors_of(
+    MessageErrorAnswer, "No worker could serve the request, or not in time; 529: no room at present"
+)
 
 HEADERS: dict[str, Any] = {
     "parameters": [

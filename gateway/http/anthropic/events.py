@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.http.anthropic.answers import Stop, Usage
+from gateway.http.anthropic.answers import MessageEnd, MessageUsage
 from gateway.http.anthropic.content import BlockCloses, BlockGrows, BlockKind, BlockOpens, BlockStep
-from gateway.http.anthropic.whole import Head, usage_json
+from gateway.http.anthropic.whole import MessageHead, usage_json
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
@@ -33,10 +33,10 @@ _text = json.JSONEncoder().encode
 class EventWriter:
     """Writes one answer's events."""
 
-    head: Head
+    head: MessageHead
     _has_pinged: bool = False
 
-    def opening(self, usage: Usage) -> bytes:
+    def opening(self, usage: MessageUsage) -> bytes:
         """The event before the first step."""
         message = f'{self.head.json}"content":[],"stop_reason":null,"stop_sequence":null,"usage":{usage_json(usage)}}}'
         return _event("message_start", f'"message":{message}')
@@ -44,7 +44,7 @@ class EventWriter:
     def steps(self, steps: Iterable[BlockStep]) -> bytes:
         return b"".join(map(self._step, steps))
 
-    def closing(self, stop: Stop, usage: Usage) -> bytes:
+    def closing(self, stop: MessageEnd, usage: MessageUsage) -> bytes:
         """The events after the last step."""
         reason = f'{{"stop_reason":"{stop.stop_reason}","stop_sequence":{_or_null(stop.stop_sequence)}}}'
         return _event("message_delta", f'"delta":{reason},"usage":{usage_json(usage)}') + MESSAGE_STOP

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from baton.request import FinishReason
 from gateway.choices import AnswerParsers
-from gateway.http.anthropic.answers import OutputTokensDetails, Stop, Usage
+from gateway.http.anthropic.answers import MessageEnd, MessageTokensDetails, MessageUsage
 from gateway.http.anthropic.content import BlockStep, ContentBlocks
 from gateway.http.anthropic.events import EventWriter, error_event
-from gateway.http.anthropic.whole import CollectedMessage, Head
+from gateway.http.anthropic.whole import CollectedMessage, MessageHead
 from gateway.http.dialects import Dialect
 from gateway.http.error_shapes import anthropic_error
 from gateway.http.errors import message_of, status_of
@@ -33,14 +33,14 @@ class AnswerCount:
             self.num_cached_tokens = delta.finish.num_cached_tokens
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> MessageUsage:
         """The usage so far."""
-        return Usage(
+        return MessageUsage(
             input_tokens=self.num_prompt_tokens - self.num_cached_tokens,
             cache_creation_input_tokens=0,
             cache_read_input_tokens=self.num_cached_tokens,
             output_tokens=self.num_output_tokens,
-            output_tokens_details=OutputTokensDetails(self.reasoning.num_tokens),
+            output_tokens_details=MessageTokensDetails(self.reasoning.num_tokens),
         )
 
 
@@ -48,7 +48,13 @@ class MessageAnswer:
     """An Answer (see gateway.http.generated): one message."""
 
     def __init__(
-        self, request: GatewayRequest, head: Head, shown_id: str, *, shows_thinking: bool, max_tokens: int
+        self,
+        request: GatewayRequest,
+        head: MessageHead,
+        shown_id: str,
+        *,
+        shows_thinking: bool,
+        max_tokens: int,
     ) -> None:
         """`shown_id`: the id of the call in the headers, which errors repeat. `max_tokens`: the value of the
         client's body; the request may have a smaller value if the prompt leaves less room."""
@@ -91,9 +97,9 @@ class MessageAnswer:
         self._count.take(delta)
         return self._blocks.take(self._parsers.events(index, delta))
 
-    def _stop(self, finish: Finish) -> Stop:
+    def _stop(self, finish: Finish) -> MessageEnd:
         if finish.reason is FinishReason.LENGTH:
-            return Stop("model_context_window_exceeded" if self._is_capped else "max_tokens", None)
+            return MessageEnd("model_context_window_exceeded" if self._is_capped else "max_tokens", None)
         if finish.matched_stop is not None:
-            return Stop("stop_sequence", finish.matched_stop)
-        return Stop("tool_use" if self._blocks.asks_for_results else "end_turn", None)
+            return MessageEnd("stop_sequence", finish.matched_stop)
+        return MessageEnd("tool_use" if self._blocks.asks_for_results else "end_turn", None)

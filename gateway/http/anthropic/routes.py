@@ -11,7 +11,7 @@ from gateway.http.anthropic.description import ERRORS, HEADERS, MESSAGE_ANSWERS
 from gateway.http.anthropic.message import MessageAnswer
 from gateway.http.anthropic.message_request import CountTokensRequest, MessagesRequest
 from gateway.http.anthropic.output import shows_thinking
-from gateway.http.anthropic.whole import Head
+from gateway.http.anthropic.whole import MessageHead
 from gateway.http.call import HttpCall, TimeoutMs
 from gateway.http.dialects import MESSAGES_PATH
 from gateway.http.errors import in_terms_of
@@ -39,7 +39,7 @@ class AnthropicRoutes:
             check_whole_answer([request], names)
         answer = MessageAnswer(
             request,
-            Head(call.request_id, self._model.name),
+            MessageHead(call.request_id, self._model.name),
             call.shown_id,
             shows_thinking=shows_thinking(body.thinking),
             max_tokens=body.max_tokens,

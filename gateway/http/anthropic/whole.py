@@ -9,16 +9,16 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from gateway.call_ids import CallIds
-from gateway.http.anthropic.answers import Stop, Usage
+from gateway.http.anthropic.answers import MessageEnd, MessageUsage
 from gateway.http.anthropic.call_input import input_pieces
 from gateway.http.anthropic.content import BlockGrows, BlockKind, BlockOpens, BlockStep
 from gateway.http.whole_json import string_pieces
 
-_USAGE = TypeAdapter(Usage)
+_USAGE = TypeAdapter(MessageUsage)
 
 
 @dataclass(slots=True)
-class Head:
+class MessageHead:
     """Writes the beginning of an answer, and the ids of its calls."""
 
     request_id: str
@@ -60,7 +60,7 @@ class CollectedMessage:
             elif isinstance(step, BlockGrows):
                 self._blocks[-1][1].write(step.piece)
 
-    def write(self, head: Head, stop: Stop, usage: Usage) -> Iterator[str]:
+    def write(self, head: MessageHead, stop: MessageEnd, usage: MessageUsage) -> Iterator[str]:
         yield f'{head.json}"content":['
         for index, (block, content) in enumerate(self._blocks):
             yield "," if index else ""
@@ -70,11 +70,11 @@ class CollectedMessage:
         yield f'"usage":{usage_json(usage)}}}'
 
 
-def usage_json(usage: Usage) -> str:
+def usage_json(usage: MessageUsage) -> str:
     return _USAGE.dump_json(usage).decode()
 
 
-def _block(head: Head, block: BlockOpens, content: str) -> Iterator[str]:
+def _block(head: MessageHead, block: BlockOpens, content: str) -> Iterator[str]:
     if block.kind is BlockKind.TOOL_USE:
         yield head.call_start(block)
         yield from input_pieces(content)

@@ -20,7 +20,7 @@ from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.fields import StreamOptions
 from gateway.http.openai.logprobs import ChatTokens
-from gateway.http.openai.openai_answer import FINISH_REASONS, Head, OpenAIAnswer, ascii_json
+from gateway.http.openai.openai_answer import FINISH_REASONS, AnswerHead, OpenAIAnswer, ascii_json
 from gateway.http.whole_json import json_string, string_pieces
 from gateway.requests.request import Delta, GatewayRequest
 
@@ -40,7 +40,7 @@ class ChatAnswer(OpenAIAnswer):
 
     def __init__(
         self,
-        head: Head,
+        head: AnswerHead,
         count: UsageCount,
         options: StreamOptions | None,
         tokens: ChatTokens | None,

@@ -37,7 +37,7 @@ _USAGE = TypeAdapter(Usage)
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class AnswerHead:
     """The values at the beginning of an answer, and of each chunk of a stream."""
 
     id: str
@@ -61,7 +61,7 @@ class OpenAIAnswer(ABC):
 
     def __init__(
         self,
-        head: Head,
+        head: AnswerHead,
         count: UsageCount,
         options: StreamOptions | None,
         choices: Sequence[Collected],

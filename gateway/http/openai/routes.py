@@ -32,7 +32,7 @@ from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.completions import CompletionAnswer
 from gateway.http.openai.fields import GenerationFields
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
-from gateway.http.openai.openai_answer import Head
+from gateway.http.openai.openai_answer import AnswerHead
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt
 from gateway.requests.driver import RequestDriver
@@ -120,8 +120,8 @@ class OpenAIRoutes:
         # While later prompts were tokenised, the time of the first requests ran, too.
         return [replace(gateway_request, timeout_s=call.time_left_s) for gateway_request in gateway_requests]
 
-    def _head(self, kind: str, call: HttpCall) -> Head:
-        return Head(f"{kind}-{call.request_id}", int(time.time()), self._model.name)
+    def _head(self, kind: str, call: HttpCall) -> AnswerHead:
+        return AnswerHead(f"{kind}-{call.request_id}", int(time.time()), self._model.name)
 
     async def _echo(self, prompt: str | tuple[int, ...], body: CompletionRequest, caller: Caller) -> str:
         if not body.echo:

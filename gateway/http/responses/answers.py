@@ -25,7 +25,7 @@ class OutputTextAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class MessageAnswer:
+class OutputMessageAnswer:
     """A message for the user."""
 
     id: str
@@ -122,7 +122,7 @@ class ResponseObject:
     status: ResponseStatus
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
-    output: list[MessageAnswer | ReasoningAnswer | FunctionCallAnswer]
+    output: list[OutputMessageAnswer | ReasoningAnswer | FunctionCallAnswer]
     usage: ResponseUsage | None
     model: str
     instructions: str | None
@@ -166,7 +166,7 @@ class DeletedResponse:
 
 
 @dataclass(frozen=True, slots=True)
-class InputTokens:
+class InputTokensAnswer:
     """The answer of POST /v1/responses/input_tokens."""
 
     object: Literal["response.input_tokens"]

@@ -12,7 +12,7 @@ from gateway.conversation import Conversation
 from gateway.http.call import HttpCall
 from gateway.http.errors import in_terms_of
 from gateway.http.openai.logprobs import ChatTokens
-from gateway.http.responses.answers import InputTokens
+from gateway.http.responses.answers import InputTokensAnswer
 from gateway.http.responses.conversation import check_calls, conversation_of, shortened
 from gateway.http.responses.create_request import InputTokensRequest, PromptFields, ResponseRequest
 from gateway.http.responses.history import History, HistoryReader, input_json
@@ -87,14 +87,14 @@ class CreateResponse:
             is_stream=bool(body.stream),
         )
 
-    async def count(self, body: InputTokensRequest, call: HttpCall) -> InputTokens:
+    async def count(self, body: InputTokensRequest, call: HttpCall) -> InputTokensAnswer:
         """The number of prompt tokens that such a request would have."""
         if body.model is not None:
             self._model.check_name(body.model)
         history, own = await self._read(body, call)
         with in_terms_of(NAMES):
             conversation = await self._conversation(body, call, (*history.items, *own))
-            return InputTokens("response.input_tokens", await self._num_tokens(conversation, call))
+            return InputTokensAnswer("response.input_tokens", await self._num_tokens(conversation, call))
 
     def _store_for(self, body: ResponseRequest) -> ResponseStore | None:
         if self._running is None:

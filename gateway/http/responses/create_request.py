@@ -10,7 +10,7 @@ from baton.sampling import MAX_LOGPROBS, GrammarKind, SamplingParams, Structured
 from gateway.conversation import ReasoningOptions
 from gateway.http.body import Body, NotSupported
 from gateway.http.responses.items import MAX_ID_CHARACTERS, InputItem, InputItems, MessageItem
-from gateway.http.responses.tools import MAX_TOOLS, FunctionTool, ToolChoiceField
+from gateway.http.responses.tools import MAX_TOOLS, ResponseFunctionTool, ToolChoiceField
 from gateway.http.sampling_fields import PromptCacheKey, SamplingFields
 from gateway.preprocess import UNLIMITED
 
@@ -25,13 +25,13 @@ class PlainText(Body):
     type: Literal["text"]
 
 
-class JsonObject(Body):
+class JsonObjectText(Body):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchema(Body):
+class JsonSchemaText(Body):
     """A JSON value that the schema admits."""
 
     type: Literal["json_schema"]
@@ -44,14 +44,14 @@ class JsonSchema(Body):
 class TextOptions(Body):
     """The form of the text."""
 
-    format: Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")] | None = None
+    format: Annotated[PlainText | JsonObjectText | JsonSchemaText, Field(discriminator="type")] | None = None
     verbosity: NotSupported = None
 
     def structured_output(self) -> StructuredOutput | None:
         match self.format:
-            case JsonObject():
+            case JsonObjectText():
                 source = json.dumps({"type": "object"})
-            case JsonSchema(schema_=schema):
+            case JsonSchemaText(schema_=schema):
                 source = json.dumps(schema)
             case _:
                 return None
@@ -99,7 +99,7 @@ class PromptFields(Body):
         max_length=MAX_ID_CHARACTERS,
         description="A stored response that this one continues.",
     )
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponseFunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningFields | None = None

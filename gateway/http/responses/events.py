@@ -13,10 +13,10 @@ from gateway.http.openai.logprobs import LogprobColumns
 from gateway.http.responses.output import (
     CallOutput,
     Change,
-    Closed,
-    Grew,
+    ItemClosed,
+    ItemGrew,
+    ItemOpened,
     MessageOutput,
-    Opened,
     OutputItem,
     ReasoningOutput,
 )
@@ -62,11 +62,11 @@ class ResponseEvents:
         """The events of each change. Use up this iterator before the output changes again."""
         for change in changes:
             match change:
-                case Opened(item):
+                case ItemOpened(item):
                     yield from self._opened(item)
-                case Grew(item, text, logprobs):
+                case ItemGrew(item, text, logprobs):
                     yield from self._grown(item, text, logprobs)
-                case Closed(item):
+                case ItemClosed(item):
                     yield from self._closed(item)
 
     def ending(self, state: ResponseState, items: Sequence[OutputItem]) -> Iterator[str]:

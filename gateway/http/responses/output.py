@@ -116,14 +116,14 @@ class CallOutput(OutputItem):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class ItemOpened:
     """A new item began."""
 
     item: OutputItem
 
 
 @dataclass(frozen=True, slots=True)
-class Grew:
+class ItemGrew:
     """The open item got more text."""
 
     item: OutputItem
@@ -132,16 +132,16 @@ class Grew:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class ItemClosed:
     """The item ended."""
 
     item: OutputItem
 
 
-Change = Opened | Grew | Closed
+Change = ItemOpened | ItemGrew | ItemClosed
 
 
-class Output:
+class ResponseOutput:
     """The items of one answer. Items never overlap, so at most one is open."""
 
     def __init__(self, request_id: str, tokens: ChatTokens | None) -> None:
@@ -194,20 +194,20 @@ class Output:
         yield from self._close("completed")
         self.items.append(item)
         self._open = item
-        yield Opened(item)
+        yield ItemOpened(item)
 
-    def _grown(self, text: str) -> Grew:
+    def _grown(self, text: str) -> ItemGrew:
         assert self._open is not None, "an item has begun"
         self._open.add(text)
         if not isinstance(self._open, MessageOutput) or not self._logprobs:
-            return Grew(self._open, text)
+            return ItemGrew(self._open, text)
         columns = LogprobColumns(self._logprobs)
         self._open.logprobs.extend(self._logprobs)
         self._logprobs = []
-        return Grew(self._open, text, columns)
+        return ItemGrew(self._open, text, columns)
 
     def _close(self, status: ItemStatus) -> Iterator[Change]:
         if self._open is not None:
             self._open.status = status
-            yield Closed(self._open)
+            yield ItemClosed(self._open)
             self._open = None

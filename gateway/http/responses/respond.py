@@ -20,9 +20,9 @@ from gateway.http.openai.logprobs import ChatTokens
 from gateway.http.responses.answers import IncompleteDetails, ResponseError
 from gateway.http.responses.events import ResponseEvents
 from gateway.http.responses.history import History, context_pieces
-from gateway.http.responses.output import Change, Output
+from gateway.http.responses.output import Change, ResponseOutput
 from gateway.http.responses.response_json import ResponseJson, ResponseState, usage_of
-from gateway.http.responses.store import Running, RunningResponses, StoredResponse
+from gateway.http.responses.store import RunningResponse, RunningResponses, StoredResponse
 from gateway.http.whole_json import WRITE_CHARACTERS, send_json
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, Finish, GatewayRequest
@@ -69,11 +69,11 @@ class Responding(Response):
         self._generation = generation
         self._is_stream = is_stream
         self._parts = parts
-        self._output = Output(generation.request.request_id, tokens)
+        self._output = ResponseOutput(generation.request.request_id, tokens)
         self._parser = AnswerParsers([generation.request])
         self._num_tokens = 0
         self._finish: Finish | None = None
-        self._running: Running | None = None
+        self._running: RunningResponse | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation

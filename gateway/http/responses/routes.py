@@ -15,7 +15,7 @@ from gateway.http.description import ERRORS, event_stream, json_text
 from gateway.http.json_route import JsonRoute
 from gateway.http.responses.answers import (
     DeletedResponse,
-    InputTokens,
+    InputTokensAnswer,
     ItemList,
     ResponseEvent,
     ResponseObject,
@@ -130,7 +130,7 @@ def responses_routes(
     @routes.post(f"{PATH}/input_tokens", summary="Count a prompt's tokens", responses=ERRORS)
     async def input_tokens(
         body: InputTokensRequest, request: Request, timeout_ms: TimeoutMs = None
-    ) -> InputTokens:
+    ) -> InputTokensAnswer:
         return await creates.count(body, HttpCall.of(request, API, timeout_ms))
 
     @routes.api_route(f"{PATH}/input_tokens", methods=["GET", "DELETE"], include_in_schema=False)

@@ -162,7 +162,7 @@ class MemoryStore:
                 self._drop(caller, next(iter(held.entries)))
 
 
-class Running:
+class RunningResponse:
     """One response from its beginning until it was sent."""
 
     def __init__(self, all_running: "RunningResponses", caller: str, response_id: str) -> None:
@@ -192,14 +192,14 @@ class RunningResponses:
 
     def __init__(self, store: ResponseStore) -> None:
         self.store = store
-        self._running: dict[tuple[str, str], Running] = {}
+        self._running: dict[tuple[str, str], RunningResponse] = {}
 
-    def begin(self, caller: str, response_id: str) -> Running:
+    def begin(self, caller: str, response_id: str) -> RunningResponse:
         """Adds a response. Its `end` must be called, even after an error."""
-        running = self._running[caller, response_id] = Running(self, caller, response_id)
+        running = self._running[caller, response_id] = RunningResponse(self, caller, response_id)
         return running
 
-    def find(self, caller: str, response_id: str) -> Running | None:
+    def find(self, caller: str, response_id: str) -> RunningResponse | None:
         """The running response. None if it does not run on this gateway, or belongs to another caller."""
         return self._running.get((caller, response_id))
 

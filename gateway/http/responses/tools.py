@@ -13,7 +13,7 @@ MAX_DESCRIPTION_CHARACTERS = 100_000
 ToolName = Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class FunctionTool(Body):
+class ResponseFunctionTool(Body):
     """A function that the client runs. Tools that OpenAI hosts, MCP servers and custom tools are not supported."""
 
     # When the `openai` package dumps an object, this field is called `async_`.
@@ -55,7 +55,7 @@ class NamedFunction(Body):
     name: ToolName
 
 
-class AllowedTools(Body):
+class ResponseAllowedTools(Body):
     """The tools that the model may call. The prompt contains the other tools, too."""
 
     type: Literal["allowed_tools"]
@@ -64,7 +64,8 @@ class AllowedTools(Body):
 
 
 ToolChoiceField = (
-    Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]
+    Literal["none", "auto", "required"]
+    | Annotated[NamedFunction | ResponseAllowedTools, Field(discriminator="type")]
 )
 
 
@@ -75,7 +76,7 @@ def tool_choice_of(choice: ToolChoiceField | None) -> ToolChoice:
             return ToolChoice()
         case NamedFunction(name=name):
             return ToolChoice(ToolUse.REQUIRED, (name,))
-        case AllowedTools(mode=mode):
+        case ResponseAllowedTools(mode=mode):
             return ToolChoice(ToolUse(mode), tuple(tool.name for tool in choice.tools))
         case str():
             return ToolChoice(ToolUse(choice))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from baton.config import ModelConfig
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from engine.activation import ClampedSwiglu
-from engine.layers.backend import Backend, Expert, LinearLayer, Matrix, MixtureLayer, Router
+from engine.layers.backend import Backend, Expert, ExpertRouter, LinearLayer, Matrix, MixtureLayer
 from engine.layers.fp8 import quantize_rows
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.mixture import route
@@ -84,7 +84,7 @@ def literally(x_TE: torch.Tensor, router_XE: torch.Tensor, experts: list[Expert]
 
 
 def made(backend: Backend, router_XE: torch.Tensor, experts: Iterable[Expert]) -> MixtureLayer:
-    return backend.mixture(MIXTURE, Router(router_XE), experts, backend.linear)
+    return backend.mixture(MIXTURE, ExpertRouter(router_XE), experts, backend.linear)
 
 
 V3 = Mixture(
@@ -169,7 +169,7 @@ def test_a_mixture_with_biases_and_a_clamped_gate(make_backend: Any) -> None:
     mixture = replace(MIXTURE, activation=ClampedSwiglu(alpha=1.702, limit=0.7))
     x_TE = torch.randn(19, HIDDEN, generator=generator)
     backend = make_backend()
-    found = backend.mixture(mixture, Router(router_XE, router_bias_X), experts, backend.linear)(x_TE)
+    found = backend.mixture(mixture, ExpertRouter(router_XE, router_bias_X), experts, backend.linear)(x_TE)
     for x_E, found_E in zip(x_TE, found, strict=True):
         best = (router_XE @ x_E + router_bias_X).topk(MIXTURE.num_chosen)
         expected_E = torch.zeros(HIDDEN)
@@ -190,13 +190,13 @@ def test_ranks_with_whole_experts_sum_up_to_the_mixture(make_backend: Any, kept:
     router_XE, experts = random_experts(torch.float32, 8 if kept == "groups" else None)
     linear = backend.fp8_linear if kept == "fp8" else backend.linear
     x_TE = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(4))
-    whole_TE = backend.mixture(MIXTURE, Router(router_XE), experts, linear)(x_TE).clone()
+    whole_TE = backend.mixture(MIXTURE, ExpertRouter(router_XE), experts, linear)(x_TE).clone()
     experts_TK, _ = route(x_TE @ router_XE.T, MIXTURE)
     sum_TE = torch.zeros_like(whole_TE)
     for rank in range(num_ranks):
         here = MIXTURE.experts_on(rank, num_ranks)
         own = experts[here.start : here.stop]
-        part_TE = backend.mixture(MIXTURE, Router(router_XE), own, linear, here)(x_TE)
+        part_TE = backend.mixture(MIXTURE, ExpertRouter(router_XE), own, linear, here)(x_TE)
         is_elsewhere_T = ((experts_TK < here.start) | (experts_TK >= here.stop)).all(1)
         assert torch.equal((part_TE == 0).all(1), is_elsewhere_T)
         sum_TE += part_TE
@@ -235,7 +235,7 @@ def test_an_expert_without_rows_multiplies_nothing() -> None:
 
     made_layers: list[LinearLayer] = []
     backend = Counting()
-    mixture = backend.mixture(MIXTURE, Router(router_XE), experts, backend.counted)
+    mixture = backend.mixture(MIXTURE, ExpertRouter(router_XE), experts, backend.counted)
     x_TE = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(3))
     mixture(x_TE)
     experts_TK, _ = route(x_TE @ router_XE.T, MIXTURE)

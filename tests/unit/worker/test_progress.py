@@ -5,7 +5,7 @@ import math
 import pytest
 
 from baton.clock import VirtualClock
-from baton.system.progress import Piece, Progress
+from baton.system.progress import PieceOfWork, Progress
 from tests.factories.engine import StepHook, make_core, make_engine_request
 
 SLOW_S, LEAST_S = 15.0, 10.0
@@ -23,5 +23,5 @@ def test_the_time_of_a_step_is_learned_also_where_its_submission_computes_it(asy
         progress.begin()  # as the loop does while it takes commands
         core.step()
     progress.end()
-    assert progress.limit_s(Piece(clock.now(), 1)) >= 20 * SLOW_S
+    assert progress.limit_s(PieceOfWork(clock.now(), 1)) >= 20 * SLOW_S
     core.close()

@@ -38,7 +38,7 @@ from gateway.http.openai.logprobs import (
     LogprobColumns,
     token_name,
 )
-from gateway.http.openai.openai_answer import Head, OpenAIAnswer
+from gateway.http.openai.openai_answer import AnswerHead, OpenAIAnswer
 from gateway.http.whole_json import PIECE_CHARACTERS
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import Detokenizer, TextStream, Tokenizer
@@ -46,7 +46,7 @@ from gateway.turn_budget import TURN_S
 from tests.factories.answers import WorkClock, long_answer
 from tests.factories.models import make_tokenizer_dir
 
-HEAD = Head('a"b', 7, "módel")
+HEAD = AnswerHead('a"b', 7, "módel")
 PROMPT = (5, 6, 7)
 MAX_PIECE = 200 * 1000
 """Characters: 48 tokens with 20 others each, or a piece of text in which every character needs six."""

@@ -13,18 +13,24 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from gateway.conversation import AnswerEvent, ArgumentsDelta, CallBegins, CallEnds, Reasoning, Text
-from gateway.http.anthropic.answers import Message, OutputTokensDetails, Stop, StreamEvent, Usage
+from gateway.http.anthropic.answers import (
+    Message,
+    MessageEnd,
+    MessageTokensDetails,
+    MessageUsage,
+    StreamEvent,
+)
 from gateway.http.anthropic.content import ContentBlocks
 from gateway.http.anthropic.events import EventWriter
-from gateway.http.anthropic.whole import CollectedMessage, Head
+from gateway.http.anthropic.whole import CollectedMessage, MessageHead
 
 PACKAGE_EVENT = TypeAdapter[Any](RawMessageStreamEvent)
 OUR_EVENT = TypeAdapter[Any](StreamEvent)
 
-HEAD = Head("r-1", "tiny")
-AT_FIRST = Usage(25, 0, 0, 0, OutputTokensDetails(0))
-AT_THE_END = Usage(5, 0, 20, 15, OutputTokensDetails(6))
-END_TURN = Stop("end_turn", None)
+HEAD = MessageHead("r-1", "tiny")
+AT_FIRST = MessageUsage(25, 0, 0, 0, MessageTokensDetails(0))
+AT_THE_END = MessageUsage(5, 0, 20, 15, MessageTokensDetails(6))
+END_TURN = MessageEnd("end_turn", None)
 
 DELTA = "content_block_delta"
 BASIC = (
@@ -54,7 +60,7 @@ CALLED: list[AnswerEvent] = [
 
 
 def stream_of(
-    cut: Iterable[Sequence[AnswerEvent]], stop: Stop = END_TURN, shows_thinking: bool = True
+    cut: Iterable[Sequence[AnswerEvent]], stop: MessageEnd = END_TURN, shows_thinking: bool = True
 ) -> bytes:
     """A stream to which events come in these portions."""
     writer, blocks = EventWriter(HEAD), ContentBlocks(shows_thinking)
@@ -63,7 +69,7 @@ def stream_of(
 
 
 def whole_of(
-    events: Sequence[AnswerEvent], stop: Stop = END_TURN, shows_thinking: bool = True
+    events: Sequence[AnswerEvent], stop: MessageEnd = END_TURN, shows_thinking: bool = True
 ) -> dict[str, Any]:
     blocks, message = ContentBlocks(shows_thinking), CollectedMessage()
     message.take(blocks.take(events))
@@ -88,7 +94,7 @@ DEEP = f'{{"a": {"[" * 300}{"]" * 300}}}'
 def test_the_input_of_a_whole_call_is_as_it_was_written(arguments: str, written: str) -> None:
     blocks, message = ContentBlocks(True), CollectedMessage()
     message.take(blocks.take([CallBegins(0, "f"), ArgumentsDelta(0, arguments), CallEnds(0)]))
-    whole = "".join(message.write(HEAD, Stop("tool_use", None), AT_THE_END))
+    whole = "".join(message.write(HEAD, MessageEnd("tool_use", None), AT_THE_END))
     assert f'"input":{written}}}' in whole
 
 
@@ -136,7 +142,7 @@ def test_the_order_is_that_of_the_documentation(events: list[AnswerEvent], order
 
 def test_every_event_is_as_it_is_described() -> None:
     events = [*THOUGHT, *SAID, *CALLED]
-    for event in read(stream_of([events], Stop("stop_sequence", "é"))):
+    for event in read(stream_of([events], MessageEnd("stop_sequence", "é"))):
         OUR_EVENT.validate_json(json.dumps(event), strict=True, extra="forbid")
     TypeAdapter(Message).validate_python(whole_of(events), extra="forbid")
 
@@ -169,7 +175,7 @@ def test_an_answer_without_anything_is_a_message_without_content() -> None:
 )
 def test_a_call_that_was_cut_off_has_what_is_whole_of_its_input(arguments: str) -> None:
     events: list[AnswerEvent] = [CallBegins(0, "f"), ArgumentsDelta(0, arguments)]
-    stop = Stop("max_tokens", None)
+    stop = MessageEnd("max_tokens", None)
     assert whole_of(events, stop)["content"] == accumulated(stream_of([events], stop))["content"]
 
 
@@ -214,10 +220,10 @@ def answers(draw: st.DrawFn) -> list[AnswerEvent]:
 @given(
     answers(),
     st.booleans(),
-    st.sampled_from([END_TURN, Stop("stop_sequence", "\u2028"), Stop("tool_use", None)]),
+    st.sampled_from([END_TURN, MessageEnd("stop_sequence", "\u2028"), MessageEnd("tool_use", None)]),
 )
 def test_a_stream_adds_up_to_the_whole_answer(
-    events: list[AnswerEvent], shows_thinking: bool, stop: Stop
+    events: list[AnswerEvent], shows_thinking: bool, stop: MessageEnd
 ) -> None:
     """As the `anthropic` package adds it up, and with its types."""
     whole = whole_of(events, stop, shows_thinking)

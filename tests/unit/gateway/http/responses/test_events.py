@@ -16,7 +16,7 @@ from gateway.http.openai.logprobs import ChatTokens
 from gateway.http.responses.answers import IncompleteDetails, ResponseError, ResponseObject
 from gateway.http.responses.create_request import ResponseRequest
 from gateway.http.responses.events import ResponseEvents
-from gateway.http.responses.output import Output
+from gateway.http.responses.output import ResponseOutput
 from gateway.http.responses.response_json import ResponseJson, ResponseState, usage_of
 from gateway.text import Tokenizer
 from tests.factories.models import make_tokenizer_dir
@@ -69,7 +69,7 @@ def streamed(
     answer: Iterable[AnswerEvent], state: ResponseState = DONE, *, is_cut: bool = False
 ) -> list[dict[str, Any]]:
     """Each answer's event by itself; the events as a client reads them."""
-    output, events = Output("r", None), ResponseEvents(response())
+    output, events = ResponseOutput("r", None), ResponseEvents(response())
     pieces = [*events.opening()]
     for each in answer:
         pieces += events.of(output.take([each]))
@@ -180,7 +180,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def test_log_probabilities_are_the_texts_and_all_of_them(tokenizer: Tokenizer) -> None:
     """Those of a token whose text is still held back come with the next text, or at the end."""
-    output, events = Output("r", ChatTokens(tokenizer)), ResponseEvents(response())
+    output, events = ResponseOutput("r", ChatTokens(tokenizer)), ResponseEvents(response())
     tokens = [TokenLogprobs(token_id, -float(token_id), 1, ((token_id, -1.0),)) for token_id in range(5, 9)]
     pieces = [*events.of(output.take([], tokens[:1])), *events.of(output.take([Text("ab")], tokens[1:3]))]
     pieces += events.of(output.take([], tokens[3:]))
@@ -236,13 +236,13 @@ def test_items_never_overlap_whatever_an_answer_says(
 
 
 def test_a_large_item_is_written_in_small_pieces() -> None:
-    output, events = Output("r", None), ResponseEvents(response())
+    output, events = ResponseOutput("r", None), ResponseEvents(response())
     list(output.take([Text("\u20ac" * 2**18)]))
     assert max(map(len, events.of(output.end(is_cut=False)))) < 2**17
 
 
 def test_ids_name_their_response() -> None:
     """So that a reference to an item finds it."""
-    output = Output("abc", None)
+    output = ResponseOutput("abc", None)
     list(output.take([Text("x")]))
     assert output.items[0].id == "msg_abc_0"

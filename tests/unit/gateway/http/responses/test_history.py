@@ -18,7 +18,7 @@ from gateway.http.responses.history import (
     input_json,
 )
 from gateway.http.responses.items import MessageItem
-from gateway.http.responses.output import Output
+from gateway.http.responses.output import ResponseOutput
 from gateway.http.responses.store import MemoryStore, StoreBounds, StoredResponse
 from gateway.turn_budget import TurnBudget
 
@@ -43,7 +43,7 @@ async def kept(store: MemoryStore, name: str, before: str | None, *items: dict[s
     read = reader(store)
     history = await read.before(before)
     own = input_json(await read.resolved(items_of(*items), history), name)
-    output = Output(name, None)
+    output = ResponseOutput(name, None)
     list(output.take([Text(f"text of {name}"), CallBegins(0, "f"), ArgumentsDelta(0, "{}"), CallEnds(0)]))
     list(output.end(is_cut=False))
     context = "".join(context_pieces(history, own, output.items)).encode()

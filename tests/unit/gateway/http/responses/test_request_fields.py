@@ -32,7 +32,7 @@ from gateway.http.responses.items import (
     MessageItem,
     ReasoningItem,
 )
-from gateway.http.responses.tools import AllowedTools, FunctionTool
+from gateway.http.responses.tools import ResponseAllowedTools, ResponseFunctionTool
 
 PAGE = (Path(__file__).parents[5] / "docs" / "responses.md").read_text()
 PUBLIC = {
@@ -72,9 +72,16 @@ def test_the_token_count_knows_the_public_fields() -> None:
             ReasoningFields,
             TextOptions,
             ResponseStreamOptions,
-            FunctionTool,
+            ResponseFunctionTool,
         ),
-        *(MessageItem, FunctionCallItem, FunctionCallOutputItem, ReasoningItem, ItemReference, AllowedTools),
+        *(
+            MessageItem,
+            FunctionCallItem,
+            FunctionCallOutputItem,
+            ReasoningItem,
+            ItemReference,
+            ResponseAllowedTools,
+        ),
     ],
 )
 def test_no_unknown_field_is_admitted(body: type[BaseModel]) -> None:
