@@ -25,6 +25,6 @@ def with_safetensors(folder: Path, scratch: Path) -> Path:
     architecture = read_architecture(folder)
     cpu = torch.device("cpu")
     weights = GgufWeights(gguf, torch.bfloat16, cpu, architecture.head_dim, keeps_groups=False)
-    tensors = {take.name: weights.take(take.name, *take.shape) for take in takes_of(architecture)}
+    tensors = {take.name: weights.take_tensor(take.name, *take.shape) for take in takes_of(architecture)}
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     return copy

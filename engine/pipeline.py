@@ -45,7 +45,7 @@ class Pipeline(Protocol):
 
     def submit(self, plan: SchedulerOutput) -> None: ...
 
-    def take(self) -> StepResult:
+    def take_result(self) -> StepResult:
         """Waits for the result of the oldest plan whose result was not taken yet.
 
         There must be such a plan.
@@ -80,7 +80,7 @@ class ThreadedPipeline:
     def submit(self, plan: SchedulerOutput) -> None:
         self._plans.put(plan)
 
-    def take(self) -> StepResult:
+    def take_result(self) -> StepResult:
         return self._results.get()
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class ThreadedPipeline:
 
 
 class StreamPipeline:
-    """Launches a step in `submit`, and waits for it in `take`.
+    """Launches a step in `submit`, and waits for it in `take_result`.
 
     With `is_async`, the next step is launched while the device computes this one, so that the device never waits
     for the host. A CPU computes most of a step in `submit`.
@@ -110,10 +110,10 @@ class StreamPipeline:
     def submit(self, plan: SchedulerOutput) -> None:
         try:
             self._steps.append(self._launcher.launch(plan))
-        except BaseException as error:  # the error belongs to this step: `take` returns it
+        except BaseException as error:  # the error belongs to this step: `take_result` returns it
             self._steps.append(_as_error(error))
 
-    def take(self) -> StepResult:
+    def take_result(self) -> StepResult:
         step = self._steps.popleft()
         if isinstance(step, Exception):
             return StepResult(None, step)
@@ -124,7 +124,7 @@ class StreamPipeline:
 
     def close(self) -> None:
         while self._steps:
-            self.take()
+            self.take_result()
         del self._launcher
 
 
@@ -136,7 +136,9 @@ def make_pipeline(runner: StepLauncher, *, async_scheduling: bool) -> Pipeline:
 def _execute(runner: StepLauncher, plan: SchedulerOutput) -> StepResult:
     try:
         return StepResult(runner.launch(plan).wait())
-    except BaseException as error:  # device code may raise anything; the caller of `take` handles the error
+    except (
+        BaseException
+    ) as error:  # device code may raise anything; the caller of `take_result` handles the error
         return StepResult(None, _as_error(error))
 
 

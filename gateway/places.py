@@ -17,7 +17,7 @@ class Places:
         self.num_taken = 0
 
     @contextmanager
-    def take(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Holds a place while the `with` block runs. Raises Overloaded if no place is free."""
         if self.num_taken >= self._number:
             raise Overloaded(f"{self._number} {self._taken}, which is the limit", self._retry_after_s)

@@ -30,7 +30,9 @@ class TokenParts:
         self.num_reasoning_tokens = 0
         """How many tokens so far are reasoning."""
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[TokenLogprobs]:
+    def on_tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()
+    ) -> list[TokenLogprobs]:
         """The log-probabilities of tokens that are now known to be text. `logprobs`: empty, or one for each
         token."""
         if self._parser is None or self._detokenizer is None:
@@ -96,9 +98,9 @@ class ReasoningCount:
     def __init__(self, request: GatewayRequest) -> None:
         self._parts = TokenParts(request)
 
-    def take(self, token_ids: Sequence[int]) -> None:
+    def on_tokens(self, token_ids: Sequence[int]) -> None:
         if self._parts.may_reason:
-            self._parts.take(token_ids)
+            self._parts.on_tokens(token_ids)
 
     @property
     def num_tokens(self) -> int:

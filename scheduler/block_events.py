@@ -19,7 +19,7 @@ class BlockEvents:
         self._runs: list[tuple[type[BlocksStored] | type[BlocksRemoved], list[bytes]]] = []
         self._num_pending = 0
         self._is_anew = False
-        """The next `take` starts with `BlocksCleared`."""
+        """The next `take_events` starts with `BlocksCleared`."""
         self._is_overrun = False
         self._is_ignored = False
 
@@ -36,7 +36,7 @@ class BlockEvents:
         self._drop_pending()
         self._is_anew, self._is_overrun = True, False
 
-    def take(self) -> list[KVEvent]:
+    def take_events(self) -> list[KVEvent]:
         """Events since the last call, in order."""
         events: list[KVEvent] = [BlocksCleared()] if self._is_anew else []
         events += [kind(tuple(block_hashes)) for kind, block_hashes in self._runs]
@@ -51,7 +51,7 @@ class BlockEvents:
         self._drop_pending()
 
     def begin(self) -> list[KVEvent]:
-        """A full listing, from which the next `take` continues."""
+        """A full listing, from which the next `take_events` continues."""
         self._is_ignored = self._is_anew = self._is_overrun = False
         self._drop_pending()
         return self.account()

@@ -82,7 +82,7 @@ class SimConnector:
             config, incarnation, fingerprint, pool, channel, readers, offer, self.counts, self._clock
         )
         self._leases = Leases(self._world, self._process, config.lease_s)
-        channel.take = self._on_arrival
+        channel.on_arrival = self._on_arrival
 
     # the engine's calls, as worker/core.py makes them
 
@@ -134,7 +134,7 @@ class SimConnector:
     def _on_arrival(self, arrival: Arrival) -> None:
         self._world.log(self._name, f"<- {arrival.peer!r} {arrival.header[:8].hex()}")
         self._leases.on_arrival(arrival)
-        self.endpoint.take(arrival)
+        self.endpoint.on_arrival(arrival)
         self.turn()
 
     def _post(self, commands: Sequence[TransferCommand]) -> None:

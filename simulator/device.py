@@ -349,7 +349,7 @@ class AsyncDevice:
         if len(self._plans) == 1:
             self._begin()
 
-    def take(self) -> StepResult:
+    def take_result(self) -> StepResult:
         self.world.pass_time(lambda: bool(self._results) or self.process.is_dead)
         if not self._results:  # the world has ended the run, or a request the process
             return StepResult(ModelRunnerOutput({}))

@@ -122,7 +122,7 @@ class SimChannel:
         self.name = name
         self.address = f"sim://{name}"
         self.num_dropped = 0
-        self.take: Callable[[Arrival], None] = lambda _: None
+        self.on_arrival: Callable[[Arrival], None] = lambda _: None
         self._peers: dict[bytes, SimChannel] = {}
         """The channel behind each identity that connected to our ROUTER."""
         self._payload = Payload(())
@@ -166,7 +166,7 @@ class SimChannel:
             world.at(self._process.paused_until, lambda: self.receive(arrival, payload), self._process)
             return
         self._payload = payload
-        self.take(arrival)
+        self.on_arrival(arrival)
         self._payload = Payload(())
 
     def _reach_listener(self, address: str, header: bytes, payload: Payload) -> None:

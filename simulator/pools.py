@@ -56,7 +56,7 @@ class SimExits(ProcessExits):
     """Exits of simulated processes."""
 
     def __init__(self, pools: SharedPools, wake_up: Callable[[], None]) -> None:
-        """`wake_up` makes the connector call `take`."""
+        """`wake_up` makes the connector call `take_ended`."""
         super().__init__()
         self._pools = pools
         self._wake_up = wake_up
@@ -81,7 +81,7 @@ class SimExits(ProcessExits):
         if self._ended:
             self._wake_up()
 
-    def take(self) -> list[int]:
+    def take_ended(self) -> list[int]:
         ended, self._ended = self._ended, []
         return ended
 

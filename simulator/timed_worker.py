@@ -157,7 +157,7 @@ class TimedWorker:
 
     def events(self) -> KVEvents | None:
         """Changes of the prefix cache since the last call, as the request plane would send them."""
-        change = net([*self._kv_events, *self.scheduler.kv_events.take()])
+        change = net([*self._kv_events, *self.scheduler.kv_events.take_events()])
         self._kv_events = []
         if change is None:
             return None

@@ -180,10 +180,10 @@ class Worker(Process):
         )
         return self.sessions.heartbeat(gateway.encode(), status)
 
-    def take(self, gateway: str, command: SubmitRequest | AbortRequests) -> None:
+    def on_command(self, gateway: str, command: SubmitRequest | AbortRequests) -> None:
         """Handles a message that is not a Hello, as RequestServer._receive does."""
         try:
-            self.sessions.take(gateway.encode(), command)
+            self.sessions.count_command(gateway.encode(), command)
         except WireError:
             self._world.counts["path command of another session"] += 1
             return

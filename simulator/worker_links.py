@@ -130,7 +130,7 @@ class WorkerLinks:
         command = make(session)
         session.count_command()
         self._plane.send(
-            "gateway", name, lambda: self._reach(worker, lambda: worker.take(self.name, command))
+            "gateway", name, lambda: self._reach(worker, lambda: worker.on_command(self.name, command))
         )
 
     def outbox(self, worker: Worker, outputs: list[RequestOutput]) -> None:

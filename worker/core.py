@@ -235,7 +235,7 @@ class EngineCore:
 
     def _complete_oldest(self) -> dict[str, EngineCoreOutputs]:
         """Waits for the oldest current step and processes its samples."""
-        result = self._pipeline.take()
+        result = self._pipeline.take_result()
         step = self._under_way.popleft()
         if result.output is None:
             assert result.error is not None
@@ -280,7 +280,7 @@ class EngineCore:
             raise RuntimeError(f"the device failed to compute {MAX_FAILED_STEPS} steps in a row") from error
         nothing, later = ModelRunnerOutput({}), list[SchedulerOutput]()
         while self._under_way:  # planned on top of the failed step, so its output is useless
-            self._pipeline.take()
+            self._pipeline.take_result()
             later.append(self._under_way.popleft().plan)
             self._connector.start_load_kv(later[-1].kv_connector_metadata)
         outputs = self.scheduler.retry_in_halves(plan, later, f"{type(error).__name__}: {error}")

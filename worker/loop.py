@@ -243,7 +243,7 @@ class EngineLoop:
         self._outbox.send_kv_change((client_id,), account)
 
     def _tell_kv_followers(self) -> None:
-        if self._kv_followers and (change := net(self._scheduler.kv_events.take())) is not None:
+        if self._kv_followers and (change := net(self._scheduler.kv_events.take_events())) is not None:
             self._outbox.send_kv_change(tuple(self._kv_followers), change)
 
     def _flush_cache(self, force: bool) -> None:

@@ -228,7 +228,7 @@ class RequestServer:
                 self._end_requests(ended.peer, ended.reason)
             self._send_heartbeat(peer, self._status())
             return
-        self._sessions.take(peer, message)
+        self._sessions.count_command(peer, message)
         match message:
             case SubmitRequest(request):
                 extra = {"engine_request_id": request.request_id}

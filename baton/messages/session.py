@@ -131,7 +131,7 @@ class WorkerSessions:
         self._sessions[peer] = _Session(hello.gateway, hello.connection, self._num_opened, now)
         return ended
 
-    def take(self, peer: bytes, command: SessionCommand) -> None:
+    def count_command(self, peer: bytes, command: SessionCommand) -> None:
         """Counts a command; WireError if it belongs to no session, or to one that has ended."""
         session = self._sessions.get(peer)
         if session is None:

@@ -42,7 +42,7 @@ class FairTurns(Generic[C, T]):
         if not own:
             self._waiting.pop(caller, None)
 
-    def take(self, may: Callable[[C], bool] = lambda _: True) -> tuple[C, T] | None:
+    def take_next(self, may: Callable[[C], bool] = lambda _: True) -> tuple[C, T] | None:
         """The next entry and its caller; None if no entry waits of a caller for whom `may` is true.
 
         If no entry waits at all, all callers begin anew.

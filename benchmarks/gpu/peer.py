@@ -176,7 +176,7 @@ def _their_model(setting: Setting, sizes: Sizes) -> Any:
     source = DummyWeights(DTYPES[sizes.dtype], setting.device)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            parameter.copy_(source.take(name, *parameter.shape))
+            parameter.copy_(source.take_tensor(name, *parameter.shape))
     return theirs.eval()
 
 

@@ -24,7 +24,7 @@ class CpuShares:
         self._pinned: dict[tuple[str, str], CpuShare] = {}
         """The latest pinned share of each worker on each host, by worker name and host."""
 
-    def take(
+    def reserve(
         self,
         name: str,
         role: WorkerRole,

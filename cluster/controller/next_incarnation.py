@@ -14,7 +14,8 @@ from cluster.controller.replica import Replica
 
 
 class NextIncarnation:
-    """`place` and `start` begin an incarnation at once; `prepare` begins one beside the present one, for `take`.
+    """`place` and `start` begin an incarnation at once. `prepare` begins one beside the present one, and
+    `take_prepared` returns it.
 
     All methods belong to one event loop.
     """
@@ -58,7 +59,8 @@ class NextIncarnation:
         return endpoint
 
     async def prepare(self) -> None:
-        """Returns once `take` has an incarnation. Raises FleetError, with the reason, if it fails or after `stop`."""
+        """Returns once `take_prepared` has an incarnation. Raises FleetError, with the reason, if it fails or after
+        `stop`."""
         if self._is_stopped:
             raise self._stopped()
         preparing = self._preparing = asyncio.create_task(
@@ -74,7 +76,7 @@ class NextIncarnation:
             raise self._stopped()
         preparing.result()
 
-    def take(self) -> Found | None:
+    def take_prepared(self) -> Found | None:
         """The prepared incarnation, which now belongs to the caller; None if there is none."""
         ready, self._ready = self._ready, None
         if ready is not None:

@@ -105,7 +105,7 @@ class Supervisor:
         """
         try:
             while True:
-                ready, found = found or self._next.take(), None
+                ready, found = found or self._next.take_prepared(), None
                 try:
                     incarnation = await self._place(ready)
                     self._serve(ready or Found(incarnation, await self._next.start(incarnation)))

@@ -105,7 +105,7 @@ class WorkerActor:
             case StartWorker():
                 return self._start(request.share)
             case WaitProgress():
-                return LatestProgress(self._progress.take())
+                return LatestProgress(self._progress.take_newest())
             case StopWorker():
                 self._worker.stop()
                 return Done()
@@ -192,7 +192,7 @@ class Latest(Generic[T]):
             self._is_closed = True
             self._changed.notify_all()
 
-    def take(self) -> T | None:
+    def take_newest(self) -> T | None:
         """Waits for a value newer than the last one taken; None after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._value is not None or self._is_closed)

@@ -68,7 +68,7 @@ class RayLauncher:
                 host, rooms = introduction.host, await self._rooms()  # again: nodes may have joined meanwhile
                 alive = [other.name for other in self._alive if other.host == host]
                 num_nodes = num_machines(self._config, host, rooms)
-                incarnation.share = self._shares.take(
+                incarnation.share = self._shares.reserve(
                     name, role, host, introduction.machine, alive, num_nodes
                 )
             if incarnation.node in self._avoided:

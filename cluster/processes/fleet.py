@@ -149,7 +149,7 @@ class ProcessLauncher:
 
     async def place(self, name: str, role: WorkerRole, number: int) -> ProcessIncarnation:
         alive = [other for other, incarnation in self.incarnations.items() if not incarnation.is_over]
-        share = self._shares.take(name, role, _NODE, self._machine, alive)
+        share = self._shares.reserve(name, role, _NODE, self._machine, alive)
         incarnation = ProcessIncarnation(
             WorkerProcess(self._config_path, self._secret, role, name, None, share), number
         )

@@ -46,7 +46,7 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
             path = write_config(folder, config, model_path)
             on_cpu, machine, shares = config.engine.device == "cpu", find_machine(), CpuShares(config)
             for name, role in worker_names(config.cluster):
-                share = shares.take(name, role, "here", machine, workers) if on_cpu else None
+                share = shares.reserve(name, role, "here", machine, workers) if on_cpu else None
                 workers[name] = WorkerProcess(path, secret, role, name, share=share)
             loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model_path))
             endpoints = await asyncio.gather(

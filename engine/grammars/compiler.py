@@ -269,7 +269,7 @@ class GrammarCompiler:
         """Waits for the next grammar and its caller; None at the end."""
         with self._changed:
             while not self._is_closing:
-                if (turn := self._turns.take()) is not None:
+                if (turn := self._turns.take_next()) is not None:
                     return turn
                 self._changed.wait()
         return None

@@ -124,7 +124,7 @@ class TiledAttention:
             num_keys = tile.keys.stop - tile.keys.start
             q_nHGD = q_NQD[tile.queries].unflatten(1, (num_kv_heads, per_kv_head))
             q_HXD = q_nHGD.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-            scores_HXs = self._scores.take(q_HXD.dtype, num_kv_heads, q_HXD.shape[1], num_keys)
+            scores_HXs = self._scores.borrow(q_HXD.dtype, num_kv_heads, q_HXD.shape[1], num_keys)
             k_HDs = k_HSD[:, tile.keys].transpose(1, 2)
             torch.baddbmm(scores_HXs, q_HXD, k_HDs, beta=0, alpha=self._scale, out=scores_HXs)
             if self._cap is not None:
@@ -133,7 +133,7 @@ class TiledAttention:
             scores_HGns[..., tile.masked] += tile.mask_ns
             if sinks_Q is None:
                 weights_HXs = torch.softmax(
-                    scores_HXs, -1, out=self._weights.take(q_HXD.dtype, *scores_HXs.shape)
+                    scores_HXs, -1, out=self._weights.borrow(q_HXD.dtype, *scores_HXs.shape)
                 )
             else:
                 sinks_HG11 = sinks_Q.view(num_kv_heads, per_kv_head, 1, 1)

@@ -118,8 +118,8 @@ class NativeAttention:
             (batch, block_ids_BM),
             self._cos_sin_XF,
             [plans[window] for window in self._windows],
-            self._partials.take(torch.float32, num_floats),
-            self._out.take(self._dtype, step.num_tokens, self._num_heads * shape.head_dim),
+            self._partials.borrow(torch.float32, num_floats),
+            self._out.borrow(self._dtype, step.num_tokens, self._num_heads * shape.head_dim),
         )
 
     def _plan(self, step: Step, window: int, most: int) -> "_Plan":

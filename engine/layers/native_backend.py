@@ -43,19 +43,19 @@ class NativeBackend(TorchBackend):
         if not isinstance(weight_VE, torch.Tensor):
             return super().embed(tokens, weight_VE, first_token)
         assert tokens.sources_T is None, "without a device sampler the host knows all tokens"
-        out_TE = self._embedded.take(weight_VE.dtype, len(tokens.ids_T), weight_VE.shape[1])
+        out_TE = self._embedded.borrow(weight_VE.dtype, len(tokens.ids_T), weight_VE.shape[1])
         self._kernels.embed(tokens.ids_T, weight_VE, first_token, out_TE)
         return out_TE
 
     def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
-        out_TE = self._normed.take(x_TE.dtype, *x_TE.shape)
+        out_TE = self._normed.borrow(x_TE.dtype, *x_TE.shape)
         self._kernels.add_rms_norm(None, x_TE, weight_E, eps, out_TE)
         return out_TE
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        out_TE = self._normed.take(x_TE.dtype, *x_TE.shape)
+        out_TE = self._normed.borrow(x_TE.dtype, *x_TE.shape)
         self._kernels.add_rms_norm(x_TE, residual_TE, weight_E, eps, out_TE)
         return out_TE
 
@@ -67,11 +67,11 @@ class NativeBackend(TorchBackend):
     def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Activation = Gate.SILU) -> torch.Tensor:
         if gate is Gate.SILU and isinstance(gate_up, NativeLinear) and gate_up.can_gate:
             assert isinstance(x_TE, torch.Tensor)
-            out_TI = self._gated.take(x_TE.dtype, len(x_TE), gate_up.num_outputs // 2)
+            out_TI = self._gated.borrow(x_TE.dtype, len(x_TE), gate_up.num_outputs // 2)
             gate_up.gated(x_TE, out_TI)
             return out_TI
         gate_up_TM = gate_up(x_TE)
-        out_TI = self._gated.take(gate_up_TM.dtype, len(gate_up_TM), gate_up_TM.shape[1] // 2)
+        out_TI = self._gated.borrow(gate_up_TM.dtype, len(gate_up_TM), gate_up_TM.shape[1] // 2)
         self._kernels.gate_mul(gate_up_TM, gate, out_TI)
         return out_TI
 

@@ -272,11 +272,11 @@ class TorchStepAttention:
     def _gather(self, layer: int, block_rows: torch.Tensor) -> torch.Tensor:
         """Copies keys and values of whole blocks; the result is valid until the next call."""
         source_RX = self._pool.layers[layer].block_rows_RX
-        gathered_RX = self._gathered.take(self._angles[layer][0].dtype, len(block_rows), source_RX.shape[1])
+        gathered_RX = self._gathered.borrow(self._angles[layer][0].dtype, len(block_rows), source_RX.shape[1])
         if source_RX.dtype is gathered_RX.dtype:
             return torch.index_select(source_RX, 0, block_rows, out=gathered_RX)
         bits_RX = as_bytes(source_RX)
-        stored_RX = self._stored.take(bits_RX.dtype, *gathered_RX.shape)
+        stored_RX = self._stored.borrow(bits_RX.dtype, *gathered_RX.shape)
         torch.index_select(bits_RX, 0, block_rows, out=stored_RX)
         return gathered_RX.copy_(stored_RX.view(source_RX.dtype))
 

@@ -15,8 +15,8 @@ class Workspace:
         self._last: tuple[torch.dtype, tuple[int, ...]] | None = None
         self._taken = self._bytes
 
-    def take(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """Returns uninitialised memory, which is valid until the next `take`."""
+    def borrow(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """Returns uninitialised memory, which is valid until the next `borrow`."""
         if self._last != (dtype, shape):
             size = dtype.itemsize
             for dimension in shape:

@@ -103,7 +103,7 @@ class GgufWeights(WeightSource):
     ) -> None:
         pass  # the file stays mapped as long as a tensor uses its bytes
 
-    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+    def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         take = Take(name, shape, shard)
         part = self._vector(take) if len(shape) == 1 else _floats(self._matrix(take))
         return part.to(self._device, self._dtype)

@@ -66,16 +66,16 @@ class QuantizedCheckpoint(WeightSource):
     ) -> None:
         self._stored.__exit__(kind, error, trace)
 
-    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+    def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         if (coded := self._coded(Take(name, shape, shard))) is not None:  # such as a mixture's router
             self._num_converted += 1
             return coded[1].numbers(self._dtype)
         self._index.find(name, shape)  # ModelError if the tensor has codes, but no scales
-        return self._stored.take(name, *shape, shard=shard).to(self._dtype)
+        return self._stored.take_tensor(name, *shape, shard=shard).to(self._dtype)
 
     def take_float32(self, name: str, *shape: int) -> torch.Tensor:
         if self._find(Take(name, shape, None)) is not None:
-            return self.take(name, *shape).to(torch.float32)
+            return self.take_tensor(name, *shape).to(torch.float32)
         self._index.find(name, shape)
         return self._stored.take_float32(name, *shape)
 
@@ -84,7 +84,7 @@ class QuantizedCheckpoint(WeightSource):
     ) -> Matrix:
         found = self._coded(Take(name, (num_outputs, num_inputs), shard))
         if found is None:
-            return self.take(name, num_outputs, num_inputs, shard=shard)
+            return self.take_tensor(name, num_outputs, num_inputs, shard=shard)
         stored, coded = found
         kept = self._kept(stored, coded)
         if kept is None:
@@ -119,7 +119,7 @@ class QuantizedCheckpoint(WeightSource):
         if stored is None:
             return None
         tensors = {
-            role: self._stored.take(part.name, *part.shape, shard=part.shard)
+            role: self._stored.take_tensor(part.name, *part.shape, shard=part.shard)
             for role, part in stored.parts.items()
         }
         return stored, stored.coded(tensors)
@@ -164,13 +164,13 @@ class OutlinedCheckpoint(WeightSource):
         self._quantization = quantization
         self._dtype = dtype
 
-    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
-        return self._recorder.take(name, *shape, shard=shard)
+    def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        return self._recorder.take_tensor(name, *shape, shard=shard)
 
     def take_matrix(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> Matrix:
-        numbers_OI = self.take(name, num_outputs, num_inputs, shard=shard)
+        numbers_OI = self.take_tensor(name, num_outputs, num_inputs, shard=shard)
         stored = _stored_matrix(self._index, self._quantization, Take(name, (num_outputs, num_inputs), shard))
         if stored is None or not _may_stay_in_fp8(stored):
             return numbers_OI

@@ -28,8 +28,8 @@ class QuantizedWeights(WeightSource):
         self._source = source
         self._bits = bits
 
-    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
-        return self._source.take(name, *shape, shard=shard)
+    def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        return self._source.take_tensor(name, *shape, shard=shard)
 
     def take_float32(self, name: str, *shape: int) -> torch.Tensor:
         return self._source.take_float32(name, *shape)

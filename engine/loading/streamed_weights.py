@@ -51,7 +51,7 @@ class StreamedWeights(WeightSource):
     ) -> None:
         self._stream.close()
 
-    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+    def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         tensor = self._next(name, shape, shard)
         return tensor if self._dtype is None else tensor.to(self._dtype)
 
@@ -61,7 +61,7 @@ class StreamedWeights(WeightSource):
     def _next(self, name: str, shape: tuple[int, ...], shard: Shard | None) -> torch.Tensor:
         take, stored = self._takes.popleft()
         assert take == Take(name, shape, shard), f"the model should have asked for {take}, not for {name}"
-        flat = self._stream.take()
+        flat = self._stream.next_part()
         self._loaded_bytes += flat.numel()
         if self._on_progress is not None:
             self._on_progress(self._loaded_bytes, self._total_bytes)

@@ -107,7 +107,7 @@ class CudaCopies:
 class WeightStream:
     """Begins to read at once.
 
-    Call `take` once per part, in order, then `close`. An early `close` ends reading.
+    Call `next_part` once per part, in order, then `close`. An early `close` ends reading.
 
     Waits have no deadline here: the process that starts the worker limits how long loading may take.
     """
@@ -142,7 +142,7 @@ class WeightStream:
         for thread in self._threads:
             thread.start()
 
-    def take(self) -> torch.Tensor:
+    def next_part(self) -> torch.Tensor:
         """The bytes (uint8) of the next part, on the device; ModelError if they cannot be read."""
         index = self._num_taken
         with self._changed:
@@ -204,7 +204,7 @@ class WeightStream:
         return self._is_closed or self._failure is not None or not self._pieces
 
     def _may_go_on(self) -> bool:
-        """Whether the next piece may be read now. The part that `take` returns next may always be read."""
+        """Whether the next piece may be read now. The part that `next_part` returns next may always be read."""
         if self._is_over:
             return True
         next_index = self._pieces[0][0]

@@ -63,7 +63,7 @@ class Shard:
 class WeightSource(Protocol):
     """Provides tensors by their Hugging Face names."""
 
-    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+    def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         """The tensor, or only its `shard`, in the target dtype, on the source's device.
 
         `shape` is the shape of the whole tensor. ModelError if there is no such tensor, or it cannot be
@@ -75,11 +75,11 @@ class WeightSource(Protocol):
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> Matrix:
         """The same for a matrix that is only multiplied or looked up by row; it may stay quantized."""
-        return self.take(name, num_outputs, num_inputs, shard=shard)
+        return self.take_tensor(name, num_outputs, num_inputs, shard=shard)
 
     def take_float32(self, name: str, *shape: int) -> torch.Tensor:
         """A whole tensor in float32, for numbers that the target dtype would round too much."""
-        return self.take(name, *shape).to(torch.float32)
+        return self.take_tensor(name, *shape).to(torch.float32)
 
 
 def is_whole_groups(inputs: slice, group_size: int) -> bool:
@@ -89,7 +89,7 @@ def is_whole_groups(inputs: slice, group_size: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """The arguments of one call of `WeightSource.take`."""
+    """The arguments of one call of `WeightSource.take_tensor`."""
 
     name: str
     shape: tuple[int, ...]
@@ -123,7 +123,7 @@ class TakeRecorder(WeightSource):
     """The dtype of the returned tensors; None: torch's default."""
     takes: list[Take] = field(default_factory=list)
 
-    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+    def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         self.takes.append(Take(name, shape, shard))
         return torch.empty(self.takes[-1].part_shape, dtype=self.dtype, device="meta")
 
@@ -165,7 +165,7 @@ class CheckpointWeights(WeightSource):
         for handle in self._handles.values():
             handle.__exit__(kind, error, trace)
 
-    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+    def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         tensor = self._stored(name, shape, shard)
         return tensor if self._dtype is None else tensor.to(self._dtype)
 
@@ -219,7 +219,7 @@ class DummyWeights(WeightSource):
         self._dtype = dtype
         self._device = device
 
-    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+    def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         tensor: torch.Tensor = torch.randn(shape, generator=generator, device=self._device)
         if name.endswith("norm.weight"):

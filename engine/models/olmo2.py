@@ -23,8 +23,8 @@ class Olmo2Layer:
         self._head_dim = a.head_dim
         self._qkv_proj = parts.columns(qkv(a, heads), e, has_bias=a.has_qkv_bias)
         self._qk_norm = ProjectionNorm(
-            parts.weights.take(f"{heads}.q_norm.weight", q_size, shard=share),
-            parts.weights.take(f"{heads}.k_norm.weight", kv_size, shard=share),
+            parts.weights.take_tensor(f"{heads}.q_norm.weight", q_size, shard=share),
+            parts.weights.take_tensor(f"{heads}.k_norm.weight", kv_size, shard=share),
             a.rms_norm_eps,
             parts.collectives,
         )

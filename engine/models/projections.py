@@ -82,12 +82,12 @@ class Projections:
         """A projection whose inputs are divided among the ranks. The caller adds up the ranks' results."""
         shard = shard_of(1, self.collectives)
         weight_OI = self.weights.take_matrix(f"{name}.weight", num_outputs, num_inputs, shard=shard)
-        bias_O = self.weights.take(f"{name}.bias", num_outputs) if has_bias else None
+        bias_O = self.weights.take_tensor(f"{name}.bias", num_outputs) if has_bias else None
         return self._linear(weight_OI, bias_O if self.collectives.rank == 0 else None)
 
     def numbers(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor:
         """This rank's outputs of a projection's matrix, as plain numbers, however the matrix is stored."""
-        return self.weights.take(
+        return self.weights.take_tensor(
             f"{name}.weight", num_outputs, num_inputs, shard=shard_of(0, self.collectives)
         )
 
@@ -107,9 +107,9 @@ class Projections:
         Every rank has the whole router, which is not quantized. `has_bias`: whether the router has a bias.
         """
         weight, size = f"{router}.weight", mixture.num_experts
-        take = self.weights.take_float32 if mixture.routes_in_float32 else self.weights.take
+        take = self.weights.take_float32 if mixture.routes_in_float32 else self.weights.take_tensor
         weight_XE = take(weight, size, num_inputs)
-        bias_X = self.weights.take(f"{router}.bias", size) if has_bias else None
+        bias_X = self.weights.take_tensor(f"{router}.bias", size) if has_bias else None
         choice_bias_X = None
         if mixture.has_choice_bias:
             choice_bias_X = self.weights.take_float32(f"{router}.e_score_correction_bias", size)
@@ -140,11 +140,11 @@ class Projections:
         for number in self._experts_here(mixture):
             gate_up, down = f"{experts}.{number}.gate_up_proj", f"{experts}.{number}.down_proj"
             gate_up_ME = self.weights.take_matrix(f"{gate_up}.weight", 2 * size, num_inputs, shard=columns)
-            bias_M = self.weights.take(f"{gate_up}.bias", 2 * size, shard=columns)
+            bias_M = self.weights.take_tensor(f"{gate_up}.bias", 2 * size, shard=columns)
             down_EI = self.weights.take_matrix(
                 f"{down}.weight", num_inputs, size, shard=self._expert_shard(1)
             )
-            down_bias_E = self.weights.take(f"{down}.bias", num_inputs)
+            down_bias_E = self.weights.take_tensor(f"{down}.bias", num_inputs)
             yield Expert(
                 _every_other(gate_up_ME, 0),
                 _every_other(gate_up_ME, 1),
@@ -155,7 +155,7 @@ class Projections:
 
     def sinks(self, a: ModelArchitecture, heads: str) -> torch.Tensor:
         """The sinks of this rank's query heads, in float32."""
-        sinks_Q = self.weights.take(f"{heads}.sinks", a.num_heads, shard=shard_of(0, self.collectives))
+        sinks_Q = self.weights.take_tensor(f"{heads}.sinks", a.num_heads, shard=shard_of(0, self.collectives))
         return sinks_Q.to(torch.float32)
 
     def norm(self, name: str, size: int, *, from_one: bool = False) -> torch.Tensor:
@@ -163,7 +163,7 @@ class Projections:
 
         `from_one`: the checkpoint has the weights minus 1 (Gemma); 1 is added in float32.
         """
-        weight = self.weights.take(f"{name}.weight", size)
+        weight = self.weights.take_tensor(f"{name}.weight", size)
         return weight.to(torch.float32) + 1.0 if from_one else weight
 
     def head_norm(self, a: ModelArchitecture, heads: str, *, from_one: bool = False) -> HeadNorm | None:
@@ -200,7 +200,7 @@ class Projections:
         return _reordered(matrix, index_O) if isinstance(matrix, torch.Tensor) else matrix.outputs(index_O)
 
     def _bias(self, part: Columns) -> torch.Tensor:
-        bias_O = self.weights.take(
+        bias_O = self.weights.take_tensor(
             f"{part.name}.bias", part.num_outputs or part.size, shard=self._shard_of(part)
         )
         if part.order_D is None:

@@ -185,7 +185,7 @@ class RankLoop:
     def _take(self, num_computed: int) -> None:
         """Waits until this many steps are computed."""
         while self._num_computed < num_computed:
-            result = self._pipeline.take()
+            result = self._pipeline.take_result()
             step = self._under_way.popleft()
             if result.error is not None:
                 raise _StepError(step) from result.error

@@ -33,13 +33,13 @@ class RankedPipeline:
         self._steps.append(plan.step)
         self._own.submit(plan)
 
-    def take(self) -> StepResult:
+    def take_result(self) -> StepResult:
         """Rank 0's own result, which includes the other ranks' parts; an error if any rank has failed.
 
         It is an error even if rank 0 has a result. On GPUs, an aborted wait for a rank returns without an
         error, and the result then contains arbitrary memory as that rank's part.
         """
-        result = self._own.take()
+        result = self._own.take_result()
         step = self._steps.popleft()
         self._group.num_computed += 1
         if result.error is not None:

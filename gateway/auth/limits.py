@@ -23,12 +23,12 @@ class TokenBucket:
 
     def wait_s(self, now: float) -> float:
         """The seconds until the bucket holds a whole token; 0 if it already does."""
-        self.take(0, now)
+        self.spend(0, now)
         lacking = 1.0 - self._level
         # Tolerates rounding, so that a caller that waited for this time is admitted.
         return lacking / self._rate_per_s if lacking > 1e-9 else 0.0
 
-    def take(self, number: int, now: float) -> None:
+    def spend(self, number: int, now: float) -> None:
         """Takes tokens. The level may become negative; tokens that are gained later pay the debt."""
         level = min(self._capacity, self._level + (now - self._at) * self._rate_per_s)
         self._level, self._at = level - number, now
@@ -55,7 +55,7 @@ class CallerRates:
     def count(self, caller: Caller, number: int, now: float) -> None:
         """Counts what the caller uses, even beyond its limit. A negative number takes usage back."""
         if bucket := self._bucket(caller, now):
-            bucket.take(number, now)
+            bucket.spend(number, now)
 
     def _bucket(self, caller: Caller, now: float) -> TokenBucket | None:
         per_minute = self._per_minute(caller)

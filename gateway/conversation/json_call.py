@@ -42,7 +42,7 @@ def read_json_call(reader: Reader, calls: CallWriter, *, is_known: bool = False)
             calls.add("{}")
             calls.end()
             return True
-        reader.take(1)
+        reader.read_arrived(1)
     reader.commit()
     calls.begin(name)
     if (yield from reader.json_container(calls.add)):
@@ -89,7 +89,7 @@ def _rest(reader: Reader) -> Steps[None]:
     reader.begin_attempt()
     yield from reader.skip_spaces()
     while (yield from reader.peek()) == ",":
-        reader.take(1)
+        reader.read_arrived(1)
         if (yield from _key(reader)) not in OTHER_KEYS or (yield from reader.json_string()) is None:
             break
         yield from reader.skip_spaces()

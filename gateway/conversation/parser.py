@@ -76,7 +76,7 @@ class TurnParser(AnswerParser):
         yield from self._reader.skip_spaces()
         num_spaces, length = yield from self._reader.until(Markers((tags.end,)), self._reasoning)
         self.part = AnswerPart.TEXT
-        self._reader.take(num_spaces + length)
+        self._reader.read_arrived(num_spaces + length)
         yield from self._reader.skip_spaces()
 
     def _text_and_calls(self, syntax: CallSyntax) -> Steps[None]:
@@ -96,9 +96,9 @@ class TurnParser(AnswerParser):
                 markers = Markers(())
                 continue
             self._reader.begin_attempt()
-            self._reader.take(num_spaces + length)
+            self._reader.read_arrived(num_spaces + length)
             if not (yield from self._section(syntax, markers)):
-                self._text(self._reader.take(num_spaces + 1))
+                self._text(self._reader.read_arrived(num_spaces + 1))
 
     def _section(self, syntax: CallSyntax, markers: Markers) -> Steps[bool]:
         """Reads a section. False: there is no call; then the attempt ends, and its text will be read

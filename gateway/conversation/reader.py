@@ -118,7 +118,7 @@ class Reader:
             return ""
         return self._text[self._at]
 
-    def take(self, num_characters: int) -> str:
+    def read_arrived(self, num_characters: int) -> str:
         """Reads characters that have already arrived."""
         taken = self._text[self._at : self._at + num_characters]
         self._at += len(taken)
@@ -166,20 +166,20 @@ class Reader:
             found = markers.find(self._text, self._at)
             if found is not None:
                 num_spaces = self._num_spaces(found.start())
-                show(self.take(found.start() - num_spaces - self._at))
+                show(self.read_arrived(found.start() - num_spaces - self._at))
                 return num_spaces, found.end() - found.start()
             if self._is_ended:
-                show(self.take(len(self._text) - self._at))
+                show(self.read_arrived(len(self._text) - self._at))
                 return 0, 0
             end = len(self._text) - markers.num_pending(self._text, self._at)
-            show(self.take(end - self._num_spaces(end) - self._at))
+            show(self.read_arrived(end - self._num_spaces(end) - self._at))
             yield
 
     def word(self, ends: str, limit: int) -> Steps[str]:
         """Reads characters up to one of `ends`, which stays unread; at most `limit` characters."""
         characters: list[str] = []
         while len(characters) < limit and (character := (yield from self.peek())) and character not in ends:
-            characters.append(self.take(1))
+            characters.append(self.read_arrived(1))
         return "".join(characters)
 
     def json_string(self) -> Steps[str | None]:
@@ -190,11 +190,11 @@ class Reader:
         while characters[-1] != '"' or len(characters) == 1:
             if not (yield from self.peek()):
                 return None
-            characters.append(self.take(1))
+            characters.append(self.read_arrived(1))
             if characters[-1] == "\\":
                 if not (yield from self.peek()):
                     return None
-                characters[-1] += self.take(1)
+                characters[-1] += self.read_arrived(1)
         try:
             return str(json.loads("".join(characters)))
         except ValueError:
@@ -206,10 +206,10 @@ class Reader:
         characters: list[str] = []
         depth, quote = 0, ""
         while character := (yield from self.peek()):
-            characters.append(self.take(1))
+            characters.append(self.read_arrived(1))
             if quote:
                 if character == "\\" and (yield from self.peek()):
-                    characters.append(self.take(1))
+                    characters.append(self.read_arrived(1))
                 elif character == quote:
                     quote = ""
             elif character in "'\"":

@@ -123,7 +123,7 @@ class GrammarCheck:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        while (turn := self._queue.take()) is not None:
+        while (turn := self._queue.take_next()) is not None:
             self._give_up(turn[1], "this gateway is stopping")
         if self._process is not None:
             await self._process.stop()
@@ -166,7 +166,7 @@ class GrammarCheck:
 
     async def _run(self) -> None:
         """Takes the next grammar, checks it and reports, until none waits."""
-        while (turn := self._queue.take()) is not None:
+        while (turn := self._queue.take_next()) is not None:
             caller, trial = turn
             if trial.digest in self._verdicts:  # another grammar had the same text
                 trial.verdict.set_result(self._known_verdict(trial.digest))

@@ -64,7 +64,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self, request: pb.WatchClusterRequest, context: Context
     ) -> AsyncIterator[pb.WatchClusterResponse]:
         interval_s = _interval_from(request)
-        with self._watches.take():
+        with self._watches.hold():
             async with aclosing(self._changes(interval_s)) as changes:
                 async for description in changes:
                     yield pb.WatchClusterResponse(cluster=description)

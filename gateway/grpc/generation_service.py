@@ -47,7 +47,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             async for delta in deltas:
                 events = parsers.events(0, delta) if parsers else ()
                 messages = [event_to_message(call_ids, event) for event in events]
-                reasoning.take(delta.token_ids)
+                reasoning.on_tokens(delta.token_ids)
                 yield convert.delta_to_response(request_id, delta, messages, reasoning.num_tokens)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:

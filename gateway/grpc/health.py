@@ -55,7 +55,7 @@ class Health:
     async def Watch(
         self, request: pb.HealthCheckRequest, context: Context
     ) -> AsyncIterator[pb.HealthCheckResponse]:
-        with self._watches.take():
+        with self._watches.hold():
             status = self._status(request.service)
             yield pb.HealthCheckResponse(status=status)
             await self._is_stopping.wait()

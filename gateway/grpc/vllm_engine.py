@@ -204,7 +204,7 @@ async def _streamed(
 async def _whole(gateway_requests: Sequence[GatewayRequest], batches: Batches) -> AsyncIterator[bytes]:
     answers = [WholeResponse(index) for index in range(len(gateway_requests))]
     async for index, delta in in_turns(batches):
-        answers[index].take(delta)
+        answers[index].on_delta(delta)
         if delta.finish is not None:
             yield answers[index].serialised(delta.finish)
 

@@ -17,7 +17,7 @@ _LOGPROBS = pb.GenerateComplete.DESCRIPTOR.fields_by_name["output_logprobs"].num
 
 
 class WholeResponse:
-    """Call `take` with every delta, then `serialised`.
+    """Call `on_delta` with every delta, then `serialised`.
 
     The bytes equal those of one message, except that lists of numbers are split into several pieces. Every
     protobuf reader joins these pieces (see "Condensed Encoding of Repeated Fields" in protobuf's encoding
@@ -34,7 +34,7 @@ class WholeResponse:
         self._written_logprobs = bytearray()
         """Serialised part of an OutputLogProbs."""
 
-    def take(self, delta: Delta) -> None:
+    def on_delta(self, delta: Delta) -> None:
         self._num_tokens += len(delta.token_ids)
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs

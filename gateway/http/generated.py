@@ -39,7 +39,7 @@ class Answer(Protocol):
     def failure(self, error: Exception) -> bytes:
         """The last event of a stream that fails after its first delta."""
 
-    def take(self, index: int, delta: Delta) -> None:
+    def on_delta(self, index: int, delta: Delta) -> None:
         """Collects a delta of answer `index` for `whole`."""
 
     def whole(self) -> Iterator[str]:
@@ -79,7 +79,7 @@ class GeneratedResponse(Response):
     async def _send_whole(self, send: Send) -> None:
         async with answering(self._driver, self._requests, self._names) as batches:
             async for index, delta in in_turns(batches):
-                self._answer.take(index, delta)
+                self._answer.on_delta(index, delta)
         await send_json(self._answer.whole(), send)
 
     async def _stream(self, write: Write) -> None:

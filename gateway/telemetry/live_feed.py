@@ -60,7 +60,7 @@ class LiveFeed:
         The first viewer that is due makes the edition. A slow viewer misses editions; they are not kept for
         it. Raises Overloaded at the beginning if there are already MAX_VIEWERS viewers.
         """
-        with self._viewers.take():
+        with self._viewers.hold():
             edition = await self.latest()
             while True:
                 yield edition

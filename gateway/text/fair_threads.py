@@ -74,13 +74,13 @@ class FairThreads:
 
     def close(self) -> None:
         """Refuses waiting work. Running work continues to its end."""
-        while (turn := self._turns.take()) is not None:
+        while (turn := self._turns.take_next()) is not None:
             self._refuse(turn[1], "this gateway is stopping")
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
         while self._running.total() < self._number:
-            turn = self._turns.take(lambda caller: self._running[caller] < self._number - 1)
+            turn = self._turns.take_next(lambda caller: self._running[caller] < self._number - 1)
             if turn is None:
                 return
             _, work = turn

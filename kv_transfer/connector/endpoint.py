@@ -93,13 +93,13 @@ class TransferEndpoint:
         else:
             self._producer_end.execute(command)
 
-    def take(self, arrival: Arrival) -> None:
+    def on_arrival(self, arrival: Arrival) -> None:
         """Handles a peer's message. Counts and drops bad ones; answers a consumer's with `Unreadable`."""
         try:
             if arrival.is_from_producer:
-                self._consumer_end.take(arrival.peer, TO_CONSUMER.decode(arrival.header))
+                self._consumer_end.on_message(arrival.peer, TO_CONSUMER.decode(arrival.header))
             else:
-                self._producer_end.take(arrival.peer, TO_PRODUCER.decode(arrival.header))
+                self._producer_end.on_message(arrival.peer, TO_PRODUCER.decode(arrival.header))
         except WireError as error:
             self._counters["kv_bad_messages"] += 1
             self._counters["kv_version_mismatches"] += isinstance(error, OtherVersion)

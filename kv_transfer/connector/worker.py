@@ -185,7 +185,7 @@ class KVConnectorWorker:
                 self.progress.end()
                 for arrival in self._channel.wait(self._seconds_to_deadline()):  # waits before the 1st
                     self.progress.begin()
-                    self._endpoint.take(arrival)
+                    self._endpoint.on_arrival(arrival)
                 self.progress.begin()
                 self._wakeup.clear()
                 self._execute_commands()

@@ -80,7 +80,7 @@ class ConsumerEndpoint:
                 for end in self._rank_transfers.of(request_id):
                     self._give_up(end.rank_transfer, GiveUp((), reason, is_cancelled, is_postponed))
 
-    def take(self, peer: Peer, message: ToConsumer) -> None:
+    def on_message(self, peer: Peer, message: ToConsumer) -> None:
         """Handles a producer's message; the channel still has the payload of `Pieces`."""
         if isinstance(message, Pieces):
             self._take_pieces(message)

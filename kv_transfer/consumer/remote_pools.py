@@ -118,7 +118,7 @@ class RemotePools:
 
     def close_orphaned(self) -> None:
         """Closes the pools of processes that have ended. Pools that are being read are closed by a later call."""
-        if ended := set(self._exits.take()):
+        if ended := set(self._exits.take_ended()):
             orphaned = {key for key, pool in self._open.items() if pool.watch in ended}
             for key in orphaned:
                 self._open[key].has_failed = True
@@ -209,14 +209,14 @@ class ProcessExits:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._running: set[int] = set()
-        """Watches whose processes `take` has not reported as ended."""
+        """Watches whose processes `take_ended` has not reported as ended."""
 
     def fileno(self) -> int:
-        """Readable while `take` has something to return."""
+        """Readable while `take_ended` has something to return."""
         return self._epoll.fileno()
 
     def watch(self, pid: int) -> int | None:
-        """A watch, which `take` returns once that process has ended; `drop` must follow.
+        """A watch, which `take_ended` returns once that process has ended; `drop` must follow.
 
         None if the end cannot be noticed: the system has no pidfd or refuses it, or the process id is
         impossible. Raises ProcessLookupError if there is no such process.
@@ -231,7 +231,7 @@ class ProcessExits:
         self._running.add(pidfd)
         return pidfd
 
-    def take(self) -> list[int]:
+    def take_ended(self) -> list[int]:
         """The watches whose processes have ended; each is returned once."""
         ended = [pidfd for pidfd, _ in self._epoll.poll(0)]
         for pidfd in ended:

@@ -91,7 +91,7 @@ class ProducerEndpoint:
         if isinstance(command, AbortSend) and not command.is_held:
             self.output = output  # the request had no blocks, so none are reported free
 
-    def take(self, peer: Peer, message: ToProducer) -> None:
+    def on_message(self, peer: Peer, message: ToProducer) -> None:
         self._do(self._producer.on_message(peer, message, self._clock.now()))
 
     def on_time(self) -> None:

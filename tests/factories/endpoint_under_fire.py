@@ -205,7 +205,7 @@ class EndpointUnderFire:
         peer: Peer = (
             f"tcp://{self._rng.choice(PEERS)}" if is_from_producer else self._rng.choice((b"a", b"b"))
         )
-        self.endpoint.take(Arrival(peer, is_from_producer, frame))
+        self.endpoint.on_arrival(Arrival(peer, is_from_producer, frame))
 
     def _key(self, is_from_producer: bool) -> TransferKey:
         open_ones = [

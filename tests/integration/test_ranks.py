@@ -68,7 +68,7 @@ class RunningRanks:
     def compute(self, step: int, *request_ids: str) -> int:
         """Runs a step and returns what it sampled: the sum of its number over all ranks."""
         self.pipeline.submit(make_plan(step, *request_ids))
-        result = self.pipeline.take()
+        result = self.pipeline.take_result()
         assert result.output is not None, result.error
         return result.output.sampled_token_ids["sum"][0]
 
@@ -153,7 +153,7 @@ def test_ranks_compute_the_same_steps_execute_the_same_commands_and_end_on_comma
         ranks.pipeline.submit(make_plan(3, "r", "delay-1"))
         time.sleep(DELAY_S / 5)
         ranks.connector.send_commands(commands)
-        ranks.pipeline.take()
+        ranks.pipeline.take_result()
         ranks.connector.save_kv_blocks(commands, {"lost"})
         ranks.connector.start_load_kv(commands)
         ranks.connector.send_commands(abort)
@@ -192,7 +192,7 @@ def test_a_rank_that_ends_in_a_step_is_named_with_its_exit_code(tmp_path: Path) 
     with running(tmp_path) as ranks:
         (pid,) = rank_pids(os.getpid())
         ranks.pipeline.submit(make_plan(1, "die-1"))
-        error = ranks.pipeline.take().error
+        error = ranks.pipeline.take_result().error
         assert str(error) == f"rank 1 (pid {pid}) ended with exit code 7"
         assert ranks.fails() == str(error)
 
@@ -204,10 +204,10 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_hangs(tmp_path: Pat
         begun = time.monotonic()
         ranks.pipeline.submit(make_plan(2, f"raise-{rank}"))
         ranks.pipeline.submit(make_plan(3))
-        error = ranks.pipeline.take().error
+        error = ranks.pipeline.take_result().error
         assert f"rank {rank} failed to compute step 2: " in str(error)
         assert "the device is on fire" in str(error)
-        assert ranks.pipeline.take().output is None, "planned on top of it"
+        assert ranks.pipeline.take_result().output is None, "planned on top of it"
         assert time.monotonic() - begun < SOON_S
         assert ranks.fails() == str(error)
 

@@ -154,11 +154,11 @@ class HarmonyParser(AnswerParser):
         reader = self._reader
         while True:
             num_spaces, length = yield from reader.until(self._tokens, show)
-            show(reader.take(num_spaces))
+            show(reader.read_arrived(num_spaces))
             if not length:
                 return
             reader.begin_attempt()
-            token = reader.take(length).removeprefix(self._prefix)
+            token = reader.read_arrived(length).removeprefix(self._prefix)
             if token in HEADS:
                 reader.rewind()
                 return

@@ -92,7 +92,7 @@ def _key(reader: Reader) -> Steps[str | None]:
 
 def _read_value(reader: Reader, calls: CallWriter, schema: Mapping[str, Any]) -> Steps[None]:
     if (yield from reader.peek()) == "\n":
-        reader.take(1)
+        reader.read_arrived(1)
     if not _is_plain(schema):
         value = yield from _json_value(reader, calls)
         if value is not None:
@@ -101,8 +101,8 @@ def _read_value(reader: Reader, calls: CallWriter, schema: Mapping[str, Any]) ->
     calls.add('"')
     num_spaces, length = yield from reader.until(_VALUE_END, lambda text: calls.add(_within_quotes(text)))
     if length:
-        calls.add(_within_quotes(reader.take(num_spaces).removesuffix("\n")) + '"')
-        reader.take(length)
+        calls.add(_within_quotes(reader.read_arrived(num_spaces).removesuffix("\n")) + '"')
+        reader.read_arrived(length)
 
 
 def _json_value(reader: Reader, calls: CallWriter) -> Steps[str | None]:
@@ -128,7 +128,7 @@ def _json_value(reader: Reader, calls: CallWriter) -> Steps[str | None]:
     calls.num_misread += bool(begin) and begin in '"{['
     pieces: list[str] = []
     num_spaces, length = yield from reader.until(_VALUE_END, pieces.append)
-    reader.take(num_spaces + length)
+    reader.read_arrived(num_spaces + length)
     return _as_json("".join(pieces)) if length else None
 
 

@@ -63,7 +63,7 @@ class ContentBlocks:
         self.asks_for_results = False
         """True if the answer so far has calls, and all of them are complete."""
 
-    def take(self, events: Iterable[AnswerEvent]) -> list[BlockStep]:
+    def on_events(self, events: Iterable[AnswerEvent]) -> list[BlockStep]:
         """The steps that these events cause."""
         steps: list[BlockStep] = []
         for event in events:

@@ -26,9 +26,9 @@ class AnswerCount:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
 
-    def take(self, delta: Delta) -> None:
+    def on_delta(self, delta: Delta) -> None:
         self.num_output_tokens += len(delta.token_ids)
-        self.reasoning.take(delta.token_ids)
+        self.reasoning.on_tokens(delta.token_ids)
         if delta.finish is not None:
             self.num_cached_tokens = delta.finish.num_cached_tokens
 
@@ -85,8 +85,8 @@ class MessageAnswer:
         status = status_of(error, Dialect.ANTHROPIC)
         return error_event(anthropic_error(status, message_of(error), self._shown_id))
 
-    def take(self, index: int, delta: Delta) -> None:
-        self._message.take(self._steps(index, delta))
+    def on_delta(self, index: int, delta: Delta) -> None:
+        self._message.on_steps(self._steps(index, delta))
         self._finish = delta.finish
 
     def whole(self) -> Iterator[str]:
@@ -94,8 +94,8 @@ class MessageAnswer:
         return self._message.write(self._head, self._stop(self._finish), self._count.usage)
 
     def _steps(self, index: int, delta: Delta) -> list[BlockStep]:
-        self._count.take(delta)
-        return self._blocks.take(self._parsers.events(index, delta))
+        self._count.on_delta(delta)
+        return self._blocks.on_events(self._parsers.events(index, delta))
 
     def _stop(self, finish: Finish) -> MessageEnd:
         if finish.reason is FinishReason.LENGTH:

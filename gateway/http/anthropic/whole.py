@@ -53,7 +53,7 @@ class CollectedMessage:
 
     _blocks: list[tuple[BlockOpens, StringIO]] = field(default_factory=list)
 
-    def take(self, steps: Iterable[BlockStep]) -> None:
+    def on_steps(self, steps: Iterable[BlockStep]) -> None:
         for step in steps:
             if isinstance(step, BlockOpens):
                 self._blocks.append((step, StringIO()))

@@ -38,10 +38,10 @@ class UsageCount:
         reasoning = [ReasoningCount(request) for request in requests] if counts_reasoning else None
         return cls(num_prompt_tokens, num_samples, reasoning)
 
-    def take(self, index: int, delta: Delta) -> None:
+    def on_delta(self, index: int, delta: Delta) -> None:
         self.num_completion_tokens += len(delta.token_ids)
         if self.reasoning is not None:
-            self.reasoning[index].take(delta.token_ids)
+            self.reasoning[index].on_tokens(delta.token_ids)
         if delta.finish is not None and index % self.num_samples == 0:
             self.num_cached_tokens += delta.finish.num_cached_tokens
 
@@ -78,7 +78,7 @@ class Collected:
     """The parts of the answer if it has `events_of`."""
     _text: StringIO = field(default_factory=StringIO)
 
-    def take(self, delta: Delta) -> None:
+    def on_delta(self, delta: Delta) -> None:
         if self.events_of is None:
             self._text.write(delta.text)
         else:

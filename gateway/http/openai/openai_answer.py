@@ -84,7 +84,7 @@ class OpenAIAnswer(ABC):
     def opening(self) -> bytes: ...
 
     def piece(self, index: int, delta: Delta) -> bytes:
-        self._count.take(index, delta)
+        self._count.on_delta(index, delta)
         usage = self._count.usage if self._says_usage_so_far else None
         logprobs = "null"
         if self._logprobs is not None:
@@ -101,9 +101,9 @@ class OpenAIAnswer(ABC):
         """No [DONE] follows. The event has no name, because some clients read only `data`."""
         return f"data: {json.dumps(body_of(error))}\n\n".encode("ascii")
 
-    def take(self, index: int, delta: Delta) -> None:
-        self._count.take(index, delta)
-        self._choices[index].take(delta)
+    def on_delta(self, index: int, delta: Delta) -> None:
+        self._count.on_delta(index, delta)
+        self._choices[index].on_delta(delta)
 
     def whole(self) -> Iterator[str]:
         yield self._head.json(self.kind)

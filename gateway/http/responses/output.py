@@ -153,7 +153,9 @@ class ResponseOutput:
         """Log-probabilities of tokens whose text has not arrived yet."""
         self.items: list[OutputItem] = []
 
-    def take(self, events: Iterable[AnswerEvent], logprobs: Sequence[TokenLogprobs] = ()) -> Iterator[Change]:
+    def on_events(
+        self, events: Iterable[AnswerEvent], logprobs: Sequence[TokenLogprobs] = ()
+    ) -> Iterator[Change]:
         """The changes that these events cause. `logprobs`: those of the tokens of the user's text, in
         order."""
         if self._tokens is not None:

@@ -131,10 +131,10 @@ class Responding(Response):
     def _changes(self, delta: Delta) -> Iterator[Change]:
         """The changes of a delta. Use up this iterator before the next delta."""
         self._num_tokens += len(delta.token_ids)
-        logprobs = self._parts.take(delta.token_ids, delta.logprobs)
+        logprobs = self._parts.on_tokens(delta.token_ids, delta.logprobs)
         if delta.finish is not None:
             logprobs += self._parts.flush()
-        yield from self._output.take(self._parser.events(0, delta), logprobs)
+        yield from self._output.on_events(self._parser.events(0, delta), logprobs)
         if delta.finish is not None:
             self._finish = delta.finish
             yield from self._output.end(is_cut=delta.finish.reason is FinishReason.LENGTH)

@@ -164,7 +164,7 @@ def test_float32_is_taken_as_it_is_stored(folder: Path, streams: bool) -> None:
     with opened as weights:
         source: WeightSource = weights
         assert torch.equal(source.take_float32(name, 8), exact)
-        assert torch.equal(source.take(name, 8), exact.bfloat16())
+        assert torch.equal(source.take_tensor(name, 8), exact.bfloat16())
 
 
 def test_ranks_divide_heads_and_share_the_latent(folder: Path) -> None:

@@ -201,7 +201,7 @@ def bytes_read(path: Path, takes: list[Take], *, streams: bool) -> int:
     with source as weights:
         for take in takes:
             is_matrix = quantization is not None and len(take.shape) == 2
-            get = weights.take_matrix if is_matrix else weights.take
+            get = weights.take_matrix if is_matrix else weights.take_tensor
             assert get(take.name, *take.shape, shard=take.shard).shape == take.shape
     return seen[0]
 

@@ -128,14 +128,14 @@ def test_ranks_parts_are_parts_of_the_whole(tmp_path: Path, kind: str, keeps_gro
     for name, shape in (("self_attn.q_proj", (256, 256)), ("mlp.down_proj", (256, 512))):
         for dim in (0, 1):
             full = f"model.layers.0.{name}.weight"
-            whole = source.take(full, *shape)
+            whole = source.take_tensor(full, *shape)
             parts = [source.take_matrix(full, *shape, shard=Shard(dim, rank, 2)) for rank in range(2)]
             floats = [part if isinstance(part, torch.Tensor) else part.dequantized() for part in parts]
             assert torch.equal(torch.cat(floats, dim), whole)
             assert all(isinstance(part, GroupedWeight) == (keeps_groups and kind != "F16") for part in parts)
     bias = "model.layers.0.self_attn.q_proj.bias"
-    parts_of_bias = [source.take(bias, 256, shard=Shard(0, rank, 2)) for rank in range(2)]
-    assert torch.equal(torch.cat(parts_of_bias), source.take(bias, 256))
+    parts_of_bias = [source.take_tensor(bias, 256, shard=Shard(0, rank, 2)) for rank in range(2)]
+    assert torch.equal(torch.cat(parts_of_bias), source.take_tensor(bias, 256))
 
 
 def test_bits_that_suffice_stay_and_others_are_quantized(tmp_path: Path) -> None:
@@ -149,8 +149,10 @@ def test_bits_that_suffice_stay_and_others_are_quantized(tmp_path: Path) -> None
     assert isinstance(vocabulary, GroupedWeight)
     assert (kept.bits, quantized.bits, vocabulary.bits) == (4, 4, 8)
     original = source_of(folder)
-    assert torch.equal(kept.dequantized(), original.take("model.layers.0.self_attn.q_proj.weight", 256, 256))
-    assert torch.equal(vocabulary.dequantized(), original.take("model.embed_tokens.weight", 300, 256))
+    assert torch.equal(
+        kept.dequantized(), original.take_tensor("model.layers.0.self_attn.q_proj.weight", 256, 256)
+    )
+    assert torch.equal(vocabulary.dequantized(), original.take_tensor("model.embed_tokens.weight", 300, 256))
 
 
 def error(model: LoadedModel, reference: LoadedModel) -> float:

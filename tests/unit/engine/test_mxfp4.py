@@ -49,18 +49,21 @@ def test_each_expert_is_a_part_of_one_tensor(source: Path) -> None:
         for name, shape in SHAPES.items():
             part = f"{EXPERTS}.4.{name}"
             expected_OI = stored[f"{EXPERTS}.{name}"][4].t()
-            assert torch.equal(weights.take(f"{part}.weight", *shape), expected_OI)
-            assert torch.equal(weights.take(f"{part}.bias", shape[0]), stored[f"{EXPERTS}.{name}_bias"][4])
+            assert torch.equal(weights.take_tensor(f"{part}.weight", *shape), expected_OI)
+            assert torch.equal(
+                weights.take_tensor(f"{part}.bias", shape[0]), stored[f"{EXPERTS}.{name}_bias"][4]
+            )
             for dim in (0, 1):
                 shares = [
-                    weights.take(f"{part}.weight", *shape, shard=Shard(dim, rank, 2)) for rank in range(2)
+                    weights.take_tensor(f"{part}.weight", *shape, shard=Shard(dim, rank, 2))
+                    for rank in range(2)
                 ]
                 assert torch.equal(torch.cat(shares, dim), expected_OI)
         takes = takes_of(read_architecture(source))
         with StreamedWeights(source, torch.float32, takes, HostCopies()) as streamed:
             for take in takes:
-                found = streamed.take(take.name, *take.shape, shard=take.shard)
-                assert torch.equal(found, weights.take(take.name, *take.shape, shard=take.shard))
+                found = streamed.take_tensor(take.name, *take.shape, shard=take.shard)
+                assert torch.equal(found, weights.take_tensor(take.name, *take.shape, shard=take.shard))
             streamed.check_all_taken()
 
 
@@ -92,7 +95,7 @@ def test_numbers_are_those_of_transformers(folders: tuple[Path, Path]) -> None:
                 assert torch.equal(torch.cat(parts, dim), expected_OI)  # type: ignore[arg-type]
     with weights_of(quantized, streams=True) as streamed:
         for take in takes_of(read_architecture(quantized)):
-            assert streamed.take(take.name, *take.shape).shape == take.shape
+            assert streamed.take_tensor(take.name, *take.shape).shape == take.shape
         streamed.check_all_taken()
 
 

@@ -159,10 +159,10 @@ def test_a_row_does_not_depend_on_other_rows(backend: NativeBackend, dtype: torc
 
 def test_the_workspace_hands_out_the_same_memory_again() -> None:
     workspace = Workspace(CPU)
-    first = workspace.take(torch.float32, 4, 8)
+    first = workspace.borrow(torch.float32, 4, 8)
     assert first.shape == (4, 8)
-    assert workspace.take(torch.bfloat16, 2, 3).data_ptr() == first.data_ptr()
-    assert workspace.take(torch.float32, 4, 8).data_ptr() == first.data_ptr()
-    larger = workspace.take(torch.float32, 100, 8)
+    assert workspace.borrow(torch.bfloat16, 2, 3).data_ptr() == first.data_ptr()
+    assert workspace.borrow(torch.float32, 4, 8).data_ptr() == first.data_ptr()
+    larger = workspace.borrow(torch.float32, 100, 8)
     assert larger.shape == (100, 8)
     assert larger.dtype is torch.float32

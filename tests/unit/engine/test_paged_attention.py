@@ -202,7 +202,7 @@ def test_what_the_workspace_held_before_does_not_matter(dtype: torch.dtype) -> N
     outs = []
     for garbage in (0.0, torch.nan, torch.inf):
         for workspace in (scores, weights):
-            workspace.take(dtype, 10_000).fill_(garbage)
+            workspace.borrow(dtype, 10_000).fill_(garbage)
         outs.append(torch.empty_like(q))
         kernel(q, k, v, outs[-1])
     assert torch.equal(outs[0], outs[1])

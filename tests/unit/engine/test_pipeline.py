@@ -52,7 +52,7 @@ def test_results_come_in_the_order_of_the_plans_and_errors_in_their_place(make: 
     pipeline: Pipeline = make(Echo())
     for step in (1, -1, 2):
         pipeline.submit(make_plan(step))
-    first, failed, last = (pipeline.take() for _ in range(3))
+    first, failed, last = (pipeline.take_result() for _ in range(3))
     assert first.output is not None
     assert last.output is not None
     assert (first.output.sampled_token_ids, last.output.sampled_token_ids) == ({"step": [1]}, {"step": [2]})
@@ -92,7 +92,7 @@ def test_an_asynchronous_device_gets_its_commands_before_anything_waits() -> Non
     for step in (1, -1, 0, 2):
         pipeline.submit(make_plan(step))
     assert (device.launched, device.done) == ([1, -1, 2], [])
-    results = [pipeline.take() for _ in range(3)]
+    results = [pipeline.take_result() for _ in range(3)]
     assert [result.output is None for result in results] == [False, True, True]
     assert [str(result.error) for result in results[1:]] == ["the device is on fire", "no room in the queue"]
     assert device.done == [1, -1]

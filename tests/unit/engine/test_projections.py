@@ -24,7 +24,7 @@ class Given(WeightSource):
     def __init__(self, **tensors: torch.Tensor) -> None:
         self._tensors = tensors
 
-    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+    def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         tensor = self._tensors[name.replace(".", "_")]
         assert tensor.shape == shape
         if shard is None:

@@ -240,7 +240,7 @@ def test_streamed_tensors_are_the_same(tmp_path: Path, source: Path, name: str) 
     expected = load_file(numbers / "model.safetensors")
     with weights_of(quantized, streams=True) as weights:
         for take in takes_of(read_architecture(quantized)):
-            taken: Any = (weights.take if len(take.shape) == 1 else weights.take_matrix)(
+            taken: Any = (weights.take_tensor if len(take.shape) == 1 else weights.take_matrix)(
                 take.name, *take.shape
             )
             assert torch.equal(taken, expected[take.name])

@@ -38,8 +38,8 @@ def test_no_token_comes_of_a_step_that_another_rank_left() -> None:
     pipeline = RankedPipeline(StreamPipeline(Device()), cast("RankGroup", group))
     pipeline.submit(make_plan(1))
     pipeline.submit(make_plan(2))
-    assert pipeline.take().output == ModelRunnerOutput({"a": [0]})
+    assert pipeline.take_result().output == ModelRunnerOutput({"a": [0]})
     group.has_failed = True
-    result = pipeline.take()
+    result = pipeline.take_result()
     assert result.output is None
     assert str(result.error) == "rank 1 is gone"

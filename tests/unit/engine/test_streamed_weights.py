@@ -25,8 +25,8 @@ class Kept(WeightSource):
         self._source = source
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
-        self.tensors[name] = self._source.take(name, *shape, shard=shard)
+    def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        self.tensors[name] = self._source.take_tensor(name, *shape, shard=shard)
         return self.tensors[name]
 
 
@@ -66,10 +66,10 @@ def test_shards_of_both_sources_are_slices(tmp_path: Path, dim: int, dtype: torc
         size = whole.shape[dim] // 4
         expected = whole.narrow(dim, rank * size, size).float()
         with CheckpointWeights(tmp_path, torch.float32) as mapped:
-            assert torch.equal(mapped.take("w", 8, 4, 12, shard=shard), expected)
+            assert torch.equal(mapped.take_tensor("w", 8, 4, 12, shard=shard), expected)
         takes = [Take("w", (8, 4, 12), shard)]
         with StreamedWeights(tmp_path, torch.float32, takes, HostCopies()) as streamed:
-            assert torch.equal(streamed.take("w", 8, 4, 12, shard=shard), expected)
+            assert torch.equal(streamed.take_tensor("w", 8, 4, 12, shard=shard), expected)
 
 
 def test_shards_may_differ_in_size(tmp_path: Path) -> None:
@@ -79,9 +79,9 @@ def test_shards_may_differ_in_size(tmp_path: Path) -> None:
     for rank, expected in enumerate((whole[:3], whole[3:6], whole[6:])):
         shard = Shard(0, rank, 3, is_equal=False)
         with CheckpointWeights(tmp_path, torch.float32) as mapped:
-            assert torch.equal(mapped.take("w", 7, 4, shard=shard), expected)
+            assert torch.equal(mapped.take_tensor("w", 7, 4, shard=shard), expected)
         with StreamedWeights(tmp_path, torch.float32, [Take("w", (7, 4), shard)], HostCopies()) as streamed:
-            assert torch.equal(streamed.take("w", 7, 4, shard=shard), expected)
+            assert torch.equal(streamed.take_tensor("w", 7, 4, shard=shard), expected)
 
 
 def test_what_cannot_be_divided_is_named(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_what_cannot_be_divided_is_named(tmp_path: Path) -> None:
     shard = Shard(0, 1, 4)
     message = r"tensor w \(shape \[6, 4\]\): dimension 0 of 6 cannot be divided among 4 ranks"
     with CheckpointWeights(tmp_path, torch.float32) as mapped, pytest.raises(ModelError, match=message):
-        mapped.take("w", 6, 4, shard=shard)
+        mapped.take_tensor("w", 6, 4, shard=shard)
     with pytest.raises(ModelError, match=message):
         StreamedWeights(tmp_path, torch.float32, [Take("w", (6, 4), shard)], HostCopies())
 
@@ -105,7 +105,7 @@ def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path: Path) -> N
     with pytest.raises(ModelError, match=r"w has shape \[6, 4\], but config.json implies \[6, 5\]"):
         open_for("w", 6, 5)
     with open_for("w", 6, 4) as weights:
-        weights.take("w", 6, 4)
+        weights.take_tensor("w", 6, 4)
         weights.check_all_taken(allowed=("extra",))
         with pytest.raises(ModelError, match=r"1 tensors do not belong to .*: extra"):
             weights.check_all_taken()
@@ -121,7 +121,7 @@ def test_weights_stored_as_8_bit_floats_are_refused(tmp_path: Path) -> None:
         CheckpointWeights(path, torch.float32) as mapped,
         pytest.raises(ModelError, match=rf"{name} is stored as F8_E4M3; supported are F64, F32, F16, BF16"),
     ):
-        mapped.take(name, 128, 64)
+        mapped.take_tensor(name, 128, 64)
 
 
 @pytest.mark.gpu
@@ -135,7 +135,7 @@ def test_a_gpu_gets_the_same_tensors(tmp_path: Path) -> None:
     found = []
     with StreamedWeights(tmp_path, torch.bfloat16, takes, CudaCopies(device)) as weights:
         for take in takes:
-            tensor = weights.take(take.name, *take.shape, shard=take.shard)
+            tensor = weights.take_tensor(take.name, *take.shape, shard=take.shard)
             assert (tensor.device.type, tensor.dtype) == ("cuda", torch.bfloat16)
             found.append(tensor.double().sum())
             del tensor

@@ -103,7 +103,7 @@ def test_every_part_arrives_whole_and_in_order(
     parts = parts_of(files)
     stream = WeightStream(parts, HostCopies(), num_readers=num_readers, buffer_bytes=buffer_bytes)
     for part in parts:
-        assert stream.take().numpy().tobytes() == expected(part)
+        assert stream.next_part().numpy().tobytes() == expected(part)
     stream.close()
 
 
@@ -111,7 +111,7 @@ def test_every_part_arrives_whole_and_in_order(
 def test_a_buffer_is_not_written_while_it_is_being_copied(files: list[Path], num_readers: int) -> None:
     parts = parts_of(files)
     stream = WeightStream(parts, LateCopies(), num_readers=num_readers, buffer_bytes=64)
-    arrived = [stream.take() for _ in parts]
+    arrived = [stream.next_part() for _ in parts]
     for thread in stream._threads:  # they end when their last copies are over
         thread.join(60.0)
         assert not thread.is_alive()
@@ -130,21 +130,21 @@ def test_no_more_is_read_ahead_than_allowed(files: list[Path]) -> None:
             time.sleep(0.001)
         time.sleep(0.005)
         assert copies.num_allocated_bytes == 100 * (num_taken + 3)
-        stream.take()
+        stream.next_part()
     stream.close()
 
 
 def test_a_part_larger_than_all_that_may_be_ahead_is_read_when_its_turn_comes(files: list[Path]) -> None:
     parts = [FilePart(files[0], 0, 10), FilePart(files[1], 0, 10_000), FilePart(files[0], 0, 10)]
     stream = WeightStream(parts, HostCopies(), num_readers=2, buffer_bytes=64, ahead_bytes=50)
-    assert [stream.take().numel() for _ in parts] == [10, 10_000, 10]
+    assert [stream.next_part().numel() for _ in parts] == [10, 10_000, 10]
     stream.close()
 
 
 def test_closing_early_ends_the_threads(files: list[Path]) -> None:
     parts = [FilePart(files[0], 0, 1000) for _ in range(100)]
     stream = WeightStream(parts, HostCopies(), num_readers=3, buffer_bytes=64, ahead_bytes=2000)
-    stream.take()
+    stream.next_part()
     stream.close()
     assert not any(thread.is_alive() for thread in stream._threads)
 
@@ -152,7 +152,7 @@ def test_closing_early_ends_the_threads(files: list[Path]) -> None:
 def test_a_file_that_ends_early_is_named(files: list[Path]) -> None:
     stream = WeightStream([FilePart(files[0], 9_990, 20)], HostCopies(), num_readers=2, buffer_bytes=64)
     with pytest.raises(ModelError, match=r"a ends early, at byte 10000"):
-        stream.take()
+        stream.next_part()
     stream.close()
 
 

@@ -116,30 +116,30 @@ def test_dummy_weights_come_from_the_config_alone(tmp_path: Path) -> None:
 
 def test_dummy_weights_differ_by_name_and_are_the_same_in_every_process() -> None:
     weights = DummyWeights(torch.float32, CPU)
-    tensor = weights.take("model.layers.0.self_attn.q_proj.weight", 4, 6)
-    assert not torch.equal(tensor, weights.take("model.layers.1.self_attn.q_proj.weight", 4, 6))
+    tensor = weights.take_tensor("model.layers.0.self_attn.q_proj.weight", 4, 6)
+    assert not torch.equal(tensor, weights.take_tensor("model.layers.1.self_attn.q_proj.weight", 4, 6))
     pinned = torch.randn((4, 6), generator=torch.Generator().manual_seed(0xAA823655)) * 6**-0.5
     torch.testing.assert_close(tensor, pinned)
 
 
 def test_dummy_shards_are_slices_of_one_tensor() -> None:
     weights = DummyWeights(torch.bfloat16, CPU)
-    whole = weights.take("w", 8, 12)
+    whole = weights.take_tensor("w", 8, 12)
     for dim in (0, 1):
-        shards = [weights.take("w", 8, 12, shard=Shard(dim, rank, 4)) for rank in range(4)]
+        shards = [weights.take_tensor("w", 8, 12, shard=Shard(dim, rank, 4)) for rank in range(4)]
         assert torch.equal(torch.cat(shards, dim), whole)
         assert all(shard.is_contiguous() and shard.untyped_storage().nbytes() == 48 for shard in shards)
     with pytest.raises(ModelError, match=r"tensor w .* dimension 1 of 12 cannot be divided among 5 ranks"):
-        weights.take("w", 8, 12, shard=Shard(1, 0, 5))
+        weights.take_tensor("w", 8, 12, shard=Shard(1, 0, 5))
 
 
 @pytest.mark.gpu
 def test_dummies_of_a_gpu_are_the_same_ones_every_time() -> None:
     device = torch.device("cuda")
-    first, second = (DummyWeights(torch.bfloat16, device).take("w", 512, 640) for _ in range(2))
+    first, second = (DummyWeights(torch.bfloat16, device).take_tensor("w", 512, 640) for _ in range(2))
     assert first.device.type == "cuda"
     assert torch.equal(first, second)
-    shard = DummyWeights(torch.bfloat16, device).take("w", 512, 640, shard=Shard(1, 1, 4))
+    shard = DummyWeights(torch.bfloat16, device).take_tensor("w", 512, 640, shard=Shard(1, 1, 4))
     assert torch.equal(shard, first[:, 160:320])
     assert abs(first.float().std().item() - 640**-0.5) < 0.01 * 640**-0.5
 

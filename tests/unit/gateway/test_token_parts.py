@@ -52,7 +52,7 @@ def taken(parts: TokenParts, token_ids: tuple[int, ...], at_once: int) -> list[i
     found: list[TokenLogprobs] = []
     for begin in range(0, len(token_ids), at_once):
         piece = token_ids[begin : begin + at_once]
-        found += parts.take(piece, [TokenLogprobs(each, -1.0, 1, ()) for each in piece])
+        found += parts.on_tokens(piece, [TokenLogprobs(each, -1.0, 1, ()) for each in piece])
     return [each.token_id for each in (*found, *parts.flush())]
 
 
@@ -119,7 +119,7 @@ def test_reasoning_is_counted(tokenizer: Tokenizer, text: str, reasoning: str, a
     request = request_of(tokenizer, thinking())
     count, token_ids = ReasoningCount(request), tokenizer.encode(text)
     for begin in range(0, len(token_ids), at_once):
-        count.take(token_ids[begin : begin + at_once])
+        count.on_tokens(token_ids[begin : begin + at_once])
     parts = TokenParts(request)
     taken(parts, token_ids, at_once)
     assert count.num_tokens == parts.num_reasoning_tokens
@@ -130,7 +130,7 @@ def test_reasoning_in_several_messages_is_counted(tokenizer: Tokenizer) -> None:
     thought, head = "<|channel|>analysis<|message|>I think<|end|>", "<|start|>assistant"
     reasoning, final = f"{thought}{head}{thought}", f"{head}<|channel|>final<|message|>Yes"
     count = ReasoningCount(request_of(tokenizer, answer_format_of(HARMONY, Vocabulary())))
-    count.take(tokenizer.encode(reasoning) + tokenizer.encode(final))
+    count.on_tokens(tokenizer.encode(reasoning) + tokenizer.encode(final))
     assert count.num_tokens == len(tokenizer.encode(reasoning))
 
 
@@ -154,8 +154,8 @@ def test_behind_its_reasoning_an_answer_is_not_read_again(tokenizer: Tokenizer, 
 
     answer_format = thinking()
     count = ReasoningCount(replace(request, new_parser=Counted))  # type: ignore[arg-type]
-    count.take(tokenizer.encode(f"{answer}Yes"))
+    count.on_tokens(tokenizer.encode(f"{answer}Yes"))
     num_first = reads
     for _ in range(9):
-        count.take(tokenizer.encode("and more"))
+        count.on_tokens(tokenizer.encode("and more"))
     assert (num_first, reads) == (len(tokenizer.encode(f"{answer}Yes")), num_first)

@@ -73,7 +73,7 @@ def test_a_name_too_long_to_be_answered_is_refused() -> None:
     end = make_end(channel, clock)
     hold = unpack(TO_PRODUCER.encode(Hold(OURS))[PREFIX_BYTES:])
     hold[1][0] = "x" * (MAX_HEADER_BYTES - 100)
-    end.take(Arrival(b"d", False, seal(msgpack.packb(hold))))
+    end.on_arrival(Arrival(b"d", False, seal(msgpack.packb(hold))))
     assert [type(message) for message in channel.sent] == [Unreadable]
     assert end.next_deadline() is None
 
@@ -94,7 +94,7 @@ def test_blocks_come_home_after_an_open_that_could_not_be_refused() -> None:
     with pytest.raises(WireError):
         make_open(transports=(ZMQ_TCP,) * 17)
     odd = KVFingerprint(2, "x" * 512, "x" * 512, "x" * 512, 2, 2, 8, 16, 1)
-    end.take(Arrival(b"d", False, TO_PRODUCER.encode(make_open(odd))))
+    end.on_arrival(Arrival(b"d", False, TO_PRODUCER.encode(make_open(odd))))
     assert end.collect_output().finished_sending == ("r",)
 
 
@@ -106,16 +106,16 @@ def test_an_open_from_blocks_without_tokens_or_a_worker_without_ranks_is_bad(nam
     give_a_prompt(end)
     odd = replace(FINGERPRINT)
     object.__setattr__(odd, name, 0)
-    end.take(Arrival(b"d", False, TO_PRODUCER.encode(make_open(odd))))
+    end.on_arrival(Arrival(b"d", False, TO_PRODUCER.encode(make_open(odd))))
     assert [type(message) for message in channel.sent] == [Unreadable]
 
 
 def test_two_peers_that_cannot_read_each_other_do_not_report_it_for_ever() -> None:
     channel, clock = RecordingChannel(), VirtualClock()
     end = make_end(channel, clock)
-    end.take(Arrival("tcp://producer", True, b"of another version"))
+    end.on_arrival(Arrival("tcp://producer", True, b"of another version"))
     assert not channel.sent
-    end.take(Arrival(b"consumer", False, b"of another version"))
+    end.on_arrival(Arrival(b"consumer", False, b"of another version"))
     assert [type(message) for message in channel.sent] == [Unreadable]
 
 
@@ -126,7 +126,7 @@ def test_an_early_open_is_not_believed_to_have_received_anything() -> None:
     claims = tuple(range(1000))
     early = Open(OURS, FINGERPRINT, 16, 0, claims, claims, "host", (ZMQ_TCP,), ChecksumPolicy.OFF)
     for _ in range(2):
-        end.take(Arrival(b"d", False, TO_PRODUCER.encode(early)))
+        end.on_arrival(Arrival(b"d", False, TO_PRODUCER.encode(early)))
     kept = end._producer_end._producer._transfers[OURS].open
     assert kept is not None
     assert kept.received == kept.received_versions == ()

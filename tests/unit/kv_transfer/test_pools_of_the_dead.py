@@ -238,14 +238,14 @@ def test_every_end_is_reported_once_and_nothing_else(mortals: list[Mortal]) -> N
     assert first is not None
     assert second is not None
     mortals[1].stop()
-    assert exits.take() == []
+    assert exits.take_ended() == []
     mortals[0].kill()
     assert select.select([exits], [], [], 5.0)[0]
-    assert exits.take() == [first]
-    assert exits.take() == []
+    assert exits.take_ended() == [first]
+    assert exits.take_ended() == []
     assert not select.select([exits], [], [], 0.0)[0]
     mortals[1].kill()
-    assert exits.take() == [second]
+    assert exits.take_ended() == [second]
     exits.drop(second)
     exits.drop(first)
     exits.close()
@@ -267,7 +267,7 @@ def test_a_watch_that_is_dropped_leaves_nothing_open(mortals: list[Mortal]) -> N
         opened = pidfds() - earlier
         assert len(opened) == 3
         mortals[0].kill()
-        exits.take()
+        exits.take_ended()
         for watch in watches:
             assert watch is not None
             exits.drop(watch)

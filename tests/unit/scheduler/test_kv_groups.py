@@ -192,5 +192,5 @@ def test_c27_the_longest_prompt_is_what_the_pool_has_room_for(budget: int, num_t
 def test_c27_routers_are_told_of_the_first_group_only() -> None:
     kv = make_kv()
     compute(kv, range(80))
-    (stored,) = kv.events.take()
+    (stored,) = kv.events.take_events()
     assert len(stored.block_hashes) == len(set(stored.block_hashes)) == 5  # type: ignore[union-attr]

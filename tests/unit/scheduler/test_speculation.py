@@ -216,11 +216,11 @@ def test_c61_a_block_of_drafts_cannot_be_hit_before_they_are_accepted() -> None:
     driver.scheduler.kv_events.begin()
     plan = driver.scheduler.schedule()
     assert len(drafts_of(plan, request)) == NUM_DRAFTS, "with them, 33 tokens"
-    assert driver.scheduler.kv_events.take() == []
+    assert driver.scheduler.kv_events.take_events() == []
     driver.under_way.append(plan)
     driver.complete()
     driver.step()
-    (stored,) = driver.scheduler.kv_events.take()
+    (stored,) = driver.scheduler.kv_events.take_events()
     assert stored == BlocksStored((request.block_hashes[1],))
 
 

@@ -39,7 +39,7 @@ class Line:
         order = self.gateway.submit(REQUEST)
         self.gateway.count_command()
         if not is_lost:
-            self.worker.take(GATEWAY, order)
+            self.worker.count_command(GATEWAY, order)
 
     def output(self, *, is_lost: bool = False) -> None:
         assert self.worker.count_outputs(GATEWAY)
@@ -106,7 +106,7 @@ def test_a_gateway_that_connects_anew_ends_the_session_of_its_former_connection(
     assert line.worker.peers == [LATEST]
     assert not line.worker.count_outputs(GATEWAY)
     assert latest.note_heartbeat(line.worker.heartbeat(LATEST, STATUS)) is None
-    line.worker.take(LATEST, latest.submit(REQUEST))
+    line.worker.count_command(LATEST, latest.submit(REQUEST))
     latest.count_command()
     assert line.worker.on_hello(LATEST, latest.hello(), 0.0) is None
 

@@ -5,7 +5,7 @@ from baton.system.turns import FairTurns
 
 def served(turns: FairTurns[str, str], costs: dict[str, float], count: int = 100) -> str:
     order = ""
-    while count and (turn := turns.take()) is not None:
+    while count and (turn := turns.take_next()) is not None:
         order, count = order + turn[1], count - 1
         turns.charge(turn[0], costs.get(turn[0], 1.0))
     return order
@@ -43,16 +43,16 @@ def test_all_are_even_again_once_nothing_waits() -> None:
 
 def test_c57_a_cost_that_is_known_late_counts_all_the_same() -> None:
     turns = filled(one="abc", two="xy")
-    assert turns.take() == ("one", "a")
+    assert turns.take_next() == ("one", "a")
     turns.charge("one", 10.0)
     assert served(turns, {}) == "xybc"
 
 
 def test_callers_that_may_not_have_a_turn_wait_and_lose_nothing() -> None:
     turns = filled(one="ab", two="xy")
-    assert turns.take(lambda caller: caller == "two") == ("two", "x")
-    assert turns.take(lambda caller: caller == "three") is None
-    assert (turns.take(), len(turns)) == (("one", "a"), 2)
+    assert turns.take_next(lambda caller: caller == "two") == ("two", "x")
+    assert turns.take_next(lambda caller: caller == "three") is None
+    assert (turns.take_next(), len(turns)) == (("one", "a"), 2)
 
 
 def test_the_latest_entry_of_the_caller_with_most_of_them_makes_room() -> None:

@@ -25,7 +25,7 @@ def make_config(cluster: dict[str, Any], **sections: dict[str, Any]) -> BatonCon
 def shares_of(config: BatonConfig, machine: Machine) -> list[CpuShare]:
     shares, alive, taken = CpuShares(config), list[str](), []
     for name, role in worker_names(config.cluster):
-        taken.append(shares.take(name, role, "here", machine, alive))
+        taken.append(shares.reserve(name, role, "here", machine, alive))
         alive.append(name)
     return taken
 
@@ -102,45 +102,45 @@ def test_under_a_quota_workers_share_its_threads_and_are_not_pinned() -> None:
 
 def test_a_replica_keeps_its_cores_and_those_of_a_former_worker_are_free() -> None:
     shares, machine = CpuShares(make_config({"prefill": 1, "decode": 1})), make_machine(2)
-    first = shares.take("w0", P, "here", machine, [])
-    second = shares.take("w1", D, "here", machine, ["w0"])
+    first = shares.reserve("w0", P, "here", machine, [])
+    second = shares.reserve("w1", D, "here", machine, ["w0"])
     assert (first.cpus, second.cpus) == ((0,), (1,))
-    assert shares.take("w0", P, "here", machine, ["w0", "w1"]) == first, (
+    assert shares.reserve("w0", P, "here", machine, ["w0", "w1"]) == first, (
         "its next incarnation may overlap this one"
     )
-    assert shares.take("w2", D, "here", machine, ["w0", "w1"]).cpus == (), "there is none left"
-    assert shares.take("w3", D, "here", machine, ["w0"]).cpus == (1,)
+    assert shares.reserve("w2", D, "here", machine, ["w0", "w1"]).cpus == (), "there is none left"
+    assert shares.reserve("w3", D, "here", machine, ["w0"]).cpus == (1,)
 
 
 def test_cores_are_counted_by_node_also_those_that_a_former_controller_gave() -> None:
     shares, machine = CpuShares(make_config({"prefill": 1, "decode": 1})), make_machine(2)
     shares.note("w0", "left", CpuShare(1, (0,)))
-    assert shares.take("w1", D, "left", machine, ["w0"]).cpus == (1,)
-    assert shares.take("w2", D, "right", machine, ["w0", "w1"]).cpus == (0,)
-    assert shares.take("w0", P, "right", machine, ["w1", "w2"]).cpus == (1,), "it has moved"
+    assert shares.reserve("w1", D, "left", machine, ["w0"]).cpus == (1,)
+    assert shares.reserve("w2", D, "right", machine, ["w0", "w1"]).cpus == (0,)
+    assert shares.reserve("w0", P, "right", machine, ["w1", "w2"]).cpus == (1,), "it has moved"
 
 
 def test_cores_that_another_worker_got_meanwhile_are_not_given_twice() -> None:
     shares, machine = CpuShares(make_config({"prefill": 1, "decode": 1})), make_machine(2)
-    shares.take("w0", P, "here", machine, [])
-    assert shares.take("w1", D, "here", machine, ["w0"]).cpus == (1,)
-    assert shares.take("w2", D, "here", machine, ["w0"]).cpus == (1,), "w1 has no process"
-    assert shares.take("w1", D, "here", machine, ["w0", "w2"]).cpus == ()
-    assert shares.take("w1", D, "here", machine, ["w0"]).cpus == (1,), "w2 has none either"
+    shares.reserve("w0", P, "here", machine, [])
+    assert shares.reserve("w1", D, "here", machine, ["w0"]).cpus == (1,)
+    assert shares.reserve("w2", D, "here", machine, ["w0"]).cpus == (1,), "w1 has no process"
+    assert shares.reserve("w1", D, "here", machine, ["w0", "w2"]).cpus == ()
+    assert shares.reserve("w1", D, "here", machine, ["w0"]).cpus == (1,), "w2 has none either"
 
 
 def test_cores_of_a_worker_whose_next_incarnation_failed_elsewhere_are_still_its_own() -> None:
     shares, machine = CpuShares(make_config({"prefill": 1, "decode": 1})), make_machine(2)
-    first = shares.take("w0", P, "left", machine, [])
-    shares.take("w0", P, "right", machine, [])
-    assert shares.take("w1", D, "left", machine, ["w0"]).cpus == (1,)
-    assert shares.take("w0", P, "left", machine, ["w0", "w1"]) == first
+    first = shares.reserve("w0", P, "left", machine, [])
+    shares.reserve("w0", P, "right", machine, [])
+    assert shares.reserve("w1", D, "left", machine, ["w0"]).cpus == (1,)
+    assert shares.reserve("w0", P, "left", machine, ["w0", "w1"]) == first
 
 
 def test_a_worker_that_changed_its_role_keeps_the_threads_of_its_cores() -> None:
     config = make_config({"prefill": 1, "decode": 2, "prefill_num_threads": 6, "decode_num_threads": 1})
     shares, machine = CpuShares(config), make_machine(8)
-    assert shares.take("w0", P, "here", machine, []) == CpuShare(6, (0, 1, 2, 3, 4, 5))
-    assert shares.take("w1", D, "here", machine, ["w0"]) == CpuShare(1, (6,))
-    assert shares.take("w1", P, "here", machine, ["w0"]) == CpuShare(1, (6,))
-    assert shares.take("w0", D, "here", machine, ["w1"]) == CpuShare(6, (0, 1, 2, 3, 4, 5))
+    assert shares.reserve("w0", P, "here", machine, []) == CpuShare(6, (0, 1, 2, 3, 4, 5))
+    assert shares.reserve("w1", D, "here", machine, ["w0"]) == CpuShare(1, (6,))
+    assert shares.reserve("w1", P, "here", machine, ["w0"]) == CpuShare(1, (6,))
+    assert shares.reserve("w0", D, "here", machine, ["w1"]) == CpuShare(6, (0, 1, 2, 3, 4, 5))

@@ -57,17 +57,17 @@ def test_only_the_latest_value_is_taken_and_none_after_the_last() -> None:
     latest = Latest[int]()
     latest.put(1)
     latest.put(2)
-    assert latest.take() == 2
+    assert latest.take_newest() == 2
     latest.put(3)
     latest.close()
-    assert latest.take() == 3
-    assert latest.take() is None
+    assert latest.take_newest() == 3
+    assert latest.take_newest() is None
 
 
 def test_taking_waits_for_a_value() -> None:
     latest = Latest[str]()
     taken: list[str | None] = []
-    taker = threading.Thread(target=lambda: taken.append(latest.take()))
+    taker = threading.Thread(target=lambda: taken.append(latest.take_newest()))
     taker.start()
     latest.put("there")
     taker.join(60)
@@ -82,5 +82,5 @@ def test_a_download_is_progress_and_a_line_of_the_log(
     actor = WorkerActor(BatonConfig(), "", tmp_path, WorkerRole.DECODE, "w0")
     with caplog.at_level(logging.INFO, logger="cluster.on_ray.actors"):
         actor._report_download("downloading acme/tiny: 1 of 4 GB", 0.25)
-    assert actor._progress.take() == StartProgress("downloading acme/tiny: 1 of 4 GB", 250, 1000)
+    assert actor._progress.take_newest() == StartProgress("downloading acme/tiny: 1 of 4 GB", 250, 1000)
     assert caplog.messages == ["downloading acme/tiny: 1 of 4 GB"]

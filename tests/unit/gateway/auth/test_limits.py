@@ -66,7 +66,7 @@ def test_no_more_pass_than_capacity_and_rate_allow_and_the_hint_is_right(
             now += wait_s
             assert bucket.wait_s(now) == 0.0
         assert used + 1 <= per_minute + rate * now + 1e-6
-        bucket.take(number, now)
+        bucket.spend(number, now)
         used += number
 
 

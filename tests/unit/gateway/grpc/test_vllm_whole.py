@@ -27,6 +27,6 @@ def test_pieces_make_one_message(num_tokens: int, num_top: int | None, tokens_ea
         whole = WholeResponse(number)
         for begin in range(0, num_tokens, tokens_each):
             end = begin + tokens_each
-            whole.take(Delta(token_ids[begin:end], logprobs=logprobs[begin:end]))
+            whole.on_delta(Delta(token_ids[begin:end], logprobs=logprobs[begin:end]))
         at_once = to_complete(number, Delta(token_ids, logprobs=logprobs), finish)
         assert pb.GenerateResponse.FromString(whole.serialised(finish)) == at_once

@@ -62,7 +62,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def pieces_of(writer: OpenAIAnswer, answers: Sequence[Sequence[Delta]]) -> list[str]:
     for index, deltas in enumerate(answers):
         for delta in deltas:
-            writer.take(index, delta)
+            writer.on_delta(index, delta)
     return list(writer.whole())
 
 

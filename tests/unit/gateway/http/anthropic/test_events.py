@@ -64,7 +64,7 @@ def stream_of(
 ) -> bytes:
     """A stream to which events come in these portions."""
     writer, blocks = EventWriter(HEAD), ContentBlocks(shows_thinking)
-    parts = [writer.opening(AT_FIRST), *(writer.steps(blocks.take(portion)) for portion in cut)]
+    parts = [writer.opening(AT_FIRST), *(writer.steps(blocks.on_events(portion)) for portion in cut)]
     return b"".join([*parts, writer.steps(blocks.end()), writer.closing(stop, AT_THE_END)])
 
 
@@ -72,7 +72,7 @@ def whole_of(
     events: Sequence[AnswerEvent], stop: MessageEnd = END_TURN, shows_thinking: bool = True
 ) -> dict[str, Any]:
     blocks, message = ContentBlocks(shows_thinking), CollectedMessage()
-    message.take(blocks.take(events))
+    message.on_steps(blocks.on_events(events))
     parsed: dict[str, Any] = json.loads("".join(message.write(HEAD, stop, AT_THE_END)))
     return parsed
 
@@ -93,7 +93,7 @@ DEEP = f'{{"a": {"[" * 300}{"]" * 300}}}'
 )
 def test_the_input_of_a_whole_call_is_as_it_was_written(arguments: str, written: str) -> None:
     blocks, message = ContentBlocks(True), CollectedMessage()
-    message.take(blocks.take([CallBegins(0, "f"), ArgumentsDelta(0, arguments), CallEnds(0)]))
+    message.on_steps(blocks.on_events([CallBegins(0, "f"), ArgumentsDelta(0, arguments), CallEnds(0)]))
     whole = "".join(message.write(HEAD, MessageEnd("tool_use", None), AT_THE_END))
     assert f'"input":{written}}}' in whole
 

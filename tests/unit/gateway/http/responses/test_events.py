@@ -72,7 +72,7 @@ def streamed(
     output, events = ResponseOutput("r", None), ResponseEvents(response())
     pieces = [*events.opening()]
     for each in answer:
-        pieces += events.of(output.take([each]))
+        pieces += events.of(output.on_events([each]))
     pieces += events.of(output.end(is_cut))
     pieces += events.ending(state, output.items)
     text = "".join(pieces)
@@ -182,8 +182,11 @@ def test_log_probabilities_are_the_texts_and_all_of_them(tokenizer: Tokenizer) -
     """Those of a token whose text is still held back come with the next text, or at the end."""
     output, events = ResponseOutput("r", ChatTokens(tokenizer)), ResponseEvents(response())
     tokens = [TokenLogprobs(token_id, -float(token_id), 1, ((token_id, -1.0),)) for token_id in range(5, 9)]
-    pieces = [*events.of(output.take([], tokens[:1])), *events.of(output.take([Text("ab")], tokens[1:3]))]
-    pieces += events.of(output.take([], tokens[3:]))
+    pieces = [
+        *events.of(output.on_events([], tokens[:1])),
+        *events.of(output.on_events([Text("ab")], tokens[1:3])),
+    ]
+    pieces += events.of(output.on_events([], tokens[3:]))
     pieces += events.of(output.end(is_cut=False))
     read = [
         json.loads(line.removeprefix("data: ")) for line in "".join(pieces).split("\n") if "data:" in line
@@ -237,12 +240,12 @@ def test_items_never_overlap_whatever_an_answer_says(
 
 def test_a_large_item_is_written_in_small_pieces() -> None:
     output, events = ResponseOutput("r", None), ResponseEvents(response())
-    list(output.take([Text("\u20ac" * 2**18)]))
+    list(output.on_events([Text("\u20ac" * 2**18)]))
     assert max(map(len, events.of(output.end(is_cut=False)))) < 2**17
 
 
 def test_ids_name_their_response() -> None:
     """So that a reference to an item finds it."""
     output = ResponseOutput("abc", None)
-    list(output.take([Text("x")]))
+    list(output.on_events([Text("x")]))
     assert output.items[0].id == "msg_abc_0"

@@ -44,7 +44,9 @@ async def kept(store: MemoryStore, name: str, before: str | None, *items: dict[s
     history = await read.before(before)
     own = input_json(await read.resolved(items_of(*items), history), name)
     output = ResponseOutput(name, None)
-    list(output.take([Text(f"text of {name}"), CallBegins(0, "f"), ArgumentsDelta(0, "{}"), CallEnds(0)]))
+    list(
+        output.on_events([Text(f"text of {name}"), CallBegins(0, "f"), ArgumentsDelta(0, "{}"), CallEnds(0)])
+    )
     list(output.end(is_cut=False))
     context = "".join(context_pieces(history, own, output.items)).encode()
     await store.keep("alice", f"resp_{name}", StoredResponse(b"{}", context))
