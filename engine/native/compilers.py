@@ -25,12 +25,15 @@ def compilers(environment: Mapping[str, str]) -> list[list[str]]:
 
 @cache
 def _words(cxx: str) -> list[str]:
-    """The words of CXX. Text that a shell could not read has none, and a warning says so once."""
+    """The words of CXX; none, with one warning, if a shell could not read it, or the program is not installed."""
     try:
-        return shlex.split(cxx)
+        words = shlex.split(cxx)
+        if words and shutil.which(words[0]) is None:
+            raise ValueError(f"there is no program {words[0]}")
     except ValueError as error:
         logger.warning("CXX=%s is ignored: %s; correct or unset it", cxx, error)
         return []
+    return words
 
 
 def may_have_kernels(environment: Mapping[str, str]) -> bool:

@@ -136,13 +136,20 @@ def test_cxx_may_have_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("cxx", "reason"),
+    [
+        ("g++ 'x", "No closing quotation"),
+        ("/opt/gone/g++ -m64", "there is no program /opt/gone/g++"),
+    ],
+)
 def test_a_cxx_that_is_no_command_is_skipped_with_a_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cxx: str, reason: str
 ) -> None:
-    monkeypatch.setenv("CXX", "g++ 'x")
+    monkeypatch.setenv("CXX", cxx)
     assert find() is not None
     (warning,) = warnings(caplog)
-    assert warning == "CXX=g++ 'x is ignored: No closing quotation; correct or unset it"
+    assert warning == f"CXX={cxx} is ignored: {reason}; correct or unset it"
 
 
 @needs_compiler
