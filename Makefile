@@ -116,7 +116,7 @@ bad-clients: $(INSTALLED) ## Clients that stop reading, vanish or cancel, 500 of
 fuzz-wire: $(INSTALLED) ## Hostile bytes and messages for FUZZ_SECONDS
 	$(PYTHON_IN_VENV) -m tests.property.wire_fuzz --seconds $(FUZZ_SECONDS)
 
-fuzz-api: $(INSTALLED) ## REQUESTS malformed requests at both doors, then schemathesis over the HTTP API with EXAMPLES a route
+fuzz-api: $(INSTALLED) ## REQUESTS malformed requests at both frontends, then schemathesis over the HTTP API with EXAMPLES a route
 	$(PYTHON_IN_VENV) -m tests.property.api_fuzz --requests $(REQUESTS) --examples $(EXAMPLES)
 
 gpu-check: $(INSTALLED) ## Tests and benchmarks that need a CUDA device; GPU_CHECK="--parts tokens" or "--dry-run"

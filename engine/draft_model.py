@@ -64,8 +64,8 @@ class DraftModel:
         self._num_spare_blocks = -(-num_drafts // block_size)
         """Spare blocks of each request."""
         self._most_new_tokens = max(1 + num_drafts, block_size)
-        """About as many tokens as a request lacks after a few steps without drafts, as those with somebody's first
-        token are."""
+        """About as many tokens as a request lacks after a few steps without drafts, as are those with a first token
+        of some request."""
         self._shares_kv = shares_kv
         self.cost = cost
 

@@ -198,7 +198,7 @@ class Planner:
         yield from waiting
 
     def _back_into_bounds(self, role: _Role) -> Iterator[Decision]:
-        """In a dry run only once: nobody carries it out, and it must not hide what else would be decided."""
+        """In a dry run only once: no change follows, and it must not hide what else would be decided."""
         count = role.high if role.count > role.high else max(role.count, min(role.low, role.most))
         was_said = self._config.mode == "dry_run" and role.bounded_to == count
         role.bounded_to = None if count == role.count else count

@@ -80,7 +80,7 @@ class RoleWatch:
             self._earlier.popleft()
 
     def report_missing(self) -> None:
-        """Nobody knows how the fleet is: what lasted until now begins anew with the next observation."""
+        """There is no report of the fleet: what lasted until now begins anew with the next observation."""
         self._missed_since = self._calm_since = None
         self._work.clear()
         self._earlier.clear()

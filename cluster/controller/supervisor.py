@@ -209,7 +209,7 @@ class Supervisor:
             await self._ask_status(incarnation)
             if self.is_serving and not self.takes_requests:
                 name = self.replica.name
-                logger.warning("worker %s drains, and nobody waits for that: it is replaced", name)
+                logger.warning("worker %s drains without a command that waits for it, so it is replaced", name)
                 await self._leave(incarnation)
 
     async def _ask_status(self, incarnation: Incarnation) -> None:
@@ -259,7 +259,7 @@ class Supervisor:
                 drains_since = now
             elif now - drains_since > self._patience.leave_s:
                 logger.warning(
-                    "worker %s drains, and nobody waits for that: it is replaced", self.replica.name
+                    "worker %s drains without a command that waits for it, so it is replaced", self.replica.name
                 )
                 self.replica.move(ReplicaState.DRAINING)
                 raise ClusterError("a former controller began to drain it")

@@ -130,7 +130,7 @@ def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedCont
         begun.claim()
     except ClusterError:  # another command owns it already
         raise
-    except Exception as error:  # nobody would own the fleet, and it would keep its devices
+    except Exception as error:  # the fleet would have no owner, and would keep its devices
         begun.end()
         raise ClusterError(
             f"cannot become the owner of the new fleet '{config.cluster.name}': {error}"

@@ -51,7 +51,7 @@ def _own_workspaces() -> Iterator[None]:
     """Within it, cuBLAS allocates its workspaces anew: in the pool of the graph that is recorded.
 
     PyTorch keeps one workspace for each stream. A graph has the address, but does not keep the memory. So it
-    would read and write others' memory once somebody has cleared the workspaces, as torch.compile does. Meanwhile
+    would read and write others' memory once other code has cleared the workspaces, as torch.compile does. Meanwhile
     no other thread may compute products.
     """
     torch._C._cuda_clearCublasWorkspaces()

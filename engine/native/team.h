@@ -30,7 +30,7 @@ class Team {
 
     // Calls run(call, part) for each part of 0..num_parts - 1, in this thread and in num_threads - 1 others, and returns
     // once all have returned. Each thread begins with the part of its own number, whose memory may be near it. Then it
-    // takes parts that nobody has begun: a thread that has no core at present keeps nobody waiting.
+    // takes parts that no thread has begun: a thread that has no core at present keeps no other waiting.
     void run(Run run, const void *call, int64_t num_parts, int num_threads) {
         while (num_helpers_ < std::min<int64_t>(num_threads, MAX_PARTS) - 1 && add_helper()) continue;
         run_ = run, call_ = call;

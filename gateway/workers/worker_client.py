@@ -327,7 +327,7 @@ class WorkerClient:
                 self.num_bad_messages += 1
                 logger.warning("dropped a message from worker %s: %s", self.name, error)
             return None
-        # While the connection is broken, a message is an old message and no sign of life.
+        # While the connection is broken, a message is an old one, and does not show that the worker is alive.
         self.is_silent = not self._is_connected
         return message
 

@@ -67,7 +67,7 @@ async def test_a_worker_that_a_former_controllers_rollout_drained_is_replaced(
             assert [(one.name, one.number) for one in launcher.alive] == [("w0", 1), ("w2", 1), ("w1", 2)]
             replica = (await second.controller.describe()).replicas[1]
             assert (replica.num_starts, replica.last_failure) == (2, "")
-    assert "worker w1 drains, and nobody waits for that: it is replaced" in caplog.messages
+    assert "worker w1 drains without a command that waits for it, so it is replaced" in caplog.messages
 
 
 @in_virtual_time
