@@ -101,7 +101,7 @@ class RoleChanges:
         self._running[replica.name] = asyncio.create_task(change, name=f"change the role of {replica.name}")
 
     def resume(self, replica: DesiredReplica, supervisor: Supervisor) -> None:
-        """Continues a change that a former controller began. Logs an error, since perhaps no caller waits for this change."""
+        """Continues a change that a former controller began. Logs an error, since it may have no caller."""
         self.begin(replica, supervisor, replica.role)
         self._running[replica.name].add_done_callback(_log_error)
 

@@ -24,6 +24,7 @@ PING_INTERVAL_S = 1.0
 _SOON_S = 0.01
 _STOP_TIMEOUT_S = 5.0
 """A worker that does not close its ports in this time is killed."""
+_DRAINS_UNASKED = "worker %s drains without a command that waits for it, so it is replaced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +209,7 @@ class Supervisor:
                 return
             await self._ask_status(incarnation)
             if self.is_serving and not self.takes_requests:
-                name = self.replica.name
-                logger.warning("worker %s drains without a command that waits for it, so it is replaced", name)
+                logger.warning(_DRAINS_UNASKED, self.replica.name)
                 await self._leave(incarnation)
 
     async def _ask_status(self, incarnation: Incarnation) -> None:
@@ -258,9 +258,7 @@ class Supervisor:
             elif drains_since is None:
                 drains_since = now
             elif now - drains_since > self._patience.leave_s:
-                logger.warning(
-                    "worker %s drains without a command that waits for it, so it is replaced", self.replica.name
-                )
+                logger.warning(_DRAINS_UNASKED, self.replica.name)
                 self.replica.move(ReplicaState.DRAINING)
                 raise ClusterError("a former controller began to drain it")
 
