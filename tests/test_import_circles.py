@@ -6,6 +6,7 @@ imports that run when a module is loaded, and among all imports, `TYPE_CHECKING`
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,9 @@ def imports_of(node: ast.AST, *, is_late: bool = False) -> Iterator[tuple[str, b
                 for alias in names:
                     submodule = f"{module}.{alias.name}"
                     yield (submodule if submodule in MODULES else module), is_late
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+            case ast.expr():
+                pass
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
                 yield from imports_of(child, is_late=True)
             case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                 yield from imports_of(child, is_late=True)
@@ -42,13 +45,16 @@ def imports_of(node: ast.AST, *, is_late: bool = False) -> Iterator[tuple[str, b
                 yield from imports_of(child, is_late=is_late)
 
 
+@cache
+def imports() -> dict[str, list[tuple[str, bool]]]:
+    return {name: [*imports_of(ast.parse(file.read_text()))] for name, file in MODULES.items()}
+
+
 def import_graph(*, with_late: bool) -> dict[str, set[str]]:
-    graph = {}
-    for name, file in MODULES.items():
-        imported = imports_of(ast.parse(file.read_text()))
-        targets = {target for target, is_late in imported if with_late or not is_late}
-        graph[name] = (targets & set(MODULES)) - {name}
-    return graph
+    return {
+        name: {target for target, is_late in imported if with_late or not is_late} & set(MODULES) - {name}
+        for name, imported in imports().items()
+    }
 
 
 def circles(graph: Mapping[str, set[str]]) -> set[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Thirty seconds of chaos: what `make chaos` does for minutes."""
+"""Twelve seconds of chaos, and three faults at least: what `make chaos` does for minutes."""
 
 import json
 import subprocess
@@ -12,8 +12,19 @@ TIMEOUT_S = 600.0
 
 def test_c51_c52_every_stream_ends_as_undisturbed_whatever_is_killed(tmp_path: Path) -> None:
     report_file = tmp_path / "report.json"
-    lasting = ["--seconds", "30", "--every", "5", "--faults", "5"]
-    command = [sys.executable, "-m", "tests.chaos", *lasting, "--clients", "8", "--max-tokens", "60"]
+    lasting = ["--seconds", "12", "--every", "4", "--faults", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.chaos",
+        *lasting,
+        "--clients",
+        "3",
+        "--prefill",
+        "1",
+        "--max-tokens",
+        "60",
+    ]
     done = subprocess.run(
         [*command, "--model", str(make_model_dir(tmp_path / "model")), "--json", str(report_file)],
         capture_output=True,
@@ -23,5 +34,5 @@ def test_c51_c52_every_stream_ends_as_undisturbed_whatever_is_killed(tmp_path: P
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     report = json.loads(report_file.read_text())
-    assert sum(report["faults"].values()) >= 5, report["faults"]
+    assert sum(report["faults"].values()) >= 3, report["faults"]
     assert report["right"] == report["streams"] > 0

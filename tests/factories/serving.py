@@ -1,5 +1,6 @@
 """`baton serve` or `baton gateway` as a user starts it: a process whose descendants can all be found."""
 
+import asyncio
 import json
 import os
 import secrets
@@ -16,6 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 import psutil
+
+from gateway.client import GatewayClient
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
@@ -171,3 +174,14 @@ def baton(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProce
     """Runs a client command to its end."""
     command = [sys.executable, "-m", "cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def workers_of(target: str) -> list[dict[str, Any]]:
+    """As `baton status --json` has them; for tests that look often, since a command takes a second to start."""
+
+    async def describe() -> list[dict[str, Any]]:
+        async with GatewayClient(target) as client:
+            workers: list[dict[str, Any]] = (await client.describe())["workers"]
+            return workers
+
+    return asyncio.run(describe())

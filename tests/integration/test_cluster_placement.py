@@ -10,7 +10,6 @@ import pytest
 from tests.factories.foreign_ray import RAY_ENVIRONMENT
 from tests.factories.models import make_model_dir
 from tests.factories.serving import STOP_TIMEOUT_S, baton, serving
-from tests.integration.test_gateways_on_ray import the_one_that_serves
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +27,12 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_fleet_that_lost_its_command_is_taken_over(config: Path, address_of_ray: str) -> None:
-    config.write_text(config.read_text().replace("600.0", '600.0, "orphan_timeout_s": 300.0, "name": "blue"'))
+def test_a_fleet_is_taken_over_and_what_died_while_the_controller_hung_leaves_nothing(
+    config: Path, address_of_ray: str
+) -> None:
+    """Neither a process nor its room, as the last test with this cluster shows."""
+    more = '"orphan_timeout_s": 300.0, "unresponsive_timeout_s": 3.0, "name": "blue"'
+    config.write_text(config.read_text().replace("600.0", f"600.0, {more}"))
     arguments = (str(config), "--ray-address", address_of_ray)
     with serving(*arguments, environment=RAY_ENVIRONMENT) as serve:
         pids = {worker["pid"] for worker in serve.wait_ready()["workers"]}
@@ -43,9 +46,8 @@ def test_a_fleet_that_lost_its_command_is_taken_over(config: Path, address_of_ra
             assert "model.dtype is 'float32' there, 'bfloat16' here" in other.stderr
         serve.process.kill()
         assert serve.wait_gone() == -signal.SIGKILL
-    heirs = [serving(*arguments, "--dtype", "auto", environment=RAY_ENVIRONMENT) for _ in range(2)]
-    with heirs[0] as one, heirs[1] as other:  # both find a fleet without an owner
-        heir, ready = the_one_that_serves(one, other)
+    with serving(*arguments, "--dtype", "auto", environment=RAY_ENVIRONMENT) as heir:
+        ready = heir.wait_ready()
         status = baton("status", "--target", ready["target"], "--json")
         assert json.loads(status.stdout)["dtype"] == "float32"  # as the fleet began, whatever is fast here
         assert {worker["pid"] for worker in ready["workers"]} == pids
@@ -54,9 +56,14 @@ def test_a_fleet_that_lost_its_command_is_taken_over(config: Path, address_of_ra
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["placement"]["mode"] == "disaggregated"
         assert all(worker.is_running() for worker in workers)
+        raylet = workers[0].parent()
+        assert raylet is not None
+        (controller,) = [p for p in raylet.children() if "ControllerActor" in " ".join(p.cmdline())]
+        controller.suspend()
+        workers[0].kill()
         heir.interrupt()
         assert heir.wait_gone() == 0
-    _, alive = psutil.wait_procs(workers, timeout=STOP_TIMEOUT_S)  # Ray says so before it kills
+    _, alive = psutil.wait_procs([*workers, controller], timeout=STOP_TIMEOUT_S)
     assert alive == []
 
 
@@ -75,26 +82,8 @@ def test_a_command_that_comes_back_after_its_fleet_has_ended_says_so(
         assert "baton serve: the fleet has ended" in serve.stderr
 
 
-def test_a_worker_that_died_while_the_controller_hung_leaves_nothing_behind(
-    config: Path, address_of_ray: str
-) -> None:
-    """Its room included, as the next test shows."""
-    config.write_text(config.read_text().replace("600.0", '600.0, "unresponsive_timeout_s": 3.0'))
-    with serving(str(config), "--ray-address", address_of_ray, environment=RAY_ENVIRONMENT) as serve:
-        workers = [psutil.Process(worker["pid"]) for worker in serve.wait_ready()["workers"]]
-        raylet = workers[0].parent()
-        assert raylet is not None
-        (controller,) = [p for p in raylet.children() if "ControllerActor" in " ".join(p.cmdline())]
-        controller.suspend()
-        workers[0].kill()
-        serve.interrupt()
-        assert serve.wait_gone() == 0
-    _, alive = psutil.wait_procs([*workers, controller], timeout=STOP_TIMEOUT_S)
-    assert alive == []
-
-
 def test_a_cluster_without_room_is_an_error_with_numbers(config: Path, address_of_ray: str) -> None:
-    """The numbers also show that the fleet of the test before has given back everything it used."""
+    """The numbers also show that the fleets of the tests before have given back everything they used."""
     config.write_text(config.read_text().replace("600.0", "2.0"))
     arguments = (str(config), "--ray-address", address_of_ray, "--prefill", "2")
     with serving(*arguments, environment=RAY_ENVIRONMENT) as serve:

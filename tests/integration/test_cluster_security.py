@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -102,7 +103,7 @@ def test_serve_refuses_a_secret_that_others_can_read(model: Path, monkeypatch: p
     assert "0123456789abcdef" not in done.stderr
 
 
-def test_the_first_serve_makes_the_secret_and_nobody_can_read_it_elsewhere(
+def test_the_first_serve_makes_the_secret_nobody_can_read_it_elsewhere_and_kill_9_ends_everything(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SECRET_VARIABLE)
@@ -121,8 +122,9 @@ def test_the_first_serve_makes_the_secret_and_nobody_can_read_it_elsewhere(
         written = [path for path in serve.temporary.rglob("*") if path.is_file()]
         assert any(path.suffix == ".log" for path in written)
         assert [path for path in written if has_any([path.read_bytes().decode("latin-1")], hidden)] == []
-        serve.interrupt()
-        assert serve.wait_gone() == 0
+        assert len(serve.descendants()) > 4
+        serve.process.kill()
+        assert serve.wait_gone() == -signal.SIGKILL, "and all its descendants have ended"
         assert not has_any([serve.stderr], hidden)
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,10 +15,11 @@ import pytest
 
 from cluster.on_ray.session import _longest_socket
 from tests.factories.models import make_model_dir
-from tests.factories.serving import ServeProcess, baton, listening_addresses, serving
+from tests.factories.serving import ServeProcess, baton, listening_addresses, serving, workers_of
 
 pytestmark = pytest.mark.slow
 
+HEALING_TIMEOUT_S = 90.0
 TRANSIENT_S = 30.0
 """Another Ray that starts meanwhile has a name in shared memory for a moment."""
 SMALL = ("--load-format", "dummy", "--dtype", "float32", "--kv-cache-memory-mib", "16", "--num-threads", "1")
@@ -32,9 +32,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def shared(model: str) -> Iterator[tuple[ServeProcess, dict[str, Any]]]:
-    """One deployment for the tests that only talk to it."""
+    """One deployment for the tests that only talk to it, and for the one that ends it."""
+    shared_memory = set(os.listdir("/dev/shm"))
     with serving("--model", model, *SMALL) as serve:
-        yield serve, serve.wait_ready()
+        ready = serve.wait_ready()
+        yield serve, ready | {"shared_memory_before": shared_memory}
 
 
 @pytest.fixture
@@ -234,67 +236,45 @@ def test_status_is_a_table_for_people(target: str) -> None:
     ]
 
 
-def test_a_dead_worker_is_replaced_and_ctrl_c_leaves_nothing_behind(model: str) -> None:
-    """Others take over meanwhile; and what a worker that died had is gone in the end too."""
-    shared_memory = set(os.listdir("/dev/shm"))
-    with serving("--model", model, *SMALL) as serve:
-        ready = serve.wait_ready()
-        target, pids = ready["target"], {worker["name"]: worker["pid"] for worker in ready["workers"]}
-        os.kill(pids["w0"], signal.SIGKILL)
-        done = baton("generate", "--target", target, "--json", "--max-tokens", "5", "--ignore-eos", "hello")
-        assert done.returncode == 0, done.stderr
-        assert len(json.loads(done.stdout)["token_ids"]) == 5
-        serve.wait_for_text("worker w0 (prefill) died")
-        while [worker["state"] for worker in status_of(target)["workers"]] != ["ready", "ready"]:
-            assert serve.process.poll() is None
-        assert status_of(target)["workers"][0]["pid"] != pids["w0"]
-        done = baton("generate", "--target", target, "--mode", "disaggregated", "--max-tokens", "3", "hello")
-        assert done.returncode == 0, done.stderr
-        addresses = listening_addresses(serve.descendants())
-        serve.interrupt()
-        assert serve.wait_gone() == 0
-        for host, port in addresses:
-            with socket.socket() as probe:
-                assert probe.connect_ex((host, port)) != 0, f"{host}:{port} still answers"
-        deadline = time.monotonic() + TRANSIENT_S
-        while not set(os.listdir("/dev/shm")) <= shared_memory:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert list(serve.temporary.iterdir()) == []
+def test_a_dead_worker_is_replaced_and_ctrl_c_leaves_nothing_behind(
+    shared: tuple[ServeProcess, dict[str, Any]], target: str
+) -> None:
+    """Others take over meanwhile; and what a worker that died had is gone in the end too. The last of those that share
+    a deployment."""
+    serve, ready = shared
+    pids = {worker["name"]: worker["pid"] for worker in ready["workers"]}
+    os.kill(pids["w0"], signal.SIGKILL)
+    done = baton("generate", "--target", target, "--json", "--max-tokens", "5", "--ignore-eos", "hello")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["token_ids"]) == 5
+    serve.wait_for_text("worker w0 (prefill) died")
+    (renewed, _) = until_ready(serve, target)
+    assert renewed["pid"] != pids["w0"]
+    done = baton("generate", "--target", target, "--mode", "disaggregated", "--max-tokens", "3", "hello")
+    assert done.returncode == 0, done.stderr
+    addresses = listening_addresses(serve.descendants())
+    serve.interrupt()
+    assert serve.wait_gone() == 0
+    for host, port in addresses:
+        with socket.socket() as probe:
+            assert probe.connect_ex((host, port)) != 0, f"{host}:{port} still answers"
+    deadline = time.monotonic() + TRANSIENT_S
+    while not set(os.listdir("/dev/shm")) <= ready["shared_memory_before"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert list(serve.temporary.iterdir()) == []
 
 
-def test_a_second_ctrl_c_does_not_wait_for_running_requests(tmp_path: Path, model: str) -> None:
-    config = tmp_path / "patient.yaml"
-    config.write_text("cluster: {ray_address: none, drain_timeout_s: 600}\n")
-    with serving(str(config), "--model", model, *SMALL) as serve:
-        target = serve.wait_ready()["target"]
-        endless = [
-            sys.executable,
-            "-m",
-            "cli.main",
-            "generate",
-            "--target",
-            target,
-            "--max-tokens",
-            "15000",
-        ]
-        with subprocess.Popen([*endless, "--ignore-eos", "hello"], stdout=subprocess.PIPE) as client:
-            assert client.stdout is not None
-            assert client.stdout.read(1)  # it runs
-            serve.interrupt()
-            serve.wait_for_text("Ctrl-C again")
-            serve.interrupt()
-            assert serve.wait_gone() == 0
-            client.stdout.read()
-        assert client.returncode == 1
-
-
-def test_kill_9_takes_everything_with_it(shared: tuple[ServeProcess, dict[str, Any]]) -> None:
-    """The last of those that share a deployment."""
-    serve, _ = shared
-    assert len(serve.descendants()) > 4
-    serve.process.kill()
-    assert serve.wait_gone() == -signal.SIGKILL
+def until_ready(serve: ServeProcess, target: str) -> list[dict[str, Any]]:
+    """The workers, once both serve."""
+    deadline = time.monotonic() + HEALING_TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert serve.process.poll() is None
+        workers = workers_of(target)
+        if [worker["state"] for worker in workers] == ["ready", "ready"]:
+            return workers
+        time.sleep(0.1)
+    raise AssertionError(f"the fleet did not heal: {workers}")
 
 
 def test_ctrl_c_while_starting_waits_for_nothing_that_still_loads(model: str, tmp_path: Path) -> None:

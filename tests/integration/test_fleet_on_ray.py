@@ -1,5 +1,6 @@
 """A fleet on Ray whose parts are killed, stopped, drained and restarted while it serves."""
 
+import asyncio
 import json
 import os
 import signal
@@ -14,13 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
+from gateway.client import GatewayClient
 from tests.factories.models import make_model_dir
-from tests.factories.serving import ServeProcess, baton, serving
+from tests.factories.serving import ServeProcess, baton, serving, workers_of
 
 pytestmark = pytest.mark.slow
 
 SMALL = ("--load-format", "dummy", "--dtype", "float32", "--kv-cache-memory-mib", "16", "--num-threads", "1")
 HEALING_TIMEOUT_S = 90.0
+PAUSE_S = 0.25
+"""Between questions of a client, which would otherwise keep both cores busy."""
 HANG_ON_SIGNAL = Path(__file__).parent.parent / "factories" / "hang_on_signal"
 
 
@@ -43,29 +47,29 @@ def target(serve: ServeProcess) -> str:
     return str(serve.target)  # type: ignore[attr-defined]
 
 
-def workers_of(target: str) -> dict[str, dict[str, Any]]:
-    done = baton("status", "--target", target, "--json")
-    assert done.returncode == 0, done.stderr
-    return {worker["name"]: worker for worker in json.loads(done.stdout)["workers"]}
-
-
 def until_whole(target: str, *, not_among: frozenset[str] = frozenset(), count: int = 3) -> dict[str, Any]:
     """The workers by name, once all serve, none of them in a life of these."""
     deadline = time.monotonic() + HEALING_TIMEOUT_S
     while time.monotonic() < deadline:
-        workers = workers_of(target)
+        workers = {worker["name"]: worker for worker in workers_of(target)}
         states = [worker["state"] for worker in workers.values()]
         incarnations = {worker["incarnation"] for worker in workers.values()}
         if states == ["ready"] * count and not incarnations & not_among:
             return workers
+        time.sleep(0.1)
     raise AssertionError(f"the fleet did not heal: {workers}")
 
 
 def ask(target: str, num_tokens: int = 5) -> list[int]:
-    arguments = ("--json", "--max-tokens", str(num_tokens), "--ignore-eos", "Why is the sky blue?")
-    done = baton("generate", "--target", target, *arguments)
-    assert done.returncode == 0, done.stderr
-    token_ids: list[int] = json.loads(done.stdout)["token_ids"]
+    return asyncio.run(answer(target, num_tokens))
+
+
+async def answer(target: str, num_tokens: int) -> list[int]:
+    token_ids: list[int] = []
+    sampling = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0}
+    async with GatewayClient(target) as client:
+        async for event in client.generate(text="Why is the sky blue?", sampling=sampling):
+            token_ids += event.token_ids
     assert len(token_ids) == num_tokens
     return token_ids
 
@@ -140,7 +144,7 @@ def test_a_rollout_restarts_all_without_a_failed_request(target: str) -> None:
     )
     answers = []
     with ThreadPoolExecutor(2) as clients:
-        while rollout.poll() is None:
+        while is_running(rollout, PAUSE_S):
             answers += list(clients.map(lambda _: ask(target, 40), range(2)))
     output = rollout.communicate()[0]
     assert rollout.returncode == 0, output
@@ -148,6 +152,15 @@ def test_a_rollout_restarts_all_without_a_failed_request(target: str) -> None:
     assert all(answer == expected for answer in answers)
     after = until_whole(target)
     assert not {w["incarnation"] for w in before.values()} & {w["incarnation"] for w in after.values()}
+
+
+def is_running(process: subprocess.Popen[str], pause_s: float) -> bool:
+    """After a pause, or without one if it has ended."""
+    try:
+        process.wait(pause_s)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
 
 
 def test_c50_a_drained_worker_is_gone_for_good(serve: ServeProcess, target: str) -> None:

@@ -15,7 +15,7 @@ from gateway import GatewayClient
 from gateway.client import GatewayError
 from tests.factories.foreign_ray import RAY_ENVIRONMENT
 from tests.factories.models import make_model_dir
-from tests.factories.serving import ServeProcess, joining, serving
+from tests.factories.serving import STOP_TIMEOUT_S, ServeProcess, joining, serving
 
 pytestmark = pytest.mark.slow
 
@@ -65,9 +65,11 @@ def test_gateways_come_and_go_beside_each_other(config: Path, address_of_ray: st
             assert early.wait_gone() == 0
             assert "the fleet continues" in early.stderr
             asyncio.run(ask_once(ready["target"]))
-            assert all(psutil.pid_exists(pid) for pid in pids)
+            workers = [psutil.Process(pid) for pid in pids]
             heir.interrupt()
             assert heir.wait_gone() == 0
+            _, alive = psutil.wait_procs(workers, timeout=STOP_TIMEOUT_S)  # Ray says so before it kills
+            assert alive == []
 
 
 def the_one_that_serves(one: ServeProcess, other: ServeProcess) -> tuple[ServeProcess, dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 
 from baton.fleet import CacheFlush
 from baton.worker import WorkerRole
-from gateway import GatewayClient
+from gateway import GatewayClient, GatewayError
 from tests.factories.models import make_model_dir
 from tests.factories.serving import ServeProcess, listening_addresses, serving, serving_with_forks
 
@@ -88,15 +88,17 @@ def test_workers_are_replaced_take_orders_and_leave_nothing(tmp_path: Path) -> N
             assert serve.stderr.count(f"worker {name} (") == 1, "a death is logged once"
 
 
-def test_a_command_that_stood_still_kills_no_worker_and_ends_no_request(tmp_path: Path) -> None:
-    make_model_dir(tmp_path / "tiny", max_position_embeddings=4096)
+def test_a_command_that_stood_still_ends_no_request_but_a_second_ctrl_c_does(tmp_path: Path) -> None:
+    """And it kills no worker."""
+    make_model_dir(tmp_path / "tiny", max_position_embeddings=16384)
     config = tmp_path / "baton.yaml"
-    config.write_text(CONFIG + "network: {peer_timeout_s: 2.0}\n")
+    patient = CONFIG.replace("drain_timeout_s: 0.2", "drain_timeout_s: 600.0").replace("_mib: 8", "_mib: 16")
+    config.write_text(patient + "network: {peer_timeout_s: 2.0}\n")
     with serving_with_forks(str(config), "--model", str(tmp_path / "tiny")) as serve:
-        asyncio.run(stand_still(serve))
+        asyncio.run(stand_still_and_leave(serve))
 
 
-async def stand_still(serve: ServeProcess) -> None:
+async def stand_still_and_leave(serve: ServeProcess) -> None:
     async with client_of(serve) as client:
         expected = await ask(client, 2000)
         before = await serving_workers(client)
@@ -112,6 +114,16 @@ async def stand_still(serve: ServeProcess) -> None:
         assert await ask(client, 5) == expected[:5]
         assert "silent for too long" in serve.stderr, "it stood still for long enough to be missed"
         assert "died" not in serve.stderr
+        # Nor is a request that runs waited for after a second Ctrl-C.
+        has_begun.clear()
+        endless = asyncio.create_task(ask(client, 15_000, has_begun.set))
+        await has_begun.wait()
+        serve.interrupt()
+        await asyncio.to_thread(serve.wait_for_text, "Ctrl-C again")
+        serve.interrupt()
+        assert await asyncio.to_thread(serve.wait_gone) == 0
+        with pytest.raises(GatewayError):
+            await endless
 
 
 async def exercise(serve: ServeProcess) -> None:
