@@ -97,7 +97,7 @@ class Worker(Process):
         world = site.world
         self.spec = spec
         self.name = spec.name
-        self.incarnation = f"{spec.name}-life-{number}"
+        self.incarnation = f"{spec.name}-incarnation-{number}"
         self.is_decode = spec.role is WorkerRole.DECODE
         self.clock = world.clock(spec.clock_offset_s)
         self._world = world

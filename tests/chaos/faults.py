@@ -92,7 +92,7 @@ class Faults:
         return name if name and self._stand_still(pid) else None
 
     async def _break_worker(self, kind: str) -> str | None:
-        """It lives and answers; its steps never end, or compute NaN."""
+        """It runs and answers; its steps never end, or compute NaN."""
         name, pid = await self._draw_worker()
         if name is not None:
             order(self._sabotage, pid, kind)

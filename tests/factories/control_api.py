@@ -83,7 +83,7 @@ class StandingFleet(FakeFleetControl):
     def __init__(self, configuration: FleetConfiguration, *endpoints: WorkerEndpoint) -> None:
         super().__init__(fleet_of(*[replica(endpoint.ref.name, endpoint.role) for endpoint in endpoints]))
         self._configuration = configuration
-        self._view = FleetView("c-life", 1, endpoints)
+        self._view = FleetView("c-incarnation", 1, endpoints)
         self.reports: list[GatewayReport] = []
 
     async def _answer(self, request: ControlRequest[Any]) -> Any:
@@ -91,7 +91,7 @@ class StandingFleet(FakeFleetControl):
             case GetConfiguration():
                 return self._configuration
             case WaitView(controller_incarnation, version, wait_s):
-                if (controller_incarnation, version) == ("c-life", 1):
+                if (controller_incarnation, version) == ("c-incarnation", 1):
                     await asyncio.sleep(wait_s)
                 return self._view
             case ReportLoad(report):

@@ -9,7 +9,7 @@ def worker(name: str, role: str = "decode", state: str = "ready", **fields: Any)
         "name": name,
         "role": role,
         "state": state,
-        "incarnation": f"{name}-life",
+        "incarnation": f"{name}-incarnation",
         "node": "n1",
         "pid": 4000,
         "threads": 2,

@@ -79,7 +79,9 @@ class Worker:
         self, fabric: "Fabric", name: str, num_ranks: int, block_size: int, fingerprint: KVFingerprint
     ) -> None:
         names = tuple(f"{name}/{rank}" for rank in range(num_ranks))
-        self.ref = WorkerRef(name, f"{name}-life", tuple(f"sim://{name}" for name in names), block_size)
+        self.ref = WorkerRef(
+            name, f"{name}-incarnation", tuple(f"sim://{name}" for name in names), block_size
+        )
         self.blocks: list[Bytes] = []
         """The pool of each rank, [num_blocks, bytes of a block], in host or device memory."""
         connectors = []
@@ -90,7 +92,7 @@ class Worker:
             block_nbytes = self._num_planes * self._num_heads * block_size * CELL_BYTES
             blocks, pool, readers = fabric.make_pool(block_nbytes, fingerprint, rank)
             process = Process()
-            process.incarnation = f"{rank_name}-life"
+            process.incarnation = f"{rank_name}-incarnation"
             connector = SimConnector(fabric.world, process, fabric.clock, wake=lambda: None)
             channel = SimChannel(fabric.network, rank_name, process)
             connector.attach(

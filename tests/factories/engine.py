@@ -132,7 +132,7 @@ class RunningLoop:
     def __init__(
         self, core: EngineCore | None = None, role: Role | None = None, *, lease_s: float = 0.1
     ) -> None:
-        self.ref = WorkerRef("w0", "life", ("tcp://127.0.0.1:1",), 16)
+        self.ref = WorkerRef("w0", "incarnation", ("tcp://127.0.0.1:1",), 16)
         """The name under which others may know the worker."""
         self.outputs: queue.Queue[tuple[str, RequestOutput]] = queue.Queue()
         self.kv_changes: queue.Queue[tuple[tuple[str, ...], KVChange]] = queue.Queue()

@@ -44,7 +44,7 @@ def replica(
 
 def fleet_of(*replicas: ReplicaDescription, nodes: tuple[NodeDescription, ...] = ()) -> FleetDescription:
     return FleetDescription(
-        replicas=replicas, nodes=nodes, controller_incarnation="c-life", decisions=("Nothing to do.",)
+        replicas=replicas, nodes=nodes, controller_incarnation="c-incarnation", decisions=("Nothing to do.",)
     )
 
 
@@ -116,7 +116,7 @@ class FakeFleetControl:
         if index == len(self._rolled):
             return None
         name = self._rolled[index]
-        return RolloutStep(name, f"{name}-next-life", index + 1, len(self._rolled))
+        return RolloutStep(name, f"{name}-next-incarnation", index + 1, len(self._rolled))
 
     async def _note(self, *command: str) -> None:
         if self.is_away:

@@ -52,7 +52,7 @@ class ScriptedWorker:
         network: NetworkConfig = NETWORK,
     ) -> None:
         self._script = script
-        self._ref = WorkerRef(name, f"{name}-life", ("tcp://127.0.0.1:1",), 16)
+        self._ref = WorkerRef(name, f"{name}-incarnation", ("tcp://127.0.0.1:1",), 16)
         self.role = role
         self.state = WorkerState.READY
         self.blocks = KVBlockCounts(999, 999, 0, 0)

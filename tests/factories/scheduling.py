@@ -23,7 +23,7 @@ from scheduler import Request, Scheduler
 from simulator.device import Computed
 from tests.factories.paged_memory import PagedMemory, kv_of
 
-PEER = WorkerRef("peer", "life-1", ("tcp://127.0.0.1:1",), 16)
+PEER = WorkerRef("peer", "incarnation-1", ("tcp://127.0.0.1:1",), 16)
 EOS = 2
 
 _ids = count()

@@ -12,7 +12,7 @@ def make_header(worker: str = "w0", **overrides: Any) -> TraceHeader:
     """A header with 100 tokens a step, 50 blocks of 16, and a trace that began at second 0."""
     values: dict[str, Any] = {
         "worker": worker,
-        "incarnation": "life",
+        "incarnation": "incarnation",
         "role": WorkerRole.DECODE,
         "began_unix_s": 0.0,
         "max_num_batched_tokens": 100,

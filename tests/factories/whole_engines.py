@@ -78,7 +78,7 @@ class WholeEngine:
                 "kv_transfer": {"peer_timeout_s": PATIENCE_S},
             }
         )
-        incarnation = f"{name}-life"
+        incarnation = f"{name}-incarnation"
         self.executor = compose_executor(
             config,
             num_ranks,

@@ -49,7 +49,7 @@ def test_a_kv_plane_is_reached_where_it_says(bind_host: str) -> None:
 @pytest.mark.parametrize("bind_host", BIND_HOSTS)
 def test_a_request_plane_is_reached_where_it_says(bind_host: str) -> None:
     server = RequestServer(
-        NetworkConfig(bind_host=bind_host), KEYS.request, "life-1", lambda: STATUS, SystemClock()
+        NetworkConfig(bind_host=bind_host), KEYS.request, "incarnation-1", lambda: STATUS, SystemClock()
     )
     server.start(RecordingSink())
     try:
@@ -58,7 +58,7 @@ def test_a_request_plane_is_reached_where_it_says(bind_host: str) -> None:
             gateway.setsockopt(zmq.LINGER, 0)
             secure_client(gateway, KEYS.request)
             connect(gateway, server.address)
-            gateway.send(TO_WORKER.encode(Hello("life-1", "g", 1, None, 0)))
+            gateway.send(TO_WORKER.encode(Hello("incarnation-1", "g", 1, None, 0)))
             assert gateway.poll(int(TIMEOUT_S * 1000))
             assert TO_GATEWAY.decode(gateway.recv()) == Heartbeat(STATUS, 1, 0)
     finally:

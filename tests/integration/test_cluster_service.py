@@ -82,7 +82,7 @@ async def test_every_node_is_shown_with_its_workers(folder: Path) -> None:
     assert dead["is_draining"]
     assert description["controller"] == {
         "state": "answering",
-        "incarnation": "c-life",
+        "incarnation": "c-incarnation",
         "failure": "",
         "decisions": ["Nothing to do."],
     }
@@ -162,9 +162,9 @@ async def test_orders_reach_the_controller(folder: Path) -> None:
         steps = [step async for step in under_test.client.rollout()]
     assert control.commands == [("set_role", "w0", "decode"), ("drain", "w3"), ("rollout",)]
     assert steps == [
-        RolloutStep("w0", "w0-next-life", 1, 3),
-        RolloutStep("w10", "w10-next-life", 2, 3),
-        RolloutStep("w2", "w2-next-life", 3, 3),
+        RolloutStep("w0", "w0-next-incarnation", 1, 3),
+        RolloutStep("w10", "w10-next-incarnation", 2, 3),
+        RolloutStep("w2", "w2-next-incarnation", 3, 3),
     ]
 
 

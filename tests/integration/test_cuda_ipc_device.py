@@ -195,14 +195,14 @@ class Connector:
             config,
             "127.0.0.1",
             None,
-            f"{name}-life",
+            f"{name}-incarnation",
             SystemClock(),
             DeviceBlocks(memory, BLOCK_NBYTES * block_size // 16),
             fingerprint,
             self._has_output.set,
         )
         self._connector.start()
-        self.ref = WorkerRef(name, f"{name}-life", (self._connector.kv_address,), block_size)
+        self.ref = WorkerRef(name, f"{name}-incarnation", (self._connector.kv_address,), block_size)
 
     def obey(self, metadata: KVConnectorMetadata) -> None:
         self._connector.send_commands(metadata)

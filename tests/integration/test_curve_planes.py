@@ -39,7 +39,7 @@ from worker.request_plane import RequestServer
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=60.0)  # silence is never the reason here
 STATUS = WorkerStatus(
-    WorkerRef("p0", "life-1", ("tcp://127.0.0.1:1",), 16),
+    WorkerRef("p0", "incarnation-1", ("tcp://127.0.0.1:1",), 16),
     WorkerRole.PREFILL,
     WorkerState.READY,
     KVBlockCounts(9, 9, 0, 0),
@@ -98,7 +98,7 @@ class NoSink:
 
 @contextmanager
 def request_server(keys: Keys) -> Iterator[RequestServer]:
-    server = RequestServer(NETWORK, keys, "life-1", lambda: STATUS, SystemClock())
+    server = RequestServer(NETWORK, keys, "incarnation-1", lambda: STATUS, SystemClock())
     server.start(NoSink())
     try:
         yield server
@@ -111,7 +111,7 @@ def kv_worker(keys: Keys) -> Iterator[KVConnectorWorker]:
     fingerprint = KVFingerprint(2, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
     pool = np.zeros((4, 4096), np.uint8)
     worker = KVConnectorWorker(
-        KVTransferConfig(), "127.0.0.1", keys, "life-1", SystemClock(), pool, fingerprint, lambda: None
+        KVTransferConfig(), "127.0.0.1", keys, "incarnation-1", SystemClock(), pool, fingerprint, lambda: None
     )
     worker.start()
     try:
@@ -140,10 +140,10 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("keys", REQUEST_STRANGERS.values(), ids=REQUEST_STRANGERS)
 def test_a_stranger_on_the_request_plane_is_ignored_and_counted(keys: Keys) -> None:
     with request_server(KEYS.request) as server, dealer(server.address, keys) as stranger:
-        stranger.send(TO_WORKER.encode(Hello("life-1", "g", 1, None, 0)))
+        stranger.send(TO_WORKER.encode(Hello("incarnation-1", "g", 1, None, 0)))
         until(lambda: server.num_denied > 0)
         with dealer(server.address, KEYS.request) as gateway:
-            gateway.send(TO_WORKER.encode(Hello("life-1", "g", 1, None, 0)))
+            gateway.send(TO_WORKER.encode(Hello("incarnation-1", "g", 1, None, 0)))
             assert gateway.poll(TIMEOUT_MS)
             assert TO_GATEWAY.decode(gateway.recv()) == Heartbeat(STATUS, 1, 0)
         assert not stranger.poll(150)
@@ -164,7 +164,7 @@ def test_a_stranger_on_the_kv_plane_is_ignored_and_counted(keys: Keys) -> None:
 
 def test_without_security_anybody_talks_on_either_plane() -> None:
     with request_server(None) as server, dealer(server.address, None) as gateway:
-        gateway.send(TO_WORKER.encode(Hello("life-1", "g", 1, None, 0)))
+        gateway.send(TO_WORKER.encode(Hello("incarnation-1", "g", 1, None, 0)))
         assert gateway.poll(TIMEOUT_MS)
         assert server.num_denied == 0
     with kv_worker(None) as worker, dealer(worker.kv_address, None) as peer:
@@ -283,8 +283,8 @@ def test_a_gateway_with_the_workers_secret_hears_it() -> None:
 
 
 def test_a_handshake_that_breaks_once_is_no_refusal() -> None:
-    """As when a worker dies in the middle of it, and another life takes its port."""
-    server = RequestServer(NETWORK, KEYS.request, "life-1", lambda: STATUS, SystemClock())
+    """As when a worker dies in the middle of it, and another incarnation takes its port."""
+    server = RequestServer(NETWORK, KEYS.request, "incarnation-1", lambda: STATUS, SystemClock())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 

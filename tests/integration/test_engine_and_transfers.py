@@ -24,7 +24,7 @@ from worker.role import Role
 
 NUM_BLOCKS, BLOCK_NBYTES = 101, 2 * 2 * 2 * 16 * 8 * 4
 FINGERPRINT = KVFingerprint(PROTOCOL_VERSION, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
-NOBODY = WorkerRef("nobody", "life-0", ("tcp://127.0.0.1:1",), 16)
+NOBODY = WorkerRef("nobody", "incarnation-0", ("tcp://127.0.0.1:1",), 16)
 """A worker that never answers."""
 LONG_S, SHORT_S, SLACK_S = 120.0, 0.5, 60.0
 TO_NOBODY = KVTransferParams(TransferRole.PRODUCER, "t", 0, NOBODY)
@@ -36,7 +36,7 @@ def running_worker(
     role: Role,
     patience_s: float,
     *,
-    incarnation: str = "life-1",
+    incarnation: str = "incarnation-1",
     load_timeout_s: float | None = None,
     runner: StepLauncher | None = None,
 ) -> Iterator[RunningLoop]:

@@ -48,7 +48,7 @@ def target(serve: ServeProcess) -> str:
 
 
 def until_whole(target: str, *, not_among: frozenset[str] = frozenset(), count: int = 3) -> dict[str, Any]:
-    """The workers by name, once all serve, none of them in a life of these."""
+    """The workers by name, once all serve, none of them one of these incarnations."""
     deadline = time.monotonic() + HEALING_TIMEOUT_S
     while time.monotonic() < deadline:
         workers = {worker["name"]: worker for worker in workers_of(target)}

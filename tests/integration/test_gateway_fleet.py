@@ -59,7 +59,7 @@ async def until(listener: Listener, state: WorkerState) -> None:
 
 
 def nowhere() -> WorkerEndpoint:
-    ref = WorkerRef("w0", "w0-life", ("tcp://127.0.0.1:1",), 16)
+    ref = WorkerRef("w0", "w0-incarnation", ("tcp://127.0.0.1:1",), 16)
     return WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:1", "here", 1)
 
 

@@ -136,14 +136,14 @@ def _transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def prefill() -> Iterator[Worker]:
-    worker = Worker("p0", "p-life-1")
+    worker = Worker("p0", "p-incarnation-1")
     yield worker
     worker.stop()
 
 
 @pytest.fixture
 def decode() -> Iterator[Worker]:
-    worker = Worker("d0", "d-life-1")
+    worker = Worker("d0", "d-incarnation-1")
     yield worker
     worker.stop()
 
@@ -193,7 +193,7 @@ def test_two_workers_hand_over_to_each_other_at_once(prefill: Worker, decode: Wo
 @pytest.mark.parametrize("bind_host", BIND_HOSTS)
 def test_workers_hand_over_wherever_they_listen(bind_host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "bind_host", bind_host)
-    prefill, decode = Worker("p0", "p-life-1"), Worker("d0", "d-life-1")
+    prefill, decode = Worker("p0", "p-incarnation-1"), Worker("d0", "d-incarnation-1")
     try:
         start(prefill, decode)
         prefill.command(after=(SendBlocks("r", 0, (1, 2)),))
@@ -213,7 +213,7 @@ def test_c43_unlike_workers_refuse_before_a_byte_moves_and_name_the_field(
     prefill: Worker, field: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Worker, "fingerprint", replace(FINGERPRINT, **{field: value}))
-    decode = Worker("d0", "d-life-1")
+    decode = Worker("d0", "d-incarnation-1")
     try:
         start(prefill, decode)
         prefill.command(after=(SendBlocks("r", 0, (1, 2)),))
@@ -290,7 +290,7 @@ def test_c42_a_prefill_worker_that_dies_is_noticed_by_heartbeat(prefill: Worker,
 
 
 def test_c39_a_decode_worker_that_dies_frees_the_lease(prefill: Worker) -> None:
-    decode = Worker("d0", "d-life-1")
+    decode = Worker("d0", "d-incarnation-1")
     start(prefill, decode)
     decode.stop()
     prefill.command(after=(SendBlocks("r", 0, (1, 2)),))
@@ -302,12 +302,12 @@ def test_c39_a_decode_worker_that_dies_frees_the_lease(prefill: Worker) -> None:
 def test_c44_another_incarnation_at_the_same_address_refuses_the_former_ones_transfers(
     decode: Worker,
 ) -> None:
-    first = Worker("p0", "p-life-1")
+    first = Worker("p0", "p-incarnation-1")
     to_prefill, to_decode = both_ends(first.ref, decode.ref)
     first.command(BeginSend("r", to_prefill, 40))
     address = first.ref.kv_addresses[0]
     first.stop()
-    second = rebound("p0", "p-life-2", address)
+    second = rebound("p0", "p-incarnation-2", address)
     decode.command(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
     failed = decode.until(lambda news: news.failed_recving)
     assert "restarted" in failed.reason
@@ -341,7 +341,7 @@ def test_garbage_on_the_kv_plane_is_counted_and_dropped(prefill: Worker, decode:
 
 def test_stopping_ends_the_thread_and_closes_the_port() -> None:
     earlier = {*threading.enumerate()}
-    worker = Worker("p0", "p-life-1")
+    worker = Worker("p0", "p-incarnation-1")
     [thread] = {*threading.enumerate()} - earlier
     worker.stop()
     assert not thread.is_alive()
@@ -350,7 +350,7 @@ def test_stopping_ends_the_thread_and_closes_the_port() -> None:
 def test_a_connector_that_was_never_started_closes_its_sockets_too() -> None:
     """A worker whose start fails stops its connector; it used to leave the sockets to the garbage collector."""
     earlier = sockets()
-    worker = Worker("p0", "p-life-1", is_started=False)
+    worker = Worker("p0", "p-incarnation-1", is_started=False)
     opened = sockets() - earlier
     assert opened
     worker.stop()
@@ -370,7 +370,7 @@ def sockets() -> set[str]:
 def test_stopping_leaves_no_thread_of_a_transport_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "MIN_BYTES_FOR_TWO", 1)  # so small a prompt is copied by two threads
     earlier = {*threading.enumerate()}
-    prefill, decode = Worker("p0", "p-life-1"), Worker("d0", "d-life-1")
+    prefill, decode = Worker("p0", "p-incarnation-1"), Worker("d0", "d-incarnation-1")
     start(prefill, decode)
     prefill.command(after=(SendBlocks("r", 0, (1, 2)),))
     prefill.command(FinishSend("r", 3, (3,), TOKEN))

@@ -71,8 +71,8 @@ async def test_json_is_one_object_and_progress_goes_elsewhere(folder: Path) -> N
     assert answers[0] == {"worker": "w0", "role": "decode"}
     assert answers[1] == {
         "workers": [
-            {"worker": "w0", "incarnation": "w0-next-life"},
-            {"worker": "w1", "incarnation": "w1-next-life"},
+            {"worker": "w0", "incarnation": "w0-next-incarnation"},
+            {"worker": "w1", "incarnation": "w1-next-incarnation"},
         ]
     }
     assert answers[2] == {"worker": "w0"}

@@ -34,7 +34,7 @@ class Worker:
             CONFIG,
             "127.0.0.1",
             None,
-            f"{name}-life",
+            f"{name}-incarnation",
             SystemClock(),
             memory.array.reshape(NUM_BLOCKS, BLOCK_BYTES),
             FINGERPRINT,
@@ -42,7 +42,7 @@ class Worker:
             memory=memory,
         )
         self.connector.start()
-        self.ref = WorkerRef(name, f"{name}-life", (self.connector.kv_address,), 16)
+        self.ref = WorkerRef(name, f"{name}-incarnation", (self.connector.kv_address,), 16)
 
     def obey(self, metadata: KVConnectorMetadata) -> None:
         self.connector.send_commands(metadata)

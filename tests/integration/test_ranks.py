@@ -96,7 +96,13 @@ def starting(
     values = {"engine": {"rank_timeout_s": 20.0}, **config}
     earlier = psutil.Process().children()
     others = RankProcesses(
-        BatonConfig.from_mapping(values), num_ranks, None, folder, "life", on_kv_output, module=FAKE_RANK
+        BatonConfig.from_mapping(values),
+        num_ranks,
+        None,
+        folder,
+        "incarnation",
+        on_kv_output,
+        module=FAKE_RANK,
     )
     children = [child for child in psutil.Process().children() if child not in earlier and is_rank(child)]
     try:

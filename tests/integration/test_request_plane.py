@@ -37,7 +37,7 @@ from worker.request_plane import RequestServer
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=2.0)
 STATUS = WorkerStatus(
-    WorkerRef("p0", "life-1", ("tcp://127.0.0.1:1",), 16),
+    WorkerRef("p0", "incarnation-1", ("tcp://127.0.0.1:1",), 16),
     WorkerRole.PREFILL,
     WorkerState.READY,
     KVBlockCounts(9, 9, 0, 0),
@@ -105,7 +105,7 @@ def sink() -> RecordingSink:
 
 @pytest.fixture
 def server(sink: RecordingSink) -> Iterator[RequestServer]:
-    server = RequestServer(NETWORK, KEYS.request, "life-1", lambda: STATUS, SystemClock())
+    server = RequestServer(NETWORK, KEYS.request, "incarnation-1", lambda: STATUS, SystemClock())
     server.start(sink)
     yield server
     server.stop()
@@ -120,14 +120,14 @@ def gateway(server: RequestServer) -> Iterator[GatewaySocket]:
 
 
 def test_a_hello_is_answered_and_heartbeats_follow(gateway: GatewaySocket) -> None:
-    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
     assert [gateway.receive(), gateway.receive()] == [Heartbeat(STATUS, 1, 0)] * 2
 
 
 def test_requests_and_aborts_reach_the_engine_with_their_client(
     gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
     gateway.send(SubmitRequest(REQUEST, 1))
     gateway.send(AbortRequests(("r",), 1))
     assert sink.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
@@ -135,7 +135,7 @@ def test_requests_and_aborts_reach_the_engine_with_their_client(
 
 
 def test_outputs_go_to_the_gateway_that_asked(server: RequestServer, gateway: GatewaySocket) -> None:
-    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
     gateway.receive()
     output = RequestOutput(request_id="r", first_position=0, token_ids=(7,))
     server.send(gateway.client_id, [output])
@@ -148,9 +148,9 @@ def test_c56_a_suspect_is_named_before_the_engine_has_it_and_another_gateways_is
     suspect = replace(REQUEST, is_suspect=True)
     with zmq.Context() as context:
         second = GatewaySocket(context, server.address, b"\x01second")
-        second.send(Hello("life-1", "g2", 1, None, 0))
+        second.send(Hello("incarnation-1", "g2", 1, None, 0))
         second.receive()
-        gateway.send(Hello("life-1", "g", 1, None, 0))
+        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
         gateway.send(SubmitRequest(suspect, 2))
         assert sink.received.get(timeout=60) == ("submit", gateway.client_id, suspect)
         second.wait_for_suspects("r")
@@ -163,13 +163,13 @@ def test_c56_a_suspect_is_named_before_the_engine_has_it_and_another_gateways_is
         second.socket.close()
 
 
-def test_c44_a_hello_meant_for_another_life_opens_nothing(
+def test_c44_a_hello_meant_for_another_incarnation_opens_nothing(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-0", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-0", "g", 1, None, 0))
     assert gateway.receive() == Heartbeat(STATUS, None, 0)  # from which the gateway learns who is there now
     gateway.send(SubmitRequest(REQUEST, None))
-    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
     gateway.send(AbortRequests(("r",), 1))
     assert sink.received.get(timeout=60) == ("abort", gateway.client_id, ("r",))
     assert server.num_bad_messages == 1
@@ -178,7 +178,7 @@ def test_c44_a_hello_meant_for_another_life_opens_nothing(
 def test_garbage_is_counted_and_the_next_message_is_served(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
     gateway.socket.send(b"\xc1 not msgpack")
     gateway.socket.send_multipart([b"two", b"frames"])
     gateway.send(SubmitRequest(REQUEST, 1))
@@ -189,7 +189,7 @@ def test_garbage_is_counted_and_the_next_message_is_served(
 def test_c42_a_silent_gateway_is_gone_and_its_requests_end(
     gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
     assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id)
 
 
@@ -205,11 +205,11 @@ class LeapingClock(SystemClock):
 
 def test_c42_a_gateway_is_not_silent_while_the_worker_stands_still(sink: RecordingSink) -> None:
     clock = LeapingClock()
-    server = RequestServer(NETWORK, KEYS.request, "life-1", lambda: STATUS, clock)
+    server = RequestServer(NETWORK, KEYS.request, "incarnation-1", lambda: STATUS, clock)
     server.start(sink)
     with zmq.Context() as context:
         gateway = GatewaySocket(context, server.address, b"\x01patient")
-        gateway.send(Hello("life-1", "g", 1, None, 0))
+        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
         assert gateway.receive() == Heartbeat(STATUS, 1, 0)
         clock.leapt_s += 100 * NETWORK.peer_timeout_s
         for _ in range(4):
@@ -223,16 +223,16 @@ def test_c42_a_gateway_is_not_silent_while_the_worker_stands_still(sink: Recordi
 def test_a_vanished_gateway_is_noticed_at_the_next_send(server: RequestServer, sink: RecordingSink) -> None:
     with zmq.Context() as context:
         gateway = GatewaySocket(context, server.address, b"\x02gone")
-        gateway.send(Hello("life-1", "g", 1, None, 0))
+        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
         gateway.receive()
         gateway.socket.close()
     assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id)
 
 
 def test_c42_a_gateway_whose_order_was_lost_starts_anew(gateway: GatewaySocket, sink: RecordingSink) -> None:
-    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
     gateway.send(SubmitRequest(REQUEST, 1))
-    gateway.send(Hello("life-1", "g", 1, 1, 2))  # the second command is the one that did not come
+    gateway.send(Hello("incarnation-1", "g", 1, 1, 2))  # the second command is the one that did not come
     gateway.send(AbortRequests(("r",), 1))  # said before the gateway could know
     gateway.send(SubmitRequest(REQUEST, 2))
     received = [sink.received.get(timeout=60) for _ in range(3)]
@@ -248,14 +248,14 @@ def test_c51_a_gateways_new_connection_ends_what_it_did_over_the_former_one(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
     """The former one is still open here, as a worker finds it that has not yet seen its end."""
-    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
     gateway.send(SubmitRequest(REQUEST, 1))
     assert sink.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
     with zmq.Context() as context:
         latest = GatewaySocket(context, server.address, b"\x01latest")
-        latest.send(Hello("life-1", "g", 2, None, 0))
+        latest.send(Hello("incarnation-1", "g", 2, None, 0))
         assert latest.receive() == Heartbeat(STATUS, 2, 0)
-        gateway.send(Hello("life-1", "g", 1, 1, 1))  # it was on its way
+        gateway.send(Hello("incarnation-1", "g", 1, 1, 1))  # it was on its way
         latest.send(SubmitRequest(REQUEST, 2))
         received = [sink.received.get(timeout=60) for _ in range(2)]
         assert received == [("abort_client", gateway.client_id), ("submit", latest.client_id, REQUEST)]
@@ -263,7 +263,7 @@ def test_c51_a_gateways_new_connection_ends_what_it_did_over_the_former_one(
 
 
 def test_heartbeats_count_the_outputs_before_them(server: RequestServer, gateway: GatewaySocket) -> None:
-    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
     gateway.receive()
     server.send(gateway.client_id, [RequestOutput(request_id="r", first_position=0, token_ids=(7,))])
     gateway.receive_outputs()
@@ -272,7 +272,7 @@ def test_heartbeats_count_the_outputs_before_them(server: RequestServer, gateway
 
 def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: RecordingSink) -> None:
     patient = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=30.0)
-    server = RequestServer(patient, KEYS.request, "life-1", lambda: STATUS, SystemClock())
+    server = RequestServer(patient, KEYS.request, "incarnation-1", lambda: STATUS, SystemClock())
     server.start(sink)
     outputs = [
         RequestOutput(request_id=f"r{number}", first_position=0, error="x" * (MAX_MESSAGE_BYTES // 2 - 99))
@@ -280,7 +280,7 @@ def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: Record
     ]
     with zmq.Context() as context:
         gateway = GatewaySocket(context, server.address, b"\x01gateway")
-        gateway.send(Hello("life-1", "g", 1, None, 0))
+        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
         gateway.receive()
         server.send(gateway.client_id, outputs)
         received = [gateway.receive_outputs() for _ in range(2)]
@@ -294,7 +294,7 @@ def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: Record
 def test_an_output_that_no_message_can_hold_ends_its_request_and_nothing_else(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
     gateway.receive()
     monster = RequestOutput(request_id="r", first_position=3, error="x" * MAX_MESSAGE_BYTES)
     server.send(gateway.client_id, [monster])
@@ -319,11 +319,11 @@ def test_a_plane_that_fails_ends_the_worker_and_says_so(sink: RecordingSink) -> 
             raise RuntimeError("no status")
         return STATUS
 
-    server = RequestServer(NETWORK, KEYS.request, "life-1", status, SystemClock())
+    server = RequestServer(NETWORK, KEYS.request, "incarnation-1", status, SystemClock())
     server.start(sink)
     with zmq.Context() as context:
         gateway = GatewaySocket(context, server.address, b"\x01gateway")
-        gateway.send(Hello("life-1", "g", 1, None, 0))
+        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
         gateway.receive()
         is_broken.set()
         server.beat()
@@ -342,11 +342,11 @@ def test_a_plane_that_fails_ends_the_worker_and_says_so(sink: RecordingSink) -> 
 
 def test_a_change_is_told_before_the_next_heartbeat_is_due(sink: RecordingSink) -> None:
     slow = NetworkConfig(heartbeat_interval_s=60.0, peer_timeout_s=120.0)
-    server = RequestServer(slow, KEYS.request, "life-1", lambda: STATUS, SystemClock())
+    server = RequestServer(slow, KEYS.request, "incarnation-1", lambda: STATUS, SystemClock())
     server.start(sink)
     with zmq.Context() as context:
         gateway = GatewaySocket(context, server.address, b"\x01gateway")
-        gateway.send(Hello("life-1", "g", 1, None, 0))
+        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
         gateway.receive()
         server.beat()
         assert gateway.receive() == Heartbeat(STATUS, 1, 0)
@@ -363,7 +363,7 @@ def test_a_gateway_of_another_version_is_answered_and_gets_no_session(
     assert f"it uses version 99 of the request plane, this worker {REQUEST_PLANE_VERSION}" in caplog.text
     assert (server.num_foreign_hellos, server.num_bad_messages) == (1, 0)
     gateway.send(SubmitRequest(REQUEST, None))
-    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
     gateway.receive()
     assert sink.received.empty()
 
@@ -379,7 +379,7 @@ def test_changes_of_the_prefix_cache_are_numbered_for_each_gateway(
             continue
         return message
 
-    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
     gateway.send(SubscribeKVEvents(1))
     us = (gateway.client_id,)
     assert sink.received.get(timeout=60) == ("subscribe", *us)
@@ -392,8 +392,8 @@ def test_changes_of_the_prefix_cache_are_numbered_for_each_gateway(
     assert [(next_events().number, len(next_events().stored)) for _ in range(1)] == [(0, 8)]
     server.send_kv_change(us, change(b"ijklmnop"))
     assert next_events() == KVEvents(2, False, b"", b"ijklmnop")
-    gateway.send(Hello("life-1", "g", 1, 1, 1))
-    gateway.send(Hello("life-1", "g", 1, 1, 7))  # some were lost: another session
+    gateway.send(Hello("incarnation-1", "g", 1, 1, 1))
+    gateway.send(Hello("incarnation-1", "g", 1, 1, 7))  # some were lost: another session
     assert sink.received.get(timeout=60) == ("abort_client", *us)
     server.send_kv_change(us, change(b"stale..."))
     server.send_kv_change(us, change(b"newnewne", is_anew=True))

@@ -86,7 +86,7 @@ class WorkerUnderTest:
     async def ask(self, request_id: str, *, max_tokens: int = 4, producer_of: str | None = None) -> None:
         transfer = None
         if producer_of is not None:
-            peer = WorkerRef("w9", "life", ("tcp://127.0.0.1:1",), 16)
+            peer = WorkerRef("w9", "incarnation", ("tcp://127.0.0.1:1",), 16)
             transfer = KVTransferParams(TransferRole.PRODUCER, producer_of, 0, peer)
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         self.client.submit(

@@ -52,7 +52,7 @@ async def serving_workers(client: GatewayClient) -> dict[str, dict[str, Any]]:
 
 
 async def renewed(client: GatewayClient, before: dict[str, dict[str, Any]], *names: str) -> None:
-    """Returns once all that were there before serve, these in another life and the others in the same."""
+    """Returns once all that were there before serve, these in another incarnation and the others in the same."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             now = await serving_workers(client)

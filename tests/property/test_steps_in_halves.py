@@ -21,7 +21,7 @@ from tests.factories.engine import (
 from tests.factories.scheduling import token_at
 from worker.core import MAX_FAILED_STEPS, EngineCore
 
-PEER = WorkerRef("p0", "life", ("tcp://127.0.0.1:1",), 16)
+PEER = WorkerRef("p0", "incarnation", ("tcp://127.0.0.1:1",), 16)
 
 
 class Breaks:

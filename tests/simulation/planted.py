@@ -96,7 +96,7 @@ def free_producers_blocks_at_the_end(original: Any, self: Any, request: Request,
 @planted(consumer_endpoint, "_pool_key")
 def ignore_incarnations(_original: Any, key: TransferKey, transport: str) -> PoolKey:
     """An open pool is taken for that of the worker that has the same name now."""
-    return key.producer.partition("-life")[0], key.producer_rank, transport
+    return key.producer.partition("-incarnation")[0], key.producer_rank, transport
 
 
 @planted(IncomingTransfer, "claim")

@@ -277,7 +277,7 @@ def test_every_step_is_traced_also_those_that_fail_with_another(
 
     header = TraceHeader(
         worker="d0",
-        incarnation="life",
+        incarnation="incarnation",
         role=WorkerRole.DECODE,
         began_unix_s=0.0,
         max_num_batched_tokens=1024,
@@ -294,7 +294,7 @@ def test_every_step_is_traced_also_those_that_fail_with_another(
     core.finish_requests(["aborted"], RequestStatus.FINISHED_ABORTED)
     run_until_idle(core)
     core.close()
-    steps = read_trace(tmp_path / "d0-life.jsonl").steps
+    steps = read_trace(tmp_path / "d0-incarnation.jsonl").steps
     ends = {request_id: reason for traced in steps for request_id, reason in traced.ended.items()}
     assert ends == {
         "failed": FinishReason.ERROR,

@@ -96,7 +96,7 @@ class Listener:
 async def test_c58_a_burst_of_outputs_leaves_turns_to_others_and_keeps_each_requests_order() -> None:
     loop = virtual_loop()
     context, listener = zmq.asyncio.Context(), Listener(loop)
-    ref = WorkerRef("w0", "w0-life", ("tcp://127.0.0.1:1",), 16)
+    ref = WorkerRef("w0", "w0-incarnation", ("tcp://127.0.0.1:1",), 16)
     endpoint = WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:1", "here", 1)
     turns = SharedTurns(loop.time, TURN_S)
     client = WorkerClient(endpoint, context, "cafe", 1, NETWORK, None, listener, Counter(), turns)

@@ -249,7 +249,7 @@ def test_a_pool_that_failed_and_is_out_of_reach_by_now_is_not_read() -> None:
     description = reader.describe()
     assert description is not None
     pools = RemotePools({SHARED_MEMORY: reader}, fabric.clock)
-    key = ("p0-life", 0, SHARED_MEMORY)
+    key = ("p0-incarnation", 0, SHARED_MEMORY)
     pools.open(key, description)
     reader.num_failures = 1
     pools.read(key, any_pieces(), make_runs((0, 0, 1)))

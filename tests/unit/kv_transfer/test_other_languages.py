@@ -27,7 +27,7 @@ from tests.factories.endpoints import FINGERPRINT, TOKEN, Fabric, Worker
 from tests.factories.hand_overs import begin, both_ends
 
 NUM_TOKENS = 64
-KEY = TransferKey("t", 0, "p0-life", "d0-life")
+KEY = TransferKey("t", 0, "p0-incarnation", "d0-incarnation")
 Alter = Callable[[str, bytes], bytes]
 
 

@@ -195,7 +195,7 @@ def mapped() -> set[int]:
 def test_shared_memory_of_the_dead_is_unmapped_at_once() -> None:
     memory = SharedMemory(4096)
     pools = RemotePools({SHARED_MEMORY: SharedMemoryReader(memory.array, memory)}, VirtualClock())
-    key, earlier = ("p0-life", 0, SHARED_MEMORY), mapped()  # other tests' mappings may go at any time
+    key, earlier = ("p0-incarnation", 0, SHARED_MEMORY), mapped()  # other tests' mappings may go at any time
     with Owner(SHARED_MEMORY, 4096, seed=1) as owner:
         pools.open(key, owner.description)
         [pool] = mapped() - earlier
@@ -219,7 +219,7 @@ def test_a_pool_that_waits_for_its_reads_is_opened_anew_and_not_read_on(mortals:
     """For another hand-over, by a description that is older than its process' end."""
     memory = SharedMemory(4096)
     pools = RemotePools({SHARED_MEMORY: SharedMemoryReader(memory.array, memory)}, VirtualClock())
-    key = ("p0-life", 0, SHARED_MEMORY)
+    key = ("p0-incarnation", 0, SHARED_MEMORY)
     with Owner(SHARED_MEMORY, 4096, seed=1) as owner:
         pools.open(key, owner.description)
         pools.read(key, any_pieces(), make_runs((0, 0, 1)))

@@ -188,7 +188,7 @@ def test_c43_workers_that_cannot_exchange_kv_say_so_and_hold_nothing(
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     prefill.compute(NUM_TOKENS)
-    stranger = WorkerRef("x0", "x-life", tuple(decode.ref.kv_addresses * num_ranks), block_size)
+    stranger = WorkerRef("x0", "x-incarnation", tuple(decode.ref.kv_addresses * num_ranks), block_size)
     decode.command(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", 0, stranger), NUM_TOKENS))
     decode.load(LoadBlocks("r", 0, (1, 2, 3, 4, 5)))
     (failed,) = decode.output().failed_recving

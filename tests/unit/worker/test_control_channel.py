@@ -38,7 +38,7 @@ from worker.control_calls import WorkerControl
 from worker.control_channel import CODEC, MAX_CALLS, MAX_LINE_BYTES, StdioControlClient, StdioControlServer
 
 STATUS = WorkerStatus(
-    WorkerRef("w0", "life", ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 16),
+    WorkerRef("w0", "incarnation", ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 16),
     WorkerRole.DECODE,
     WorkerState.DRAINING,
     KVBlockCounts(9, 5, 1, 2),

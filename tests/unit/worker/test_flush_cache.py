@@ -76,7 +76,7 @@ def test_c63_a_worker_in_use_keeps_its_cache_unless_forced_and_no_request_loses_
 
 def test_c63_blocks_that_a_reader_still_needs_survive_a_forced_flush() -> None:
     connector = FakeConnectorWorker()
-    peer = WorkerRef("w1", "life", ("tcp://127.0.0.1:1",), 16)
+    peer = WorkerRef("w1", "incarnation", ("tcp://127.0.0.1:1",), 16)
 
     def hand_over(request_id: str) -> int:
         """Tokens of the prompt that were found in the cache."""

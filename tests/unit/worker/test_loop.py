@@ -233,7 +233,7 @@ def test_c50_a_drain_ends_with_the_last_lease_and_joins_another_one() -> None:
 
 def hand_over(running: RunningLoop, request_id: str = "p") -> None:
     """The request ends, and somebody may read its blocks."""
-    peer = WorkerRef("w1", "life", ("tcp://127.0.0.1:1",), 16)
+    peer = WorkerRef("w1", "incarnation", ("tcp://127.0.0.1:1",), 16)
     transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, peer)
     running.loop.submit("gateway", make_engine_request(request_id, 40, kv_transfer=transfer))
     assert running.until_finished(request_id).finish_reason is FinishReason.HANDED_OVER

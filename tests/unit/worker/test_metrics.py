@@ -31,7 +31,7 @@ from worker.metrics_server import MAX_READERS, MetricsServer, Render
 from worker.step_counts import StepCounts
 
 STATUS = WorkerStatus(
-    WorkerRef("w0", "a-life", ("tcp://127.0.0.1:1",), 16),
+    WorkerRef("w0", "a-incarnation", ("tcp://127.0.0.1:1",), 16),
     WorkerRole.DECODE,
     WorkerState.READY,
     KVBlockCounts(total=100, free=60, leased=10, quarantined=5, host_total=8, host_used=3),
@@ -102,7 +102,9 @@ def test_a_worker_exports_its_state_and_its_counters() -> None:
     assert value(exported["baton_kv_peer_seconds"], phase="moving", transport="shared_memory") == 0.25
     assert value(exported["baton_worker_computed_tokens"], kind="prompt") == 100
     assert value(exported["baton_device_memory_bytes"], kind="free") == 20
-    assert value(exported["baton_worker_info"], incarnation="a-life", state="ready", block_size="16") == 1
+    assert (
+        value(exported["baton_worker_info"], incarnation="a-incarnation", state="ready", block_size="16") == 1
+    )
     sums = {
         s.labels["kind"]: s.value for s in exported["baton_step_seconds"].samples if s.name.endswith("_sum")
     }

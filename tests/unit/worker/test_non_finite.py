@@ -89,6 +89,6 @@ def test_c55_it_ends_after_a_change_of_role_that_had_begun() -> None:
 
 
 def submit_prefill(running: RunningLoop, request_id: str, num_tokens: int) -> None:
-    peer = WorkerRef("w1", "life", ("tcp://127.0.0.1:1",), 16)
+    peer = WorkerRef("w1", "incarnation", ("tcp://127.0.0.1:1",), 16)
     transfer = KVTransferParams(TransferRole.PRODUCER, request_id.replace(" ", "-"), 0, peer)
     running.loop.submit("gateway", make_engine_request(request_id, num_tokens, kv_transfer=transfer))

@@ -46,7 +46,7 @@ class TracedEngine:
         self.clock = VirtualClock(100.0)
         self.scheduler = scheduler
         self.writer = open_step_trace(str(folder), HEADER, self.clock, PLENTY)
-        self.path = folder / "d0-life.jsonl"
+        self.path = folder / "d0-incarnation.jsonl"
         self._runner = runner
         self._num_ahead = num_ahead
         self._under_way: deque[SchedulerOutput] = deque()
@@ -249,7 +249,7 @@ def test_closing_writes_what_is_under_way_and_the_last_word(tmp_path: Path) -> N
     writer.planned(make_plan(1), NOTHING)
     writer.close()
     writer.close()
-    trace = read_trace(tmp_path / "d0-life.jsonl")
+    trace = read_trace(tmp_path / "d0-incarnation.jsonl")
     assert trace.end is TraceEnd.CLOSED
     assert [(step.step, step.done_s) for step in trace.steps] == [(1, None)]
 
@@ -260,7 +260,7 @@ def test_a_file_never_outgrows_its_limit(tmp_path: Path, caplog: pytest.LogCaptu
         writer.planned(make_plan(number), NOTHING)
         writer.done(number, {}, {})
     writer.close()
-    path = tmp_path / "d0-life.jsonl"
+    path = tmp_path / "d0-incarnation.jsonl"
     assert 600 < path.stat().st_size <= 800
     trace = read_trace(path)
     assert trace.end is TraceEnd.FULL
@@ -307,12 +307,15 @@ def test_results_without_a_plan_are_ignored(tmp_path: Path) -> None:
     writer = open_step_trace(str(tmp_path), HEADER, VirtualClock(), PLENTY)
     writer.done(7, {}, {})
     writer.close()
-    assert read_trace(tmp_path / "d0-life.jsonl").steps == ()
+    assert read_trace(tmp_path / "d0-incarnation.jsonl").steps == ()
 
 
 @pytest.mark.parametrize(
     "occupy",
-    [lambda path: path.write_text("a file"), lambda path: (path / "d0-life.jsonl").mkdir(parents=True)],
+    [
+        lambda path: path.write_text("a file"),
+        lambda path: (path / "d0-incarnation.jsonl").mkdir(parents=True),
+    ],
 )
 def test_a_folder_that_cannot_be_written_is_a_config_error(
     tmp_path: Path, occupy: Callable[[Path], object]
@@ -352,7 +355,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_after_kill_nine_every_step_that_was_done_is_there(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=120, cwd=ROOT)
     assert done.returncode == -signal.SIGKILL
-    trace = read_trace(tmp_path / "d0-life.jsonl")
+    trace = read_trace(tmp_path / "d0-incarnation.jsonl")
     assert ([step.step for step in trace.steps], trace.end) == ([1, 2, 3], TraceEnd.OPEN)
 
 

@@ -50,7 +50,7 @@ def test_a_request_and_its_answer_cross_as_they_were() -> None:
     request = WaitView("c", 3, 5.0)
     call = read_call(write_call(CODEC.frame(7, 1.0, request)))
     assert (call.number, call.timeout_s, CODEC.request_in(call)) == (7, 1.0, request)
-    view = FleetView("c-life", 4, (), (("gone", "killed"),))
+    view = FleetView("c-incarnation", 4, (), (("gone", "killed"),))
     reply = read_reply(CODEC.answer(7, request, view))
     assert (reply.number, CODEC.value_in(reply, request)) == (7, view)
 

@@ -16,7 +16,7 @@ from baton.messages.request_plane import (
 
 
 @pytest.mark.parametrize("kind", ["Hello", "Heartbeat"])
-@pytest.mark.parametrize("rest", [[], ["life", None, 0], ["fields", "of", "the", "future"]])
+@pytest.mark.parametrize("rest", [[], ["incarnation", None, 0], ["fields", "of", "the", "future"]])
 def test_another_version_is_recognised_in_any_message(kind: str, rest: list[object]) -> None:
     frame = msgpack.packb([kind, REQUEST_PLANE_VERSION + 1, *rest])
     codec = TO_WORKER if kind == "Hello" else TO_GATEWAY
@@ -26,13 +26,13 @@ def test_another_version_is_recognised_in_any_message(kind: str, rest: list[obje
 
 
 def test_the_first_version_named_none() -> None:
-    assert foreign_version(msgpack.packb(["Hello", "life", None, 0])) == 1
+    assert foreign_version(msgpack.packb(["Hello", "incarnation", None, 0])) == 1
 
 
 @pytest.mark.parametrize(
     "frame",
     [
-        TO_WORKER.encode(Hello("life", "g", 1, None, 0)),
+        TO_WORKER.encode(Hello("incarnation", "g", 1, None, 0)),
         TO_WORKER.encode(AbortRequests((), 1)),
         msgpack.packb(["Hello", REQUEST_PLANE_VERSION, "damaged"]),
         msgpack.packb(["Hello"]),

@@ -13,7 +13,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, 
 GATEWAY, LATEST, OTHER = b"gateway", b"latest", b"other"
 REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams())
 STATUS = WorkerStatus(
-    WorkerRef("d0", "life", ("tcp://127.0.0.1:1",), 16),
+    WorkerRef("d0", "incarnation", ("tcp://127.0.0.1:1",), 16),
     WorkerRole.DECODE,
     WorkerState.READY,
     KVBlockCounts(9, 9, 0, 0),
@@ -26,7 +26,7 @@ class Line:
     """A gateway and a worker that have said hello to each other."""
 
     def __init__(self) -> None:
-        self.gateway, self.worker = GatewaySession("life", "g", 1), WorkerSessions("life")
+        self.gateway, self.worker = GatewaySession("incarnation", "g", 1), WorkerSessions("incarnation")
         assert self.greet() == (None, None)
 
     def greet(self, now: float = 0.0) -> tuple[str | None, str | None]:
@@ -101,7 +101,7 @@ def test_a_gateway_that_connects_anew_ends_the_session_of_its_former_connection(
     """The worker may not yet know that the former connection is closed, and would answer nobody."""
     line = Line()
     line.submit()
-    latest = GatewaySession("life", "g", 2)
+    latest = GatewaySession("incarnation", "g", 2)
     assert line.worker.on_hello(LATEST, latest.hello(), 0.0) == (GATEWAY, "the gateway has connected anew")
     assert line.worker.peers == [LATEST]
     assert not line.worker.count_outputs(GATEWAY)
@@ -113,14 +113,14 @@ def test_a_gateway_that_connects_anew_ends_the_session_of_its_former_connection(
 
 def test_a_hello_that_comes_after_its_connection_was_closed_changes_nothing() -> None:
     line = Line()
-    late, latest = line.gateway.hello(), GatewaySession("life", "g", 2)
+    late, latest = line.gateway.hello(), GatewaySession("incarnation", "g", 2)
     line.worker.on_hello(LATEST, latest.hello(), 0.0)
     assert line.worker.on_hello(GATEWAY, late, 0.0) is None
     assert line.worker.peers == [LATEST]
 
 
 def test_hellos_on_their_way_when_the_first_answer_comes_change_nothing() -> None:
-    worker, gateway = WorkerSessions("life"), GatewaySession("life", "g", 1)
+    worker, gateway = WorkerSessions("incarnation"), GatewaySession("incarnation", "g", 1)
     early = [gateway.hello() for _ in range(2)]
     assert [worker.on_hello(GATEWAY, hello, 0.0) for hello in early] == [None, None]
     assert gateway.note_heartbeat(worker.heartbeat(GATEWAY, STATUS)) is None
@@ -129,14 +129,14 @@ def test_hellos_on_their_way_when_the_first_answer_comes_change_nothing() -> Non
 
 def test_silence_is_each_gateways_own() -> None:
     line = Line()
-    line.worker.on_hello(OTHER, GatewaySession("life", "other", 1).hello(), 5.0)
+    line.worker.on_hello(OTHER, GatewaySession("incarnation", "other", 1).hello(), 5.0)
     assert line.worker.silent_for(3.0, now=6.0) == [GATEWAY]
     line.greet(now=6.0)
     assert line.worker.silent_for(3.0, now=6.0) == []
 
 
 def test_a_hello_for_another_incarnation_opens_no_session() -> None:
-    worker = WorkerSessions("life")
-    worker.on_hello(GATEWAY, GatewaySession("an older life", "g", 1).hello(), 0.0)
+    worker = WorkerSessions("incarnation")
+    worker.on_hello(GATEWAY, GatewaySession("an older incarnation", "g", 1).hello(), 0.0)
     assert worker.peers == []
     assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, None, 0)

@@ -123,7 +123,7 @@ class Controller:
 
 
 def view(version: int) -> FleetView:
-    return FleetView("life", version, ())
+    return FleetView("incarnation", version, ())
 
 
 async def test_many_readers_are_one_question() -> None:
@@ -134,13 +134,13 @@ async def test_many_readers_are_one_question() -> None:
     controller.says.put_nowait(view(1))
     assert await asyncio.gather(*readers) == [view(1)] * 5
     assert await cache.wait_view(WaitView("", -1, 10.0)) == view(1)
-    later = asyncio.create_task(cache.wait_view(WaitView("life", 1, 10.0)))
+    later = asyncio.create_task(cache.wait_view(WaitView("incarnation", 1, 10.0)))
     await asyncio.sleep(0)
     assert not later.done()
     controller.says.put_nowait(view(1))  # no news
     controller.says.put_nowait(view(2))
     assert await later == view(2)
-    assert controller.asked[:2] == [("", -1), ("life", 1)]
+    assert controller.asked[:2] == [("", -1), ("incarnation", 1)]
     running.cancel()
 
 
@@ -152,7 +152,7 @@ async def test_a_wait_without_a_change_returns_the_same_view() -> None:
         await cache.wait_view(WaitView("", -1, 0.01))
     controller.says.put_nowait(view(1))
     await cache.wait_view(WaitView("", -1, 10.0))
-    assert await cache.wait_view(WaitView("life", 1, 0.01)) == view(1)
+    assert await cache.wait_view(WaitView("incarnation", 1, 0.01)) == view(1)
     running.cancel()
 
 
@@ -166,7 +166,7 @@ async def test_a_controller_that_is_away_changes_nothing(monkeypatch: pytest.Mon
         controller.says.put_nowait(said)
     assert await cache.wait_view(WaitView("", -1, 10.0)) == view(1)
     controller.says.put_nowait(view(2))
-    assert await cache.wait_view(WaitView("life", 1, 10.0)) == view(2)
+    assert await cache.wait_view(WaitView("incarnation", 1, 10.0)) == view(2)
     running.cancel()
 
 
@@ -174,7 +174,7 @@ async def test_present_and_later_callers_get_the_end_of_a_fleet() -> None:
     controller = Controller()
     cache = ViewCache(controller)
     running = asyncio.create_task(cache.run())
-    waiting = asyncio.create_task(cache.wait_view(WaitView("life", 1, 10.0)))
+    waiting = asyncio.create_task(cache.wait_view(WaitView("incarnation", 1, 10.0)))
     controller.says.put_nowait(view(1))
     controller.says.put_nowait(FleetEnded("an orphan"))
     with pytest.raises(FleetEnded, match="an orphan"):

@@ -315,8 +315,8 @@ async def test_a_fleet_grows_and_shrinks_by_the_least_busy() -> None:
             "w4",
         }
         for name, running in (("w1", 3), ("w2", 1), ("w3", 2), ("w4", 5)):
-            life = tested.launcher.latest(name)
-            life.running, life.num_answers = running, 0
+            incarnation = tested.launcher.latest(name)
+            incarnation.running, incarnation.num_answers = running, 0
         for name in ("w1", "w2", "w3", "w4"):
             while tested.launcher.latest(name).num_answers < 2:  # so the first one was taken in
                 await asyncio.sleep(0.005)

@@ -114,7 +114,7 @@ async def test_a_worker_that_ray_places_on_a_node_that_drains_by_then_has_not_fa
 async def test_a_new_controller_learns_at_once_whether_a_worker_drains(
     monkeypatch: pytest.MonkeyPatch, state: WorkerState
 ) -> None:
-    ref = WorkerRef("w0", "life", ("tcp://127.0.0.1:3",), 16)
+    ref = WorkerRef("w0", "incarnation", ("tcp://127.0.0.1:3",), 16)
     actor = WorkerActor(BatonConfig(), "", Path("model"), D, "w0")
     monkeypatch.setattr(
         actor, "_endpoint", WorkerEndpoint(ref, D, "tcp://127.0.0.1:2", "a", 1), raising=False
@@ -142,7 +142,7 @@ async def test_a_new_controller_gives_back_the_room_of_workers_of_its_fleet_that
     serves, dead = Title("w0", 2, "f1ee7000"), Title("w1", 1, "f1ee7000")
     of_another_fleet = Title("w0", 1, "0a0a0a0a")
     endpoint = WorkerEndpoint(
-        WorkerRef("w0", "life", ("tcp://127.0.0.1:3",), 16), D, "tcp://127.0.0.1:2", "a", 1
+        WorkerRef("w0", "incarnation", ("tcp://127.0.0.1:3",), 16), D, "tcp://127.0.0.1:2", "a", 1
     )
     given_back: list[str] = []
 

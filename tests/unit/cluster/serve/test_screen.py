@@ -101,7 +101,7 @@ def test_what_a_stage_says_is_seen_on_a_terminal() -> None:
 def test_workers_are_named_with_their_part_of_the_machine(
     num_threads: int, cpus: tuple[int, ...], text: str
 ) -> None:
-    ref = WorkerRef("w0", "life", ("tcp://127.0.0.1:1",), 16)
+    ref = WorkerRef("w0", "incarnation", ("tcp://127.0.0.1:1",), 16)
     endpoint = WorkerEndpoint(ref, WorkerRole.DECODE, "", "here", 7, num_threads=num_threads, cpus=cpus)
     assert workers_text([endpoint]) == text
     kept = replace(endpoint, quantization="int8")

@@ -109,7 +109,7 @@ def test_a_request_that_no_worker_could_serve_fails_by_its_own_fault() -> None:
 def test_an_answer_speaks_for_the_workers_that_computed_part_of_it() -> None:
     def contributors(*from_prefill: RequestOutput, decode: RequestOutput | None) -> list[str]:
         attempt = make_attempt(decode_recomputes=True)
-        attempt.refs = {name: WorkerRef(name, f"{name}-life", ("tcp://here:1",), 16) for name in "pd"}
+        attempt.refs = {name: WorkerRef(name, f"{name}-incarnation", ("tcp://here:1",), 16) for name in "pd"}
         for output in from_prefill:
             attempt.on_output("p", output)
         if decode is not None:

@@ -55,7 +55,7 @@ def make_dispatcher(*workers: str, policy: LoadFailurePolicy = "retry") -> Dispa
 
 def status_of(name: str) -> WorkerStatus:
     role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
-    ref = WorkerRef(name, f"{name}-life", ("tcp://here:1",), 16)
+    ref = WorkerRef(name, f"{name}-incarnation", ("tcp://here:1",), 16)
     return WorkerStatus(ref, role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
 
 

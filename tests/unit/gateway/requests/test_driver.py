@@ -131,7 +131,7 @@ async def test_each_session_with_a_worker_gets_one_subscription_for_kv_events(
     driver = RequestDriver(GatewayConfig(), network, None, b"key", "retry", SystemClock())
     sent: list[SessionCommand] = []
     monkeypatch.setattr(WorkerClient, "_send_command", lambda _, command: sent.append(command))
-    ref = WorkerRef("d0", "d0-life", ("tcp://127.0.0.1:1",), 16)
+    ref = WorkerRef("d0", "d0-incarnation", ("tcp://127.0.0.1:1",), 16)
     counts = KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0)
     status = WorkerStatus(ref, WorkerRole.DECODE, WorkerState.READY, *counts, {})
     try:

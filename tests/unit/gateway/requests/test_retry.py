@@ -25,10 +25,10 @@ class Fleet:
         for name in names:
             self.on_heartbeat(name)
 
-    def on_heartbeat(self, name: str, life: int = 1, state: WorkerState = WorkerState.READY) -> None:
+    def on_heartbeat(self, name: str, incarnation: int = 1, state: WorkerState = WorkerState.READY) -> None:
         """Those whose name begins with p prefill."""
         role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
-        ref = WorkerRef(name, f"{name}-{life}", ("tcp://here:1",), 16)
+        ref = WorkerRef(name, f"{name}-{incarnation}", ("tcp://here:1",), 16)
         status = WorkerStatus(ref, role, state, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
         self.router.on_status(status)
 
@@ -121,9 +121,9 @@ def test_a_worker_that_failed_a_request_is_avoided_until_its_next_incarnation_or
     trip = Trip(fleet)
     trip.fail(Cause.FAILED, brings=1, worker="d0")
     assert {trip.begin().placement.decode for _ in range(6)} == {"d1", "d2"}
-    fleet.on_heartbeat("d0", life=2)
+    fleet.on_heartbeat("d0", incarnation=2)
     assert "d0" in {trip.begin().placement.decode for _ in range(6)}
-    fleet.on_heartbeat("d0", life=1)
+    fleet.on_heartbeat("d0", incarnation=1)
     fleet.lose("d1")
     fleet.lose("d2")
     assert trip.begin().placement.decode == "d0"

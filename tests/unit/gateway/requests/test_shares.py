@@ -71,7 +71,7 @@ class UnderTest:
             role = WorkerRole.PREFILL if name == "p" else WorkerRole.DECODE
             counts = RequestCounts(sum(name in self.workers[each] for each in self.placed), 0, 0)
             blocks = KVBlockCounts(self.blocks, free, 0, 0)
-            ref = WorkerRef(name, f"{name}-life", ("tcp://here:1",), BLOCK_SIZE)
+            ref = WorkerRef(name, f"{name}-incarnation", ("tcp://here:1",), BLOCK_SIZE)
             load = WorkerLoad(prefill_tokens_per_s=self.rate)
             self.handle(
                 WorkerReported(

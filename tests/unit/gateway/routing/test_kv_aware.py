@@ -222,12 +222,12 @@ def test_a_new_incarnation_and_a_lost_worker_have_no_blocks() -> None:
     router = pair_of()
     report_blocks(router, "p1", LONG, 1600)
     assert not router.lacks_kv_account("p1")
-    router.on_status(measured("p1", life="second"))
+    router.on_status(measured("p1", incarnation="second"))
     assert router.lacks_kv_account("p1")
     assert chosen(router)[0] == {"p0", "p1"}
     report_blocks(router, "p1", LONG, 1600)
     router.on_worker_lost("p1")
-    router.on_status(measured("p1", life="second"))
+    router.on_status(measured("p1", incarnation="second"))
     assert chosen(router)[0] == {"p0", "p1"}
 
 

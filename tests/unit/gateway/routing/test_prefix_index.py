@@ -54,10 +54,10 @@ def test_after_a_gap_only_a_new_account_counts() -> None:
 
 def test_a_departure_is_forgotten_at_once_and_its_place_is_reused() -> None:
     index = PrefixIndex()
-    for life in range(100):
+    for number in range(100):
         index.apply("w0", account(0, 1))
-        index.apply(f"guest{life}", account(0, 1, 2))
-        index.forget(f"guest{life}")
+        index.apply(f"guest{number}", account(0, 1, 2))
+        index.forget(f"guest{number}")
         assert index.lookup(KEYS) == {"w0": 2}
         index.check_integrity()
     assert len(index._names) <= 6

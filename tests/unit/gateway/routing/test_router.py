@@ -20,9 +20,13 @@ def status(
     name: str, running: int = 0, state: WorkerState = WorkerState.READY, **values: Any
 ) -> WorkerStatus:
     role = values.pop("role", WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE)
-    total, free, life = values.pop("total", 999), values.pop("free", 999), values.pop("life", "life")
+    total, free, incarnation = (
+        values.pop("total", 999),
+        values.pop("free", 999),
+        values.pop("incarnation", "incarnation"),
+    )
     counts = RequestCounts(running, values.pop("waiting", 0), values.pop("remote", 0))
-    ref = WorkerRef(name, f"{name}-{life}", ("tcp://127.0.0.1:1",), values.pop("block_size", 16))
+    ref = WorkerRef(name, f"{name}-{incarnation}", ("tcp://127.0.0.1:1",), values.pop("block_size", 16))
     return WorkerStatus(
         ref, role, state, KVBlockCounts(total, free, 0, 0), counts, {}, load=WorkerLoad(**values)
     )
