@@ -27,7 +27,7 @@ def explained(name: HubName) -> Iterator[None]:
     """Raises ModelError instead of an error of the Hub, the network or the disk."""
     try:
         yield
-    except (httpx2.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
+    except (httpx2.HTTPError, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise ModelError(_explanation(name, error)) from error
 
 
@@ -76,7 +76,7 @@ def _explanation(name: HubName, error: Exception) -> str:
             return (
                 f"model {str(name)!r} is no folder or file here, and no name of the Hub: {first_line(error)}"
             )
-        case ValueError() | KeyError() | TypeError():
+        case ValueError() | KeyError() | TypeError() | AssertionError():
             return (
                 f"{hub} did not answer as a Hub does ({first_line(error)}); check HF_ENDPOINT and the proxy"
             )
