@@ -95,7 +95,7 @@ class Controller:
         for replica in self._desired.replicas.values():
             self._supervise(replica, found.get(replica.name))
             if (serving := found.get(replica.name)) is not None:
-                self._resume(replica, serving)
+                self._continue_former(replica, serving)
         adopting = [self._supervisors[name] for name in found if name in self._supervisors]
         # The first view must have all adopted workers: gateways drop every worker that is not in a view.
         while not all(supervisor.was_adopted for supervisor in adopting):
@@ -303,7 +303,7 @@ class Controller:
             supervisor.run(found), name=f"supervise {desired.name}"
         )
 
-    def _resume(self, replica: DesiredReplica, found: Found) -> None:
+    def _continue_former(self, replica: DesiredReplica, found: Found) -> None:
         """Continues what a former controller began with a worker that serves.
 
         A change of role that has already failed is not tried again: `_note` then takes the desired role back.
