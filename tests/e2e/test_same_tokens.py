@@ -29,8 +29,8 @@ MAX_TURNS = 20
 ALONE_EVERY = 4
 """Every fourth of the prompts that are asked together is asked alone, too."""
 
-LENGTHS = [1, 17, 128, 129, 257]
-"""Around the ends of blocks and steps; the tiny models below cover the blocks left out here."""
+LENGTHS = [1, 17, 129]
+"""Beyond the ends of blocks and of a step. A real model takes long; the tiny ones below cover what is left out here."""
 Mode = Literal["disaggregated", "local"]
 MODES: tuple[Mode, ...] = ("disaggregated", "local")
 
@@ -129,7 +129,7 @@ def test_a_real_model_answers_as_transformers_does(smollm2: Path, prompts: list[
         async with local_cluster(make_config(), smollm2) as cluster:
             await check_same_tokens(cluster, prompts, expected)
             # Sampled: the seed decides, not the worker.
-            short = prompts[::4]
+            short = prompts[:2]
             sampled = [
                 await ask_all(
                     cluster, short, mode, f"sampled {mode}", 4, seed=11, temperature=0.9, top_p=0.95
@@ -137,7 +137,7 @@ def test_a_real_model_answers_as_transformers_does(smollm2: Path, prompts: list[
                 for mode in MODES
             ]
             assert sampled[0] == sampled[1]
-            assert sampled[0] != [expected[i] for i in range(0, len(prompts), 4)]
+            assert sampled[0] != expected[:2]
             await cluster.at_rest()
             num_disaggregated = len(prompts) + len(prompts[::ALONE_EVERY]) + len(short)
             assert (await cluster.counters("w1"))["kv_loads_received"] == num_disaggregated

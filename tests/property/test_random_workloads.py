@@ -34,10 +34,11 @@ from tests.property.workloads import (
     settings_for,
 )
 
-NUM_WORKLOADS = 20
-NUM_WORKLOADS_WITH_TRANSFERS = 25
-NUM_WORKLOADS_THAT_MOVE = 12
+NUM_WORKLOADS = 14
+NUM_WORKLOADS_WITH_TRANSFERS = 15
+NUM_WORKLOADS_THAT_MOVE = 8
 NUM_WORKLOADS_WITH_WINDOWS = 14
+NUM_WORKLOADS_WITH_BOTH = 9
 
 
 def test_every_mode_leads_to_the_same_tokens() -> None:
@@ -93,7 +94,7 @@ def test_with_transfers_that_fail_and_clients_that_leave_nothing_leaks(mode: Mod
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_with_transfers_and_windows_nothing_leaks(mode: Mode) -> None:
-    for seed in range(NUM_WORKLOADS_WITH_WINDOWS):
+    for seed in range(NUM_WORKLOADS_WITH_BOTH):
         run_with_transfers(seed, mode, GROUPS[seed % len(GROUPS)])
 
 

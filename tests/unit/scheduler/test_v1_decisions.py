@@ -26,6 +26,8 @@ from scheduler.speculation import Speculation
 from scheduler.step import StepPlan
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "v1_decisions"
+ENOUGH = 5
+"""Workloads that have to show a mistake; the others are not played."""
 
 
 @cache
@@ -107,7 +109,9 @@ def test_a_scheduler_that_mistakes_a_setting_is_found_out(name: str, change: Cal
             changed = replace(settings, **{name: change(getattr(settings, name))})
             got = decide(replace(workload, settings=changed))
             num_found += first_difference(expected, got) is not None
-    assert num_found >= 5
+        if num_found == ENOUGH:
+            return
+    raise AssertionError(f"only {num_found} workloads show it")
 
 
 def forget_to_step_back(original: Any, self: Speculation, request: Request, *counts: int) -> None:
@@ -146,7 +150,9 @@ def test_c61_a_scheduler_that_mistakes_drafts_is_found_out(
             num_found += first_difference(expected, decide(workload)) is not None
         except AssertionError:
             num_found += 1
-    assert num_found >= 3
+        if num_found == ENOUGH - 2:
+            return
+    raise AssertionError(f"only {num_found} workloads show it")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +173,9 @@ def test_a_scheduler_that_mistakes_windows_is_found_out(
         ):  # with these groups its longest request does not fit, which proves nothing
             got = decide(replace(workload, settings=change(workload.settings)))
             num_found += first_difference(expected, got) is not None
-    assert num_found >= 5, name
+        if num_found == ENOUGH:
+            return
+    raise AssertionError(f"only {num_found} workloads show {name}")
 
 
 def forget_the_window(_original: Any, _self: KVGroups, *_counts: int) -> int:
@@ -190,7 +198,9 @@ def test_a_scheduler_that_gives_back_the_wrong_blocks_is_found_out(
             num_found += first_difference(expected, decide(workload)) is not None
         except AssertionError:
             num_found += 1
-    assert num_found >= 5
+        if num_found == ENOUGH:
+            return
+    raise AssertionError(f"only {num_found} workloads show it")
 
 
 def test_a_planted_difference_is_shown_with_the_steps_before_it() -> None:
