@@ -44,7 +44,7 @@ serve: $(INSTALLED) ## Start the cluster and the gateway; CONFIG=file.yaml to co
 
 check: lint circles types protos-check ## Everything but tests, in a minute: lint, import circles, types, generated code
 
-unit: $(INSTALLED) ## tests/unit but its slow ones, in a minute
+unit: $(INSTALLED) ## tests/unit but its slow ones: a minute on four cores
 	$(PYTHON_IN_VENV) -m pytest -q -m "not slow and not gpu and not by_hand" --numprocesses auto tests/unit
 
 # The tests start hundreds of processes, which must not compile all of this again, whatever the environment says.

@@ -132,6 +132,7 @@ def test_without_stdout_the_output_is_discarded(arguments: str, tmp_path: Path) 
     assert (done.returncode, done.stderr) == (DONE, "")
 
 
+@pytest.mark.slow
 def test_the_default_target_is_where_serve_listens_by_default() -> None:
     options = build_parser().parse_args(["generate", "hello"])
     assert options.target == DEFAULT_TARGET == "127.0.0.1:50051"

@@ -106,6 +106,7 @@ def test_kv_is_float32_too_where_torch_would_have_to_widen_copies(
     assert choose_dtype(config(), tmp_path)[:2] == ("float32", "auto")
 
 
+@pytest.mark.slow
 def test_choosing_imports_no_torch() -> None:
     check = "import sys, engine.loading.dtype; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

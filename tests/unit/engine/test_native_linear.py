@@ -24,7 +24,9 @@ NEAR_OTHERS = ("avx512-vnni-bf16",)
 SETS = [
     MACHINES,
     *(
-        pytest.param(instructions, marks=pytest.mark.by_hand if instructions.name in NEAR_OTHERS else ())
+        pytest.param(
+            instructions, marks=pytest.mark.by_hand if instructions.name in NEAR_OTHERS else pytest.mark.slow
+        )
         for instructions in OTHERS
         if instructions.name != "avx512-vnni"
     ),

@@ -47,6 +47,7 @@ def test_any_damage_is_noticed(data: st.DataObject) -> None:
             decode(description)
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=600))
 def test_noise_is_no_description(noise: bytes) -> None:
     with pytest.raises(TransportError):

@@ -88,6 +88,7 @@ def _sort_of(word: str) -> str:
     return "decode" if word.endswith(":1") else "chunk"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -132,6 +133,7 @@ def drop_a_draft(original: Any, self: Speculation, request: Request, num_tokens:
         step.spec_token_ids[request.request_id] = drafts[:-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
@@ -187,6 +189,7 @@ def forget_a_row_too_early(original: Any, self: KVGroups, num_tokens: int, block
     return num_left + (num_left > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [forget_the_window, forget_a_row_too_early])
 def test_a_scheduler_that_gives_back_the_wrong_blocks_is_found_out(
     broken: Callable[..., int], monkeypatch: pytest.MonkeyPatch

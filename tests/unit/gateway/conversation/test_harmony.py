@@ -142,6 +142,7 @@ def test_the_part_follows_the_channel() -> None:
     assert seen == [AnswerPart.REASONING, text, AnswerPart.CALL, text, text]
 
 
+@pytest.mark.slow
 def test_300_answers_give_the_same_events_wherever_they_are_cut() -> None:
     rng = random.Random(4)
     pieces = [

@@ -120,6 +120,7 @@ def test_60_answers_give_the_same_events_wherever_they_are_cut(family: str) -> N
             assert merged_events(answer_format, [answer[:cut], answer[cut:]]) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
 def test_hostile_text_costs_time_in_proportion(family: str, number: int) -> None:

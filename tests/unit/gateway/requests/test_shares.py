@@ -159,6 +159,7 @@ def test_c57_a_caller_alone_may_hold_everything_and_gives_some_back_as_soon_as_a
     assert under_test.held("b") == 7, "and as much as 1/8 of what b might hold stays free"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_callers", [2, 4, 8])
 def test_c57_callers_that_want_everything_get_equal_shares_and_leave_room_for_the_next(
     num_callers: int,

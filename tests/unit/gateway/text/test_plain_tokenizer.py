@@ -143,6 +143,7 @@ def test_its_files_are_the_folders_own(tmp_path: Path) -> None:
     assert Tokenizer(folder).files() == {name: (folder / name).read_bytes() for name in names}
 
 
+@pytest.mark.slow
 def test_no_class_of_transformers_is_imported_for_it(tmp_path: Path) -> None:
     """They take 80 % of the time."""
     code = (
