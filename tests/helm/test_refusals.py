@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 
+from baton.fleet import MAX_DRAIN_NODE_S
 from engine.loading.pretrained import PRETRAINED
 from tests.factories.chart import Object, containers, needs_helm, refusal, render
 
@@ -38,6 +39,13 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     "hand-overs from no worker": (
         {"config": {"gateway": {"require_disaggregated": True}}, "prefill": {"replicas": 0}},
         ["config.gateway.require_disaggregated: without prefill workers every request fails"],
+    ),
+    "a drain that the command would refuse": (
+        {"drain": {"timeoutSeconds": int(MAX_DRAIN_NODE_S) - 29}},
+        [
+            "drain: timeoutSeconds (3571), twice leaseSeconds (10)",
+            f"are 3601; `baton drain` takes at most {MAX_DRAIN_NODE_S:.0f}",
+        ],
     ),
     "two stores of responses": (
         {

@@ -190,6 +190,12 @@
 
 {{/* The same of pods: ports, labels, variables and budgets. */}}
 {{- define "baton.checkPods" -}}
+{{- with .Values.drain -}}
+{{- $seconds := include "baton.drainSeconds" $ | int -}}
+{{- if gt $seconds 3600 -}}
+{{- fail (printf "drain: timeoutSeconds (%v), twice leaseSeconds (%v) and unresponsiveSeconds (%v) are %d; `baton drain` takes at most 3600" .timeoutSeconds .leaseSeconds .unresponsiveSeconds $seconds) -}}
+{{- end -}}
+{{- end -}}
 {{- include "baton.checkPort" (dict "value" "metrics.port" "port" .Values.metrics.port "taken" (list 6380 8080 52365)) -}}
 {{- include "baton.checkPort" (dict "value" "controller.port" "port" .Values.controller.port "taken" (list 6379 8080 8265 10001 44217 52365)) -}}
 
