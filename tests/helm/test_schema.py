@@ -72,6 +72,10 @@ WRONG: dict[str, tuple[Object, list[str]]] = {
         {"security": {"tls": {"serverName": "https://llm.example.com"}}},
         ["/security/tls/serverName", "'https://llm.example.com' does not match"],
     ),
+    "a certificate for more days than Go can count": (
+        {"security": {"tls": {"validDays": 106752}}},
+        ["/security/tls/validDays", "got 106,752, want 36,500"],
+    ),
     "a key instead of its hash": (
         {"security": {"apiKeys": {"keys": [{"name": "alice", "key": "sk-1"}]}}},
         ["/security/apiKeys/keys/0", "'key' not allowed"],
