@@ -38,7 +38,14 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "hand-overs from no worker": (
         {"config": {"gateway": {"require_disaggregated": True}}, "prefill": {"replicas": 0}},
-        ["config.gateway.require_disaggregated: without prefill workers every request fails"],
+        ["config.gateway.require_disaggregated: without prefill workers", "raise prefill.replicas (0)"],
+    ),
+    "hand-overs from workers that may all go": (
+        {
+            "config": {"gateway": {"require_disaggregated": True}},
+            "autoscaling": {"workers": {"enabled": True, "minPrefill": 0}},
+        },
+        ["config.gateway.require_disaggregated", "raise autoscaling.workers.minPrefill (0)"],
     ),
     "a drain that the command would refuse": (
         {"drain": {"timeoutSeconds": int(MAX_DRAIN_NODE_S) - 29}},

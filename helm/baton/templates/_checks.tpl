@@ -7,8 +7,8 @@
 {{- if and (mod $p $d) (mod $d $p) -}}
 {{- fail (printf "prefill.tensorParallel (%d) and decode.tensorParallel (%d): one must be a multiple of the other, or workers cannot hand KV over" $p $d) -}}
 {{- end -}}
-{{- if and ($v.config.gateway).require_disaggregated (not (or $v.prefill.replicas $v.autoscaling.workers.enabled)) -}}
-{{- fail "config.gateway.require_disaggregated: without prefill workers every request fails; raise prefill.replicas (0)" -}}
+{{- if and ($v.config.gateway).require_disaggregated (eq (include "baton.leastReplicas" (dict "root" . "role" "prefill")) "0") -}}
+{{- fail (printf "config.gateway.require_disaggregated: without prefill workers every request fails; raise %s (0)" ($v.autoscaling.workers.enabled | ternary "autoscaling.workers.minPrefill" "prefill.replicas")) -}}
 {{- end -}}
 
 {{- with $v.autoscaling.gateway -}}
