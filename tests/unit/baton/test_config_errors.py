@@ -46,6 +46,14 @@ def test_hand_overs_need_a_prefill_worker(sections: dict[str, object], complaint
         BatonConfig.from_mapping(values)
 
 
+def test_the_gateways_two_ports_differ() -> None:
+    with pytest.raises(
+        ConfigError, match="gateway: grpc_port and http_port are both 8000; choose another port"
+    ):
+        BatonConfig.from_mapping({"gateway": {"grpc_port": 8000}})
+    BatonConfig.from_mapping({"gateway": {"grpc_port": 0, "http_port": 0}})
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
