@@ -175,6 +175,21 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         },
         ["metrics.serviceMonitor", "security.metricsKey.existingSecret"],
     ),
+    "a key of Prometheus that gateways refuse": (
+        {
+            "security": {
+                "metricsKey": {"existingSecret": "mine"},
+                "apiKeys": {"adminSha256": "a" * 64, "keys": [{"name": "a", "sha256": "b" * 64}]},
+            }
+        },
+        [
+            "security.metricsKey.existingSecret (mine): no entry of security.apiKeys.keys has the scope observe"
+        ],
+    ),
+    "a key of helm test that gateways refuse": (
+        {"security": {"testKey": {"existingSecret": "mine"}}},
+        ["security.testKey.existingSecret (mine): no entry of security.apiKeys.keys has the scope generate"],
+    ),
     "the administrator's key itself": (
         {"security": {"apiKeys": {"adminSha256": "baton-key"}}},
         ["/security/apiKeys/adminSha256"],

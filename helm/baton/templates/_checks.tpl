@@ -82,7 +82,8 @@
 {{- end -}}
 {{- end -}}
 {{- include "baton.checkApiKeys" $v.security -}}
-{{- if and $v.metrics.serviceMonitor.enabled (not (include "baton.keyName" (dict "root" . "owner" "metrics"))) -}}
+{{- include "baton.checkOwnKeys" . -}}
+{{- if and (include "baton.metricsNeedKey" .) $v.metrics.serviceMonitor.enabled (not (include "baton.keyName" (dict "root" . "owner" "metrics"))) -}}
 {{- fail "metrics.serviceMonitor: with security.apiKeys.existingSecret, name a Secret with Prometheus' key in security.metricsKey.existingSecret" -}}
 {{- end -}}
 
@@ -185,6 +186,21 @@
 {{- end -}}
 {{- $_ := set $owners .sha256 .name -}}
 {{- $_ := set $grants .name $granted -}}
+{{- end -}}
+{{- end }}
+
+{{/* A key of one's own, which gateways admit by an entry of one's own. The administrator's key is never in the cluster. */}}
+{{- define "baton.checkOwnKeys" -}}
+{{- $isNeeded := dict "metrics" (include "baton.metricsNeedKey" .) "test" "yes" -}}
+{{- range $owner, $scopes := dict "metrics" (list "observe" "administer") "test" (list "generate") -}}
+{{- $isAdmitted := or $.Values.security.apiKeys.existingSecret (not (get $isNeeded $owner)) -}}
+{{- range $.Values.security.apiKeys.keys -}}
+{{- range .scopes | default (list "generate") -}}{{- if has . $scopes -}}{{- $isAdmitted = true -}}{{- end -}}{{- end -}}
+{{- end -}}
+{{- $own := (index $.Values.security (printf "%sKey" $owner)).existingSecret -}}
+{{- if and $own (not $isAdmitted) -}}
+{{- fail (printf "security.%sKey.existingSecret (%s): no entry of security.apiKeys.keys has the scope %s, so gateways would refuse its key; add the entry, as `baton key` prints it" $owner $own (first $scopes)) -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 

@@ -67,6 +67,11 @@ chart can only make a key whose hash it gives to gateways. */}}
 {{- end -}}
 {{- end }}
 
+{{/* Whether Prometheus needs a key at gateways. */}}
+{{- define "baton.metricsNeedKey" -}}
+{{- if dig "metrics_need_key" true (.Values.config.gateway | default dict) -}}yes{{- end -}}
+{{- end }}
+
 {{- define "baton.tlsName" -}}
 {{ .Values.security.tls.existingSecret | default (printf "%s-tls" (include "baton.fullname" .)) }}
 {{- end }}
