@@ -377,7 +377,7 @@ def test_there_is_no_refusal_without_a_reason() -> None:
     as_limited = {"resources": {"requests": {"memory": 34359738368}}}
     below = {"resources": {"requests": {"cpu": "1500m"}, "limits": {"cpu": 2}}}
     render({"prefill": {"resources": None}, "decode": as_limited, "gateway": below})
-    render({"security": {"apiKeys": {"keys": None}}, "gateway": {"responseStore": None}})
+    render({"security": {"apiKeys": {"keys": None}}, "gateway": {"responseStore": None, "podLabels": None}})
     for_redis = {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "600"}
     render({"decode": {"extraEnv": [for_redis]}})
     two = [{"name": "admin", "sha256": digit * 64, "scopes": ["administer"]} for digit in "bc"]

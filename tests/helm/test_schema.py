@@ -12,6 +12,15 @@ WRONG: dict[str, tuple[Object, list[str]]] = {
     # What a schema says: where, what it got, what it wants.
     "unknown key": ({"replicaCount": 2}, ["'replicaCount' not allowed"]),
     "unknown key below": ({"prefill": {"replica": 2}}, ["at '/prefill'", "'replica' not allowed"]),
+    "a section whose keys are all comments": (
+        {"serviceAccounts": None},
+        ["missing property 'serviceAccounts'"],
+    ),
+    "a section below": ({"metrics": {"podMonitor": None}}, ["at '/metrics': missing property 'podMonitor'"]),
+    "a key without its number": (
+        {"gateway": {"preStopSleepSeconds": None}},
+        ["at '/gateway': missing property 'preStopSleepSeconds'"],
+    ),
     "negative replicas": ({"prefill": {"replicas": -1}}, ["at '/prefill/replicas'", "got -1, want 0"]),
     "no decode workers": ({"decode": {"replicas": 0}}, ["at '/decode/replicas'", "got 0, want 1"]),
     "replicas in words": (

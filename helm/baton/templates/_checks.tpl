@@ -219,7 +219,7 @@
 {{- range include "baton.env" . | fromYamlArray -}}{{- $ownEnv = append $ownEnv .name -}}{{- end -}}
 {{- range $component := list "gateway" "rayHead" "prefill" "decode" -}}
 {{- $part := index $.Values $component -}}
-{{- range $label := keys $part.podLabels | sortAlpha -}}
+{{- range $label := keys ($part.podLabels | default dict) | sortAlpha -}}
 {{- if regexMatch "^(app\\.kubernetes\\.io/(name|instance|component)$|ray\\.io/)" $label -}}
 {{- fail (printf "%s.podLabels: by %s Services and policies find their pods; choose another name" $component $label) -}}
 {{- end -}}
