@@ -6,11 +6,13 @@ import pytest
 
 from baton.fleet import MAX_DRAIN_NODE_S
 from engine.loading.pretrained import PRETRAINED
-from tests.factories.chart import Object, containers, needs_helm, refusal, render
+from tests.factories.chart import Object, needs_helm, refusal, render
 
 pytestmark = needs_helm
 
 DIGEST = "sha256:" + "a" * 64
+
+PUBLIC: Object = {"mode": "certManager", "issuerRef": {"name": "a"}, "internalNames": False}
 
 CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     "a key that the chart sets": (
@@ -128,8 +130,12 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         ["security.tls.hasAuthority: false with mode existingSecret needs security.tls.serverName"],
     ),
     "a certificate without names": (
-        {"security": {"tls": {"mode": "certManager", "issuerRef": {"name": "a"}, "internalNames": False}}},
+        {"security": {"tls": PUBLIC}},
         ["security.tls.internalNames: false needs security.tls.mode certManager", "and extraNames"],
+    ),
+    "a wildcard as the name to verify": (
+        {"security": {"tls": PUBLIC | {"extraNames": ["*.a.com"]}}},
+        ["security.tls.extraNames: the first name (*.a.com) is a wildcard", "set security.tls.serverName"],
     ),
     "a name that is not in the certificate": (
         {"security": {"tls": {"serverName": "llm.example.com", "extraNames": ["*.example.org"]}}},
@@ -337,31 +343,6 @@ def test_contradictions_are_refused_by_name(case: str) -> None:
     values, expected = CONTRADICTIONS[case]
     said = refusal(values)
     assert [words for words in expected if words not in said] == []
-
-
-PARTS = {"gateway": "gateway", "head": "rayHead", "prefill": "prefill", "decode": "decode"}
-
-
-OF_HUB: Object = {
-    "model": {
-        "path": "acme/tiny",
-        "existingClaim": "mine",
-        "hub": {"endpoint": "https://hub.example.com", "tokenSecret": {"name": "mine"}},
-    }
-}
-
-
-def test_no_variable_that_the_chart_sets_is_set_twice() -> None:
-    own = {
-        variable["name"]: PARTS[component]
-        for component, pod in render(OF_HUB).pods().items()
-        for container in containers(pod).values()
-        for variable in container.get("env", [])
-    }
-    assert {"RAY_AUTH_TOKEN", "POD_IP", "BATON_CLUSTER_SECRET", "HF_TOKEN"} <= set(own)
-    for name, part in own.items():
-        said = refusal(OF_HUB | {part: {"extraEnv": [{"name": name, "value": "mine"}]}})
-        assert f"{part}.extraEnv: the chart sets {name} by itself; take it out" in said
 
 
 @pytest.mark.parametrize("name", PRETRAINED)

@@ -176,6 +176,8 @@ def test_a_public_issuer_is_asked_for_no_name_that_it_refuses() -> None:
     names = render(merged(PUBLIC, {"security": {"tls": internal}})).one("Certificate")["spec"]
     assert {"localhost", "demo-baton-http", "llm.example.com"} <= set(names["dnsNames"])
     assert names["ipAddresses"] == ["10.0.0.5"]
+    address = render(merged(PUBLIC, {"security": {"tls": {"extraNames": ["10.0.0.5"]}}}))
+    assert "dnsNames" not in address.one("Certificate")["spec"]
 
 
 def test_without_a_private_ca_its_certificate_is_not_requested() -> None:

@@ -63,6 +63,9 @@
 {{- if and (not .internalNames) (or (ne .mode "certManager") (not .extraNames)) -}}
 {{- fail (printf "security.tls.internalNames: false needs security.tls.mode certManager, not %s, and extraNames, which are all there is then" .mode) -}}
 {{- end -}}
+{{- if hasPrefix "*" (include "baton.serverName" $) -}}
+{{- fail (printf "security.tls.extraNames: the first name (%s) is a wildcard, which nothing can connect to; set security.tls.serverName to a name that it covers" (first .extraNames)) -}}
+{{- end -}}
 {{- $names := eq .mode "none" | ternary list (include "baton.doorNames" $ | fromJsonArray) -}}
 {{- $wildcard := regexReplaceAll "^[^.]*" .serverName "*" -}}
 {{- if and .serverName (ne .mode "existingSecret") (not (has .serverName $names)) (not (has $wildcard $names)) -}}
