@@ -267,6 +267,14 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         {"gateway": {"podLabels": {"app.kubernetes.io/component": "frontend"}}},
         ["gateway.podLabels: by app.kubernetes.io/component Services and policies find their pods"],
     ),
+    "an annotation of the chart": (
+        {"rayHead": {"podAnnotations": {"checksum/fleet-config": "1"}}},
+        ["rayHead.podAnnotations: the chart sets checksum/fleet-config by itself; take it out"],
+    ),
+    "a label of the chart": (
+        {"metrics": {"podMonitor": {"labels": {"app.kubernetes.io/name": "mine"}}}},
+        ["metrics.podMonitor.labels: the chart sets app.kubernetes.io/name by itself; take it out"],
+    ),
     "a label of KubeRay": (
         {"decode": {"podLabels": {"ray.io/node-type": "head"}}},
         ["decode.podLabels: by ray.io/node-type"],

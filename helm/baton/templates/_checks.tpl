@@ -227,9 +227,22 @@
 {{- fail (printf "%s.podLabels: by %s Services and policies find their pods; choose another name" $component $label) -}}
 {{- end -}}
 {{- end -}}
+{{- range $annotation := keys ($part.podAnnotations | default dict) | sortAlpha -}}
+{{- if regexMatch "^checksum/(fleet|gateway)-config$" $annotation -}}
+{{- fail (printf "%s.podAnnotations: the chart sets %s by itself; take it out" $component $annotation) -}}
+{{- end -}}
+{{- end -}}
 {{- range $part.extraEnv -}}
 {{- if or (has .name $ownEnv) (and (eq $component "rayHead") (has .name (list "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_gcs_rpc_server_reconnect_timeout_s"))) (regexMatch "^(POD_IP|TRITON_CACHE_DIR|RAY_AUTH_.*|RAY_health_check_.*)$" .name) -}}
 {{- fail (printf "%s.extraEnv: the chart sets %s by itself; take it out" $component .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- range $object, $part := omit .Values.metrics "port" -}}
+{{- range $label := keys ($part.labels | default dict) | sortAlpha -}}
+{{- if regexMatch "^(app\\.kubernetes\\.io/(name|instance|component|part-of|version|managed-by)|helm\\.sh/chart)$" $label -}}
+{{- fail (printf "metrics.%s.labels: the chart sets %s by itself; take it out" $object $label) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
