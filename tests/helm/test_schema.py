@@ -119,6 +119,10 @@ WRONG: dict[str, tuple[Object, list[str]]] = {
         },
         ["/model/download/files/0/name", "'../a' does not match"],
     ),
+    "a URL with a blank": (
+        {"model": {"download": {"files": [{"url": "https://example.com/a b", "sha256": "a" * 64}]}}},
+        ["/model/download/files/0/url", "'https://example.com/a b' does not match"],
+    ),
     "more than all CPU": (
         {"autoscaling": {"gateway": {"targetCPUUtilizationPercentage": 150}}},
         ["targetCPUUtilizationPercentage", "got 150, want 100"],
