@@ -222,22 +222,21 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "two volumes in one place": (
         {"model": {"existingClaim": "mine", "mountPath": "/tmp", "path": "/tmp/mine"}},
-        ["model.mountPath (/tmp): pods have another volume there; choose another folder, such as /models"],
+        ["model.mountPath (/tmp): pods have another volume at /tmp; choose another folder, such as /models"],
+    ),
+    "a volume around another one": (
+        {"model": {"existingClaim": "mine", "mountPath": "/home", "path": "/home/mine"}},
+        ["model.mountPath (/home): pods have another volume at /home/baton"],
+    ),
+    "a volume in one that is read-only": (
+        {"model": {"existingClaim": "mine", "mountPath": "/etc/baton/m", "path": "/etc/baton/m/mine"}},
+        ["model.mountPath (/etc/baton/m): pods have another volume at"],
     ),
     "a model that is nowhere": (
         {"model": {"path": "/models/mine"}},
         ["model.path (/models/mine) is nowhere: set model.existingClaim", "or model.inImage: true"],
     ),
     "a model by a name that nobody knows": ({"model": {"path": "llama"}}, ["model.path (llama) is nowhere"]),
-    "a model of the Hub that is downloaded twice": (
-        {
-            "model": {
-                "path": "acme/tiny",
-                "download": {"files": [{"url": "https://a.b/c", "sha256": "a" * 64}]},
-            }
-        },
-        ["model.path (acme/tiny) is a model of the Hub", "remove model.download.files"],
-    ),
     "a token for no model of the Hub": (
         {"model": {"hub": {"tokenSecret": {"name": "mine"}}}},
         ["model.hub is for a model of the Hub, ORG/NAME; model.path is smollm2"],
@@ -287,6 +286,14 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         {"prefill": {"resources": {"requests": {"memory": "0.05Ti"}}}},
         ["prefill.resources.requests.memory (0.05Ti) is above its limit (32Gi); raise both"],
     ),
+    "memory without a unit": (
+        {"decode": {"resources": {"limits": {"memory": 32}}}},
+        ["decode.resources.limits.memory (32) is less than 64Mi"],
+    ),
+    "more shared memory than memory": (
+        {"decode": {"shmSize": "33Gi"}},
+        ["decode.shmSize (33Gi) counts as memory", "above decode.resources.limits.memory (32Gi)"],
+    ),
     "a share of no CPU": (
         {
             "autoscaling": {"gateway": {"enabled": True}},
@@ -319,29 +326,6 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     "rules for a policy that there is not": (
         {"networkPolicy": {"egress": {"rules": [{"ports": [{"port": 443}]}]}}},
         ["networkPolicy.egress.rules need networkPolicy.egress.enabled: true"],
-    ),
-    "two downloads of one name": (
-        {
-            "model": {
-                "path": "/models/mine",
-                "download": {
-                    "files": [
-                        {"url": "https://a.b/config.json?download=true", "sha256": "a" * 64},
-                        {"url": "https://a.b/c", "name": "config.json", "sha256": "b" * 64},
-                    ]
-                },
-            }
-        },
-        ['model.download.files: https://a.b/c: another file is named "config.json", too; set name'],
-    ),
-    "a GGUF file that no download brings": (
-        {
-            "model": {
-                "path": "/models/tiny.gguf",
-                "download": {"files": [{"url": "https://a.b/other.gguf?file=tiny.gguf", "sha256": "a" * 64}]},
-            }
-        },
-        ["model.path (/models/tiny.gguf) is a GGUF file", "set its name to tiny.gguf"],
     ),
 }
 

@@ -123,6 +123,14 @@ WRONG: dict[str, tuple[Object, list[str]]] = {
         {"model": {"download": {"files": [{"url": "https://example.com/a b", "sha256": "a" * 64}]}}},
         ["/model/download/files/0/url", "'https://example.com/a b' does not match"],
     ),
+    "a volume for one pod": (
+        {"model": {"persistentVolumeClaim": {"accessModes": ["ReadWriteOncePod"]}}},
+        ["/model/persistentVolumeClaim/accessModes/0", "'ReadWriteMany'"],
+    ),
+    "a scrape every zero seconds": (
+        {"metrics": {"serviceMonitor": {"interval": "0s"}}},
+        ["/metrics/serviceMonitor/interval", "'0s' does not match"],
+    ),
     "more than all CPU": (
         {"autoscaling": {"gateway": {"targetCPUUtilizationPercentage": 150}}},
         ["targetCPUUtilizationPercentage", "got 150, want 100"],

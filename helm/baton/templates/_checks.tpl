@@ -124,8 +124,16 @@
 {{- if and (or .hub.tokenSecret.name .hub.endpoint) (not $isOfHub) -}}
 {{- fail (printf "model.hub is for a model of the Hub, ORG/NAME; model.path is %s" .path) -}}
 {{- end -}}
-{{- if has (clean .mountPath) (list "/tmp" "/tmp/ray" "/dev/shm" "/home/baton" "/etc/baton" "/etc/baton/fetch" (include "baton.kernelCache" $)) -}}
-{{- fail (printf "model.mountPath (%s): pods have another volume there; choose another folder, such as /models" .mountPath) -}}
+{{- $mount := clean .mountPath -}}
+{{- range $other := list "/tmp" "/tmp/ray" "/dev/shm" "/home/baton" "/etc/baton" (include "baton.kernelCache" $) -}}
+{{- if or (eq $mount $other) (hasPrefix (printf "%s/" $mount) $other) (hasPrefix "/etc/baton/" $mount) -}}
+{{- fail (printf "model.mountPath (%s): pods have another volume at %s; choose another folder, such as /models" $v.model.mountPath $other) -}}
+{{- end -}}
+{{- end -}}
+{{- with .persistentVolumeClaim -}}
+{{- if and .create (or $isOfHub $v.model.download.files) (not (or (has "ReadWriteMany" .accessModes) (has "ReadWriteOnce" .accessModes))) -}}
+{{- fail "model.persistentVolumeClaim.accessModes: pods write what they download into the volume; add ReadWriteMany" -}}
+{{- end -}}
 {{- end -}}
 {{- if and (include "baton.hasModelVolume" $) (not $isOfHub) (not (hasPrefix (printf "%s/" (clean .mountPath)) (clean .path))) -}}
 {{- fail (printf "model.path (%s) must be a folder below model.mountPath (%s), where the volume with the weights is" .path .mountPath) -}}
@@ -251,9 +259,19 @@
 {{- $owners := dict "gateway" .gateway "controller" .controller "rayHead" .rayHead "prefill" .prefill "decode" .decode "model.download" .model.download "autoscaling.workers" .autoscaling.workers -}}
 {{- range $owner, $part := $owners -}}
 {{- $limits := ($part.resources).limits | default dict -}}
+{{- range $bound, $amounts := $part.resources -}}
+{{- if and $amounts.memory (lt (include "baton.number" $amounts.memory | float64) 0x1p26) -}}
+{{- fail (printf "%s.resources.%s.memory (%v) is less than 64Mi; give it a unit, as in 32Gi" $owner $bound $amounts.memory) -}}
+{{- end -}}
+{{- end -}}
 {{- range $name, $request := ($part.resources).requests -}}
 {{- if and (hasKey $limits $name) (gt (include "baton.number" $request | float64) (include "baton.number" (index $limits $name) | float64)) -}}
 {{- fail (printf "%s.resources.requests.%s (%v) is above its limit (%v); raise both" $owner $name $request (index $limits $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- with $part.shmSize -}}
+{{- if and $limits.memory (gt (include "baton.number" . | float64) (include "baton.number" $limits.memory | float64)) -}}
+{{- fail (printf "%s.shmSize (%v) counts as memory of the pod, and is above %s.resources.limits.memory (%v)" $owner . $owner $limits.memory) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
