@@ -236,6 +236,10 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         {"model": {"path": "/models/mine"}},
         ["model.path (/models/mine) is nowhere: set model.existingClaim", "or model.inImage: true"],
     ),
+    "a model in an object store": (
+        {"model": {"path": "s3://bucket/mine"}},
+        ["model.path (s3://bucket/mine): the image has no client for object stores", "model.existingClaim"],
+    ),
     "a model by a name that nobody knows": ({"model": {"path": "llama"}}, ["model.path (llama) is nowhere"]),
     "a token for no model of the Hub": (
         {"model": {"hub": {"tokenSecret": {"name": "mine"}}}},

@@ -100,6 +100,9 @@
 {{- end -}}
 
 {{- with $v.model -}}
+{{- if contains "://" .path -}}
+{{- fail (printf "model.path (%s): the image has no client for object stores; copy the model into a claim (model.existingClaim), or list its files in model.download.files, and set model.path to its folder" .path) -}}
+{{- end -}}
 {{- if and .existingClaim .persistentVolumeClaim.create -}}
 {{- fail "model: existingClaim and persistentVolumeClaim.create exclude one another" -}}
 {{- end -}}
