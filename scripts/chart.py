@@ -1,6 +1,7 @@
 """Writes the generated files of the chart.
 
 README.md comes from values.yaml, the schema of Baton's configuration from its classes, and Ray's version from the lock.
+What the schema requires comes from its own sections.
 
 python -m scripts.chart           writes the files
 python -m scripts.chart --check   fails if one of them differs
@@ -116,12 +117,36 @@ def readme(text: str) -> str:
 
 def schema(text: str) -> str:
     """The same schema with Baton's sections as Baton defines them. The chart's own definitions begin in lower case."""
-    whole = json.loads(text)
+    whole = _requiring(json.loads(text))
     generated = _bare(BatonConfig.model_json_schema())
-    own = {name: part for name, part in whole["$defs"].items() if name[0].islower()}
+    own = {name: _requiring(part) for name, part in whole["$defs"].items() if name[0].islower()}
     of_baton = generated.pop("$defs") | {"BatonConfig": generated}
     whole["$defs"] = own | dict(sorted(of_baton.items()))
     return json.dumps(whole, indent=2) + "\n"
+
+
+def _requiring(part: Any) -> Any:
+    """With the sections and numbers below it required: a key with nothing behind it removes the default. Templates
+    would fail at a missing section, and read a missing number as 0."""
+    if not _is_section(part):
+        return part
+    below = {key: _requiring(inner) for key, inner in part["properties"].items()}
+    required = [key for key, inner in below.items() if _is_required(inner) and key not in _MAY_BE_MISSING]
+    return part | {"properties": below} | ({"required": required} if required else {})
+
+
+def _is_section(part: Any) -> bool:
+    return part.get("additionalProperties") is False and "properties" in part
+
+
+def _is_required(part: Any) -> bool:
+    return _is_section(part) or part.get("type") == "integer" or part.get("$ref", "").endswith(_REQUIRED)
+
+
+_REQUIRED = ("/service", "/monitor", "/port")
+"""Definitions that are sections or numbers."""
+_MAY_BE_MISSING = {"responseStore", "metricsKey", "testKey", "issuerRef", "egress"}
+"""Sections that templates do without: `helm upgrade --reuse-values` gives this chart the values of an earlier one."""
 
 
 def _bare(part: Any) -> Any:

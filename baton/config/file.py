@@ -56,6 +56,7 @@ class BatonConfig(Section):
                 "one of cluster.prefill_tensor_parallel and cluster.decode_tensor_parallel must be a "
                 "multiple of the other"
             )
+        self._check_hand_overs()
         if self.speculation.forced_tokens and self.engine.device == "cuda":
             raise ValueError(
                 "speculation.forced_tokens (true) needs engine.device 'cpu', got 'cuda'; remove one of the two keys"
@@ -66,6 +67,16 @@ class BatonConfig(Section):
         if self.autoscaling.mode != "off":
             self._check_bounds()
         return self
+
+    def _check_hand_overs(self) -> None:
+        """A gateway that joins a fleet by its address does not know the fleet's numbers of workers."""
+        is_known = self.cluster.fleet_address is None
+        _, most = self.worker_bounds(WorkerRole.PREFILL) if self.autoscaling.mode == "on" else (0, 0)
+        if self.gateway.require_disaggregated and is_known and not (self.cluster.prefill or most):
+            raise ValueError(
+                "gateway.require_disaggregated (true) hands every prompt over from a prefill worker, and "
+                "cluster.prefill is 0; raise it, or remove gateway.require_disaggregated"
+            )
 
     def _check_expert_parallel(self) -> None:
         keys = {"engine.enable_expert_parallel": (self.engine.enable_expert_parallel, tuple(WorkerRole))}

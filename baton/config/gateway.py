@@ -129,6 +129,14 @@ class GatewayConfig(Section):
         return is_loopback(self.host) and not self.has_keys
 
     @model_validator(mode="after")
+    def _check_ports(self) -> Self:
+        if self.grpc_port and self.grpc_port == self.http_port:
+            raise ValueError(
+                f"grpc_port and http_port are both {self.grpc_port}; choose another port for one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_hosts(self) -> Self:
         for name in self.allowed_hosts:
             if not name or not is_host(name):

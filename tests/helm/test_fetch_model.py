@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.factories.chart import FOLDER, containers, needs_helm, render
+from tests.factories.chart import FOLDER, Object, containers, needs_helm, refusal, render
 
 PROGRAM = FOLDER / "files" / "fetch_model.py"
 QUERY = "?download=true"
@@ -134,6 +134,14 @@ def test_another_file_is_not_kept(tmp_path: Path, url: str) -> None:
     assert set(there(tmp_path)) == {"config.json"}, "no draft either"
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/a b", "http://[::1"])
+def test_an_unusable_url_is_named(tmp_path: Path, url: str) -> None:
+    done = fetch(tmp_path, url)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"fetch_model.py: {url}/config.json: not a usable URL, or not HTTP: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_gateways_leave_the_weights_out(tmp_path: Path, url: str) -> None:
     assert fetch(tmp_path, url, "--skip", "*.safetensors").returncode == 0
     assert set(there(tmp_path)) == {"config.json"}
@@ -153,6 +161,59 @@ def test_a_gguf_file_is_fetched_into_its_folder(path: str, file: dict[str, str])
     files = [file | {"sha256": "a" * 64}]
     for pod in render({"model": {"path": path, "download": {"files": files}}}).pods().values():
         assert containers(pod)["fetch-model"]["command"][3] == str(Path(path).parent)
+
+
+REFUSED: dict[str, tuple[Object, list[str]]] = {
+    "a model of the Hub that is downloaded twice": (
+        {
+            "model": {
+                "path": "acme/tiny",
+                "download": {"files": [{"url": "https://a.b/c", "sha256": "a" * 64}]},
+            }
+        },
+        ["model.path (acme/tiny) is a model of the Hub", "remove model.download.files"],
+    ),
+    "downloads into a volume to read": (
+        {
+            "model": {
+                "path": "a/b",
+                "persistentVolumeClaim": {"create": True, "accessModes": ["ReadOnlyMany"]},
+            }
+        },
+        ["model.persistentVolumeClaim.accessModes: pods write"],
+    ),
+    "two downloads of one name": (
+        {
+            "model": {
+                "path": "/models/mine",
+                "download": {
+                    "files": [
+                        {"url": "https://a.b/config.json?download=true", "sha256": "a" * 64},
+                        {"url": "https://a.b/c", "name": "config.json", "sha256": "b" * 64},
+                    ]
+                },
+            }
+        },
+        ['model.download.files: https://a.b/c: another file is named "config.json", too; set name'],
+    ),
+    "a GGUF file that no download brings": (
+        {
+            "model": {
+                "path": "/models/tiny.gguf",
+                "download": {"files": [{"url": "https://a.b/other.gguf?file=tiny.gguf", "sha256": "a" * 64}]},
+            }
+        },
+        ["model.path (/models/tiny.gguf) is a GGUF file", "set its name to tiny.gguf"],
+    ),
+}
+
+
+@needs_helm
+@pytest.mark.parametrize("case", REFUSED)
+def test_downloads_that_do_not_fit_the_model_are_refused(case: str) -> None:
+    values, expected = REFUSED[case]
+    said = refusal(values)
+    assert [words for words in expected if words not in said] == []
 
 
 def proxy(name: str) -> list[dict[str, str]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.factories.chart import Release, needs_helm, render
+from tests.factories.chart import Release, containers, needs_helm, render
 
 pytestmark = needs_helm
 
@@ -104,3 +104,50 @@ def test_every_name_is_one_that_kubernetes_takes(name: str) -> None:
 def test_a_release_that_is_called_like_the_chart_is_not_called_so_twice() -> None:
     assert render(name="my-baton").one("RayCluster")["metadata"]["name"] == "my-baton"
     assert render({"fullnameOverride": "llm"}).one("RayCluster")["metadata"]["name"] == "llm"
+
+
+def _values_in(part: Any) -> list[Any]:
+    """All values at any depth; keys are not among them."""
+    if isinstance(part, dict | list):
+        return [
+            each for item in (part.values() if isinstance(part, dict) else part) for each in _values_in(item)
+        ]
+    return [part]
+
+
+def test_names_that_look_like_numbers_stay_strings() -> None:
+    existing, folder = {"existingSecret": "123"}, "/a: b"
+    security: dict[str, Any] = dict.fromkeys(
+        ("clusterSecret", "rayToken", "apiKeys", "metricsKey", "testKey"), existing
+    )
+    security["tls"] = existing | {"mode": "existingSecret", "serverName": "123"}
+    names = {"nameOverride": "123", "fullnameOverride": "on"}
+    given = names | {
+        "image": {"repository": "12", "tag": "34"},
+        "model": {"existingClaim": "123", "mountPath": folder, "path": f"{folder}/c"},
+        "prefill": {"priorityClassName": "123", "runtimeClassName": "123"},
+        "gateway": {"responseStore": existing},
+        "rayHead": {"gcsFaultTolerance": existing | {"enabled": True, "redisAddress": "redis://a: b"}},
+        "security": security,
+        "metrics": EVERYTHING["metrics"],
+    }
+    created = names | {
+        "model": {
+            "path": "acme/tiny",
+            "mountPath": folder,
+            "persistentVolumeClaim": {"create": True, "storageClassName": "123"},
+            "hub": {"tokenSecret": {"name": "123", "key": "123"}},
+        },
+        "security": EVERYTHING["security"],
+    }
+    for values in (given, created):
+        release = render(values, name="4711")
+        found = _values_in(list(release.objects))
+        assert [
+            each for each in found if not isinstance(each, str) and each in (123, 4711, 12 * 60 + 34)
+        ] == []
+        assert (
+            release.one("RayCluster")["metadata"]["name"] == release.fleet_config()["cluster"]["name"] == "on"
+        )
+        mounts = containers(release.pods()["gateway"])["gateway"]["volumeMounts"]
+        assert [mount["mountPath"] for mount in mounts if mount["name"] == "model"] == [folder]

@@ -4,12 +4,15 @@ import hashlib
 
 import pytest
 
+from baton.fleet import MAX_DRAIN_NODE_S
 from engine.loading.pretrained import PRETRAINED
-from tests.factories.chart import Object, containers, needs_helm, refusal, render
+from tests.factories.chart import Object, needs_helm, refusal, render
 
 pytestmark = needs_helm
 
 DIGEST = "sha256:" + "a" * 64
+
+PUBLIC: Object = {"mode": "certManager", "issuerRef": {"name": "a"}, "internalNames": False}
 
 CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     "a key that the chart sets": (
@@ -37,7 +40,21 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "hand-overs from no worker": (
         {"config": {"gateway": {"require_disaggregated": True}}, "prefill": {"replicas": 0}},
-        ["config.gateway.require_disaggregated: without prefill workers every request fails"],
+        ["config.gateway.require_disaggregated: without prefill workers", "raise prefill.replicas (0)"],
+    ),
+    "hand-overs from workers that may all go": (
+        {
+            "config": {"gateway": {"require_disaggregated": True}},
+            "autoscaling": {"workers": {"enabled": True, "minPrefill": 0}},
+        },
+        ["config.gateway.require_disaggregated", "raise autoscaling.workers.minPrefill (0)"],
+    ),
+    "a drain that the command would refuse": (
+        {"drain": {"timeoutSeconds": int(MAX_DRAIN_NODE_S) - 29}},
+        [
+            "drain: timeoutSeconds (3571), twice leaseSeconds (10)",
+            f"are 3601; `baton drain` takes at most {MAX_DRAIN_NODE_S:.0f}",
+        ],
     ),
     "two stores of responses": (
         {
@@ -113,8 +130,12 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         ["security.tls.hasAuthority: false with mode existingSecret needs security.tls.serverName"],
     ),
     "a certificate without names": (
-        {"security": {"tls": {"mode": "certManager", "issuerRef": {"name": "a"}, "internalNames": False}}},
+        {"security": {"tls": PUBLIC}},
         ["security.tls.internalNames: false needs security.tls.mode certManager", "and extraNames"],
+    ),
+    "a wildcard as the name to verify": (
+        {"security": {"tls": PUBLIC | {"extraNames": ["*.a.com"]}}},
+        ["security.tls.extraNames: the first name (*.a.com) is a wildcard", "set security.tls.serverName"],
     ),
     "a name that is not in the certificate": (
         {"security": {"tls": {"serverName": "llm.example.com", "extraNames": ["*.example.org"]}}},
@@ -160,6 +181,21 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         },
         ["metrics.serviceMonitor", "security.metricsKey.existingSecret"],
     ),
+    "a key of Prometheus that gateways refuse": (
+        {
+            "security": {
+                "metricsKey": {"existingSecret": "mine"},
+                "apiKeys": {"adminSha256": "a" * 64, "keys": [{"name": "a", "sha256": "b" * 64}]},
+            }
+        },
+        [
+            "security.metricsKey.existingSecret (mine): no entry of security.apiKeys.keys has the scope observe"
+        ],
+    ),
+    "a key of helm test that gateways refuse": (
+        {"security": {"testKey": {"existingSecret": "mine"}}},
+        ["security.testKey.existingSecret (mine): no entry of security.apiKeys.keys has the scope generate"],
+    ),
     "the administrator's key itself": (
         {"security": {"apiKeys": {"adminSha256": "baton-key"}}},
         ["/security/apiKeys/adminSha256"],
@@ -186,22 +222,25 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "two volumes in one place": (
         {"model": {"existingClaim": "mine", "mountPath": "/tmp", "path": "/tmp/mine"}},
-        ["model.mountPath (/tmp): pods have another volume there; choose another folder, such as /models"],
+        ["model.mountPath (/tmp): pods have another volume at /tmp; choose another folder, such as /models"],
+    ),
+    "a volume around another one": (
+        {"model": {"existingClaim": "mine", "mountPath": "/home", "path": "/home/mine"}},
+        ["model.mountPath (/home): pods have another volume at /home/baton"],
+    ),
+    "a volume in one that is read-only": (
+        {"model": {"existingClaim": "mine", "mountPath": "/etc/baton/m", "path": "/etc/baton/m/mine"}},
+        ["model.mountPath (/etc/baton/m): pods have another volume at"],
     ),
     "a model that is nowhere": (
         {"model": {"path": "/models/mine"}},
         ["model.path (/models/mine) is nowhere: set model.existingClaim", "or model.inImage: true"],
     ),
-    "a model by a name that nobody knows": ({"model": {"path": "llama"}}, ["model.path (llama) is nowhere"]),
-    "a model of the Hub that is downloaded twice": (
-        {
-            "model": {
-                "path": "acme/tiny",
-                "download": {"files": [{"url": "https://a.b/c", "sha256": "a" * 64}]},
-            }
-        },
-        ["model.path (acme/tiny) is a model of the Hub", "remove model.download.files"],
+    "a model in an object store": (
+        {"model": {"path": "s3://bucket/mine"}},
+        ["model.path (s3://bucket/mine): the image has no client for object stores", "model.existingClaim"],
     ),
+    "a model by a name that nobody knows": ({"model": {"path": "llama"}}, ["model.path (llama) is nowhere"]),
     "a token for no model of the Hub": (
         {"model": {"hub": {"tokenSecret": {"name": "mine"}}}},
         ["model.hub is for a model of the Hub, ORG/NAME; model.path is smollm2"],
@@ -231,6 +270,14 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         {"gateway": {"podLabels": {"app.kubernetes.io/component": "frontend"}}},
         ["gateway.podLabels: by app.kubernetes.io/component Services and policies find their pods"],
     ),
+    "an annotation of the chart": (
+        {"rayHead": {"podAnnotations": {"checksum/fleet-config": "1"}}},
+        ["rayHead.podAnnotations: the chart sets checksum/fleet-config by itself; take it out"],
+    ),
+    "a label of the chart": (
+        {"metrics": {"podMonitor": {"labels": {"app.kubernetes.io/name": "mine"}}}},
+        ["metrics.podMonitor.labels: the chart sets app.kubernetes.io/name by itself; take it out"],
+    ),
     "a label of KubeRay": (
         {"decode": {"podLabels": {"ray.io/node-type": "head"}}},
         ["decode.podLabels: by ray.io/node-type"],
@@ -242,6 +289,14 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     "a request above its limit": (
         {"prefill": {"resources": {"requests": {"memory": "0.05Ti"}}}},
         ["prefill.resources.requests.memory (0.05Ti) is above its limit (32Gi); raise both"],
+    ),
+    "memory without a unit": (
+        {"decode": {"resources": {"limits": {"memory": 32}}}},
+        ["decode.resources.limits.memory (32) is less than 64Mi"],
+    ),
+    "more shared memory than memory": (
+        {"decode": {"shmSize": "33Gi"}},
+        ["decode.shmSize (33Gi) counts as memory", "above decode.resources.limits.memory (32Gi)"],
     ),
     "a share of no CPU": (
         {
@@ -276,29 +331,6 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         {"networkPolicy": {"egress": {"rules": [{"ports": [{"port": 443}]}]}}},
         ["networkPolicy.egress.rules need networkPolicy.egress.enabled: true"],
     ),
-    "two downloads of one name": (
-        {
-            "model": {
-                "path": "/models/mine",
-                "download": {
-                    "files": [
-                        {"url": "https://a.b/config.json?download=true", "sha256": "a" * 64},
-                        {"url": "https://a.b/c", "name": "config.json", "sha256": "b" * 64},
-                    ]
-                },
-            }
-        },
-        ['model.download.files: https://a.b/c: another file is named "config.json", too; set name'],
-    ),
-    "a GGUF file that no download brings": (
-        {
-            "model": {
-                "path": "/models/tiny.gguf",
-                "download": {"files": [{"url": "https://a.b/other.gguf?file=tiny.gguf", "sha256": "a" * 64}]},
-            }
-        },
-        ["model.path (/models/tiny.gguf) is a GGUF file", "set its name to tiny.gguf"],
-    ),
 }
 
 
@@ -307,31 +339,6 @@ def test_contradictions_are_refused_by_name(case: str) -> None:
     values, expected = CONTRADICTIONS[case]
     said = refusal(values)
     assert [words for words in expected if words not in said] == []
-
-
-PARTS = {"gateway": "gateway", "head": "rayHead", "prefill": "prefill", "decode": "decode"}
-
-
-OF_HUB: Object = {
-    "model": {
-        "path": "acme/tiny",
-        "existingClaim": "mine",
-        "hub": {"endpoint": "https://hub.example.com", "tokenSecret": {"name": "mine"}},
-    }
-}
-
-
-def test_no_variable_that_the_chart_sets_is_set_twice() -> None:
-    own = {
-        variable["name"]: PARTS[component]
-        for component, pod in render(OF_HUB).pods().items()
-        for container in containers(pod).values()
-        for variable in container.get("env", [])
-    }
-    assert {"RAY_AUTH_TOKEN", "POD_IP", "BATON_CLUSTER_SECRET", "HF_TOKEN"} <= set(own)
-    for name, part in own.items():
-        said = refusal(OF_HUB | {part: {"extraEnv": [{"name": name, "value": "mine"}]}})
-        assert f"{part}.extraEnv: the chart sets {name} by itself; take it out" in said
 
 
 @pytest.mark.parametrize("name", PRETRAINED)
@@ -347,7 +354,7 @@ def test_there_is_no_refusal_without_a_reason() -> None:
     as_limited = {"resources": {"requests": {"memory": 34359738368}}}
     below = {"resources": {"requests": {"cpu": "1500m"}, "limits": {"cpu": 2}}}
     render({"prefill": {"resources": None}, "decode": as_limited, "gateway": below})
-    render({"security": {"apiKeys": {"keys": None}}, "gateway": {"responseStore": None}})
+    render({"security": {"apiKeys": {"keys": None}}, "gateway": {"responseStore": None, "podLabels": None}})
     for_redis = {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "600"}
     render({"decode": {"extraEnv": [for_redis]}})
     two = [{"name": "admin", "sha256": digit * 64, "scopes": ["administer"]} for digit in "bc"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.factories.chart import FOLDER, VALUES_OF_CI, Object, containers, helm, needs_helm, render
+from tests.factories.chart import FOLDER, VALUES_OF_CI, Object, containers, helm, needs_helm, refusal, render
 
 pytestmark = needs_helm
 
@@ -185,6 +185,31 @@ def given(values: Path) -> set[str]:
     security = text.get("security", {})
     names = {part["existingSecret"] for part in security.values() if "existingSecret" in part}
     return names | {text["model"].get("existingClaim", ""), "demo-baton-tls" if security else ""}
+
+
+PARTS = {"gateway": "gateway", "head": "rayHead", "prefill": "prefill", "decode": "decode"}
+
+
+OF_HUB: Object = {
+    "model": {
+        "path": "acme/tiny",
+        "existingClaim": "mine",
+        "hub": {"endpoint": "https://hub.example.com", "tokenSecret": {"name": "mine"}},
+    }
+}
+
+
+def test_no_variable_that_the_chart_sets_is_set_twice() -> None:
+    own = {
+        variable["name"]: PARTS[component]
+        for component, pod in render(OF_HUB).pods().items()
+        for container in containers(pod).values()
+        for variable in container.get("env", [])
+    }
+    assert {"RAY_AUTH_TOKEN", "POD_IP", "BATON_CLUSTER_SECRET", "HF_TOKEN"} <= set(own)
+    for name, part in own.items():
+        said = refusal(OF_HUB | {part: {"extraEnv": [{"name": name, "value": "mine"}]}})
+        assert f"{part}.extraEnv: the chart sets {name} by itself; take it out" in said
 
 
 @pytest.mark.parametrize(

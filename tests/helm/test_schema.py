@@ -12,6 +12,15 @@ WRONG: dict[str, tuple[Object, list[str]]] = {
     # What a schema says: where, what it got, what it wants.
     "unknown key": ({"replicaCount": 2}, ["'replicaCount' not allowed"]),
     "unknown key below": ({"prefill": {"replica": 2}}, ["at '/prefill'", "'replica' not allowed"]),
+    "a section whose keys are all comments": (
+        {"serviceAccounts": None},
+        ["missing property 'serviceAccounts'"],
+    ),
+    "a section below": ({"metrics": {"podMonitor": None}}, ["at '/metrics': missing property 'podMonitor'"]),
+    "a key without its number": (
+        {"gateway": {"preStopSleepSeconds": None}},
+        ["at '/gateway': missing property 'preStopSleepSeconds'"],
+    ),
     "negative replicas": ({"prefill": {"replicas": -1}}, ["at '/prefill/replicas'", "got -1, want 0"]),
     "no decode workers": ({"decode": {"replicas": 0}}, ["at '/decode/replicas'", "got 0, want 1"]),
     "replicas in words": (
@@ -72,6 +81,10 @@ WRONG: dict[str, tuple[Object, list[str]]] = {
         {"security": {"tls": {"serverName": "https://llm.example.com"}}},
         ["/security/tls/serverName", "'https://llm.example.com' does not match"],
     ),
+    "a certificate for more days than Go can count": (
+        {"security": {"tls": {"validDays": 106752}}},
+        ["/security/tls/validDays", "got 106,752, want 36,500"],
+    ),
     "a key instead of its hash": (
         {"security": {"apiKeys": {"keys": [{"name": "alice", "key": "sk-1"}]}}},
         ["/security/apiKeys/keys/0", "'key' not allowed"],
@@ -105,6 +118,18 @@ WRONG: dict[str, tuple[Object, list[str]]] = {
             }
         },
         ["/model/download/files/0/name", "'../a' does not match"],
+    ),
+    "a URL with a blank": (
+        {"model": {"download": {"files": [{"url": "https://example.com/a b", "sha256": "a" * 64}]}}},
+        ["/model/download/files/0/url", "'https://example.com/a b' does not match"],
+    ),
+    "a volume for one pod": (
+        {"model": {"persistentVolumeClaim": {"accessModes": ["ReadWriteOncePod"]}}},
+        ["/model/persistentVolumeClaim/accessModes/0", "'ReadWriteMany'"],
+    ),
+    "a scrape every zero seconds": (
+        {"metrics": {"serviceMonitor": {"interval": "0s"}}},
+        ["/metrics/serviceMonitor/interval", "'0s' does not match"],
     ),
     "more than all CPU": (
         {"autoscaling": {"gateway": {"targetCPUUtilizationPercentage": 150}}},

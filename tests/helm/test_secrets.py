@@ -85,12 +85,21 @@ def test_no_administrators_key_is_made_and_the_notes_say_how_to_make_one() -> No
 
 
 def test_a_key_of_ones_own_has_its_entry_among_ones_own() -> None:
-    own = {"metricsKey": {"existingSecret": "mine"}, "testKey": {"existingSecret": "mine"}}
+    own: Object = {"metricsKey": {"existingSecret": "mine"}, "testKey": {"existingSecret": "mine"}}
+    entry = {"name": "mine", "sha256": "a" * 64, "scopes": ["generate", "administer"]}
+    own["apiKeys"] = {"keys": [entry]}
     release = render({"security": own, "metrics": PUBLIC["metrics"]})
-    assert yaml.safe_load(secrets(release)["api-keys"]["keys.yaml"]) is None
+    assert yaml.safe_load(secrets(release)["api-keys"]["keys.yaml"]) == [entry]
     assert "demo-baton-test-key" not in json.dumps(release.objects)
     (endpoint,) = release.one("ServiceMonitor")["spec"]["endpoints"]
     assert endpoint["authorization"]["credentials"] == {"name": "mine", "key": "metrics-key"}
+
+
+def test_prometheus_gets_no_key_where_it_needs_none() -> None:
+    values = {"config": {"gateway": {"metrics_need_key": False}}, "metrics": PUBLIC["metrics"]}
+    for security in ({"apiKeys": {"existingSecret": "mine"}}, {"metricsKey": {"existingSecret": "mine"}}):
+        (endpoint,) = render(values | {"security": security}).one("ServiceMonitor")["spec"]["endpoints"]
+        assert "authorization" not in endpoint
 
 
 def test_keys_of_ones_own_stand_beside_them() -> None:
@@ -167,6 +176,8 @@ def test_a_public_issuer_is_asked_for_no_name_that_it_refuses() -> None:
     names = render(merged(PUBLIC, {"security": {"tls": internal}})).one("Certificate")["spec"]
     assert {"localhost", "demo-baton-http", "llm.example.com"} <= set(names["dnsNames"])
     assert names["ipAddresses"] == ["10.0.0.5"]
+    address = render(merged(PUBLIC, {"security": {"tls": {"extraNames": ["10.0.0.5"]}}}))
+    assert "dnsNames" not in address.one("Certificate")["spec"]
 
 
 def test_without_a_private_ca_its_certificate_is_not_requested() -> None:

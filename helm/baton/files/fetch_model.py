@@ -17,6 +17,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -103,13 +104,17 @@ def main() -> int:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for entry in json.loads(options.files.read_text()):
-        name = entry.get("name") or urlsplit(entry["url"]).path.rpartition("/")[2]
-        if fnmatch.fnmatch(name, options.skip):
-            continue
         try:
+            name = entry.get("name") or urlsplit(entry["url"]).path.rpartition("/")[2]
+            if fnmatch.fnmatch(name, options.skip):
+                continue
             done = ensure(entry["url"], options.folder / name, entry["sha256"])
         except OSError as error:
             print(f"fetch_model.py: {name}: {error}", file=sys.stderr)
+            return 1
+        except (ValueError, HTTPException) as error:
+            url, _, _ = entry["url"].partition("?")  # what follows may be a secret
+            print(f"fetch_model.py: {url}: not a usable URL, or not HTTP: {error}", file=sys.stderr)
             return 1
         print(f"{name} {done}", flush=True)
     return 0

@@ -7,8 +7,8 @@
 {{- if and (mod $p $d) (mod $d $p) -}}
 {{- fail (printf "prefill.tensorParallel (%d) and decode.tensorParallel (%d): one must be a multiple of the other, or workers cannot hand KV over" $p $d) -}}
 {{- end -}}
-{{- if and ($v.config.gateway).require_disaggregated (not (or $v.prefill.replicas $v.autoscaling.workers.enabled)) -}}
-{{- fail "config.gateway.require_disaggregated: without prefill workers every request fails; raise prefill.replicas (0)" -}}
+{{- if and ($v.config.gateway).require_disaggregated (eq (include "baton.leastReplicas" (dict "root" . "role" "prefill")) "0") -}}
+{{- fail (printf "config.gateway.require_disaggregated: without prefill workers every request fails; raise %s (0)" ($v.autoscaling.workers.enabled | ternary "autoscaling.workers.minPrefill" "prefill.replicas")) -}}
 {{- end -}}
 
 {{- with $v.autoscaling.gateway -}}
@@ -63,6 +63,9 @@
 {{- if and (not .internalNames) (or (ne .mode "certManager") (not .extraNames)) -}}
 {{- fail (printf "security.tls.internalNames: false needs security.tls.mode certManager, not %s, and extraNames, which are all there is then" .mode) -}}
 {{- end -}}
+{{- if hasPrefix "*" (include "baton.serverName" $) -}}
+{{- fail (printf "security.tls.extraNames: the first name (%s) is a wildcard, which nothing can connect to; set security.tls.serverName to a name that it covers" (first .extraNames)) -}}
+{{- end -}}
 {{- $names := eq .mode "none" | ternary list (include "baton.doorNames" $ | fromJsonArray) -}}
 {{- $wildcard := regexReplaceAll "^[^.]*" .serverName "*" -}}
 {{- if and .serverName (ne .mode "existingSecret") (not (has .serverName $names)) (not (has $wildcard $names)) -}}
@@ -82,7 +85,8 @@
 {{- end -}}
 {{- end -}}
 {{- include "baton.checkApiKeys" $v.security -}}
-{{- if and $v.metrics.serviceMonitor.enabled (not (include "baton.keyName" (dict "root" . "owner" "metrics"))) -}}
+{{- include "baton.checkOwnKeys" . -}}
+{{- if and (include "baton.metricsNeedKey" .) $v.metrics.serviceMonitor.enabled (not (include "baton.keyName" (dict "root" . "owner" "metrics"))) -}}
 {{- fail "metrics.serviceMonitor: with security.apiKeys.existingSecret, name a Secret with Prometheus' key in security.metricsKey.existingSecret" -}}
 {{- end -}}
 
@@ -96,6 +100,9 @@
 {{- end -}}
 
 {{- with $v.model -}}
+{{- if contains "://" .path -}}
+{{- fail (printf "model.path (%s): the image has no client for object stores; copy the model into a claim (model.existingClaim), or list its files in model.download.files, and set model.path to its folder" .path) -}}
+{{- end -}}
 {{- if and .existingClaim .persistentVolumeClaim.create -}}
 {{- fail "model: existingClaim and persistentVolumeClaim.create exclude one another" -}}
 {{- end -}}
@@ -120,8 +127,16 @@
 {{- if and (or .hub.tokenSecret.name .hub.endpoint) (not $isOfHub) -}}
 {{- fail (printf "model.hub is for a model of the Hub, ORG/NAME; model.path is %s" .path) -}}
 {{- end -}}
-{{- if has (clean .mountPath) (list "/tmp" "/tmp/ray" "/dev/shm" "/home/baton" "/etc/baton" "/etc/baton/fetch" (include "baton.kernelCache" $)) -}}
-{{- fail (printf "model.mountPath (%s): pods have another volume there; choose another folder, such as /models" .mountPath) -}}
+{{- $mount := clean .mountPath -}}
+{{- range $other := list "/tmp" "/tmp/ray" "/dev/shm" "/home/baton" "/etc/baton" (include "baton.kernelCache" $) -}}
+{{- if or (eq $mount $other) (hasPrefix (printf "%s/" $mount) $other) (hasPrefix "/etc/baton/" $mount) -}}
+{{- fail (printf "model.mountPath (%s): pods have another volume at %s; choose another folder, such as /models" $v.model.mountPath $other) -}}
+{{- end -}}
+{{- end -}}
+{{- with .persistentVolumeClaim -}}
+{{- if and .create (or $isOfHub $v.model.download.files) (not (or (has "ReadWriteMany" .accessModes) (has "ReadWriteOnce" .accessModes))) -}}
+{{- fail "model.persistentVolumeClaim.accessModes: pods write what they download into the volume; add ReadWriteMany" -}}
+{{- end -}}
 {{- end -}}
 {{- if and (include "baton.hasModelVolume" $) (not $isOfHub) (not (hasPrefix (printf "%s/" (clean .mountPath)) (clean .path))) -}}
 {{- fail (printf "model.path (%s) must be a folder below model.mountPath (%s), where the volume with the weights is" .path .mountPath) -}}
@@ -188,8 +203,29 @@
 {{- end -}}
 {{- end }}
 
+{{/* A key of one's own, which gateways admit by an entry of one's own. The administrator's key is never in the cluster. */}}
+{{- define "baton.checkOwnKeys" -}}
+{{- $isNeeded := dict "metrics" (include "baton.metricsNeedKey" .) "test" "yes" -}}
+{{- range $owner, $scopes := dict "metrics" (list "observe" "administer") "test" (list "generate") -}}
+{{- $isAdmitted := or $.Values.security.apiKeys.existingSecret (not (get $isNeeded $owner)) -}}
+{{- range $.Values.security.apiKeys.keys -}}
+{{- range .scopes | default (list "generate") -}}{{- if has . $scopes -}}{{- $isAdmitted = true -}}{{- end -}}{{- end -}}
+{{- end -}}
+{{- $own := (index $.Values.security (printf "%sKey" $owner)).existingSecret -}}
+{{- if and $own (not $isAdmitted) -}}
+{{- fail (printf "security.%sKey.existingSecret (%s): no entry of security.apiKeys.keys has the scope %s, so gateways would refuse its key; add the entry, as `baton key` prints it" $owner $own (first $scopes)) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{/* The same of pods: ports, labels, variables and budgets. */}}
 {{- define "baton.checkPods" -}}
+{{- with .Values.drain -}}
+{{- $seconds := include "baton.drainSeconds" $ | int -}}
+{{- if gt $seconds 3600 -}}
+{{- fail (printf "drain: timeoutSeconds (%v), twice leaseSeconds (%v) and unresponsiveSeconds (%v) are %d; `baton drain` takes at most 3600" .timeoutSeconds .leaseSeconds .unresponsiveSeconds $seconds) -}}
+{{- end -}}
+{{- end -}}
 {{- include "baton.checkPort" (dict "value" "metrics.port" "port" .Values.metrics.port "taken" (list 6380 8080 52365)) -}}
 {{- include "baton.checkPort" (dict "value" "controller.port" "port" .Values.controller.port "taken" (list 6379 8080 8265 10001 44217 52365)) -}}
 
@@ -197,9 +233,14 @@
 {{- range include "baton.env" . | fromYamlArray -}}{{- $ownEnv = append $ownEnv .name -}}{{- end -}}
 {{- range $component := list "gateway" "rayHead" "prefill" "decode" -}}
 {{- $part := index $.Values $component -}}
-{{- range $label := keys $part.podLabels | sortAlpha -}}
+{{- range $label := keys ($part.podLabels | default dict) | sortAlpha -}}
 {{- if regexMatch "^(app\\.kubernetes\\.io/(name|instance|component)$|ray\\.io/)" $label -}}
 {{- fail (printf "%s.podLabels: by %s Services and policies find their pods; choose another name" $component $label) -}}
+{{- end -}}
+{{- end -}}
+{{- range $annotation := keys ($part.podAnnotations | default dict) | sortAlpha -}}
+{{- if regexMatch "^checksum/(fleet|gateway)-config$" $annotation -}}
+{{- fail (printf "%s.podAnnotations: the chart sets %s by itself; take it out" $component $annotation) -}}
 {{- end -}}
 {{- end -}}
 {{- range $part.extraEnv -}}
@@ -209,13 +250,31 @@
 {{- end -}}
 {{- end -}}
 
+{{- range $object, $part := omit .Values.metrics "port" -}}
+{{- range $label := keys ($part.labels | default dict) | sortAlpha -}}
+{{- if regexMatch "^(app\\.kubernetes\\.io/(name|instance|component|part-of|version|managed-by)|helm\\.sh/chart)$" $label -}}
+{{- fail (printf "metrics.%s.labels: the chart sets %s by itself; take it out" $object $label) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- with .Values -}}
 {{- $owners := dict "gateway" .gateway "controller" .controller "rayHead" .rayHead "prefill" .prefill "decode" .decode "model.download" .model.download "autoscaling.workers" .autoscaling.workers -}}
 {{- range $owner, $part := $owners -}}
 {{- $limits := ($part.resources).limits | default dict -}}
+{{- range $bound, $amounts := $part.resources -}}
+{{- if and $amounts.memory (lt (include "baton.number" $amounts.memory | float64) 0x1p26) -}}
+{{- fail (printf "%s.resources.%s.memory (%v) is less than 64Mi; give it a unit, as in 32Gi" $owner $bound $amounts.memory) -}}
+{{- end -}}
+{{- end -}}
 {{- range $name, $request := ($part.resources).requests -}}
 {{- if and (hasKey $limits $name) (gt (include "baton.number" $request | float64) (include "baton.number" (index $limits $name) | float64)) -}}
 {{- fail (printf "%s.resources.requests.%s (%v) is above its limit (%v); raise both" $owner $name $request (index $limits $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- with $part.shmSize -}}
+{{- if and $limits.memory (gt (include "baton.number" . | float64) (include "baton.number" $limits.memory | float64)) -}}
+{{- fail (printf "%s.shmSize (%v) counts as memory of the pod, and is above %s.resources.limits.memory (%v)" $owner . $owner $limits.memory) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -12,7 +12,7 @@ network:
   bind_host: {{ .Values.bindHost | quote }}
   metrics_port: {{ .Values.metrics.port }}
 cluster:
-  name: {{ include "baton.fullname" . }}
+  name: {{ include "baton.fullname" . | quote }}
   prefill: {{ .Values.prefill.replicas }}
   decode: {{ .Values.decode.replicas }}
   prefill_tensor_parallel: {{ .Values.prefill.tensorParallel }}
@@ -62,7 +62,7 @@ gateway:
     key_file: /etc/baton/tls.key
   {{- end }}
 cluster:
-  name: {{ include "baton.fullname" . }}
+  name: {{ include "baton.fullname" . | quote }}
   fleet_address: {{ include "baton.fleetAddress" . }}
   start_timeout_s: {{ .Values.controller.startTimeoutSeconds }}
   drain_timeout_s: {{ .Values.drain.timeoutSeconds }}

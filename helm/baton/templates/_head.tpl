@@ -103,7 +103,7 @@ counts as a stranger at the door, and the kernel would answer for a process that
     - name: RAY_AUTH_TOKEN
       valueFrom:
         secretKeyRef:
-          name: {{ include "baton.rayTokenName" . }}
+          name: {{ include "baton.rayTokenName" . | quote }}
           key: auth_token
     # Without Ray it can neither serve nor end by itself. It is started again, unless its pod ends.
     - {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: "10"}

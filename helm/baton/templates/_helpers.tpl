@@ -18,8 +18,8 @@ longer ends with a hash of the whole, so that two long releases stay two. */}}
 
 {{/* What selects the pods of one component. (dict "root" $ "component" "gateway"). Never changes for a release. */}}
 {{- define "baton.selectorLabels" -}}
-app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
@@ -65,6 +65,11 @@ chart can only make a key whose hash it gives to gateways. */}}
 {{- else -}}
 {{- if not $security.apiKeys.existingSecret -}}{{- printf "%s-%s-key" (include "baton.fullname" .root) .owner -}}{{- end -}}
 {{- end -}}
+{{- end }}
+
+{{/* Whether Prometheus needs a key at gateways. */}}
+{{- define "baton.metricsNeedKey" -}}
+{{- if dig "metrics_need_key" true (.Values.config.gateway | default dict) -}}yes{{- end -}}
 {{- end }}
 
 {{- define "baton.tlsName" -}}

@@ -19,10 +19,10 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .part.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .part.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with .part.nodeSelector }}
 nodeSelector:
@@ -55,7 +55,7 @@ topologySpreadConstraints:
 
 {{/* The image, and what a container may. */}}
 {{- define "baton.container" -}}
-image: {{ include "baton.image" . }}
+image: {{ include "baton.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 securityContext:
   {{- toYaml .Values.containerSecurityContext | nindent 2 }}
@@ -71,11 +71,11 @@ securityContext:
 - name: BATON_CLUSTER_SECRET
   valueFrom:
     secretKeyRef:
-      name: {{ include "baton.clusterSecretName" . }}
+      name: {{ include "baton.clusterSecretName" . | quote }}
       key: cluster-secret
 {{- if include "baton.isOfHub" . }}
 {{- if include "baton.hasModelVolume" . }}
-- {name: HF_HOME, value: {{ .Values.model.mountPath }}/huggingface}
+- {name: HF_HOME, value: {{ printf "%s/huggingface" .Values.model.mountPath | quote }}}
 {{- end }}
 {{- with .Values.model.hub.endpoint }}
 - {name: HF_ENDPOINT, value: {{ . | quote }}}
@@ -84,7 +84,7 @@ securityContext:
 {{- if .name }}
 - name: HF_TOKEN
   valueFrom:
-    secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+    secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -124,7 +124,7 @@ securityContext:
 
 {{- define "baton.modelMount" -}}
 {{- if include "baton.hasModelVolume" . -}}
-- {name: model, mountPath: {{ .Values.model.mountPath }}, readOnly: {{ empty (include "baton.isOfHub" .) }}}
+- {name: model, mountPath: {{ .Values.model.mountPath | quote }}, readOnly: {{ empty (include "baton.isOfHub" .) }}}
 {{- end -}}
 {{- end }}
 
@@ -137,7 +137,7 @@ securityContext:
 - name: model
   {{- if or .Values.model.existingClaim .Values.model.persistentVolumeClaim.create }}
   persistentVolumeClaim:
-    claimName: {{ include "baton.modelClaimName" . }}
+    claimName: {{ include "baton.modelClaimName" . | quote }}
     readOnly: {{ and (empty .Values.model.download.files) (empty (include "baton.isOfHub" .)) }}
   {{- else }}
   emptyDir: {}
@@ -169,7 +169,7 @@ Ray's head. */}}
   resources:
     {{- toYaml .root.Values.model.download.resources | nindent 4 }}
   volumeMounts:
-    - {name: model, mountPath: {{ .root.Values.model.mountPath }}}
+    - {name: model, mountPath: {{ .root.Values.model.mountPath | quote }}}
     - {name: fetch, mountPath: /etc/baton/fetch, readOnly: true}
 {{- end }}
 {{- end }}

@@ -5,7 +5,7 @@
 {{- $service := printf "%s-%s" (include "baton.fullname" $) $kind -}}
 {{- $names = concat $names (list $service (printf "%s.%s" $service $.Release.Namespace) (printf "%s.%s.svc" $service $.Release.Namespace) (printf "%s.%s.svc.cluster.local" $service $.Release.Namespace)) -}}
 {{- end -}}
-{{- concat $names .Values.security.tls.extraNames | toJson -}}
+{{- concat $names (.Values.security.tls.extraNames | default list) | toJson -}}
 {{- end }}
 
 {{/* The same, divided into `dns` and `ip`, of which a certificate has two lists. */}}
@@ -20,7 +20,7 @@
 {{/* What of these a client verifies that is told of none; empty: the Service's, or `localhost`. */}}
 {{- define "baton.serverName" -}}
 {{- $tls := .Values.security.tls -}}
-{{- $tls.serverName | default ($tls.internalNames | ternary "" (first $tls.extraNames | default "")) -}}
+{{- $tls.serverName | default ($tls.internalNames | ternary "" (first ($tls.extraNames | default (list "")))) -}}
 {{- end }}
 
 {{/* Whether clients need the authority's certificate, and the Secret has it. */}}

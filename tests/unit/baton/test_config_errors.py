@@ -1,5 +1,6 @@
 """What the errors of a configuration say, and what they must not quote."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,30 @@ def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         BatonConfig.from_mapping({"gateway": {"grpc_port": -1}, "cluster": {"decode": 0}})
     assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({}, r"cluster.prefill is 0; raise it, or remove gateway.require_disaggregated"),
+        ({"autoscaling": {"mode": "dry_run", "max_prefill": 1}}, "cluster.prefill is 0"),
+        ({"autoscaling": {"mode": "on", "max_decode": 2}}, "cluster.prefill is 0"),
+        ({"autoscaling": {"mode": "on", "max_prefill": 1}}, None),
+        ({"cluster": {"prefill": 0, "fleet_address": "fleet:6390"}}, None),
+    ],
+)
+def test_hand_overs_need_a_prefill_worker(sections: dict[str, object], complaint: str | None) -> None:
+    values = {"gateway": {"require_disaggregated": True}, "cluster": {"prefill": 0}} | sections
+    with pytest.raises(ConfigError, match=complaint) if complaint else nullcontext():
+        BatonConfig.from_mapping(values)
+
+
+def test_the_gateways_two_ports_differ() -> None:
+    with pytest.raises(
+        ConfigError, match="gateway: grpc_port and http_port are both 8000; choose another port"
+    ):
+        BatonConfig.from_mapping({"gateway": {"grpc_port": 8000}})
+    BatonConfig.from_mapping({"gateway": {"grpc_port": 0, "http_port": 0}})
 
 
 @pytest.mark.parametrize(
