@@ -66,7 +66,7 @@
 {{- if hasPrefix "*" (include "baton.serverName" $) -}}
 {{- fail (printf "security.tls.extraNames: the first name (%s) is a wildcard, which nothing can connect to; set security.tls.serverName to a name that it covers" (first .extraNames)) -}}
 {{- end -}}
-{{- $names := eq .mode "none" | ternary list (include "baton.doorNames" $ | fromJsonArray) -}}
+{{- $names := eq .mode "none" | ternary list (include "baton.serviceNames" $ | fromJsonArray) -}}
 {{- $wildcard := regexReplaceAll "^[^.]*" .serverName "*" -}}
 {{- if and .serverName (ne .mode "existingSecret") (not (has .serverName $names)) (not (has $wildcard $names)) -}}
 {{- fail (printf "security.tls.serverName (%s) is not in the certificate (mode %s); add it to extraNames" .serverName .mode) -}}

@@ -14,7 +14,7 @@ metadata:
     {{- end }}
 spec:
   serviceAccountName: {{ include "baton.fullname" . }}-head
-  # Ray's autoscaler, which KubeRay puts beside the head, talks to the API server; nobody else does,
+  # Ray's autoscaler, which KubeRay puts beside the head, talks to the API server, and no other container does,
   # though all containers of this pod get the token.
   automountServiceAccountToken: {{ .Values.autoscaling.workers.enabled }}
   # It outlives workers that begin to drain at the same time, as all do in an upgrade by Recreate.
@@ -58,7 +58,7 @@ spec:
         periodSeconds: 2
         failureThreshold: 90
         terminationGracePeriodSeconds: 30
-      # KubeRay would put its own here, which ask the dashboard. A Ray that hangs keeps nobody: its hook has little time.
+      # KubeRay would put its own here, which ask the dashboard. A Ray that hangs delays no pod: its hook has little time.
       livenessProbe:
         tcpSocket: {port: gcs}
         periodSeconds: 10
@@ -91,7 +91,7 @@ spec:
 {{/* A native sidecar: it is started again when it ends, which KubeRay forbids containers where Ray's autoscaler runs, and it
 outlives Ray's own container when the pod ends. It has no readiness of its own, since workers reach Ray only through a head
 that is ready, and the controller is ready only when it has workers. Nor has it a liveness probe: a connection that says nothing
-counts as a stranger at the door, and the kernel would answer for a process that hangs; one that ends is started again. */}}
+counts as an unknown client, and the kernel would answer for a process that hangs; one that ends is started again. */}}
 {{- define "baton.fleetContainer" -}}
 - name: fleet
   restartPolicy: Always

@@ -5,7 +5,7 @@
 {{- with .Values.drain }}{{ add .timeoutSeconds (mul 2 .leaseSeconds) .unresponsiveSeconds }}{{ end }}
 {{- end }}
 
-{{/* For a shell, because nobody else puts the address in. The head's node waits for all workers that drain. */}}
+{{/* For a shell, because nothing else puts the address in. The head's node waits for all workers that drain. */}}
 {{- define "baton.drainCommand" -}}
 baton drain --node "$POD_IP" --fleet-address {{ include "baton.fleetAddress" . }} --timeout {{ include "baton.drainSeconds" . }}
 {{- end }}

@@ -2,7 +2,7 @@
 
 {{/* With autoscaling: as many gateways as there are. Kubernetes takes a number that was there and is left out for one: the
 upgrade that turns autoscaling on would take away all gateways but one, and so would a later one that leaves out what the last one
-said. At the first install, and for whoever renders without a cluster, there is none to keep. */}}
+said. At the first install, and where a chart is rendered without a cluster, there is none to keep. */}}
 {{- define "baton.gatewayReplicas" -}}
 {{- $scaling := .Values.autoscaling.gateway -}}
 {{- if not $scaling.enabled -}}

@@ -1,5 +1,5 @@
 {{/* Names under which clients reach gateways. */}}
-{{- define "baton.doorNames" -}}
+{{- define "baton.serviceNames" -}}
 {{- $names := .Values.security.tls.internalNames | ternary (list "localhost") list -}}
 {{- range $kind := .Values.security.tls.internalNames | ternary (list "grpc" "http") list -}}
 {{- $service := printf "%s-%s" (include "baton.fullname" $) $kind -}}
@@ -11,7 +11,7 @@
 {{/* The same, divided into `dns` and `ip`, of which a certificate has two lists. */}}
 {{- define "baton.certificateNames" -}}
 {{- $dns := list -}}{{- $ip := list -}}
-{{- range include "baton.doorNames" . | fromJsonArray -}}
+{{- range include "baton.serviceNames" . | fromJsonArray -}}
 {{- if regexMatch "^[0-9.]+$|:" . -}}{{- $ip = append $ip . -}}{{- else -}}{{- $dns = append $dns . -}}{{- end -}}
 {{- end -}}
 {{- dict "dns" $dns "ip" $ip | toJson -}}
@@ -31,10 +31,10 @@
 {{/* What a certificate is made of: where this is another one, another certificate is due. */}}
 {{- define "baton.tlsRecipe" -}}
 {{- $addresses := (include "baton.certificateNames" . | fromJson).ip | join " " -}}
-{{- printf "%s%s %d" (include "baton.doorNames" .) $addresses (int .Values.security.tls.validDays) | sha256sum -}}
+{{- printf "%s%s %d" (include "baton.serviceNames" .) $addresses (int .Values.security.tls.validDays) | sha256sum -}}
 {{- end }}
 
-{{/* A certificate by an authority whose key nobody keeps; `localhost` is for `kubectl port-forward`. */}}
+{{/* A certificate by an authority whose key is not kept; `localhost` is for `kubectl port-forward`. */}}
 {{- define "baton.generatedTls" -}}
 {{- $secret := include "baton.tlsName" . -}}
 {{- $days := int .Values.security.tls.validDays -}}

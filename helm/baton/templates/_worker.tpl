@@ -49,7 +49,7 @@ spec:
         tcpSocket: {port: raylet}
         periodSeconds: 10
         failureThreshold: 6
-      # A worker opens this port when it has loaded its model. Nobody needs a worker to be ready in order to reach it; budgets
+      # A worker opens this port when it has loaded its model. A worker can be reached before it is ready; budgets
       # and `readyWorkerReplicas` count by it. With autoscaling, a pod that no worker has taken yet is not ready.
       readinessProbe:
         tcpSocket: {port: baton-metrics}
