@@ -240,6 +240,10 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         {"model": {"path": "s3://bucket/mine"}},
         ["model.path (s3://bucket/mine): the image has no client for object stores", "model.existingClaim"],
     ),
+    "a draft model in an object store": (
+        {"config": {"speculation": {"method": "draft_model", "draft_model": "gs://bucket/small"}}},
+        ["config.speculation.draft_model (gs://bucket/small): the image has no client for object stores"],
+    ),
     "a model by a name that nobody knows": ({"model": {"path": "llama"}}, ["model.path (llama) is nowhere"]),
     "a token for no model of the Hub": (
         {"model": {"hub": {"tokenSecret": {"name": "mine"}}}},

@@ -99,10 +99,12 @@
 {{- end -}}
 {{- end -}}
 
-{{- with $v.model -}}
-{{- if contains "://" .path -}}
-{{- fail (printf "model.path (%s): the image has no client for object stores; copy the model into a claim (model.existingClaim), or list its files in model.download.files, and set model.path to its folder" .path) -}}
+{{- range $key, $path := dict "model.path" $v.model.path "config.speculation.draft_model" (dig "speculation" "draft_model" "" $v.config | default "") -}}
+{{- if contains "://" $path -}}
+{{- fail (printf "%s (%s): the image has no client for object stores; copy the model into a claim (model.existingClaim), or list its files in model.download.files, and set %s to its folder" $key $path $key) -}}
 {{- end -}}
+{{- end -}}
+{{- with $v.model -}}
 {{- if and .existingClaim .persistentVolumeClaim.create -}}
 {{- fail "model: existingClaim and persistentVolumeClaim.create exclude one another" -}}
 {{- end -}}
