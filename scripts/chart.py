@@ -126,8 +126,8 @@ def schema(text: str) -> str:
 
 
 def _requiring(part: Any) -> Any:
-    """With the sections and numbers below it required: a key with nothing behind it removes the default. Templates
-    would fail at a missing section, and read a missing number as 0."""
+    """With the sections, numbers and booleans below it required: a key with nothing behind it removes the default.
+    Templates would fail at a missing section, and read a missing number as 0, a missing boolean as false."""
     if not _is_section(part):
         return part
     below = {key: _requiring(inner) for key, inner in part["properties"].items()}
@@ -140,11 +140,12 @@ def _is_section(part: Any) -> bool:
 
 
 def _is_required(part: Any) -> bool:
-    return _is_section(part) or part.get("type") == "integer" or part.get("$ref", "").endswith(_REQUIRED)
+    is_plain = part.get("type") in ("integer", "boolean")
+    return _is_section(part) or is_plain or part.get("$ref", "").endswith(_REQUIRED)
 
 
-_REQUIRED = ("/service", "/monitor", "/port")
-"""Definitions that are sections or numbers."""
+_REQUIRED = ("/service", "/monitor", "/port", "/BatonConfig")
+"""Definitions that are sections or numbers, and Baton's configuration."""
 _MAY_BE_MISSING = {"responseStore", "metricsKey", "testKey", "issuerRef", "egress"}
 """Sections that templates do without: `helm upgrade --reuse-values` gives this chart the values of an earlier one."""
 
