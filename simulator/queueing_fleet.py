@@ -113,9 +113,7 @@ class Moment:
 class QueueingFleet:
     """A fleet that an autoscaler observes and changes; `play` runs a load through the fleet."""
 
-    def __init__(
-        self, config: BatonConfig, timing: WorkerSpeed, seed: int, num_placeable: int = 1000
-    ) -> None:
+    def __init__(self, config: BatonConfig, speed: WorkerSpeed, seed: int, num_placeable: int = 1000) -> None:
         """Nodes have room for `num_placeable` workers; one more waits to be placed."""
         self._world = World(seed, max_events=math.inf, has_ticks=False)
         self.autoscaler = Autoscaler(
@@ -128,7 +126,7 @@ class QueueingFleet:
             self.change_role,
         )
         self._window = LatencyWindow()
-        self._config, self._timing, self._num_placeable = config, timing, num_placeable
+        self._config, self._speed, self._num_placeable = config, speed, num_placeable
         self._workers: list[_Worker] = []
         self._num_named = 0
         self._queue: deque[ArrivingRequest] = deque()
@@ -199,7 +197,7 @@ class QueueingFleet:
         (found,) = (w for w in self._workers if w.name == worker)
         self._requeue(found)
         found.role, found.state = role, ReplicaState.STARTING
-        found.due_at = self._world.now + self._timing.role_change_s
+        found.due_at = self._world.now + self._speed.role_change_s
 
     def kill(self, name: str, *, comes_back_after_s: float | None) -> None:
         """Kills a worker. `comes_back_after_s` None: the worker is in a crash loop."""
@@ -238,7 +236,7 @@ class QueueingFleet:
             room = [
                 w
                 for w in self._serving(WorkerRole.DECODE)
-                if w.blocks_used + arrival.num_blocks <= self._timing.num_blocks
+                if w.blocks_used + arrival.num_blocks <= self._speed.num_blocks
             ]
             prefill = self._serving(WorkerRole.PREFILL)
             if not room or not prefill:
@@ -286,7 +284,7 @@ class QueueingFleet:
         waiting = list(worker.prompts)[1:]
         is_prefill = worker.role is WorkerRole.PREFILL
         running = min(1, len(worker.prompts)) if is_prefill else len(worker.running)
-        total = self._timing.num_blocks
+        total = self._speed.num_blocks
         return WorkerStatus(
             WorkerRef(worker.name, "1", ("tcp://127.0.0.1:1",), BLOCK_SIZE),
             worker.role,
@@ -301,7 +299,7 @@ class QueueingFleet:
         )
 
     def _add(self, role: WorkerRole, state: ReplicaState) -> None:
-        due_at = self._world.now + self._timing.start_s
+        due_at = self._world.now + self._speed.start_s
         self._workers.append(_Worker(f"w{self._num_named}", role, state, due_at))
         self._num_named += 1
 
@@ -312,7 +310,7 @@ class QueueingFleet:
         if placing and len(self._workers) - len(placing) < self._num_placeable:
             placing[0].state, placing[0].due_at = (
                 ReplicaState.STARTING,
-                self._world.now + self._timing.start_s,
+                self._world.now + self._speed.start_s,
             )
 
     def _requeue(self, worker: _Worker) -> None:
@@ -337,10 +335,10 @@ class QueueingFleet:
         return len(worker.prompts) + len(worker.running)
 
     def _prefill_s(self, arrival: ArrivingRequest) -> float:
-        return arrival.num_prompt_tokens / self._timing.prefill_tokens_per_s
+        return arrival.num_prompt_tokens / self._speed.prefill_tokens_per_s
 
     def _step_s(self, worker: _Worker) -> float:
-        return self._timing.decode_step_s + self._timing.decode_step_per_request_s * len(worker.running)
+        return self._speed.decode_step_s + self._speed.decode_step_per_request_s * len(worker.running)
 
 
 def _result(coroutine: Coroutine[Any, Any, Decision]) -> Decision:

@@ -11,6 +11,7 @@ from baton.system.awake_timer import awake_timeout
 from cluster.control_api.calls import CALLS
 from cluster.on_ray.actors import Introduce, Introduction
 from cluster.on_ray.calls import answer, kill_process
+from cluster.on_ray.session import lost_process
 
 CONTROLLER_NAME = "controller"
 
@@ -44,10 +45,12 @@ class RayCarrier:
         """The reply. Kills a controller that hangs, for example after SIGSTOP; Ray restarts it.
 
         Raises FleetEnded if the controller has ended by itself, for example because no gateway has called for
-        long.
+        long, or if a process of a private Ray has ended: Ray does not restart it.
         """
         if hangs_after_s is None:
             return await self._ask(frame)
+        if (loss := lost_process()) is not None:
+            raise FleetEnded(f"the fleet has ended: {loss}")
         try:
             reply = await self.ask_or_kill(frame.timeout_s + hangs_after_s, frame)
         except ClusterError as error:

@@ -15,6 +15,7 @@ from cluster.controller.desired import worker_names
 from cluster.controller.owner import OnProgress, OnServing, first_start, scale_to
 from cluster.on_ray.controller import OwnedController, begin_fleet, find_fleet
 from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
+from cluster.on_ray.session import lost_process
 from engine.loading.commit import with_commit
 from engine.loading.dtype import with_chosen_dtype
 
@@ -63,8 +64,8 @@ class RayFleet:
         await on_serving(control)
 
     async def end(self, hurry: asyncio.Event) -> None:
-        if (owned := self._owned) is None:
-            return
+        if (owned := self._owned) is None or lost_process() is not None:
+            return  # a private Ray whose process has ended takes no more calls; the rest ends with this command
         try:
             if not self._has_started or not await unless(hurry, owned.shutdown(may_drain=True)):
                 async with awake_timeout(self._forced_end_s(owned)):

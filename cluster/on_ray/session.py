@@ -287,6 +287,25 @@ def _children(pid: int) -> list[int]:
     return found
 
 
+def lost_process() -> str | None:
+    """Which process of this command's private Ray has ended, and how; None if both run, or Ray was joined.
+
+    Ray itself does not notice the end of its raylet: the process stays a zombie, since no process waits for it.
+    """
+    for child in _children(os.getpid()):
+        with contextlib.suppress(OSError):  # it has just ended, and was waited for
+            name = Path(f"/proc/{child}/comm").read_text().strip()
+            if name in ("raylet", "gcs_server"):
+                end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if end is not None and end.si_code != os.CLD_EXITED:
+                    return (
+                        f"Ray's process {name} ({child}) was killed by {signal.Signals(end.si_status).name}"
+                    )
+                if end is not None:
+                    return f"Ray's process {name} ({child}) ended with exit code {end.si_status}"
+    return None
+
+
 @contextmanager
 def _own_signals() -> Iterator[None]:
     """Keeps Ray from replacing this process's handler of SIGTERM, which stops a start as Ctrl-C does.

@@ -29,7 +29,7 @@ MAX_TURNS = 20
 ALONE_EVERY = 4
 """Every fourth of the prompts that are asked together is asked alone, too."""
 
-LENGTHS = [1, 17, 129]
+LENGTHS = [129, 1, 17]
 """Beyond the ends of blocks and of a step. A real model takes long; the tiny ones below cover what is left out here."""
 Mode = Literal["disaggregated", "local"]
 MODES: tuple[Mode, ...] = ("disaggregated", "local")
@@ -129,7 +129,7 @@ def test_a_real_model_answers_as_transformers_does(smollm2: Path, prompts: list[
         async with local_cluster(make_config(), smollm2) as cluster:
             await check_same_tokens(cluster, prompts, expected)
             # Sampled: the seed decides, not the worker.
-            short = prompts[:2]
+            short = prompts[1:3]
             sampled = [
                 await ask_all(
                     cluster, short, mode, f"sampled {mode}", 4, seed=11, temperature=0.9, top_p=0.95

@@ -40,7 +40,7 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "hand-overs from no worker": (
         {"config": {"gateway": {"require_disaggregated": True}}, "prefill": {"replicas": 0}},
-        ["config.gateway.require_disaggregated: without prefill workers", "raise prefill.replicas (0)"],
+        ["config.gateway.require_disaggregated: without a prefill worker", "raise prefill.replicas (0)"],
     ),
     "hand-overs from workers that may all go": (
         {
@@ -279,7 +279,7 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         ["rayHead.podAnnotations: the chart sets checksum/fleet-config by itself; take it out"],
     ),
     "a label of the chart": (
-        {"metrics": {"podMonitor": {"labels": {"app.kubernetes.io/name": "mine"}}}},
+        {"metrics": {"podMonitor": {"enabled": True, "labels": {"app.kubernetes.io/name": "mine"}}}},
         ["metrics.podMonitor.labels: the chart sets app.kubernetes.io/name by itself; take it out"],
     ),
     "a label of KubeRay": (
@@ -297,10 +297,6 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     "memory without a unit": (
         {"decode": {"resources": {"limits": {"memory": 32}}}},
         ["decode.resources.limits.memory (32) is less than 64Mi"],
-    ),
-    "more shared memory than memory": (
-        {"decode": {"shmSize": "33Gi"}},
-        ["decode.shmSize (33Gi) counts as memory", "above decode.resources.limits.memory (32Gi)"],
     ),
     "a share of no CPU": (
         {
@@ -356,8 +352,9 @@ def test_there_is_no_refusal_without_a_reason() -> None:
     render({"config": {"autoscaling": {"mode": "dry_run"}, "engine": {"enable_expert_parallel": False}}})
     render({"model": {"path": "/opt/mine", "inImage": True}})
     as_limited = {"resources": {"requests": {"memory": 34359738368}}}
+    small = {"resources": {"requests": {"memory": "0"}, "limits": {"memory": "1Gi"}}}
     below = {"resources": {"requests": {"cpu": "1500m"}, "limits": {"cpu": 2}}}
-    render({"prefill": {"resources": None}, "decode": as_limited, "gateway": below})
+    render({"prefill": {"resources": None}, "decode": as_limited, "gateway": below, "rayHead": small})
     render({"security": {"apiKeys": {"keys": None}}, "gateway": {"responseStore": None, "podLabels": None}})
     for_redis = {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "600"}
     render({"decode": {"extraEnv": [for_redis]}})

@@ -20,7 +20,7 @@ from tests.kernels.cases import joined
 TIMEOUT_S = 1800.0
 """Of a process, which takes a minute if it has its own core."""
 
-COMPILED = ("--compile",)
+COMPILED = ("--compile", "--architecture=qwen3")
 CASES = (
     ("--fp8", "--fp8-cache", "--architecture=qwen2", "--num-ranks=2"),
     ("--fp8", "--architecture=mixtral", "--num-ranks=2", "--expert-parallel"),

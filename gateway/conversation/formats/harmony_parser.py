@@ -33,7 +33,7 @@ _MAX_WORD = 200
 
 
 @dataclass(frozen=True, slots=True)
-class HarmonyHeader:
+class HarmonyHead:
     """The part of a message before its content."""
 
     channel: str
@@ -67,7 +67,7 @@ class HarmonyParser(AnswerParser):
                 self._reader.rewind()
                 yield from self._stray()
 
-    def _head(self) -> Steps[HarmonyHeader | None]:
+    def _head(self) -> Steps[HarmonyHead | None]:
         """Reads a head, within an attempt. None: there is no head, or it is not complete."""
         reader, recipient = self._reader, ""
         yield from reader.skip_spaces()
@@ -78,14 +78,14 @@ class HarmonyParser(AnswerParser):
             recipient = yield from reader.word(_WORD_ENDS, _MAX_WORD)
             yield from reader.skip_spaces()
         if (yield from self._next_is(MESSAGE)):
-            return HarmonyHeader("", recipient)
+            return HarmonyHead("", recipient)
         if not (yield from self._next_is(CHANNEL)):
             return None
         channel = yield from reader.word(_WORD_ENDS, _MAX_WORD)
         while True:
             yield from reader.skip_spaces()
             if (yield from self._next_is(MESSAGE)):
-                return HarmonyHeader(channel, recipient)
+                return HarmonyHead(channel, recipient)
             if (yield from reader.next_is(RECIPIENT)):
                 recipient = yield from reader.word(_WORD_ENDS, _MAX_WORD)
             elif not (yield from self._next_is(CONSTRAIN)) and not (
@@ -104,7 +104,7 @@ class HarmonyParser(AnswerParser):
                 return True
         return (yield from self._reader.next_is(RECIPIENT + FUNCTIONS))
 
-    def _message(self, head: HarmonyHeader) -> Steps[None]:
+    def _message(self, head: HarmonyHead) -> Steps[None]:
         self._is_new_message = True
         if (name := self._function(head.recipient)) is not None:
             self.part = AnswerPart.CALL

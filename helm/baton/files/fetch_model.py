@@ -12,6 +12,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 import urllib.request
@@ -113,8 +114,12 @@ def main() -> int:
             print(f"fetch_model.py: {name}: {error}", file=sys.stderr)
             return 1
         except (ValueError, HTTPException) as error:
-            url, _, _ = entry["url"].partition("?")  # what follows may be a secret
-            print(f"fetch_model.py: {url}: not a usable URL, or not HTTP: {error}", file=sys.stderr)
+            # A query, a user or the error's text may hold a secret.
+            url = re.sub(r"//[^/]*@", "//", entry["url"].partition("?")[0])
+            print(
+                f"fetch_model.py: {url}: not a usable URL, or not HTTP ({type(error).__name__})",
+                file=sys.stderr,
+            )
             return 1
         print(f"{name} {done}", flush=True)
     return 0

@@ -8,7 +8,7 @@
 {{- fail (printf "prefill.tensorParallel (%d) and decode.tensorParallel (%d): one must be a multiple of the other, or workers cannot hand KV over" $p $d) -}}
 {{- end -}}
 {{- if and ($v.config.gateway).require_disaggregated (eq (include "baton.leastReplicas" (dict "root" . "role" "prefill")) "0") -}}
-{{- fail (printf "config.gateway.require_disaggregated: without prefill workers every request fails; raise %s (0)" ($v.autoscaling.workers.enabled | ternary "autoscaling.workers.minPrefill" "prefill.replicas")) -}}
+{{- fail (printf "config.gateway.require_disaggregated: without a prefill worker, gateways are not ready; raise %s (0)" ($v.autoscaling.workers.enabled | ternary "autoscaling.workers.minPrefill" "prefill.replicas")) -}}
 {{- end -}}
 
 {{- with $v.autoscaling.gateway -}}
@@ -210,12 +210,12 @@
 {{- $isNeeded := dict "metrics" (include "baton.metricsNeedKey" .) "test" "yes" -}}
 {{- range $owner, $scopes := dict "metrics" (list "observe" "administer") "test" (list "generate") -}}
 {{- $isAdmitted := or $.Values.security.apiKeys.existingSecret (not (get $isNeeded $owner)) -}}
-{{- range $.Values.security.apiKeys.keys -}}
+{{- range concat ($.Values.security.apiKeys.keys | default list) ((dig "gateway" "api_keys" list $.Values.config) | default list) -}}
 {{- range .scopes | default (list "generate") -}}{{- if has . $scopes -}}{{- $isAdmitted = true -}}{{- end -}}{{- end -}}
 {{- end -}}
 {{- $own := (index $.Values.security (printf "%sKey" $owner)).existingSecret -}}
 {{- if and $own (not $isAdmitted) -}}
-{{- fail (printf "security.%sKey.existingSecret (%s): no entry of security.apiKeys.keys has the scope %s, so gateways would refuse its key; add the entry, as `baton key` prints it" $owner $own (first $scopes)) -}}
+{{- fail (printf "security.%sKey.existingSecret (%s): no entry of security.apiKeys.keys has the scope %s; add the entry of this key, as `baton key` prints it (the administrator's key stays outside the cluster)" $owner $own (first $scopes)) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
@@ -253,7 +253,7 @@
 {{- end -}}
 
 {{- range $object, $part := omit .Values.metrics "port" -}}
-{{- range $label := keys ($part.labels | default dict) | sortAlpha -}}
+{{- range $label := $part.enabled | ternary (keys ($part.labels | default dict) | sortAlpha) list -}}
 {{- if regexMatch "^(app\\.kubernetes\\.io/(name|instance|component|part-of|version|managed-by)|helm\\.sh/chart)$" $label -}}
 {{- fail (printf "metrics.%s.labels: the chart sets %s by itself; take it out" $object $label) -}}
 {{- end -}}
@@ -265,18 +265,14 @@
 {{- range $owner, $part := $owners -}}
 {{- $limits := ($part.resources).limits | default dict -}}
 {{- range $bound, $amounts := $part.resources -}}
-{{- if and $amounts.memory (lt (include "baton.number" $amounts.memory | float64) 0x1p26) -}}
+{{- $bytes := include "baton.number" ($amounts.memory | default 0) | float64 -}}
+{{- if and (gt $bytes 0.0) (lt $bytes 0x1p26) -}}
 {{- fail (printf "%s.resources.%s.memory (%v) is less than 64Mi; give it a unit, as in 32Gi" $owner $bound $amounts.memory) -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $request := ($part.resources).requests -}}
 {{- if and (hasKey $limits $name) (gt (include "baton.number" $request | float64) (include "baton.number" (index $limits $name) | float64)) -}}
 {{- fail (printf "%s.resources.requests.%s (%v) is above its limit (%v); raise both" $owner $name $request (index $limits $name)) -}}
-{{- end -}}
-{{- end -}}
-{{- with $part.shmSize -}}
-{{- if and $limits.memory (gt (include "baton.number" . | float64) (include "baton.number" $limits.memory | float64)) -}}
-{{- fail (printf "%s.shmSize (%v) counts as memory of the pod, and is above %s.resources.limits.memory (%v)" $owner . $owner $limits.memory) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from baton.errors import ClusterError
+from baton.errors import ClusterError, FleetEnded
 from baton.messages.control import WaitStart
 from cluster.on_ray import carrier as carrier_module
 from cluster.on_ray.carrier import CONTROLLER_CODEC, RESTART_S, RayCarrier
@@ -43,6 +43,17 @@ async def test_a_controller_that_still_starts_is_waited_for(start_s: float, wait
         with pytest.raises(ClusterError, match=f"did not answer for {RESTART_S + 2.0:g} s"):
             await carrier.exchange(frame)
     assert bounds == [waits_s, RESTART_S + 2.0]
+
+
+async def test_a_fleet_ends_with_a_process_of_its_private_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        carrier_module, "lost_process", lambda: "Ray's process raylet (7) was killed by SIGKILL"
+    )
+    frame = CONTROLLER_CODEC.frame(0, 2.0, WaitStart(-1, 2.0))
+    with pytest.raises(
+        FleetEnded, match=r"^the fleet has ended: Ray's process raylet \(7\) was killed by SIGKILL$"
+    ):
+        await RayCarrier(SilentActor()).exchange(frame, hangs_after_s=1.0)
 
 
 async def _answer(reply: "asyncio.Future[Any]", _who: str) -> Any:

@@ -1,6 +1,7 @@
 """What Ray reads from the environment before it is imported, and where it may be."""
 
 import ctypes
+import os
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from cluster.on_ray.session import (
     _root_cause,
     _short_folder,
     check_token,
+    lost_process,
     prepare_environment,
 )
 
@@ -201,6 +203,30 @@ def test_a_start_of_ray_that_fails_leaves_no_agents(tmp_path: Path, error: BaseE
         its_child.kill()
         for process, _ in started:
             process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "said"),
+    [
+        ("raylet", "kill -9 $$", "Ray's process raylet ({}) was killed by SIGKILL"),
+        ("gcs_server", "exit 3", "Ray's process gcs_server ({}) ended with exit code 3"),
+        ("another", "exit 3", None),
+    ],
+)
+def test_the_end_of_a_process_of_a_private_ray_is_seen(
+    tmp_path: Path, name: str, end: str, said: str | None
+) -> None:
+    program = tmp_path / name
+    program.write_text(f"#!/bin/sh\nread line\n{end}\n")
+    program.chmod(0o755)
+    with subprocess.Popen([program], stdin=subprocess.PIPE) as process:
+        assert lost_process() is None
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert lost_process() == (said and said.format(process.pid))
+    assert lost_process() is None
 
 
 class StartingRay:
