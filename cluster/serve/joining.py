@@ -104,8 +104,8 @@ async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, sig
             gateway = make_gateway(found.config, keys, model_path, tokenizer, found.control)
             following = FollowingGateway(found.config, gateway, found.control)
             stack.push_async_callback(following.stop, signals.hurry)
-            stack.callback(screen.line, "stopping", f"{stopping_text(config)}; the fleet continues")
             service = await following.start()
+            stack.callback(screen.line, "stopping", f"{stopping_text(config)}; the fleet continues")
             stage(workers_text(service.endpoints))
         await following.use(while_ready(service))
 
