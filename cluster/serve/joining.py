@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.config import BatonConfig
-from baton.errors import ClusterError, ConfigError
+from baton.errors import ClusterError, ConfigError, FleetEnded
 from baton.hub_name import leaves_open
 from baton.messages.control import ControlApi, GetConfiguration
 from baton.system.awake_timer import awake_timeout
@@ -105,9 +105,13 @@ async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, sig
             following = FollowingGateway(found.config, gateway, found.control)
             stack.push_async_callback(following.stop, signals.hurry)
             service = await following.start()
-            stack.callback(screen.line, "stopping", f"{stopping_text(config)}; the fleet continues")
+            stack.push(say_stopping)
             stage(workers_text(service.endpoints))
         await following.use(while_ready(service))
+
+    def say_stopping(kind: type[BaseException] | None, *_: object) -> None:
+        fleet = "" if kind is FleetEnded else "; the fleet continues"
+        screen.line("stopping", f"{stopping_text(config)}{fleet}")
 
     async with AsyncExitStack() as stack:  # it ends all of it, even if the screen cannot be written
         await unless(signals.stop, find_and_open())
