@@ -205,7 +205,10 @@ def _load(config: BatonConfig, found: Sighting) -> "tuple[Path, Tokenizer]":
         is_another = path != found.model_path and asked_for != served
         if is_another and with_commit(config, path).model.path != served:
             raise _another_one(
-                config.cluster.name, [f"model.path is {str(found.model_path)!r} there, {str(path)!r} here"]
+                config.cluster.name,
+                [
+                    f"model.path is {str(found.model_path)!r} in the running fleet, {str(path)!r} in this configuration"
+                ],
             )
     else:
         path = folder_here(served, found.model_path, cache_dir, weights=False)

@@ -124,7 +124,7 @@ async def test_a_gateway_says_that_the_fleet_continues_only_if_it_does(
 def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tuple[Sighting, str]]) -> None:
     with pytest.raises(
         ClusterError,
-        match=r"'blue' differs from this configuration: model.dtype is 'float32' there, 'bfloat16'",
+        match=r"'blue' differs from this configuration: model.dtype is 'float32' in the running fleet, 'bfloat16'",
     ):
         find(Controller(), model={"dtype": "bfloat16"})
     found, _ = find(Controller(), model={"dtype": "float32"})
@@ -198,7 +198,10 @@ def test_a_name_of_the_hub_is_the_fleets_commit_without_its_weights(
         paths = {load(**ours) for ours in names}
         assert {path.name for path in paths} == {old}
         assert hub.content_bytes == 0
-        with pytest.raises(ClusterError, match=r"model\.path is '/elsewhere/.*' there, '.*' here"):
+        with pytest.raises(
+            ClusterError,
+            match=r"model\.path is '/elsewhere/.*' in the running fleet, '.*' in this configuration",
+        ):
             load(path="acme/tiny@main")
 
 
