@@ -230,6 +230,8 @@ class EngineLoop:
             self._requests.note(outputs)
 
     def _forget(self, client_id: str) -> None:
+        if count := len(self._requests.of_client(client_id)):
+            logger.warning("connection %s has ended; ending its %d request(s)", client_id, count)
         self._kv_followers.discard(client_id)
         if not self._kv_followers:
             self._scheduler.kv_events.ignore()

@@ -78,7 +78,7 @@ def rollout(target: Target, options: argparse.Namespace) -> int:
             total_s = asyncio.run(carry_out(target, all_steps, of_absent, stage.say))
         except GatewayError as error:
             raise error if not steps else _with_progress(error, steps) from None
-        stage(f"{len(steps)} workers restarted")
+        stage(f"{len(steps)} worker{'' if len(steps) == 1 else 's'} restarted")
     if options.json:
         renewed = [{"worker": step.worker, "incarnation": step.incarnation} for step in steps]
         print(json.dumps({"workers": renewed, "total_s": total_s}))

@@ -284,7 +284,7 @@ class ControlClient:
 
 def _differences(former: FleetConfiguration, now: FleetConfiguration) -> list[str]:
     (config, model_path), (other, other_path) = unpack_configuration(former), unpack_configuration(now)
-    found = differences(config, other)
+    found = differences(config, other, places=("in the former fleet", "in this one"))
     if model_path != other_path:
         found.append(f"its model is {other_path}, not {model_path}")
     return found

@@ -33,6 +33,8 @@ from cluster.controller.supervisor import Patience, Supervisor
 
 logger = logging.getLogger(__name__)
 
+_DID_NOT_SERVE = "it did not serve when this controller started: it had ended, or was not ready yet"
+
 
 class Controller:
     """Owns the fleet from `start` to `shutdown`. All methods belong to one event loop."""
@@ -290,6 +292,10 @@ class Controller:
     def _supervise(self, desired: DesiredReplica, found: Found | None) -> None:
         role = desired.role if found is None else found.endpoint.role
         replica = Replica(desired.name, role, Restarts(self._cluster), num_starts=desired.num_starts)
+        if found is None and desired.num_starts:
+            replica.last_failure = _DID_NOT_SERVE
+            text, extra = "worker %s (%s) is started anew: %s", {"worker": desired.name}
+            logger.warning(text, desired.name, role.value, _DID_NOT_SERVE, extra=extra)
         supervisor = Supervisor(
             replica,
             self._launcher,

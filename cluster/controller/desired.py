@@ -39,8 +39,14 @@ _CHOSEN = {
 also decided the commit of a model that is named without a commit (`leaves_open`)."""
 
 
-def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False) -> list[str]:
-    """One line for each key whose two values mean different fleets.
+def differences(
+    there: BatonConfig,
+    here: BatonConfig,
+    *,
+    only_set: bool = False,
+    places: tuple[str, str] = ("in the running fleet", "in this configuration"),
+) -> list[str]:
+    """One line for each key whose two values mean different fleets; `places` say in it where each of the two is.
 
     The sections `gateway` and `logging` may differ. `only_set` compares only keys that are set in `here`, and
     skips keys that concern only one command.
@@ -63,7 +69,7 @@ def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False
             if here.model.dtype == other == "auto" and value in _CHOSEN.get((section, key), ()):
                 continue
             if value != other:
-                found.append(f"{section}.{key} is {value!r} there, {other!r} here")
+                found.append(f"{section}.{key} is {value!r} {places[0]}, {other!r} {places[1]}")
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.errors import ClusterError, FleetEnded
-from baton.fleet import FleetView, GatewayReport
+from baton.fleet import LEFT, FleetView, GatewayReport
 from baton.messages.control import ControlApi, ReportLoad, WaitView
 from baton.worker import WorkerEndpoint
 
@@ -105,7 +105,7 @@ class Follower:
                     logger.error("worker %s (%s) died: %s", name, known.role.value, reason, extra=extra)
                 self._registry.worker_died(name, reason)
             elif now is None:
-                self._registry.remove_worker(name, "it left the fleet")
+                self._registry.remove_worker(name, LEFT)
         for name, endpoint in present.items():
             former = self._known.get(name)
             if former is None or former.ref != endpoint.ref:

@@ -108,7 +108,7 @@ async def follow_counts(
         wanted = await asyncio.to_thread(read)
         if wanted is not seen:
             seen = wanted
-            for difference in differences(config, wanted):
+            for difference in differences(config, wanted, places=("in the running fleet", "in the file")):
                 logger.warning(
                     "the configuration file has changed: %s; restart the fleet to apply this",
                     difference,

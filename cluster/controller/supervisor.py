@@ -77,6 +77,8 @@ class Supervisor:
         """Why the latest incarnation failed, if it did."""
         self.death: tuple[str, str] | None = None
         """The last incarnation that failed while it served, and why."""
+        self._last_end = ("", "")
+        """The last incarnation that ended after it had served, and why."""
         self._launcher = launcher
         self._patience = patience
         self._clock = clock
@@ -264,8 +266,8 @@ class Supervisor:
 
     async def _drain(self) -> bool:
         """Drains the worker until it is empty, out of time, or dead; True if no request was lost."""
-        incarnation = self._incarnation
-        if incarnation is None or not self.is_serving:
+        incarnation, endpoint = self._incarnation, self.endpoint
+        if incarnation is None or endpoint is None or not self.is_serving:
             return True
         self.replica.move(ReplicaState.DRAINING)
         self._notify()
@@ -273,7 +275,8 @@ class Supervisor:
             async with awake_timeout(self._patience.leave_s):
                 return (await incarnation.call(Drain(self._patience.drain_s))).is_clean
         except (TimeoutError, BatonError) as error:
-            logger.warning("worker %s did not drain: %s", self.replica.name, error)
+            reason = self._why_ended(endpoint) or str(error) or "it did not answer in time"
+            logger.warning("worker %s did not drain: %s", self.replica.name, reason)
             return False
 
     async def _leave(self, incarnation: Incarnation) -> None:
@@ -286,7 +289,7 @@ class Supervisor:
 
     def _why_ended(self, endpoint: WorkerEndpoint) -> str:
         """Why `run` has ended the incarnation of this endpoint; empty if it has not."""
-        incarnation, reason = self.death or ("", "")
+        incarnation, reason = self._last_end
         return reason if incarnation == endpoint.ref.incarnation else ""
 
     def _served_s(self) -> float:
@@ -294,8 +297,9 @@ class Supervisor:
 
     async def _end_incarnation(self, reason: str, timeout_s: float) -> None:
         """Withdraws the endpoint, ends the process and frees its room."""
-        if self.endpoint is not None and self.is_serving:
-            self.death = (self.endpoint.ref.incarnation, reason)
+        if self.endpoint is not None:
+            self._last_end = (self.endpoint.ref.incarnation, reason)
+            self.death = self._last_end if self.is_serving else self.death
         self.endpoint, self.status, self.progress = None, None, None
         incarnation, self._incarnation = self._incarnation, None
         if incarnation is not None:

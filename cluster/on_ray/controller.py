@@ -177,7 +177,9 @@ async def _differences(
     is_open = leaves_open(config.model.path, their_config.model.path)
     found = differences(their_config, config if is_open else with_commit(config, model_path))
     if model_path != their_path and not is_pinned(their_config.model.path):
-        found.append(f"the model's folder is {their_path} there, {model_path} here")
+        found.append(
+            f"the model's folder is {their_path} in the running fleet, {model_path} in this configuration"
+        )
     if there.keys_digest != digest:
         found.append("its cluster secret differs")
     return found

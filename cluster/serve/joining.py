@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.config import BatonConfig
-from baton.errors import ClusterError, ConfigError
+from baton.errors import ClusterError, ConfigError, FleetEnded
 from baton.hub_name import leaves_open
 from baton.messages.control import ControlApi, GetConfiguration
 from baton.system.awake_timer import awake_timeout
@@ -104,10 +104,14 @@ async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, sig
             gateway = make_gateway(found.config, keys, model_path, tokenizer, found.control)
             following = FollowingGateway(found.config, gateway, found.control)
             stack.push_async_callback(following.stop, signals.hurry)
-            stack.callback(screen.line, "stopping", f"{stopping_text(config)}; the fleet continues")
             service = await following.start()
+            stack.push(say_stopping)
             stage(workers_text(service.endpoints))
         await following.use(while_ready(service))
+
+    def say_stopping(kind: type[BaseException] | None, *_: object) -> None:
+        fleet = "" if kind is FleetEnded else "; the fleet continues"
+        screen.line("stopping", f"{stopping_text(config)}{fleet}")
 
     async with AsyncExitStack() as stack:  # it ends all of it, even if the screen cannot be written
         await unless(signals.stop, find_and_open())
@@ -201,7 +205,10 @@ def _load(config: BatonConfig, found: Sighting) -> "tuple[Path, Tokenizer]":
         is_another = path != found.model_path and asked_for != served
         if is_another and with_commit(config, path).model.path != served:
             raise _another_one(
-                config.cluster.name, [f"model.path is {str(found.model_path)!r} there, {str(path)!r} here"]
+                config.cluster.name,
+                [
+                    f"model.path is {str(found.model_path)!r} in the running fleet, {str(path)!r} in this configuration"
+                ],
             )
     else:
         path = folder_here(served, found.model_path, cache_dir, weights=False)

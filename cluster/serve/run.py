@@ -95,6 +95,7 @@ async def _run_deployment(
             following = FollowingGateway(agreed, gateway, control, is_beside_controller=is_beside_controller)
             ending.push_async_callback(following.stop, signals.hurry)
             service = await following.start()
+            ending.callback(screen.line, "stopping", stopping_text(config))
             stage(workers_text(service.endpoints))
         await following.use(while_ready(service))
 
@@ -102,10 +103,7 @@ async def _run_deployment(
         AsyncExitStack() as ending
     ):  # all of it, in reverse order, even if the screen cannot be written
         ending.push_async_callback(fleet.end, signals.hurry)
-        try:
-            await unless(signals.stop, start_and_use())
-        finally:
-            ending.callback(screen.line, "stopping", stopping_text(config))
+        await unless(signals.stop, start_and_use())
 
 
 async def _both(one: Awaitable[A], other: Awaitable[B]) -> tuple[A, B]:
@@ -169,6 +167,7 @@ async def _run_fleet(
         with screen.stage("workers", f"starting {fleet_text(config)}") as stage:
 
             async def open_to_gateways(control: ControlApi) -> None:
+                ending.callback(screen.line, "stopping", ending_text)
                 endpoints = (await server.serve(control)).endpoints
                 if (num_missing := len(worker_names(config.cluster)) - len(endpoints)) > 0:
                     stage.note(
@@ -196,5 +195,4 @@ async def _run_fleet(
     ):  # all of it, in reverse order, even if the screen cannot be written
         ending.push_async_callback(close_server)
         ending.push_async_callback(fleet.end, signals.hurry)
-        ending.callback(screen.line, "stopping", ending_text)
         await unless(signals.stop, start_and_serve())

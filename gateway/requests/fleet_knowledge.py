@@ -2,6 +2,7 @@
 
 import logging
 
+from baton.fleet import LEFT
 from baton.request import FinishReason, RequestOutput
 from baton.transfer import TransferEventKind, TransferRecord
 from baton.worker import WorkerStatus
@@ -30,8 +31,11 @@ class FleetKnowledge:
     def on_worker_lost(self, worker: str, reason: str, num_requests: int) -> bool:
         """`num_requests`: how many requests ran on the worker. Returns whether the worker was draining."""
         was_draining, extra = self._router.is_draining(worker), {"worker": worker}
-        if was_draining and num_requests == 0:
-            logger.info("worker %s has left after its drain: %s", worker, reason, extra=extra)
+        if num_requests == 0 and (
+            was_draining or reason == LEFT
+        ):  # LEFT may overtake the worker's last heartbeats
+            how = " after its drain" if was_draining else ""
+            logger.info("worker %s has left%s: %s", worker, how, reason, extra=extra)
         else:
             logger.warning("lost the requests on worker %s: %s", worker, reason, extra=extra)
         self._router.on_worker_lost(worker)

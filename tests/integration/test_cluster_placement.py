@@ -43,7 +43,10 @@ def test_a_fleet_is_taken_over_and_what_died_while_the_controller_hung_leaves_no
             assert f"(process {serve.process.pid} on " in second.stderr
         with serving(*arguments, "--dtype", "bfloat16", environment=RAY_ENVIRONMENT) as other:
             assert other.wait_gone() == 1
-            assert "model.dtype is 'float32' there, 'bfloat16' here" in other.stderr
+            assert (
+                "model.dtype is 'float32' in the running fleet, 'bfloat16' in this configuration"
+                in other.stderr
+            )
         serve.process.kill()
         assert serve.wait_gone() == -signal.SIGKILL
     with serving(*arguments, "--dtype", "auto", environment=RAY_ENVIRONMENT) as heir:

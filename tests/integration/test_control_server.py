@@ -230,7 +230,7 @@ async def test_another_fleet_at_the_same_address_is_not_followed() -> None:
             await _until_answered(client)
             for _ in range(2):  # it does not get used to it
                 with pytest.raises(
-                    FleetEnded, match=r"another fleet .* cluster\.name is 'blue' there, 'green'"
+                    FleetEnded, match=r"another fleet .* cluster\.name is 'blue' in the former fleet, 'green'"
                 ):
                     await client.call(WaitView("", -1, 5.0))
 

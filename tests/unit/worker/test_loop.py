@@ -41,7 +41,7 @@ def test_a_request_runs_to_its_end_and_its_client_gets_every_token() -> None:
         assert last.stage_times.prefill_s > 0.0
 
 
-def test_an_abort_ends_only_the_clients_own_requests() -> None:
+def test_an_abort_ends_only_the_clients_own_requests(caplog: pytest.LogCaptureFixture) -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     def hold(_: SchedulerOutput) -> None:
@@ -54,10 +54,12 @@ def test_an_abort_ends_only_the_clients_own_requests() -> None:
         running.loop.abort("b", ("mine",))
         running.loop.submit("b", make_engine_request("theirs", max_tokens=500))
         running.loop.abort_client("b")
+        running.loop.abort_client("without requests")
         go_on.set()
         assert running.until_finished("theirs").finish_reason is FinishReason.ABORT
         running.loop.abort("a", ("mine", "unknown"))
         assert running.until_finished("mine").finish_reason is FinishReason.ABORT
+    assert caplog.messages == ["connection b has ended; ending its 1 request(s)"]
 
 
 def test_a_deadline_ends_a_request_by_itself() -> None:

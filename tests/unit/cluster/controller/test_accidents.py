@@ -214,6 +214,22 @@ async def test_who_asked_for_a_role_change_learns_why_the_worker_was_ended() -> 
             await changing
 
 
+@in_virtual_time
+async def test_a_drain_that_a_hanging_worker_ends_says_why_the_worker_was_ended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with fleet(fleet_config(drain_timeout_s=30.0)) as tested:
+        await tested.all_serve(3)
+        stopped = tested.launcher.latest("w1")
+        stopped.may_drain.clear()
+        draining = asyncio.ensure_future(tested.controller.drain("w1"))
+        await asyncio.sleep(0.01)
+        stopped.is_frozen = True
+        await draining
+    reason = "it did not answer for 0.2 s (cluster.unresponsive_timeout_s)"
+    assert f"worker w1 did not drain: {reason}" in caplog.messages
+
+
 async def test_after_a_role_change_a_worker_counts_at_once() -> None:
     async with fleet(fleet_config(prefill=2, decode=1)) as tested:
         await tested.all_serve(3)

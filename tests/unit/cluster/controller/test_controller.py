@@ -326,7 +326,7 @@ async def test_a_fleet_grows_and_shrinks_by_the_least_busy() -> None:
             await tested.controller.scale(DECODE, 0)
 
 
-async def test_a_restarted_controller_adopts_serving_workers() -> None:
+async def test_a_restarted_controller_adopts_serving_workers(caplog: pytest.LogCaptureFixture) -> None:
     launcher, store, config = FakeLauncher(), Memory(), fleet_config()
     async with fleet(config, launcher, store) as first:
         before = await first.all_serve(3)
@@ -349,6 +349,10 @@ async def test_a_restarted_controller_adopts_serving_workers() -> None:
             assert after["w1"].role is PREFILL
             assert launcher.latest("w3").number == 2
             assert len(launcher.incarnations) == 5
+            failures = {each.name: each.last_failure for each in second.controller.replicas()}
+    reason = "it did not serve when this controller started: it had ended, or was not ready yet"
+    assert failures == {"w0": "", "w1": "", "w2": "", "w3": reason}
+    assert f"worker w3 (decode) is started anew: {reason}" in caplog.messages
 
 
 async def test_a_fleet_without_calls_is_an_orphan() -> None:

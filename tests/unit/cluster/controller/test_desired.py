@@ -41,8 +41,8 @@ def test_two_configurations_of_one_fleet_may_differ_in_their_gateways() -> None:
     assert differences(there, here) == []
     here = BatonConfig.from_mapping({"model": {"dtype": "float16"}, "cluster": {"cpus_per_worker": 3}})
     assert differences(there, here) == [
-        "model.dtype is 'auto' there, 'float16' here",
-        "cluster.cpus_per_worker is 1.0 there, 3.0 here",
+        "model.dtype is 'auto' in the running fleet, 'float16' in this configuration",
+        "cluster.cpus_per_worker is 1.0 in the running fleet, 3.0 in this configuration",
     ]
 
 
@@ -51,7 +51,7 @@ def test_a_data_type_that_is_left_to_the_fleet_agrees_with_the_one_chosen_there(
     assert differences(BatonConfig.from_mapping(there), BatonConfig.from_mapping(here)) == []
     assert differences(BatonConfig.from_mapping(there), BatonConfig.from_mapping(here), only_set=True) == []
     assert differences(BatonConfig.from_mapping(here), BatonConfig.from_mapping(there)) == [
-        "model.dtype is 'auto' there, 'bfloat16' here"
+        "model.dtype is 'auto' in the running fleet, 'bfloat16' in this configuration"
     ]
 
 
@@ -61,13 +61,15 @@ def test_the_type_of_kv_is_left_to_the_fleet_with_the_models_type() -> None:
     )
     assert differences(there, BatonConfig()) == []
     assert differences(there, BatonConfig.from_mapping({"model": {"dtype": "float32"}})) == [
-        "engine.kv_cache_dtype is 'bfloat16' there, 'auto' here"
+        "engine.kv_cache_dtype is 'bfloat16' in the running fleet, 'auto' in this configuration"
     ]
     assert differences(there, BatonConfig.from_mapping({"engine": {"kv_cache_dtype": "fp8"}})) == [
-        "engine.kv_cache_dtype is 'bfloat16' there, 'fp8' here"
+        "engine.kv_cache_dtype is 'bfloat16' in the running fleet, 'fp8' in this configuration"
     ]
     in_8_bits = BatonConfig.from_mapping({"engine": {"kv_cache_dtype": "fp8"}})
-    assert differences(in_8_bits, BatonConfig()) == ["engine.kv_cache_dtype is 'fp8' there, 'auto' here"]
+    assert differences(in_8_bits, BatonConfig()) == [
+        "engine.kv_cache_dtype is 'fp8' in the running fleet, 'auto' in this configuration"
+    ]
 
 
 def test_a_draft_models_commit_may_differ() -> None:
@@ -83,7 +85,7 @@ def test_a_draft_models_commit_may_differ() -> None:
         assert differences(there, config_of(name)) == []
     for name in ("acme/other", "acme/tiny:Q8_0", "/models/tiny"):
         assert differences(there, config_of(name)) == [
-            f"speculation.draft_model is 'acme/tiny@{'a' * 40}' there, '{name}' here"
+            f"speculation.draft_model is 'acme/tiny@{'a' * 40}' in the running fleet, '{name}' in this configuration"
         ]
 
 
@@ -92,7 +94,7 @@ def test_a_name_of_the_hub_leaves_its_commit_to_the_fleet_unless_it_names_a_revi
     assert differences(there, BatonConfig.from_mapping({"model": {"path": "acme/tiny"}})) == []
     for path in ("acme/tiny@main", f"acme/tiny@{'b' * 40}", "acme/other", "acme/tiny:Q8_0"):
         assert differences(there, BatonConfig.from_mapping({"model": {"path": path}})) == [
-            f"model.path is 'acme/tiny@{'a' * 40}' there, {path!r} here"
+            f"model.path is 'acme/tiny@{'a' * 40}' in the running fleet, {path!r} in this configuration"
         ]
 
 
@@ -120,6 +122,6 @@ def test_a_gateway_is_contradicted_only_by_keys_set_for_it() -> None:
     assert differences(there, here, only_set=True) == []
     here = BatonConfig.from_mapping({"model": {"dtype": "bfloat16"}, "network": {"peer_timeout_s": 5.0}})
     assert differences(there, here, only_set=True) == [
-        "model.dtype is 'float32' there, 'bfloat16' here",
-        "network.peer_timeout_s is 2.0 there, 5.0 here",
+        "model.dtype is 'float32' in the running fleet, 'bfloat16' in this configuration",
+        "network.peer_timeout_s is 2.0 in the running fleet, 5.0 in this configuration",
     ]

@@ -232,5 +232,5 @@ def test_what_makes_another_fleet_is_said_and_counts_later(caplog: pytest.LogCap
         follow(fleet, config(1, 1), config(1, 2, model={"dtype": "float32"}))
     assert fleet.commands == [(WorkerRole.DECODE, 2)]
     (message,) = caplog.messages
-    assert "model.dtype is 'auto' there, 'float32' here" in message
+    assert "model.dtype is 'auto' in the running fleet, 'float32' in the file" in message
     assert "restart the fleet to apply this" in message

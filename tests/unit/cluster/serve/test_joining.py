@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,15 @@ import pytest
 from rich.console import Console
 
 from baton.config import BatonConfig, merge
-from baton.errors import ClusterError
+from baton.errors import ClusterError, FleetEnded
 from baton.system.curve import ClusterKeys, derive_keys
+from baton.system.signals import StopSignals
 from cli.flags import for_one_fleet
 from cli.main import USAGE, main
 from cluster.control_api.configuration import keys_digest
 from cluster.serve import joining
-from cluster.serve.joining import AnotherFleet, FleetSource, Sighting, _find, _load, _with_gateway_of
+from cluster.serve.following_gateway import Service
+from cluster.serve.joining import AnotherFleet, FleetSource, Sighting, _find, _load, _run, _with_gateway_of
 from cluster.serve.screen import Screen
 from tests.factories.models import make_model_dir
 from tests.factories.stub_hub import stub_hub, use_in_this_process
@@ -86,10 +88,43 @@ def test_a_fleet_that_refuses_us_is_not_waited_for(find: Callable[..., tuple[Sig
         find(ClusterError("nobody"), AnotherFleet("not ours"), Controller())
 
 
+@pytest.mark.parametrize(
+    ("end", "says_so"), [(FleetEnded("its owner ended it"), False), (ClusterError("too late"), True)]
+)
+async def test_a_gateway_says_that_the_fleet_continues_only_if_it_does(
+    end: ClusterError, says_so: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Following:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def start(self) -> Service:
+            return Service("here:1", None, (), "tiny")
+
+        async def use(self, work: Coroutine[Any, Any, None]) -> None:
+            work.close()
+            raise end
+
+        async def stop(self, hurry: asyncio.Event) -> None: ...
+
+    async def found(*_: Any) -> tuple[Sighting, None]:
+        return Sighting(Controller(), THEIRS, Path(), ""), None  # type: ignore[arg-type]
+
+    monkeypatch.setattr(joining, "_find", found)
+    monkeypatch.setattr(joining, "_load", lambda *_: (Path(), None))
+    monkeypatch.setattr(joining, "make_gateway", lambda *_: None)
+    monkeypatch.setattr(joining, "FollowingGateway", Following)
+    said, config = io.StringIO(), BatonConfig.from_mapping({"cluster": {"ray_address": "head:6379"}})
+    screen = Screen(Console(file=said, width=200))
+    with StopSignals() as signals, pytest.raises(type(end)):
+        await _run(config, screen, lambda _: asyncio.sleep(0), signals)
+    assert "stopping  running requests have" in said.getvalue()
+    assert ("the fleet continues" in said.getvalue()) is says_so
+
+
 def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tuple[Sighting, str]]) -> None:
     with pytest.raises(
         ClusterError,
-        match=r"'blue' differs from this configuration: model.dtype is 'float32' there, 'bfloat16'",
+        match=r"'blue' differs from this configuration: model.dtype is 'float32' in the running fleet, 'bfloat16'",
     ):
         find(Controller(), model={"dtype": "bfloat16"})
     found, _ = find(Controller(), model={"dtype": "float32"})
@@ -163,7 +198,10 @@ def test_a_name_of_the_hub_is_the_fleets_commit_without_its_weights(
         paths = {load(**ours) for ours in names}
         assert {path.name for path in paths} == {old}
         assert hub.content_bytes == 0
-        with pytest.raises(ClusterError, match=r"model\.path is '/elsewhere/.*' there, '.*' here"):
+        with pytest.raises(
+            ClusterError,
+            match=r"model\.path is '/elsewhere/.*' in the running fleet, '.*' in this configuration",
+        ):
             load(path="acme/tiny@main")
 
 

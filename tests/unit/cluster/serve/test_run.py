@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from baton.config import BatonConfig
-from baton.errors import ModelError
+from baton.errors import ClusterError, ModelError
 from baton.messages.control import ControlApi
 from baton.system.curve import derive_keys
 from baton.system.signals import StopSignals
@@ -61,8 +61,20 @@ async def test_a_start_that_is_interrupted_ends_the_fleet_whatever_the_screen_do
             stack.enter_context(pytest.raises(OSError, match="No space left"))
         asyncio.get_running_loop().call_later(0.05, signals.stop.set)
         async with asyncio.timeout(30.0):
-            await run(fleet, Future(), Screen(Console(file=file)), signals)
+            await run(fleet, Future(), Screen(Console(file=file, force_terminal=True)), signals)
     assert fleet.events[-1] == "ended"
+
+
+async def test_a_refused_start_does_not_speak_of_requests() -> None:
+    class RefusedFleet(StartingFleet):
+        async def start(self, *_: Any) -> ControlApi:
+            raise ClusterError("it is in use")
+
+    fleet, said = RefusedFleet(), io.StringIO()
+    with StopSignals() as signals, pytest.raises(ClusterError, match="it is in use"):
+        await run(fleet, Future(), Screen(Console(file=said)), signals)
+    assert fleet.events == ["ended"]
+    assert "stopping" not in said.getvalue()
 
 
 async def test_a_gateway_that_cannot_be_loaded_ends_the_start_without_waiting_for_workers() -> None:

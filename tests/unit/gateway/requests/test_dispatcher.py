@@ -9,6 +9,7 @@ import pytest
 
 from baton.config import GatewayConfig
 from baton.errors import HarmfulRequest, InvalidRequest, RateLimited
+from baton.fleet import LEFT
 from baton.kv import TransferRole, WorkerRef
 from baton.request import ErrorKind, FinishReason, RequestOutput, StageTimes
 from baton.sampling import SamplingParams
@@ -366,18 +367,29 @@ def test_c56_a_request_that_two_workers_cannot_compute_is_stopped_if_they_can_co
     assert isinstance(refused.error, HarmfulRequest) is have_answered
 
 
-@pytest.mark.parametrize("has_requests", [True, False])
-def test_only_losses_are_logged_as_such(has_requests: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A worker that leaves after its drain, without a request, is no loss."""
+@pytest.mark.parametrize(
+    ("has_requests", "was_draining", "reason", "logged"),
+    [
+        (True, True, LEFT, ("WARNING", "lost the requests on worker d0: it left the fleet")),
+        (False, True, LEFT, ("INFO", "worker d0 has left after its drain: it left the fleet")),
+        (False, False, LEFT, ("INFO", "worker d0 has left: it left the fleet")),  # sooner than its heartbeat
+        (False, False, "killed", ("WARNING", "lost the requests on worker d0: killed")),
+    ],
+)
+def test_only_losses_are_logged_as_such(
+    has_requests: bool,
+    was_draining: bool,
+    reason: str,
+    logged: tuple[str, str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A worker that leaves after its drain, without a request, is no loss, whatever the gateway learns first."""
     dispatcher = make_dispatcher("d0")
     if has_requests:
         assert submitted(dispatcher.handle(Submitted(make_request()), 0.0))
-    dispatcher.handle(WorkerReported(replace(status_of("d0"), state=WorkerState.DRAINING)), 1.0)
+    if was_draining:
+        dispatcher.handle(WorkerReported(replace(status_of("d0"), state=WorkerState.DRAINING)), 1.0)
     with caplog.at_level(logging.INFO, "gateway.requests.fleet_knowledge"):
-        dispatcher.handle(WorkerLost("d0", "it left the fleet"), 2.0)
+        dispatcher.handle(WorkerLost("d0", reason), 2.0)
     (line,) = [record for record in caplog.records if record.__dict__.get("worker") == "d0"]
-    assert (line.levelname, line.getMessage()) == (
-        ("WARNING", "lost the requests on worker d0: it left the fleet")
-        if has_requests
-        else ("INFO", "worker d0 has left after its drain: it left the fleet")
-    )
+    assert (line.levelname, line.getMessage()) == logged
