@@ -205,7 +205,9 @@ class SimGateway:
             case Refuse(request, error):
                 if isinstance(error, HarmfulRequest):
                     self._world.counts["path stopped"] += 1
-                    if request.prompt_token_ids[0] not in (BREAKS_STEPS, KILLS_WORKERS):
+                    # Two devices that fail one after the other look like a request that no device can compute.
+                    is_mistaken = "could not compute" in str(error) and len(self._world.broken_devices) > 1
+                    if request.prompt_token_ids[0] not in (BREAKS_STEPS, KILLS_WORKERS) and not is_mistaken:
                         self._world.violate("only poison is stopped", f"{request.request_id}: {error}")
                 self._world.counts["path turned away"] += not self._clients[request].tokens
                 return self._end(self._clients[request], RequestEnd.ERROR, error)

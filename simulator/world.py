@@ -61,6 +61,8 @@ class World:
     num_events: int = 0
     counts: "Counter[str]" = field(default_factory=Counter)
     """How often each fault and path occurred."""
+    broken_devices: set[str] = field(default_factory=set)
+    """Workers whose devices a fault has made fail a step, or compute NaN."""
     violation: Violation | None = None
     is_calm: bool = False
     """Whether fault injection is over; all activity must then end."""

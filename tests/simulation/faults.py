@@ -50,6 +50,8 @@ class Faults:
     def _do(self, fault: Fault, action: Callable[[Fault], None]) -> None:
         self._world.counts[f"fault {fault.kind}"] += 1
         self._world.log("fault", f"{fault.kind} {fault.worker}", lambda: fault)
+        if fault.kind in ("device", "spoil"):
+            self._world.broken_devices.add(fault.worker)
         action(fault)
 
     def _pause(self, fault: Fault) -> None:

@@ -89,6 +89,13 @@ def test_c56_no_innocent_is_taken_for_the_poison_of_another_gateway(seed: int) -
     assert result.counts["path suspect refused"]
 
 
+def test_two_devices_that_fail_in_turn_stop_an_innocent() -> None:
+    """In this seed, a request is alone in a step where one worker's device fails, then in one that computes NaN."""
+    result = run.play(4502)
+    assert result.violation is None, result.replay
+    assert result.counts["path stopped"] == 1
+
+
 def test_c56_a_poison_that_comes_again_ends_few_workers_in_all() -> None:
     world, gateway = play(1, kill_every_s=0.0, num_poisons=10)
     assert world.counts["fault poison killed"] == MAX_LOSSES_AT_ONE_PLACE
