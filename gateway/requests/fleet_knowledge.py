@@ -31,9 +31,8 @@ class FleetKnowledge:
     def on_worker_lost(self, worker: str, reason: str, num_requests: int) -> bool:
         """`num_requests`: how many requests ran on the worker. Returns whether the worker was draining."""
         was_draining, extra = self._router.is_draining(worker), {"worker": worker}
-        if num_requests == 0 and (
-            was_draining or reason == LEFT
-        ):  # LEFT may overtake the worker's last heartbeats
+        has_left = was_draining or reason == LEFT  # LEFT may overtake the worker's last heartbeats
+        if has_left and num_requests == 0:
             how = " after its drain" if was_draining else ""
             logger.info("worker %s has left%s: %s", worker, how, reason, extra=extra)
         else:
