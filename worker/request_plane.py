@@ -339,7 +339,7 @@ class RequestServer:
             self._end_requests(peer, why)
 
     def _end_requests(self, peer: bytes, why: str) -> None:
-        logger.info("the session on connection %s ended (%s); ending its requests", peer.hex(), why)
+        logger.info("the session on connection %s ended (%s)", peer.hex(), why)
         self._sink.abort_client(_client_id(peer))
 
 

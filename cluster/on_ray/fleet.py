@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -28,11 +29,15 @@ _KILL_TIMEOUT_S = 5.0
 class RayFleet:
     """See cluster.serve.owned_fleet.Fleet. Needs a connection to Ray."""
 
-    def __init__(self, config: BatonConfig, digest: str, model_path: Path) -> None:
-        """`digest`: the digest of the cluster's keys. Each node derives the keys itself."""
+    def __init__(
+        self, config: BatonConfig, digest: str, model_path: Path, say: Callable[[str], None]
+    ) -> None:
+        """`digest`: the digest of the cluster's keys. Each node derives the keys itself. `say` tells the user
+        that a running fleet was adopted."""
         self._config = config
         self._digest = digest
         self._model_path = model_path
+        self._say = say
         self._is_private = config.cluster.ray_address == "local"
         self._owned: OwnedController | None = None
         self._has_started = False
@@ -52,6 +57,7 @@ class RayFleet:
             on_enough = on_serving and partial(self._on_enough, on_serving)
             await first_start(owned.control, timeout_s, shortage, on_progress, on_enough)
         else:
+            self._say(f"took over the running fleet '{self._config.cluster.name}', which had no owner")
             await scale_to(self._config, None, owned.control)
             self._owned = owned
             if on_serving is not None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -66,7 +67,7 @@ def make_fleet(
     with screen.stage("ray", f"connecting to {address}") as outcome:
         logs = stack.enter_context(connect(config.cluster, most_ranks(config), config.engine.device))
         outcome(f"joined {address}" if logs is None else f"private, loopback only; logs in {logs}")
-    return RayFleet(config, keys_digest(derive_keys(secret)), model_path)
+    return RayFleet(config, keys_digest(derive_keys(secret)), model_path, partial(screen.line, "fleet"))
 
 
 def most_ranks(config: BatonConfig) -> int:
