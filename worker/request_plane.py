@@ -49,6 +49,8 @@ OUTBOX_MESSAGES = 100_000
 PROGRESS_TIMEOUT_S = 60.0
 """The longest permitted turn of the request plane. After that it counts as hung, and the worker ends."""
 
+_DISCONNECTED = "disconnected"
+
 LAST_WORDS_MS = 500
 """The longest wait for the last messages to be sent before the port is closed."""
 
@@ -332,14 +334,17 @@ class RequestServer:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._forget(peer, "disconnected")
+            self._forget(peer, _DISCONNECTED)
 
     def _forget(self, peer: bytes, why: str) -> None:
         if self._sessions.end(peer):
             self._end_requests(peer, why)
 
     def _end_requests(self, peer: bytes, why: str) -> None:
-        logger.info("the session on connection %s ended (%s)", peer.hex(), why)
+        level = (
+            logging.INFO if why == _DISCONNECTED else logging.WARNING
+        )  # a gateway leaves a worker that has drained
+        logger.log(level, "the session on connection %s ended (%s)", peer.hex(), why)
         self._sink.abort_client(_client_id(peer))
 
 
