@@ -261,11 +261,22 @@ def _no_agents_left() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for child in _children(os.getpid()):
-            with contextlib.suppress(OSError):  # it has just ended
-                if Path(f"/proc/{child}/comm").read_text() == "raylet\n":
-                    _kill_with_children(child)
+        for name, pid in _processes_of_ray():
+            if name == "raylet":
+                with contextlib.suppress(OSError):  # it has just ended
+                    _kill_with_children(pid)
         raise
+
+
+def _processes_of_ray() -> list[tuple[str, int]]:
+    """Name and pid of each process of a private Ray that this process has started, and not waited for."""
+    found = []
+    for child in _children(os.getpid()):
+        with contextlib.suppress(OSError):  # it has just ended
+            name = Path(f"/proc/{child}/comm").read_text().strip()
+            if name in ("raylet", "gcs_server"):
+                found.append((name, child))
+    return found
 
 
 def _kill_with_children(pid: int) -> None:
@@ -292,17 +303,13 @@ def lost_process() -> str | None:
 
     Ray itself does not notice the end of its raylet: the process stays a zombie, since no process waits for it.
     """
-    for child in _children(os.getpid()):
-        with contextlib.suppress(OSError):  # it has just ended, and was waited for
-            name = Path(f"/proc/{child}/comm").read_text().strip()
-            if name in ("raylet", "gcs_server"):
-                end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if end is not None and end.si_code != os.CLD_EXITED:
-                    return (
-                        f"Ray's process {name} ({child}) was killed by {signal.Signals(end.si_status).name}"
-                    )
-                if end is not None:
-                    return f"Ray's process {name} ({child}) ended with exit code {end.si_status}"
+    for name, pid in _processes_of_ray():
+        with contextlib.suppress(ChildProcessError):  # it has just ended, and was waited for
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is not None and end.si_code == os.CLD_EXITED:
+                return f"Ray's process {name} ({pid}) ended with exit code {end.si_status}"
+            if end is not None:
+                return f"Ray's process {name} ({pid}) was killed by {signal.Signals(end.si_status).name}"
     return None
 
 
