@@ -268,6 +268,10 @@ class Scheduler:
         self._ending.finish(request_ids, status, outputs, error)
         return outputs.by_client()
 
+    @property
+    def kv_groups(self) -> KVGroups:
+        return self._kv.groups
+
     def has_requests(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._requests)

@@ -4,6 +4,7 @@ One thread runs everything, and a seed decides every random draw, so a run can b
 
 world.py           the heap of events, clocks, randomness, and a log whose hash identifies a run
 network.py         the KV plane, with seeded faults; pools.py: one-sided reads of a peer's pool
+model.py           the model: pure functions of prompt and position
 device.py          a device whose KV is a function of the tokens, and which notices every wrong slot
 connector.py       the connector's worker half without a thread; leases.py checks when its leases end
 worker.py          one incarnation of a worker: the real core, scheduler, endpoint and role

@@ -4,11 +4,10 @@ KV depends on the tokens so far, and the next token on prompt and position. The 
 that attention would read, and samples a wrong token if one byte is wrong.
 """
 
-import random
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -17,7 +16,9 @@ from baton.kv_groups import NULL_BLOCK_ID, ONE_GROUP, KVGroups
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from engine.pipeline import StepResult
 from kv_transfer.transport.base import Bytes
+from simulator.model import BREAKS_STEPS, KILLS_WORKERS, WRONG, forced, guesses, next_token
 from simulator.world import Process, World
+from worker.device_check import CHECKING
 
 NUM_PLANES = 2
 """Keys and values of one layer: a KV group has one layer here."""
@@ -26,58 +27,14 @@ CELL_BYTES = 4
 """Bytes of one token in one head of one plane."""
 SLOT_BYTES = NUM_PLANES * NUM_HEADS * CELL_BYTES
 
-EOS = 2
 NAN = 255
 """Fills the KV of a step whose values are not finite. Attention over this KV is not finite either."""
-WRONG = 1
-"""The token that is sampled after wrong KV was read. No prompt and no answer contains this token."""
 
-
-BREAKS_STEPS, KILLS_WORKERS = 60_001, 60_002
 """First tokens of prompts that break every step with the prompt, or kill the worker."""
 
 
 class DeviceFailure(RuntimeError):
     """A device may raise this in any step."""
-
-
-def next_token(prompt: tuple[int, ...], position: int) -> int:
-    """The model's token at an output position; sometimes EOS, even at the first position."""
-    token_id = 100 + xxhash.xxh32_intdigest(f"{hash(prompt)}@{position}".encode()) % 50_000
-    return EOS if token_id % 16 == 0 else token_id
-
-
-@lru_cache(maxsize=1024)
-def answer(prompt: tuple[int, ...], max_tokens: int, max_len: int) -> tuple[int, ...]:
-    """The model's whole answer, according to the stop rules."""
-    tokens: list[int] = []
-    while len(tokens) < max_tokens and len(prompt) + len(tokens) < max_len:
-        tokens.append(next_token(prompt, len(tokens)))
-        if tokens[-1] == EOS:
-            break
-    return tuple(tokens)
-
-
-def guesses(prompt: tuple[int, ...], position: int, most: int) -> tuple[int, ...]:
-    """Up to `most` drafts from an output position on; half are right. A pure function, like the model."""
-    drafts = []
-    for at in range(position, position + most):
-        draw = xxhash.xxh32_intdigest(f"{hash(prompt)}@{position} guesses {at}".encode())
-        if draw % 5 == 0:
-            break
-        drafts.append(next_token(prompt, at) + (draw % 2))
-    return tuple(drafts)
-
-
-def forced(prompt: tuple[int, ...], position: int) -> tuple[int, ...]:
-    """The tokens that a grammar forces from an output position on; none, or some up to the answer's end."""
-    run: list[int] = []
-    draw = xxhash.xxh32_intdigest(f"{hash(prompt)}@{position} forces".encode())
-    for at in range(position, position + draw % 12 - 6):
-        run.append(next_token(prompt, at))
-        if run[-1] == EOS:
-            break
-    return tuple(run)
 
 
 def kv_of(token_ids: Sequence[int], previous: bytes = b"") -> bytearray:
@@ -127,14 +84,16 @@ class SimRunner:
         """The next step that computes anything raises DeviceFailure."""
         self.on_killed: Callable[[], None] = lambda: None
         """Called when a request ends this device's process."""
-        self.num_spoiled_steps = 0
-        """How many more sampling steps compute values that are not finite, each for one request."""
+        self.num_spoiled_steps: float = 0
+        """How many more sampling steps compute values that are not finite, each for one request (inf: all)."""
         self._has_spoiled = False
         self._spoiled: set[str] = set()
         """Requests whose KV is not finite: they were computed in such a step, or read KV of such a step."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Writes slots some time before it reads them, as a model's layers do."""
+        if CHECKING in plan.num_scheduled_tokens:
+            return self._check()
         for request_id in plan.finished_req_ids:
             self._known.pop(request_id, None)
             self._spoiled.discard(request_id)
@@ -146,6 +105,8 @@ class SimRunner:
         if self.must_fail and starts:
             self.must_fail = False
             self._world.counts["fault device failed"] += 1
+            if len(starts) == 1:
+                self._world.accidents[self._known[next(iter(starts))].prompt] += 1
             raise DeviceFailure("the device has failed")
         self._suffer({self._known[request_id].prompt[0] for request_id in starts})
         ends = {request_id: starts[request_id] + num for request_id, num in plan.num_scheduled_tokens.items()}
@@ -182,6 +143,15 @@ class SimRunner:
             forced_token_ids={name: run for name, run in taken.items() if run},
             unforeseeable=guessed.keys() | taken.keys(),
         )
+
+    def _check(self) -> ModelRunnerOutput:
+        """The device check; nothing reads the KV of its token."""
+        if self.must_fail:
+            self.must_fail = False
+            raise DeviceFailure("the device has failed")
+        is_wrong = self.num_spoiled_steps > 0
+        self.num_spoiled_steps -= is_wrong
+        return ModelRunnerOutput({}, non_finite={CHECKING} if is_wrong else frozenset())
 
     def _suffer(self, first_tokens: set[int]) -> None:
         if KILLS_WORKERS in first_tokens:
@@ -253,6 +223,8 @@ class SimRunner:
         """Whether this step computes NaN for the request: by a fault, or because it reads NaN."""
         if self.num_spoiled_steps and samples:
             self.num_spoiled_steps -= 1
+            if self.num_spoiled_steps < math.inf:
+                self._world.accidents[known.prompt] += 1
             self._has_spoiled = True
             self._spoiled.add(request_id)
             self._world.counts["fault not finite"] += 1
@@ -382,12 +354,3 @@ def execute(runner: SimRunner, plan: SchedulerOutput, world: World) -> StepResul
     except Exception as error:
         world.violate("plans", f"{type(error).__name__}: {error}")
         return StepResult(None, error)
-
-
-def random_prompt(
-    rng: random.Random, stems: Sequence[tuple[int, ...]], min_len: int, max_len: int
-) -> tuple[int, ...]:
-    """A prompt: a stem that other prompts may share, and a tail of its own."""
-    stem = rng.choice(stems)
-    length = rng.randrange(max(min_len, len(stem) + 1), max_len)
-    return (*stem, *(rng.randrange(1_000, 2_000) for _ in range(length - len(stem))))

@@ -37,8 +37,8 @@ from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
-from simulator.device import BREAKS_STEPS, KILLS_WORKERS, answer
 from simulator.driver import SilentText, VirtualDriver
+from simulator.model import BREAKS_STEPS, KILLS_WORKERS, answer
 from simulator.worker import Worker
 from simulator.worker_links import WorkerLinks
 from simulator.world import World
@@ -205,8 +205,8 @@ class SimGateway:
             case Refuse(request, error):
                 if isinstance(error, HarmfulRequest):
                     self._world.counts["path stopped"] += 1
-                    # Two devices that fail one after the other look like a request that no device can compute.
-                    is_mistaken = "could not compute" in str(error) and len(self._world.broken_devices) > 1
+                    # Two accidents at two workers look like a request that no device can compute.
+                    is_mistaken = self._world.accidents[request.prompt_token_ids] > 1
                     if request.prompt_token_ids[0] not in (BREAKS_STEPS, KILLS_WORKERS) and not is_mistaken:
                         self._world.violate("only poison is stopped", f"{request.request_id}: {error}")
                 self._world.counts["path turned away"] += not self._clients[request].tokens

@@ -30,14 +30,14 @@ from kv_transfer.transport.base import Bytes
 from prefill_worker import PrefillWorker
 from scheduler import Scheduler
 from simulator.connector import SimConnector
-from simulator.device import CELL_BYTES, EOS, NUM_HEADS, NUM_PLANES, AsyncDevice, SimRunner, SlowRunner
+from simulator.device import CELL_BYTES, NUM_HEADS, NUM_PLANES, AsyncDevice, SimRunner, SlowRunner
+from simulator.model import EOS
 from simulator.network import Network, SimChannel
 from simulator.pools import SharedPools, SimExits, SimReader
 from simulator.world import Process, World
 from worker.client_requests import ClientRequests, refusal
 from worker.core import ClientOutputs, EngineCore
 from worker.kv_connector import KVConnectorScheduler
-from worker.loop import MAX_NON_FINITE_STEPS
 from worker.role import Role
 from worker.suspect_turns import SuspectTurns
 
@@ -259,7 +259,7 @@ class Worker(Process):
 
     @property
     def is_unfit(self) -> bool:
-        return self.core.num_non_finite_steps >= MAX_NON_FINITE_STEPS
+        return self.core.unfit_reason is not None
 
     def _leave_if_unfit(self) -> None:
         """As worker/loop.py does; the fault ends it."""

@@ -61,8 +61,8 @@ class World:
     num_events: int = 0
     counts: "Counter[str]" = field(default_factory=Counter)
     """How often each fault and path occurred."""
-    broken_devices: set[str] = field(default_factory=set)
-    """Workers whose devices a fault has made fail a step, or compute NaN."""
+    accidents: "Counter[tuple[int, ...]]" = field(default_factory=Counter)
+    """By prompt: how often a device that works before and after failed to compute this prompt alone."""
     violation: Violation | None = None
     is_calm: bool = False
     """Whether fault injection is over; all activity must then end."""

@@ -19,6 +19,7 @@ from baton.clock import Clock
 from baton.errors import InvalidRequest
 from baton.request import EngineRequest, RequestOutput
 from baton.step import (
+    NON_FINITE,
     EngineCoreOutputs,
     FailedKV,
     KVConnectorOutput,
@@ -28,9 +29,10 @@ from baton.step import (
 from baton.system.progress import Progress
 from baton.worker import WorkerLoad
 from engine.grammars.compiler import GrammarCompiler
-from engine.pipeline import DeviceLostError, Pipeline
+from engine.pipeline import DeviceLostError, Pipeline, StepResult
 from kv_transfer import ConnectorWorker
 from scheduler import Request, RequestStatus, Scheduler
+from worker.device_check import fault_of_device
 from worker.load import LoadMeter
 from worker.stages import StageTimer
 from worker.step_counts import PromptTokens, StepCounts
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 16
 """After so many failed steps in a row, the device is at fault. A request that breaks its steps fails up to
 two steps before any step is computed, even if such requests arrive one after another at an idle device."""
+MAX_NON_FINITE_STEPS = 8
+"""After so many steps with logits that are not finite, the device is at fault, even if it passes its checks."""
 
 ClientOutputs = dict[str, list[RequestOutput]]
 
@@ -80,9 +84,12 @@ class EngineCore:
         self._trace = trace
         self._stages = StageTimer(clock)
         self._under_way: deque[StepUnderWay] = deque()
+        self._results: deque[StepResult] = deque()
+        """Results of the oldest of these steps that were taken early, for a device check."""
         self._num_failed_steps = 0
-        self.num_non_finite_steps = 0
-        """Steps whose logits were not all finite."""
+        self._num_non_finite_steps = 0
+        self.unfit_reason: str | None = None
+        """Why the device can no longer be trusted: it must get no further requests."""
         self._meter = LoadMeter()
         self._prompt_tokens = PromptTokens()
         self.progress = progress or Progress("its engine", clock, math.inf)
@@ -113,7 +120,7 @@ class EngineCore:
         is_computing = self.scheduler.is_trying  # requests outside the trial wait for its end
         while len(self._under_way) > num_kept or self.scheduler.awaits_output:
             is_computing |= not self._under_way[0].plan.is_empty
-            self._stamp(self._complete_oldest(), outputs)
+            self._stamp(self._complete_oldest(outputs), outputs)
         has_more = is_computing or self._under_way or self.scheduler.is_trying
         self.may_progress = bool(has_more or plan.kv_connector_metadata is not None)
         return outputs
@@ -178,7 +185,7 @@ class EngineCore:
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts of the scheduler and the steps. The connector has its own, with other names."""
-        return {**self.scheduler.counters(), "non_finite_steps": self.num_non_finite_steps}
+        return {**self.scheduler.counters(), "non_finite_steps": self._num_non_finite_steps}
 
     def close(self) -> None:
         """Ends after the current step, whose output is dropped.
@@ -233,30 +240,48 @@ class EngineCore:
         self._under_way.append(StepUnderWay(plan, self._clock.now()))
         self._pipeline.submit(plan)
 
-    def _complete_oldest(self) -> dict[str, EngineCoreOutputs]:
-        """Waits for the oldest current step and processes its samples."""
-        result = self._pipeline.take_result()
+    def _complete_oldest(self, outputs: ClientOutputs) -> dict[str, EngineCoreOutputs]:
+        """Waits for the oldest current step and processes its samples. Adds requests given back to `outputs`."""
+        result = self._take_result()
         step = self._under_way.popleft()
         if result.output is None:
             assert result.error is not None
-            return self._fail(step.plan, result.error)
+            return self._fail(step.plan, result.error, outputs)
         self._measure(step)
         self._connector.save_kv_blocks(step.plan.kv_connector_metadata, step.lost)
         if self._under_way:
             self._connector.start_load_kv(self._under_way[0].plan.kv_connector_metadata)
         if step.plan.num_scheduled_tokens:
             self._num_failed_steps = 0
-        self._count_non_finite(result.output.non_finite)
-        outputs = self.scheduler.update_from_output(step.plan, result.output)
+        self._look_at_non_finite(result.output.non_finite, outputs)
+        latest = self.scheduler.update_from_output(step.plan, result.output)
         if step.plan.scheduled_spec_decode_tokens:
-            _note_drafts(step.plan.scheduled_spec_decode_tokens, result.output.sampled_token_ids, outputs)
-        return self._traced(step.plan, result.output, outputs)
+            _note_drafts(step.plan.scheduled_spec_decode_tokens, result.output.sampled_token_ids, latest)
+        return self._traced(step.plan, result.output, latest)
 
-    def _count_non_finite(self, request_ids: Set[str]) -> None:
-        """Counts the step if one of these requests is unfinished. Otherwise an earlier step ended them."""
-        if request_ids and not request_ids.isdisjoint(self.scheduler.request_ids):
-            self.num_non_finite_steps += 1
-            logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
+    def _take_result(self) -> StepResult:
+        return self._results.popleft() if self._results else self._pipeline.take_result()
+
+    def _look_at_non_finite(self, request_ids: Set[str], outputs: ClientOutputs) -> None:
+        """Does nothing if none of these requests is unfinished: then an earlier step ended them."""
+        if request_ids.isdisjoint(self.scheduler.request_ids):
+            return
+        self._num_non_finite_steps += 1
+        logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
+        self._check_device(NON_FINITE, request_ids, outputs)
+        if self._num_non_finite_steps >= MAX_NON_FINITE_STEPS and self.unfit_reason is None:
+            self.unfit_reason = f"{NON_FINITE}, in {self._num_non_finite_steps} steps"
+
+    def _check_device(self, why: str, request_ids: Iterable[str], outputs: ClientOutputs) -> None:
+        """Computes a known token behind the current steps. If that fails, the device is at fault, and these
+        requests are given back: nothing is known against them."""
+        num_results = len(self._under_way) - len(self._results)
+        self._results += [self._pipeline.take_result() for _ in range(num_results)]
+        if (fault := fault_of_device(self._pipeline, self.scheduler.kv_groups)) is not None:
+            self.unfit_reason = f"{why}; the device check failed, too: {fault}"
+            logger.error("%s; so this worker gives its requests back, and ends", self.unfit_reason)
+            status, error = RequestStatus.FINISHED_GIVEN_BACK, "the device of this worker is at fault"
+            self._end_between_steps(self.scheduler.finish_requests(request_ids, status, error), outputs)
 
     def _measure(self, step: StepUnderWay) -> None:
         num_tokens, num_requests = step.plan.total_num_scheduled_tokens, len(step.plan.num_scheduled_tokens)
@@ -265,7 +290,9 @@ class EngineCore:
         if num_tokens:
             self.steps.done(num_prompt_tokens, num_tokens - num_prompt_tokens, time_s)
 
-    def _fail(self, plan: SchedulerOutput, error: Exception) -> dict[str, EngineCoreOutputs]:
+    def _fail(
+        self, plan: SchedulerOutput, error: Exception, outputs: ClientOutputs
+    ) -> dict[str, EngineCoreOutputs]:
         """Retries the step's requests in halves, to end only the request that breaks it.
 
         Until one request has been computed, the device may be at fault, so the failure is counted.
@@ -278,16 +305,20 @@ class EngineCore:
             raise error
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise RuntimeError(f"the device failed to compute {MAX_FAILED_STEPS} steps in a row") from error
+        if num_requests == 1:
+            self._check_device(
+                f"the device failed to compute a step ({error})", plan.num_scheduled_tokens, outputs
+            )
         nothing, later = ModelRunnerOutput({}), list[SchedulerOutput]()
         while self._under_way:  # planned on top of the failed step, so its output is useless
-            self._pipeline.take_result()
+            self._take_result()
             later.append(self._under_way.popleft().plan)
             self._connector.start_load_kv(later[-1].kv_connector_metadata)
-        outputs = self.scheduler.retry_in_halves(plan, later, f"{type(error).__name__}: {error}")
-        self._traced(plan, nothing, outputs)
+        latest = self.scheduler.retry_in_halves(plan, later, f"{type(error).__name__}: {error}")
+        self._traced(plan, nothing, latest)
         for useless in later:
             self._traced(useless, nothing, {})
-        return outputs
+        return latest
 
     def _traced(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, outputs: dict[str, EngineCoreOutputs]

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from baton.clock import Clock
 from baton.errors import FleetError, Overloaded, RequestError
 from baton.request import EngineRequest, RequestOutput
-from baton.step import NON_FINITE
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
 from worker.client_requests import ClientRequests, refusal
 from worker.commands import CommandQueue
@@ -26,8 +25,6 @@ from worker.role import Role
 
 logger = logging.getLogger(__name__)
 
-MAX_NON_FINITE_STEPS = 2
-"""The first wrong step may be an accident. After the second, the device or weights are not reliable."""
 LOAD_INTERVAL_S = 0.05
 """How often a busy engine's load is measured. Each measurement visits all requests; heartbeats are rarer."""
 
@@ -86,7 +83,7 @@ class EngineLoop:
         self._drain_state: DrainState | None = None
         """The current drain or change of role; kept when the worker is drained for good."""
         self._is_unfit = False
-        """The engine computed too many wrong steps: the current drain is its last, and ends the loop."""
+        """The engine's device cannot be trusted: the current drain is its last, and ends the loop."""
         self._is_stopping = False
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -302,9 +299,9 @@ class EngineLoop:
             drain_state.refuse(f"it {former.doing}")
 
     def _leave_if_unfit(self) -> None:
-        """After too many non-finite steps: gives all requests back, and ends once all leases have ended."""
+        """If the engine is unfit: gives all requests back, and ends once all leases have ended."""
         is_changing_role = self._drain_state is not None and self._drain_state.target is not None
-        if self._core.num_non_finite_steps < MAX_NON_FINITE_STEPS or self._is_unfit or is_changing_role:
+        if self._core.unfit_reason is None or self._is_unfit or is_changing_role:
             return
         self._is_unfit = True
         self._begin_leaving(DrainState(None, self._clock.now(), 0.0, self._lease_s))
@@ -330,7 +327,7 @@ class EngineLoop:
         self._publish()
         drain_state.settle()
         if self._is_unfit:
-            raise RuntimeError(f"{NON_FINITE}, in {self._core.num_non_finite_steps} steps")
+            raise RuntimeError(self._core.unfit_reason)
 
     def _begin_stop(self) -> None:
         self._is_stopping = True

@@ -92,7 +92,7 @@ class Dispatcher:
         self._shares = CallerShares(router, max_in_flight)
         self._open = OpenRequests()
         self.suspects = Suspects()
-        self._may_have_room = False
+        self._must_sweep = False
         self._now = 0.0
         self._effects: list[Effect] = []
 
@@ -111,15 +111,15 @@ class Dispatcher:
             case WorkerReported(status):
                 self._fleet.on_report(status, self._now)
                 self._take_back(status.ref.name)
-                self._may_have_room = True
+                self._must_sweep = True
             case WorkerLost(worker, reason, is_reachable):
                 self._on_worker_lost(worker, reason, is_reachable)
+                self._must_sweep = True  # requests no longer wait for this worker
             case Tick():
                 self._refuse_overdue()
-        if self._may_have_room:
-            self._may_have_room = False
-            if len(self._queue):
-                self._queue.sweep(now)
+        must_sweep, self._must_sweep = self._must_sweep, False
+        if must_sweep and len(self._queue):
+            self._queue.sweep(now)
         effects, self._effects = self._effects, []
         return effects
 
@@ -283,7 +283,7 @@ class Dispatcher:
         attempt = state.attempt
         del self._placed[attempt.engine_request_id]
         self._shares.ended(state, self._now)
-        self._may_have_room |= self.suspects.left(state.identity)
+        self._must_sweep |= self.suspects.left(state.identity)
         state.end_attempt(self._now, failure)
         self._effects += [AbortAt(worker, attempt.engine_request_id) for worker in attempt.close()]
         self._count_ended(attempt)
@@ -309,7 +309,7 @@ class Dispatcher:
     def _count_ended(self, attempt: Attempt) -> None:
         for worker in attempt.newly_ended():
             self.router.ended(worker, attempt.placement)
-            self._may_have_room = True
+            self._must_sweep = True
 
     # workers' messages
 
@@ -332,11 +332,11 @@ class Dispatcher:
         is_in_prefill = state.num_output_tokens == attempt.num_tokens_before
         result = state.on_output(worker, output, now)
         if isinstance(result, Delta):
-            self._may_have_room |= is_in_prefill  # the prompt is computed, so others may fit
+            self._must_sweep |= is_in_prefill  # the prompt is computed, so others may fit
             self._open.count_answer(state.request, len(result.token_ids), now)
             self._effects.append(Deliver(state.request, result))
             if self.suspects and attempt.has_progressed(state.num_output_tokens):
-                self._may_have_room |= self.suspects.got_further(state.identity, state.num_output_tokens)
+                self._must_sweep |= self.suspects.got_further(state.identity, state.num_output_tokens)
         if (transfer := attempt.transfer_of(worker, output)) is not None:
             self._fleet.on_transfer(attempt, transfer, now)
         if output.stage_times is not None and not isinstance(result, AttemptFailure):

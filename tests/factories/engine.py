@@ -71,8 +71,10 @@ class StepHook:
     An exception of the call counts as the device's failure.
     """
 
-    def __init__(self, before_step: Callable[[SchedulerOutput], None]) -> None:
-        self._runner = FakeRunner()
+    def __init__(
+        self, before_step: Callable[[SchedulerOutput], None], runner: FakeRunner | None = None
+    ) -> None:
+        self._runner = runner or FakeRunner()
         self._before_step = before_step
 
     def launch(self, plan: SchedulerOutput) -> Computed:

@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
-from simulator.device import answer
 from simulator.gateway import RequestSpec
+from simulator.model import answer
 from simulator.worker import WorkerSpec
 
 EVERY = 4

@@ -1,5 +1,6 @@
 """Faults: carries out the scenario's pauses, crashes, partitions, cuts, drains and device failures."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -50,8 +51,6 @@ class Faults:
     def _do(self, fault: Fault, action: Callable[[Fault], None]) -> None:
         self._world.counts[f"fault {fault.kind}"] += 1
         self._world.log("fault", f"{fault.kind} {fault.worker}", lambda: fault)
-        if fault.kind in ("device", "spoil"):
-            self._world.broken_devices.add(fault.worker)
         action(fault)
 
     def _pause(self, fault: Fault) -> None:
@@ -181,9 +180,10 @@ class Faults:
         self._later(fault.duration_s, lambda: setattr(worker, "slowness", 1))
 
     def _spoil(self, fault: Fault) -> None:
-        """One or two steps compute values that are not finite. After two, the worker drains and is replaced."""
+        """One step, or each from now on, computes values that are not finite. In the second case the worker
+        drains and is replaced."""
         worker = self._fleet.workers[fault.worker]
-        worker.runner.num_spoiled_steps = 1 + fault.is_mutual
+        worker.runner.num_spoiled_steps = math.inf if fault.is_mutual else 1
         self._later(fault.duration_s, lambda: self._end_spoiling(worker))
 
     def _end_spoiling(self, worker: Worker) -> None:

@@ -10,8 +10,8 @@ from baton.worker import WorkerRole
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from kv_transfer.protocol.transports import NIXL, SHARED_MEMORY, ZMQ_TCP
-from simulator.device import BREAKS_STEPS, KILLS_WORKERS, random_prompt
 from simulator.gateway import RequestSpec
+from simulator.model import BREAKS_STEPS, KILLS_WORKERS, random_prompt
 from simulator.network import NetworkFaults
 from simulator.pools import ReadFaults
 from simulator.worker import WorkerSpec

@@ -10,9 +10,9 @@ from baton.config import KVTransferConfig, SchedulerConfig
 from baton.worker import WorkerRole
 from gateway.requests.suspects import MAX_LOSSES_AT_ONE_PLACE, Suspects
 from kv_transfer.protocol.transports import ZMQ_TCP
-from simulator.device import KILLS_WORKERS
 from simulator.fleet import SimFleet
 from simulator.gateway import RequestEnd, RequestSpec, SimGateway
+from simulator.model import KILLS_WORKERS
 from simulator.network import Network, NetworkFaults
 from simulator.pools import ReadFaults, SharedPools
 from simulator.worker import Site, WorkerSpec
@@ -89,8 +89,9 @@ def test_c56_no_innocent_is_taken_for_the_poison_of_another_gateway(seed: int) -
     assert result.counts["path suspect refused"]
 
 
-def test_two_devices_that_fail_in_turn_stop_an_innocent() -> None:
-    """In this seed, a request is alone in a step where one worker's device fails, then in one that computes NaN."""
+def test_c56_two_accidents_that_meet_one_request_look_like_its_fault() -> None:
+    """In this seed, a request is alone in a step where one worker's device fails, then in one that computes NaN. Both
+    devices work before and after, so their checks pass."""
     result = run.play(4502)
     assert result.violation is None, result.replay
     assert result.counts["path stopped"] == 1

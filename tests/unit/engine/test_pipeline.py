@@ -11,7 +11,7 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.kv import KVTransferParams, TransferRole
-from baton.request import FinishReason, FirstToken, RequestOutput
+from baton.request import ErrorKind, FinishReason, FirstToken, RequestOutput
 from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, ReceivedKV, SchedulerOutput
 from baton.worker import WorkerRole
 from engine.pipeline import DeviceLostError, Pipeline, StepLauncher, StreamPipeline, ThreadedPipeline
@@ -26,6 +26,7 @@ from tests.factories.engine import (
 )
 from tests.factories.scheduling import PEER, FakeRunner
 from worker.core import MAX_FAILED_STEPS, EngineCore
+from worker.device_check import CHECKING
 from worker.step_trace import TraceHeader, read_trace
 from worker.step_trace_writer import open_step_trace
 
@@ -244,14 +245,32 @@ def test_a_failed_step_ends_the_only_request_and_the_engine_goes_on(async_schedu
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_a_device_that_fails_step_after_step_ends_the_engine(async_scheduling: bool) -> None:
-    def fail(_: SchedulerOutput) -> None:
-        raise ValueError("the device is on fire")
+    def fail(plan: SchedulerOutput) -> None:
+        if CHECKING not in plan.num_scheduled_tokens:
+            raise ValueError("the device is on fire")
 
     core = make_core(StepHook(fail), async_scheduling=async_scheduling)
     with pytest.raises(RuntimeError, match=f"failed to compute {MAX_FAILED_STEPS} steps in a row"):  # noqa: PT012
         for number in range(MAX_FAILED_STEPS):
             core.add_request(make_engine_request(f"r{number}"), "gateway")
             run_until_idle(core)
+    core.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_device_that_fails_a_known_token_too_is_unfit_and_gives_the_request_back(
+    async_scheduling: bool,
+) -> None:
+    def fail(_: SchedulerOutput) -> None:
+        raise ValueError("the device is on fire")
+
+    core = make_core(StepHook(fail), async_scheduling=async_scheduling)
+    core.add_request(make_engine_request("a"), "gateway")
+    assert [output.error_kind for output in run_until_idle(core)] == [ErrorKind.GIVEN_BACK]
+    assert core.unfit_reason == (
+        "the device failed to compute a step (the device is on fire); the device check failed, too: "
+        "ValueError: the device is on fire"
+    )
     core.close()
 
 

@@ -23,7 +23,6 @@ from tests.factories.engine import (
     make_core,
     make_engine_request,
 )
-from worker.core import MAX_FAILED_STEPS
 from worker.kv_events import KVChange
 
 T = TypeVar("T")
@@ -133,20 +132,18 @@ def test_a_failed_step_ends_its_requests_and_the_next_one_is_served() -> None:
         assert running.loop.is_alive
 
 
-def test_a_device_that_fails_again_and_again_ends_the_loop() -> None:
+def test_a_device_that_fails_a_known_token_too_ends_the_loop() -> None:
     def fail(_: SchedulerOutput) -> None:
         raise RuntimeError("the device is gone")
 
     running = RunningLoop(make_core(StepHook(fail)))
     running.loop.start()
-    for number in range(MAX_FAILED_STEPS - 1):
-        running.loop.submit("gateway", make_engine_request(f"r{number}"))
-        running.until_finished(f"r{number}")
-    running.loop.submit("gateway", make_engine_request("last"))
+    running.loop.submit("gateway", make_engine_request("first"))
+    assert running.until_finished("first").error_kind is ErrorKind.GIVEN_BACK
     running.loop.join(60)
     assert not running.loop.is_alive
     assert isinstance(running.loop.failure, RuntimeError)
-    assert running.loop.drain(0.0), "nobody is left to wait for"
+    assert running.loop.drain(0.0), "nothing is left to wait for"
 
 
 class Held:

@@ -1,4 +1,4 @@
-"""Behaviour 55: a worker whose steps are not finite counts them, drains after the second one, and ends."""
+"""Behaviour 55: a worker whose steps are not finite checks its device, drains if that fails too, and ends."""
 
 import threading
 
@@ -12,7 +12,8 @@ from decode_worker import DecodeWorker
 from prefill_worker import PrefillWorker
 from tests.factories.engine import FakeConnectorWorker, RunningLoop, make_core, make_engine_request
 from tests.factories.scheduling import FakeRunner
-from worker.loop import MAX_NON_FINITE_STEPS
+from worker.core import MAX_NON_FINITE_STEPS
+from worker.device_check import CHECKING
 
 
 class WrongFor(FakeRunner):
@@ -49,43 +50,75 @@ def test_c55_after_one_such_step_the_worker_serves_on_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_c55_after_the_second_the_worker_gives_its_requests_back_and_ends(async_scheduling: bool) -> None:
-    running = RunningLoop(make_core(WrongFor("wrong 1", "wrong 2"), async_scheduling=async_scheduling))
+def test_c55_a_device_that_fails_its_check_is_at_fault_and_no_request_is(async_scheduling: bool) -> None:
+    running = RunningLoop(make_core(WrongFor("wrong", CHECKING), async_scheduling=async_scheduling))
     running.loop.start()
     running.loop.submit("gateway", make_engine_request("bystander", max_tokens=1_900))
-    for name in ("wrong 1", "wrong 2"):
-        running.loop.submit("gateway", make_engine_request(name))
-        assert running.until_finished(name).error == NON_FINITE
-    last = running.until_finished("bystander")
-    assert (last.error_kind, last.error) == (ErrorKind.GIVEN_BACK, "this worker is draining")
-    running.loop.join(60)
-    assert not running.loop.is_alive
-    assert str(running.loop.failure) == f"{NON_FINITE}, in {MAX_NON_FINITE_STEPS} steps"
-    assert running.loop.snapshot.is_draining
+    running.loop.submit("gateway", make_engine_request("wrong"))
+    ends = {output.request_id: output for output in (running.next_finish(), running.next_finish())}
+    assert (ends["wrong"].error_kind, ends["wrong"].error) == (
+        ErrorKind.GIVEN_BACK,
+        "the device of this worker is at fault",
+    )
+    assert (ends["bystander"].error_kind, ends["bystander"].error) == (
+        ErrorKind.GIVEN_BACK,
+        "this worker is draining",
+    )
+    until_ended(running)
+    assert (
+        str(running.loop.failure) == f"{NON_FINITE}; the device check failed, too: its logits are not finite"
+    )
     assert running.loop.drain(0.0), "nothing is left to wait for"
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_c55_after_several_the_worker_gives_its_requests_back_though_its_device_passes_its_checks(
+    async_scheduling: bool,
+) -> None:
+    wrong = [f"wrong {number}" for number in range(MAX_NON_FINITE_STEPS)]
+    running = RunningLoop(make_core(WrongFor(*wrong), async_scheduling=async_scheduling))
+    running.loop.start()
+    running.loop.submit("gateway", make_engine_request("bystander", max_tokens=1_900))
+    for name in wrong:
+        running.loop.submit("gateway", make_engine_request(name))
+        last = running.until_finished(name)
+        assert (last.error_kind, last.error) == (ErrorKind.STEP_FAILED, NON_FINITE)
+    last = running.until_finished("bystander")
+    assert (last.error_kind, last.error) == (ErrorKind.GIVEN_BACK, "this worker is draining")
+    until_ended(running)
+    assert str(running.loop.failure) == f"{NON_FINITE}, in {MAX_NON_FINITE_STEPS} steps"
+
+
 def test_c55_it_ends_after_a_change_of_role_that_had_begun() -> None:
-    """The second step is computed while the worker leaves its role, and a lease is the last that holds it there."""
+    """The check fails while the worker leaves its role, and a lease is the last that holds it there."""
     connector = FakeConnectorWorker()
-    core = make_core(WrongFor("wrong 1", "wrong 2"), connector, max_num_batched_tokens=16)
+    device = WrongFor("wrong")
+    core = make_core(device, connector, max_num_batched_tokens=16)
     running = RunningLoop(core, PrefillWorker(9), lease_s=60.0)
     running.loop.start()
-    submit_prefill(running, "wrong 1", num_tokens=10)
-    running.until_finished("wrong 1")
-    connector.outputs.append(KVConnectorOutput(finished_sending=("wrong 1",)))
-    submit_prefill(running, "wrong 2", num_tokens=1_500)
+    submit_prefill(running, "leased", num_tokens=10)
+    running.until_finished("leased")
+    submit_prefill(running, "wrong", num_tokens=1_500)
     change = threading.Thread(target=running.loop.set_role, args=(DecodeWorker(9), 60.0))
     change.start()
     while not running.beats.get(timeout=60).is_draining:
         continue
-    assert running.until_finished("wrong 2").error == NON_FINITE
-    connector.outputs.append(KVConnectorOutput(finished_sending=("wrong 2",)))
+    device.wrong.add(CHECKING)
+    assert running.until_finished("wrong").error_kind is ErrorKind.GIVEN_BACK
+    connector.outputs.append(KVConnectorOutput(finished_sending=("leased", "wrong")))
     running.commands.wake()
     change.join(60)
-    running.loop.join(10)
-    assert str(running.loop.failure) == f"{NON_FINITE}, in {MAX_NON_FINITE_STEPS} steps"
+    until_ended(running)
+    assert (
+        str(running.loop.failure) == f"{NON_FINITE}; the device check failed, too: its logits are not finite"
+    )
     assert running.loop.snapshot.role is WorkerRole.DECODE
+
+
+def until_ended(running: RunningLoop) -> None:
+    running.loop.join(60)
+    assert not running.loop.is_alive
+    assert running.loop.snapshot.is_draining
 
 
 def submit_prefill(running: RunningLoop, request_id: str, num_tokens: int) -> None:

@@ -1,5 +1,6 @@
 """StageTimes: a request's stages add up, whatever its path."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,15 +12,24 @@ from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from scheduler import RequestStatus
 from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
-from tests.factories.scheduling import PEER
+from tests.factories.paged_memory import PagedMemory
+from tests.factories.scheduling import PEER, FakeRunner
 from worker.stages import StageTimer
+
+
+class AnyMemory(PagedMemory):
+    """Contains what a peer would have written."""
+
+    def holds(self, block_ids: Sequence[int], contents: Sequence[int], first: int) -> bool:
+        return True
 
 
 def run(core_step_s: float, role: TransferRole | None, received_after_s: float = 0.0) -> StageTimes:
     """One request, two steps of `core_step_s` each after one second in the queue."""
     clock = VirtualClock()
     connector = FakeConnectorWorker()
-    core = make_core(StepHook(lambda _: clock.advance(core_step_s)), connector, clock, async_scheduling=False)
+    device = StepHook(lambda _: clock.advance(core_step_s), FakeRunner(memory=AnyMemory(16)))
+    core = make_core(device, connector, clock, async_scheduling=False)
     transfer = KVTransferParams(role, "t", 0, PEER) if role else None
     core.add_request(make_engine_request(max_tokens=2, kv_transfer=transfer), "gateway")
     clock.advance(1.0)
