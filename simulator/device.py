@@ -30,8 +30,6 @@ SLOT_BYTES = NUM_PLANES * NUM_HEADS * CELL_BYTES
 NAN = 255
 """Fills the KV of a step whose values are not finite. Attention over this KV is not finite either."""
 
-"""First tokens of prompts that break every step with the prompt, or kill the worker."""
-
 
 class DeviceFailure(RuntimeError):
     """A device may raise this in any step."""

@@ -259,7 +259,7 @@ class Worker(Process):
 
     @property
     def is_unfit(self) -> bool:
-        return self.core.unfit_reason is not None
+        return self.core.health.unfit_reason is not None
 
     def _leave_if_unfit(self) -> None:
         """As worker/loop.py does; the fault ends it."""

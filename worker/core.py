@@ -32,7 +32,7 @@ from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import DeviceLostError, Pipeline, StepResult
 from kv_transfer import ConnectorWorker
 from scheduler import Request, RequestStatus, Scheduler
-from worker.device_check import fault_of_device
+from worker.device_check import DeviceHealth, fault_of_device
 from worker.load import LoadMeter
 from worker.stages import StageTimer
 from worker.step_counts import PromptTokens, StepCounts
@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 16
 """After so many failed steps in a row, the device is at fault. A request that breaks its steps fails up to
 two steps before any step is computed, even if such requests arrive one after another at an idle device."""
-MAX_NON_FINITE_STEPS = 8
-"""After so many steps with logits that are not finite, the device is at fault, even if it passes its checks."""
 
 ClientOutputs = dict[str, list[RequestOutput]]
 
@@ -87,9 +85,8 @@ class EngineCore:
         self._results: deque[StepResult] = deque()
         """Results of the oldest of these steps that were taken early, for a device check."""
         self._num_failed_steps = 0
-        self._num_non_finite_steps = 0
-        self.unfit_reason: str | None = None
-        """Why the device can no longer be trusted: it must get no further requests."""
+        self.health = DeviceHealth(self._check_device, clock)
+        """If the device is unfit, this engine must get no further requests."""
         self._meter = LoadMeter()
         self._prompt_tokens = PromptTokens()
         self.progress = progress or Progress("its engine", clock, math.inf)
@@ -120,7 +117,7 @@ class EngineCore:
         is_computing = self.scheduler.is_trying  # requests outside the trial wait for its end
         while len(self._under_way) > num_kept or self.scheduler.awaits_output:
             is_computing |= not self._under_way[0].plan.is_empty
-            self._stamp(self._complete_oldest(outputs), outputs)
+            self._stamp(self._complete_oldest(), outputs)
         has_more = is_computing or self._under_way or self.scheduler.is_trying
         self.may_progress = bool(has_more or plan.kv_connector_metadata is not None)
         return outputs
@@ -185,7 +182,7 @@ class EngineCore:
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts of the scheduler and the steps. The connector has its own, with other names."""
-        return {**self.scheduler.counters(), "non_finite_steps": self._num_non_finite_steps}
+        return {**self.scheduler.counters(), "non_finite_steps": self.health.num_non_finite_steps}
 
     def close(self) -> None:
         """Ends after the current step, whose output is dropped.
@@ -240,48 +237,48 @@ class EngineCore:
         self._under_way.append(StepUnderWay(plan, self._clock.now()))
         self._pipeline.submit(plan)
 
-    def _complete_oldest(self, outputs: ClientOutputs) -> dict[str, EngineCoreOutputs]:
-        """Waits for the oldest current step and processes its samples. Adds requests given back to `outputs`."""
+    def _complete_oldest(self) -> dict[str, EngineCoreOutputs]:
+        """Waits for the oldest current step and processes its samples."""
         result = self._take_result()
         step = self._under_way.popleft()
         if result.output is None:
             assert result.error is not None
-            return self._fail(step.plan, result.error, outputs)
+            return self._fail(step.plan, result.error)
         self._measure(step)
         self._connector.save_kv_blocks(step.plan.kv_connector_metadata, step.lost)
         if self._under_way:
             self._connector.start_load_kv(self._under_way[0].plan.kv_connector_metadata)
         if step.plan.num_scheduled_tokens:
             self._num_failed_steps = 0
-        self._look_at_non_finite(result.output.non_finite, outputs)
-        latest = self.scheduler.update_from_output(step.plan, result.output)
+        given_back = self._look_at_non_finite(result.output.non_finite)
+        outputs = self.scheduler.update_from_output(step.plan, result.output)
         if step.plan.scheduled_spec_decode_tokens:
-            _note_drafts(step.plan.scheduled_spec_decode_tokens, result.output.sampled_token_ids, latest)
-        return self._traced(step.plan, result.output, latest)
+            _note_drafts(step.plan.scheduled_spec_decode_tokens, result.output.sampled_token_ids, outputs)
+        return self._traced(step.plan, result.output, _joined(given_back, outputs))
 
     def _take_result(self) -> StepResult:
         return self._results.popleft() if self._results else self._pipeline.take_result()
 
-    def _look_at_non_finite(self, request_ids: Set[str], outputs: ClientOutputs) -> None:
+    def _look_at_non_finite(self, request_ids: Set[str]) -> dict[str, EngineCoreOutputs]:
         """Does nothing if none of these requests is unfinished: then an earlier step ended them."""
         if request_ids.isdisjoint(self.scheduler.request_ids):
-            return
-        self._num_non_finite_steps += 1
+            return {}
         logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
-        self._check_device(NON_FINITE, request_ids, outputs)
-        if self._num_non_finite_steps >= MAX_NON_FINITE_STEPS and self.unfit_reason is None:
-            self.unfit_reason = f"{NON_FINITE}, in {self._num_non_finite_steps} steps"
+        self.health.count_non_finite_step()
+        return self._give_back_if_unfit(NON_FINITE, request_ids)
 
-    def _check_device(self, why: str, request_ids: Iterable[str], outputs: ClientOutputs) -> None:
-        """Computes a known token behind the current steps. If that fails, the device is at fault, and these
-        requests are given back: nothing is known against them."""
+    def _give_back_if_unfit(self, failure: str, request_ids: Iterable[str]) -> dict[str, EngineCoreOutputs]:
+        """After a failure: if the device is at fault, nothing is known against these requests."""
+        if self.health.is_fit(failure):
+            return {}
+        status, error = RequestStatus.FINISHED_GIVEN_BACK, "the device of this worker is at fault"
+        return self.scheduler.finish_requests(request_ids, status, error)
+
+    def _check_device(self) -> str | None:
+        """Computes a known token behind the current steps."""
         num_results = len(self._under_way) - len(self._results)
         self._results += [self._pipeline.take_result() for _ in range(num_results)]
-        if (fault := fault_of_device(self._pipeline, self.scheduler.kv_groups)) is not None:
-            self.unfit_reason = f"{why}; the device check failed, too: {fault}"
-            logger.error("%s; so this worker gives its requests back, and ends", self.unfit_reason)
-            status, error = RequestStatus.FINISHED_GIVEN_BACK, "the device of this worker is at fault"
-            self._end_between_steps(self.scheduler.finish_requests(request_ids, status, error), outputs)
+        return fault_of_device(self._pipeline, self.scheduler.kv_groups)
 
     def _measure(self, step: StepUnderWay) -> None:
         num_tokens, num_requests = step.plan.total_num_scheduled_tokens, len(step.plan.num_scheduled_tokens)
@@ -290,9 +287,7 @@ class EngineCore:
         if num_tokens:
             self.steps.done(num_prompt_tokens, num_tokens - num_prompt_tokens, time_s)
 
-    def _fail(
-        self, plan: SchedulerOutput, error: Exception, outputs: ClientOutputs
-    ) -> dict[str, EngineCoreOutputs]:
+    def _fail(self, plan: SchedulerOutput, error: Exception) -> dict[str, EngineCoreOutputs]:
         """Retries the step's requests in halves, to end only the request that breaks it.
 
         Until one request has been computed, the device may be at fault, so the failure is counted.
@@ -305,20 +300,20 @@ class EngineCore:
             raise error
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise RuntimeError(f"the device failed to compute {MAX_FAILED_STEPS} steps in a row") from error
+        given_back: dict[str, EngineCoreOutputs] = {}
         if num_requests == 1:
-            self._check_device(
-                f"the device failed to compute a step ({error})", plan.num_scheduled_tokens, outputs
-            )
+            failure = f"the device failed to compute a step ({error})"
+            given_back = self._give_back_if_unfit(failure, plan.num_scheduled_tokens)
         nothing, later = ModelRunnerOutput({}), list[SchedulerOutput]()
         while self._under_way:  # planned on top of the failed step, so its output is useless
             self._take_result()
             later.append(self._under_way.popleft().plan)
             self._connector.start_load_kv(later[-1].kv_connector_metadata)
-        latest = self.scheduler.retry_in_halves(plan, later, f"{type(error).__name__}: {error}")
-        self._traced(plan, nothing, latest)
+        outputs = self.scheduler.retry_in_halves(plan, later, f"{type(error).__name__}: {error}")
+        outputs = self._traced(plan, nothing, _joined(given_back, outputs))
         for useless in later:
             self._traced(useless, nothing, {})
-        return latest
+        return outputs
 
     def _traced(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, outputs: dict[str, EngineCoreOutputs]
@@ -348,6 +343,19 @@ class EngineCore:
             for output in part.outputs:
                 stages = self._stages.produced(output)
                 outputs[client_id].append(replace(output, stage_times=stages) if stages else output)
+
+
+def _joined(
+    first: dict[str, EngineCoreOutputs], second: dict[str, EngineCoreOutputs]
+) -> dict[str, EngineCoreOutputs]:
+    """The outputs of both by client, the first ones before the second ones."""
+    nothing = EngineCoreOutputs(())
+    return {
+        client_id: EngineCoreOutputs(
+            first.get(client_id, nothing).outputs + second.get(client_id, nothing).outputs
+        )
+        for client_id in {**first, **second}
+    }
 
 
 def _note_drafts(

@@ -1,24 +1,66 @@
-"""The device check: a step with one known token.
+"""Whether a device can be trusted. The device check is a step with one known token, after another step has failed.
 
 If the device cannot compute this step either, the device is at fault, and not the request that failed before.
 """
 
+import logging
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
+from baton.clock import Clock
 from baton.kv_groups import NULL_BLOCK_ID, KVGroups
 from baton.sampling import SamplingParams
-from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
+from baton.step import NON_FINITE, CachedRequestData, NewRequestData, SchedulerOutput
 from engine.pipeline import DeviceLostError, Pipeline
+
+logger = logging.getLogger(__name__)
 
 CHECKING = "device check"
 """The request id; no id of a gateway contains a space."""
+MAX_NON_FINITE_STEPS = 8
+NON_FINITE_WINDOW_S = 600.0
+"""After so many steps with logits that are not finite within this time, the device is at fault even if it passes its
+checks: a part of its memory may be damaged that the known token does not need."""
 _NOTHING = SchedulerOutput((), CachedRequestData(), {}, 0, frozenset(), frozenset())
+
+
+class DeviceHealth:
+    """Becomes unfit once, and stays so."""
+
+    def __init__(self, check: Callable[[], str | None], clock: Clock) -> None:
+        """`check` runs the device check and returns why it failed."""
+        self._check = check
+        self._clock = clock
+        self._non_finite_at: deque[float] = deque(maxlen=MAX_NON_FINITE_STEPS)
+        self.num_non_finite_steps = 0
+        """Steps whose logits were not all finite."""
+        self.unfit_reason: str | None = None
+
+    def count_non_finite_step(self) -> None:
+        self.num_non_finite_steps += 1
+        self._non_finite_at.append(self._clock.now())
+        took_s = self._non_finite_at[-1] - self._non_finite_at[0]
+        if len(self._non_finite_at) == MAX_NON_FINITE_STEPS and took_s <= NON_FINITE_WINDOW_S:
+            self._become_unfit(f"{NON_FINITE}, in {MAX_NON_FINITE_STEPS} steps within {took_s:.0f} s")
+
+    def is_fit(self, failure: str) -> bool:
+        """After this failure of a step: runs the check, unless the device is known to be unfit."""
+        if self.unfit_reason is None and (fault := self._check()) is not None:
+            self._become_unfit(f"{failure}; the device check failed, too: {fault}")
+        return self.unfit_reason is None
+
+    def _become_unfit(self, reason: str) -> None:
+        if self.unfit_reason is None:
+            self.unfit_reason = reason
+            logger.error("%s; this worker gives its requests back, and ends", reason)
 
 
 def fault_of_device(pipeline: Pipeline, kv_groups: KVGroups) -> str | None:
     """Runs the check and returns why it failed; None if the device works. No step may be under way.
 
-    The token's KV is stored in the null block: no request reads that block, and the check needs no free block.
+    The token's KV is stored in the null block, so the check needs no free block. Attention masks this block wherever
+    it reads it, which is only right for finite values: a worker whose check left others there ends.
     `kv_groups`: the model's. Raises DeviceLostError.
     """
     request = NewRequestData(

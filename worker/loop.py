@@ -301,7 +301,7 @@ class EngineLoop:
     def _leave_if_unfit(self) -> None:
         """If the engine is unfit: gives all requests back, and ends once all leases have ended."""
         is_changing_role = self._drain_state is not None and self._drain_state.target is not None
-        if self._core.unfit_reason is None or self._is_unfit or is_changing_role:
+        if self._core.health.unfit_reason is None or self._is_unfit or is_changing_role:
             return
         self._is_unfit = True
         self._begin_leaving(DrainState(None, self._clock.now(), 0.0, self._lease_s))
@@ -327,7 +327,7 @@ class EngineLoop:
         self._publish()
         drain_state.settle()
         if self._is_unfit:
-            raise RuntimeError(self._core.unfit_reason)
+            raise RuntimeError(self._core.health.unfit_reason)
 
     def _begin_stop(self) -> None:
         self._is_stopping = True

@@ -168,11 +168,11 @@ class RankGroup:
         if self._failure is not None:
             raise RuntimeError(str(self._failure)) from self._failure
 
-    def explain(self, step: int, error: Exception) -> RuntimeError:
+    def explain(self, step: int, error: Exception) -> str:
         """Why rank 0 failed to compute a step; another rank may be the reason. Ends all ranks."""
         self._wait_for_failure()
         self._fail(RuntimeError(f"rank 0 failed to compute step {step}: {error}"))
-        return RuntimeError(str(self._failure))
+        return str(self._failure)
 
     def explain_start(self, error: Exception) -> Exception:
         """Why rank 0 could not get ready: another rank's error if it reported one, else rank 0's error."""

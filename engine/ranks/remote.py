@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from baton.step import KVConnectorOutput, SchedulerOutput
 from baton.worker import KVPeerCounts
-from engine.pipeline import Pipeline, StepResult
+from engine.pipeline import DeviceLostError, Pipeline, StepResult
 from engine.ranks.group import RankGroup, RankLink
 from engine.ranks.messages import Plan, RankCommands
 from kv_transfer import KVConnectorMetadata
@@ -34,20 +34,21 @@ class RankedPipeline:
         self._own.submit(plan)
 
     def take_result(self) -> StepResult:
-        """Rank 0's own result, which includes the other ranks' parts; an error if any rank has failed.
+        """Rank 0's own result, which includes the other ranks' parts; DeviceLostError if any rank has failed.
 
-        It is an error even if rank 0 has a result. On GPUs, an aborted wait for a rank returns without an
-        error, and the result then contains arbitrary memory as that rank's part.
+        No other step can follow then, since a rank may have left this one half done. It is an error even if rank 0
+        has a result: on GPUs, an aborted wait for a rank returns without an error, and the result then contains
+        arbitrary memory as that rank's part.
         """
         result = self._own.take_result()
         step = self._steps.popleft()
         self._group.num_computed += 1
         if result.error is not None:
-            return StepResult(None, self._group.explain(step, result.error))
+            return StepResult(None, DeviceLostError(self._group.explain(step, result.error)))
         try:
             self._group.check()
         except RuntimeError as failure:
-            return StepResult(None, failure)
+            return StepResult(None, DeviceLostError(str(failure)))
         return result
 
     def close(self) -> None:

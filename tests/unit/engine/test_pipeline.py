@@ -267,7 +267,7 @@ def test_a_device_that_fails_a_known_token_too_is_unfit_and_gives_the_request_ba
     core = make_core(StepHook(fail), async_scheduling=async_scheduling)
     core.add_request(make_engine_request("a"), "gateway")
     assert [output.error_kind for output in run_until_idle(core)] == [ErrorKind.GIVEN_BACK]
-    assert core.unfit_reason == (
+    assert core.health.unfit_reason == (
         "the device failed to compute a step (the device is on fire); the device check failed, too: "
         "ValueError: the device is on fire"
     )

@@ -2,10 +2,14 @@
 
 from typing import cast
 
+import pytest
+
 from baton.step import ModelRunnerOutput, SchedulerOutput
-from engine.pipeline import StreamPipeline
+from engine.pipeline import DeviceLostError, StreamPipeline
 from engine.ranks.group import RankGroup
 from engine.ranks.remote import RankedPipeline
+from engine.step_failures import FailStop
+from tests.factories.engine import StepHook, make_core, make_engine_request
 from tests.unit.engine.test_pipeline import make_plan
 
 
@@ -42,4 +46,21 @@ def test_no_token_comes_of_a_step_that_another_rank_left() -> None:
     group.has_failed = True
     result = pipeline.take_result()
     assert result.output is None
+    assert isinstance(result.error, DeviceLostError)
     assert str(result.error) == "rank 1 is gone"
+
+
+def test_no_step_follows_one_that_failed_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may have left it half done. So the worker ends, and whether a request is at fault stays open."""
+    monkeypatch.setattr("engine.ranks.group.EXPLANATION_TIMEOUT_S", 0.01)
+
+    def fail(plan: SchedulerOutput) -> None:
+        raise ValueError("out of memory")
+
+    group = RankGroup([], lambda: None, lambda: None)
+    group.serve()
+    core = make_core(pipeline=RankedPipeline(StreamPipeline(FailStop(StepHook(fail)), is_async=False), group))
+    core.add_request(make_engine_request("r"), "gateway")
+    with pytest.raises(DeviceLostError, match="rank 0 failed to compute step 1: out of memory"):
+        core.step()
+    core.close()
