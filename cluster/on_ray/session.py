@@ -238,7 +238,7 @@ def _fewer_processes() -> Iterator[None]:
     """
     from ray._private import node
 
-    class Node(node.Node):
+    class Node(node.Node):  # type: ignore[misc]  # mypy does not read Ray
         def start_monitor(self) -> None:
             """Starts no autoscaler: there are no nodes to add."""
 
