@@ -24,10 +24,10 @@ COMPILED = ("--compile", "--architecture=qwen3")
 CASES = (
     ("--fp8", "--fp8-cache", "--architecture=qwen2", "--num-ranks=2"),
     ("--fp8", "--architecture=mixtral", "--num-ranks=2", "--expert-parallel"),
-    ("--fp8-cache", "--architecture=deepseek_v3", "--num-ranks=2"),
     COMPILED,
 )
 BY_HAND = (
+    ("--fp8-cache", "--architecture=deepseek_v3", "--num-ranks=2"),
     ("--fp8", "--architecture=qwen3"),
     ("--fp8-cache", "--architecture=qwen2", "--num-ranks=2"),
     ("--fp8", "--architecture=mixtral"),

@@ -125,12 +125,12 @@ RARE = [
     name
     for name in LAUNCHES
     if any(part in name for part in ("blocks of", "heads of", "groups of", "copy engine", "another launch"))
-    or name
-    in ("decode, capped", "decode, sinks", "decode, float8 cache", "prefill, window", "prefill, float32")
+    or name in ("decode, float32", "decode, sinks", "decode, float8 cache")
+    or name in ("prefill, capped", "prefill, window", "prefill, float32")
 ]
 """Heads of 64 are also those with sinks, in groups of 8; heads of 256 are also capped. Sinks also have a window.
-Decodes differ from prefills only in their tiles, and are compiled in both data types that need no conversion.
-Another launch also merges prefills."""
+Decodes differ from prefills only in their tiles; those of capped prefills take longest to compile. Another launch also
+merges prefills."""
 
 
 @dataclass(frozen=True, slots=True)
