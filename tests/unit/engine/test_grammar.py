@@ -157,6 +157,28 @@ def test_unused_grammars_are_kept_up_to_so_many_bytes_and_those_in_use_besides(
     assert compiler.compiler.matcher(outputs[1]) is not None
 
 
+class Asked(frozenset[StructuredOutput]):
+    """A set that counts questions."""
+
+    number = 0
+
+    def __contains__(self, output: object) -> bool:
+        self.number += 1
+        return super().__contains__(output)
+
+
+def test_to_evict_one_grammar_the_engine_does_not_look_at_all_others(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_it = GrammarLibrary.compile
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 1_000)
+    monkeypatch.setattr(GrammarLibrary, "compile", lambda *args: Compiled(compile_it(*args).matcher, 100))
+    for number in range(11):
+        assert compiler.error_of(StructuredOutput(GrammarKind.REGEX, f"no{number}")) is None
+    compiler.compiler.evict(in_use := Asked())
+    assert in_use.number == 1
+
+
 def test_the_size_of_a_compiled_grammar_is_that_of_its_memory(folder: Path) -> None:
     """It grows with the square of this text's length; an estimate by characters would be far off."""
     library = GrammarLibrary(folder / "tokenizer.json", make_tokenizer().get_vocab_size(), (EOS_TOKEN_ID,))
