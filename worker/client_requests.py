@@ -23,6 +23,7 @@ class ClientRequests:
         self._clients: dict[str, str] = {}
         """By request: its client."""
         self._deadlines: list[tuple[float, str]] = []
+        """A heap. It may contain requests that have ended."""
 
     @property
     def request_ids(self) -> KeysView[str]:
@@ -70,8 +71,9 @@ class ClientRequests:
         for output in outputs:
             if output.finish_reason is not None:
                 self._clients.pop(output.request_id, None)
-        if not self._clients:
-            self._deadlines.clear()  # those of requests that finished in time
+        if not self._clients or len(self._deadlines) > 2 * len(self._clients) + 64:  # most finished in time
+            self._deadlines = [each for each in self._deadlines if each[1] in self._clients]
+            heapq.heapify(self._deadlines)
 
 
 def refusal(request_id: str, error: RequestError) -> RequestOutput:

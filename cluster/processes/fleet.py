@@ -145,15 +145,15 @@ class ProcessLauncher:
         self._machine = find_machine()
         self._shares = CpuShares(config)
         self.incarnations: dict[str, ProcessIncarnation] = {}
-        """The latest incarnation of each worker, by name."""
+        """The latest incarnation of each worker, by name; `place` drops those that have ended."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> ProcessIncarnation:
-        alive = [other for other, incarnation in self.incarnations.items() if not incarnation.is_over]
+        alive = {other: each for other, each in self.incarnations.items() if not each.is_over}
         share = self._shares.reserve(name, role, _NODE, self._machine, alive)
         incarnation = ProcessIncarnation(
             WorkerProcess(self._config_path, self._secret, role, name, None, share), number
         )
-        self.incarnations[name] = incarnation
+        self.incarnations = {**alive, name: incarnation}
         return incarnation
 
     async def has_room(self, role: WorkerRole) -> bool:  # noqa: ARG002

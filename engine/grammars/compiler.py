@@ -240,12 +240,15 @@ class GrammarCompiler:
         """Keeps the grammars that unfinished requests use, and MAX_KEPT_BYTES of the most recently used others."""
         with self._lock:
             self._is_evicted = True
-            unused = [output for output in self._compiled if output not in in_use]
-            num_bytes = sum(self._compiled[output].num_bytes for output in unused)
-            for output in unused:
-                if num_bytes <= MAX_KEPT_BYTES:
+            num_used = sum(self._compiled[output].num_bytes for output in in_use if output in self._compiled)
+            excess, least_recent = self._num_bytes - num_used - MAX_KEPT_BYTES, []
+            for output, compiled in self._compiled.items():
+                if excess <= 0:
                     break
-                num_bytes -= self._compiled[output].num_bytes
+                if output not in in_use:
+                    least_recent.append(output)
+                    excess -= compiled.num_bytes
+            for output in least_recent:
                 self._num_bytes -= self._compiled.pop(output).num_bytes
 
     def matcher(self, output: StructuredOutput) -> Matcher | None:

@@ -1,6 +1,7 @@
 """FleetKnowledge: what the gateway learns about workers from heartbeats, outputs and losses; pure."""
 
 import logging
+from dataclasses import replace
 
 from baton.fleet import LEFT
 from baton.request import FinishReason, RequestOutput
@@ -8,7 +9,7 @@ from baton.transfer import TransferEventKind, TransferRecord
 from baton.worker import WorkerStatus
 from gateway.requests.attempt import Attempt
 from gateway.routing.avoided_pairs import AvoidedPairs
-from gateway.routing.prefill_times import PrefillTimes
+from gateway.routing.prefill_times import MEMORY_S, PrefillTimes
 from gateway.routing.router import Router
 
 logger = logging.getLogger(__name__)
@@ -21,11 +22,13 @@ class FleetKnowledge:
         self.prefill_times = PrefillTimes()
         self.avoided_pairs = AvoidedPairs()
         self._router = router
+        self._decode_steps: dict[str, tuple[float, float]] = {}
+        """By worker: the reported time of a decode step, and when it last changed."""
 
     def on_report(self, status: WorkerStatus, now: float) -> None:
         if self._router.role_of(status.ref.name) not in (None, status.role):
             self.avoided_pairs.forget(status.ref.name)  # it has other pairs now
-        self._router.on_status(status)
+        self._router.on_status(self._without_old_step(status, now))
         self.prefill_times.on_rate(status.ref.name, status.load.prefill_tokens_per_s, now)
 
     def on_worker_lost(self, worker: str, reason: str, num_requests: int) -> bool:
@@ -39,8 +42,24 @@ class FleetKnowledge:
             logger.warning("lost the requests on worker %s: %s", worker, reason, extra=extra)
         self._router.on_worker_lost(worker)
         self.prefill_times.forget(worker)
+        self._decode_steps.pop(worker, None)
         self.avoided_pairs.forget(worker)
         return was_draining
+
+    def _without_old_step(self, status: WorkerStatus, now: float) -> WorkerStatus:
+        """The report as of a worker without measured steps, if it has decoded nothing for MEMORY_S.
+
+        An idle worker repeats the time of its last steps. If they were slow by chance, it would get no request that
+        shows its present speed. Prefill rates stay: requests queue at the faster workers until the slower ones cost
+        less.
+        """
+        step_s = status.load.decode_step_s
+        known, changed_at = self._decode_steps.get(status.ref.name, (0.0, now))
+        if step_s != known:
+            self._decode_steps[status.ref.name] = step_s, now
+        elif now - changed_at > MEMORY_S:
+            return replace(status, load=replace(status.load, decode_step_s=0.0))
+        return status
 
     def on_transfer(self, attempt: Attempt, transfer: TransferRecord, now: float) -> None:
         """A hand-over of this attempt has ended."""

@@ -90,6 +90,8 @@ class WorkerEstimate:
             self.prefill_rate.add(status.load.prefill_tokens_per_s)
         if status.load.decode_step_s > 0.0:
             self.decode_step.add(max(1, status.num_decoding), status.load.decode_step_s)
+        else:
+            self.decode_step = StepTime()
         self._refresh()
 
     def gone(self) -> None:

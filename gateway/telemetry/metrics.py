@@ -50,7 +50,6 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         self._model = model_name
         self._callers = {""}  # the caller of calls that have none
-        self._labels_seen: set[str] = set()
         self._itl = PlainHistogram(buckets.ITL_S)
         self._make_latencies()
         self._make_sizes(max_model_len)
@@ -100,12 +99,12 @@ class GatewayMetrics:
         self._grpc_responses.labels(method, code).inc()
 
     def call_failed(self, error: CallError) -> None:
-        self._call_errors.labels(error.api, error.error, self._caller(error.caller or "")).inc()
+        self._call_errors.add(1, error.api, error.error, self._caller(error.caller or ""))
 
     def connection_refused(self, error: str) -> None:
         """An HTTP connection ended before it became a call. This is not logged, since strangers could fill
         the disk."""
-        self._call_errors.labels("http", error, "").inc()
+        self._call_errors.add(1, "http", error, "")
 
     def grammar_checked(self, verdict: str) -> None:
         """Counts a checked grammar. `verdict` is one of VERDICTS."""
@@ -118,7 +117,7 @@ class GatewayMetrics:
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """A scrape's content, and its content type."""
-        return exposition.render(self.registry, accept)
+        return exposition.render(self.registry, accept, (self._outcomes, self._call_errors))
 
     def _finished(self, record: RequestRecord, finish: Finish) -> None:
         timing = finish.timing
@@ -157,13 +156,8 @@ class GatewayMetrics:
 
     def _count_outcome(self, record: RequestRecord) -> None:
         caller = self._caller(record.caller.name)
-        if (
-            key := f"{record.api} {caller}"
-        ) not in self._labels_seen:  # so that a rate over the outcomes has all its parts
-            self._labels_seen.add(key)
-            for outcome in Outcome:
-                self._outcomes.labels(record.api, outcome.value, caller)
-        self._outcomes.labels(record.api, record.outcome.value, caller).inc()
+        for outcome in Outcome:  # all, so that a rate over the outcomes has all its parts
+            self._outcomes.add(outcome is record.outcome, record.api, outcome.value, caller)
         if record.outcome is Outcome.ABORTED:
             self._success["abort"].inc()
         kind = record.error_kind
@@ -215,7 +209,9 @@ class GatewayMetrics:
             "request_success", "Requests that ended normally", "model_name", "finished_reason"
         )
         self._success = {reason: success.labels(self._model, reason) for reason in FINISHED_REASONS}
-        self._outcomes = self._counter("requests", "Requests that are over", "api", "outcome", "caller")
+        self._outcomes = exposition.LargeCounter(
+            "requests", "Requests that are over", ["api", "outcome", "caller"]
+        )
         self._errors = self._counter(
             "request_errors", "Requests without an answer, by what was wrong", "error"
         )
@@ -248,8 +244,8 @@ class GatewayMetrics:
     def _make_calls(self) -> None:
         self._http_responses = self._counter("http_responses", "HTTP responses", "method", "route", "status")
         self._grpc_responses = self._counter("grpc_calls", "Finished gRPC calls", "method", "code")
-        self._call_errors = self._counter(
-            "call_errors", "Calls answered with an error, by what was wrong", "api", "error", "caller"
+        self._call_errors = exposition.LargeCounter(
+            "call_errors", "Calls answered with an error, by what was wrong", ["api", "error", "caller"]
         )
         self._grammars = self._counter(
             "grammar_checks", "Grammars checked before they reach a worker", "verdict"
@@ -257,7 +253,7 @@ class GatewayMetrics:
         for verdict in VERDICTS:
             self._grammars.labels(verdict)
         for error, api in product((INTERNAL_ERROR, KeysUnavailable.__name__), ("grpc", "http")):
-            self._call_errors.labels(api, error, "")  # at 0, so that an alert sees the first
+            self._call_errors.add(0, api, error, "")  # at 0, so that an alert sees the first
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(exposition.PREFIX + name, meaning, labels, registry=self.registry)

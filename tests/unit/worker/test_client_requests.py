@@ -53,3 +53,12 @@ def test_only_what_is_overdue_ends() -> None:
     assert (output.request_id, output.finish_reason) == ("early", FinishReason.ABORT)
     assert output.error == "the request's deadline passed"
     assert requests.next_deadline() == began + 5.0
+
+
+def test_deadlines_of_ended_requests_do_not_pile_up_while_another_request_runs() -> None:
+    requests = ClientRequests(make_core(), VirtualClock())
+    requests.admit("a", make_engine_request("long"), ROLE)
+    for number in range(200):
+        requests.admit("a", make_engine_request(str(number), timeout_s=86_400.0), ROLE)
+        requests.note(requests.abort("a", [str(number)])["a"])
+    assert len(requests._deadlines) < 100

@@ -4,15 +4,18 @@ import asyncio
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.messages.control import DescribeFleet
+from baton.worker import WorkerRole
 from cluster.processes import fleet
-from cluster.processes.fleet import ProcessIncarnation
+from cluster.processes.fleet import ProcessIncarnation, ProcessLauncher
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 
 STOOD_S = 60.0
@@ -109,3 +112,15 @@ async def test_a_call_says_how_the_process_has_ended(
     with pytest.raises(ClusterError) as caught:
         await incarnation.call(DescribeFleet())
     assert str(caught.value) == end
+
+
+@in_virtual_time
+async def test_a_launcher_forgets_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An autoscaled fleet gives each new worker a new name."""
+    monkeypatch.setattr(fleet, "ThreadPoolExecutor", Threads)
+    monkeypatch.setattr(fleet, "WorkerProcess", lambda *_: Process())
+    launcher = ProcessLauncher(BatonConfig(), Path(), None)
+    for name in ("w0", "w1", "w2"):
+        incarnation = await launcher.place(name, WorkerRole.DECODE, 1)
+        await incarnation.stop(0.0)
+    assert set(launcher.incarnations) == {"w2"}

@@ -35,3 +35,13 @@ def test_a_call_without_a_caller_takes_no_callers_place(monkeypatch: pytest.Monk
         for caller in ("", "alice", metrics.OTHERS)
     }
     assert numbers == {"": 2, "alice": 1, metrics.OTHERS: 1}
+
+
+def test_series_of_callers_cost_a_scrape_next_to_nothing() -> None:
+    """The registry takes 20 us for each of its series, on the gateway's event loop: 256 callers have thousands."""
+    counted = GatewayMetrics("tiny", 64)
+    num_of_registry = sum(len(family.samples) for family in counted.registry.collect())
+    for number in range(metrics.MAX_CALLERS):
+        counted.call_failed(call_error(f"caller{number}"))
+    assert sum(len(family.samples) for family in counted.registry.collect()) == num_of_registry
+    assert scrape(counted)("call_errors_total", error="NotFound") == metrics.MAX_CALLERS

@@ -1,0 +1,21 @@
+"""GrammarLibrary: what a compiled grammar takes."""
+
+from itertools import pairwise
+from pathlib import Path
+
+from baton.sampling import GrammarKind, StructuredOutput
+from engine.grammars.library import GrammarLibrary
+from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
+
+
+def test_the_size_of_a_compiled_grammar_is_that_of_its_memory(folder: Path) -> None:
+    """It grows with the square of this text's length; an estimate by characters would be far off."""
+    library = GrammarLibrary(folder / "tokenizer.json", make_tokenizer().get_vocab_size(), (EOS_TOKEN_ID,))
+
+    def num_bytes(source: str) -> int:
+        return library.compile(StructuredOutput(GrammarKind.REGEX, source)).num_bytes
+
+    sizes = [num_bytes("a?" * count) / 2**20 for count in (1_000, 2_000, 4_000)]
+    assert 1.0 < sizes[0] < 5.0
+    assert all(3.0 < larger / smaller < 6.0 for smaller, larger in pairwise(sizes)), sizes
+    assert num_bytes("(yes|no)") < 2**20
