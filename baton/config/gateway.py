@@ -187,6 +187,22 @@ class GatewayConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_unused(self) -> Self:
+        """Errors name no store: its address may have a password."""
+        bounds = ("response_store_mib", "response_store_caller_mib", "response_store_ttl_s")
+        if self.http_port is None:
+            http = ("allowed_hosts", "metrics_need_key", *bounds)
+            self.refuse_changed(http, "is for HTTP, which http_port None turns off; remove one of the two")
+        if self.grpc_max_connection_age_s is None:
+            self.refuse_changed(("grpc_connection_grace_s",), "needs grpc_max_connection_age_s")
+        if self.response_store == "none":
+            self.refuse_changed(bounds, "needs a store, and response_store is 'none'; remove one of the two")
+        if self.response_store != "memory" or self.response_store_file is not None:
+            own = "is for a store in memory; a Redis has a limit of its own (`maxmemory`), so remove the key"
+            self.refuse_changed(("response_store_mib",), own)
+        return self
+
+    @model_validator(mode="after")
     def _check_tracing(self) -> Self:
         if self.otlp_endpoint is None and self.trace_sample_ratio != 1.0:
             raise ValueError(f"trace_sample_ratio ({self.trace_sample_ratio}) needs an otlp_endpoint")
