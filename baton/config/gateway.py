@@ -71,7 +71,8 @@ class GatewayConfig(Section):
     """Every prompt is handed over, with routing_mode `auto` too, and a request for which no prefill worker is available
     fails. A request that asks for `local` itself is not affected."""
     max_in_flight: int = Field(256, ge=1)
-    """Requests that may be with workers at once; further ones wait."""
+    """Requests that may be with workers at once; further ones wait. In the configuration of the command that starts the
+    fleet, also how many requests may wait at one worker."""
     max_queued: int = Field(1024, ge=0)
     """Requests that may wait at once for a worker with room; further ones are refused with a retry hint. Requests
     that lost their worker while they ran wait in addition to these."""
