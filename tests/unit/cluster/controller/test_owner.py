@@ -242,6 +242,10 @@ def test_autoscaling_begins_there_and_goes_its_own_way() -> None:
             "cluster.fleet_port is 0 in the running fleet, 7 in the file",
         ),
         (
+            {"gateway": {"max_queued": 9, "max_in_flight": 9}},
+            "file has changed: gateway.max_in_flight is 256 in the running fleet, 9 in the file",
+        ),
+        (
             {"autoscaling": {"mode": "on", "min_decode": 1, "max_decode": 8}},
             "autoscaling.mode is 'off' in the running fleet, 'on' in the file",
         ),
@@ -255,6 +259,7 @@ def test_every_other_change_is_said_and_counts_later(
         follow(fleet, config(1, 1), config(1, 2, **sections))
     assert fleet.commands == [(WorkerRole.DECODE, 2)]
     assert f"{difference}; restart the fleet to apply this" in caplog.text
+    assert "max_queued" not in caplog.text
 
 
 def test_autoscaling_that_the_file_turns_off_still_decides_the_counts() -> None:
