@@ -111,7 +111,7 @@ class Preprocessor:
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         if params.structured_output is not None:
             check_answer_schema(params.structured_output)
-        prompt_token_ids = await self._tokenise(prompt, caller, timeout_s)
+        prompt_token_ids = await self.tokenise(prompt, caller, timeout_s)
         room = self._room(prompt_token_ids, max_model_len)
         params = replace(params, max_tokens=min(params.max_tokens, room))
         new_parser, is_of_tools = no_parser, False
@@ -147,6 +147,18 @@ class Preprocessor:
             trace=trace,
             is_chat=isinstance(prompt, Conversation),
         )
+
+    async def tokenise(self, prompt: Prompt, caller: Caller, timeout_s: float | None) -> tuple[int, ...]:
+        """The tokens of a prompt; DeadlinePassed after `timeout_s`."""
+        if isinstance(prompt, tuple):
+            return prompt
+        try:
+            async with asyncio.timeout(timeout_s):
+                if isinstance(prompt, Conversation):
+                    return await self.pool.encode_chat(caller.name, prompt)
+                return await self.pool.encode(caller.name, prompt)
+        except TimeoutError:
+            raise DeadlinePassed("the request's deadline passed before its prompt was tokenised") from None
 
     def room_behind(self, num_tokens: int, max_model_len: int | None = None) -> int:
         """How many tokens an answer may have after `num_tokens` prompt tokens. Raises PromptTooLong if none.
@@ -199,17 +211,6 @@ class Preprocessor:
             prompt_token_ids,
             self._tokenizer.kept_tokens if is_chat else NO_TOKENS,
         )
-
-    async def _tokenise(self, prompt: Prompt, caller: Caller, timeout_s: float | None) -> tuple[int, ...]:
-        if isinstance(prompt, tuple):
-            return prompt
-        try:
-            async with asyncio.timeout(timeout_s):
-                if isinstance(prompt, Conversation):
-                    return await self.pool.encode_chat(caller.name, prompt)
-                return await self.pool.encode(caller.name, prompt)
-        except TimeoutError:
-            raise DeadlinePassed("the request's deadline passed before its prompt was tokenised") from None
 
     def _check_max_model_len(self, max_model_len: int | None) -> None:
         most = self._model.max_model_len

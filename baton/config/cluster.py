@@ -107,16 +107,18 @@ class ClusterConfig(Section):
                 "the fleet; set only one of them"
             )
         if self.ray_address in ("none", "local") and self.fleet_address is None:
-            if self.ray_timeout_s:
-                raise ValueError(
-                    f"ray_timeout_s ({self.ray_timeout_s:g}) needs an external Ray cluster, but "
-                    f"ray_address is '{self.ray_address}'; remove it, or set ray_address to that "
-                    "cluster's address"
-                )
-            for key in ("prefill_resources", "decode_resources", "prefill_labels", "decode_labels"):
-                if value := getattr(self, key):
-                    raise ValueError(
-                        f"{key} ({value}) selects nodes of an external Ray cluster, but ray_address is "
-                        f"'{self.ray_address}'; remove it, or set ray_address to that cluster's address"
-                    )
+            remedy = f"but ray_address is '{self.ray_address}'; remove it, or set ray_address to that cluster's address"
+            needing = ("ray_timeout_s", "orphan_timeout_s", "allow_ray_without_token")
+            self.refuse_changed(needing, f"needs an external Ray cluster, {remedy}")
+            selecting = ("prefill_resources", "decode_resources", "prefill_labels", "decode_labels")
+            self.refuse_changed(selecting, f"selects nodes of an external Ray cluster, {remedy}")
+        if self.ray_address == "none":
+            self.refuse_changed(
+                ("cpus_per_worker",), "is a request to Ray, but ray_address is 'none'; remove it"
+            )
+        if "restart_delay_s" in self.model_fields_set and self.restart_delay_s > self.restart_delay_max_s:
+            raise ValueError(
+                f"restart_delay_s ({self.restart_delay_s:g}) must not be above restart_delay_max_s "
+                f"({self.restart_delay_max_s:g})"
+            )
         return self

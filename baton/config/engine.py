@@ -73,7 +73,8 @@ class EngineConfig(Section):
     has them. Each halving of the bits holds twice the tokens in the same memory, and halves the bytes of a hand-over.
     Prefill and decode workers must use the same value."""
     swap_space_mib: int = Field(256, ge=1)
-    """Host memory for the KV of preempted requests; allocated only if `scheduler.preemption` can use it."""
+    """With `scheduler.preemption: swap`: host memory for the KV of preempted requests, unless
+    `scheduler.num_swap_blocks` says how much."""
     trace_dir: str | None = Field(None, min_length=1)
     """Folder for step traces: each start of a worker writes one file, WORKER-INCARNATION.jsonl, with every step of
     its scheduler. `baton trace` draws them. None: no traces."""
@@ -82,7 +83,8 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for key in ("gpu_memory_utilization", "cuda_graphs"):
-            if self.device == "cpu" and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} ({getattr(self, key)}) needs device 'cuda', not 'cpu'")
+        if self.device == "cpu":
+            self.refuse_changed(("gpu_memory_utilization", "cuda_graphs"), "needs device 'cuda', not 'cpu'")
+        if self.trace_dir is None:
+            self.refuse_changed(("trace_max_mib",), "needs trace_dir")
         return self

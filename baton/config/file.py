@@ -57,6 +57,7 @@ class BatonConfig(Section):
                 "multiple of the other"
             )
         self._check_hand_overs()
+        self._check_swap_space()
         if self.speculation.forced_tokens and self.engine.device == "cuda":
             raise ValueError(
                 "speculation.forced_tokens (true) needs engine.device 'cpu', got 'cuda'; remove one of the two keys"
@@ -77,6 +78,15 @@ class BatonConfig(Section):
                 "gateway.require_disaggregated (true) hands every prompt over from a prefill worker, and "
                 "cluster.prefill is 0; raise it, or remove gateway.require_disaggregated"
             )
+
+    def _check_swap_space(self) -> None:
+        scheduler, key = self.scheduler, ("swap_space_mib",)
+        if scheduler.preemption != "swap":
+            needs = f"needs scheduler.preemption 'swap', not '{scheduler.preemption}'"
+            self.engine.refuse_changed(key, needs, "engine.")
+        if scheduler.num_swap_blocks is not None:
+            blocks = f"scheduler.num_swap_blocks ({scheduler.num_swap_blocks})"
+            self.engine.refuse_changed(key, f"has no effect with {blocks}; remove one of the two", "engine.")
 
     def _check_expert_parallel(self) -> None:
         keys = {"engine.enable_expert_parallel": (self.engine.enable_expert_parallel, tuple(WorkerRole))}

@@ -71,7 +71,8 @@ class GatewayConfig(Section):
     """Every prompt is handed over, with routing_mode `auto` too, and a request for which no prefill worker is available
     fails. A request that asks for `local` itself is not affected."""
     max_in_flight: int = Field(256, ge=1)
-    """Requests that may be with workers at once; further ones wait."""
+    """Requests that may be with workers at once; further ones wait. In the configuration of the command that starts the
+    fleet, also how many requests may wait at one worker."""
     max_queued: int = Field(1024, ge=0)
     """Requests that may wait at once for a worker with room; further ones are refused with a retry hint. Requests
     that lost their worker while they ran wait in addition to these."""
@@ -184,6 +185,22 @@ class GatewayConfig(Section):
             )
         if "://" in self.response_store_file:
             raise ValueError("response_store_file names a file with the URL; a URL itself is response_store")
+        return self
+
+    @model_validator(mode="after")
+    def _check_unused(self) -> Self:
+        """Errors name no store: its address may have a password."""
+        bounds = ("response_store_mib", "response_store_caller_mib", "response_store_ttl_s")
+        if self.http_port is None:
+            http = ("allowed_hosts", "metrics_need_key", *bounds)
+            self.refuse_changed(http, "is for HTTP, which http_port None turns off; remove one of the two")
+        if self.grpc_max_connection_age_s is None:
+            self.refuse_changed(("grpc_connection_grace_s",), "needs grpc_max_connection_age_s")
+        if self.response_store == "none":
+            self.refuse_changed(bounds, "needs a store, and response_store is 'none'; remove one of the two")
+        if self.response_store != "memory" or self.response_store_file is not None:
+            own = "is for a store in memory; a Redis has a limit of its own (`maxmemory`), so remove the key"
+            self.refuse_changed(("response_store_mib",), own)
         return self
 
     @model_validator(mode="after")

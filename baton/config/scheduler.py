@@ -29,7 +29,8 @@ class SchedulerConfig(Section):
     """`priority`: lower values first, ties by arrival; the running request with the worst priority is preempted
     first."""
     priority_ageing_s: float = Field(0.0, ge=0.0)
-    """With `priority`: waiting this long improves a request's priority by one, so that no request starves; 0: never."""
+    """With `priority`: waiting this long on a worker improves a request's priority by one, so that no request starves
+    there; 0: never. In a gateway's queue, priorities do not age."""
     async_scheduling: bool = True
     """Plan the next step while the device computes the current one, except where drafts or forced tokens decide what
     comes next. Tokens are the same either way."""

@@ -1,5 +1,6 @@
 """Section: the base of every group of configuration keys, and the wording of its errors; knows no key."""
 
+from collections.abc import Iterable
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
@@ -25,6 +26,17 @@ class Section(BaseModel):
         if is_wait and isinstance(value, float) and value > MAX_TIME_S:
             raise ValueError(f"got {value:g}; a time must not be above {MAX_TIME_S:.0f} (11 days)")
         return value
+
+    def refuse_changed(self, keys: Iterable[str], reason: str, section: str = "") -> None:
+        """Raises ValueError for the first of these keys that has another value than its default.
+
+        `reason`: why such a value has no effect. `section`: its name and a dot, for an error of the whole file.
+        """
+        for key in keys:
+            field, value = type(self).model_fields[key], getattr(self, key)
+            if value != field.get_default(call_default_factory=True):
+                shown = f"{value:g}" if isinstance(value, float) else value
+                raise ValueError(f"{section}{key} ({shown}) {reason}")
 
     def with_values(self, source: str, **values: object) -> Self:
         """A copy with other values, as strictly validated as the original.

@@ -44,20 +44,23 @@ def differences(
     here: BatonConfig,
     *,
     only_set: bool = False,
+    is_one_file: bool = False,
     places: tuple[str, str] = ("in the running fleet", "in this configuration"),
 ) -> list[str]:
     """One line for each key whose two values mean different fleets; `places` say in it where each of the two is.
 
-    The sections `gateway` and `logging` may differ. `only_set` compares only keys that are set in `here`, and
-    skips keys that concern only one command.
+    The sections `gateway` and `logging` may differ, and so may addresses, unless both are the file of the same command,
+    `is_one_file`: then only keys of gateways alone may. `only_set` compares only keys that are set in `here`, and skips
+    keys that concern only one command.
     """
     found = []
+    may_differ = _COUNTS if is_one_file else _ADDRESSES | _COUNTS
     for section in BatonConfig.model_fields:
-        if section in ("gateway", "logging"):
+        if section in ("gateway", "logging") and not is_one_file:
             continue
         values, others = getattr(there, section), getattr(here, section)
         for key in type(values).model_fields:
-            if (section, key) in _ADDRESSES | _COUNTS:
+            if (section, key) in may_differ or (section == "gateway" and key != "max_in_flight"):
                 continue
             if only_set and (key not in others.model_fields_set or (section, key) in _OF_ONE_COMMAND):
                 continue

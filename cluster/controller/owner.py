@@ -99,8 +99,8 @@ async def follow_counts(
 ) -> None:
     """Scales the fleet, which was started with `config`, whenever `read` returns other counts. Runs until cancelled.
 
-    When the file changes, logs all other differences: they take effect when the fleet is started again. A
-    failed call is retried.
+    When the file changes, logs all other differences: they take effect when the fleet is started again, also those of
+    `autoscaling`. A failed call is retried.
     """
     done = seen = config
     while True:
@@ -108,13 +108,15 @@ async def follow_counts(
         wanted = await asyncio.to_thread(read)
         if wanted is not seen:
             seen = wanted
-            for difference in differences(config, wanted, places=("in the running fleet", "in the file")):
+            places = ("in the running fleet", "in the file")
+            for difference in differences(config, wanted, is_one_file=True, places=places):
                 logger.warning(
                     "the configuration file has changed: %s; restart the fleet to apply this",
                     difference,
                 )
         try:
-            await scale_to(wanted, done, control)
+            as_started = wanted.model_copy(update={"autoscaling": config.autoscaling})
+            await scale_to(as_started, done, control)
         except BatonError as error:
             logger.warning(
                 "could not scale the fleet to the counts in its configuration file; retrying: %s", error

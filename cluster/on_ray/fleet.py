@@ -57,7 +57,10 @@ class RayFleet:
             on_enough = on_serving and partial(self._on_enough, on_serving)
             await first_start(owned.control, timeout_s, shortage, on_progress, on_enough)
         else:
-            self._say(f"took over the running fleet '{self._config.cluster.name}', which had no owner")
+            self._say(
+                f"took over the running fleet '{self._config.cluster.name}', which had no owner; its workers keep "
+                "`logging` and `gateway.max_in_flight` as they were started"
+            )
             await scale_to(self._config, None, owned.control)
             self._owned = owned
             if on_serving is not None:

@@ -42,12 +42,17 @@ class Fleet(Protocol):
 
 
 def check_owner(config: BatonConfig, command: str) -> None:
-    """ConfigError if the configuration is for `baton gateway`, which starts no fleet."""
-    address = config.cluster.fleet_address
+    """ConfigError if the configuration is for `baton gateway`, which starts no fleet, or for `baton fleet`."""
+    address, port = config.cluster.fleet_address, config.cluster.fleet_port
     if address is not None:
         raise ConfigError(
             f"cluster.fleet_address: got '{address}', which is for `baton gateway`; `baton {command}` starts "
             "a fleet of its own, so remove the key"
+        )
+    if port and command == "serve":
+        raise ConfigError(
+            f"cluster.fleet_port: got {port}, which is for `baton fleet`; `baton serve` listens there for no gateways, "
+            "so remove the key, or use `baton fleet` and `baton gateway`"
         )
 
 

@@ -105,6 +105,10 @@ def compile_kernels(instructions: InstructionSet, library: Path, pattern: str = 
         except _NotAvailableError as error:
             errors.append(str(error))
         else:
+            if errors:
+                logger.warning(
+                    "the native kernels were compiled by %s, since %s", compiler[0], "; ".join(errors)
+                )
             return
     raise _NotAvailableError(
         "; ".join(errors) or "there is no C++ compiler; install one (apt install g++, or pip install ziglang)"

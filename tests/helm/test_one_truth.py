@@ -74,14 +74,16 @@ def test_the_check_of_the_page_finds_keys_that_contradict_one_another() -> None:
 def test_what_the_chart_passes_on_is_passed_on() -> None:
     config: Object = {
         "scheduler": {"max_num_seqs": 7},
-        "gateway": {"max_queued": 3},
+        "gateway": {"max_queued": 3, "max_in_flight": 500},
         "logging": {"level": "info"},
     }
     release = render({"config": config})
     fleet, gateway = release.fleet_config(), release.gateway_config()
-    assert (fleet["scheduler"], gateway["gateway"]["max_queued"]) == ({"max_num_seqs": 7}, 3)
+    assert fleet["scheduler"] == {"max_num_seqs": 7}
+    assert (gateway["gateway"]["max_queued"], gateway["gateway"]["max_in_flight"]) == (3, 500)
+    assert fleet["gateway"] == {"max_in_flight": 500}, "the length of the workers' queues"
     assert fleet["logging"] == gateway["logging"] == {"level": "info"}
-    assert "gateway" not in fleet
+    assert "gateway" not in render({"config": {"gateway": {"max_queued": 3}}}).fleet_config()
     assert "scheduler" not in gateway
 
 

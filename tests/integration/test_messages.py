@@ -204,5 +204,9 @@ async def test_counting_tokens_is_exact_and_needs_no_worker(folder: Path) -> Non
         gateway_with(folder, {}, {}, answer_format=MarkedFormat()) as under_test,
         httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as http,
     ):
+        answer = await http.post(
+            "/v1/messages/count_tokens", json=turn, headers={"x-request-timeout-ms": "0"}
+        )
+        assert answer.status_code == 400, "a deadline counts here, too"
         answer = await http.post("/v1/messages/count_tokens", json=turn)
     assert answer.json() == {"input_tokens": message.usage.input_tokens}

@@ -159,6 +159,11 @@ def part(**fields: Any) -> dict[str, Any]:
                 ("top_logprobs", {"top_logprobs": 2}, "needs logprobs"),
                 ("top_logprobs", {"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
                 ("stream_options", {"stream_options": {}}, "needs stream: true"),
+                (
+                    "stream_options.continuous_usage_stats",
+                    {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+                    "needs include_usage: true",
+                ),
                 ("stream_options.x", {"stream": True, "stream_options": {"x": 1}}, "unknown field"),
                 ("max_tokens", {"max_tokens": 0}, "greater than or equal to 1"),
                 ("max_tokens", {"max_tokens": 5, "max_completion_tokens": 6}, "contradicts"),

@@ -4,7 +4,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.auth.callers import Caller
 from gateway.choices import check_whole_answer
 from gateway.http.anthropic.answers import Message, TokenCount
 from gateway.http.anthropic.description import ERRORS, HEADERS, MESSAGE_ANSWERS
@@ -46,11 +45,11 @@ class AnthropicRoutes:
         )
         return GeneratedResponse(self._driver, [request], answer, names, is_stream=bool(body.stream))
 
-    async def count_tokens(self, body: CountTokensRequest, caller: Caller) -> TokenCount:
+    async def count_tokens(self, body: CountTokensRequest, call: HttpCall) -> TokenCount:
         """Counts a prompt's tokens. Needs no worker."""
         self._model.check_name(body.model)
         with in_terms_of(_client_names(body)):
-            token_ids = await self._preprocessor.pool.encode_chat(caller.name, body.conversation)
+            token_ids = await self._preprocessor.tokenise(body.conversation, call.caller, call.time_left_s)
         return TokenCount(len(token_ids))
 
 
@@ -75,8 +74,10 @@ def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: S
         responses=ERRORS,
         openapi_extra=HEADERS,
     )
-    async def count_tokens(body: CountTokensRequest, request: Request) -> TokenCount:
-        return await api.count_tokens(body, request.state.caller)
+    async def count_tokens(
+        body: CountTokensRequest, request: Request, timeout_ms: TimeoutMs = None
+    ) -> TokenCount:
+        return await api.count_tokens(body, HttpCall.of(request, "messages", timeout_ms))
 
     return routes
 

@@ -60,6 +60,12 @@ class GenerationFields(SamplingFields):
         """Checks fields that are valid alone but not together. pydantic does not catch InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "needs stream: true")
+        if (
+            self.stream_options is not None
+            and self.stream_options.continuous_usage_stats
+            and not self.says_usage
+        ):
+            raise InvalidRequest("stream_options.continuous_usage_stats", "needs include_usage: true")
         if self.response_format is not None and self.structured_outputs is not None:
             raise InvalidRequest("structured_outputs", "contradicts response_format; set only one")
         return self

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from starlette.responses import Response
 
-from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
+from baton.errors import InvalidRequest, PromptTooLong
 from gateway.choices import MAX_VALUES
 from gateway.conversation import Conversation
 from gateway.http.call import HttpCall
@@ -136,11 +136,7 @@ class CreateResponse:
         return True
 
     async def _num_tokens(self, conversation: Conversation, call: HttpCall) -> int:
-        try:
-            async with asyncio.timeout(call.time_left_s):
-                return len(await self._preprocessor.pool.encode_chat(call.caller.name, conversation))
-        except TimeoutError:
-            raise DeadlinePassed("the request's deadline passed before its prompt was tokenised") from None
+        return len(await self._preprocessor.tokenise(conversation, call.caller, call.time_left_s))
 
 
 def _check_size(request: GatewayRequest) -> None:

@@ -117,10 +117,13 @@ gateway.tls: security.tls
 gateway.allow_plaintext: "security.tls.mode: none"
 {{- end }}
 
-{{/* The fleet's file: all sections but `gateway`. */}}
+{{/* The fleet's file: all sections but `gateway`, of which workers need only the length of their queues. */}}
 {{- define "baton.fleetConfig" -}}
 {{- $own := include "baton.fleetKeys" . | fromYaml -}}
 {{- $added := omit .Values.config "gateway" -}}
+{{- with pick (.Values.config.gateway | default dict) "max_in_flight" -}}
+{{- $added = set $added "gateway" . -}}
+{{- end -}}
 {{- with .Values.autoscaling.workers.config -}}
 {{- range $key := keys ($added.autoscaling | default dict) -}}
 {{- if hasKey $.Values.autoscaling.workers.config $key -}}

@@ -69,3 +69,56 @@ def test_a_file_at_fault_is_not_quoted_where_keys_may_be(tmp_path: Path, text: s
     with pytest.raises(ConfigError, match=complaint) as caught:
         BatonConfig.from_yaml(path)
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"engine": {"trace_max_mib": 9}}, r"engine: trace_max_mib \(9\) needs trace_dir"),
+        (
+            {"engine": {"swap_space_mib": 512}},
+            r"engine\.swap_space_mib \(512\) needs scheduler\.preemption 'swap', not 'recompute'",
+        ),
+        (
+            {"engine": {"swap_space_mib": 512}, "scheduler": {"preemption": "swap", "num_swap_blocks": 4}},
+            r"engine\.swap_space_mib \(512\) has no effect with scheduler\.num_swap_blocks \(4\); remove",
+        ),
+        (
+            {"gateway": {"http_port": None, "allowed_hosts": ["baton.example"]}},
+            "gateway: allowed_hosts .* is for HTTP, which http_port None turns off",
+        ),
+        (
+            {"gateway": {"response_store": "none", "response_store_ttl_s": 60.0}},
+            r"gateway: response_store_ttl_s \(60\) needs a store, and response_store is 'none'",
+        ),
+        (
+            {"gateway": {"response_store": "redis://:hush@a", "response_store_mib": 8}},
+            r"gateway: response_store_mib \(8\) is for a store in memory; a Redis has a limit of its own",
+        ),
+        (
+            {"gateway": {"response_store_file": "hush", "response_store_mib": 8}},
+            r"gateway: response_store_mib \(8\) is for a store in memory",
+        ),
+        (
+            {"gateway": {"grpc_connection_grace_s": 5.0}},
+            r"gateway: grpc_connection_grace_s \(5\) needs grpc_max_connection_age_s",
+        ),
+        (
+            {"cluster": {"restart_delay_s": 40.0}},
+            r"cluster: restart_delay_s \(40\) must not be above restart_delay_max_s \(30\)",
+        ),
+        ({"cluster": {"orphan_timeout_s": 20.0}}, r"orphan_timeout_s \(20\) needs an external Ray cluster"),
+        (
+            {"cluster": {"allow_ray_without_token": True}},
+            r"allow_ray_without_token \(True\) needs an external",
+        ),
+        (
+            {"cluster": {"ray_address": "none", "cpus_per_worker": 2.0}},
+            r"cpus_per_worker \(2\) is a request to Ray, but ray_address is 'none'",
+        ),
+    ],
+)
+def test_a_key_without_effect_is_named(values: dict[str, dict[str, object]], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        BatonConfig.from_mapping(values)
+    assert "hush" not in str(caught.value)

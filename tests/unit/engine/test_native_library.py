@@ -102,11 +102,16 @@ def test_switched_off_is_no_warning(
 
 
 @needs_compiler
-def test_the_next_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_next_compiler_is_tried_with_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CXX", failing_compiler(tmp_path / "old", "error: too old"))
     kernels = find()
     assert kernels is not None
     assert kernels.answer() == 42
+    (warning,) = warnings(caplog)
+    assert warning.startswith("the native kernels were compiled by ")
+    assert "error: too old" in warning
 
 
 def test_matrix_units_need_the_permission_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:

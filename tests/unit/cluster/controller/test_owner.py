@@ -226,11 +226,43 @@ def test_autoscaling_begins_there_and_goes_its_own_way() -> None:
     assert fleet.commands == []
 
 
-def test_what_makes_another_fleet_is_said_and_counts_later(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("sections", "difference"),
+    [
+        (
+            {"model": {"dtype": "float32"}},
+            "model.dtype is 'auto' in the running fleet, 'float32' in the file",
+        ),
+        (
+            {"logging": {"level": "info"}},
+            "logging.level is 'warning' in the running fleet, 'info' in the file",
+        ),
+        (
+            {"cluster": {"decode": 2, "fleet_port": 7}},
+            "cluster.fleet_port is 0 in the running fleet, 7 in the file",
+        ),
+        (
+            {"gateway": {"max_queued": 9, "max_in_flight": 9}},
+            "file has changed: gateway.max_in_flight is 256 in the running fleet, 9 in the file",
+        ),
+        (
+            {"autoscaling": {"mode": "on", "min_decode": 1, "max_decode": 8}},
+            "autoscaling.mode is 'off' in the running fleet, 'on' in the file",
+        ),
+    ],
+)
+def test_every_other_change_is_said_and_counts_later(
+    sections: dict[str, object], difference: str, caplog: pytest.LogCaptureFixture
+) -> None:
     fleet = Fleet()
     with caplog.at_level(logging.WARNING):
-        follow(fleet, config(1, 1), config(1, 2, model={"dtype": "float32"}))
+        follow(fleet, config(1, 1), config(1, 2, **sections))
     assert fleet.commands == [(WorkerRole.DECODE, 2)]
-    (message,) = caplog.messages
-    assert "model.dtype is 'auto' in the running fleet, 'float32' in the file" in message
-    assert "restart the fleet to apply this" in message
+    assert f"{difference}; restart the fleet to apply this" in caplog.text
+    assert "max_queued" not in caplog.text
+
+
+def test_autoscaling_that_the_file_turns_off_still_decides_the_counts() -> None:
+    fleet, scaling = Fleet(), {"mode": "on", "min_decode": 1, "max_decode": 8}
+    follow(fleet, config(1, 1, autoscaling=scaling), config(1, 4))
+    assert fleet.commands == []

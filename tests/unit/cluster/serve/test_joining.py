@@ -244,7 +244,7 @@ def test_addresses_of_either_family_and_names_will_do(address: str) -> None:
     assert BatonConfig.from_mapping({"cluster": {"fleet_address": address}}).cluster.fleet_address == address
 
 
-def test_a_command_that_starts_a_fleet_refuses_the_address_of_one(
+def test_a_command_that_starts_a_fleet_refuses_the_address_of_one_and_a_port_that_it_does_not_serve(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "baton.yaml"
@@ -252,3 +252,7 @@ def test_a_command_that_starts_a_fleet_refuses_the_address_of_one(
     for command in ("serve", "fleet"):
         assert main([command, str(file)]) == USAGE
         assert f"`baton {command}` starts a fleet of its own, so remove the key" in capsys.readouterr().err
+
+    file.write_text("cluster: {fleet_port: 6390}")
+    assert main(["serve", str(file)]) == USAGE
+    assert "cluster.fleet_port: got 6390, which is for `baton fleet`" in capsys.readouterr().err
