@@ -36,6 +36,8 @@ class Section(BaseModel):
             field, value = type(self).model_fields[key], getattr(self, key)
             if value != field.get_default(call_default_factory=True):
                 shown = f"{value:g}" if isinstance(value, float) else value
+                if isinstance(value, bool):
+                    shown = str(value).lower()
                 raise ValueError(f"{section}{key} ({shown}) {reason}")
 
     def with_values(self, source: str, **values: object) -> Self:

@@ -29,7 +29,7 @@ def for_actors(config: BatonConfig) -> BatonConfig:
 
 
 def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]:
-    """Raises ConfigError if this version of Baton does not know all keys of the configuration."""
+    """Raises ConfigError if this version of Baton does not know all keys of the configuration, or refuses one."""
     try:
         sections = json.loads(packed.sections)
     except ValueError as error:

@@ -22,7 +22,8 @@ class CpuShares:
     def __init__(self, config: BatonConfig) -> None:
         self._config = config
         self._pinned: dict[tuple[str, str], CpuShare] = {}
-        """The latest pinned share of each worker on each host, by worker name and host."""
+        """The latest pinned share of each worker on each host, by worker name and host. Small entries, which stay: a
+        replica that restarts gets its cores back."""
 
     def reserve(
         self,

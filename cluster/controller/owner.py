@@ -97,7 +97,9 @@ async def follow_counts(
     control: ControlApi,
     look_every_s: float = LOOK_EVERY_S,
 ) -> None:
-    """Scales the fleet, which was started with `config`, whenever `read` returns other counts. Runs until cancelled.
+    """Scales the fleet whenever `read` returns other counts. Runs until cancelled.
+
+    `config`: this command's, with which it started the fleet or took it over.
 
     When the file changes, logs all other differences: they take effect when the fleet is started again, also those of
     `autoscaling`. A failed call is retried.
@@ -108,7 +110,7 @@ async def follow_counts(
         wanted = await asyncio.to_thread(read)
         if wanted is not seen:
             seen = wanted
-            places = ("in the running fleet", "in the file")
+            places = ("in this command's configuration", "in the file")
             for difference in differences(config, wanted, is_one_file=True, places=places):
                 logger.warning(
                     "the configuration file has changed: %s; restart the fleet to apply this",

@@ -107,7 +107,7 @@ def compile_kernels(instructions: InstructionSet, library: Path, pattern: str = 
         else:
             if errors:
                 logger.warning(
-                    "the native kernels were compiled by %s, since %s", compiler[0], "; ".join(errors)
+                    "the native kernels were compiled by %s, since %s", " ".join(compiler), "; ".join(errors)
                 )
             return
     raise _NotAvailableError(

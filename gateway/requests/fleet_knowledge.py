@@ -23,7 +23,7 @@ class FleetKnowledge:
         self.avoided_pairs = AvoidedPairs()
         self._router = router
         self._decode_steps: dict[str, tuple[float, float]] = {}
-        """By worker: the reported time of a decode step, and when it last changed."""
+        """By worker: the reported time of a decode step, and when it last changed or the worker had a request."""
 
     def on_report(self, status: WorkerStatus, now: float) -> None:
         if self._router.role_of(status.ref.name) not in (None, status.role):
@@ -47,7 +47,7 @@ class FleetKnowledge:
         return was_draining
 
     def _without_old_step(self, status: WorkerStatus, now: float) -> WorkerStatus:
-        """The report as of a worker without measured steps, if it has decoded nothing for MEMORY_S.
+        """The report as of a worker without measured steps, if it has had no request for MEMORY_S.
 
         An idle worker repeats the time of its last steps. If they were slow by chance, it would get no request that
         shows its present speed. Prefill rates stay: requests queue at the faster workers until the slower ones cost
@@ -55,7 +55,7 @@ class FleetKnowledge:
         """
         step_s = status.load.decode_step_s
         known, changed_at = self._decode_steps.get(status.ref.name, (0.0, now))
-        if step_s != known:
+        if step_s != known or status.requests.running:
             self._decode_steps[status.ref.name] = step_s, now
         elif now - changed_at > MEMORY_S:
             return replace(status, load=replace(status.load, decode_step_s=0.0))
@@ -80,11 +80,14 @@ class FleetKnowledge:
         """Learns from an output's stage times how long transfers and prompts take."""
         times = output.stage_times
         assert times is not None
-        if worker == attempt.placement.decode and output.finish_reason in (
-            FinishReason.STOP,
-            FinishReason.LENGTH,
-        ):
+        is_whole = output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if worker == attempt.placement.decode and is_whole and self._are_as_then(attempt):
             self._router.measured(attempt.placement, times)
         if output.token_ids and output.first_position == attempt.num_tokens_before and times.prefill_s > 0.0:
             num_computed = num_prompt_tokens + attempt.num_tokens_before - output.num_cached_tokens
             self.prefill_times.computed(worker, num_computed, times.prefill_s, now)
+
+    def _are_as_then(self, attempt: Attempt) -> bool:
+        """Whether the workers of this attempt are those with which it began: their successors may have other links."""
+        workers = {name: self._router.ready_worker(name) for name in attempt.refs}
+        return all(worker and worker.status.ref == attempt.refs[name] for name, worker in workers.items())

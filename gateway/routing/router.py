@@ -142,8 +142,7 @@ class Router:
 
     def measured(self, placement: Placement, times: StageTimes) -> None:
         """Learns from the times of a placement's finished decode request."""
-        are_known = placement.prefill in self._workers and placement.decode in self._workers
-        if placement.prefill is not None and times.transfer_bytes and are_known:
+        if placement.prefill is not None and times.transfer_bytes:
             self._costs.links.measured(
                 placement.prefill,
                 placement.decode,

@@ -26,7 +26,7 @@ from baton.worker import WorkerRole
         ({"cluster": {"prefill": "two"}}, "cluster.prefill: got 'two'"),
         ({"engine": {"trace_dir": ""}}, "engine.trace_dir: got ''"),
         ({"engine": {"trace_max_mib": 0}}, "engine.trace_max_mib: got 0"),
-        ({"engine": {"cuda_graphs": False}}, r"engine: cuda_graphs \(False\) needs device 'cuda', not 'cpu'"),
+        ({"engine": {"cuda_graphs": False}}, r"engine: cuda_graphs \(false\) needs device 'cuda', not 'cpu'"),
         (
             {"engine": {"gpu_memory_utilization": 0.5, "device": "cpu"}},
             r"engine: gpu_memory_utilization \(0\.5\) needs device 'cuda', not 'cpu'",

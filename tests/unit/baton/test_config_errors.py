@@ -85,7 +85,11 @@ def test_a_file_at_fault_is_not_quoted_where_keys_may_be(tmp_path: Path, text: s
         ),
         (
             {"gateway": {"http_port": None, "allowed_hosts": ["baton.example"]}},
-            "gateway: allowed_hosts .* is for HTTP, which http_port None turns off",
+            "gateway: allowed_hosts .* is for HTTP, which http_port null turns off",
+        ),
+        (
+            {"gateway": {"http_port": None, "response_store": "redis://:hush@a"}},
+            "gateway: response_store is for HTTP, which http_port null turns off",
         ),
         (
             {"gateway": {"response_store": "none", "response_store_ttl_s": 60.0}},
@@ -110,7 +114,7 @@ def test_a_file_at_fault_is_not_quoted_where_keys_may_be(tmp_path: Path, text: s
         ({"cluster": {"orphan_timeout_s": 20.0}}, r"orphan_timeout_s \(20\) needs an external Ray cluster"),
         (
             {"cluster": {"allow_ray_without_token": True}},
-            r"allow_ray_without_token \(True\) needs an external",
+            r"allow_ray_without_token \(true\) needs an external",
         ),
         (
             {"cluster": {"ray_address": "none", "cpus_per_worker": 2.0}},

@@ -231,23 +231,23 @@ def test_autoscaling_begins_there_and_goes_its_own_way() -> None:
     [
         (
             {"model": {"dtype": "float32"}},
-            "model.dtype is 'auto' in the running fleet, 'float32' in the file",
+            "model.dtype is 'auto' in this command's configuration, 'float32' in the file",
         ),
         (
             {"logging": {"level": "info"}},
-            "logging.level is 'warning' in the running fleet, 'info' in the file",
+            "logging.level is 'warning' in this command's configuration, 'info' in the file",
         ),
         (
             {"cluster": {"decode": 2, "fleet_port": 7}},
-            "cluster.fleet_port is 0 in the running fleet, 7 in the file",
+            "cluster.fleet_port is 0 in this command's configuration, 7 in the file",
         ),
         (
             {"gateway": {"max_queued": 9, "max_in_flight": 9}},
-            "file has changed: gateway.max_in_flight is 256 in the running fleet, 9 in the file",
+            "file has changed: gateway.max_in_flight is 256 in this command's configuration, 9 in the file",
         ),
         (
             {"autoscaling": {"mode": "on", "min_decode": 1, "max_decode": 8}},
-            "autoscaling.mode is 'off' in the running fleet, 'on' in the file",
+            "autoscaling.mode is 'off' in this command's configuration, 'on' in the file",
         ),
     ],
 )

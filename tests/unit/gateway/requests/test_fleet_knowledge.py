@@ -1,8 +1,15 @@
 """FleetKnowledge: what the gateway learns from workers' reports as time passes."""
 
+from dataclasses import replace
+
+import pytest
+
+from baton.request import FinishReason, RequestOutput, StageTimes
+from gateway.requests.attempt import Attempt
 from gateway.requests.fleet_knowledge import FleetKnowledge
+from gateway.routing.placement import Mode, Placement
 from gateway.routing.prefill_times import MEMORY_S
-from tests.unit.gateway.routing.test_kv_aware import chosen, measured
+from tests.unit.gateway.routing.test_kv_aware import chosen, hand_over, measured
 from tests.unit.gateway.routing.test_router import router_of
 
 
@@ -17,9 +24,25 @@ def test_a_decode_worker_that_was_slow_before_it_became_idle_is_tried_again() ->
         for _ in range(int(seconds * 2)):
             number += 1
             knowledge.on_report(measured("d0", decode_step_s=slow_s), number / 2)
-            knowledge.on_report(measured("d1", 1, decode_step_s=0.01 + number * 1e-6), number / 2)
+            knowledge.on_report(measured("d1", 1, decode_step_s=0.01), number / 2)
         return chosen(router)[1]
 
     assert report_for(MEMORY_S - 1, 0.1) == {"d1"}
     assert report_for(16, 0.1) == {"d0"}, "it has no requests"
     assert report_for(1, 0.09) == {"d1"}, "it is still slow"
+
+
+@pytest.mark.parametrize("is_successor", [False, True])
+def test_the_link_of_a_worker_says_nothing_about_that_of_its_successor(is_successor: bool) -> None:
+    router = router_of("kv_aware", "disaggregated", measured("p0"), measured("d0"), measured("d1"))
+    hand_over(router, "p0", "d1", bytes_per_s=9e9)
+    knowledge = FleetKnowledge(router)
+    placement = Placement(Mode.DISAGGREGATED, "p0", "d0", num_transfer_tokens=1000)
+    refs = {name: status.ref for name in ("p0", "d0") if (status := measured(name))}
+    if is_successor:
+        refs["d0"] = replace(refs["d0"], incarnation="the former one")
+    attempt = Attempt("r.0", placement, 0, refs=refs)
+    slow = StageTimes(transfer_bytes=100_000_000, transfer_moving_s=10.0)  # 1e7 bytes a second
+    end = RequestOutput(request_id="r.0", first_position=0, finish_reason=FinishReason.STOP, stage_times=slow)
+    knowledge.on_stage_times(attempt, "d0", end, 1000, 0.0)
+    assert chosen(router)[1] == ({"d0", "d1"} if is_successor else {"d1"})
