@@ -16,6 +16,7 @@ So each of k callers that want everything gets 7 / (7k + 1), and 1 / (7k + 1) st
 everything.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +63,7 @@ class _Holding:
     free: int
 
     def may_take(self, number: int) -> bool:
-        return not self.held or self.held + number <= SHARE * (self.held + self.free)
+        return _may_take(number, self.held, self.free)
 
     def to_give_back(self) -> Iterator[RequestState]:
         room = self.held + self.free
@@ -85,16 +86,15 @@ class CallerShares:
         """When each present caller last had a request, the earliest first."""
         self._placed: dict[str, _States] = {}
         """The requests on workers, by caller; no entry is empty."""
-        self._placed_at: dict[str, dict[str, _States]] = {}
-        """The same for each worker: the requests whose latest attempt uses this worker, by caller."""
+        self._decoding: defaultdict[str, dict[str, _States]] = defaultdict(dict)
+        """The same for each decode worker."""
+        self._computing: defaultdict[str, dict[str, _States]] = defaultdict(dict)
+        """The same for each worker that computes, or has computed, the prompts."""
 
     def begun(self, state: RequestState) -> None:
         """An attempt has begun."""
         self._num_placed += 1
-        for placed in (
-            self._placed,
-            *(self._placed_at.setdefault(name, {}) for name in state.attempt.workers),
-        ):
+        for placed in self._holdings_with(state):
             placed.setdefault(state.request.caller.name, {})[state] = None
 
     def ended(self, state: RequestState, now: float) -> None:
@@ -102,13 +102,13 @@ class CallerShares:
         name = state.request.caller.name
         self._num_placed -= 1
         self._seen(name, now)
-        for placed in (self._placed, *(self._placed_at[worker] for worker in state.attempt.workers)):
+        for placed in self._holdings_with(state):
             del placed[name][state]
             if not placed[name]:
                 del placed[name]
-        for worker in state.attempt.workers:
-            if not self._placed_at[worker]:
-                del self._placed_at[worker]
+        for at in (self._decoding, self._computing):
+            for worker in [worker for worker in state.attempt.workers if not at[worker]]:
+                del at[worker]
 
     def arrived(self, name: str, now: float) -> bool:
         """A caller sent a request. Returns True if only one caller was present before, and now two are."""
@@ -125,6 +125,13 @@ class CallerShares:
         if self._num_placed >= self._max_in_flight:
             return HeldBack(f"{self._num_placed} requests are with workers, which is the limit")
         return None
+
+    def over_share(self, callers: Iterable[str], now: float) -> set[str]:
+        """Those callers that hold their share of the places: `refusal` refuses all their requests."""
+        if not self._is_shared(now):
+            return set()
+        free, none = self._max_in_flight - self._num_placed, dict[RequestState, None]()
+        return {name for name in callers if not _may_take(1, len(self._placed.get(name, none)), free)}
 
     def refusal_at(self, state: RequestState, now: float, decode: str) -> NoRoom | None:
         """Why the request must not go to a decode worker with room; None if it may."""
@@ -154,11 +161,13 @@ class CallerShares:
             return []
         largest = max(self._placed, key=lambda name: len(self._placed[name]))
         back = dict.fromkeys(self._places(largest).to_give_back())
-        for worker in (name for name in workers if name in self._placed_at):  # keeps the order of `workers`
-            for holding_of in (self._slots, self._blocks):
-                holdings = (holding_of(name, worker) for name in self._placed_at[worker])
-                back |= dict.fromkeys(max(holdings, key=_held).to_give_back())
-            back |= dict.fromkeys(self._late_prompts(worker))
+        for worker in workers:  # keeps their order
+            if worker in self._decoding:
+                for holding_of in (self._slots, self._blocks):
+                    holdings = (holding_of(name, worker) for name in self._decoding[worker])
+                    back |= dict.fromkeys(max(holdings, key=_held).to_give_back())
+            if worker in self._computing:
+                back |= dict.fromkeys(self._late_prompts(worker))
         return [(state, _gives_way(state)) for state in back]
 
     def _seen(self, name: str, now: float) -> None:
@@ -179,27 +188,35 @@ class CallerShares:
         return _Holding("places", states, lambda _: 1, len(states), free)
 
     def _slots(self, name: str, decode: str) -> _Holding:
-        here, worker = self._decoding(name, decode), self._router.estimate(decode)
+        here, worker = self._decoding_of(name, decode), self._router.estimate(decode)
         num_slots = worker.status.max_num_seqs
         free = num_slots - worker.num_requests if num_slots else PLENTY
         return _Holding(f"slots of {decode}", here, lambda _: 1, len(here), free)
 
     def _blocks(self, name: str, decode: str) -> _Holding:
-        here, worker = self._decoding(name, decode), self._router.estimate(decode)
+        here, worker = self._decoding_of(name, decode), self._router.estimate(decode)
         size = partial(_num_blocks, worker)
         used = worker.status.kv_blocks.total - max(0, worker.room)
         held = min(sum(map(size, here)), used)  # requests may share blocks
         return _Holding(f"blocks of {decode}", here, size, held, worker.room)
 
-    def _decoding(self, name: str, worker: str) -> list[RequestState]:
-        placed = self._placed_at.get(worker, {}).get(name, ())
-        return [state for state in placed if state.attempt.placement.decode == worker]
+    def _decoding_of(self, name: str, worker: str) -> _States:
+        return self._decoding.get(worker, {}).get(name, {})
+
+    def _holdings_with(self, state: RequestState) -> tuple[dict[str, _States], ...]:
+        """Where the request counts while its latest attempt runs."""
+        placement = state.attempt.placement
+        return (
+            self._placed,
+            self._decoding[placement.decode],
+            self._computing[placement.prefill or placement.decode],
+        )
 
     def _in_prefill(self, worker: str) -> list[list[RequestState]]:
         """For each caller, the requests whose prompts this worker computes, or has not begun to compute."""
         return [
-            [state for state in states if _is_in_prefill(state, worker)]
-            for states in self._placed_at.get(worker, {}).values()
+            [state for state in states if state.num_output_tokens == state.attempt.num_tokens_before]
+            for states in self._computing.get(worker, {}).values()
         ]
 
     def _late_prompts(self, worker: str) -> Iterator[RequestState]:
@@ -220,6 +237,10 @@ class CallerShares:
         return self._router.prompt_s(
             worker, sum(state.attempt.placement.num_prefill_tokens for state in states)
         )
+
+
+def _may_take(number: int, held: int, free: int) -> bool:
+    return not held or held + number <= SHARE * (held + free)
 
 
 def _before(placement: Placement, others: Iterable[RequestState]) -> Iterator[RequestState]:
@@ -250,8 +271,3 @@ def _num_blocks(worker: WorkerEstimate, state: RequestState) -> int:
 
 def _held(holding: _Holding) -> int:
     return holding.held
-
-
-def _is_in_prefill(state: RequestState, worker: str) -> bool:
-    is_computed_here = (state.attempt.placement.prefill or worker) == worker
-    return is_computed_here and state.num_output_tokens == state.attempt.num_tokens_before
