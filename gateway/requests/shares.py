@@ -88,27 +88,33 @@ class CallerShares:
         """The requests on workers, by caller; no entry is empty."""
         self._decoding: defaultdict[str, dict[str, _States]] = defaultdict(dict)
         """The same for each decode worker."""
-        self._computing: defaultdict[str, dict[str, _States]] = defaultdict(dict)
-        """The same for each worker that computes, or has computed, the prompts."""
+        self._in_prefill: defaultdict[str, _States] = defaultdict(dict)
+        """The requests whose prompts each worker computes, or has not begun to compute, and some whose prompts are
+        computed."""
 
     def begun(self, state: RequestState) -> None:
         """An attempt has begun."""
         self._num_placed += 1
-        for placed in self._holdings_with(state):
+        placement = state.attempt.placement
+        for placed in (self._placed, self._decoding[placement.decode]):
             placed.setdefault(state.request.caller.name, {})[state] = None
+        self._in_prefill[placement.prefill or placement.decode][state] = None
 
     def ended(self, state: RequestState, now: float) -> None:
         """The request's latest attempt has ended."""
         name = state.request.caller.name
         self._num_placed -= 1
         self._seen(name, now)
-        for placed in self._holdings_with(state):
+        decode, prefill = state.attempt.placement.decode, state.attempt.placement.prefill
+        for placed in (self._placed, self._decoding[decode]):
             del placed[name][state]
             if not placed[name]:
                 del placed[name]
-        for at in (self._decoding, self._computing):
-            for worker in [worker for worker in state.attempt.workers if not at[worker]]:
-                del at[worker]
+        self._in_prefill[prefill or decode].pop(state, None)
+        if not self._decoding[decode]:
+            del self._decoding[decode]
+        if not self._in_prefill[prefill or decode]:
+            del self._in_prefill[prefill or decode]
 
     def arrived(self, name: str, now: float) -> bool:
         """A caller sent a request. Returns True if only one caller was present before, and now two are."""
@@ -146,8 +152,7 @@ class CallerShares:
         if not self._is_shared(now):
             return None
         worker = placement.prefill or placement.decode
-        others = [other for states in self._in_prefill(worker) for other in states]
-        if self._prompts_s(_before(placement, others), worker) > MAX_PROMPTS_S:
+        if self._prompts_s(_before(placement, self._prompts_at(worker)), worker) > MAX_PROMPTS_S:
             return HeldBack(f"other prompts wait at {worker}")
         return None
 
@@ -166,8 +171,7 @@ class CallerShares:
                 for holding_of in (self._slots, self._blocks):
                     holdings = (holding_of(name, worker) for name in self._decoding[worker])
                     back |= dict.fromkeys(max(holdings, key=_held).to_give_back())
-            if worker in self._computing:
-                back |= dict.fromkeys(self._late_prompts(worker))
+            back |= dict.fromkeys(self._late_prompts(worker))
         return [(state, _gives_way(state)) for state in back]
 
     def _seen(self, name: str, now: float) -> None:
@@ -203,29 +207,21 @@ class CallerShares:
     def _decoding_of(self, name: str, worker: str) -> _States:
         return self._decoding.get(worker, {}).get(name, {})
 
-    def _holdings_with(self, state: RequestState) -> tuple[dict[str, _States], ...]:
-        """Where the request counts while its latest attempt runs."""
-        placement = state.attempt.placement
-        return (
-            self._placed,
-            self._decoding[placement.decode],
-            self._computing[placement.prefill or placement.decode],
-        )
-
-    def _in_prefill(self, worker: str) -> list[list[RequestState]]:
-        """For each caller, the requests whose prompts this worker computes, or has not begun to compute."""
-        return [
-            [state for state in states if state.num_output_tokens == state.attempt.num_tokens_before]
-            for states in self._computing.get(worker, {}).values()
-        ]
+    def _prompts_at(self, worker: str) -> _States:
+        """The requests whose prompts this worker computes, or has not begun to compute."""
+        states = self._in_prefill.get(worker, {})
+        for state in [each for each in states if each.num_output_tokens > each.attempt.num_tokens_before]:
+            del states[state]
+        return states
 
     def _late_prompts(self, worker: str) -> Iterator[RequestState]:
         """The requests to take back if they wait behind far too many prompts at a worker: the youngest of the
         caller whose prompts take longest. This happens, for instance, if this caller was alone before.
         """
-        waiting = self._in_prefill(worker)
-        largest = max(waiting, key=lambda mine: self._prompts_s(mine, worker))
-        others = dict.fromkeys(state for states in waiting for state in states)
+        others, waiting = dict(self._prompts_at(worker)), defaultdict[str, list[RequestState]](list)
+        for state in others:
+            waiting[state.request.caller.name].append(state)
+        largest = max(waiting.values(), key=lambda mine: self._prompts_s(mine, worker), default=[])
         for state in reversed(largest[1:]):
             del others[state]
             if self._prompts_s(_before(state.attempt.placement, others), worker) > 2 * MAX_PROMPTS_S:

@@ -299,6 +299,15 @@ def test_c57_only_callers_with_running_requests_cost_time_at_a_heartbeat(
     assert next(num_looks) <= 4
 
 
+def test_a_placement_looks_at_no_prompts_that_are_computed() -> None:
+    under_test = UnderTest()
+    under_test.ask("a", 20)
+    under_test.ask("b")
+    under_test.answer(*under_test.placed)
+    under_test.ask("b")
+    assert [len(states) for states in under_test.dispatcher._shares._in_prefill.values()] == [1]
+
+
 def test_callers_that_hold_their_share_of_the_places_are_not_tried_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -328,4 +337,4 @@ def test_a_caller_is_there_for_a_minute_after_its_last_request() -> None:
     shares = under_test.dispatcher._shares
     assert shares._seen_at.keys() == {"a"}
     assert not shares._placed, "nothing is kept of requests that ended"
-    assert not [*shares._decoding, *shares._computing], "nor of their workers"
+    assert not [*shares._decoding, *shares._in_prefill], "nor of their workers"
