@@ -238,11 +238,12 @@ class KVCache:
 
     def end_hold(self, request_id: str) -> bool:
         """Frees the blocks that are leased or quarantined under this id. False if there are none."""
-        blocks = self._leased.pop(request_id, None)
-        if blocks is not None:
-            self._num_leases -= Counter(block.block_id for block in blocks)
-        else:
-            blocks = self._quarantined.pop(request_id, None)
+        leased = self._leased.pop(request_id, None)
+        for block in leased or ():
+            self._num_leases[block.block_id] -= 1
+            if not self._num_leases[block.block_id]:
+                del self._num_leases[block.block_id]
+        blocks = leased if leased is not None else self._quarantined.pop(request_id, None)
         if blocks is None:
             return False
         self._pool.free(blocks)

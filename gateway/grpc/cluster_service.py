@@ -1,6 +1,7 @@
 """ClusterService: the operators' calls. The fleet's controller carries them out."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Any
@@ -30,8 +31,10 @@ from gateway.workers.fleet_view import ask_controller, views_of
 WATCH_INTERVAL_S = 1.0
 MIN_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S = 0.1, 60.0
 MAX_WATCHES = 64
-"""Most watches at a time. Each update of a watch calls the controller, and the fleet's description has some
-kilobytes."""
+"""Most watches at a time. Each message to a watch has some kilobytes."""
+MAX_AGE_S = 0.5
+"""The most recent description serves all watches for this time, or for half the interval of a faster watch. With 64
+workers, making one takes 9 ms of the event loop, besides the controller's part."""
 
 _HEARD_WITHIN_S = 1.0
 """How long SetWorkerRole waits for the worker's heartbeat with the new role. A description after the call
@@ -54,11 +57,18 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self._control = control
         self._is_closing = asyncio.Event()
         self._watches = Places(MAX_WATCHES, "calls are watching already", retry_after_s=10.0)
+        self._describing = asyncio.Lock()
+        self._described_at = -math.inf
+        self._shared = self._shared_without_inside = pb.DescribeClusterResponse()
+        """What watches of administrators, and of other callers, share."""
 
     async def DescribeCluster(
         self, request: pb.DescribeClusterRequest, context: Context
     ) -> pb.DescribeClusterResponse:
-        return await self._description()
+        description = await self._description()
+        if not callers.current_caller.get().may_administer:
+            fleet_messages.hide_inside(description)
+        return description
 
     async def WatchCluster(
         self, request: pb.WatchClusterRequest, context: Context
@@ -111,8 +121,8 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         now = asyncio.get_running_loop().time
         ends_at = now() + callers.MAX_WATCH_S
         while not self._is_closing.is_set():
-            current = await self._description()
-            if current != latest:
+            current = await self._recent_description(min(interval_s / 2, MAX_AGE_S))
+            if current is not latest and current != latest:
                 yield current
                 latest = current
             if now() >= ends_at:
@@ -122,10 +132,23 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
                     await self._is_closing.wait()
         raise ClusterError("this gateway is shutting down; use another one")
 
+    async def _recent_description(self, age_s: float) -> pb.DescribeClusterResponse:
+        """A description that is at most `age_s` old, and that watches share. Do not change it."""
+        now = asyncio.get_running_loop().time
+        async with self._describing:
+            if now() - self._described_at > age_s:
+                began_at = now()
+                self._shared, hidden = await self._description(), pb.DescribeClusterResponse()
+                hidden.CopyFrom(self._shared)
+                fleet_messages.hide_inside(hidden)
+                self._shared_without_inside, self._described_at = hidden, began_at
+            may_administer = callers.current_caller.get().may_administer
+            return self._shared if may_administer else self._shared_without_inside
+
     async def _description(self) -> pb.DescribeClusterResponse:
         controller = await ask_controller(self._control)
         driver = self._driver
-        response = pb.DescribeClusterResponse(
+        return pb.DescribeClusterResponse(
             model=self._model.name,
             model_path=self._model.path,
             dtype=self._model.dtype,
@@ -137,9 +160,6 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             nodes=map(fleet_messages.node_to_message, controller.nodes),
             controller=fleet_messages.controller_to_message(controller),
         )
-        if not callers.current_caller.get().may_administer:
-            fleet_messages.hide_inside(response)
-        return response
 
     def _controller_api(self) -> ControlApi:
         if self._control is None:

@@ -84,12 +84,14 @@ class Dispatcher:
         self._draw_id = draw_id
         self._placement_timeout_s = placement_timeout_s
         self._must_not_fall_back = must_not_fall_back
-        self._queue = RequestQueue[RequestState](max_queued, self._try_to_place, placement_timeout_s)
+        self._shares = shares = CallerShares(router, max_in_flight)
+        self._queue = RequestQueue[RequestState](
+            max_queued, self._try_to_place, placement_timeout_s, shares.over_share
+        )
         self._entries: dict[RequestState, QueueEntry[RequestState]] = {}
         """The queue entries of waiting requests."""
         self._placed: dict[str, RequestState] = {}
         """Requests on workers, by the request id that workers know."""
-        self._shares = CallerShares(router, max_in_flight)
         self._open = OpenRequests()
         self.suspects = Suspects()
         self._must_sweep = False
@@ -316,11 +318,9 @@ class Dispatcher:
     def _on_outputs(self, worker: str, outputs: Iterable[RequestOutput]) -> None:
         """Ignores outputs of requests that are no longer placed."""
         for output in outputs:
-            state = self._placed.get(output.request_id)
-            if state is None:
-                continue
-            with self._costs_only(state):
-                self._on_output(state, worker, output)
+            if (state := self._placed.get(output.request_id)) is not None:
+                with self._costs_only(state):
+                    self._on_output(state, worker, output)
 
     def _on_output(self, state: RequestState, worker: str, output: RequestOutput) -> None:
         attempt, now = state.attempt, self._now

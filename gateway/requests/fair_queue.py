@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
+from itertools import chain
 from typing import Generic, TypeVar
 
 from baton.errors import RequestError
@@ -135,7 +136,8 @@ class _Level(Generic[T]):
 
     def in_order(self, skipped: Container[str]) -> Iterator[QueueEntry[T]]:
         yield from (entry for entry in self.resumed.entries if entry.caller not in skipped)
-        rests = [(flow.begins_at, iter(flow.entries)) for flow in self.flows.values() if flow.entries]
+        flows = [flow for name, flow in self.flows.items() if flow.entries and name not in skipped]
+        rests = [(flow.begins_at, iter(flow.entries)) for flow in flows]
         heap = [(begins_at, (first := next(rest)).number, first, rest) for begins_at, rest in rests]
         heapify(heap)
         while heap:
@@ -166,6 +168,12 @@ class FairQueue(Generic[T]):
     def num_new(self) -> int:
         """Requests that never ran."""
         return self._num_waiting - self._num_resumed
+
+    @property
+    def callers(self) -> set[str]:
+        """Callers whose requests wait for their turns."""
+        flows = chain.from_iterable(level.flows.items() for level in self._levels.values())
+        return {name for name, flow in flows if flow.entries}
 
     def __contains__(self, entry: QueueEntry[T]) -> bool:
         level = self._levels.get(entry.priority)

@@ -15,7 +15,7 @@ A refusal contains the time after which the client should try again. See docs/ad
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice, takewhile
 from typing import Generic, TypeVar
@@ -52,11 +52,18 @@ class RequestQueue(Generic[T]):
     cannot: NoRoom, or another error if no available worker can run the request."""
 
     def __init__(
-        self, max_queued: int, place: Callable[[QueueEntry[T]], RequestError | None], patience_s: float
+        self,
+        max_queued: int,
+        place: Callable[[QueueEntry[T]], RequestError | None],
+        patience_s: float,
+        over_share: Callable[[Iterable[str], float], set[str]] = lambda _callers, _now: set(),
     ) -> None:
-        """`patience_s`: the patience of most requests. It sets how often the queue looks at the clock."""
+        """`patience_s`: the patience of most requests. It sets how often the queue looks at the clock. `over_share`
+        returns those callers whose requests `place` would all refuse with OverShare at this time. Each sweep asks once,
+        since a thousand callers may wait."""
         self._max_queued = max_queued
         self._place = place
+        self._find_over_share = over_share
         self._queue = FairQueue[T]()
         self._rate = QueueRate()
         self._num_joined = 0
@@ -132,7 +139,7 @@ class RequestQueue(Generic[T]):
         is_queue = len(self._queue) > 1
         placed: list[QueueEntry[T]] = []
         try:
-            self._place_first_ones(placed)
+            self._place_first_ones(placed, now)
         finally:
             for entry in placed:
                 self._queue.serve(entry)
@@ -181,11 +188,11 @@ class RequestQueue(Generic[T]):
             times.append(first + self._standstill.total_s)
         return min(times)
 
-    def _place_first_ones(self, placed: list[QueueEntry[T]]) -> None:
+    def _place_first_ones(self, placed: list[QueueEntry[T]], now: float) -> None:
         held_up: list[QueueEntry[T]] = []
         hopeless: dict[object, RequestError] = {}
         """Needs that no worker meets at present, with the reason."""
-        self._over_share.clear()
+        self._over_share = self._find_over_share(self._queue.callers, now)
         self._num_sweeps += 1
         for entry in self._queue.without(self._over_share):
             entry.tried_in, needs = self._num_sweeps, entry.needs()

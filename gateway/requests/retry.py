@@ -179,6 +179,8 @@ class RetryState:
     def _excluded(self) -> tuple[frozenset[str], frozenset[str]]:
         """Workers whose current incarnation failed the request, and workers that refused it since their last
         heartbeat."""
+        if not self._failed and not self._refused:  # of nearly all requests
+            return frozenset(), frozenset()
         names = {*self._failed, *self._refused}
         ready = [(name, worker.status) for name in names if (worker := self._router.ready_worker(name))]
         failed = (name for name, status in ready if self._failed.get(name) == status.ref.incarnation)

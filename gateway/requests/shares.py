@@ -16,6 +16,7 @@ So each of k callers that want everything gets 7 / (7k + 1), and 1 / (7k + 1) st
 everything.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +63,7 @@ class _Holding:
     free: int
 
     def may_take(self, number: int) -> bool:
-        return not self.held or self.held + number <= SHARE * (self.held + self.free)
+        return _may_take(number, self.held, self.free)
 
     def to_give_back(self) -> Iterator[RequestState]:
         room = self.held + self.free
@@ -85,30 +86,35 @@ class CallerShares:
         """When each present caller last had a request, the earliest first."""
         self._placed: dict[str, _States] = {}
         """The requests on workers, by caller; no entry is empty."""
-        self._placed_at: dict[str, dict[str, _States]] = {}
-        """The same for each worker: the requests whose latest attempt uses this worker, by caller."""
+        self._decoding: defaultdict[str, dict[str, _States]] = defaultdict(dict)
+        """The same for each decode worker."""
+        self._in_prefill: defaultdict[str, _States] = defaultdict(dict)
+        """The requests whose prompts each worker computes, or has not begun to compute, and some whose prompts are
+        computed."""
 
     def begun(self, state: RequestState) -> None:
         """An attempt has begun."""
         self._num_placed += 1
-        for placed in (
-            self._placed,
-            *(self._placed_at.setdefault(name, {}) for name in state.attempt.workers),
-        ):
+        placement = state.attempt.placement
+        for placed in (self._placed, self._decoding[placement.decode]):
             placed.setdefault(state.request.caller.name, {})[state] = None
+        self._in_prefill[placement.prefill or placement.decode][state] = None
 
     def ended(self, state: RequestState, now: float) -> None:
         """The request's latest attempt has ended."""
         name = state.request.caller.name
         self._num_placed -= 1
         self._seen(name, now)
-        for placed in (self._placed, *(self._placed_at[worker] for worker in state.attempt.workers)):
+        decode, prefill = state.attempt.placement.decode, state.attempt.placement.prefill
+        for placed in (self._placed, self._decoding[decode]):
             del placed[name][state]
             if not placed[name]:
                 del placed[name]
-        for worker in state.attempt.workers:
-            if not self._placed_at[worker]:
-                del self._placed_at[worker]
+        self._in_prefill[prefill or decode].pop(state, None)
+        if not self._decoding[decode]:
+            del self._decoding[decode]
+        if not self._in_prefill[prefill or decode]:
+            del self._in_prefill[prefill or decode]
 
     def arrived(self, name: str, now: float) -> bool:
         """A caller sent a request. Returns True if only one caller was present before, and now two are."""
@@ -126,6 +132,13 @@ class CallerShares:
             return HeldBack(f"{self._num_placed} requests are with workers, which is the limit")
         return None
 
+    def over_share(self, callers: Iterable[str], now: float) -> set[str]:
+        """Those callers that hold their share of the places: `refusal` refuses all their requests."""
+        if not self._is_shared(now):
+            return set()
+        free, none = self._max_in_flight - self._num_placed, dict[RequestState, None]()
+        return {name for name in callers if not _may_take(1, len(self._placed.get(name, none)), free)}
+
     def refusal_at(self, state: RequestState, now: float, decode: str) -> NoRoom | None:
         """Why the request must not go to a decode worker with room; None if it may."""
         if not self._is_shared(now):
@@ -139,8 +152,7 @@ class CallerShares:
         if not self._is_shared(now):
             return None
         worker = placement.prefill or placement.decode
-        others = [other for states in self._in_prefill(worker) for other in states]
-        if self._prompts_s(_before(placement, others), worker) > MAX_PROMPTS_S:
+        if self._prompts_s(_before(placement, self._prompts_at(worker)), worker) > MAX_PROMPTS_S:
             return HeldBack(f"other prompts wait at {worker}")
         return None
 
@@ -154,10 +166,11 @@ class CallerShares:
             return []
         largest = max(self._placed, key=lambda name: len(self._placed[name]))
         back = dict.fromkeys(self._places(largest).to_give_back())
-        for worker in (name for name in workers if name in self._placed_at):  # keeps the order of `workers`
-            for holding_of in (self._slots, self._blocks):
-                holdings = (holding_of(name, worker) for name in self._placed_at[worker])
-                back |= dict.fromkeys(max(holdings, key=_held).to_give_back())
+        for worker in workers:  # keeps their order
+            if worker in self._decoding:
+                for holding_of in (self._slots, self._blocks):
+                    holdings = (holding_of(name, worker) for name in self._decoding[worker])
+                    back |= dict.fromkeys(max(holdings, key=_held).to_give_back())
             back |= dict.fromkeys(self._late_prompts(worker))
         return [(state, _gives_way(state)) for state in back]
 
@@ -179,36 +192,36 @@ class CallerShares:
         return _Holding("places", states, lambda _: 1, len(states), free)
 
     def _slots(self, name: str, decode: str) -> _Holding:
-        here, worker = self._decoding(name, decode), self._router.estimate(decode)
+        here, worker = self._decoding_of(name, decode), self._router.estimate(decode)
         num_slots = worker.status.max_num_seqs
         free = num_slots - worker.num_requests if num_slots else PLENTY
         return _Holding(f"slots of {decode}", here, lambda _: 1, len(here), free)
 
     def _blocks(self, name: str, decode: str) -> _Holding:
-        here, worker = self._decoding(name, decode), self._router.estimate(decode)
+        here, worker = self._decoding_of(name, decode), self._router.estimate(decode)
         size = partial(_num_blocks, worker)
         used = worker.status.kv_blocks.total - max(0, worker.room)
         held = min(sum(map(size, here)), used)  # requests may share blocks
         return _Holding(f"blocks of {decode}", here, size, held, worker.room)
 
-    def _decoding(self, name: str, worker: str) -> list[RequestState]:
-        placed = self._placed_at.get(worker, {}).get(name, ())
-        return [state for state in placed if state.attempt.placement.decode == worker]
+    def _decoding_of(self, name: str, worker: str) -> _States:
+        return self._decoding.get(worker, {}).get(name, {})
 
-    def _in_prefill(self, worker: str) -> list[list[RequestState]]:
-        """For each caller, the requests whose prompts this worker computes, or has not begun to compute."""
-        return [
-            [state for state in states if _is_in_prefill(state, worker)]
-            for states in self._placed_at.get(worker, {}).values()
-        ]
+    def _prompts_at(self, worker: str) -> _States:
+        """The requests whose prompts this worker computes, or has not begun to compute."""
+        states = self._in_prefill.get(worker, {})
+        for state in [each for each in states if each.num_output_tokens > each.attempt.num_tokens_before]:
+            del states[state]
+        return states
 
     def _late_prompts(self, worker: str) -> Iterator[RequestState]:
         """The requests to take back if they wait behind far too many prompts at a worker: the youngest of the
         caller whose prompts take longest. This happens, for instance, if this caller was alone before.
         """
-        waiting = self._in_prefill(worker)
-        largest = max(waiting, key=lambda mine: self._prompts_s(mine, worker))
-        others = dict.fromkeys(state for states in waiting for state in states)
+        others, waiting = dict(self._prompts_at(worker)), defaultdict[str, list[RequestState]](list)
+        for state in others:
+            waiting[state.request.caller.name].append(state)
+        largest = max(waiting.values(), key=lambda mine: self._prompts_s(mine, worker), default=[])
         for state in reversed(largest[1:]):
             del others[state]
             if self._prompts_s(_before(state.attempt.placement, others), worker) > 2 * MAX_PROMPTS_S:
@@ -220,6 +233,10 @@ class CallerShares:
         return self._router.prompt_s(
             worker, sum(state.attempt.placement.num_prefill_tokens for state in states)
         )
+
+
+def _may_take(number: int, held: int, free: int) -> bool:
+    return not held or held + number <= SHARE * (held + free)
 
 
 def _before(placement: Placement, others: Iterable[RequestState]) -> Iterator[RequestState]:
@@ -250,8 +267,3 @@ def _num_blocks(worker: WorkerEstimate, state: RequestState) -> int:
 
 def _held(holding: _Holding) -> int:
     return holding.held
-
-
-def _is_in_prefill(state: RequestState, worker: str) -> bool:
-    is_computed_here = (state.attempt.placement.prefill or worker) == worker
-    return is_computed_here and state.num_output_tokens == state.attempt.num_tokens_before

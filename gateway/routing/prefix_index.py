@@ -37,6 +37,10 @@ class _Place:
     bit: int
     log: "array[int]" = field(default_factory=lambda: array("Q"))
     """Keys of all blocks that the worker stored. Removed blocks stay in it until they are too many."""
+    former_log: "array[int]" = field(default_factory=lambda: array("Q"))
+    """The rest of a log that had too many; the keys of stored blocks go from it to `log`, a few at a time."""
+    copied: set[Key] = field(default_factory=set)
+    """Those that went already. Empty while `former_log` is empty."""
     num_blocks: int = 0
     next_number: int | None = None
     """Number of the next expected KVEvents. None after a gap: then the index needs a new listing."""
@@ -91,7 +95,9 @@ class PrefixIndex:
         removed, stored = _keys(events.removed), _keys(events.stored)
         self._remove(place, removed)
         self._store(place, stored)
-        self._sweep(MIN_SWEEP + 4 * (len(stored) + len(removed)))
+        num_keys = MIN_SWEEP + 4 * (len(stored) + len(removed))
+        self._shorten_log(place, num_keys)
+        self._sweep(num_keys)
         return True
 
     def forget(self, worker: str) -> None:
@@ -99,6 +105,8 @@ class PrefixIndex:
         place = self._places.pop(worker, None)
         if place is not None:
             self._present ^= place.bit
+            place.log += place.former_log
+            place.former_log, place.copied = array("Q"), set()
             self._departed.append(place)
 
     def lookup(self, keys: Iterable[Key]) -> dict[str, int]:
@@ -130,9 +138,10 @@ class PrefixIndex:
                 counts[bit] += 1  # KeyError: a bit without a worker
         for place in [*self._places.values(), *self._departed]:
             assert counts[place.bit] == place.num_blocks, f"{place.name}: {counts[place.bit]} blocks"
-            logged = {key for key in place.log if self._holders.get(key, 0) & place.bit}
+            logged = {key for key in place.log + place.former_log if self._holders.get(key, 0) & place.bit}
             assert len(logged) == place.num_blocks, f"{place.name}: blocks are missing from its log"
-            assert len(place.log) <= 2 * place.num_blocks + LOG_SLACK or place not in self._places.values()
+            is_short = len(place.log) <= 2 * place.num_blocks + LOG_SLACK
+            assert is_short or place.former_log or place in self._departed, f"{place.name}: its log grows"
         bits = [*counts, *self._free_bits]
         assert sorted(bits) == [1 << position for position in range(len(self._names))], f"bits {bits}"
 
@@ -172,7 +181,6 @@ class PrefixIndex:
             num_new += 1
         place.num_blocks += num_new
         place.log.extend(keys)
-        self._shorten_log(place)
 
     def _remove(self, place: _Place, keys: Iterable[Key]) -> None:
         holders_of, shared, bit, num_gone = self._holders, self._shared_sets, place.bit, 0
@@ -187,13 +195,19 @@ class PrefixIndex:
                 del holders_of[key]
             num_gone += 1
         place.num_blocks -= num_gone
-        self._shorten_log(place)
 
-    def _shorten_log(self, place: _Place) -> None:
-        """Limits the log to about twice the number of stored blocks."""
-        if len(place.log) > 2 * place.num_blocks + LOG_SLACK:
-            get, bit = self._holders.get, place.bit
-            place.log = array("Q", dict.fromkeys(key for key in place.log if get(key, 0) & bit))
+    def _shorten_log(self, place: _Place, num_keys: int) -> None:
+        """Limits the log to two or three times the number of stored blocks. Looks at `num_keys` keys."""
+        get, bit, copied = self._holders.get, place.bit, place.copied
+        for key in place.former_log[-num_keys:]:
+            if get(key, 0) & bit and key not in copied:
+                copied.add(key)
+                place.log.append(key)
+        del place.former_log[-num_keys:]
+        if not place.former_log:
+            copied.clear()
+            if len(place.log) > 2 * place.num_blocks + LOG_SLACK:
+                place.former_log, place.log = place.log, array("Q")
 
     def _sweep(self, num_keys: int) -> None:
         """Removes up to `num_keys` blocks of departed workers from the sets. Once a worker's log is empty,
@@ -204,10 +218,8 @@ class PrefixIndex:
             keys = place.log[-num_keys:]
             del place.log[-num_keys:]
             num_keys -= len(keys)
-            log, place.log = place.log, array("Q")
             self._remove(place, keys)
-            place.log = log
-            if not log:
+            if not place.log:
                 self._departed.popleft()
                 self._free_bits.append(place.bit)
 

@@ -5,11 +5,12 @@ The router gets the workers' reports (`on_status`, `on_worker_lost`, `kv_events`
 times are durations that workers reported.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from hashlib import blake2b
 
 from baton.block_hash import extend_block_hashes
 from baton.config import GatewayConfig, SchedulerConfig
+from baton.errors import RequestError
 from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
@@ -20,11 +21,10 @@ from gateway.routing.placement import (
     NoDecodeWorker,
     NoPrefillWorker,
     NoRoom,
-    Pair,
     Placement,
     RouteQuery,
 )
-from gateway.routing.policies import KVAware, LeastLoaded, Policy, RoundRobin
+from gateway.routing.policies import Chosen, KVAware, LeastLoaded, Policy, RoundRobin
 from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.worker_estimate import WorkerEstimate
 
@@ -200,13 +200,12 @@ class Router:
         if not (decodes := _with_room(able, num_tokens + 1)):
             raise NoRoom(f"no decode worker has free blocks for {num_tokens} tokens at present")
         num_new_tokens = min(query.max_new_tokens, EXPECTED_NEW_TOKENS)
+        _raise_if_none_may(query, decodes)
         need = Need(num_tokens, num_new_tokens, self._hits(query) if self._follows_kv else {})
         placement = self._place(query, mode, need, prefills, decodes)
-        if (refusal := query.refusal_at(placement.decode)) is None:
+        if query.refusal_at(placement.decode) is None:
             return placement
-        others = [worker for worker in decodes if worker.name != placement.decode]
-        if not (decodes := [worker for worker in others if query.refusal_at(worker.name) is None]):
-            raise refusal
+        decodes = [worker for worker in decodes if query.refusal_at(worker.name) is None]
         return self._place(query, mode, need, prefills, decodes)
 
     def _place(
@@ -221,10 +220,12 @@ class Router:
             reason = "asked for" if query.mode is Mode.LOCAL else "configured"
             return self._local(need, self._policy.local(need, decodes), reason)
         if mode is None:
-            local = self._policy.local(need, decodes)
-            if reason := self._reason_for_local(need, local, prefills, decodes, query.avoided):
-                return self._local(need, local, reason)
+            local, threshold = self._policy.local(need, decodes), self._config.local_prefill_tokens
+            if threshold is not None and need.num_missing(local.name) <= threshold:
+                return self._local(need, local, "short prompt")
         pair = self._policy.pair(need, prefills, decodes, query.avoided)
+        if mode is None and pair is not None and (reason := self._reason_for_local(need, local, pair)):
+            return self._local(need, local, reason)
         if pair is None and self._requires_prefill(query):
             pair = self._policy.pair(need, prefills, decodes, frozenset())
         if pair is None:
@@ -235,21 +236,9 @@ class Router:
     def _requires_prefill(self, query: RouteQuery) -> bool:
         return query.mode is Mode.DISAGGREGATED or self._config.require_disaggregated
 
-    def _reason_for_local(
-        self,
-        need: Need,
-        local: WorkerEstimate,
-        prefills: list[WorkerEstimate],
-        decodes: list[WorkerEstimate],
-        avoided: Set[Pair],
-    ) -> str:
-        """Why a request that requires no mode should use a decode worker alone; empty if it should not."""
+    def _reason_for_local(self, need: Need, local: WorkerEstimate, pair: Chosen) -> str:
+        """Why a request that requires no mode should use this decode worker alone; empty if it should not."""
         costs, threshold = self._costs, self._config.local_prefill_tokens
-        if threshold is not None and need.num_missing(local.name) <= threshold:
-            return "short prompt"
-        pair = self._policy.pair(need, prefills, decodes, avoided)
-        if pair is None:
-            return ""
         alone_s, local_s = costs.pair_s(*pair, need) - costs.wait_s(pair[0]), costs.local_s(local, need)
         if threshold is None and local_s <= alone_s:
             if local.num_requests:
@@ -340,6 +329,16 @@ class Router:
         if worker.is_gone and not worker.sub_requests:
             del self._workers[worker.name]
             self._costs.links.forget(worker.name)
+
+
+def _raise_if_none_may(query: RouteQuery, decodes: list[WorkerEstimate]) -> None:
+    """Raises the query's refusal if it refuses all decode workers. Comes first, since costs take longer."""
+    refusal: RequestError | None = None
+    for worker in decodes:
+        if (refusal := query.refusal_at(worker.name)) is None:
+            return
+    if refusal is not None:
+        raise refusal
 
 
 def _by_affinity(workers: list[WorkerEstimate], key: str) -> list[WorkerEstimate]:

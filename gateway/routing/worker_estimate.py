@@ -53,6 +53,8 @@ class WorkerEstimate:
         self.prefill_rate = MovingAverage()
         self.decode_step = StepTime()
         self._status: WorkerStatus | None = None
+        self._hit_blocks: dict[int, int] = {}
+        """How many blocks of each running sub-request this worker had cached, as far as the router knows."""
         self._since_report: set[int] = set()
         """Requests sent since the latest report."""
         self._num_freed = 0
@@ -103,6 +105,7 @@ class WorkerEstimate:
     def sent(self, placement: Placement) -> None:
         assert id(placement) not in self.sub_requests, f"{placement} was already sent to {self.name}"
         self.sub_requests[id(placement)] = placement
+        self._hit_blocks[id(placement)] = self._num_hit_blocks(placement)
         self._num_own_tokens += self._tokens(placement)
         self._since_report.add(id(placement))
         self._refresh()
@@ -115,8 +118,8 @@ class WorkerEstimate:
         del self.sub_requests[id(placement)]
         self._since_report.discard(id(placement))
         if had_blocks and are_hits_known:
-            shared = max(map(self._num_hit_blocks, [placement, *self.sub_requests.values()]))
-            self._num_freed += max(0, placement.num_decode_blocks - shared)
+            self._num_freed += max(0, placement.num_decode_blocks - max(self._hit_blocks.values()))
+        del self._hit_blocks[id(placement)]
         self._num_own_tokens -= self._tokens(placement)
         self._refresh()
 
@@ -169,7 +172,6 @@ class WorkerEstimate:
         )
 
     def _num_hit_blocks(self, sub_request: Placement) -> int:
-        """How many blocks of a prompt this worker had cached, as far as the router knows."""
         lacking = (
             sub_request.num_prefill_tokens if sub_request.prefill is None else sub_request.num_transfer_tokens
         )

@@ -135,7 +135,7 @@ class WorkerClient:
         self._received_at = 0.0
         """When the latest message arrived, on a clock that excludes standstills of this process."""
         self._is_reading = True
-        """False while outputs wait for a turn. No heartbeat is read then, so this is no silence."""
+        """False while messages wait for a turn. No heartbeat is read then, so this is no silence."""
         self._socket = context.socket(zmq.DEALER)
         # An identity for each connection. A worker that restarts on its own port may accept the old connection, which
         # libzmq restores, after the new one. With one identity, the old one would take the new one's place and end with
@@ -279,19 +279,31 @@ class WorkerClient:
             if frames:
                 self._timeout.on_message(self._silent_s(), self._running_s())
                 self._received_at = self._running_s()
-            outputs: list[RequestOutput] = []
-            for frame in frames:
-                match self._decode(frame):
-                    case Outputs(more):
-                        self._session.note_outputs()
-                        outputs += more
-                    case KVEvents() as events:
-                        self._listener.on_kv_events(self.name, events)
-                    case Heartbeat() as heartbeat:
-                        await self._pass_on(outputs)
-                        if reason := self._take_heartbeat(heartbeat):
-                            return reason
-            await self._pass_on(outputs)
+            self._is_reading = False
+            if reason := await self._take(frames):
+                return reason
+            self._received_at = self._running_s()
+            self._is_reading = True
+
+    async def _take(self, frames: list[bytes]) -> str | None:
+        """Handles messages, in turns: to decode a message of 256 outputs takes 1 ms, or 7 ms with 20 log-probabilities
+        each. Returns why the worker is lost, if a message shows this."""
+        outputs: list[RequestOutput] = []
+        for frame in frames:
+            async with self._turns:
+                message = self._decode(frame)
+                if isinstance(message, KVEvents):
+                    self._listener.on_kv_events(self.name, message)
+            match message:
+                case Outputs(more):
+                    self._session.note_outputs()
+                    outputs += more
+                case Heartbeat() as heartbeat:
+                    await self._pass_on(outputs)
+                    if reason := self._take_heartbeat(heartbeat):
+                        return reason
+        await self._pass_on(outputs)
+        return None
 
     async def _frames(self) -> list[bytes]:
         """The available frames, at most MAX_FRAMES_AT_ONCE."""
@@ -306,12 +318,9 @@ class WorkerClient:
         a busy gateway sends them together and has less work."""
         by_request = sorted(outputs, key=lambda output: output.request_id)
         outputs.clear()
-        self._is_reading = False
         for begin in range(0, len(by_request), OUTPUTS_AT_ONCE):
             async with self._turns:
                 self._listener.on_outputs(self.name, tuple(by_request[begin : begin + OUTPUTS_AT_ONCE]))
-        self._received_at = self._running_s()
-        self._is_reading = True
 
     def _decode(self, frame: bytes) -> ToGateway | None:
         """The message; None if it is invalid, or of another version."""

@@ -57,6 +57,7 @@ class FakeFleetControl:
     def __init__(self, fleet: FleetDescription) -> None:
         self.fleet = fleet
         self.commands: list[tuple[str, ...]] = []
+        self.num_descriptions = 0
         self.refuses: BatonError | None = None
         self.is_away: BatonError | None = None
         self.in_use: dict[str, str] = {}
@@ -104,6 +105,7 @@ class FakeFleetControl:
         raise AssertionError(f"{request} is not for this fake")
 
     async def _describe(self) -> FleetDescription:
+        self.num_descriptions += 1
         await self.answers.wait()
         if self.is_away:
             raise self.is_away

@@ -105,14 +105,19 @@ async def test_without_the_right_to_administer_a_caller_sees_no_addresses_and_no
     async with gateway_with(
         folder, {}, {"w0": silent}, api_keys=API_KEYS, credentials=AS_ADMIN, control=control
     ) as under_test:
+        watched = await anext(under_test.client.watch())
         async with client_with(under_test, WATCHER) as client:
             seen = await client.describe()
+            assert await anext(client.watch()) == seen, (
+                "watches of both share a description, but not what is inside"
+            )
         assert seen["workers"][0]["slot"]["starts"] == 2
         assert (seen["model_path"], seen["nodes"], seen["workers"][0]["pid"]) == ("", [], 0)
         for inside in (str(folder), "10.0.0.7", "/secret", "here"):
             assert inside not in str(seen)
         assert seen["workers"][0]["cpus"] == []
         whole = await under_test.client.describe()
+        assert watched == whole
         assert (whole["model_path"], whole["workers"][0]["pid"]) == (str(folder), 1)
         assert whole["workers"][0]["slot"]["last_failure"] == "/secret/path: gone"
         async with client_with(under_test, ALICE) as client:

@@ -1,7 +1,7 @@
 """WatchCluster: the fleet's description now, and whenever it changes."""
 
 import asyncio
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
 import httpx2
@@ -30,6 +30,18 @@ async def test_the_description_comes_at_once_and_again_when_it_has_changed(folde
         assert [worker["state"] for worker in (await second)["workers"]] == ["draining"]
         control.fleet = fleet_of(replica("d0"), replica("d1"))
         assert [worker["name"] for worker in (await anext(watch))["workers"]] == ["d0", "d1"]
+
+
+async def test_watches_share_descriptions(folder: Path) -> None:
+    control = FakeFleetControl(fleet_of(replica("d0")))
+    async with (
+        gateway_with(folder, {}, {"d0": answering([3])}, control=control) as under_test,
+        AsyncExitStack() as stack,
+    ):
+        watches = [await stack.enter_async_context(aclosing(under_test.client.watch(60.0))) for _ in range(9)]
+        descriptions = await asyncio.gather(*map(anext, watches))
+        assert all([worker["name"] for worker in each["workers"]] == ["d0"] for each in descriptions)
+        assert control.num_descriptions <= 2, "two if half a second passed meanwhile"
 
 
 async def test_what_changes_all_the_time_is_told_once_an_interval(folder: Path) -> None:

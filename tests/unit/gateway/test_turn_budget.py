@@ -2,6 +2,8 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import zmq.asyncio
 
 from baton.kv import WorkerRef
-from baton.messages.request_plane import KVEvents
+from baton.messages.request_plane import TO_GATEWAY, KVEvents, Outputs
 from baton.request import RequestOutput
 from baton.sampling import SamplingParams
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
@@ -73,7 +75,7 @@ async def test_a_single_task_with_little_to_do_never_waits() -> None:
 
 
 class Listener:
-    """Takes a tenth of a millisecond for each output."""
+    """Takes a tenth of a millisecond for each output, and two for KV events."""
 
     def __init__(self, loop: "asyncio.AbstractEventLoop") -> None:
         self.seen: list[tuple[str, int]] = []
@@ -87,34 +89,47 @@ class Listener:
         self.seen += [(output.request_id, output.first_position) for output in outputs]
         self.at += [self._loop.time()] * len(outputs)
 
-    def on_kv_events(self, worker: str, events: KVEvents) -> None: ...
+    def on_kv_events(self, worker: str, events: KVEvents) -> None:
+        virtual_loop().stand_still(TURN_S)
 
     def on_worker_lost(self, worker: str, reason: str) -> None: ...
 
 
-@in_virtual_time
-async def test_c58_a_burst_of_outputs_leaves_turns_to_others_and_keeps_each_requests_order() -> None:
-    loop = virtual_loop()
-    context, listener = zmq.asyncio.Context(), Listener(loop)
+@contextmanager
+def client_of(listener: Listener) -> Iterator[WorkerClient]:
+    context = zmq.asyncio.Context()
     ref = WorkerRef("w0", "w0-incarnation", ("tcp://127.0.0.1:1",), 16)
     endpoint = WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:1", "here", 1)
-    turns = SharedTurns(loop.time, TURN_S)
+    turns = SharedTurns(virtual_loop().time, TURN_S)
     client = WorkerClient(endpoint, context, "cafe", 1, NETWORK, None, listener, Counter(), turns)
+    try:
+        yield client
+    finally:
+        client.close()
+        context.destroy(linger=0)
+
+
+async def stalls_during(work: Coroutine[Any, Any, Any]) -> list[float]:
+    """How long each turn of the loop took until this work was done."""
+    working, stalls = asyncio.create_task(work), []
+    while not working.done():
+        before = virtual_loop().time()
+        await asyncio.sleep(0)
+        stalls.append(virtual_loop().time() - before)
+    await working
+    return stalls
+
+
+@in_virtual_time
+async def test_c58_a_burst_of_outputs_leaves_turns_to_others_and_keeps_each_requests_order() -> None:
+    listener = Listener(virtual_loop())
     burst = [
         RequestOutput(request_id=f"r{number}", first_position=step)
         for step in range(16)
         for number in range(50)
     ]
-    try:
-        passing = asyncio.create_task(client._pass_on(list(burst)))
-        stalls = []
-        while not passing.done():
-            before = loop.time()
-            await asyncio.sleep(0)
-            stalls.append(loop.time() - before)
-    finally:
-        client.close()
-        context.destroy(linger=0)
+    with client_of(listener) as client:
+        stalls = await stalls_during(client._pass_on(list(burst)))
     assert sorted(listener.seen) == sorted((output.request_id, output.first_position) for output in burst)
     steps: dict[str, list[int]] = {}
     for request_id, step in listener.seen:
@@ -123,6 +138,24 @@ async def test_c58_a_burst_of_outputs_leaves_turns_to_others_and_keeps_each_requ
     assert max(stalls) < TURN_S + 2 * OUTPUTS_AT_ONCE * 0.0001
     changes = sum(before[0] != after[0] for before, after in pairwise(listener.seen))
     assert changes == 49, "what comes for one client at once is sent at once"
+
+
+@in_virtual_time
+async def test_c58_messages_that_wait_are_decoded_and_applied_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def decode(client: WorkerClient, frame: bytes) -> object:
+        virtual_loop().stand_still(TURN_S)
+        return decode_it(client, frame)
+
+    decode_it = WorkerClient._decode
+    monkeypatch.setattr(WorkerClient, "_decode", decode)
+    outputs = TO_GATEWAY.encode(Outputs((RequestOutput(request_id="r", first_position=0),)))
+    listing = TO_GATEWAY.encode(KVEvents(0, True, b"", b""))
+    with client_of(listener := Listener(virtual_loop())) as client:
+        stalls = await stalls_during(client._take([outputs, listing] * 16))
+    assert len(listener.seen) == 16
+    assert max(stalls) < 3 * TURN_S
 
 
 class SlowPreprocessor:

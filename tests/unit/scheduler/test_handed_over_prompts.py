@@ -1,11 +1,15 @@
 """Behaviours 37, 40 and 41 as the scheduler sees them: prompts that are computed for another worker."""
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
 from baton.kv import TransferRole
 from baton.request import FinishReason
 from baton.step import KVConnectorOutput
 from scheduler import Request, RequestStatus, Scheduler
+from scheduler.kv_cache import KVCache
 from tests.factories.scheduling import (
     EOS,
     FakeConnector,
@@ -104,3 +108,27 @@ def test_c40_a_cancel_during_the_last_prefill_step_counts_as_cancel() -> None:
     assert connector.finished == [request]
     assert not request.is_handed_over
     assert_at_rest(scheduler)
+
+
+def test_the_end_of_a_lease_looks_at_its_own_blocks_only() -> None:
+    """A prefill worker may lease a hundred thousand blocks, and each hand-over ends between two steps."""
+    kv = KVCache(64, 4, enable_caching=True, hash_key=b"k" * 16)
+    for name in ("a", "b"):
+        request = make_request(request_id=name, prompt=[1, 2, 3, 4, 5])
+        kv.tokens_arrived(request)
+        assert kv.open_table(request, request.num_tokens, kv.find_cached_prefix(request))
+        kv.lease(request)
+    assert kv.counts().leased == 3, "the first block is in both leases"
+    kv._num_leases = OwnOnly(kv._num_leases)
+    assert kv.end_hold("a")
+    assert kv.counts().leased == 2
+    assert kv.end_hold("b")
+    assert kv.counts().leased == 0
+    kv.check_integrity()
+
+
+class OwnOnly(Counter[int]):
+    """Counts of leases that cannot be walked through."""
+
+    def items(self) -> Any:
+        raise AssertionError("it looks at the blocks of all leases")

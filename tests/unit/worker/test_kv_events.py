@@ -44,6 +44,7 @@ def test_what_went_before_an_account_is_forgotten() -> None:
     ]
     assert net(events) == KVChange(True, b"", short(2))
     assert net([BlocksCleared()]) == KVChange(True, b"", b"")
+    assert net([BlocksCleared(), BlocksStored((name(1), name(2)))]) == KVChange(True, b"", short(1, 2))
 
 
 def test_a_reader_of_changes_knows_what_a_reader_of_events_does() -> None:

@@ -24,7 +24,7 @@ from gateway.requests.events import (
     WorkerReported,
 )
 from gateway.requests.request import GatewayRequest
-from gateway.requests.shares import PRESENT_S
+from gateway.requests.shares import PRESENT_S, CallerShares
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
 from simulator.driver import SilentText
@@ -299,6 +299,31 @@ def test_c57_only_callers_with_running_requests_cost_time_at_a_heartbeat(
     assert next(num_looks) <= 4
 
 
+def test_a_placement_looks_at_no_prompts_that_are_computed() -> None:
+    under_test = UnderTest()
+    under_test.ask("a", 20)
+    under_test.ask("b")
+    under_test.answer(*under_test.placed)
+    under_test.ask("b")
+    assert [len(states) for states in under_test.dispatcher._shares._in_prefill.values()] == [1]
+
+
+def test_callers_that_hold_their_share_of_the_places_are_not_tried_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thousand callers may wait, and each heartbeat and each end of a request begins a sweep."""
+    under_test, num_tries = UnderTest(places=200), count()
+    for number in range(400):
+        under_test.ask(f"c{number % 200}-")
+    refusal = CallerShares.refusal
+    monkeypatch.setattr(CallerShares, "refusal", lambda *args: (next(num_tries), refusal(*args))[1])
+    under_test.report()
+    under_test.end("c0-0")
+    assert under_test.held("c0-") == 1
+    assert under_test.dispatcher.num_queued == 199
+    assert next(num_tries) == 1
+
+
 def test_a_caller_is_there_for_a_minute_after_its_last_request() -> None:
     under_test = UnderTest(places=16)
     under_test.ask("b")
@@ -312,4 +337,4 @@ def test_a_caller_is_there_for_a_minute_after_its_last_request() -> None:
     shares = under_test.dispatcher._shares
     assert shares._seen_at.keys() == {"a"}
     assert not shares._placed, "nothing is kept of requests that ended"
-    assert not shares._placed_at, "nor of their workers"
+    assert not [*shares._decoding, *shares._in_prefill], "nor of their workers"

@@ -1,6 +1,7 @@
 """kv_aware and `auto`: what a placement costs, term by term, each test with all else equal."""
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.routing.cost import Need
-from gateway.routing.placement import Mode, Placement, RouteQuery
-from gateway.routing.policies import NUM_JOINT
+from gateway.routing.placement import Mode, NoRoom, Placement, RouteQuery
+from gateway.routing.policies import NUM_JOINT, KVAware
 from gateway.routing.router import Router
 from tests.unit.gateway.routing.test_router import KEY, ask, end, router_of, send, status
 
@@ -276,6 +277,19 @@ def test_short_prompts_are_computed_where_they_are_decoded() -> None:
     busy = [measured("d0", 4), measured("d1", 4)]
     assert reason_for(auto(*busy), ask(3)) == ("short prompt", False)
     assert reason_for(auto(*busy)) == ("pair", False)
+
+
+def test_pairs_are_compared_once_and_not_at_all_if_every_decode_worker_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compare, num_compared = KVAware.pair, count()
+    monkeypatch.setattr(KVAware, "pair", lambda *args: (next(num_compared), compare(*args))[1])
+    router = auto(measured("d0", 4), measured("d1", 4))
+    assert reason_for(router) == ("pair", False)
+    assert next(num_compared) == 1
+    with pytest.raises(NoRoom, match="its caller holds its share"):
+        router.route(replace(LONG, refusal_at=lambda _: NoRoom("its caller holds its share")))
+    assert next(num_compared) == 2
 
 
 def test_a_prompt_is_short_if_the_decode_worker_has_most_of_it() -> None:

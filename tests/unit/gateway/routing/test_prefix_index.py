@@ -1,5 +1,7 @@
 """The prefix index always equals the workers' reports, however they come, go and lose messages."""
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +86,24 @@ def test_a_log_does_not_grow_for_ever() -> None:
         index.apply("w0", KVEvents(number, False, hashes(0, 1), hashes(0, 1)))
     assert len(index._places["w0"].log) <= 2 * 2 + LOG_SLACK
     index.check_integrity()
+
+
+def test_a_large_log_is_shortened_little_by_little() -> None:
+    """A gateway's event loop must not stand while a worker's log of a million blocks is copied."""
+    index = PrefixIndex()
+    many = b"".join(number.to_bytes(8, "little") for number in range(16, 16 * 20_001, 16))
+    index.apply("w0", KVEvents(0, True, b"", many))
+    index.apply("w0", KVEvents(1, False, many, many[: 8 * 5_000]))
+    num_left = [len(index._places["w0"].former_log)]
+    assert num_left == [25_000]
+    for number in range(2, 40):
+        index.apply("w0", KVEvents(number, False, hashes(0), hashes(1)))
+        index.check_integrity()
+        num_left.append(len(index._places["w0"].former_log))
+    assert max(before - after for before, after in pairwise(num_left)) == MIN_SWEEP + 8
+    assert num_left[-1] == 0
+    assert len(index._places["w0"].log) <= index.num_blocks("w0") + 40
+    assert not index._places["w0"].copied
 
 
 WORKERS = st.sampled_from(["w0", "w1", "w2", "w3"])

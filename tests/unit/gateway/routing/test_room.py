@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -12,6 +13,7 @@ from baton.messages.request_plane import KVEvents
 from baton.worker import RequestCounts, WorkerStatus
 from gateway.routing.placement import Mode, NoRoom, Placement
 from gateway.routing.router import Router
+from gateway.routing.worker_estimate import WorkerEstimate
 from tests.unit.gateway.routing.test_router import (
     DISAGGREGATED,
     KEY,
@@ -240,3 +242,17 @@ def test_a_query_may_refuse_decode_workers_with_room(policy: str) -> None:
         router.on_status(worker)
     with pytest.raises(NoRoom, match="not at d0"):
         router.route(ask(100, refusal_at=refuses("d0")))
+
+
+def test_the_end_of_a_request_is_compared_with_no_other_prompt_on_its_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker has hundreds of requests, which may all end at once."""
+    look, num_looks = WorkerEstimate._num_hit_blocks, count()
+    monkeypatch.setattr(WorkerEstimate, "_num_hit_blocks", lambda *args: (next(num_looks), look(*args))[1])
+    router = router_of("kv_aware", DISAGGREGATED, P[0], D[0])
+    placements = [send(router, ask(100)) for _ in range(9)]
+    router.on_status(status("d0", 9))
+    for placement in placements:
+        end(router, placement)
+    assert next(num_looks) == 2 * 9, "once at each worker"
