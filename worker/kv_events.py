@@ -7,8 +7,8 @@ from baton.block_hash import SHORT_HASH_BYTES
 from baton.kv import BlocksCleared, BlocksStored, KVEvent
 
 MAX_HASHES_PER_MESSAGE = 2**13
-"""A gateway applies a message at once, which takes 2 to 3 ms for so many hashes. Outputs of other workers come between
-the messages of a large listing."""
+"""A gateway applies a message at once, which takes some milliseconds for so many hashes. Outputs of other workers come
+between the messages of a large listing."""
 
 
 @dataclass(frozen=True, slots=True)

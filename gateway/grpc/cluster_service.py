@@ -133,10 +133,14 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         raise ClusterError("this gateway is shutting down; use another one")
 
     async def _recent_description(self, age_s: float) -> pb.DescribeClusterResponse:
-        """A description that is at most `age_s` old, and that watches share. Do not change it."""
+        """A description that watches share, at most `age_s` old when this call began. Do not change it.
+
+        So one description serves all calls that waited for it, however long the controller took.
+        """
         now = asyncio.get_running_loop().time
+        asked_at = now()
         async with self._describing:
-            if now() - self._described_at > age_s:
+            if asked_at - self._described_at > age_s:
                 began_at = now()
                 self._shared, hidden = await self._description(), pb.DescribeClusterResponse()
                 hidden.CopyFrom(self._shared)

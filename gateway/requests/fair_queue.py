@@ -14,7 +14,7 @@ caller nothing. Once the queue is empty, all callers are equal again.
 """
 
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
@@ -174,6 +174,13 @@ class FairQueue(Generic[T]):
         """Callers whose requests wait for their turns."""
         flows = chain.from_iterable(level.flows.items() for level in self._levels.values())
         return {name for name, flow in flows if flow.entries}
+
+    def first_ones_of(self, callers: Iterable[str]) -> Iterator[QueueEntry[T]]:
+        """The first request of each of these callers, at each priority."""
+        for level in self._levels.values():
+            for name in callers:
+                if (flow := level.flows.get(name)) is not None and flow.entries:
+                    yield next(iter(flow.entries))
 
     def __contains__(self, entry: QueueEntry[T]) -> bool:
         level = self._levels.get(entry.priority)

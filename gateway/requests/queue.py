@@ -71,7 +71,8 @@ class RequestQueue(Generic[T]):
         self._is_any_hopeless = False
         """Whether the latest sweep found requests that no worker can run. They do not delay others."""
         self._over_share: set[str] = set()
-        """Callers that held their shares at the latest sweep. Their requests do not delay others."""
+        """Callers that held their shares at the latest sweep, also those to which it did not come. Their requests do
+        not delay others."""
         self._pace_s = pace_of(patience_s)
         self._standstill = Standstill(self._pace_s)
         self._looked_at = 0.0
@@ -193,6 +194,11 @@ class RequestQueue(Generic[T]):
         hopeless: dict[object, RequestError] = {}
         """Needs that no worker meets at present, with the reason."""
         self._over_share = self._find_over_share(self._queue.callers, now)
+        for entry in self._queue.first_ones_of(self._over_share):
+            if not isinstance(
+                entry.reason, OverShare
+            ):  # the reason stays if a later sweep does not come so far
+                entry.reason = self._place(entry)
         self._num_sweeps += 1
         for entry in self._queue.without(self._over_share):
             entry.tried_in, needs = self._num_sweeps, entry.needs()

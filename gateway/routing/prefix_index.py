@@ -2,6 +2,7 @@
 
     hash of a block  ->  its workers, as the bits of one int       equal sets of workers are one object
     worker           ->  its bit, and a log of its stored blocks   8 bytes a block, needed to remove them
+                                                                  (some 64 more while the log is shortened)
 
 Workers send 8 bytes of each hash. 60 bits of them are the key, since such an int takes 32 bytes of memory,
 and a longer int takes 48. Among ten million blocks, two have the same key with a probability of one in twenty
@@ -95,9 +96,9 @@ class PrefixIndex:
         removed, stored = _keys(events.removed), _keys(events.stored)
         self._remove(place, removed)
         self._store(place, stored)
-        num_keys = MIN_SWEEP + 4 * (len(stored) + len(removed))
-        self._shorten_log(place, num_keys)
-        self._sweep(num_keys)
+        num_keys = len(stored) + len(removed)
+        self._shorten_log(place, MIN_SWEEP + 4 * num_keys)
+        self._sweep(MIN_SWEEP + num_keys)
         return True
 
     def forget(self, worker: str) -> None:
@@ -105,8 +106,7 @@ class PrefixIndex:
         place = self._places.pop(worker, None)
         if place is not None:
             self._present ^= place.bit
-            place.log += place.former_log
-            place.former_log, place.copied = array("Q"), set()
+            place.copied = set()
             self._departed.append(place)
 
     def lookup(self, keys: Iterable[Key]) -> dict[str, int]:
@@ -215,11 +215,12 @@ class PrefixIndex:
         """
         while self._departed and num_keys > 0:
             place = self._departed[0]
-            keys = place.log[-num_keys:]
-            del place.log[-num_keys:]
+            log = place.log or place.former_log
+            keys = log[-num_keys:]
+            del log[-num_keys:]
             num_keys -= len(keys)
             self._remove(place, keys)
-            if not place.log:
+            if not place.log and not place.former_log:
                 self._departed.popleft()
                 self._free_bits.append(place.bit)
 

@@ -332,13 +332,15 @@ class Router:
 
 
 def _raise_if_none_may(query: RouteQuery, decodes: list[WorkerEstimate]) -> None:
-    """Raises the query's refusal if it refuses all decode workers. Comes first, since costs take longer."""
-    refusal: RequestError | None = None
+    """Raises the query's first refusal if it refuses all decode workers. To be called before costs are computed, which
+    takes longer."""
+    first: RequestError | None = None
     for worker in decodes:
         if (refusal := query.refusal_at(worker.name)) is None:
             return
-    if refusal is not None:
-        raise refusal
+        first = first or refusal
+    if first is not None:
+        raise first
 
 
 def _by_affinity(workers: list[WorkerEstimate], key: str) -> list[WorkerEstimate]:

@@ -172,6 +172,7 @@ class WorkerEstimate:
         )
 
     def _num_hit_blocks(self, sub_request: Placement) -> int:
+        """See `_hit_blocks`."""
         lacking = (
             sub_request.num_prefill_tokens if sub_request.prefill is None else sub_request.num_transfer_tokens
         )

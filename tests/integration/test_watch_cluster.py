@@ -44,6 +44,22 @@ async def test_watches_share_descriptions(folder: Path) -> None:
         assert control.num_descriptions <= 2, "two if half a second passed meanwhile"
 
 
+async def test_watches_share_descriptions_of_a_controller_that_takes_long(folder: Path) -> None:
+    """The description is older than half a second when it comes, but all of them waited for it."""
+    control = FakeFleetControl(fleet_of(replica("d0")))
+    control.answers.clear()
+    async with (
+        gateway_with(folder, {}, {"d0": answering([3])}, control=control) as under_test,
+        AsyncExitStack() as stack,
+    ):
+        watches = [await stack.enter_async_context(aclosing(under_test.client.watch(60.0))) for _ in range(9)]
+        descriptions = asyncio.gather(*map(anext, watches))
+        await asyncio.sleep(0.7)
+        control.answers.set()
+        await descriptions
+        assert control.num_descriptions <= 2, "of which one is the client's before the watches"
+
+
 async def test_what_changes_all_the_time_is_told_once_an_interval(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": answering([3])}) as under_test:
         interval_s, num_responses = 0.2, 0

@@ -32,14 +32,17 @@ OVER_SHARE = OverShare("its caller holds its share")
 
 
 class QueueUnderTest:
-    """A queue before workers with limited room; records which requests were tried."""
+    """A queue before workers with limited room; records which were tried. `over_share`: callers at their share."""
 
     def __init__(self, room: int = 0, max_queued: int = 10_000) -> None:
         self.room = room
         self.asked: list[str] = []
         self.placed: list[str] = []
         self.refused_ones: dict[str, RequestError] = {}
-        self.waiting = RequestQueue[Request](max_queued, self.place, patience_s=30.0)
+        self.over_share: set[str] = set()
+        self.waiting = RequestQueue[Request](
+            max_queued, self.place, 30.0, lambda a, _: self.over_share & {*a}
+        )
 
     def join(
         self, request: Request, now: float, *, ends_at: float | None = None, patience_s: float = math.inf

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.errors import RequestError, WorkerUnavailable
+from baton.errors import Overloaded, RequestError, WorkerUnavailable
 from gateway.requests.queue import LOOK_AHEAD
 from gateway.requests.shares import HeldBack
 from gateway.routing.placement import NoDecodeWorker
@@ -18,10 +18,32 @@ def test_a_sweep_that_ends_early_takes_no_callers_patience_away() -> None:
         queue.join(Request(str(number), priority=-1), 1.0, patience_s=100.0)
     queue.make_room(0, 2.0)
     assert "x" not in queue.asked, "the sweep ended before it"
-    now = 2.0
+    assert_nobody_is_out_of_patience(queue, 2.0)
+
+
+def test_nor_does_one_that_comes_after_the_caller_has_lost_its_share() -> None:
+    queue = QueueUnderTest()
+    queue.over_share = {"x"}
+    queue.join(Request("x", caller="x", refusal=OVER_SHARE), 0.0, patience_s=30.0)
+    queue.over_share = set()
+    for number in range(LOOK_AHEAD):
+        queue.join(Request(str(number), priority=-1), 1.0, patience_s=100.0)
+    queue.make_room(0, 2.0)
+    assert "x" not in queue.asked, "the sweep ended before it"
+    assert_nobody_is_out_of_patience(queue, 2.0)
+
+
+def assert_nobody_is_out_of_patience(queue: QueueUnderTest, now: float) -> None:
     while now < 60.0:
         now += 0.5
         assert queue.waiting.out_of_patience(now) == []
+
+
+def test_a_full_queue_names_the_share_that_a_request_waits_for() -> None:
+    queue = QueueUnderTest(max_queued=0)
+    queue.over_share = {"x"}
+    with pytest.raises(Overloaded, match=f"0 requests wait already: {OVER_SHARE}"):
+        queue.join(Request("x", caller="x", refusal=OVER_SHARE), 0.0)
 
 
 @pytest.mark.parametrize(
