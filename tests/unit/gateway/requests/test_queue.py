@@ -40,9 +40,8 @@ class QueueUnderTest:
         self.placed: list[str] = []
         self.refused_ones: dict[str, RequestError] = {}
         self.over_share: set[str] = set()
-        self.waiting = RequestQueue[Request](
-            max_queued, self.place, 30.0, lambda a, _: self.over_share & {*a}
-        )
+        at_share = lambda callers, _: self.over_share.intersection(callers)  # noqa: E731
+        self.waiting = RequestQueue[Request](max_queued, self.place, 30.0, at_share)
 
     def join(
         self, request: Request, now: float, *, ends_at: float | None = None, patience_s: float = math.inf
@@ -381,9 +380,7 @@ def test_time_in_which_the_process_stood_still_is_not_waited() -> None:
     queue.join(Request("a"), 0.0, ends_at=60.0, patience_s=10.0)
     assert queue.waiting.out_of_patience(1.0) == []
     assert queue.waiting.out_of_patience(50.0) == [], "only one pace of that gap counts"
-    following = queue.waiting.next_deadline()
-    assert following is not None
-    assert following < 60.0
+    assert (queue.waiting.next_deadline() or math.inf) < 60.0
     assert [entry.item.name for entry in queue.waiting.past_deadline(60.0)] == ["a"], (
         "a client's deadline counts it"
     )
