@@ -125,7 +125,8 @@ class StdioControlClient:
         return future
 
     def _read(self) -> None:
-        with self._stdout:
+        # ValueError: the owner of the process has closed the stream while this thread was between two lines.
+        with contextlib.suppress(ValueError), self._stdout:
             for line in self._stdout:
                 self._on_line(line)
         with self._lock:

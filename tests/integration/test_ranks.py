@@ -94,7 +94,6 @@ def starting(
 ) -> Iterator[RankProcesses]:
     """Other ranks that have begun to load; ends every one."""
     values = {"engine": {"rank_timeout_s": 20.0}, **config}
-    earlier = psutil.Process().children()
     others = RankProcesses(
         BatonConfig.from_mapping(values),
         num_ranks,
@@ -104,24 +103,15 @@ def starting(
         on_kv_output,
         module=FAKE_RANK,
     )
-    children = [child for child in psutil.Process().children() if child not in earlier and is_rank(child)]
+    pids = [link.process.pid for link in others._group.links]
     try:
-        assert len(children) == num_ranks - 1
+        assert len(pids) == num_ranks - 1
         yield others
     finally:
         begun = time.monotonic()
         others.stop()
         assert time.monotonic() - begun < SOON_S
-        assert not any(child.is_running() for child in children)
-
-
-def is_rank(child: psutil.Process) -> bool:
-    """Whether it is one of the other ranks. One that has just begun, or has ended, has no command line."""
-    try:
-        command = child.cmdline()
-    except psutil.ZombieProcess:
-        return True
-    return not command or FAKE_RANK in command
+        assert not any(map(psutil.pid_exists, pids))
 
 
 @contextmanager

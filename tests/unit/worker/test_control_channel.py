@@ -250,3 +250,15 @@ def test_too_many_calls_at_a_time_are_refused() -> None:
     (refusal,) = replies_to(b"".join(line(n, Drain(1.0)) for n in range(MAX_CALLS + 1)), worker=worker)
     assert failure_in(refusal) == (MAX_CALLS, "FleetError", f"{MAX_CALLS} calls are under way already")
     worker.may_drain.set()
+
+
+def test_a_client_whose_stream_was_closed_by_the_owner_of_the_process_says_that_the_worker_is_gone() -> None:
+    read_end, write_end = os.pipe()
+    with os.fdopen(write_end, "w") as stdin:
+        stdout = os.fdopen(read_end)
+        stdout.close()  # before the reader begins, as on a busy machine
+        client = StdioControlClient("w0", stdin, stdout)
+        client._reader.join(60)
+        assert client.is_gone
+        with pytest.raises(ClusterError, match="its process has ended"):
+            asyncio.run(client.call(WaitStatus(0.0)))
