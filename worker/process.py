@@ -141,6 +141,7 @@ def _end_on_signals() -> WakeUp:
     end = WakeUp()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: end.set())
+    end.set_by_signals()
     return end
 
 

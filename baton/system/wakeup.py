@@ -1,5 +1,6 @@
 """WakeUp: lets any thread end another thread's poll, with no polling and no locks."""
 
+import signal
 import socket
 
 
@@ -26,6 +27,14 @@ class WakeUp:
             return  # full, so readable already
         except OSError:
             return  # closed: no thread waits any more
+
+    def set_by_signals(self) -> None:
+        """From now on, each signal with a handler in Python sets the flag. Only the main thread may call this.
+
+        A handler that calls `set` is not enough: Python runs it between two instructions of the main thread. If the
+        signal comes right before that thread waits in a poller, it would run only after the wait.
+        """
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
     def clear(self) -> None:
         try:

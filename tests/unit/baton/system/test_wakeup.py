@@ -1,6 +1,7 @@
 """WakeUp: news set before or during a poll ends it, once cleared it is quiet again."""
 
 import select
+import signal
 import threading
 
 from baton.system.wakeup import WakeUp
@@ -34,3 +35,17 @@ def test_setting_after_close_does_nothing() -> None:
     wakeup = WakeUp()
     wakeup.close()
     wakeup.set()
+
+
+def test_a_signal_sets_it_without_its_handler() -> None:
+    """The handler runs later, if the signal comes right before the main thread waits."""
+    wakeup = WakeUp()
+    former = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        wakeup.set_by_signals()
+        signal.raise_signal(signal.SIGUSR1)
+        assert is_readable(wakeup)
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR1, former)
+        wakeup.close()
