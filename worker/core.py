@@ -261,7 +261,7 @@ class EngineCore:
 
     def _look_at_non_finite(self, request_ids: Set[str]) -> dict[str, EngineCoreOutputs]:
         """Does nothing if none of these requests is unfinished: then an earlier step ended them."""
-        if request_ids.isdisjoint(self.scheduler.request_ids):
+        if not request_ids or request_ids.isdisjoint(self.scheduler.request_ids):
             return {}
         logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
         self.health.count_non_finite_step()
@@ -269,7 +269,7 @@ class EngineCore:
 
     def _give_back_if_unfit(self, failure: str, request_ids: Iterable[str]) -> dict[str, EngineCoreOutputs]:
         """After a failure: if the device is at fault, nothing is known against these requests."""
-        if self.health.is_fit(failure):
+        if self.health.is_fit_after(failure):
             return {}
         status, error = RequestStatus.FINISHED_GIVEN_BACK, "the device of this worker is at fault"
         return self.scheduler.finish_requests(request_ids, status, error)
@@ -349,6 +349,8 @@ def _joined(
     first: dict[str, EngineCoreOutputs], second: dict[str, EngineCoreOutputs]
 ) -> dict[str, EngineCoreOutputs]:
     """The outputs of both by client, the first ones before the second ones."""
+    if not first:
+        return second
     nothing = EngineCoreOutputs(())
     return {
         client_id: EngineCoreOutputs(

@@ -44,7 +44,7 @@ class DeviceHealth:
         if len(self._non_finite_at) == MAX_NON_FINITE_STEPS and took_s <= NON_FINITE_WINDOW_S:
             self._become_unfit(f"{NON_FINITE}, in {MAX_NON_FINITE_STEPS} steps within {took_s:.0f} s")
 
-    def is_fit(self, failure: str) -> bool:
+    def is_fit_after(self, failure: str) -> bool:
         """After this failure of a step: runs the check, unless the device is known to be unfit."""
         if self.unfit_reason is None and (fault := self._check()) is not None:
             self._become_unfit(f"{failure}; the device check failed, too: {fault}")

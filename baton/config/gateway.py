@@ -194,8 +194,11 @@ class GatewayConfig(Section):
         if self.http_port is None:
             http = ("allowed_hosts", "metrics_need_key", *bounds)
             self.refuse_changed(http, "is for HTTP, which http_port null turns off; remove one of the two")
-            for key in {"response_store", "response_store_file"} & self.model_fields_set:
-                raise ValueError(f"{key} is for HTTP, which http_port null turns off; remove one of the two")
+            for key in ("response_store", "response_store_file"):
+                if key in self.model_fields_set:
+                    raise ValueError(
+                        f"{key} is for HTTP, which http_port null turns off; remove one of the two"
+                    )
         if self.grpc_max_connection_age_s is None:
             self.refuse_changed(("grpc_connection_grace_s",), "needs grpc_max_connection_age_s")
         if self.response_store == "none":

@@ -80,10 +80,10 @@ def test_c55_steps_that_are_not_finite_count_against_a_device_only_if_they_come_
     clock = VirtualClock()
     health = DeviceHealth(lambda: None, clock)
     for _ in range(MAX_NON_FINITE_STEPS):
-        assert health.is_fit("too hot")
+        assert health.is_fit_after("too hot")
         clock.advance(pace_s)
         health.count_non_finite_step()
-    assert health.is_fit("too hot") is is_fit
+    assert health.is_fit_after("too hot") is is_fit
     assert health.num_non_finite_steps == MAX_NON_FINITE_STEPS
 
 
@@ -103,6 +103,6 @@ def test_a_check_after_every_step_changes_no_token(folder: Path, settings: dict[
             while engine.scheduler.has_requests():
                 engines.step()
                 if is_checked:
-                    assert engine.core.health.is_fit("nothing")
+                    assert engine.core.health.is_fit_after("nothing")
             answers.append({name: answer.token_ids for name, answer in engine.answers.items()})
     assert answers[0] == answers[1]
