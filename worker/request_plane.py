@@ -341,9 +341,8 @@ class RequestServer:
             self._end_requests(peer, why)
 
     def _end_requests(self, peer: bytes, why: str) -> None:
-        level = (
-            logging.INFO if why == _DISCONNECTED else logging.WARNING
-        )  # a gateway leaves a worker that has drained
+        # A gateway disconnects from a worker that has drained.
+        level = logging.INFO if why == _DISCONNECTED else logging.WARNING
         logger.log(level, "the session on connection %s ended (%s)", peer.hex(), why)
         self._sink.abort_client(_client_id(peer))
 

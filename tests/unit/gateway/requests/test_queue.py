@@ -1,89 +1,10 @@
 """The queue: its order, which requests may pass a request that does not fit, and how long each may wait."""
 
-import math
-from dataclasses import dataclass
-
 import pytest
 
-from baton.errors import Overloaded, RequestError, WorkerUnavailable
-from gateway.requests.fair_queue import QueueEntry
-from gateway.requests.queue import LOOK_AHEAD, MAX_PASSED, RequestQueue
-from gateway.requests.shares import OverShare
-from gateway.routing.placement import NoRoom
-
-
-@dataclass(eq=False)
-class Request:
-    name: str
-    size: int = 1
-    priority: int = 0
-    is_resumed: bool = False
-    gave_way: bool = False
-    refusal: RequestError | None = None
-    """Why it gets no place, whatever room there is."""
-    has_worker: bool = True
-    caller: str = "a caller"
-    num_tokens: int = 10
-    deadline: float | None = None
-    """When the request must begin at the latest."""
-
-
-OVER_SHARE = OverShare("its caller holds its share")
-
-
-class QueueUnderTest:
-    """A queue before workers with limited room; records which were tried. `over_share`: callers at their share."""
-
-    def __init__(self, room: int = 0, max_queued: int = 10_000) -> None:
-        self.room = room
-        self.asked: list[str] = []
-        self.placed: list[str] = []
-        self.refused_ones: dict[str, RequestError] = {}
-        self.over_share: set[str] = set()
-        at_share = lambda callers, _: self.over_share.intersection(callers)  # noqa: E731
-        self.waiting = RequestQueue[Request](max_queued, self.place, 30.0, at_share)
-
-    def join(
-        self, request: Request, now: float, *, ends_at: float | None = None, patience_s: float = math.inf
-    ) -> QueueEntry[Request] | None:
-        """The request's entry if it waits; None if it was placed. Raises the error if it was refused itself."""
-        entry = QueueEntry(
-            item=request,
-            caller=request.caller,
-            num_tokens=request.num_tokens,
-            priority=request.priority,
-            is_resumed=request.is_resumed or request.gave_way,
-            gave_way=request.gave_way,
-            needs=lambda: request.has_worker,
-            begin_by=request.deadline,
-            deadline=ends_at,
-            patience_s=patience_s,
-        )
-        if refusal := self.waiting.join(entry, now):
-            refused, error = refusal
-            assert refused not in self.waiting
-            if refused is entry:
-                raise error
-            self.refused_ones[refused.item.name] = error
-        return entry if entry in self.waiting else None
-
-    def place(self, entry: QueueEntry[Request]) -> RequestError | None:
-        request = entry.item
-        self.asked.append(request.name)
-        if not request.has_worker:
-            return WorkerUnavailable("no such worker")
-        if request.refusal is not None:
-            return request.refusal
-        if request.size > self.room:
-            return NoRoom(f"{request.size} do not fit")
-        self.room -= request.size
-        self.placed.append(request.name)
-        return None
-
-    def make_room(self, size: int, now: float = 0.0) -> None:
-        self.room += size
-        self.asked.clear()
-        self.waiting.sweep(now)
+from baton.errors import Overloaded, WorkerUnavailable
+from gateway.requests.queue import LOOK_AHEAD, MAX_PASSED
+from tests.factories.queue_under_test import OVER_SHARE, QueueUnderTest, Request
 
 
 def test_a_request_with_room_does_not_wait() -> None:
@@ -380,7 +301,9 @@ def test_time_in_which_the_process_stood_still_is_not_waited() -> None:
     queue.join(Request("a"), 0.0, ends_at=60.0, patience_s=10.0)
     assert queue.waiting.out_of_patience(1.0) == []
     assert queue.waiting.out_of_patience(50.0) == [], "only one pace of that gap counts"
-    assert (queue.waiting.next_deadline() or math.inf) < 60.0
+    following = queue.waiting.next_deadline()
+    assert following is not None
+    assert following < 60.0
     assert [entry.item.name for entry in queue.waiting.past_deadline(60.0)] == ["a"], (
         "a client's deadline counts it"
     )

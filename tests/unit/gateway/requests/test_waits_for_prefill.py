@@ -2,7 +2,7 @@
 
 from gateway.requests.shares import HeldBack
 from gateway.routing.placement import NoPrefillWorker
-from tests.unit.gateway.requests.test_queue import OVER_SHARE, QueueUnderTest, Request
+from tests.factories.queue_under_test import OVER_SHARE, QueueUnderTest, Request
 
 
 def test_the_queue_knows_since_when_requests_wait_for_a_prefill_worker() -> None:

@@ -6,7 +6,7 @@ from baton.errors import Overloaded, RequestError, WorkerUnavailable
 from gateway.requests.queue import LOOK_AHEAD
 from gateway.requests.shares import HeldBack
 from gateway.routing.placement import NoDecodeWorker
-from tests.unit.gateway.requests.test_queue import OVER_SHARE, QueueUnderTest, Request
+from tests.factories.queue_under_test import OVER_SHARE, QueueUnderTest, Request
 from tests.unit.gateway.requests.test_shares import UnderTest
 from tests.unit.gateway.routing.test_router import POLICIES
 
