@@ -94,7 +94,7 @@ def _not_a_text(arguments: Sequence[str]) -> str | None:
 
 
 def _fail(options: argparse.Namespace, error: object, code: int) -> int:
-    print(f"baton {options.command}: {error}", file=sys.stderr)
+    sys.stderr.write(f"baton {options.command}: {error}\n")  # at once; others may write to it, too
     return code
 
 

@@ -15,7 +15,7 @@ from baton.config import KVTransferConfig, SchedulerConfig
 from baton.errors import Overloaded, RequestError, WireError
 from baton.kv import KVFingerprint, WorkerRef
 from baton.kv_groups import ONE_GROUP, KVGroups
-from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
+from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, RunSuspect, SubmitRequest
 from baton.messages.session import WorkerSessions
 from baton.request import EngineRequest, RequestOutput
 from baton.sampling import StructuredOutput
@@ -180,23 +180,28 @@ class Worker(Process):
         )
         return self.sessions.heartbeat(gateway.encode(), status)
 
-    def on_command(self, gateway: str, command: SubmitRequest | AbortRequests) -> None:
+    def on_command(self, gateway: str, command: SubmitRequest | RunSuspect | AbortRequests) -> None:
         """Handles a message that is not a Hello, as RequestServer._receive does."""
         try:
             self.sessions.count_command(gateway.encode(), command)
         except WireError:
             self._world.counts["path command of another session"] += 1
             return
-        if isinstance(command, AbortRequests):
-            self.abort(gateway, command.request_ids)
-            return
-        if command.request.is_suspect:
-            if refused := self.suspects.begin(gateway, command.request, self._world.now):
-                self._world.counts["path suspect refused"] += 1
-                self._send(gateway, [refused])
-                return
-            self._beat(self)
-        self.submit(gateway, command.request)
+        match command:
+            case SubmitRequest(request) if request.is_suspect:
+                if refused := self.suspects.begin(gateway, request, self._world.now):
+                    self._world.counts["path suspect refused"] += 1
+                    self._send(gateway, [refused])
+                else:
+                    self._beat(self)
+            case SubmitRequest(request):
+                self.submit(gateway, request)
+            case RunSuspect(request_id):
+                if suspect := self.suspects.release(gateway, request_id):
+                    self.submit(gateway, suspect)
+            case AbortRequests(request_ids):
+                self._drop_suspects(gateway, request_ids)
+                self.abort(gateway, request_ids)
 
     def lose_gateway(self, gateway: str) -> None:
         """The gateway is unreachable, or was silent for too long."""
@@ -212,6 +217,7 @@ class Worker(Process):
 
     def abort_client(self, gateway: str) -> None:
         """The gateway's session is over."""
+        self._drop_suspects(gateway)
         self._command(lambda: self._deliver(self.requests.abort(gateway, self.requests.of_client(gateway))))
 
     def give_back(self) -> None:
@@ -296,6 +302,11 @@ class Worker(Process):
         """As RequestServer does."""
         self._outboxes[gateway](self, outputs)
         if self.suspects.note(outputs, self._world.now):
+            self._beat(self)
+
+    def _drop_suspects(self, gateway: str, request_ids: tuple[str, ...] | None = None) -> None:
+        if self.suspects.drop(gateway, request_ids, self._world.now):
+            self._world.counts["path held suspect dropped"] += 1
             self._beat(self)
 
     def _step_duration_s(self) -> float:

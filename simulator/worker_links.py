@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
+from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, RunSuspect, SubmitRequest
 from baton.messages.session import GatewaySession
 from baton.request import RequestOutput
+from baton.worker import WorkerStatus
 from simulator.worker import Worker
 from simulator.world import World
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 
 MAX_DELAY_S = 0.002
+
+_Command = SubmitRequest | RunSuspect | AbortRequests
 
 
 @dataclass(slots=True)
@@ -96,7 +99,7 @@ class WorkerLinks:
     def end_silence(self, name: str) -> None:
         self._silent.discard(name)
         if worker := self._workers.get(name):
-            self._listener.on_status(worker.heartbeat(self.name).status)
+            self._on_status(worker.heartbeat(self.name).status)
 
     def cut_off(self, name: str) -> None:
         """No message passes between gateway and worker, in either direction, until `reconnect`."""
@@ -122,13 +125,15 @@ class WorkerLinks:
 
     # messages
 
-    def send(self, name: str, make: Callable[[GatewaySession], SubmitRequest | AbortRequests]) -> None:
+    def send(self, name: str, make: Callable[[GatewaySession], _Command]) -> None:
         """Sends a command to a worker, unless the worker was lost."""
         if (worker := self._workers.get(name)) is None:
             return
-        session = self._sessions[name]
-        command = make(session)
-        session.count_command()
+        self._send_command(worker, make(self._sessions[name]))
+
+    def _send_command(self, worker: Worker, command: _Command) -> None:
+        name = worker.name
+        self._sessions[name].count_command()
         self._plane.send(
             "gateway", name, lambda: self._reach(worker, lambda: worker.on_command(self.name, command))
         )
@@ -166,7 +171,7 @@ class WorkerLinks:
         is_mute = worker.is_dead or worker.paused_until > self._world.now
         is_known = self._workers.get(worker.name) is worker
         if is_known and not is_mute and worker.name not in self._silent | self._plane.cut_off:
-            self._listener.on_status(worker.heartbeat(self.name).status)
+            self._on_status(worker.heartbeat(self.name).status)
 
     def _answer(self, worker: Worker, hello: Hello) -> None:
         """Answers a Hello, as a worker's request plane does."""
@@ -180,7 +185,13 @@ class WorkerLinks:
             self._world.counts["path session lost"] += 1
             self._listener.on_worker_lost(worker.name, loss)
         if worker.name not in self._silent:
-            self._listener.on_status(heartbeat.status)
+            self._on_status(heartbeat.status)
+
+    def _on_status(self, status: WorkerStatus) -> None:
+        self._listener.on_status(status)
+        if worker := self._workers.get(status.ref.name):
+            for command in self._sessions[worker.name].run_named(status):
+                self._send_command(worker, command)
 
     def _reach(self, worker: Worker, action: Callable[[], None]) -> None:
         if not worker.is_dead:

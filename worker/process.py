@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         endpoint = worker.start()
         settle()
     except BatonError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")  # at once; print may write the end of the line later
         _print(failure_to_json(error))
         return 1
     try:

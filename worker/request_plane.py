@@ -25,6 +25,7 @@ from baton.messages.request_plane import (
     Hello,
     KVEvents,
     Outputs,
+    RunSuspect,
     SubmitRequest,
     SubscribeKVEvents,
     foreign_version,
@@ -235,25 +236,30 @@ class RequestServer:
             case SubmitRequest(request):
                 extra = {"engine_request_id": request.request_id}
                 logger.debug("received request %s", request.request_id, extra=extra)
-                if not request.is_suspect or self._begin_turn(peer, request):
+                if request.is_suspect:
+                    self._begin_turn(peer, request)
+                else:
                     self._sink.submit(_client_id(peer), request)
+            case RunSuspect(request_id):
+                if suspect := self._suspects.release(_client_id(peer), request_id):
+                    self._sink.submit(_client_id(peer), suspect)
             case AbortRequests(request_ids):
+                self._drop_suspects(peer, request_ids)
                 self._sink.abort(_client_id(peer), request_ids)
             case SubscribeKVEvents():
                 self._sink.subscribe_kv_events(_client_id(peer))
 
-    def _begin_turn(self, peer: bytes, suspect: EngineRequest) -> bool:
-        """Begins a suspect's turn and notifies the gateways before the engine gets it, or refuses the suspect."""
+    def _begin_turn(self, peer: bytes, suspect: EngineRequest) -> None:
+        """Begins a suspect's turn and notifies the gateways, or refuses the suspect."""
         refused = self._suspects.begin(_client_id(peer), suspect, self._running_s())
         if refused is not None:
             self.send(_client_id(peer), [refused])
-            return False
-        self._beat()
-        if peer in self._sessions.peers:
-            return True
-        self._suspects.end(suspect.request_id, self._running_s())  # its gateway has left
-        self._is_beat_due.set()
-        return False
+        else:
+            self._beat()
+
+    def _drop_suspects(self, peer: bytes, request_ids: tuple[str, ...] | None = None) -> None:
+        if self._suspects.drop(_client_id(peer), request_ids, self._running_s()):
+            self._is_beat_due.set()  # another suspect may wait for its turn
 
     def _refuse(self, peer: bytes, version: int) -> None:
         """Opens no session for a gateway of another version; sends it a heartbeat that tells our version."""
@@ -344,6 +350,7 @@ class RequestServer:
         # A gateway disconnects from a worker that has drained.
         level = logging.INFO if why == _DISCONNECTED else logging.WARNING
         logger.log(level, "the session on connection %s ended (%s)", peer.hex(), why)
+        self._drop_suspects(peer)
         self._sink.abort_client(_client_id(peer))
 
 

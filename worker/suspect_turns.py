@@ -5,8 +5,8 @@ worker would be evidence against neither. A gateway runs its own suspects one at
 other gateways. So a worker refuses suspects while it is the turn of another one. A turn ends when its suspect ends or
 its answer grows, or after SUSPECT_TURN_S; then the suspect may still run.
 
-The worker names the suspects that run in its heartbeats, and sends heartbeats before a suspect runs. If the worker
-ends then, the gateways know whether one suspect ran alone.
+The worker names the suspects that run in its heartbeats, and sends heartbeats when a turn begins. The suspect is held
+until its gateway has read one and says so. If the worker ends then, the gateway knows whether the suspect ran alone.
 """
 
 from collections.abc import Iterable
@@ -20,8 +20,11 @@ RESERVED_S = 1.0
 """For how long after a turn only the client may begin that was refused first: others may be faster each time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Turn:
+    client_id: str
+    held: EngineRequest | None
+    """The suspect, until it runs."""
     ends_at: float
     num_tokens: int
     """The answer has grown when it has more tokens than this."""
@@ -37,7 +40,7 @@ class SuspectTurns:
         self._reserved_until = 0.0
 
     def running(self) -> tuple[str, ...]:
-        """The suspects that have begun here. They have not ended, and their answers have not grown."""
+        """The suspects whose turns have begun here. They have not ended, and their answers have not grown."""
         return tuple(self._turns)
 
     def is_free(self, now: float) -> bool:
@@ -45,17 +48,42 @@ class SuspectTurns:
         return all(turn.ends_at <= now for turn in self._turns.values())
 
     def begin(self, client_id: str, suspect: EngineRequest, now: float) -> RequestOutput | None:
-        """Begins this suspect's turn. Returns the refusal if it is another suspect's turn."""
+        """Begins this suspect's turn, and holds it. Returns the refusal if it is another suspect's turn."""
         is_free, is_reserved = self.is_free(now), now < self._reserved_until
         if is_free and (not is_reserved or client_id == self._next_client):
             self._next_client, self._reserved_until = None, 0.0
             # One more token is no progress: in each attempt, the prefill worker brings one.
-            self._turns[suspect.request_id] = _Turn(now + SUSPECT_TURN_S, len(suspect.output_token_ids) + 1)
+            num_tokens = len(suspect.output_token_ids) + 1
+            self._turns[suspect.request_id] = _Turn(client_id, suspect, now + SUSPECT_TURN_S, num_tokens)
             return None
         if not is_reserved:
             self._next_client = client_id
             self._reserved_until = max(turn.ends_at for turn in self._turns.values()) + RESERVED_S
         return refusal(suspect.request_id, Overloaded("another suspect is tried first", 1.0))
+
+    def release(self, client_id: str, request_id: str) -> EngineRequest | None:
+        """The client has read that the suspect is named. Returns the suspect if it was held; it runs from now on."""
+        turn = self._turns.get(request_id)
+        if turn is None or turn.client_id != client_id:
+            return None
+        held, turn.held = turn.held, None
+        return held
+
+    def drop(self, client_id: str, request_ids: Iterable[str] | None, now: float) -> bool:
+        """Ends the turns of the client's held suspects: of these, or of all. Returns whether there were any.
+
+        The turns of suspects that run end with their last outputs.
+        """
+        dropped = [
+            name
+            for name, turn in self._turns.items()
+            if turn.held is not None
+            and turn.client_id == client_id
+            and (request_ids is None or name in request_ids)
+        ]
+        for name in dropped:
+            self.end(name, now)
+        return bool(dropped)
 
     def end(self, request_id: str, now: float) -> None:
         """The suspect has ended, or its answer has grown."""

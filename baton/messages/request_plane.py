@@ -12,7 +12,7 @@ from baton.messages.wire import Codec, unpack
 from baton.request import EngineRequest, RequestOutput
 from baton.worker import WorkerStatus
 
-REQUEST_PLANE_VERSION = 10
+REQUEST_PLANE_VERSION = 11
 """Increases whenever a message changes. The first version had no number; it counts as 1."""
 
 
@@ -45,6 +45,17 @@ class SubmitRequest:
     """Gateway -> worker: one attempt's prefill, decode or local request."""
 
     request: EngineRequest
+    session: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSuspect:
+    """Gateway -> worker: the gateway has read a heartbeat that names this suspect, so the suspect may run.
+
+    If the worker ends under it, the gateway knows which request ran.
+    """
+
+    request_id: str
     session: int | None
 
 
@@ -111,12 +122,12 @@ class KVEvents:
                 raise WireError(f"{name}: {len(getattr(self, name))} bytes are not a whole number of hashes")
 
 
-SessionCommand = SubmitRequest | AbortRequests | SubscribeKVEvents
+SessionCommand = SubmitRequest | RunSuspect | AbortRequests | SubscribeKVEvents
 """The messages that a session counts."""
 ToWorker = Hello | SessionCommand
 ToGateway = Outputs | Heartbeat | KVEvents
 
-TO_WORKER: Codec[ToWorker] = Codec(Hello, SubmitRequest, AbortRequests, SubscribeKVEvents)
+TO_WORKER: Codec[ToWorker] = Codec(Hello, SubmitRequest, RunSuspect, AbortRequests, SubscribeKVEvents)
 TO_GATEWAY: Codec[ToGateway] = Codec(Outputs, Heartbeat, KVEvents)
 
 

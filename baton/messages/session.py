@@ -27,6 +27,7 @@ from baton.messages.request_plane import (
     AbortRequests,
     Heartbeat,
     Hello,
+    RunSuspect,
     SessionCommand,
     SubmitRequest,
     SubscribeKVEvents,
@@ -46,6 +47,8 @@ class GatewaySession:
         self._number: int | None = None
         self._num_commands = 0
         self._num_outputs = 0
+        self._unnamed: set[str] = set()
+        """Suspects that no heartbeat has named yet, so the worker does not run them."""
 
     @property
     def number(self) -> int | None:
@@ -56,9 +59,18 @@ class GatewaySession:
         return Hello(self._incarnation, self._gateway, self._connection, self._number, self._num_commands)
 
     def submit(self, request: EngineRequest) -> SubmitRequest:
+        if request.is_suspect:
+            self._unnamed.add(request.request_id)
         return SubmitRequest(request, self._number)
 
+    def run_named(self, status: WorkerStatus) -> list[RunSuspect]:
+        """Commands to run the suspects that this status is the first to name."""
+        named = self._unnamed.intersection(status.suspects)
+        self._unnamed -= named
+        return [RunSuspect(request_id, self._number) for request_id in sorted(named)]
+
     def abort(self, request_ids: tuple[str, ...]) -> AbortRequests:
+        self._unnamed.difference_update(request_ids)
         return AbortRequests(request_ids, self._number)
 
     def subscribe_kv_events(self) -> SubscribeKVEvents:
@@ -80,6 +92,7 @@ class GatewaySession:
             return f"{num_missing} of its messages did not arrive" if num_missing else None
         is_first = self._number is None and not self._num_commands
         self._number, self._num_commands = heartbeat.session, 0
+        self._unnamed.clear()
         return None if is_first else "it had lost this gateway and ended its requests"
 
 

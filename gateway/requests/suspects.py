@@ -6,8 +6,8 @@ The answer of a bystander usually grows in between. Suspects take turns: those o
 gateways on one worker (worker/suspect_turns.py).
 
 A request is stopped when a fifth worker ends under it at the same token. From the third on, a worker counts only if
-its last heartbeat named no other suspect. If a worker may have ended because of another suspect, or before it could
-name this one, it counts only towards the eighth loss, which also stops a request. It is not stopped if another request
+its last heartbeat named this suspect and no other. If a worker may have ended because of another suspect, or before
+this one ran, it counts only towards the eighth loss, which also stops a request. It is not stopped if another request
 on that worker has also lost too many, or if at least as many workers ended without it lately.
 
     lost once ----> lost again at the same token: suspect ----> lost three times more, alone: stopped

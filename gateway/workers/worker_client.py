@@ -371,6 +371,8 @@ class WorkerClient:
             return f"{reason}: {message.status.failure}" if message.status.failure else reason
         if not self.is_silent:
             self._listener.on_status(message.status)
+            for command in self._session.run_named(message.status):
+                self._send_command(command)
         return None
 
     def _send_command(self, command: SessionCommand) -> None:

@@ -14,8 +14,8 @@ from baton.system.curve import secure_client
 from baton.system.hosts import WILDCARDS
 from kv_transfer.transport.zmq_tcp import ZmqChannel
 from tests.factories.hosts import BIND_HOSTS
+from tests.factories.request_plane import STATUS, RecordingSink
 from tests.factories.security import KEYS
-from tests.integration.test_request_plane import STATUS, RecordingSink
 from worker.request_plane import RequestServer
 
 TIMEOUT_S = 10.0

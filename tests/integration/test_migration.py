@@ -263,7 +263,7 @@ def test_c51_a_request_that_kills_its_workers_ends(folder: Path) -> None:
                 elif isinstance(w0.received.get(), EngineRequest):
                     under_test.gateway.workers.remove_worker("w0", "killed by the test")
                     under_test.gateway.workers.add_worker(w0.endpoint)
-            with pytest.raises(GatewayError, match=r"[5-8] workers ended one after another"):
+            with pytest.raises(GatewayError, match="5 workers ended one after another"):
                 await call
 
     run(test())

@@ -1,9 +1,7 @@
 """A worker's end of the request plane over real ZeroMQ: who may talk, what comes back, and who counts as gone."""
 
-import queue
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import msgpack
 import pytest
@@ -11,11 +9,8 @@ import zmq
 
 from baton.clock import SystemClock
 from baton.config import NetworkConfig
-from baton.kv import WorkerRef
 from baton.messages.request_plane import (
     REQUEST_PLANE_VERSION,
-    TO_GATEWAY,
-    TO_WORKER,
     AbortRequests,
     Heartbeat,
     Hello,
@@ -23,79 +18,14 @@ from baton.messages.request_plane import (
     Outputs,
     SubmitRequest,
     SubscribeKVEvents,
-    ToGateway,
-    ToWorker,
 )
 from baton.messages.wire import MAX_MESSAGE_BYTES
-from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
-from baton.sampling import SamplingParams
-from baton.system.curve import secure_client
-from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
+from baton.request import ErrorKind, FinishReason, RequestOutput
+from baton.worker import WorkerState, WorkerStatus
+from tests.factories.request_plane import NETWORK, REQUEST, STATUS, GatewaySocket, RecordingSink
 from tests.factories.security import KEYS
 from worker.kv_events import MAX_HASHES_PER_MESSAGE, KVChange
 from worker.request_plane import RequestServer
-
-NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=2.0)
-STATUS = WorkerStatus(
-    WorkerRef("p0", "incarnation-1", ("tcp://127.0.0.1:1",), 16),
-    WorkerRole.PREFILL,
-    WorkerState.READY,
-    KVBlockCounts(9, 9, 0, 0),
-    RequestCounts(0, 0, 0),
-    {},
-)
-REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1, 2), sampling_params=SamplingParams())
-
-
-class RecordingSink:
-    """Keeps the calls it received, for a test to wait on."""
-
-    def __init__(self) -> None:
-        self.received: queue.Queue[tuple[object, ...]] = queue.Queue()
-
-    def submit(self, client_id: str, request: EngineRequest) -> None:
-        self.received.put(("submit", client_id, request))
-
-    def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
-        self.received.put(("abort", client_id, request_ids))
-
-    def abort_client(self, client_id: str) -> None:
-        self.received.put(("abort_client", client_id))
-
-    def subscribe_kv_events(self, client_id: str) -> None:
-        self.received.put(("subscribe", client_id))
-
-    def fail(self, error: BaseException) -> None:
-        self.received.put(("fail", error))
-
-
-class GatewaySocket:
-    """A gateway's DEALER, driven by hand."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes) -> None:
-        self.client_id = identity.hex()
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, identity)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVTIMEO, 10_000)
-        secure_client(self.socket, KEYS.request)
-        self.socket.connect(address)
-
-    def send(self, message: ToWorker) -> None:
-        self.socket.send(TO_WORKER.encode(message))
-
-    def receive(self) -> ToGateway:
-        return TO_GATEWAY.decode(self.socket.recv())
-
-    def wait_for_suspects(self, *names: str) -> None:
-        while not (isinstance(message := self.receive(), Heartbeat) and message.status.suspects == names):
-            pass
-
-    def receive_outputs(self) -> Outputs:
-        while True:
-            message = self.receive()
-            if isinstance(message, Outputs):
-                return message
 
 
 @pytest.fixture
@@ -140,27 +70,6 @@ def test_outputs_go_to_the_gateway_that_asked(server: RequestServer, gateway: Ga
     output = RequestOutput(request_id="r", first_position=0, token_ids=(7,))
     server.send(gateway.client_id, [output])
     assert gateway.receive_outputs() == Outputs((output,))
-
-
-def test_c56_a_suspect_is_named_before_the_engine_has_it_and_another_gateways_is_refused(
-    server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
-) -> None:
-    suspect = replace(REQUEST, is_suspect=True)
-    with zmq.Context() as context:
-        second = GatewaySocket(context, server.address, b"\x01second")
-        second.send(Hello("incarnation-1", "g2", 1, None, 0))
-        second.receive()
-        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
-        gateway.send(SubmitRequest(suspect, 2))
-        assert sink.received.get(timeout=60) == ("submit", gateway.client_id, suspect)
-        second.wait_for_suspects("r")
-        second.send(SubmitRequest(replace(suspect, request_id="s"), 1))
-        (refused,) = second.receive_outputs().outputs
-        assert (refused.request_id, refused.error_kind) == ("s", ErrorKind.OVERLOADED)
-        end = RequestOutput(request_id="r", first_position=0, finish_reason=FinishReason.STOP)
-        server.send(gateway.client_id, [end])
-        second.wait_for_suspects()
-        second.socket.close()
 
 
 def test_c44_a_hello_meant_for_another_incarnation_opens_nothing(

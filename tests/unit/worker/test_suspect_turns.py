@@ -60,6 +60,34 @@ def test_c56_a_place_is_not_kept_for_long() -> None:
     assert turns.begin("g1", suspect("b"), 1.0 + RESERVED_S) is None
 
 
+def test_c56_a_suspect_is_held_until_its_own_client_has_read_that_it_is_named() -> None:
+    turns = SuspectTurns()
+    turns.begin("g1", suspect("a"), 0.0)
+    assert turns.release("g2", "a") is None
+    assert turns.release("g1", "another") is None
+    assert turns.release("g1", "a") == suspect("a")
+    assert turns.release("g1", "a") is None, "it runs only once"
+    assert turns.running() == ("a",)
+
+
+def test_c56_a_turn_ends_with_its_held_suspect_but_not_with_one_that_runs() -> None:
+    turns = SuspectTurns()
+    turns.begin("g1", suspect("a"), 0.0)
+    assert not turns.drop("g2", ["a"], 0.5)
+    assert not turns.drop("g1", ["b"], 0.5)
+    assert turns.drop("g1", ["a"], 0.5)
+    assert turns.is_free(0.5)
+    assert turns.release("g1", "a") is None
+    turns.begin("g1", suspect("b"), 1.0)
+    turns.release("g1", "b")
+    assert not turns.drop("g1", None, 1.5), "its last output ends its turn"
+    assert turns.running() == ("b",)
+    turns.end("b", 2.0)
+    turns.begin("g1", suspect("c"), 2.0)
+    assert turns.drop("g1", None, 2.5)
+    assert turns.running() == ()
+
+
 @pytest.mark.parametrize(
     ("output", "is_over"),
     [

@@ -1,10 +1,12 @@
 """Both ends of a session on the request plane, over a line that loses what a test wants lost."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.errors import WireError
 from baton.kv import WorkerRef
-from baton.messages.request_plane import Heartbeat
+from baton.messages.request_plane import Heartbeat, RunSuspect
 from baton.messages.session import GatewaySession, WorkerSessions
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
@@ -140,3 +142,23 @@ def test_a_hello_for_another_incarnation_opens_no_session() -> None:
     worker.on_hello(GATEWAY, GatewaySession("an older incarnation", "g", 1).hello(), 0.0)
     assert worker.peers == []
     assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, None, 0)
+
+
+def test_c56_a_suspect_is_run_once_when_a_status_first_names_it() -> None:
+    line, suspect = Line(), replace(REQUEST, is_suspect=True)
+    line.submit()
+    line.gateway.submit(suspect)
+    line.gateway.submit(replace(suspect, request_id="s"))
+    assert line.gateway.run_named(STATUS) == []
+    naming = replace(STATUS, suspects=("another gateway's", "r"))
+    assert line.gateway.run_named(naming) == [RunSuspect("r", line.gateway.number)]
+    assert line.gateway.run_named(naming) == []
+    line.gateway.abort(("s",))
+    assert line.gateway.run_named(replace(STATUS, suspects=("s",))) == []
+
+
+def test_c56_no_suspect_of_a_lost_session_is_run() -> None:
+    line = Line()
+    line.gateway.submit(replace(REQUEST, is_suspect=True))
+    line.gateway.note_heartbeat(Heartbeat(STATUS, 2, 0))
+    assert line.gateway.run_named(replace(STATUS, suspects=("r",))) == []
