@@ -134,17 +134,20 @@ class Scheduler:
         requests = self._under_way.pop(scheduler_output.step, [])
         self._speculation.verify(requests, scheduler_output.scheduled_spec_decode_tokens, sampled)
         for request in requests:
-            token_ids = sampled.get(request.request_id)
+            name = request.request_id
+            token_ids = sampled.get(name)
             if not token_ids or request.is_finished:
                 continue  # not all of its known tokens are computed, or it failed, or it has ended
             if request.num_output_placeholders:
                 request.num_output_placeholders -= 1
-            if self._must_sample_again(request):
+            if request.status is RequestStatus.PREEMPTED and self._must_sample_again(request):
                 continue
-            behind, asked = forced.get(request.request_id, ()), logprobs.get(request.request_id)
-            num_taken = self._take_tokens(request, [*token_ids, *behind], asked, outputs)
-            if behind:
+            asked = logprobs.get(name) if logprobs else None
+            if forced and (behind := forced.get(name)):
+                num_taken = self._take_tokens(request, [*token_ids, *behind], asked, outputs)
                 self._speculation.append_forced(request, behind, num_taken - len(token_ids))
+            else:
+                self._take_tokens(request, token_ids, asked, outputs)
         self._speculation.propose(requests, model_runner_output)
         if failed := model_runner_output.failed:
             self._ending.fail(requests, failed, ErrorKind.INVALID_REQUEST, outputs)
@@ -387,7 +390,6 @@ class Scheduler:
             self._ending.finish_with(request, status, output, outputs)
         return num_taken
 
-    def _must_sample_again(self, request: Request) -> bool:
+    def _must_sample_again(self, preempted: Request) -> bool:
         """Whether to drop the sample: a preempted producer computes all again, unless it is given back."""
-        is_victim = request.is_producer and request.status is RequestStatus.PREEMPTED
-        return is_victim and request.request_id not in self._preemption.given_back
+        return preempted.is_producer and preempted.request_id not in self._preemption.given_back
