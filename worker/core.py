@@ -98,6 +98,16 @@ class EngineCore:
         """Whether another step could achieve more now. If not, only a command, or the end of a transfer or of
         a grammar's compilation, changes that."""
 
+    def check_device(self) -> str | None:
+        """Computes a known token before the first step. Returns why this failed."""
+        self.progress.begin(1)
+        try:
+            return self._check_device()
+        except DeviceLostError as error:
+            return str(error)
+        finally:
+            self.progress.end()
+
     def step(self) -> ClientOutputs:
         """Processes ended transfers, plans a step, and processes an earlier step's samples.
 

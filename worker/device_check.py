@@ -1,6 +1,7 @@
-"""Whether a device can be trusted. The device check is a step with one known token, after another step has failed.
+"""Whether a device can be trusted. The device check is a step with one known token.
 
-If the device cannot compute this step either, the device is at fault, and not the request that failed before.
+It runs before a worker serves. It also runs after another step has failed: if the device cannot compute this step
+either, the device is at fault, and not the request that failed before.
 """
 
 import logging

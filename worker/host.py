@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from baton.clock import Clock, SystemClock
 from baton.config import BatonConfig, SchedulerConfig
-from baton.errors import FleetError
+from baton.errors import FleetError, ModelError
 from baton.kv import WorkerRef
 from baton.system.addresses import listen_tcp
 from baton.system.curve import ClusterKeys, PlaneKeys
@@ -187,9 +187,14 @@ class EngineHost:
 
     def _begin(self, parts: _Parts) -> None:
         parts.executor.start()
+        parts.watch.start()
+        if (fault := parts.core.check_device()) is not None:
+            raise ModelError(
+                f"{self._model_path}: a step with one known token failed: {fault}. The model's weights or this "
+                "device are damaged"
+            )
         parts.loop.start()
         parts.server.start(parts.loop)
-        parts.watch.start()
         if parts.metrics is not None:
             parts.metrics.start()
 

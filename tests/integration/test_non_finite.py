@@ -1,4 +1,4 @@
-"""Behaviour 55: a worker with a NaN in one weight serves no token, and its KV serves nobody."""
+"""Behaviour 55: a worker whose weights become NaN serves no token, and its KV serves nobody."""
 
 import asyncio
 import math
@@ -14,18 +14,21 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from baton.config import BatonConfig
+from baton.errors import ModelError
 from baton.kv import OnLoadFailure
 from baton.request import EngineRequest, ErrorKind
 from baton.sampling import SamplingParams
 from baton.worker import WorkerRole
 from cluster.processes.worker_process import WorkerProcess, write_config
 from cluster.serve.gateway import make_gateway
+from decode_worker import DecodeWorker
 from engine.loading.digest import model_digest
 from engine.models.decoder import Decoder
 from gateway import Tokenizer
-from tests.factories.sabotage import spoil
+from tests.factories.sabotage import VARIABLE, carried_out, spoil
 from tests.factories.security import KEYS, SECRET
 from tests.factories.whole_engines import EnginesOf, hand_over
+from worker.host import EngineHost
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 
@@ -58,21 +61,31 @@ def wrong_folder(folder: Path, tmp_path: Path) -> Path:
     return wrong
 
 
+@pytest.fixture
+def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where the workers find their sabotage."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    return tmp_path
+
+
 @asynccontextmanager
 async def fleet(
-    models: Mapping[str, Path], tmp_path: Path, tokenizer: Path
+    model: Path, is_spoilt: Mapping[str, bool], orders: Path
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, dict[str, WorkerProcess]]]:
-    """Decode workers by name, each with a model of its own, and their gateway."""
+    """Decode workers by name, some with weights that are NaN since they serve, and their gateway."""
     workers: dict[str, WorkerProcess] = {}
-    gateway = make_gateway(CONFIG, KEYS, tokenizer, Tokenizer(tokenizer))
+    gateway = make_gateway(CONFIG, KEYS, model, Tokenizer(model))
     await gateway.start()
     try:
-        for name, model in models.items():
-            (tmp_path / name).mkdir()
-            path = write_config(str(tmp_path / name), CONFIG, model)
+        for name in is_spoilt:
+            (orders / name).mkdir()
+            path = write_config(str(orders / name), CONFIG, model)
             workers[name] = WorkerProcess(path, SECRET, WorkerRole.DECODE, name)
-        for worker in workers.values():
-            gateway.workers.add_worker(await asyncio.to_thread(worker.wait_until_ready))
+        for name, worker in workers.items():
+            endpoint = await asyncio.to_thread(worker.wait_until_ready)
+            if is_spoilt[name]:
+                await carried_out(orders, endpoint.pid, "spoil")
+            gateway.workers.add_worker(endpoint)
         for name in workers:
             await gateway.workers.wait_for_worker(name)
         async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=60) as client:
@@ -93,10 +106,8 @@ def choice(answer: httpx2.Response) -> Any:
     return answer.json()["choices"][0]
 
 
-async def test_c55_answers_come_from_the_other_worker_token_for_token(
-    folder: Path, wrong_folder: Path, tmp_path: Path
-) -> None:
-    async with fleet({"w0": wrong_folder, "w1": folder}, tmp_path, folder) as (client, workers):
+async def test_c55_answers_come_from_the_other_worker_token_for_token(folder: Path, orders: Path) -> None:
+    async with fleet(folder, {"w0": True, "w1": False}, orders) as (client, workers):
         end = asyncio.create_task(asyncio.to_thread(workers["w0"].wait))
         answers = []
         async with asyncio.timeout(60):
@@ -108,15 +119,19 @@ async def test_c55_answers_come_from_the_other_worker_token_for_token(
             assert choice(answer) == undisturbed[number % len(KINDS)]
 
 
-async def test_c55_where_every_worker_is_wrong_the_client_gets_an_error(
-    folder: Path, wrong_folder: Path, tmp_path: Path
-) -> None:
+async def test_c55_where_every_worker_is_wrong_the_client_gets_an_error(folder: Path, orders: Path) -> None:
     """It is told that the workers failed, not that its request is harmful."""
-    async with fleet({"w0": wrong_folder, "w1": wrong_folder}, tmp_path, folder) as (client, _):
+    async with fleet(folder, {"w0": True, "w1": True}, orders) as (client, _):
         answers = [await complete(client, kind) for kind in KINDS]
         assert [answer.status_code for answer in answers] == [503] * len(KINDS)
         assert f"before that, the decode request failed: {AT_FAULT}" in answers[0].text
         assert all("no decode worker is available" in answer.text for answer in answers)
+
+
+def test_c55_a_worker_whose_weights_are_wrong_from_the_start_serves_nothing(wrong_folder: Path) -> None:
+    host = EngineHost(CONFIG, KEYS, wrong_folder, DecodeWorker(1), "d0")
+    with pytest.raises(ModelError, match="a step with one known token failed: its logits are not finite"):
+        host.start()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
