@@ -111,6 +111,7 @@ class Guard(grpc.aio.ServerInterceptor):
         # The context is an Any because gRPC's stub rejects functions as callbacks.
         async def call(_messages: Any, context: Any) -> None:
             context.add_done_callback(lambda ended: self._on_ended(counted_as, _code_of(ended)))
+            responses = _Responses(context, self._write_timeout_s)
             offered = offered_id(_metadata(context, REQUEST_ID))
             request_id = request_id_for(offered)
             try:
@@ -121,14 +122,15 @@ class Guard(grpc.aio.ServerInterceptor):
                 if method is not _refuse:
                     _set_compression(context)
                 if is_generator:
-                    async with aclosing(method(request, context)) as responses:
-                        async for response in responses:
-                            await self._write(response, context)
+                    async with aclosing(method(request, context)) as stream:
+                        async for response in stream:
+                            await responses.write(response)
                 else:
-                    await self._write(await method(request, context), context)
+                    await responses.write(await method(request, context))
             except Exception as error:
                 if not _is_over(context, error):
                     self._on_error(_seen(error, name, request_id))
+                await responses.wait_for_headers()
                 await _end(context, error, name, request_id, offered)
 
         return call
@@ -152,16 +154,36 @@ class Guard(grpc.aio.ServerInterceptor):
             closing.cancel()
             reading.cancel()
 
-    async def _write(self, response: Any, context: Context) -> None:
+
+class _Responses:
+    """Writes the messages of one call. A message that the client does not read in time ends the call."""
+
+    def __init__(self, context: Context, timeout_s: float) -> None:
+        self._context = context
+        self._timeout_s = timeout_s
+        self._first: asyncio.Future[None] | None = None
+
+    async def write(self, response: Any) -> None:
+        """Raises SlowReader."""
         if isinstance(response, bytes) and len(response) > MAX_COMPRESSED_BYTES:
-            context.disable_next_message_compression()
+            self._context.disable_next_message_compression()
+        writing: Awaitable[None] = self._context.write(response)
+        if self._first is None:
+            self._first = asyncio.ensure_future(writing)
+            writing = asyncio.shield(self._first)
         try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await context.write(response)
+            async with asyncio.timeout(self._timeout_s):
+                await writing
         except TimeoutError:
             raise SlowReader(
-                f"the client has not read anything for {self._write_timeout_s:g} s, although data was waiting"
+                f"the client has not read anything for {self._timeout_s:g} s, although data was waiting"
             ) from None
+
+    async def wait_for_headers(self) -> None:
+        """Waits for the end of the first write, which sends the headers: until then, gRPC refuses to send a status, and
+        the client would wait for ever."""
+        if self._first is not None:
+            await asyncio.wait([self._first])
 
 
 def trace_of(context: Context) -> TraceContext | None:
