@@ -1,6 +1,7 @@
 """Writes a JSON answer in pieces while it is sent, so that no single step blocks the event loop for long."""
 
 import asyncio
+import json
 import re
 from collections.abc import Iterable, Iterator
 
@@ -23,15 +24,19 @@ def json_string(text: str) -> str:
     return to_json(text).decode()
 
 
+ascii_json = json.JSONEncoder().encode
+"""Writes a value as JSON in ASCII, like everything in a stream's events."""
+
+
 def string_pieces(text: str) -> Iterator[str]:
     """The text as a JSON string without its quotes, in pieces."""
     for begin in range(0, len(text), PIECE_CHARACTERS):
         yield json_string(text[begin : begin + PIECE_CHARACTERS])[1:-1]
 
 
-def in_ascii(json: str) -> str:
+def in_ascii(text: str) -> str:
     """The same JSON in ASCII: other characters, which only strings contain, are escaped."""
-    return json if json.isascii() else _NOT_ASCII.sub(_escaped, json)
+    return text if text.isascii() else _NOT_ASCII.sub(_escaped, text)
 
 
 def _escaped(match: re.Match[str]) -> str:
