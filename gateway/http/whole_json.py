@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 
 from pydantic_core import to_json
 from starlette.types import Send
@@ -44,27 +44,34 @@ def _escaped(match: re.Match[str]) -> str:
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
-async def send_json(pieces: Iterable[str], send: Send) -> None:
-    """Joins the pieces and sends them. Each piece must be quick to make.
-
-    An answer that fits into one write has a content-length. A longer answer is sent in chunks.
-    """
+async def portions(pieces: Iterable[str]) -> AsyncGenerator[str, None]:
+    """Joins pieces to portions of about WRITE_CHARACTERS; only the last is smaller. Each piece must be quick to make:
+    other tasks run in between."""
     budget = TurnBudget(asyncio.get_running_loop().time)
     waiting: list[str] = []
-    num_waiting, is_open = 0, False
+    num_waiting = 0
     for piece in pieces:
         waiting.append(piece)
         num_waiting += len(piece)
         await budget.pause_if_spent()
         if num_waiting >= WRITE_CHARACTERS:
+            yield "".join(waiting)
+            waiting, num_waiting = [], 0
+            await budget.pause_if_spent()
+    if waiting:
+        yield "".join(waiting)
+
+
+async def send_json(pieces: Iterable[str], send: Send) -> None:
+    """Sends the pieces in portions. An answer of one portion has a content-length; a longer one is sent in chunks."""
+    body, is_open = b"", False
+    async for portion in portions(pieces):
+        if body:
             if not is_open:
                 await _start(send, [])
                 is_open = True
-            await send({"type": "http.response.body", "body": "".join(waiting).encode(), "more_body": True})
-            waiting.clear()
-            num_waiting = 0
-            await budget.pause_if_spent()
-    body = "".join(waiting).encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        body = portion.encode()
     if not is_open:
         await _start(send, [(b"content-length", str(len(body)).encode())])
     await send({"type": "http.response.body", "body": body})
