@@ -1,8 +1,9 @@
 """ServedModel: the properties of the served model that clients may know."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from baton.errors import UnknownModel
+from baton.errors import InvalidRequest, UnknownModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +24,10 @@ class ServedModel:
         """Raises UnknownModel if `name`, which a request contains, is another model's."""
         if name != self.name:
             raise UnknownModel("model", f"{name!r} is not served here; use {self.name!r}")
+
+    def check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
+        """Raises InvalidRequest for `field` if one of these, which a request contains, is no token of the model."""
+        size = self.vocab_size
+        if token_ids and (largest := max(token_ids)) >= size:
+            problem = f"{largest} is not one of the model's {size} tokens; ids are 0 to {size - 1}"
+            raise InvalidRequest(field, problem)

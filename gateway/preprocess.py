@@ -93,22 +93,19 @@ class Preprocessor:
         """
         if request_id is not None and not is_well_formed(request_id):
             raise InvalidRequest("request_id", f"must be {WELL_FORMED}, got {request_id[:60]!r}")
-        if cache_salt is not None and len(cache_salt) > MAX_SALT_CHARACTERS:
-            raise InvalidRequest(
-                "cache_salt", f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(cache_salt)}"
-            )
-        if affinity_key is not None and len(affinity_key) > MAX_SALT_CHARACTERS:
-            raise InvalidRequest(
-                "affinity_key", f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(affinity_key)}"
-            )
+        for field, text in (("cache_salt", cache_salt), ("affinity_key", affinity_key)):
+            if text is not None and len(text) > MAX_SALT_CHARACTERS:
+                raise InvalidRequest(
+                    field, f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(text)}"
+                )
         request_id = request_id or secrets.token_hex(16)
         if self._log_prompts:
             _log_prompt(request_id, prompt)
         now = asyncio.get_running_loop().time
         began = now()
         self._check_max_model_len(max_model_len)
-        self._check_token_ids("logit_bias", tuple(params.logit_bias))
-        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        self._model.check_token_ids("logit_bias", params.logit_bias)
+        self._model.check_token_ids("stop_token_ids", params.stop_token_ids)
         if params.structured_output is not None:
             check_answer_schema(params.structured_output)
         prompt_token_ids = await self.tokenise(prompt, caller, timeout_s)
@@ -222,16 +219,8 @@ class Preprocessor:
         if not token_ids:
             raise InvalidRequest("prompt", "must not be empty")
         room = self.room_behind(len(token_ids), max_model_len)
-        self._check_token_ids("token_ids", token_ids)
+        self._model.check_token_ids("token_ids", token_ids)
         return room
-
-    def _check_token_ids(self, field: str, token_ids: tuple[int, ...]) -> None:
-        vocab_size = self._model.vocab_size
-        if token_ids and max(token_ids) >= vocab_size:
-            raise InvalidRequest(
-                field,
-                f"{max(token_ids)} is not one of the model's {vocab_size} tokens; ids are 0 to {vocab_size - 1}",
-            )
 
 
 def _log_prompt(request_id: str, prompt: Prompt) -> None:

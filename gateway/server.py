@@ -80,7 +80,8 @@ class Gateway:
         config = fitted_to_open_files(config)
         certificates = watched_certificates(config.tls, clock) if config.tls else None
         self._config = config
-        self._model_name = model.name
+        self.model_name = model.name
+        """The model's name in clients' requests."""
         self._clock = clock
         self._incarnation = secrets.token_hex(8)
         self._metrics = GatewayMetrics(model.name, model.max_model_len)
@@ -182,11 +183,6 @@ class Gateway:
     def http_port(self) -> int | None:
         """None if the gateway was configured without HTTP."""
         return None if self._http is None else self._http.port
-
-    @property
-    def model_name(self) -> str:
-        """The model's name in clients' requests."""
-        return self._model_name
 
     def report(self, window_s: float = MAX_WINDOW_S) -> GatewayReport:
         """Latencies of the last `window_s`, at most a minute, and the workers' latest heartbeats."""

@@ -138,11 +138,7 @@ class OpenCalls:
     def __init__(self) -> None:
         self.num_bad_messages = 0
         self._numbers: defaultdict[bytes, set[int]] = defaultdict(set)
-        self._num_open = 0
-
-    @property
-    def num_open(self) -> int:
-        return self._num_open
+        self.num_open = 0
 
     def open_call(self, peer: bytes, frames: list[bytes]) -> CallFrame | bytes | None:
         """A call to carry out, or a reply that refuses the call, or None for a message that is no call."""
@@ -158,19 +154,19 @@ class OpenCalls:
         if call.number in numbers:
             self._note_bad_message(WireError(f"call {call.number} is already open"))
             return None
-        if len(numbers) >= MAX_CALLS_OF_ONE or self._num_open >= MAX_CALLS:
+        if len(numbers) >= MAX_CALLS_OF_ONE or self.num_open >= MAX_CALLS:
             if not numbers:
                 del self._numbers[peer]
             limit = f"{MAX_CALLS_OF_ONE} of one connection, {MAX_CALLS} in all"
             return failure(call.number, ClusterError(f"too many open calls ({limit}); try again later"))
         numbers.add(call.number)
-        self._num_open += 1
+        self.num_open += 1
         return call
 
     def close_call(self, peer: bytes, number: int) -> None:
         numbers = self._numbers[peer]
         numbers.remove(number)
-        self._num_open -= 1
+        self.num_open -= 1
         if not numbers:
             del self._numbers[peer]
 

@@ -54,7 +54,8 @@ class RoleWatch:
         self._role = role
         self._missed_since: float | None = None
         self._calm_since: float | None = None
-        self._worst: Signal | None = None
+        self.worst: Signal | None = None
+        """The signal nearest to its target or furthest above it; None without signals."""
         self._now = 0.0
         self._work: deque[_Work] = deque(maxlen=_MAX_SAMPLES)
         self._earlier: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
@@ -66,8 +67,8 @@ class RoleWatch:
     ) -> None:
         """`of_fewer`: signals that make no shortage, but keep the role from being calm."""
         self._now = now
-        self._worst = max(signals, key=lambda signal: signal.ratio, default=None)
-        ratio = self._worst.ratio if self._worst else 0.0
+        self.worst = max(signals, key=lambda signal: signal.ratio, default=None)
+        ratio = self.worst.ratio if self.worst else 0.0
         is_complete = all(_is_known(worker) for worker in observation.serving(self._role))
         self._missed_since = held_since(self._missed_since, ratio > 1.0, now)
         is_calm = is_complete and all(signal.ratio < CALM for signal in (*signals, *of_fewer))
@@ -92,16 +93,11 @@ class RoleWatch:
             self._limit = (amount / num_serving, self._now)
 
     @property
-    def worst(self) -> Signal | None:
-        """The signal nearest to its target or furthest above it; None without signals."""
-        return self._worst
-
-    @property
     def shortage(self) -> Shortage | None:
         """The present shortage; None if no target is missed."""
-        if self._missed_since is None or self._worst is None:
+        if self._missed_since is None or self.worst is None:
             return None
-        return Shortage(self._worst, self._now - self._missed_since)
+        return Shortage(self.worst, self._now - self._missed_since)
 
     def calm_for(self) -> float:
         """Seconds for which all targets have been met with room to spare."""
@@ -109,10 +105,10 @@ class RoleWatch:
 
     def falls_from(self) -> float | None:
         """The value of the worst signal `grow_after_s` ago, if it has improved by a tenth since; else None."""
-        if self._worst is None:
+        if self.worst is None:
             return None
-        before = self._earlier[0][1].get(self._worst.what, 0.0)
-        return before if self._worst.value < 0.9 * before else None
+        before = self._earlier[0][1].get(self.worst.what, 0.0)
+        return before if self.worst.value < 0.9 * before else None
 
     def utilisation(self, num_serving: int) -> float:
         """The share of the last `grow_after_s` in which prefill workers had work."""

@@ -125,13 +125,13 @@ class Supervisor:
                 "it was stopped", _STOP_TIMEOUT_S if self.endpoint is not None else 0.0
             )
 
-    async def drain(self) -> bool:
-        """Drains a serving worker; True if no request was lost. The worker accepts no more requests.
+    async def drain(self) -> None:
+        """Drains a serving worker: it accepts no more requests.
 
         Its process still runs: cancel `run` to end the process.
         """
         async with self._commands:
-            return await self._drain()
+            await self._drain()
 
     async def renew(self) -> WorkerEndpoint:
         """Replaces the serving incarnation by a new one; returns the new endpoint once it serves.
@@ -264,20 +264,19 @@ class Supervisor:
                 self.replica.move(ReplicaState.DRAINING)
                 raise ClusterError("a former controller began to drain it")
 
-    async def _drain(self) -> bool:
-        """Drains the worker until it is empty, out of time, or dead; True if no request was lost."""
+    async def _drain(self) -> None:
+        """Drains the worker until it is empty, out of time, or dead."""
         incarnation, endpoint = self._incarnation, self.endpoint
         if incarnation is None or endpoint is None or not self.is_serving:
-            return True
+            return
         self.replica.move(ReplicaState.DRAINING)
         self._notify()
         try:
             async with awake_timeout(self._patience.leave_s):
-                return (await incarnation.call(Drain(self._patience.drain_s))).is_clean
+                await incarnation.call(Drain(self._patience.drain_s))
         except (TimeoutError, BatonError) as error:
             reason = self._why_ended(endpoint) or str(error) or "it did not answer in time"
             logger.warning("worker %s did not drain: %s", self.replica.name, reason)
-            return False
 
     async def _leave(self, incarnation: Incarnation) -> None:
         """Drains and ends the present incarnation. Returns when `run` has noticed the end."""

@@ -70,13 +70,18 @@ def _named(result: ChatMessage, name_of: dict[str, str], place: str) -> ChatMess
     return replace(result, name=name)
 
 
-def check_distinct(tools: Sequence[Tool], place: str, name: str) -> None:
-    """Raises InvalidRequest if two tools have the same name. `name`: the path of the name within a tool."""
+def check_tools(tools: Sequence[Tool], place: str, name: str, schema: str) -> None:
+    """Raises InvalidRequest if two tools have the same name, or if a tool's schema is not one of an object. `name` and
+    `schema`: their paths within a tool."""
     index_of: dict[str, int] = {}
     for index, tool in enumerate(tools):
         if (first := index_of.setdefault(tool.name, index)) != index:
             raise InvalidRequest(
                 f"{place}.{index}.{name}", f"{place}.{first} is called {tool.name!r} too; rename one"
+            )
+        if (kind := tool.parameters.get("type", "object")) != "object":
+            raise InvalidRequest(
+                f"{place}.{index}.{schema}.type", f"must be 'object', got {str(kind)[:60]!r}"
             )
 
 

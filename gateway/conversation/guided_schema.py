@@ -103,12 +103,7 @@ def check_answer_schema(answer: StructuredOutput) -> None:
 
 
 def check_parameters(tool: Tool) -> None:
-    """Raises InvalidRequest if a tool's parameters are not a schema of an object, or are nested too deep."""
-    kind = tool.parameters.get("type", "object")
-    if kind != "object":
-        raise InvalidRequest(
-            "tools", f"the parameters of '{tool.name}' must be a schema of type object, got {kind!r}"
-        )
+    """Raises InvalidRequest if a tool's parameters are nested too deep."""
     if _levels(tool.parameters) > MAX_NESTED:
         raise InvalidRequest(
             "tools", f"the parameters of '{tool.name}' nest more than {MAX_NESTED} levels deep"

@@ -5,7 +5,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.sampling import StructuredOutput
-from gateway.conversation.call_syntax import CallSyntax, is_tool_name
+from gateway.conversation.call_syntax import CallSyntax
 from gateway.conversation.described_tools import described_turns
 from gateway.conversation.lark import Vocabulary
 from gateway.conversation.messages import Conversation, ToolUse
@@ -40,7 +40,6 @@ class ModelFormat:
         return {token: token for token in (*self.syntax.markers, *self.syntax.tokens, *tags)}
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
-        check_tools(conversation)
         variables = self._template.variables(self._checked_reasoning(conversation))
         if self._style is None:
             has_system_role = "System role not supported" not in self._template.source
@@ -88,22 +87,3 @@ class ModelFormat:
         if reasoning.is_enabled or reasoning.max_tokens is not None:
             raise InvalidRequest("reasoning", "this model's chat template has no reasoning")
         return replace(conversation, reasoning=replace(reasoning, is_enabled=None))
-
-
-def check_tools(conversation: Conversation) -> None:
-    """Raises InvalidRequest with the field's name if tools, or the choice among them, are invalid."""
-    names: set[str] = set()
-    for name in (tool.name for tool in conversation.tools):
-        if not is_tool_name(name):
-            raise InvalidRequest(
-                "tools", f"names must be 1 to 128 letters, digits and any of _.:/-, got {name[:60]!r}"
-            )
-        if name in names:
-            raise InvalidRequest("tools", f"two tools are called '{name}'")
-        names.add(name)
-    choice = conversation.tool_choice
-    for name in choice.names or ():
-        if name not in names:
-            raise InvalidRequest("tool_choice", f"there is no tool '{name}'")
-    if choice.use is ToolUse.REQUIRED and not conversation.callable_tools:
-        raise InvalidRequest("tool_choice", "a call is required, but there are no tools to call")

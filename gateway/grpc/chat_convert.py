@@ -27,7 +27,7 @@ from gateway.conversation.checks import (
     MAX_SCHEMA_CHARACTERS,
     MAX_TOOLS,
     check_among,
-    check_distinct,
+    check_tools,
     with_tools_named,
 )
 from gateway.conversation.template import MAX_OPTIONS, check_template_options
@@ -170,7 +170,7 @@ def _tools_from(messages: Iterable[pb.Tool]) -> tuple[Tool, ...]:
             tools.append(Tool(message.name, description, schema, message.strict))
         else:
             tools.append(Tool(message.name, description, strict=message.strict))
-    check_distinct(tools, "chat.tools", "name")
+    check_tools(tools, "chat.tools", "name", "parameters")
     return tuple(tools)
 
 
@@ -178,8 +178,6 @@ def _schema_from(text: str, place: str) -> dict[str, Any]:
     schema = _json_from(text, place)
     if not isinstance(schema, dict):
         raise InvalidRequest(place, "must be a JSON object")
-    if (kind := schema.get("type", "object")) != "object":
-        raise InvalidRequest(place, f"its type must be 'object', got {str(kind)[:60]!r}")
     return schema
 
 

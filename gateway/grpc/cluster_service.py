@@ -56,7 +56,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self._model = model
         self._control = control
         self._is_closing = asyncio.Event()
-        self._watches = Places(MAX_WATCHES, "calls are watching already", retry_after_s=10.0)
+        self._watches = Places(MAX_WATCHES, "calls are watching already")
         self._describing = asyncio.Lock()
         self._described_at = -math.inf
         self._shared = self._shared_without_inside = pb.DescribeClusterResponse()

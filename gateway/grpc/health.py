@@ -32,7 +32,7 @@ class Health:
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset(("", *services))
         self._is_stopping = asyncio.Event()
-        self._watches = Places(MAX_WATCHES, "calls are watching already", retry_after_s=10.0)
+        self._watches = Places(MAX_WATCHES, "calls are watching already")
 
     def leave(self) -> None:
         """Reports NOT_SERVING from now on, and ends all watches.

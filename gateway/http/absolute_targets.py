@@ -18,7 +18,7 @@ class AbsoluteTargets:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (url := _ABSOLUTE.fullmatch(scope["raw_path"])) is not None:
+        if (url := _ABSOLUTE.fullmatch(scope["raw_path"])) is not None:
             path = url["path"] or b"/"
             others = [(name, value) for name, value in scope["headers"] if name != b"host"]
             # In place, because the layers around this one look at the path when the answer is sent.

@@ -43,9 +43,6 @@ class HttpAuthentication:
         self._open = OPEN | also_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
             self._admit(scope)
         except RequestError as error:

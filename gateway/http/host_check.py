@@ -32,7 +32,7 @@ class OwnNames:
         self._names = frozenset(in_url(name).lower() for name in (*LOOPBACK, *names))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        host = Headers(scope=scope).get("host")
         if host is None or _name_in(host) in self._names:
             await self._app(scope, receive, send)
             return

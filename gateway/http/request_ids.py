@@ -26,9 +26,6 @@ class RequestIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         state = scope.setdefault("state", {})
         state["offered_id"] = offered_id(Headers(scope=scope).get(HEADER))
         state["request_id"] = request_id_for(state["offered_id"])

@@ -27,9 +27,6 @@ class RequestLimits:
         self._too_large = f"the body may have at most {max_bytes} bytes (gateway.max_message_mib)"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         problem = self._problem(scope)
         if problem is not None:
             status, message = problem

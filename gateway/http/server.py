@@ -56,7 +56,7 @@ class HttpServer:
                 http="h11",
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
-                lifespan="off",
+                lifespan="off",  # so every scope is a request's, and no middleware asks for its type
                 log_config=None,
                 access_log=False,
                 server_header=False,

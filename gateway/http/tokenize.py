@@ -125,12 +125,7 @@ class TokenizeRoutes:
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> DetokenizeAnswer:
         if body.model is not None:
             self._model.check_name(body.model)
-        vocab_size = self._model.vocab_size
-        if body.tokens and max(body.tokens) >= vocab_size:
-            raise InvalidRequest(
-                "tokens",
-                f"{max(body.tokens)} is not one of the model's {vocab_size} tokens; ids are 0 to {vocab_size - 1}",
-            )
+        self._model.check_token_ids("tokens", body.tokens)
         text = await self._pool.decode(_name_of(request), body.tokens, bool(body.skip_special_tokens))
         return DetokenizeAnswer(prompt=text)
 

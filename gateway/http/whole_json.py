@@ -1,8 +1,9 @@
 """Writes a JSON answer in pieces while it is sent, so that no single step blocks the event loop for long."""
 
 import asyncio
+import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 
 from pydantic_core import to_json
 from starlette.types import Send
@@ -23,15 +24,19 @@ def json_string(text: str) -> str:
     return to_json(text).decode()
 
 
+ascii_json = json.JSONEncoder().encode
+"""Writes a value as JSON in ASCII, like everything in a stream's events."""
+
+
 def string_pieces(text: str) -> Iterator[str]:
     """The text as a JSON string without its quotes, in pieces."""
     for begin in range(0, len(text), PIECE_CHARACTERS):
         yield json_string(text[begin : begin + PIECE_CHARACTERS])[1:-1]
 
 
-def in_ascii(json: str) -> str:
+def in_ascii(text: str) -> str:
     """The same JSON in ASCII: other characters, which only strings contain, are escaped."""
-    return json if json.isascii() else _NOT_ASCII.sub(_escaped, json)
+    return text if text.isascii() else _NOT_ASCII.sub(_escaped, text)
 
 
 def _escaped(match: re.Match[str]) -> str:
@@ -39,27 +44,34 @@ def _escaped(match: re.Match[str]) -> str:
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
-async def send_json(pieces: Iterable[str], send: Send) -> None:
-    """Joins the pieces and sends them. Each piece must be quick to make.
-
-    An answer that fits into one write has a content-length. A longer answer is sent in chunks.
-    """
+async def portions(pieces: Iterable[str]) -> AsyncGenerator[str, None]:
+    """Joins pieces to portions of about WRITE_CHARACTERS; only the last is smaller. Each piece must be quick to make:
+    other tasks run in between."""
     budget = TurnBudget(asyncio.get_running_loop().time)
     waiting: list[str] = []
-    num_waiting, is_open = 0, False
+    num_waiting = 0
     for piece in pieces:
         waiting.append(piece)
         num_waiting += len(piece)
         await budget.pause_if_spent()
         if num_waiting >= WRITE_CHARACTERS:
+            yield "".join(waiting)
+            waiting, num_waiting = [], 0
+            await budget.pause_if_spent()
+    if waiting:
+        yield "".join(waiting)
+
+
+async def send_json(pieces: Iterable[str], send: Send) -> None:
+    """Sends the pieces in portions. An answer of one portion has a content-length; a longer one is sent in chunks."""
+    body, is_open = b"", False
+    async for portion in portions(pieces):
+        if body:
             if not is_open:
                 await _start(send, [])
                 is_open = True
-            await send({"type": "http.response.body", "body": "".join(waiting).encode(), "more_body": True})
-            waiting.clear()
-            num_waiting = 0
-            await budget.pause_if_spent()
-    body = "".join(waiting).encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        body = portion.encode()
     if not is_open:
         await _start(send, [(b"content-length", str(len(body)).encode())])
     await send({"type": "http.response.body", "body": body})

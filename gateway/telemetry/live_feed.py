@@ -40,7 +40,7 @@ class LiveFeed:
         self._clock = clock
         self._latest: Edition | None = None
         """None before the first viewer."""
-        self._viewers = Places(MAX_VIEWERS, "viewers are watching already", retry_after_s=10.0)
+        self._viewers = Places(MAX_VIEWERS, "viewers are watching already")
         self._is_over = asyncio.Event()
 
     @property

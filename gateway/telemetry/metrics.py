@@ -224,16 +224,16 @@ class GatewayMetrics:
 
     def _make_handovers(self) -> None:
         by, seconds = "transport", buckets.HANDOVER_S
-        self._exposed = self._histogram_by(
+        self._exposed = self._histogram(
             "kv_handover_exposed_seconds",
             "From the end of the prefill until all blocks were verified",
             seconds,
             by,
         )
-        self._moving = self._histogram_by(
+        self._moving = self._histogram(
             "kv_handover_moving_seconds", "From the first block's arrival to the last one's", seconds, by
         )
-        self._bytes = self._histogram_by("kv_handover_bytes", "KV bytes moved", buckets.HANDOVER_BYTES, by)
+        self._bytes = self._histogram("kv_handover_bytes", "KV bytes moved", buckets.HANDOVER_BYTES, by)
         self._handover_gap = self._histogram(
             "handover_gap_seconds", "From token 0 to token 1 at the gateway", seconds
         )
@@ -261,20 +261,17 @@ class GatewayMetrics:
     def _counter_of_model(self, name: str, meaning: str) -> Counter:
         return self._counter(name, meaning, "model_name").labels(self._model)
 
-    def _histogram(self, name: str, meaning: str, bounds: Iterable[float]) -> Histogram:
-        return self._histogram_by(name, meaning, bounds)
-
     def _histogram_of_model(self, name: str, meaning: str, bounds: Iterable[float]) -> Histogram:
-        return self._histogram_by(name, meaning, bounds, "model_name").labels(self._model)
+        return self._histogram(name, meaning, bounds, "model_name").labels(self._model)
 
-    def _histogram_by(self, name: str, meaning: str, bounds: Iterable[float], *labels: str) -> Histogram:
+    def _histogram(self, name: str, meaning: str, bounds: Iterable[float], *labels: str) -> Histogram:
         return Histogram(
             exposition.PREFIX + name, meaning, labels, buckets=tuple(bounds), registry=self.registry
         )
 
     def _parts(self, name: str, meaning: str, kind: type[TtftParts | HandoverParts]) -> dict[str, Histogram]:
         """One histogram for each field of `kind`, by the field's name."""
-        family = self._histogram_by(name, meaning, buckets.PART_S, "part")
+        family = self._histogram(name, meaning, buckets.PART_S, "part")
         return {part.name: family.labels(part.name.removesuffix("_s")) for part in fields(kind)}
 
 

@@ -70,6 +70,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tools": [{"name": "a", "input_schema": {"type": "array"}}]},
         "tools.0.input_schema.type: ",
     ),
+    "two tools of one name": ({"tools": [{"name": "a", "input_schema": {}}] * 2}, "tools.1.name: "),
     "a tool without a name": ({"tools": [{"input_schema": {}}]}, "tools.0.name: "),
     "a call in a user's turn": (
         {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},

@@ -32,6 +32,7 @@ LOOK: FunctionToolParam = {
     "strict": False,
 }
 NO_SCHEMA = {"type": "json_schema", "name": "x", "schema": {"type": "nope"}}
+F = {"type": "function", "name": "f"}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "the sea"}}\n</tool_call>'
 
 
@@ -276,7 +277,14 @@ async def test_tokens_are_counted_without_a_worker(folder: Path) -> None:
     ("fields", "param"),
     [
         ({"model": "other", "input": "x"}, "model"),
-        ({"input": "x", "tool_choice": {"type": "function", "name": "nope"}}, "tool_choice"),
+        ({"input": "x", "tools": [F, F]}, "tools.1.name"),
+        ({"input": "x", "tools": [F | {"name": "a b"}]}, "tools.0.name"),
+        ({"input": "x", "tools": [F | {"parameters": {"type": "string"}}]}, "tools.0.parameters.type"),
+        ({"input": "x", "tool_choice": {"type": "function", "name": "nope"}}, "tool_choice.name"),
+        (
+            {"input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [F]}},
+            "tool_choice.tools.0.name",
+        ),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input"),
         (

@@ -35,7 +35,6 @@ from gateway.conversation.formats.harmony_parser import (
 from gateway.conversation.json_call import one_of
 from gateway.conversation.lark import Lark, Vocabulary, quoted
 from gateway.conversation.messages import ChatMessage, Conversation, ToolUse
-from gateway.conversation.model_format import check_tools
 from gateway.conversation.template import ChatTemplate, TemplateStyle, described
 from gateway.conversation.turn_grammar import answer_expression, checked_grammar, guided_tool
 
@@ -57,7 +56,6 @@ class HarmonyFormat:
         return {token: self._prefix + token for token in TOKENS}
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
-        check_tools(conversation)
         variables = self._template.variables(conversation)
         one_by_one = replace(conversation, messages=_one_by_one(conversation.messages))
         turns = self._template.turns(one_by_one, TemplateStyle())

@@ -43,7 +43,9 @@ def messages_of(system: str | list[TextBlock] | None, turns: Sequence[Turn]) -> 
         run = list(numbered)
         match role:
             case "system":
-                messages += [ChatMessage("system", text_of(turn.content)) for turn in _system_turns(run)]
+                for _, turn in run:
+                    assert isinstance(turn, SystemTurn)
+                    messages.append(ChatMessage("system", text_of(turn.content)))
             case "user":
                 messages += _from_user(run, waiting)
                 waiting = {}
@@ -59,12 +61,6 @@ def messages_of(system: str | list[TextBlock] | None, turns: Sequence[Turn]) -> 
         )
     _check_answered([(len(turns) - 1, turns[-1])], waiting)
     return tuple(messages)
-
-
-def _system_turns(run: Numbered) -> Iterator[SystemTurn]:
-    for _, turn in run:
-        assert isinstance(turn, SystemTurn)
-        yield turn
 
 
 def _from_user(run: Numbered, waiting: dict[str, str]) -> list[ChatMessage]:

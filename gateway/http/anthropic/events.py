@@ -15,6 +15,7 @@ from typing import Any
 from gateway.http.anthropic.answers import MessageEnd, MessageUsage
 from gateway.http.anthropic.content import BlockCloses, BlockGrows, BlockKind, BlockOpens, BlockStep
 from gateway.http.anthropic.whole import MessageHead, usage_json
+from gateway.http.whole_json import ascii_json
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
@@ -25,8 +26,6 @@ DELTAS = {
     BlockKind.TOOL_USE: '{"type":"input_json_delta","partial_json":',
 }
 SIGNATURE = '{"type":"signature_delta","signature":""}'
-
-_text = json.JSONEncoder().encode
 
 
 @dataclass(slots=True)
@@ -46,7 +45,7 @@ class EventWriter:
 
     def closing(self, stop: MessageEnd, usage: MessageUsage) -> bytes:
         """The events after the last step."""
-        reason = f'{{"stop_reason":"{stop.stop_reason}","stop_sequence":{_or_null(stop.stop_sequence)}}}'
+        reason = f'{{"stop_reason":"{stop.stop_reason}","stop_sequence":{ascii_json(stop.stop_sequence)}}}'
         return _event("message_delta", f'"delta":{reason},"usage":{usage_json(usage)}') + MESSAGE_STOP
 
     def _step(self, step: BlockStep) -> bytes:
@@ -61,7 +60,7 @@ class EventWriter:
                 self._has_pinged = True
                 return start + PING
             case BlockGrows(index, kind, piece):
-                return _delta(index, f"{DELTAS[kind]}{_text(piece)}}}")
+                return _delta(index, f"{DELTAS[kind]}{ascii_json(piece)}}}")
             case BlockCloses(index, kind):
                 stop = _event("content_block_stop", f'"index":{index}')
                 return _delta(index, SIGNATURE) + stop if kind is BlockKind.THINKING else stop
@@ -78,7 +77,3 @@ def _delta(index: int, delta: str) -> bytes:
 
 def _event(name: str, rest: str) -> bytes:
     return f'event: {name}\ndata: {{"type":"{name}",{rest}}}\n\n'.encode("ascii")
-
-
-def _or_null(text: str | None) -> str:
-    return "null" if text is None else _text(text)

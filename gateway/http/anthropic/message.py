@@ -1,7 +1,6 @@
 """MessageAnswer: one message, whole or as a stream."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from baton.request import FinishReason
 from gateway.choices import AnswerParsers
@@ -12,36 +11,8 @@ from gateway.http.anthropic.whole import CollectedMessage, MessageHead
 from gateway.http.dialects import Dialect
 from gateway.http.error_shapes import anthropic_error
 from gateway.http.errors import message_of, status_of
+from gateway.http.openai.choices import UsageCount
 from gateway.requests.request import Delta, Finish, GatewayRequest
-from gateway.token_parts import ReasoningCount
-
-
-@dataclass(slots=True)
-class AnswerCount:
-    """Counts the usage of one answer. The number of cached prompt tokens is only known at the answer's
-    end."""
-
-    num_prompt_tokens: int
-    reasoning: ReasoningCount
-    num_output_tokens: int = 0
-    num_cached_tokens: int = 0
-
-    def on_delta(self, delta: Delta) -> None:
-        self.num_output_tokens += len(delta.token_ids)
-        self.reasoning.on_tokens(delta.token_ids)
-        if delta.finish is not None:
-            self.num_cached_tokens = delta.finish.num_cached_tokens
-
-    @property
-    def usage(self) -> MessageUsage:
-        """The usage so far."""
-        return MessageUsage(
-            input_tokens=self.num_prompt_tokens - self.num_cached_tokens,
-            cache_creation_input_tokens=0,
-            cache_read_input_tokens=self.num_cached_tokens,
-            output_tokens=self.num_output_tokens,
-            output_tokens_details=MessageTokensDetails(self.reasoning.num_tokens),
-        )
 
 
 class MessageAnswer:
@@ -63,20 +34,20 @@ class MessageAnswer:
         self._is_capped = request.sampling_params.max_tokens < max_tokens
         self._blocks = ContentBlocks(shows_thinking)
         self._parsers = AnswerParsers([request])
-        self._count = AnswerCount(len(request.prompt_token_ids), ReasoningCount(request))
+        self._count = UsageCount.of([request], 1, counts_reasoning=True)
         self._events = EventWriter(head)
         self._message = CollectedMessage()
         self._finish: Finish | None = None
 
     def opening(self) -> bytes:
-        return self._events.opening(self._count.usage)
+        return self._events.opening(self._usage)
 
     def piece(self, index: int, delta: Delta) -> bytes:
         piece = self._events.steps(self._steps(index, delta))
         if delta.finish is None:
             return piece
         last = self._events.steps(self._blocks.end())
-        return piece + last + self._events.closing(self._stop(delta.finish), self._count.usage)
+        return piece + last + self._events.closing(self._stop(delta.finish), self._usage)
 
     def ending(self) -> bytes:
         return b""
@@ -91,11 +62,23 @@ class MessageAnswer:
 
     def whole(self) -> Iterator[str]:
         assert self._finish is not None, "an answer ends with its finish"
-        return self._message.write(self._head, self._stop(self._finish), self._count.usage)
+        return self._message.write(self._head, self._stop(self._finish), self._usage)
 
     def _steps(self, index: int, delta: Delta) -> list[BlockStep]:
-        self._count.on_delta(delta)
+        self._count.on_delta(index, delta)
         return self._blocks.on_events(self._parsers.events(index, delta))
+
+    @property
+    def _usage(self) -> MessageUsage:
+        """The usage so far. The number of cached prompt tokens is only known at the answer's end."""
+        count = self._count
+        return MessageUsage(
+            input_tokens=count.num_prompt_tokens - count.num_cached_tokens,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=count.num_cached_tokens,
+            output_tokens=count.num_completion_tokens,
+            output_tokens_details=MessageTokensDetails(count.num_reasoning_tokens),
+        )
 
     def _stop(self, finish: Finish) -> MessageEnd:
         if finish.reason is FinishReason.LENGTH:

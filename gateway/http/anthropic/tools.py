@@ -7,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from baton.errors import InvalidRequest
 from gateway.conversation import Tool, ToolChoice, ToolUse
+from gateway.conversation.checks import check_among, check_tools
 from gateway.http.anthropic.blocks import MAX_NAME_CHARACTERS, CacheControl
 from gateway.http.body import Body, NotSupported
 
@@ -84,15 +85,7 @@ def tools_of(definitions: list[ToolDefinition] | None) -> tuple[Tool, ...]:
     """The tools as Baton's own. Raises InvalidRequest if two tools have the same name, or if the schema of a
     tool's input is not one of an object."""
     tools = tuple(definition.tool for definition in definitions or ())
-    names: set[str] = set()
-    for index, tool in enumerate(tools):
-        if tool.name in names:
-            raise InvalidRequest(f"tools.{index}.name", f"{tool.name!r} is the name of an earlier tool, too")
-        names.add(tool.name)
-        if (kind := tool.parameters.get("type", "object")) != "object":
-            raise InvalidRequest(
-                f"tools.{index}.input_schema.type", f"must be 'object', got {str(kind)[:60]!r}"
-            )
+    check_tools(tools, "tools", "name", "input_schema")
     return tools
 
 
@@ -106,8 +99,7 @@ def tool_choice_of(choice: ChoiceBody | None, tools: tuple[Tool, ...]) -> ToolCh
         case AnyChoice():
             return ToolChoice(ToolUse.REQUIRED)
         case OneToolChoice(name=name):
-            if all(tool.name != name for tool in tools):
-                raise InvalidRequest("tool_choice.name", f"{name!r} is not one of the tools")
+            check_among(tools, name, "tool_choice.name")
             return ToolChoice(ToolUse.REQUIRED, (name,))
         case _:
             return ToolChoice()

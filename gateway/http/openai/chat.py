@@ -20,8 +20,8 @@ from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.fields import StreamOptions
 from gateway.http.openai.logprobs import ChatTokens
-from gateway.http.openai.openai_answer import FINISH_REASONS, AnswerHead, OpenAIAnswer, ascii_json
-from gateway.http.whole_json import json_string, string_pieces
+from gateway.http.openai.openai_answer import FINISH_REASONS, AnswerHead, OpenAIAnswer
+from gateway.http.whole_json import ascii_json, json_string, string_pieces
 from gateway.requests.request import Delta, GatewayRequest
 
 ROLE = '"delta":{"role":"assistant","content":""}'

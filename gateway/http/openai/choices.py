@@ -53,14 +53,14 @@ class UsageCount:
             completion_tokens=self.num_completion_tokens,
             total_tokens=self.num_prompt_tokens + self.num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(self.num_cached_tokens),
-            completion_tokens_details=self._completion_details,
+            completion_tokens_details=None
+            if self.reasoning is None
+            else CompletionTokensDetails(self.num_reasoning_tokens),
         )
 
     @property
-    def _completion_details(self) -> CompletionTokensDetails | None:
-        if self.reasoning is None:
-            return None
-        return CompletionTokensDetails(sum(count.num_tokens for count in self.reasoning))
+    def num_reasoning_tokens(self) -> int:
+        return sum(count.num_tokens for count in self.reasoning or ())
 
 
 EventsOf = Callable[[Delta], Iterable[AnswerEvent]]

@@ -6,8 +6,8 @@ from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.fields import StreamOptions
 from gateway.http.openai.logprobs import CompletionLogprobsStream
-from gateway.http.openai.openai_answer import FINISH_REASONS, AnswerHead, OpenAIAnswer, ascii_json
-from gateway.http.whole_json import string_pieces
+from gateway.http.openai.openai_answer import FINISH_REASONS, AnswerHead, OpenAIAnswer
+from gateway.http.whole_json import ascii_json, string_pieces
 from gateway.requests.request import Delta
 
 

@@ -30,9 +30,6 @@ FINISH_REASONS = {
     FinishReason.LENGTH: '"length"',
 }
 
-ascii_json = json.JSONEncoder().encode
-"""Writes a JSON string in ASCII, like everything in a stream's events."""
-
 _USAGE = TypeAdapter(Usage)
 
 

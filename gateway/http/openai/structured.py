@@ -4,10 +4,11 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
+from gateway.http.body import Body
 
 Source = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 MAX_CHOICES = 1_000
@@ -15,23 +16,19 @@ MAX_CHOICES = 1_000
 ANY_OBJECT = json.dumps({"type": "object"})
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class TextFormat(_Part):
+class TextFormat(Body):
     """Any text, which is the default."""
 
     type: Literal["text"]
 
 
-class JsonObjectFormat(_Part):
+class JsonObjectFormat(Body):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchema(_Part):
+class JsonSchema(Body):
     """A schema with its name, as OpenAI's clients send it."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Accepted and ignored.")
@@ -40,7 +37,7 @@ class JsonSchema(_Part):
     strict: bool | None = Field(None, description="Answers always match the schema.")
 
 
-class JsonSchemaFormat(_Part):
+class JsonSchemaFormat(Body):
     """A JSON value that the schema admits."""
 
     type: Literal["json_schema"]
@@ -50,7 +47,7 @@ class JsonSchemaFormat(_Part):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(Body):
     """Exactly one of these."""
 
     json_: dict[str, Any] | Source | None = Field(None, alias="json", description="A JSON schema.")

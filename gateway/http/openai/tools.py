@@ -8,7 +8,7 @@ from pydantic_core import to_json
 
 from baton.errors import InvalidRequest
 from gateway.conversation import Tool, ToolChoice, ToolUse
-from gateway.conversation.checks import MAX_SCHEMA_CHARACTERS, MAX_TOOLS, check_among, check_distinct
+from gateway.conversation.checks import MAX_SCHEMA_CHARACTERS, MAX_TOOLS, check_among, check_tools
 from gateway.http.body import Body
 
 MAX_DESCRIPTION_CHARACTERS = 2**16
@@ -80,16 +80,13 @@ def tools_of(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
     num_bytes = 0
     for index, tool in enumerate(tools or ()):
         place = f"tools.{index}.function.parameters"
-        schema = tool.function.parameters or {}
-        if (kind := schema.get("type", "object")) != "object":
-            raise InvalidRequest(f"{place}.type", f"must be 'object', got {str(kind)[:60]!r}")
-        num_bytes += len(to_json(schema))
+        num_bytes += len(to_json(tool.function.parameters or {}))
         if num_bytes > MAX_SCHEMA_CHARACTERS:
             raise InvalidRequest(
                 place, f"the schemas up to this one have more than {MAX_SCHEMA_CHARACTERS} bytes"
             )
     converted = tuple(tool.as_tool() for tool in tools or ())
-    check_distinct(converted, "tools", "function.name")
+    check_tools(converted, "tools", "function.name", "function.parameters")
     return converted
 
 

@@ -15,18 +15,18 @@ from gateway.http.responses.items import (
     MessageItem,
     ReasoningItem,
 )
-from gateway.http.responses.tools import tool_choice_of
+from gateway.http.responses.tools import tool_choice_of, tools_of
 
 
 def conversation_of(body: PromptFields, items: Iterable[KeptItem]) -> Conversation:
     """The conversation: the body's instructions, then the items. InvalidRequest for an item names the field
     `input`."""
     messages = () if body.instructions is None else (ChatMessage("system", body.instructions),)
-    tools = body.tools or ()
+    tools = tools_of(body.tools)
     return Conversation(
         messages + messages_of(items),
-        tuple(tool.as_tool() for tool in tools),
-        tool_choice_of(body.tool_choice),
+        tools,
+        tool_choice_of(body.tool_choice, tools),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning=body.reasoning_options,
     )

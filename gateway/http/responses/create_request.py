@@ -16,7 +16,6 @@ from gateway.preprocess import UNLIMITED
 
 MAX_PAIRS = 16
 LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 
 class PlainText(Body):

@@ -6,7 +6,6 @@
 Events are numbered from 0. The JSON is ASCII, because some clients split lines at characters such as U+2028.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 
 from gateway.http.openai.logprobs import LogprobColumns
@@ -21,9 +20,7 @@ from gateway.http.responses.output import (
     ReasoningOutput,
 )
 from gateway.http.responses.response_json import BEGUN, ResponseJson, ResponseState
-from gateway.http.whole_json import in_ascii
-
-_text = json.JSONEncoder().encode
+from gateway.http.whole_json import ascii_json, in_ascii
 
 LAST_EVENTS = {
     "completed": "response.completed",
@@ -80,7 +77,7 @@ class ResponseEvents:
 
     def _grown(self, item: OutputItem, text: str, logprobs: LogprobColumns | None) -> Iterator[str]:
         yield self._begin(f"{TEXT_EVENTS[type(item)]}.delta")
-        yield f'{_place(item)},"delta":{_text(text)}'
+        yield f'{_place(item)},"delta":{ascii_json(text)}'
         if isinstance(item, MessageOutput):
             yield ',"logprobs":'
             yield from map(in_ascii, ("[]",) if logprobs is None else item.logprobs_json(logprobs))
@@ -126,4 +123,4 @@ def _place(item: OutputItem) -> str:
     """The keys that say where an item's text belongs in the output. A call has no parts, so no
     `content_index`."""
     part = "" if isinstance(item, CallOutput) else ',"content_index":0'
-    return f'"item_id":{_text(item.id)},"output_index":{item.index}{part}'
+    return f'"item_id":{ascii_json(item.id)},"output_index":{item.index}{part}'

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic_core import to_json
 
 from baton.errors import InvalidRequest, UnknownPreviousResponse, UnknownResponse
@@ -46,9 +46,6 @@ class StoredContext(Body):
     num_input: int
     """The first `num_input` items are the response's own input; the others are its output."""
     items: list[InputItem]
-
-
-_CONTEXT = TypeAdapter(StoredContext)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +181,7 @@ def _kept(items: Iterable[InputItem]) -> Iterator[KeptItem]:
 def _parsed(text: bytes) -> StoredContext | None:
     """The stored context. None if another version of Baton stored it in another form."""
     try:
-        return _CONTEXT.validate_json(text)
+        return StoredContext.model_validate_json(text)
     except ValidationError:
         return None
 

@@ -1,6 +1,5 @@
 """Responding: generates one response, sends it whole or as a stream, and stores it at its end."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,11 +22,10 @@ from gateway.http.responses.history import History, context_pieces
 from gateway.http.responses.output import Change, ResponseOutput
 from gateway.http.responses.response_json import ResponseJson, ResponseState, usage_of
 from gateway.http.responses.store import RunningResponse, RunningResponses, StoredResponse
-from gateway.http.whole_json import WRITE_CHARACTERS, send_json
+from gateway.http.whole_json import portions, send_json
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.token_parts import TokenParts
-from gateway.turn_budget import TurnBudget
 
 logger = logging.getLogger(__name__)
 
@@ -191,25 +189,10 @@ class Responding(Response):
 
     async def _write(self, write: Write, pieces: Iterable[str]) -> None:
         """Writes the pieces, which are ASCII, in large parts."""
-        budget = TurnBudget(asyncio.get_running_loop().time)
-        waiting: list[str] = []
-        num_waiting = 0
-        for piece in pieces:
-            waiting.append(piece)
-            num_waiting += len(piece)
-            if num_waiting >= WRITE_CHARACTERS:
-                await write("".join(waiting).encode("ascii"))
-                waiting, num_waiting = [], 0
-            await budget.pause_if_spent()
-        if waiting:
-            await write("".join(waiting).encode("ascii"))
+        async for portion in portions(pieces):
+            await write(portion.encode("ascii"))
 
 
 async def _joined(pieces: Iterable[str]) -> bytes:
     """Joins the pieces. Other tasks may run in between."""
-    budget = TurnBudget(asyncio.get_running_loop().time)
-    parts: list[str] = []
-    for piece in pieces:
-        parts.append(piece)
-        await budget.pause_if_spent()
-    return "".join(parts).encode()
+    return "".join([portion async for portion in portions(pieces)]).encode()

@@ -93,7 +93,8 @@ class MemoryStore:
         self._total_bytes = total_bytes
         self._clock = clock
         self._callers: dict[str, _Held] = {}
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """The number of bytes of all callers' responses."""
 
     async def check(self) -> None:
         return
@@ -107,10 +108,10 @@ class MemoryStore:
         held = self._callers.setdefault(caller, _Held())
         held.entries[response_id] = _Entry(stored, self._clock.now())
         held.num_bytes += stored.num_bytes
-        self._num_bytes += stored.num_bytes
+        self.num_bytes += stored.num_bytes
         while held.num_bytes > self._bounds.caller_bytes or len(held.entries) > MAX_RESPONSES:
             self._drop(caller, next(iter(held.entries)))
-        while self._num_bytes > self._total_bytes:
+        while self.num_bytes > self._total_bytes:
             most = max(self._callers, key=lambda name: self._callers[name].num_bytes)
             self._drop(most, next(iter(self._callers[most].entries)))
 
@@ -131,12 +132,7 @@ class MemoryStore:
 
     async def close(self) -> None:
         self._callers.clear()
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """The number of bytes of all callers' responses."""
-        return self._num_bytes
+        self.num_bytes = 0
 
     def _entry(self, caller: str, response_id: str) -> _Entry | None:
         self._drop_old()
@@ -149,7 +145,7 @@ class MemoryStore:
         if held is None or entry is None:
             return False
         held.num_bytes -= entry.stored.num_bytes
-        self._num_bytes -= entry.stored.num_bytes
+        self.num_bytes -= entry.stored.num_bytes
         if not held.entries:
             del self._callers[caller]
         return True

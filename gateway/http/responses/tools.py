@@ -1,16 +1,18 @@
 """Tools of the Responses API, and the choice among them: converts their fields to Baton's types."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from baton.errors import InvalidRequest
 from gateway.conversation import Tool, ToolChoice, ToolUse
+from gateway.conversation.checks import check_among, check_tools
 from gateway.http.body import Body, NotSupported
+from gateway.http.openai.tools import ToolName
 
 MAX_TOOLS = 1024
 MAX_DESCRIPTION_CHARACTERS = 100_000
-
-ToolName = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class ResponseFunctionTool(Body):
@@ -69,14 +71,26 @@ ToolChoiceField = (
 )
 
 
-def tool_choice_of(choice: ToolChoiceField | None) -> ToolChoice:
-    """The choice as Baton's own. The model's AnswerFormat checks later that the named tools exist."""
+def tools_of(tools: Sequence[ResponseFunctionTool] | None) -> tuple[Tool, ...]:
+    """The tools as Baton's own. Raises InvalidRequest for an invalid tool; the error names the tool's field."""
+    converted = tuple(tool.as_tool() for tool in tools or ())
+    check_tools(converted, "tools", "name", "parameters")
+    return converted
+
+
+def tool_choice_of(choice: ToolChoiceField | None, tools: Sequence[Tool]) -> ToolChoice:
+    """The choice as Baton's own. Raises InvalidRequest if it needs a tool that the request does not have."""
     match choice:
         case None:
             return ToolChoice()
         case NamedFunction(name=name):
+            check_among(tools, name, "tool_choice.name")
             return ToolChoice(ToolUse.REQUIRED, (name,))
         case ResponseAllowedTools(mode=mode):
+            for index, tool in enumerate(choice.tools):
+                check_among(tools, tool.name, f"tool_choice.tools.{index}.name")
             return ToolChoice(ToolUse(mode), tuple(tool.name for tool in choice.tools))
+        case "required" if not tools:
+            raise InvalidRequest("tool_choice", "'required' needs tools")
         case str():
             return ToolChoice(ToolUse(choice))

@@ -43,7 +43,7 @@ async def test_a_report_covers_some_seconds_even_if_the_fleet_grows_at_once(
     decode = WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:2", "here", 1)
     fleet = StandingFleet(packed(config), decode)
     gateway = AsyncMock(spec=Gateway)
-    gateway.workers = AsyncMock(spec=WorkerConnections)
+    gateway.workers, gateway.model_name = AsyncMock(spec=WorkerConnections), "tiny"
     gateway.report = Mock(side_effect=lambda window_s: gateway_report(window_s=window_s))
     following = FollowingGateway(config, gateway, fleet)
     await following.start()

@@ -113,7 +113,7 @@ def test_who_gets_events() -> None:
             "'a' appears twice",
         ),
         (
-            "chat.tools.0.parameters",
+            "chat.tools.0.parameters.type",
             {"tools": [pb.Tool(name="f", parameters='{"type": "string"}')]},
             "must be 'object', got 'string'",
         ),
