@@ -31,6 +31,12 @@ FAILED_HANDSHAKES: int = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
+REFUSED = (
+    "it refused the connection in the handshake; check that both use the same cluster secret and "
+    "network.security"
+)
+"""What a client says of a server with which its handshake failed."""
+
 HANDSHAKE_TIMEOUT_S = 10.0
 """A connection that has not proved knowledge of the secret is closed after this time. libzmq would allow 30 s."""
 

@@ -23,7 +23,7 @@ from baton.messages.control_codec import (
 )
 from baton.system.addresses import connect
 from baton.system.awake_timer import awake_timeout
-from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
+from baton.system.curve import FAILED_HANDSHAKES, REFUSED, PlaneKeys, secure_client
 from cluster.control_api.calls import CallNotSent, ControlClient
 from cluster.control_api.server_socket import MAX_CALLS_OF_ONE, set_heartbeats
 from cluster.controller.supervisor import Patience
@@ -36,8 +36,6 @@ ANSWER_S = 40.0
 """How long the server may take in addition to the call's own wait: a controller restarts within 30 s."""
 _TRANSIT_S = 5.0
 """Added to the server's time, for the way of the call and of the reply."""
-
-REFUSED = "it refused the connection in the handshake; check that both use the same cluster secret and network.security"
 
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
 

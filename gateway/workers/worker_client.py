@@ -30,7 +30,7 @@ from baton.request import EngineRequest, RequestOutput
 from baton.system.adaptive_timeout import AdaptiveTimeout
 from baton.system.addresses import connect
 from baton.system.awake_timer import AwakeTimer
-from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
+from baton.system.curve import FAILED_HANDSHAKES, REFUSED, PlaneKeys, secure_client
 from baton.system.standstill import Standstill, pace_of
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 from gateway.turn_budget import SharedTurns
@@ -44,11 +44,6 @@ OUTPUTS_AT_ONCE = 16
 
 READING_S = 0.05
 """Time to read pending input before a worker counts as silent."""
-
-REFUSED = (
-    "it refused the connection in the handshake; check that both use the same cluster secret and "
-    "network.security"
-)
 
 
 class LossCause(Enum):
