@@ -7,13 +7,14 @@ nor the environment, nor the messages of a plane.
 
 import hashlib
 import logging
-from collections.abc import Container
+from collections.abc import AsyncIterator, Container
 from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
+import zmq.asyncio
 from zmq.utils import z85
-from zmq.utils.monitor import parse_monitor_message
+from zmq.utils.monitor import parse_monitor_message, recv_monitor_message
 
 from baton.errors import ConfigError
 
@@ -30,6 +31,12 @@ FAILED_HANDSHAKES: int = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+
+REFUSED = (
+    "it refused the connection in the handshake; check that both use the same cluster secret and "
+    "network.security"
+)
+"""What a client says of a server with which its handshake failed."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """A connection that has not proved knowledge of the secret is closed after this time. libzmq would allow 30 s."""
@@ -185,6 +192,22 @@ class PeerAuthenticator:
                     self.num_denied,
                     zmq.Event(event).name,
                 )
+
+
+async def connection_events(monitor: "zmq.asyncio.Socket") -> AsyncIterator[int]:
+    """Events of a client's connection, as its monitor reports them. A handshake that fails without an explanation is
+    left out at first: a server that ends during it causes one such event, a wrong secret causes them again and again.
+    """
+    num_unexplained = 0
+    while True:
+        event: int = (await recv_monitor_message(monitor))["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            num_unexplained = 0
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            num_unexplained += 1
+            if num_unexplained == 1:
+                continue
+        yield event
 
 
 def _check_curve() -> None:

@@ -10,7 +10,6 @@ from typing import Self
 
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from baton.config import BatonConfig, NetworkConfig
 from baton.errors import ClusterError, WireError
@@ -23,7 +22,7 @@ from baton.messages.control_codec import (
 )
 from baton.system.addresses import connect
 from baton.system.awake_timer import awake_timeout
-from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
+from baton.system.curve import FAILED_HANDSHAKES, REFUSED, PlaneKeys, connection_events, secure_client
 from cluster.control_api.calls import CallNotSent, ControlClient
 from cluster.control_api.server_socket import MAX_CALLS_OF_ONE, set_heartbeats
 from cluster.controller.supervisor import Patience
@@ -36,8 +35,6 @@ ANSWER_S = 40.0
 """How long the server may take in addition to the call's own wait: a controller restarts within 30 s."""
 _TRANSIT_S = 5.0
 """Added to the server's time, for the way of the call and of the reply."""
-
-REFUSED = "it refused the connection in the handshake; check that both use the same cluster secret and network.security"
 
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
 
@@ -150,29 +147,21 @@ class ZmqCarrier:
                 waiting.set_result(reply)
 
     async def _watch_connection(self) -> None:
-        num_unexplained = 0
-        while True:
-            match (await recv_monitor_message(self._monitor))["event"]:
+        async for event in connection_events(self._monitor):
+            match event:
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    num_unexplained = 0
                     self.refusal = None
                     self._is_connected = True
                     self._is_known.set()
-                    continue
                 case zmq.EVENT_DISCONNECTED:
                     self._is_connected = False
                     self.connection += 1
                     if self.refusal is None:
                         self._is_known.clear()
                     self._fail_all(f"the connection to the control server at {self.address} broke")
-                    continue
-                case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                    # A wrong secret causes this repeatedly; a server that closes during a handshake causes this once.
-                    num_unexplained += 1
-                    if num_unexplained == 1:
-                        continue
-            self.refusal = REFUSED
-            self._is_known.set()
+                case _:
+                    self.refusal = REFUSED
+                    self._is_known.set()
 
     def _fail_all(self, reason: str) -> None:
         for waiting in self._waiting.values():

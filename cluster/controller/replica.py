@@ -10,7 +10,7 @@ If its node begins to drain before the incarnation serves, the replica is PLACIN
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.config import ClusterConfig
 from baton.fleet import ReplicaDescription, ReplicaState
@@ -72,7 +72,7 @@ class Replica:
     state: ReplicaState = ReplicaState.PLACING
     node: str = ""
     last_failure: str = ""
-    next_start_at: float | None = field(default=None)
+    next_start_at: float | None = None
 
     def move(self, state: ReplicaState) -> None:
         """The one place where a replica changes its state."""

@@ -87,10 +87,7 @@ class RayCarrier:
     def _is_gone(self) -> bool:
         """Whether the controller has ended for good: a restarted actor keeps its name."""
         named = controller_actor()
-        return named is None or not self.is_same(named)
-
-    def is_same(self, actor: Any) -> bool:
-        return bool(actor._actor_id == self.actor._actor_id)
+        return named is None or bool(named._actor_id != self.actor._actor_id)
 
 
 def controller_actor() -> Any:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import ray
 from ray.util.placement_group import (
-    PlacementGroup,
     get_placement_group,
     placement_group_table,
     remove_placement_group,
@@ -165,15 +164,5 @@ def node_name(host: str, node_id: str) -> str:
 
 def give_room_back(title: str) -> None:
     """Removes the placement group of an incarnation in this namespace, which also ends all processes in the group."""
-    group = group_of(title)
-    if group is not None:
-        remove_placement_group(group)
-
-
-def group_of(title: str) -> PlacementGroup | None:
-    """The placement group of an incarnation in this namespace; None if there is none."""
-    try:
-        group: PlacementGroup = get_placement_group(title)
-    except ValueError:
-        return None
-    return group
+    with contextlib.suppress(ValueError):  # there is none
+        remove_placement_group(get_placement_group(title))

@@ -19,6 +19,7 @@ def read_json_call(reader: Reader, calls: CallWriter, *, is_known: bool = False)
 
     The name must come before the arguments, as grammars make models write it.
     """
+    yield from reader.skip_spaces()
     if not (yield from reader.skip("{")):
         return False
     name = ""

@@ -156,6 +156,24 @@ class Reader:
         self.rewind()
         return False
 
+    def series(
+        self, before: str, between: str, read: Callable[[], Steps[bool]], limit: int = MAX_ATTEMPT_CHARACTERS
+    ) -> Steps[bool]:
+        """Calls `read` after `before`, and again after each `between` that follows. False: `before` does
+        not come, or the first call returned False. `read` commits the attempt in which it is called, or
+        returns False."""
+        self.begin_attempt(limit)
+        yield from self.skip_spaces()
+        if not (yield from self.skip(before)) or not (yield from read()):
+            return False
+        while True:
+            self.begin_attempt(limit)
+            yield from self.skip_spaces()
+            if not (yield from self.skip(between)) or not (yield from read()):
+                break
+        self.rewind()
+        return True
+
     def until(self, markers: Markers, show: Callable[[str], None]) -> Steps[tuple[int, int]]:
         """Passes the text up to the next marker to `show`, without the spaces before the marker.
 

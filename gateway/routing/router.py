@@ -113,7 +113,7 @@ class Router:
         """
         self._index.forget(name)
         if worker := self._workers.get(name):
-            worker.gone()
+            worker.is_gone = True
             self._note_change()
             self._drop_if_over(worker)
 
@@ -370,7 +370,7 @@ def _with_room(decodes: list[WorkerEstimate], num_tokens: int) -> list[WorkerEst
     if decodes and not decodes[0].may_ever_hold(num_tokens):
         return decodes
     fitting = [worker for worker in decodes if worker.fits(num_tokens)]
-    return fitting or [worker for worker in decodes if worker.has_none_of_ours]
+    return fitting or [worker for worker in decodes if not worker.sub_requests]
 
 
 def _make_policy(config: GatewayConfig, costs: CostModel) -> Policy:

@@ -96,9 +96,6 @@ class WorkerEstimate:
             self.decode_step = StepTime()
         self._refresh()
 
-    def gone(self) -> None:
-        self.is_gone = True
-
     def is_new_incarnation(self, status: WorkerStatus) -> bool:
         return self._status is not None and self._status.ref.incarnation != status.ref.incarnation
 
@@ -130,10 +127,6 @@ class WorkerEstimate:
     def fits(self, num_tokens: int) -> bool:
         """Whether the worker has free blocks for `num_tokens`."""
         return self.room >= self.num_blocks_for(num_tokens)
-
-    @property
-    def has_none_of_ours(self) -> bool:
-        return not self.sub_requests
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` need. Blocks that left a sliding window are not counted."""

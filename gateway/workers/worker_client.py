@@ -9,7 +9,6 @@ from typing import Protocol
 
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from baton.config import NetworkConfig
 from baton.errors import WireError
@@ -30,7 +29,7 @@ from baton.request import EngineRequest, RequestOutput
 from baton.system.adaptive_timeout import AdaptiveTimeout
 from baton.system.addresses import connect
 from baton.system.awake_timer import AwakeTimer
-from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
+from baton.system.curve import FAILED_HANDSHAKES, REFUSED, PlaneKeys, connection_events, secure_client
 from baton.system.standstill import Standstill, pace_of
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 from gateway.turn_budget import SharedTurns
@@ -44,11 +43,6 @@ OUTPUTS_AT_ONCE = 16
 
 READING_S = 0.05
 """Time to read pending input before a worker counts as silent."""
-
-REFUSED = (
-    "it refused the connection in the handshake; check that both use the same cluster secret and "
-    "network.security"
-)
 
 
 class LossCause(Enum):
@@ -210,29 +204,19 @@ class WorkerClient:
             await asyncio.sleep(self._network.heartbeat_interval_s)
 
     async def _watch_connection(self) -> None:
-        num_unexplained = 0
-        while True:
-            match (await recv_monitor_message(self._connection))["event"]:
+        async for event in connection_events(self._connection):
+            match event:
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    num_unexplained = 0
                     self.refusal = None
                     self._is_connected = True
                     self._end_grace()
-                    continue
                 case zmq.EVENT_DISCONNECTED:
                     self._begin_grace()
-                    continue
                 case zmq.EVENT_CLOSED:  # an attempt to connect failed
                     if self._grace is not None:
                         self._note_disconnection("and its port refuses another one")
-                    continue
-                case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                    # A wrong secret usually causes this event again and again. A worker that ends during the
-                    # handshake causes it only once.
-                    num_unexplained += 1
-                    if num_unexplained == 1:
-                        continue
-            self._refuse(REFUSED)
+                case _:
+                    self._refuse(REFUSED)
 
     def _begin_grace(self) -> None:
         """Gives libzmq time to reconnect, which it does after 0.1 to 0.2 s. The port of a killed process

@@ -36,13 +36,8 @@ class DeepSeekCalls:
         self._is_fenced = is_fenced
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
-        if not (yield from _call(reader, calls)):
+        if not (yield from reader.series(CALL, CALL, lambda: _call(reader, calls))):
             return False
-        while True:
-            reader.begin_attempt()
-            if not (yield from _call(reader, calls)):
-                break
-        reader.rewind()
         yield from reader.skip_optional(END)
         return True
 
@@ -62,10 +57,7 @@ class DeepSeekCalls:
 
 
 def _call(reader: Reader, calls: CallWriter) -> Steps[bool]:
-    """Reads one call, within an attempt. False: there is no call."""
-    yield from reader.skip_spaces()
-    if not (yield from reader.skip(CALL)):
-        return False
+    """Reads one call after its CALL, within an attempt. False: there is no call."""
     name = (yield from reader.word("<", 200)).strip()
     if not (yield from reader.skip(SEPARATOR)):
         return False

@@ -19,7 +19,6 @@ class HermesCalls:
     repeats = "\n"
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
-        yield from reader.skip_spaces()
         if not (yield from read_json_call(reader, calls)):
             return False
         yield from reader.skip_optional(END)

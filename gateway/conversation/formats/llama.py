@@ -23,19 +23,7 @@ class LlamaCalls:
     repeats: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
-        yield from reader.skip_spaces()
-        if not (yield from read_json_call(reader, calls, is_known=True)):
-            return False
-        while True:
-            reader.begin_attempt()
-            yield from reader.skip_spaces()
-            if not (yield from reader.skip(";")):
-                break
-            yield from reader.skip_spaces()
-            if not (yield from read_json_call(reader, calls, is_known=True)):
-                break
-        reader.rewind()
-        return True
+        return (yield from reader.series("", ";", lambda: read_json_call(reader, calls, is_known=True)))
 
     def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
         call = lark.rule("call", one_of([json_call(tool, "parameters") for tool in tools]))

@@ -19,21 +19,8 @@ class MistralCalls:
     repeats: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
-        yield from reader.skip_spaces()
-        if not (yield from reader.skip("[")):
+        if not (yield from reader.series("[", ",", lambda: read_json_call(reader, calls))):
             return False
-        yield from reader.skip_spaces()
-        if not (yield from read_json_call(reader, calls)):
-            return False
-        while True:
-            reader.begin_attempt()
-            yield from reader.skip_spaces()
-            if not (yield from reader.skip(",")):
-                break
-            yield from reader.skip_spaces()
-            if not (yield from read_json_call(reader, calls)):
-                break
-        reader.rewind()
         yield from reader.skip_optional("]")
         return True
 

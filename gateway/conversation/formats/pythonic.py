@@ -31,16 +31,8 @@ class PythonicCalls:
     repeats: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
-        reader.begin_attempt(MAX_CALL_CHARACTERS)
-        yield from reader.skip_spaces()
-        if not (yield from reader.skip("[")) or not (yield from _call(reader, calls)):
+        if not (yield from reader.series("[", ",", lambda: _call(reader, calls), MAX_CALL_CHARACTERS)):
             return False
-        while True:
-            reader.begin_attempt(MAX_CALL_CHARACTERS)
-            yield from reader.skip_spaces()
-            if not (yield from reader.skip(",")) or not (yield from _call(reader, calls)):
-                break
-        reader.rewind()
         yield from reader.skip_optional("]")
         return True
 

@@ -12,11 +12,32 @@ from tests.factories.traces import CHUNKED
 from worker.step_trace import encode_end, encode_header, encode_step
 
 
-def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("", "COMMAND"),
+        ("role w0 both", "'both'"),
+        *(
+            (
+                f"generate {flag}={number} hello",
+                f"argument {flag}: got '{number}'; must be a number from 1 to",
+            )
+            for flag in ("--max-tokens", "--max-model-len")
+            for number in ("0", "-1", "4294967296", "1.5", "many", "٣")
+        ),
+        *(
+            (f"generate --seed={seed} hello", "--seed")
+            for seed in ("-1", "99999999999999999999", "9" * 5_000, "one")
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_are_usage_errors(
+    command: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main([])
+        main(command.split())
     assert stopped.value.code == USAGE
-    assert "COMMAND" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_a_bad_configuration_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,32 +76,6 @@ def test_an_unreachable_gateway_is_a_refusal_with_advice(
     message = capsys.readouterr().err
     assert "127.0.0.1:9" in message
     assert message.startswith(f"baton {command.split()[0]}: ")
-
-
-def test_a_role_that_is_none_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["role", "w0", "both"])
-    assert stopped.value.code == USAGE
-    assert "'both'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flag", ["--max-tokens", "--max-model-len"])
-@pytest.mark.parametrize("number", ["0", "-1", "4294967296", "1.5", "many", "٣"])
-def test_a_number_of_tokens_that_cannot_be_is_a_usage_error(
-    flag: str, number: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["generate", f"{flag}={number}", "hello"])
-    assert stopped.value.code == USAGE
-    assert f"argument {flag}: got '{number}'; must be a number from 1 to" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("seed", ["-1", "99999999999999999999", "9" * 5_000, "one"])
-def test_a_seed_that_cannot_be_is_a_usage_error(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["generate", f"--seed={seed}", "hello"])
-    assert stopped.value.code == USAGE
-    assert "--seed" in capsys.readouterr().err
 
 
 def test_an_argument_that_is_no_text_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from cluster.controller.owner import first_start, follow_counts, scale_to
 
 R = TypeVar("R")
 
+SCALING = {"mode": "on", "min_decode": 1, "max_decode": 8}
 LOADING = (("w0", StartProgress("weights", 1, 2)),)
 
 
@@ -220,9 +221,12 @@ def test_what_is_refused_is_tried_again() -> None:
     assert fleet.commands == [(WorkerRole.DECODE, 2)] * 2
 
 
-def test_autoscaling_begins_there_and_goes_its_own_way() -> None:
-    fleet, scaling = Fleet(), {"mode": "on", "min_decode": 1, "max_decode": 8}
-    follow(fleet, config(1, 1, autoscaling=scaling), config(1, 4, autoscaling=scaling))
+@pytest.mark.parametrize(
+    "in_the_file", [{"autoscaling": SCALING}, {}], ids=["goes on", "is turned off there"]
+)
+def test_autoscaling_begins_there_and_decides_the_counts_from_then_on(in_the_file: dict[str, Any]) -> None:
+    fleet = Fleet()
+    follow(fleet, config(1, 1, autoscaling=SCALING), config(1, 4, **in_the_file))
     assert fleet.commands == []
 
 
@@ -246,7 +250,7 @@ def test_autoscaling_begins_there_and_goes_its_own_way() -> None:
             "file has changed: gateway.max_in_flight is 256 in this command's configuration, 9 in the file",
         ),
         (
-            {"autoscaling": {"mode": "on", "min_decode": 1, "max_decode": 8}},
+            {"autoscaling": SCALING},
             "autoscaling.mode is 'off' in this command's configuration, 'on' in the file",
         ),
     ],
@@ -260,9 +264,3 @@ def test_every_other_change_is_said_and_counts_later(
     assert fleet.commands == [(WorkerRole.DECODE, 2)]
     assert f"{difference}; restart the fleet to apply this" in caplog.text
     assert "max_queued" not in caplog.text
-
-
-def test_autoscaling_that_the_file_turns_off_still_decides_the_counts() -> None:
-    fleet, scaling = Fleet(), {"mode": "on", "min_decode": 1, "max_decode": 8}
-    follow(fleet, config(1, 1, autoscaling=scaling), config(1, 4))
-    assert fleet.commands == []

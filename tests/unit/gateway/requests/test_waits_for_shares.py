@@ -11,32 +11,18 @@ from tests.unit.gateway.requests.test_shares import UnderTest
 from tests.unit.gateway.routing.test_router import POLICIES
 
 
-def test_a_sweep_that_ends_early_takes_no_callers_patience_away() -> None:
+@pytest.mark.parametrize("over_share", [set(), {"x"}], ids=["", "the caller has lost its share since"])
+def test_a_sweep_that_ends_early_takes_no_callers_patience_away(over_share: set[str]) -> None:
     queue = QueueUnderTest()
-    queue.join(Request("x", caller="x", refusal=OVER_SHARE), 0.0, patience_s=30.0)
-    for number in range(LOOK_AHEAD):
-        queue.join(Request(str(number), priority=-1), 1.0, patience_s=100.0)
-    queue.make_room(0, 2.0)
-    assert "x" not in queue.asked, "the sweep ended before it"
-    assert_nobody_is_out_of_patience(queue, 2.0)
-
-
-def test_nor_does_one_that_comes_after_the_caller_has_lost_its_share() -> None:
-    queue = QueueUnderTest()
-    queue.over_share = {"x"}
+    queue.over_share = over_share
     queue.join(Request("x", caller="x", refusal=OVER_SHARE), 0.0, patience_s=30.0)
     queue.over_share = set()
     for number in range(LOOK_AHEAD):
         queue.join(Request(str(number), priority=-1), 1.0, patience_s=100.0)
     queue.make_room(0, 2.0)
     assert "x" not in queue.asked, "the sweep ended before it"
-    assert_nobody_is_out_of_patience(queue, 2.0)
-
-
-def assert_nobody_is_out_of_patience(queue: QueueUnderTest, now: float) -> None:
-    while now < 60.0:
-        now += 0.5
-        assert queue.waiting.out_of_patience(now) == []
+    for half_seconds in range(5, 121):
+        assert queue.waiting.out_of_patience(half_seconds / 2) == []
 
 
 def test_a_full_queue_names_the_share_that_a_request_waits_for() -> None:
