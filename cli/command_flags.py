@@ -30,17 +30,19 @@ def add_target_flags(parser: argparse.ArgumentParser, default: str) -> None:
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT")
-    parser.add_argument("--max-tokens", type=_count, default=256, metavar="N", help="default %(default)s")
+    parser.add_argument("--max-tokens", type=_number, default=256, metavar="N", help="default %(default)s")
     parser.add_argument(
         "--max-model-len",
-        type=_count,
+        type=_number,
         metavar="N",
         help="end at N tokens of prompt and answer together; default: the model's limit",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="default 0, which is greedy"
     )
-    parser.add_argument("--seed", type=_seed, metavar="S", help="same seed, same answer")
+    parser.add_argument(
+        "--seed", type=partial(_number, least=0, most=MAX_SEED), metavar="S", help="same seed, same answer"
+    )
     parser.add_argument("--raw", action="store_true", help="send the text as it is, without a chat template")
     parser.add_argument(
         "--ignore-eos",
@@ -195,14 +197,8 @@ def _seconds(text: str, at_most: float = 86_400.0) -> float:
     return seconds
 
 
-def _count(text: str) -> int:
-    """Parses a number that fits a field of the gateway's messages. On errors, argparse adds the flag."""
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text) < 2**32):
-        raise argparse.ArgumentTypeError(f"got {text!r}; must be a number from 1 to {2**32 - 1}")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= MAX_SEED):
-        raise argparse.ArgumentTypeError(f"got {text!r}; must be a number from 0 to {MAX_SEED}")
+def _number(text: str, least: int = 1, most: int = 2**32 - 1) -> int:
+    """Parses a number, which fits a field of the gateway's messages by default. On errors, argparse adds the flag."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+        raise argparse.ArgumentTypeError(f"got {text[:30]!r}; must be a number from {least} to {most}")
     return int(text)

@@ -20,9 +20,9 @@ class ServedModel:
     kv_cache_dtype: str
     """Data type of keys and values."""
 
-    def check_name(self, name: str) -> None:
-        """Raises UnknownModel if `name`, which a request contains, is another model's."""
-        if name != self.name:
+    def check_name(self, name: str | None) -> None:
+        """Raises UnknownModel if `name` is another model's. None: the request names no model."""
+        if name not in (None, self.name):
             raise UnknownModel("model", f"{name!r} is not served here; use {self.name!r}")
 
     def check_token_ids(self, field: str, token_ids: Collection[int]) -> None:

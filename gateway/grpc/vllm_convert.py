@@ -3,6 +3,7 @@
 Unsupported fields are refused, and the error names the field.
 """
 
+import re
 from collections.abc import Sequence
 
 from baton.errors import InvalidRequest
@@ -29,7 +30,6 @@ UNSERVED = {
 
 MAX_CHOICE_BYTES = MAX_GRAMMAR_CHARACTERS
 ANY_JSON_OBJECT = '{"type": "object"}'
-_REGEX_SIGNS = frozenset(r"\.+*?()|[]{}^$#&-~")
 
 
 def prompt_from(request: pb.GenerateRequest) -> Prompt:
@@ -91,16 +91,11 @@ def _structured_output_from(message: pb.SamplingParams) -> StructuredOutput | No
                 raise InvalidRequest("choice", "must offer at least one choice")
             if message.choice.ByteSize() > MAX_CHOICE_BYTES:
                 raise InvalidRequest("choice", f"its texts are larger than {MAX_CHOICE_BYTES} bytes together")
-            return StructuredOutput(GrammarKind.REGEX, "|".join(map(_literally, message.choice.choices)))
+            return StructuredOutput(GrammarKind.REGEX, "|".join(map(re.escape, message.choice.choices)))
         case other:
             raise InvalidRequest(
                 other, "use json_schema, regex, grammar (in Lark's notation), json_object or choice"
             )
-
-
-def _literally(text: str) -> str:
-    """A regular expression that matches exactly this text, in the syntax of Rust's regex crate."""
-    return "".join(f"\\{sign}" if sign in _REGEX_SIGNS else sign for sign in text)
 
 
 def delta_to_chunk(index: int, delta: Delta, num_prompt_tokens: int) -> pb.GenerateResponse:

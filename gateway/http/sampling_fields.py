@@ -35,6 +35,14 @@ SAMPLING_FIELDS = (
 )
 """Fields that have the same name and meaning in SamplingParams."""
 
+ModelName = Annotated[str, Field(max_length=256, description="A name from GET /v1/models.")]
+RequestId = Annotated[
+    str | None,
+    Field(
+        pattern=r"^[A-Za-z0-9._:\-]{1,128}$",
+        description="Must differ from those of all running requests.",
+    ),
+]
 PromptCacheKey = Annotated[
     str,
     Field(

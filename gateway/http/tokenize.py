@@ -93,56 +93,38 @@ class DetokenizeAnswer:
     prompt: str
 
 
-class TokenizeRoutes:
-    """Answers requests whose bodies are already parsed."""
+def tokenize_routes(pool: TokenizerPool, model: ServedModel) -> APIRouter:
+    """The routes of both calls. They need no worker."""
+    routes = APIRouter(route_class=JsonRoute)
 
-    def __init__(self, pool: TokenizerPool, model: ServedModel) -> None:
-        self._pool = pool
-        self._model = model
-
-    async def tokenize(self, body: TokenizeRequest, request: Request) -> TokenizeAnswer:
-        if body.model is not None:
-            self._model.check_name(body.model)
-        caller = _name_of(request)
+    @routes.post("/tokenize", summary="Tokenise a text or a conversation", responses=ERRORS)
+    async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeAnswer:
+        model.check_name(body.model)
+        caller: Caller = request.state.caller
         adds = body.add_special_tokens
         if body.prompt is not None:
-            token_ids = await self._pool.encode(caller, body.prompt, add_special_tokens=adds is not False)
+            token_ids = await pool.encode(caller.name, body.prompt, add_special_tokens=adds is not False)
         else:
             with in_terms_of(CLIENT_NAMES):
-                token_ids = await self._pool.encode_chat(
-                    caller,
+                token_ids = await pool.encode_chat(
+                    caller.name,
                     body.chat,
                     add_generation_prompt=body.add_generation_prompt is not False,
                     add_special_tokens=adds is True,
                 )
         return TokenizeAnswer(
             count=len(token_ids),
-            max_model_len=self._model.max_model_len,
+            max_model_len=model.max_model_len,
             tokens=list(token_ids),
-            token_strs=await self._pool.pieces(caller, token_ids) if body.return_token_strs else None,
+            token_strs=await pool.pieces(caller.name, token_ids) if body.return_token_strs else None,
         )
 
-    async def detokenize(self, body: DetokenizeRequest, request: Request) -> DetokenizeAnswer:
-        if body.model is not None:
-            self._model.check_name(body.model)
-        self._model.check_token_ids("tokens", body.tokens)
-        text = await self._pool.decode(_name_of(request), body.tokens, bool(body.skip_special_tokens))
+    @routes.post("/detokenize", summary="Detokenise tokens", responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeAnswer:
+        model.check_name(body.model)
+        model.check_token_ids("tokens", body.tokens)
+        caller: Caller = request.state.caller
+        text = await pool.decode(caller.name, body.tokens, bool(body.skip_special_tokens))
         return DetokenizeAnswer(prompt=text)
 
-
-def _name_of(request: Request) -> str:
-    caller: Caller = request.state.caller
-    return caller.name
-
-
-def tokenize_routes(pool: TokenizerPool, model: ServedModel) -> APIRouter:
-    """The routes of both calls. They need no worker."""
-    routes = APIRouter(route_class=JsonRoute)
-    api = TokenizeRoutes(pool, model)
-
-    for path, call, summary in (
-        ("/tokenize", api.tokenize, "Tokenise a text or a conversation"),
-        ("/detokenize", api.detokenize, "Detokenise tokens"),
-    ):
-        routes.add_api_route(path, call, methods=["POST"], summary=summary, responses=ERRORS)
     return routes

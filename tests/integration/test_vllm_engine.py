@@ -123,7 +123,7 @@ CONSTRAINTS: list[tuple[dict[str, Any], GrammarKind, str]] = [
     ({"json_object": True}, GrammarKind.JSON_SCHEMA, '{"type": "object"}'),
     ({"regex": "a+"}, GrammarKind.REGEX, "a+"),
     ({"grammar": 'start: "a"'}, GrammarKind.LARK, 'start: "a"'),
-    ({"choice": pb.ChoiceConstraint(choices=["a.b", "c d"])}, GrammarKind.REGEX, r"a\.b|c d"),
+    ({"choice": pb.ChoiceConstraint(choices=["a.b", "c d"])}, GrammarKind.REGEX, r"a\.b|c\ d"),
 ]
 
 

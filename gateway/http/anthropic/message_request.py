@@ -20,16 +20,15 @@ from gateway.http.anthropic.output import (
 )
 from gateway.http.anthropic.tools import ChoiceBody, Tools, tool_choice_of, tools_of
 from gateway.http.body import Body, NotSupported
-from gateway.http.sampling_fields import SamplingFields, Stop
+from gateway.http.sampling_fields import ModelName, RequestId, SamplingFields, Stop
 
 MAX_TURNS = 4096
-MAX_MODEL_NAME_CHARACTERS = 256
 
 
 class CountTokensRequest(Body):
     """The fields of a prompt, which both bodies have."""
 
-    model: str = Field(description="A name from GET /v1/models.", max_length=MAX_MODEL_NAME_CHARACTERS)
+    model: ModelName
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_TURNS, fail_fast=True)]
     system: str | TextBlocks | None = None
     tools: Tools | None = None
@@ -78,11 +77,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    request_id: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9._:\-]{1,128}$",
-        description="Must differ from those of all running requests.",
-    )
+    request_id: RequestId = None
     container: NotSupported = None
     diagnostics: NotSupported = None
     inference_geo: NotSupported = None

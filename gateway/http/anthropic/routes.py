@@ -21,42 +21,9 @@ from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 
 
-class AnthropicRoutes:
-    """Answers requests whose bodies are already parsed. One instance serves all calls."""
-
-    def __init__(self, driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> None:
-        self._driver = driver
-        self._preprocessor = preprocessor
-        self._model = model
-
-    async def message(self, body: MessagesRequest, call: HttpCall) -> GeneratedResponse:
-        self._model.check_name(body.model)
-        names = _client_names(body)
-        with in_terms_of(names):
-            request = await call.preprocess(self._preprocessor, body, body.conversation, body.sampling())
-        if not body.stream:
-            check_whole_answer([request], names)
-        answer = MessageAnswer(
-            request,
-            MessageHead(call.request_id, self._model.name),
-            call.shown_id,
-            shows_thinking=shows_thinking(body.thinking),
-            max_tokens=body.max_tokens,
-        )
-        return GeneratedResponse(self._driver, [request], answer, names, is_stream=bool(body.stream))
-
-    async def count_tokens(self, body: CountTokensRequest, call: HttpCall) -> TokenCount:
-        """Counts a prompt's tokens. Needs no worker."""
-        self._model.check_name(body.model)
-        with in_terms_of(_client_names(body)):
-            token_ids = await self._preprocessor.tokenise(body.conversation, call.caller, call.time_left_s)
-        return TokenCount(len(token_ids))
-
-
 def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:
     """The routes for messages, and for counting a prompt's tokens."""
     routes = APIRouter(route_class=JsonRoute)
-    api = AnthropicRoutes(driver, preprocessor, model)
 
     @routes.post(
         MESSAGES_PATH,
@@ -66,7 +33,21 @@ def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: S
         openapi_extra=HEADERS,
     )
     async def messages(body: MessagesRequest, request: Request, timeout_ms: TimeoutMs = None) -> Response:
-        return await api.message(body, HttpCall.of(request, "messages", timeout_ms, body.request_id))
+        call = HttpCall.of(request, "messages", timeout_ms, body.request_id)
+        model.check_name(body.model)
+        names = _client_names(body)
+        with in_terms_of(names):
+            generation = await call.preprocess(preprocessor, body, body.conversation, body.sampling())
+        if not body.stream:
+            check_whole_answer([generation], names)
+        answer = MessageAnswer(
+            generation,
+            MessageHead(call.request_id, model.name),
+            call.shown_id,
+            shows_thinking=shows_thinking(body.thinking),
+            max_tokens=body.max_tokens,
+        )
+        return GeneratedResponse(driver, [generation], answer, names, is_stream=bool(body.stream))
 
     @routes.post(
         f"{MESSAGES_PATH}/count_tokens",
@@ -77,7 +58,11 @@ def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: S
     async def count_tokens(
         body: CountTokensRequest, request: Request, timeout_ms: TimeoutMs = None
     ) -> TokenCount:
-        return await api.count_tokens(body, HttpCall.of(request, "messages", timeout_ms))
+        call = HttpCall.of(request, "messages", timeout_ms)
+        model.check_name(body.model)
+        with in_terms_of(_client_names(body)):
+            token_ids = await preprocessor.tokenise(body.conversation, call.caller, call.time_left_s)
+        return TokenCount(len(token_ids))
 
     return routes
 

@@ -6,10 +6,10 @@ from pydantic import Field, model_validator
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
-from gateway.conversation import Conversation, ReasoningOptions
+from gateway.conversation import Conversation
 from gateway.conversation.template import MAX_OPTIONS, TemplateValue, check_template_options
 from gateway.http.body import NotSupported
-from gateway.http.openai.fields import GenerationFields
+from gateway.http.openai.fields import Effort, GenerationFields, reasoning_of
 from gateway.http.openai.messages import Messages, chat_messages_of
 from gateway.http.openai.tools import ToolChoiceField, Tools, tool_choice_of, tools_of
 from gateway.preprocess import UNLIMITED
@@ -34,7 +34,7 @@ class ChatCompletionRequest(GenerationFields):
         None, description="Whether the model may or must call tools, and which. Default: `auto`."
     )
     parallel_tool_calls: bool | None = Field(None, description="Several calls in one answer. Default: true.")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+    reasoning_effort: Effort | None = Field(
         None, description="How much the model thinks first; refused if its template knows no such levels."
     )
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
@@ -88,16 +88,9 @@ class ChatCompletionRequest(GenerationFields):
             tools,
             tool_choice_of(self.tool_choice, tools),
             self.parallel_tool_calls is not False,
-            self._reasoning,
+            reasoning_of(self.reasoning_effort, self.thinking_token_budget),
             options,
         )
-
-    @property
-    def _reasoning(self) -> ReasoningOptions:
-        effort, most = self.reasoning_effort, self.thinking_token_budget
-        if effort == "none":
-            return ReasoningOptions(is_enabled=False, max_tokens=most)
-        return ReasoningOptions(max_tokens=most, effort=effort)
 
     @property
     def client_names(self) -> dict[str, str]:

@@ -10,11 +10,18 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
 from gateway.choices import MAX_CHOICES
+from gateway.conversation import ReasoningOptions
 from gateway.http.body import Body
 from gateway.http.openai.structured import ResponseFormat, StructuredOutputs, structured_output_of
-from gateway.http.sampling_fields import PromptCacheKey, SamplingFields
+from gateway.http.sampling_fields import ModelName, PromptCacheKey, RequestId, SamplingFields
 
-MAX_NAME_CHARACTERS = 256
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def reasoning_of(effort: Effort | None, max_tokens: int | None = None) -> ReasoningOptions:
+    if effort == "none":
+        return ReasoningOptions(is_enabled=False, max_tokens=max_tokens)
+    return ReasoningOptions(max_tokens=max_tokens, effort=effort)
 
 
 class StreamOptions(Body):
@@ -34,7 +41,7 @@ class GenerationFields(SamplingFields):
     """Common to both kinds of completions."""
 
     prompt_cache_key: PromptCacheKey | None = None
-    model: str = Field(description="A name from GET /v1/models.", max_length=MAX_NAME_CHARACTERS)
+    model: ModelName
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Number of independent answers.")
     stream: bool | None = Field(None, description="Server-sent events, one for each piece of the answer.")
     stream_options: StreamOptions | None = None
@@ -49,11 +56,7 @@ class GenerationFields(SamplingFields):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="Grammar that the answer must match."
     )
-    request_id: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9._:\-]{1,128}$",
-        description="Must differ from those of all running requests.",
-    )
+    request_id: RequestId = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

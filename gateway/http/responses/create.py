@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 
 from starlette.responses import Response
 
@@ -89,8 +90,7 @@ class CreateResponse:
 
     async def count(self, body: InputTokensRequest, call: HttpCall) -> InputTokensAnswer:
         """The number of prompt tokens that such a request would have."""
-        if body.model is not None:
-            self._model.check_name(body.model)
+        self._model.check_name(body.model)
         history, own = await self._read(body, call)
         with in_terms_of(NAMES):
             conversation = await self._conversation(body, call, (*history.items, *own))
@@ -121,11 +121,7 @@ class CreateResponse:
         conversation = conversation_of(body, items)
         if body.truncation != "auto" or await self._fits(body, call, conversation):
             return conversation
-
-        async def fits(shorter: Conversation) -> bool:
-            return await self._fits(body, call, shorter)
-
-        return await shortened(conversation, fits)
+        return await shortened(conversation, partial(self._fits, body, call))
 
     async def _fits(self, body: PromptFields, call: HttpCall, conversation: Conversation) -> bool:
         limit = body.max_model_len if isinstance(body, ResponseRequest) else None

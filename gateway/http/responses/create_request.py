@@ -9,9 +9,10 @@ from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, GrammarKind, SamplingParams, StructuredOutput
 from gateway.conversation import ReasoningOptions
 from gateway.http.body import Body, NotSupported
+from gateway.http.openai.fields import Effort, reasoning_of
 from gateway.http.responses.items import MAX_ID_CHARACTERS, InputItem, InputItems, MessageItem
 from gateway.http.responses.tools import MAX_TOOLS, ResponseFunctionTool, ToolChoiceField
-from gateway.http.sampling_fields import PromptCacheKey, SamplingFields
+from gateway.http.sampling_fields import ModelName, PromptCacheKey, SamplingFields
 from gateway.preprocess import UNLIMITED
 
 MAX_PAIRS = 16
@@ -63,20 +64,13 @@ class TextOptions(Body):
 class ReasoningFields(Body):
     """How much the model thinks. A level is refused if the model's chat template knows no levels."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto"] | None = Field(
         None, description="The reasoning itself is in `content`; there is no summary of it."
     )
     generate_summary: NotSupported = None
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
-
-    def options(self) -> ReasoningOptions:
-        if self.effort is None:
-            return ReasoningOptions()
-        if self.effort == "none":
-            return ReasoningOptions(is_enabled=False)
-        return ReasoningOptions(effort=self.effort)
 
 
 class ResponseStreamOptions(Body):
@@ -123,7 +117,7 @@ class PromptFields(Body):
 
     @property
     def reasoning_options(self) -> ReasoningOptions:
-        return ReasoningOptions() if self.reasoning is None else self.reasoning.options()
+        return reasoning_of(None if self.reasoning is None else self.reasoning.effort)
 
 
 class InputTokensRequest(PromptFields):
@@ -136,7 +130,7 @@ class InputTokensRequest(PromptFields):
 class ResponseRequest(PromptFields, SamplingFields):
     """OpenAI's fields work as OpenAI documents them, except as described here."""
 
-    model: str = Field(description="A name from GET /v1/models.", max_length=MAX_ID_CHARACTERS)
+    model: ModelName
     max_output_tokens: int | None = Field(
         None,
         ge=1,

@@ -11,6 +11,8 @@ from cli.main import DEFAULT_TARGET, DONE, READER_LEFT, REFUSED, UNWRITABLE, USA
 from tests.factories.traces import CHUNKED
 from worker.step_trace import encode_end, encode_header, encode_step
 
+NO_COUNTS = ("0", "-1", "4294967296", "9" * 5_000, "1.5", "many", "٣")
+
 
 @pytest.mark.parametrize(
     ("command", "words"),
@@ -20,14 +22,14 @@ from worker.step_trace import encode_end, encode_header, encode_step
         *(
             (
                 f"generate {flag}={number} hello",
-                f"argument {flag}: got '{number}'; must be a number from 1 to",
+                f"argument {flag}: got '{number[:30]}'; must be a number from ",
             )
-            for flag in ("--max-tokens", "--max-model-len")
-            for number in ("0", "-1", "4294967296", "1.5", "many", "٣")
-        ),
-        *(
-            (f"generate --seed={seed} hello", "--seed")
-            for seed in ("-1", "99999999999999999999", "9" * 5_000, "one")
+            for flag, numbers in (
+                ("--max-tokens", NO_COUNTS),
+                ("--max-model-len", NO_COUNTS),
+                ("--seed", ("-1", "99999999999999999999", "9" * 5_000, "one")),
+            )
+            for number in numbers
         ),
     ],
 )

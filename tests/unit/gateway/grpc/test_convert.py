@@ -128,7 +128,7 @@ def test_too_many_of_anything_are_counted_before_anything_is_made_of_them(
 def test_choices_that_are_too_long_are_refused_before_they_are_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm_convert, "_literally", never)
+    monkeypatch.setattr(vllm_convert, "re", None)
     message = vllm_engine_pb2.SamplingParams()
     message.choice.choices.extend(["+" * 1000] * 1000)
     with pytest.raises(InvalidRequest, match="choice: its texts are larger than 100000 bytes"):
