@@ -2,7 +2,7 @@
 
 * BatonError
   x ConfigError             a configuration key: its value, and what is allowed
-  x ModelError              a model folder: a missing file, an unknown architecture, a wrong shape
+  x ModelError              a model folder: a missing file, a wrong shape, weights that compute no first token
   x ClusterError            Ray, or the fleet on it, is not available as requested
     + FleetEnded            the fleet's controller has ended for good, and the fleet with it
   x FleetError              an operator's command to the fleet failed; says why

@@ -100,7 +100,7 @@ class EngineCore:
 
     def check_device(self) -> str | None:
         """Computes a known token before the first step. Returns why this failed."""
-        self.progress.begin(1)
+        self.progress.begin()  # without a size: the first step with its compilations is still the first
         try:
             return self._check_device()
         except DeviceLostError as error:

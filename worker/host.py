@@ -190,8 +190,8 @@ class EngineHost:
         parts.watch.start()
         if (fault := parts.core.check_device()) is not None:
             raise ModelError(
-                f"{self._model_path}: a step with one known token failed: {fault}. The model's weights or this "
-                "device are damaged"
+                f"{self._model_path}: a step with one known token failed: {fault}; the model's weights or "
+                "this device may be damaged"
             )
         parts.loop.start()
         parts.server.start(parts.loop)

@@ -87,7 +87,6 @@ def check_tools(tools: Sequence[Tool], place: str, name: str, schema: str) -> No
 
 def check_among(tools: Sequence[Tool], name: str, place: str) -> None:
     """Raises InvalidRequest if no tool has this name."""
-    names = [tool.name for tool in tools]
-    if name not in names:
-        known = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+    if not any(tool.name == name for tool in tools):
+        known = ", ".join(repr(tool.name) for tool in tools[:8]) + (", ..." if len(tools) > 8 else "")
         raise InvalidRequest(place, f"{name[:64]!r} is none of the tools, which are: {known or 'none'}")

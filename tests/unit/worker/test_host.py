@@ -63,6 +63,9 @@ def test_a_host_starts_reports_and_stops_cleanly(folder: Path) -> None:
     )
     host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
     endpoint = host.start()
+    assert host._parts.core.progress._num_recent == 0, (
+        "the check before it serves is not the engine's first step"
+    )
     status = host.status()
     assert status.ref == endpoint.ref
     assert (status.state.value, status.kv_blocks.total, status.kv_blocks.free) == ("ready", 19, 19)
