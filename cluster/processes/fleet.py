@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import signal
 import socket
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,7 +30,12 @@ from cluster.controller.cpu_shares import CpuShares
 from cluster.controller.desired import Memory
 from cluster.controller.launcher import Found, OnStartProgress
 from cluster.controller.owner import OnProgress, OnServing, first_start
-from cluster.processes.worker_process import WorkerProcess, how_it_ended, write_config
+from cluster.processes.worker_process import (
+    WorkerProcess,
+    config_in_memory,
+    how_it_ended,
+    path_in_memory,
+)
 from worker.control_channel import StdioControlClient
 
 R = TypeVar("R")
@@ -45,10 +49,9 @@ class ProcessFleet:
     """See cluster.serve.owned_fleet.Fleet. The workers end with this process, even on SIGKILL."""
 
     def __init__(self, config: BatonConfig, secret: ClusterSecret | None, model_path: Path) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="baton-")
-        path = write_config(self._folder.name, config, model_path)
+        self._config_file = config_in_memory(config, model_path)
         self._start_timeout_s = config.cluster.start_timeout_s
-        self.launcher = ProcessLauncher(config, path, secret)
+        self.launcher = ProcessLauncher(config, path_in_memory(self._config_file), secret)
         self.controller = Controller(config, self.launcher, Memory(), SystemClock())
         digest = keys_digest(derive_keys(secret))
         self._control = InProcessControl(self.controller, pack_configuration(config, model_path, digest))
@@ -71,7 +74,7 @@ class ProcessFleet:
             if not self._has_started or not await unless(hurry, self.controller.shutdown(may_drain=True)):
                 await self.controller.shutdown(may_drain=False)
         finally:
-            self._folder.cleanup()
+            self._config_file.close()
 
 
 class ProcessIncarnation:

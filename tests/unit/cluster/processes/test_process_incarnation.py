@@ -1,7 +1,9 @@
 """How long a worker's process has to end, by its parent's clock, and how it ended; the process is replaced."""
 
 import asyncio
+import json
 import signal
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,6 +18,7 @@ from baton.messages.control import DescribeFleet
 from baton.worker import WorkerRole
 from cluster.processes import fleet
 from cluster.processes.fleet import ProcessIncarnation, ProcessLauncher
+from cluster.processes.worker_process import config_in_memory, path_in_memory
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 
 STOOD_S = 60.0
@@ -124,3 +127,14 @@ async def test_a_launcher_forgets_processes_that_have_ended(monkeypatch: pytest.
         incarnation = await launcher.place(name, WorkerRole.DECODE, 1)
         await incarnation.stop(0.0)
     assert set(launcher.incarnations) == {"w2"}
+
+
+def test_a_fleets_configuration_is_on_no_disk() -> None:
+    """A full disk, or a cleaner of /tmp, would keep its workers from being replaced."""
+    config = BatonConfig.from_mapping({"engine": {"kv_cache_memory_mib": 64}})
+    with config_in_memory(config, Path("/models/m")) as file:
+        (there,) = subprocess.run(
+            ["cat", path_in_memory(file)], capture_output=True, check=True, text=True
+        ).stdout.splitlines()
+        assert BatonConfig.from_yaml(path_in_memory(file)).engine.kv_cache_memory_mib == 64
+    assert json.loads(there) == {"engine": {"kv_cache_memory_mib": 64}, "model": {"path": "/models/m"}}
