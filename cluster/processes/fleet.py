@@ -43,6 +43,9 @@ R = TypeVar("R")
 _NODE = "here"
 _EXIT_S = 1.0
 """How long a process may take to end after it has closed its stdout."""
+_REMEDY = (
+    "raise the limits of processes and open files (`ulimit -u`, `ulimit -n`, the pids limit of a container)"
+)
 
 
 class ProcessFleet:
@@ -86,7 +89,13 @@ class ProcessIncarnation:
         self.process = process
         self._control: StdioControlClient | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"worker {process.name}")
-        self._exit = asyncio.get_running_loop().run_in_executor(self._threads, process.wait)
+        try:
+            self._exit = asyncio.get_running_loop().run_in_executor(self._threads, process.wait)
+        except RuntimeError as error:  # nothing would notice that the process ends
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process.close()
+            raise ClusterError(f"cannot start a thread to watch its process: {error}; {_REMEDY}") from error
 
     @property
     def name(self) -> str:
@@ -153,9 +162,11 @@ class ProcessLauncher:
     async def place(self, name: str, role: WorkerRole, number: int) -> ProcessIncarnation:
         alive = {other: each for other, each in self.incarnations.items() if not each.is_over}
         share = self._shares.reserve(name, role, _NODE, self._machine, alive)
-        incarnation = ProcessIncarnation(
-            WorkerProcess(self._config_path, self._secret, role, name, None, share), number
-        )
+        try:
+            process = WorkerProcess(self._config_path, self._secret, role, name, None, share)
+        except OSError as error:
+            raise ClusterError(f"cannot start its process: {error}; {_REMEDY}") from error
+        incarnation = ProcessIncarnation(process, number)
         self.incarnations = {**alive, name: incarnation}
         return incarnation
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -127,6 +128,40 @@ async def test_a_launcher_forgets_processes_that_have_ended(monkeypatch: pytest.
         incarnation = await launcher.place(name, WorkerRole.DECODE, 1)
         await incarnation.stop(0.0)
     assert set(launcher.incarnations) == {"w2"}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error", "reason"),
+    [
+        (
+            subprocess,
+            "Popen",
+            BlockingIOError(11, "Resource temporarily unavailable"),
+            "its process: .*unavailable",
+        ),
+        (
+            threading.Thread,
+            "start",
+            RuntimeError("can't start new thread"),
+            "to watch its process: can't start new thread",
+        ),
+    ],
+)
+async def test_what_the_system_has_no_room_for_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, error: Exception, reason: str
+) -> None:
+    begun: list[subprocess.Popen[str]] = []
+    real = subprocess.Popen
+
+    def sleeping(_: Any, **options: Any) -> subprocess.Popen[str]:
+        begun.append(real(["sleep", "100"], **options))
+        return begun[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", sleeping)
+    monkeypatch.setattr(module, name, Mock(side_effect=error))
+    with pytest.raises(ClusterError, match=reason):
+        await ProcessLauncher(BatonConfig(), Path(), None).place("w0", WorkerRole.DECODE, 1)
+    assert [process.returncode for process in begun] == [-signal.SIGKILL] * (module is threading.Thread)
 
 
 def test_a_fleets_configuration_is_on_no_disk() -> None:
