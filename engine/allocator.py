@@ -2,7 +2,12 @@
 
 import ctypes
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+from baton.system.cgroups import cgroups
+
+_ROOT = Path("/")
 
 # <malloc.h>
 _M_TRIM_THRESHOLD = -1
@@ -31,9 +36,34 @@ def keep_freed_memory() -> bool:
     return all(mallopt(parameter, value) == 1 for parameter, value in settings.items())
 
 
-def available_memory() -> int:
-    """Bytes that can be allocated without swapping, as Linux estimates them."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes that can be allocated without swapping, as Linux estimates them, and as the cgroups of this process allow.
+
+    Beyond a cgroup's limit, as that of a container, Linux kills a process, however much memory the machine has.
+    """
+    return min(
+        [_of_machine(root), *(room for folder in cgroups("memory", root) for room in _room_in(folder))]
+    )
+
+
+def _of_machine(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return sys.maxsize  # Linux kernels from before 2014 have no such line
+
+
+def _room_in(folder: Path) -> Iterator[int]:
+    """What one cgroup leaves, if it has a limit. Its pages of files can be reclaimed, so they are room."""
+    is_first = (folder / "memory.limit_in_bytes").exists()  # version 1 of cgroups
+    limit, usage, prefix = (
+        ("limit_in_bytes", "usage_in_bytes", "total_") if is_first else ("max", "current", "")
+    )
+    try:
+        most = int((folder / f"memory.{limit}").read_text())
+        used = int((folder / f"memory.{usage}").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        files = sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+    except (OSError, ValueError, KeyError):  # ValueError: "max", which is no limit
+        return
+    yield max(0, most - used + files)

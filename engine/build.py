@@ -191,11 +191,13 @@ def build_device_engine(
         capacity = wait.until_it_fits(lambda: reckon(config, scheduler, model, speculation.num_drafts, draft))
     num_blocks = capacity.scheduler_config.num_blocks
     assert num_blocks is not None
-    shape, draft_bytes = model.kv_block_shape(capacity.scheduler_config.block_size), 0
+    shape, more_bytes = model.kv_block_shape(capacity.scheduler_config.block_size), 0
     if draft is not None:
         num_blocks += draft.num_spare_blocks(capacity.scheduler_config)
-        draft_bytes = num_blocks * draft.block_bytes(shape.block_size)
-    memory = wait.until_it_fits(lambda: _take_memory(num_blocks * shape.size_bytes, device, draft_bytes))
+        more_bytes = num_blocks * draft.block_bytes(shape.block_size)
+    if device.type == "cpu":  # host blocks of a GPU are pinned, which fails at once if they do not fit
+        more_bytes += (capacity.scheduler_config.num_swap_blocks or 0) * shape.size_bytes
+    memory = wait.until_it_fits(lambda: _take_memory(num_blocks * shape.size_bytes, device, more_bytes))
     pool = KVPool(num_blocks, shape, device, memory.array if isinstance(memory, SharedMemory) else memory)
     connector = connect(
         pool.block_bytes(),
@@ -293,20 +295,23 @@ def _compiling_ahead(
     return CompileAhead(rehearse, load_on(device), num_threads)
 
 
-def _take_memory(num_bytes: int, device: torch.device, draft_bytes: int) -> SharedMemory | CudaMemory:
+def _take_memory(num_bytes: int, device: torch.device, more_bytes: int) -> SharedMemory | CudaMemory:
     """Allocates the pool's memory, after a check that enough memory is available.
 
-    Without the check, Linux might kill a process later. `draft_bytes`: how much more memory a draft model's
-    pool needs. ConfigError if memory does not suffice; on a GPU its subclass OutOfGpuMemory.
+    Without the check, Linux might kill a process later. `more_bytes`: for a draft model's pool, and on a CPU for
+    swapped blocks. ConfigError if memory does not suffice; on a GPU its subclass OutOfGpuMemory.
     """
     is_on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if is_on_gpu else available_memory()
+    why = f"and {free / 2**20:,.0f} MiB are free"
     try:
-        if num_bytes + draft_bytes <= free:
+        if num_bytes + more_bytes <= free:
             return CudaMemory(num_bytes, device.index) if is_on_gpu else SharedMemory(num_bytes)
     except CudaOutOfMemory:
         logger.info("%d bytes are free, but not contiguous", free)
+    except OSError as error:
+        why = f"but a limit of this process forbids them ({error.strerror}); see `ulimit -a`"
     raise (OutOfGpuMemory if is_on_gpu else ConfigError)(
-        f"the KV pool needs {(num_bytes + draft_bytes) / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free; "
-        "reduce engine.kv_cache_memory_mib or scheduler.num_blocks"
+        f"the KV pool needs {(num_bytes + more_bytes) / 2**20:,.0f} MiB, {why}; reduce engine.kv_cache_memory_mib or "
+        "scheduler.num_blocks, and with `preemption: swap` engine.swap_space_mib or scheduler.num_swap_blocks"
     )

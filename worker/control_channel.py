@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 
 class StdioControlServer:
-    """The worker's end. Each call gets a thread, so that a long one does not delay others."""
+    """The worker's end. Each call gets a thread, so that a long one does not delay others, if the system has one."""
 
     def __init__(
         self, call: Callable[[ControlRequest[Any]], object], write_line: Callable[[str], None]
@@ -69,7 +69,12 @@ class StdioControlServer:
         if not self._places.acquire(blocking=False):
             self._reply(failure(number, FleetError(f"{MAX_CALLS} calls are under way already")))
             return
-        threading.Thread(target=self._answer, args=(number, frame), name="control", daemon=True).start()
+        try:
+            threading.Thread(target=self._answer, args=(number, frame), name="control", daemon=True).start()
+        except (
+            RuntimeError
+        ):  # no thread is free; an answer from here may delay others, but the worker goes on
+            self._answer(number, frame)
 
     def _answer(self, number: int, frame: bytes) -> None:
         try:

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from baton.config import BatonConfig
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ClusterError, ConfigError
 from baton.system.cpus import CpuShare, cpus_in_text, pin
 from baton.system.curve import ClusterKeys, derive_keys
 from baton.system.garbage import settle
@@ -118,6 +118,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BatonError as error:
         sys.stderr.write(f"error: {error}\n")  # at once; print may write the end of the line later
         _print(failure_to_json(error))
+        return 1
+    except Exception as error:  # such as a system without a free thread: the parent tells the operator
+        logger.exception("the worker cannot start")
+        _print(failure_to_json(ClusterError(f"it cannot start: {type(error).__name__}: {error}")))
         return 1
     try:
         end = _end_on_signals()  # before the pid is known to others

@@ -6,6 +6,7 @@ lines stay in ascending order.
 """
 
 import contextlib
+import errno
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,9 +56,12 @@ class _PlannedStep:
     ended_before: Mapping[str, FinishReason]
 
 
-def open_step_trace(folder: str, header: TraceHeader, clock: Clock, max_bytes: int) -> "StepTraceWriter":
+def open_step_trace(
+    folder: str, header: TraceHeader, clock: Clock, max_bytes: int
+) -> "StepTraceWriter | None":
     """Creates a file `WORKER-INCARNATION.jsonl` in the folder, and the folder if necessary;
-    ConfigError if it cannot.
+    ConfigError if it cannot. If the disk is full, logs an error and returns None: the traces of earlier
+    incarnations may have filled it, and the worker must be replaced nevertheless.
     """
     path = Path(folder) / f"{header.worker}-{header.incarnation}.jsonl"
     try:
@@ -67,8 +71,14 @@ def open_step_trace(folder: str, header: TraceHeader, clock: Clock, max_bytes: i
             return StepTraceWriter(file, path, header, clock, max_bytes)
         except OSError:
             file.close()
+            path.unlink()
             raise
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            logger.error(
+                "cannot write the trace %s, so this worker runs without one: %s", path, error.strerror
+            )
+            return None
         raise ConfigError(
             f"engine.trace_dir: got {folder!r}, but {error.filename or path} cannot be written "
             f"({error.strerror}); use a folder that this worker may write to"
@@ -179,7 +189,9 @@ class StepTraceWriter:
         assert self._file is not None
         num_written = self._file.write(line)
         if num_written != len(line):
-            raise OSError(f"only {num_written} of {len(line)} bytes could be written; is the disk full?")
+            raise OSError(
+                errno.ENOSPC, f"only {num_written} of {len(line)} bytes could be written; the disk is full"
+            )
         self._num_bytes_left -= len(line)
 
     def _end(self, end: TraceEnd) -> None:

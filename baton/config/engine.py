@@ -77,7 +77,7 @@ class EngineConfig(Section):
     `scheduler.num_swap_blocks` says how much."""
     trace_dir: str | None = Field(None, min_length=1)
     """Folder for step traces: each start of a worker writes one file, WORKER-INCARNATION.jsonl, with every step of
-    its scheduler. `baton trace` draws them. None: no traces."""
+    its scheduler. `baton trace` draws them. On a full disk, a worker runs without a trace. None: no traces."""
     trace_max_mib: int = Field(64, ge=1)
     """A worker stops writing its trace when the file reaches this size; the worker itself continues."""
 

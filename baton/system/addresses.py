@@ -32,6 +32,11 @@ def listen(
         else:
             port = listener.bind_to_random_port(f"tcp://{in_url(bind_host)}")
     except zmq.ZMQError as error:
+        if error.errno == errno.EADDRINUSE and not port:
+            raise ConfigError(
+                f"network.bind_host: no port of '{bind_host}' is free; end other processes that use many ports, or "
+                "widen net.ipv4.ip_local_port_range"
+            ) from error
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise ConfigError(
                 f"{key}: cannot listen on port {port} of '{bind_host}' ({error.strerror}); use port 0 for any free one"

@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.system.cgroups import cgroups
+
 _ROOT = Path("/")
 
 
@@ -121,19 +123,8 @@ def _cpus_in(path: Path) -> tuple[int, ...]:
 
 def _quotas(root: Path) -> Iterator[float]:
     """The quota of each cgroup around this process, in CPUs; cgroups without a quota are left out."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = root / "sys/fs/cgroup" / controllers  # version 2 names no controllers
-        own = base / path.lstrip("/")
-        for folder in [own, *own.parents]:
-            if folder.is_relative_to(base):
-                yield from _quota_of(folder)
+    for folder in cgroups("cpu", root):
+        yield from _quota_of(folder)
 
 
 def _quota_of(folder: Path) -> Iterator[float]:

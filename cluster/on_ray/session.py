@@ -110,7 +110,12 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path
         with _joined(ray, config):
             yield None
         return
-    folder = Path(tempfile.mkdtemp(prefix="baton-ray-", dir=_short_folder(tempfile.gettempdir())))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="baton-ray-", dir=_short_folder(tempfile.gettempdir())))
+    except OSError as error:
+        raise ClusterError(
+            f"cannot make a folder for Ray: {error}; set TMPDIR to a folder with room that this user may write"
+        ) from error
     is_worth_keeping = False
 
     def remove() -> None:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import signal
 import socket
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,7 +30,12 @@ from cluster.controller.cpu_shares import CpuShares
 from cluster.controller.desired import Memory
 from cluster.controller.launcher import Found, OnStartProgress
 from cluster.controller.owner import OnProgress, OnServing, first_start
-from cluster.processes.worker_process import WorkerProcess, how_it_ended, write_config
+from cluster.processes.worker_process import (
+    WorkerProcess,
+    config_in_memory,
+    how_it_ended,
+    path_in_memory,
+)
 from worker.control_channel import StdioControlClient
 
 R = TypeVar("R")
@@ -39,16 +43,18 @@ R = TypeVar("R")
 _NODE = "here"
 _EXIT_S = 1.0
 """How long a process may take to end after it has closed its stdout."""
+_REMEDY = (
+    "raise the limits of processes and open files (`ulimit -u`, `ulimit -n`, the pids limit of a container)"
+)
 
 
 class ProcessFleet:
     """See cluster.serve.owned_fleet.Fleet. The workers end with this process, even on SIGKILL."""
 
     def __init__(self, config: BatonConfig, secret: ClusterSecret | None, model_path: Path) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="baton-")
-        path = write_config(self._folder.name, config, model_path)
+        self._config_file = config_in_memory(config, model_path)
         self._start_timeout_s = config.cluster.start_timeout_s
-        self.launcher = ProcessLauncher(config, path, secret)
+        self.launcher = ProcessLauncher(config, path_in_memory(self._config_file), secret)
         self.controller = Controller(config, self.launcher, Memory(), SystemClock())
         digest = keys_digest(derive_keys(secret))
         self._control = InProcessControl(self.controller, pack_configuration(config, model_path, digest))
@@ -71,7 +77,7 @@ class ProcessFleet:
             if not self._has_started or not await unless(hurry, self.controller.shutdown(may_drain=True)):
                 await self.controller.shutdown(may_drain=False)
         finally:
-            self._folder.cleanup()
+            self._config_file.close()
 
 
 class ProcessIncarnation:
@@ -83,7 +89,13 @@ class ProcessIncarnation:
         self.process = process
         self._control: StdioControlClient | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"worker {process.name}")
-        self._exit = asyncio.get_running_loop().run_in_executor(self._threads, process.wait)
+        try:
+            self._exit = asyncio.get_running_loop().run_in_executor(self._threads, process.wait)
+        except RuntimeError as error:  # nothing would notice that the process ends
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process.close()
+            raise ClusterError(f"cannot start a thread to watch its process: {error}; {_REMEDY}") from error
 
     @property
     def name(self) -> str:
@@ -150,9 +162,11 @@ class ProcessLauncher:
     async def place(self, name: str, role: WorkerRole, number: int) -> ProcessIncarnation:
         alive = {other: each for other, each in self.incarnations.items() if not each.is_over}
         share = self._shares.reserve(name, role, _NODE, self._machine, alive)
-        incarnation = ProcessIncarnation(
-            WorkerProcess(self._config_path, self._secret, role, name, None, share), number
-        )
+        try:
+            process = WorkerProcess(self._config_path, self._secret, role, name, None, share)
+        except OSError as error:
+            raise ClusterError(f"cannot start its process: {error}; {_REMEDY}") from error
+        incarnation = ProcessIncarnation(process, number)
         self.incarnations = {**alive, name: incarnation}
         return incarnation
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from baton.config import BatonConfig
 from baton.errors import WorkerUnavailable
@@ -108,10 +109,31 @@ def how_it_ended(code: int) -> str:
     return f"its process was killed by {name}"
 
 
+def config_in_memory(config: BatonConfig, model_path: Path) -> TextIO:
+    """Like `write_config`, but the file is in memory, at `path_in_memory` until it is closed.
+
+    So a worker can be replaced even if the disk is full, or a cleaner has emptied the folder for temporary files.
+    """
+    file = open(os.memfd_create("baton-config"), "w")  # noqa: SIM115 - the caller closes it
+    file.write(_config_text(config, model_path))
+    file.flush()
+    return file
+
+
+def path_in_memory(file: TextIO) -> Path:
+    """Where child processes of this process find the file."""
+    return Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+
+
 def write_config(folder: str, config: BatonConfig, model_path: Path) -> Path:
-    """Writes the file for `WorkerProcess`, without unset keys: their defaults may depend on the device."""
+    """Writes the file for `WorkerProcess`."""
+    path = Path(folder) / "baton.json"
+    path.write_text(_config_text(config, model_path))
+    return path
+
+
+def _config_text(config: BatonConfig, model_path: Path) -> str:
+    """JSON, which is YAML, without unset keys: their defaults may depend on the device."""
     values = config.model_dump(exclude_unset=True)
     values.setdefault("model", {})["path"] = str(model_path)
-    path = Path(folder) / "baton.json"
-    path.write_text(json.dumps(values))  # JSON is YAML
-    return path
+    return json.dumps(values)

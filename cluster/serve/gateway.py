@@ -44,22 +44,39 @@ def check_access(config: BatonConfig) -> None:
 
 
 def check_ports(config: GatewayConfig) -> None:
-    """Raises ConfigError if another process listens on a port of the gateway.
+    """Raises ConfigError if the gateway cannot listen on its ports, as when another process does.
 
     The ports are not kept. If two commands check at the same moment, one of them fails only when its gateway
     opens.
     """
     for key, port in (("grpc_port", config.grpc_port), ("http_port", config.http_port)):
-        try:
-            if port:
-                family, *_, address = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM)[0]
+        if port is None or (error := _why_not(config.host, port)) is None:
+            continue
+        if error.errno == errno.EADDRINUSE and port:
+            raise ConfigError(
+                f"gateway.{key}: {in_url(config.host)}:{port} is in use, as by another `baton serve`; end that, or "
+                "use another port"
+            )
+        raise ConfigError(
+            f"gateway.{key}: cannot listen on {in_url(config.host)}:{port}: {error.strerror}; use an address of this "
+            "machine as gateway.host, and a port that is free and that this user may use"
+        )
+
+
+def _why_not(host: str, port: int) -> OSError | None:
+    """Why this process cannot listen there; None if it can on one of the addresses, and the port is free on all."""
+    errors = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, *_, address in found:
+            try:
                 socket.create_server((str(address[0]), port), family=family).close()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:  # the gateway itself reports everything else
-                raise ConfigError(
-                    f"gateway.{key}: {in_url(config.host)}:{port} is in use, as by another `baton serve`; end that, or "
-                    "use another port"
-                ) from None
+            except OSError as error:
+                errors.append(error)
+    except OSError as error:
+        return error
+    in_use = next((error for error in errors if error.errno == errno.EADDRINUSE), None)
+    return in_use or (errors[0] if len(errors) == len(found) else None)
 
 
 def load_tokenizer(config: BatonConfig, model_path: Path) -> "Tokenizer":

@@ -212,7 +212,12 @@ class GrammarCompiler:
         Grammars of other callers delay it by one compilation at most.
         """
         if self._thread is None:
-            self._thread = thread_with_stack(STACK_BYTES, self._run, "grammar")
+            try:
+                self._thread = thread_with_stack(STACK_BYTES, self._run, "grammar")
+            except RuntimeError as error:  # the next grammar tries again
+                self._done.put(CompiledGrammar(output, f"structured_output: cannot be compiled now: {error}"))
+                self._on_compiled()
+                return
         self._wanted |= {output}
         with self._changed:
             self._turns.add(caller, output)

@@ -149,7 +149,7 @@ def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -
         where = f"{ranks} GPU{'s' if ranks > 1 else ''} of {_mib(total)}"
         remedies = "use more GPUs (--tensor-parallel)"
     else:
-        room, where = available_memory(), "this machine's available memory"
+        room, where = available_memory(), "the available memory of this machine, or of its container,"
         remedies = "use fewer bits (--quantization int8 or int4) or a smaller --kv-cache-memory-mib"
         assert takes.kv_pool_bytes is not None
         needed += takes.kv_pool_bytes

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -66,15 +67,27 @@ def _load(environment: Mapping[str, str]) -> ctypes.CDLL:
                 f"{VARIABLE} names the folder {prebuilt!r}, but it has no {library.name}"
             )
         return _loaded(library)
-    folder = default_cache_dir(environment) / "native"
+    kept = default_cache_dir(environment) / "native" / _file_name(instructions)
+    problem: OSError | None = None
     try:
-        return _loaded(_compiled_in(folder, instructions))
-    except OSError as error:  # the folder is read-only, full or forbids execution; or its file is damaged
-        logger.warning(
-            "native kernels are compiled at every start, since %s is not usable: %s", folder, error
-        )
+        if kept.is_file():
+            return _loaded(kept)
+    except OSError as error:  # the file is damaged, or its folder forbids execution
+        problem = error
     with tempfile.TemporaryDirectory() as scratch:
-        return _loaded(_compiled_in(Path(scratch), instructions))
+        compiled = Path(scratch) / kept.name
+        if problem is None:
+            try:
+                _compile_and_keep(instructions, compiled, kept)
+                return _loaded(kept)
+            except OSError as error:  # the folder is read-only or full, or forbids execution
+                problem = error
+        logger.warning(
+            "native kernels are compiled at every start, since %s is not usable: %s", kept.parent, problem
+        )
+        if not compiled.is_file():
+            compile_kernels(instructions, compiled)
+        return _loaded(compiled)
 
 
 def _loaded(library: Path) -> ctypes.CDLL:
@@ -83,17 +96,24 @@ def _loaded(library: Path) -> ctypes.CDLL:
     return kernels
 
 
-def _compiled_in(folder: Path, instructions: InstructionSet) -> Path:
-    library = folder / _file_name(instructions)
-    if library.is_file():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+def _compile_and_keep(instructions: InstructionSet, compiled: Path, kept: Path) -> None:
+    """Compiles `compiled`, and copies it to `kept`; does nothing if another process has done so meanwhile.
+
+    OSError if it cannot be kept there; `compiled` may be usable nevertheless.
+    """
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with (kept.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.is_file():
-            logger.info("compiling the native kernels for %s", instructions.name)
-            compile_kernels(instructions, library)
-    return library
+        if kept.is_file():
+            return
+        logger.info("compiling the native kernels for %s", instructions.name)
+        compile_kernels(instructions, compiled)
+        draft = kept.with_name("draft")  # only who has the lock writes it
+        try:
+            shutil.copyfile(compiled, draft)
+            draft.replace(kept)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def compile_kernels(instructions: InstructionSet, library: Path, pattern: str = "*.cpp") -> None:

@@ -59,6 +59,9 @@ class SharedMemoryReader:
         self._pool = pool.reshape(-1)
         self._memory = memory
         self._copier = ThreadPoolExecutor(1, "kv-copy")
+        self._copier.submit(
+            int
+        )  # starts the thread now: without one, the first large read would end the worker
         self._done: list[ReadDone] = []
         self._num_reads = 0
 

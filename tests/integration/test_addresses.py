@@ -1,6 +1,8 @@
 """Where workers listen and what they tell others: whatever `network` says, the published address can be dialled."""
 
+import errno
 import re
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -79,6 +81,12 @@ def test_a_place_that_this_machine_does_not_have_is_named(bind_host: str) -> Non
         pytest.raises(ConfigError, match=rf"network\.bind_host: cannot listen on '{re.escape(bind_host)}'"),
     ):
         listen(listener, bind_host, None)
+
+
+def test_a_machine_without_a_free_port_is_told_so() -> None:
+    listener = Mock(bind_to_random_port=Mock(side_effect=zmq.ZMQError(errno.EADDRINUSE)))
+    with pytest.raises(ConfigError, match=r"network\.bind_host: no port of '127\.0\.0\.1' is free"):
+        listen(listener, "127.0.0.1", None)
 
 
 def test_a_machine_without_a_route_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

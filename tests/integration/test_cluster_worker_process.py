@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from baton.errors import ClusterError, FleetError, ModelError
+import worker.process
+from baton.errors import ClusterError, FleetError, ModelError, WorkerUnavailable
 from baton.messages.control import Drain, Drained, SetRole, WaitStatus
 from baton.system.open_files import MAX_FILES
 from baton.worker import WorkerRole, WorkerState
@@ -150,3 +152,15 @@ def test_a_model_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
     assert "neither a folder, nor a GGUF file, nor a known name" in err
     with pytest.raises(ModelError, match="neither a folder, nor a GGUF file, nor a known name"):
         endpoint_from_json(out)
+
+
+def test_an_unexpected_error_reaches_its_parent(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = RuntimeError("can't start new thread")
+    for name, change in (("build_worker", Mock(side_effect=error)), ("write_logs", Mock())):
+        monkeypatch.setattr(worker.process, name, change)
+    arguments = ["--role", "decode", "--name", "w0", "--config", str(config)]
+    assert worker.process.main(arguments) == 1
+    with pytest.raises(WorkerUnavailable, match="it cannot start: RuntimeError: can't start new thread"):
+        endpoint_from_json(capsys.readouterr().out)

@@ -304,6 +304,7 @@ def run_at_random(seed: int, folder: Path) -> Trace:
     scheduler = make_scheduler(num_blocks=24, max_num_batched_tokens=64, max_num_seqs=6)
     runner = FakeRunner()
     writer = open_step_trace(str(folder), make_header("r", incarnation=str(seed)), clock, 2**20)
+    assert writer is not None
     num_to_come = 12
     while scheduler.has_requests() or num_to_come:
         if num_to_come and rng.random() < 0.4:

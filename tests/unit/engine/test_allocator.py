@@ -2,6 +2,9 @@
 
 import os
 import platform
+from pathlib import Path
+
+import pytest
 
 from engine.allocator import available_memory, keep_freed_memory
 
@@ -15,3 +18,55 @@ def test_glibc_takes_the_settings() -> None:
 def test_what_is_available_is_less_than_all_and_more_than_nothing() -> None:
     everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < available_memory() < everything
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("memory", "cgroup", "files", "room"),
+    [
+        ("8388608 kB", "0::/", {}, 8 * GIB),
+        ("8388608 kB", "0::/", {"max": "max", "current": GIB, "stat": ""}, 8 * GIB),
+        (
+            "8388608 kB",
+            "0::/",
+            {"max": 4 * GIB, "current": GIB, "stat": "active_file 5\ninactive_file 6"},
+            3 * GIB + 11,
+        ),
+        (
+            "1048576 kB",
+            "0::/",
+            {"max": 4 * GIB, "current": GIB, "stat": "active_file 5\ninactive_file 6"},
+            GIB,
+        ),
+        (
+            "8388608 kB",
+            "0::/gone",
+            {"max": GIB, "current": 2 * GIB, "stat": "active_file 0\ninactive_file 0"},
+            0,
+        ),
+        ("8388608 kB", "0::/", {"max": GIB, "current": 0, "stat": "torn"}, 8 * GIB),
+        (
+            "8388608 kB",
+            "4:memory:/docker/id",
+            {
+                "limit_in_bytes": 2 * GIB,
+                "usage_in_bytes": GIB,
+                "stat": "active_file 1\ninactive_file 1\ntotal_active_file 5\ntotal_inactive_file 6",
+            },
+            GIB + 11,
+        ),
+    ],
+)
+def test_the_limit_of_a_container_counts(
+    tmp_path: Path, memory: str, cgroup: str, files: dict[str, object], room: int
+) -> None:
+    folder = tmp_path / "sys/fs/cgroup" / ("memory" if "memory" in cgroup else "")
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / f"memory.{name}").write_text(f"{content}\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{cgroup}\n")
+    (tmp_path / "proc/meminfo").write_text(f"MemFree: 7 kB\nMemAvailable: {memory}\n")
+    assert available_memory(tmp_path) == room

@@ -343,8 +343,8 @@ def test_what_has_no_room_is_refused_with_the_numbers(folder: Path, monkeypatch:
     monkeypatch.setattr(module, "available_memory", lambda: 64 * 2**20)
     with pytest.raises(
         ModelError,
-        match=r"org/name does not fit: a worker needs \d MiB of weights and 64 MiB of KV, and this machine's available "
-        r"memory has room for 64 MiB; use fewer bits",
+        match=r"org/name does not fit: a worker needs \d MiB of weights and 64 MiB of KV, and the available memory of "
+        r"this machine, or of its container, has room for 64 MiB; use fewer bits",
     ):
         check_room(takes, config)
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -62,6 +62,11 @@ def compiler(folder: Path) -> Iterator[Compiler]:
     compiler = Compiler(folder)
     yield compiler
     compiler.compiler.close()
+
+
+def test_without_a_thread_a_request_fails(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no thread")))
+    assert compiler.error_of(YES_OR_NO) == "structured_output: cannot be compiled now: no thread"
 
 
 def test_a_matcher_allows_what_can_still_match_and_at_the_end_only_the_end(compiler: Compiler) -> None:

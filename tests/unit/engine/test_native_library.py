@@ -1,10 +1,12 @@
 """Finding, compiling and loading native kernels: what cannot be used is replaced, or leaves the work to torch."""
 
+import errno
 import logging
 import shlex
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,6 +64,28 @@ def test_a_cache_folder_that_cannot_be_written(caplog: pytest.LogCaptureFixture,
     assert kernels.answer() == 42
     (warning,) = warnings(caplog)
     assert "compiled at every start" in warning
+
+
+@needs_compiler
+def test_a_full_cache_folder_keeps_no_kernels_and_no_part_of_them(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compilations = Mock(side_effect=library.compile_kernels)
+    monkeypatch.setattr(library, "compile_kernels", compilations)
+
+    def copy_a_part(_: Path, target: Path) -> None:
+        target.write_bytes(b"\x7fELF")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", copy_a_part)
+    kernels = find()
+    assert kernels is not None
+    assert kernels.answer() == 42
+    (warning,) = warnings(caplog)
+    assert "compiled at every start" in warning
+    assert "No space left on device" in warning
+    assert [path.name for path in (tmp_path / "cache/baton/native").iterdir()] == ["lock"]
+    assert compilations.call_count == 1
 
 
 @needs_compiler

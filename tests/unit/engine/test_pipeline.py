@@ -304,6 +304,7 @@ def test_every_step_is_traced_also_those_that_fail_with_another(
         block_size=16,
     )
     trace = open_step_trace(str(tmp_path), header, SystemClock(), 2**20)
+    assert trace is not None
     core = make_core(StepHook(fail_on_third), trace=trace, async_scheduling=async_scheduling)
     core.add_request(make_engine_request("failed", max_tokens=9), "gateway")
     run_until_idle(core)

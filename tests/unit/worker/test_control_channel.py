@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgpack
 import pytest
@@ -134,6 +135,16 @@ def test_a_status_comes_at_once_when_the_worker_ends(pipes: Pipes) -> None:
         assert await asyncio.wait_for(waiting, 10) == STATUS
 
     asyncio.run(scenario())
+
+
+def test_without_a_free_thread_a_call_is_answered_nevertheless(
+    pipes: Pipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the worker would end, and with it every worker of a machine at its limit of threads."""
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        for _ in range(MAX_CALLS + 1):
+            assert asyncio.run(pipes.client.call(WaitStatus(0.0))) == STATUS
 
 
 def test_a_long_call_delays_no_other(pipes: Pipes) -> None:

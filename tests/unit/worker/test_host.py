@@ -1,9 +1,12 @@
 """EngineHost: what cannot work is refused at the start, with the key that is wrong."""
 
+import errno
+import os
 import socket
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -46,6 +49,13 @@ from worker.step_trace import TraceEnd, read_trace
             {"engine": {"kv_cache_memory_mib": 2**30}},
             "the KV pool needs 1,073,741,8.. MiB, and .* MiB are free",
         ),
+        (
+            {
+                "scheduler": {"preemption": "swap"},
+                "engine": {"kv_cache_memory_mib": 1, "swap_space_mib": 2**30},
+            },
+            "the KV pool needs 1,073,741,8.. MiB, and .* MiB are free",
+        ),
     ],
 )
 def test_a_configuration_that_this_model_or_machine_cannot_serve(
@@ -54,6 +64,19 @@ def test_a_configuration_that_this_model_or_machine_cannot_serve(
     config = BatonConfig.from_mapping({"model": {"load_format": "dummy", "dtype": "float32"}} | values)
     host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
     with pytest.raises(ConfigError, match=complaint):
+        host.start()
+
+
+def test_a_pool_that_a_limit_of_the_process_forbids_is_a_config_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.ENOMEM, "Cannot allocate memory")
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=error))
+    config = BatonConfig.from_mapping({"model": {"load_format": "dummy", "dtype": "float32"}})
+    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
+    with pytest.raises(
+        ConfigError, match=r"the KV pool needs .* MiB, but a limit .* \(Cannot allocate memory\)"
+    ):
         host.start()
 
 

@@ -30,7 +30,7 @@ from tests.factories.scheduling import (
     token_at,
 )
 from tests.factories.traces import make_header
-from worker.step_trace import StepTrace, TraceEnd, encode_header, read_trace
+from worker.step_trace import StepTrace, TraceEnd, TraceHeader, encode_header, read_trace
 from worker.step_trace_writer import QueueSnapshot, StepTraceWriter, open_step_trace
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,13 +39,21 @@ NOTHING = QueueSnapshot(loading=(), waiting=(), num_waiting=0, num_free_blocks=9
 PLENTY = 2**20
 
 
+def open_trace(
+    folder: Path, header: TraceHeader = HEADER, clock: VirtualClock | None = None, max_bytes: int = PLENTY
+) -> StepTraceWriter:
+    writer = open_step_trace(str(folder), header, clock or VirtualClock(), max_bytes)
+    assert writer is not None
+    return writer
+
+
 class TracedEngine:
     """A scheduler over a fake runner, written down as the engine does it; a step takes a second."""
 
     def __init__(self, folder: Path, scheduler: Scheduler, runner: FakeRunner, num_ahead: int = 0) -> None:
         self.clock = VirtualClock(100.0)
         self.scheduler = scheduler
-        self.writer = open_step_trace(str(folder), HEADER, self.clock, PLENTY)
+        self.writer = open_trace(folder, clock=self.clock)
         self.path = folder / "d0-incarnation.jsonl"
         self._runner = runner
         self._num_ahead = num_ahead
@@ -245,7 +253,7 @@ def test_a_step_is_in_the_file_as_soon_as_it_is_done(start: Start) -> None:
 
 
 def test_closing_writes_what_is_under_way_and_the_last_word(tmp_path: Path) -> None:
-    writer = open_step_trace(str(tmp_path), HEADER, VirtualClock(), PLENTY)
+    writer = open_trace(tmp_path)
     writer.planned(make_plan(1), NOTHING)
     writer.close()
     writer.close()
@@ -255,7 +263,7 @@ def test_closing_writes_what_is_under_way_and_the_last_word(tmp_path: Path) -> N
 
 
 def test_a_file_never_outgrows_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    writer = open_step_trace(str(tmp_path), HEADER, VirtualClock(), max_bytes=800)
+    writer = open_trace(tmp_path, max_bytes=800)
     for number in range(1, 50):
         writer.planned(make_plan(number), NOTHING)
         writer.done(number, {}, {})
@@ -304,7 +312,7 @@ def test_a_full_disk_is_said_once_and_ends_only_the_trace(
 
 
 def test_results_without_a_plan_are_ignored(tmp_path: Path) -> None:
-    writer = open_step_trace(str(tmp_path), HEADER, VirtualClock(), PLENTY)
+    writer = open_trace(tmp_path)
     writer.done(7, {}, {})
     writer.close()
     assert read_trace(tmp_path / "d0-incarnation.jsonl").steps == ()
@@ -326,15 +334,27 @@ def test_a_folder_that_cannot_be_written_is_a_config_error(
         open_step_trace(str(folder), HEADER, VirtualClock(), PLENTY)
 
 
-def test_a_full_disk_at_the_start_is_a_config_error() -> None:
-    with pytest.raises(OSError, match="only 10 of"):
-        open_writer(FullDisk(10, takes_parts=True))
+@pytest.mark.parametrize("takes_parts", [True, False])
+def test_a_full_disk_at_the_start_leaves_a_worker_without_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, takes_parts: bool
+) -> None:
+    """Otherwise the traces of dead workers would keep their replacements from starting."""
+
+    def open_on_full_disk(path: Path, *_: Any, **__: Any) -> FullDisk:
+        path.touch()
+        return FullDisk(10, takes_parts=takes_parts)
+
+    monkeypatch.setattr(Path, "open", open_on_full_disk)
+    assert open_step_trace(str(tmp_path), HEADER, VirtualClock(), PLENTY) is None
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert f"the trace {tmp_path / 'd0-incarnation.jsonl'}, so this worker runs without one" in caplog.text
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_start_has_a_file_of_its_own(tmp_path: Path) -> None:
     for incarnation in ("one", "two"):
         header = make_header("p0", incarnation=incarnation)
-        open_step_trace(str(tmp_path / "deep" / "er"), header, VirtualClock(), PLENTY).close()
+        open_trace(tmp_path / "deep" / "er", header).close()
     names = sorted(path.name for path in (tmp_path / "deep" / "er").iterdir())
     assert names == ["p0-one.jsonl", "p0-two.jsonl"]
 

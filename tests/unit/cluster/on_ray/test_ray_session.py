@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,7 @@ from cluster.on_ray.session import (
     _root_cause,
     _short_folder,
     check_token,
+    connect,
     lost_process,
     prepare_environment,
 )
@@ -174,6 +176,16 @@ def test_a_signal_while_ray_connects_takes_effect_when_it_has_connected(
     finally:
         signal.signal(number, former)
     assert events == ["connected", "stop"]
+
+
+def test_without_a_folder_for_temporary_files_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = OSError(28, "No space left on device", "/tmp/baton-ray-x")
+    monkeypatch.setattr(tempfile, "mkdtemp", Mock(side_effect=error))
+    with (
+        pytest.raises(ClusterError, match=r"No space left on device: '/tmp/baton-ray-x'; set TMPDIR"),
+        connect(ClusterConfig(), 1, "cpu"),
+    ):
+        raise AssertionError
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

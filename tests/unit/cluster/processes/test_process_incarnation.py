@@ -1,7 +1,10 @@
 """How long a worker's process has to end, by its parent's clock, and how it ended; the process is replaced."""
 
 import asyncio
+import json
 import signal
+import subprocess
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,6 +19,7 @@ from baton.messages.control import DescribeFleet
 from baton.worker import WorkerRole
 from cluster.processes import fleet
 from cluster.processes.fleet import ProcessIncarnation, ProcessLauncher
+from cluster.processes.worker_process import config_in_memory, path_in_memory
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 
 STOOD_S = 60.0
@@ -124,3 +128,48 @@ async def test_a_launcher_forgets_processes_that_have_ended(monkeypatch: pytest.
         incarnation = await launcher.place(name, WorkerRole.DECODE, 1)
         await incarnation.stop(0.0)
     assert set(launcher.incarnations) == {"w2"}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error", "reason"),
+    [
+        (
+            subprocess,
+            "Popen",
+            BlockingIOError(11, "Resource temporarily unavailable"),
+            "its process: .*unavailable",
+        ),
+        (
+            threading.Thread,
+            "start",
+            RuntimeError("can't start new thread"),
+            "to watch its process: can't start new thread",
+        ),
+    ],
+)
+async def test_what_the_system_has_no_room_for_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, error: Exception, reason: str
+) -> None:
+    begun: list[subprocess.Popen[str]] = []
+    real = subprocess.Popen
+
+    def sleeping(_: Any, **options: Any) -> subprocess.Popen[str]:
+        begun.append(real(["sleep", "100"], **options))
+        return begun[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", sleeping)
+    monkeypatch.setattr(module, name, Mock(side_effect=error))
+    with pytest.raises(ClusterError, match=reason):
+        await ProcessLauncher(BatonConfig(), Path(), None).place("w0", WorkerRole.DECODE, 1)
+    assert [process.returncode for process in begun] == [-signal.SIGKILL] * (module is threading.Thread)
+
+
+def test_a_fleets_configuration_is_on_no_disk() -> None:
+    """A full disk, or a cleaner of /tmp, would keep its workers from being replaced."""
+    config = BatonConfig.from_mapping({"engine": {"kv_cache_memory_mib": 64}})
+    with config_in_memory(config, Path("/models/m")) as file:
+        (there,) = subprocess.run(
+            ["cat", path_in_memory(file)], capture_output=True, check=True, text=True
+        ).stdout.splitlines()
+        assert BatonConfig.from_yaml(path_in_memory(file)).engine.kv_cache_memory_mib == 64
+    assert json.loads(there) == {"engine": {"kv_cache_memory_mib": 64}, "model": {"path": "/models/m"}}

@@ -1,16 +1,18 @@
 """What a deployment asks of a private Ray, and what it takes from the fleet that it adopts."""
 
 import io
+import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
-from baton.config import BatonConfig
-from baton.errors import ModelError
+from baton.config import BatonConfig, GatewayConfig
+from baton.errors import ConfigError, ModelError
 from cluster.serve import owned_fleet
-from cluster.serve.gateway import _served_model
+from cluster.serve.gateway import _served_model, check_ports
 from cluster.serve.owned_fleet import fleets_folder, most_ranks, resolve_model, with_choices_of
 from cluster.serve.screen import Screen
 from engine.loading import dtype
@@ -183,3 +185,39 @@ def test_clients_ask_for_a_model_by_its_name(
     place.symlink_to(folder)
     config = BatonConfig.from_mapping({"model": {"path": path}})
     assert _served_model(config, place).name == name
+
+
+FORBIDDEN = (
+    "use an address of this machine as gateway.host, and a port that is free and that this user may use"
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "error", "complaint"),
+    [
+        ("127.0.0.1", None, r"gateway\.grpc_port: 127\.0\.0\.1:\d+ is in use, as by another `baton serve`"),
+        ("203.0.113.77", None, rf"gateway\.grpc_port: cannot listen on 203\.0\.113\.77:\d+: .*; {FORBIDDEN}"),
+        (
+            "gone",
+            socket.gaierror(-2, "Name unknown"),
+            rf"cannot listen on gone:\d+: Name unknown; {FORBIDDEN}",
+        ),
+    ],
+)
+def test_a_place_where_the_gateway_cannot_listen_is_named_before_workers_start(
+    monkeypatch: pytest.MonkeyPatch, host: str, error: OSError | None, complaint: str
+) -> None:
+    if error is not None:
+        monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=error))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        config = GatewayConfig.model_construct(host=host, grpc_port=port)
+        with pytest.raises(ConfigError, match=complaint):
+            check_ports(config)
+
+
+def test_one_address_of_a_host_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where `localhost` is also ::1, but IPv6 is off."""
+    found = [(socket.AF_INET, 0, 0, "", (address, 0)) for address in ("203.0.113.77", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    check_ports(GatewayConfig(host="localhost", grpc_port=0))
