@@ -43,6 +43,8 @@ _TLS_FAILURES = {
 """Explanations of TLS failures, by a part of gRPC's message."""
 _UNRESOLVED = ("errors resolving", "DNS resolution failed")
 """Parts of gRPC's messages about a host without an address. Such a call was not sent."""
+NO_SUCH_METHOD = "Method not found!"
+"""gRPC's own message about a method that a server does not have."""
 FINISH_REASONS = {generation_pb.FINISH_REASON_STOP: "stop", generation_pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -80,6 +82,10 @@ class GatewayError(Exception):
             hints.append(f"try again in {details.retry_after_s:g} s")
         if self.code == "INTERNAL" and details.request_id:
             hints.append(f"the gateway's log has details under request {details.request_id}")
+        if self.message == NO_SUCH_METHOD:
+            hints.append(
+                "the gateway may run an older version of Baton, or this may be the port of another server"
+            )
         return "; ".join(hints)
 
 

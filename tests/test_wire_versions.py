@@ -32,6 +32,14 @@ class Plane:
     """Where its version is."""
     version: int
     messages: tuple[type[Any], ...]
+    with_versions: tuple[int, ...] = ()
+    """Versions of other planes, with which this one counts up."""
+
+    @property
+    def layout(self) -> Layout:
+        layout = layout_of(*self.messages)
+        versions = [str(each) for each in self.with_versions]
+        return layout | ({"with versions": versions} if versions else {})
 
 
 CONTROL_REQUESTS = tuple(
@@ -63,6 +71,7 @@ PLANES = {
             *CONTROL_REQUESTS,
             *filter(is_dataclass, map(control.answer_type, CONTROL_REQUESTS)),
         ),
+        with_versions=(request_plane.REQUEST_PLANE_VERSION,),
     ),
 }
 
@@ -106,7 +115,7 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 def complaint(name: str, plane: Plane, record: dict[str, Any] | None) -> str | None:
     """What is to be done before this plane may be as it is; None if nothing."""
-    layout = layout_of(*plane.messages)
+    layout = plane.layout
     if record is None:
         return f"the {name} is not in {RECORD.name}: run `python -m tests.test_wire_versions`"
     if layout == record["layout"] and plane.version == record["version"]:
@@ -181,7 +190,7 @@ def main() -> int:
         if known is not None and "count up" in (problem := complaint(name, plane, known) or ""):
             print(problem, file=sys.stderr)
             return 1
-        record[name] = {"version": plane.version, "layout": layout_of(*plane.messages)}
+        record[name] = {"version": plane.version, "layout": plane.layout}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 

@@ -5,13 +5,15 @@ import json
 from pydantic import TypeAdapter
 
 from baton.errors import BatonError, ConfigError, ModelError, WorkerUnavailable
+from baton.messages.control import FLEET_PLANE_VERSION
 from baton.worker import WorkerEndpoint
 
 _ENDPOINT = TypeAdapter(WorkerEndpoint)
 
 
 def endpoint_to_json(endpoint: WorkerEndpoint) -> str:
-    return _ENDPOINT.dump_json(endpoint).decode()
+    values = _ENDPOINT.dump_python(endpoint, mode="json")
+    return json.dumps({"fleet_plane": FLEET_PLANE_VERSION, **values})
 
 
 def failure_to_json(error: BatonError) -> str:
@@ -23,9 +25,15 @@ def endpoint_from_json(line: str) -> WorkerEndpoint:
     """The inverse of `endpoint_to_json`, for the parent process.
 
     Raises the error of a worker that could not start: ConfigError, ModelError, or WorkerUnavailable for the rest.
+    Also raises WorkerUnavailable for a worker of another version: Baton was updated after the parent had started.
     """
     values = json.loads(line)
     if "failure" in values:
         kinds = {kind.__name__: kind for kind in (ConfigError, ModelError)}
         raise kinds.get(values["kind"], WorkerUnavailable)(values["failure"])
+    if (version := values.pop("fleet_plane", None)) != FLEET_PLANE_VERSION:
+        raise WorkerUnavailable(
+            f"it runs version {version or 'unknown'} of the fleet plane, the command that started it "
+            f"{FLEET_PLANE_VERSION}: Baton was replaced on this machine meanwhile; restart the command"
+        )
     return _ENDPOINT.validate_python(values)

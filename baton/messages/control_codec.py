@@ -154,11 +154,14 @@ def foreign_version(frame: bytes) -> tuple[int, int] | None:
 
 def versions_differ(theirs: int) -> ClusterError:
     return ClusterError(
-        f"the other end speaks version {theirs} of the fleet plane, this one {FLEET_PLANE_VERSION}; let both run the "
-        "same version of Baton"
+        f"the other end speaks version {theirs} of the fleet plane, this one {FLEET_PLANE_VERSION}; run the same "
+        "version of Baton on both, and restart what was started with another one"
     )
 
 
 def _check_version(version: int) -> None:
     if version != FLEET_PLANE_VERSION:
-        raise WireError(f"version {version} of the fleet plane, ours is {FLEET_PLANE_VERSION}")
+        raise WireError(
+            f"version {version} of the fleet plane, ours is {FLEET_PLANE_VERSION}; run the same version of Baton on "
+            "both"
+        )

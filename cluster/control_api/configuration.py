@@ -29,12 +29,21 @@ def for_actors(config: BatonConfig) -> BatonConfig:
 
 
 def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]:
-    """Raises ConfigError if this version of Baton does not know all keys of the configuration, or refuses one."""
+    """Raises ConfigError if this version of Baton does not know all keys of the configuration, or refuses one.
+
+    The fleet runs with this configuration, so another version of Baton has accepted it.
+    """
     try:
         sections = json.loads(packed.sections)
     except ValueError as error:
         raise ConfigError(f"the fleet's configuration is not valid JSON: {error}") from error
-    return BatonConfig.from_mapping(sections, "the fleet's configuration"), Path(packed.model_path)
+    try:
+        config = BatonConfig.from_mapping(sections, "the fleet's configuration")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\nthe fleet runs another version of Baton, which accepts this; run the same version on both"
+        ) from None
+    return config, Path(packed.model_path)
 
 
 def keys_digest(keys: ClusterKeys) -> str:

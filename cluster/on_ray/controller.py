@@ -172,7 +172,14 @@ async def _differences(
     control: ControlClient, config: BatonConfig, digest: str, model_path: Path
 ) -> list[str]:
     """How the running fleet differs from the fleet that this command would start."""
-    there = await control.call(GetConfiguration())
+    try:
+        there = await control.call(GetConfiguration())
+    except FleetEnded:
+        raise
+    except ClusterError as error:
+        raise ClusterError(
+            f"a fleet named '{config.cluster.name}' is on this cluster, and cannot be adopted: {error}"
+        ) from None
     their_config, their_path = unpack_configuration(there)
     is_open = leaves_open(config.model.path, their_config.model.path)
     found = differences(their_config, config if is_open else with_commit(config, model_path))

@@ -121,7 +121,7 @@ async def _source(config: BatonConfig, stack: AsyncExitStack) -> FleetSource:
     """The place to look for the fleet; usable until `stack` is closed."""
     address = config.cluster.fleet_address
     if address is None:
-        absence = f"there is no fleet named '{config.cluster.name}' (cluster.name) on this Ray cluster"
+        absence = f"no fleet named '{config.cluster.name}' (cluster.name) answers on this Ray cluster"
         return FleetSource(absence, partial(_find_on_ray, config))
     keys = derive_fleet_keys(load_secret(config.network, os.environ, may_create=False))
     client, carrier = await stack.enter_async_context(control_client(address, keys, config.network))
@@ -176,7 +176,7 @@ async def _find(config: BatonConfig, source: FleetSource, screen: Screen) -> tup
 async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage) -> Sighting:
     """Waits for a fleet whose controller answers."""
     timeout_s = config.cluster.start_timeout_s
-    reason = ""
+    reason, told = "", set[str]()
     try:
         async with awake_timeout(timeout_s):
             while True:
@@ -185,9 +185,10 @@ async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage
                 except AnotherFleet:
                     raise
                 except ClusterError as error:  # the fleet is ending, or still starting
-                    if not reason:
-                        stage.note(f"{source.absence} yet; waiting for one, {timeout_s:g} s at most")
                     reason = str(error)
+                    if reason not in told:
+                        stage.note(f"{source.absence} yet; waiting {timeout_s:g} s at most: {reason}")
+                        told.add(reason)
                 await asyncio.sleep(_LOOK_EVERY_S)
     except TimeoutError:
         raise ClusterError(

@@ -42,7 +42,7 @@ def test_gateways_come_and_go_beside_each_other(config: Path, address_of_ray: st
     fleet = ("--ray-address", address_of_ray, "--name", "blue")
     # The first gateway starts before the fleet does, and knows only the fleet's address.
     with joining(*fleet, environment=RAY_ENVIRONMENT) as early:
-        early.wait_for_text("there is no fleet named 'blue' (cluster.name) on this Ray cluster yet")
+        early.wait_for_text("no fleet named 'blue' (cluster.name) answers on this Ray cluster yet")
         with (
             serving(str(config), *fleet, environment=RAY_ENVIRONMENT) as one,
             serving(str(config), *fleet, environment=RAY_ENVIRONMENT) as other,

@@ -169,9 +169,14 @@ def context_pieces(
 
 
 def input_items_of(context: bytes) -> list[dict[str, Any]]:
-    """The input items that a stored response's own request had, as `input_json` wrote them."""
-    stored = _parsed(context)
-    return [] if stored is None else input_json(list(_kept(stored.items[: stored.num_input])), "")
+    """The input items that a stored response's own request had, as `input_json` wrote them. Raises UnknownResponse if
+    another version of Baton stored it in another form."""
+    if (stored := _parsed(context)) is None:
+        raise UnknownResponse(
+            "response_id",
+            "another version of Baton stored this response, and this version cannot read its items",
+        )
+    return input_json(list(_kept(stored.items[: stored.num_input])), "")
 
 
 def _kept(items: Iterable[InputItem]) -> Iterator[KeptItem]:
@@ -189,6 +194,6 @@ def _parsed(text: bytes) -> StoredContext | None:
 def _gone(response_id: str, previous_response_id: str) -> str:
     which = "it" if response_id == previous_response_id else f"'{response_id[:80]}', which it continues,"
     return (
-        f"'{previous_response_id[:80]}' cannot be continued: {which} was never stored, or was deleted, displaced or is "
-        "too old; send the whole conversation as input"
+        f"'{previous_response_id[:80]}' cannot be continued: {which} was never stored, was "
+        "deleted or displaced, is too old, or is of another version of Baton; send the whole conversation as input"
     )

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from cli.main import DEFAULT_TARGET, DONE, READER_LEFT, REFUSED, UNWRITABLE, USAGE, build_parser, main
@@ -78,6 +80,17 @@ def test_an_unreachable_gateway_is_a_refusal_with_advice(
     message = capsys.readouterr().err
     assert "127.0.0.1:9" in message
     assert message.startswith(f"baton {command.split()[0]}: ")
+
+
+def test_a_gateway_without_a_commands_method_may_be_older(capsys: pytest.CaptureFixture[str]) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))  # it has no service at all
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert main(["flush-cache", "--target", f"127.0.0.1:{port}"]) == REFUSED
+    finally:
+        server.stop(None)
+    assert "the gateway may run an older version of Baton" in capsys.readouterr().err
 
 
 def test_an_argument_that_is_no_text_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

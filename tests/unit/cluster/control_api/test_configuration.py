@@ -52,9 +52,16 @@ def test_actors_get_nothing_of_the_gateway_but_what_workers_need(keys: dict[str,
     assert "password" not in repr(passed)
 
 
-@pytest.mark.parametrize("sections", ["{", "[]", '{"cluster": {"flavour": 1}}'])
-def test_a_configuration_that_cannot_be_read_says_so(sections: str) -> None:
-    with pytest.raises(ConfigError, match="the fleet's configuration"):
+@pytest.mark.parametrize(
+    ("sections", "found"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "got"),
+        ('{"cluster": {"flavour": 1}}', "unknown key\nthe fleet runs another"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_says_so(sections: str, found: str) -> None:
+    with pytest.raises(ConfigError, match=rf"the fleet's configuration(.|\n)*{found}"):
         unpack_configuration(FleetConfiguration(sections, "/m", ""))
 
 

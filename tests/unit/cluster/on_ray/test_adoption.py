@@ -12,6 +12,7 @@ import pytest
 from baton.config import BatonConfig
 from baton.errors import ClusterError, FleetEnded
 from baton.messages.control import ControlRequest, GetConfiguration, WaitView
+from baton.messages.control_codec import versions_differ
 from baton.system.curve import derive_keys
 from cluster.control_api.configuration import keys_digest
 from cluster.on_ray import controller as module
@@ -120,6 +121,22 @@ async def test_a_fleet_whose_owner_has_begun_to_end_it_since_the_check_is_not_ad
     with pytest.raises(ClusterError, match="the fleet is ending"):
         await find_fleet(config, keys_digest(derive_keys(SECRET)), MODEL_PATH)
     assert found.done == ["claim"], "its controller goes on"
+
+
+async def test_a_fleet_of_another_version_is_named_and_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfAnotherVersion(Found):
+        async def call(self, request: ControlRequest[R]) -> R:
+            raise versions_differ(99)
+
+    config = BatonConfig()
+    found = OfAnotherVersion(config)
+    monkeypatch.setattr(module, "controller_actor", object)
+    monkeypatch.setattr(module, "OwnedController", lambda *_: found)
+    with pytest.raises(
+        ClusterError, match=r"a fleet named 'baton' .* cannot be adopted: .* version 99 of the fleet"
+    ):
+        await find_fleet(config, keys_digest(derive_keys(SECRET)), MODEL_PATH)
+    assert not found.done
 
 
 async def test_a_fleet_is_adopted_once_it_has_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
