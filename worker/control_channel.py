@@ -71,10 +71,8 @@ class StdioControlServer:
             return
         try:
             threading.Thread(target=self._answer, args=(number, frame), name="control", daemon=True).start()
-        except (
-            RuntimeError
-        ):  # no thread is free; an answer from here may delay others, but the worker goes on
-            self._answer(number, frame)
+        except RuntimeError:  # no thread is free
+            self._answer(number, frame)  # may delay other calls, but the worker goes on
 
     def _answer(self, number: int, frame: bytes) -> None:
         try:

@@ -59,9 +59,8 @@ class SharedMemoryReader:
         self._pool = pool.reshape(-1)
         self._memory = memory
         self._copier = ThreadPoolExecutor(1, "kv-copy")
-        self._copier.submit(
-            int
-        )  # starts the thread now: without one, the first large read would end the worker
+        # The executor's first call starts its thread: without one, the first large read would end the worker.
+        self._copier.submit(int)
         self._done: list[ReadDone] = []
         self._num_reads = 0
 
