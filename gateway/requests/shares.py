@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 from gateway.requests.attempt import AttemptFailure, Cause
 from gateway.requests.request_state import RequestState
@@ -61,9 +62,6 @@ class _Holding:
     size: Callable[[RequestState], int]
     held: int
     free: int
-
-    def may_take(self, number: int) -> bool:
-        return _may_take(number, self.held, self.free)
 
     def to_give_back(self) -> Iterator[RequestState]:
         room = self.held + self.free
@@ -170,7 +168,7 @@ class CallerShares:
             if worker in self._decoding:
                 for holding_of in (self._slots, self._blocks):
                     holdings = (holding_of(name, worker) for name in self._decoding[worker])
-                    back |= dict.fromkeys(max(holdings, key=_held).to_give_back())
+                    back |= dict.fromkeys(max(holdings, key=attrgetter("held")).to_give_back())
             back |= dict.fromkeys(self._late_prompts(worker))
         return [(state, _gives_way(state)) for state in back]
 
@@ -250,7 +248,7 @@ def _before(placement: Placement, others: Iterable[RequestState]) -> Iterator[Re
 
 
 def _refusal(name: str, number: int, holding: _Holding) -> OverShare | None:
-    if holding.may_take(number):
+    if _may_take(number, holding.held, holding.free):
         return None
     return OverShare(f"'{name}' holds {holding.held} {holding.what}, and others may need the rest")
 
@@ -263,7 +261,3 @@ def _gives_way(state: RequestState) -> AttemptFailure:
 def _num_blocks(worker: WorkerEstimate, state: RequestState) -> int:
     """How many blocks of a decode worker the request needs for its tokens and the next one."""
     return worker.num_blocks_for(len(state.request.prompt_token_ids) + state.num_output_tokens + 1)
-
-
-def _held(holding: _Holding) -> int:
-    return holding.held

@@ -195,14 +195,10 @@ def parts_of(
 
 
 def merged_events(
-    answer_format: AnswerFormat,
-    pieces: Sequence[str],
-    conversation: Conversation = ASKED,
-    prompt_end: str = "",
-    answer: StructuredOutput | None = None,
+    answer_format: AnswerFormat, pieces: Sequence[str], answer: StructuredOutput | None = None
 ) -> list[tuple[object, ...]]:
     """The events of an answer that arrives in these pieces. Adjacent events of one kind are joined."""
-    parser = answer_format.new_parser(conversation, prompt_end, answer)
+    parser = answer_format.new_parser(ASKED, "", answer)
     assert parser is not None
     events = [event for piece in pieces for event in parser.push(piece)]
     merged: list[tuple[object, ...]] = []

@@ -90,8 +90,6 @@ BAD_HEADS = [
     b"\x00" * 200 + b"\r\n\r\n",
 ]
 
-Draw = Callable[[random.Random], bytes]
-
 
 def http_request(rng: random.Random) -> bytes:
     """The bytes of a random request that must be answered with a 4xx."""

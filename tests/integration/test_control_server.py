@@ -381,11 +381,6 @@ async def _until_answered(client: ControlClient) -> FleetDescription:
             await asyncio.sleep(0.05)
 
 
-async def _state_becomes(tested: FleetUnderTest, name: str, state: str) -> None:
-    while (await tested.states())[name] != state:
-        await asyncio.sleep(0.01)
-
-
 async def _until_gone(tested: FleetUnderTest, name: str) -> None:
     while name in await tested.states():
         await asyncio.sleep(0.01)

@@ -31,7 +31,6 @@ LOOK: FunctionToolParam = {
     "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
     "strict": False,
 }
-NO_SCHEMA = {"type": "json_schema", "name": "x", "schema": {"type": "nope"}}
 F = {"type": "function", "name": "f"}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "the sea"}}\n</tool_call>'
 

@@ -93,14 +93,12 @@ def tools_of(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
 def tool_choice_of(choice: ToolChoiceField | None, tools: Sequence[Tool]) -> ToolChoice:
     """The choice as Baton's own. Raises InvalidRequest if it names a tool that the request does not have."""
     match choice:
-        case None | "auto":
+        case None:
             return ToolChoice()
-        case "none":
-            return ToolChoice(ToolUse.NONE)
-        case "required":
-            if not tools:
-                raise InvalidRequest("tool_choice", "'required' needs tools")
-            return ToolChoice(ToolUse.REQUIRED)
+        case "required" if not tools:
+            raise InvalidRequest("tool_choice", "'required' needs tools")
+        case str():
+            return ToolChoice(ToolUse(choice))
         case NamedTool():
             check_among(tools, choice.function.name, "tool_choice.function.name")
             return ToolChoice(ToolUse.REQUIRED, (choice.function.name,))
