@@ -140,7 +140,8 @@ class StartReport:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The worker has no requests, transfers or leases left. `is_clean`: no request was lost."""
+    """The worker has no requests left. `is_clean`: no transfers or leases either; other workers may have to compute
+    again what they did not read in time."""
 
     is_clean: bool
 

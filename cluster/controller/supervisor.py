@@ -25,6 +25,7 @@ _SOON_S = 0.01
 _STOP_TIMEOUT_S = 5.0
 """A worker that does not close its ports in this time is killed."""
 _DRAINS_UNASKED = "worker %s drains without a command that waits for it, so it is replaced"
+_NOT_CLEAN = "worker %s has left, but transfers or leases had not ended: other workers compute what they miss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,10 +274,13 @@ class Supervisor:
         self._notify()
         try:
             async with awake_timeout(self._patience.leave_s):
-                await incarnation.call(Drain(self._patience.drain_s))
+                drained = await incarnation.call(Drain(self._patience.drain_s))
         except (TimeoutError, BatonError) as error:
             reason = self._why_ended(endpoint) or str(error) or "it did not answer in time"
             logger.warning("worker %s did not drain: %s", self.replica.name, reason)
+        else:
+            if not drained.is_clean:
+                logger.warning(_NOT_CLEAN, self.replica.name)
 
     async def _leave(self, incarnation: Incarnation) -> None:
         """Drains and ends the present incarnation. Returns when `run` has noticed the end."""

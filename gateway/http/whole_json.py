@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing
 
 from pydantic_core import to_json
 from starlette.types import Send
@@ -45,8 +46,8 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 async def portions(pieces: Iterable[str]) -> AsyncGenerator[str, None]:
-    """Joins pieces to portions of about WRITE_CHARACTERS; only the last is smaller. Each piece must be quick to make:
-    other tasks run in between."""
+    """Joins pieces to portions of at least WRITE_CHARACTERS, but the last. Each piece must be quick to make: other
+    tasks run in between."""
     budget = TurnBudget(asyncio.get_running_loop().time)
     waiting: list[str] = []
     num_waiting = 0
@@ -65,13 +66,14 @@ async def portions(pieces: Iterable[str]) -> AsyncGenerator[str, None]:
 async def send_json(pieces: Iterable[str], send: Send) -> None:
     """Sends the pieces in portions. An answer of one portion has a content-length; a longer one is sent in chunks."""
     body, is_open = b"", False
-    async for portion in portions(pieces):
-        if body:
-            if not is_open:
-                await _start(send, [])
-                is_open = True
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        body = portion.encode()
+    async with aclosing(portions(pieces)) as each:
+        async for portion in each:
+            if body:
+                if not is_open:
+                    await _start(send, [])
+                    is_open = True
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            body = portion.encode()
     if not is_open:
         await _start(send, [(b"content-length", str(len(body)).encode())])
     await send({"type": "http.response.body", "body": body})

@@ -84,6 +84,7 @@ class FakeIncarnation:
         self.target: WorkerRole | None = None
         """The role to which it changes."""
         self.running = 0
+        self.drains_cleanly = True
         self.num_answers = 0
         """Number of answers to WaitStatus."""
         self.pid = next(self._incarnations)
@@ -153,7 +154,7 @@ class FakeIncarnation:
         await self._until(self.may_drain)
         if self.death.done():
             raise ClusterError(self.death.result())
-        return True
+        return self.drains_cleanly
 
     async def _until(self, event: asyncio.Event) -> None:
         """Returns at the event, or when this worker has died."""

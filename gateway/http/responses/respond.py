@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,8 +190,9 @@ class Responding(Response):
 
     async def _write(self, write: Write, pieces: Iterable[str]) -> None:
         """Writes the pieces, which are ASCII, in large parts."""
-        async for portion in portions(pieces):
-            await write(portion.encode("ascii"))
+        async with aclosing(portions(pieces)) as each:
+            async for portion in each:
+                await write(portion.encode("ascii"))
 
 
 async def _joined(pieces: Iterable[str]) -> bytes:

@@ -89,7 +89,7 @@ def tool_choice_of(choice: ToolChoiceField | None, tools: Sequence[Tool]) -> Too
         case ResponseAllowedTools(mode=mode):
             for index, tool in enumerate(choice.tools):
                 check_among(tools, tool.name, f"tool_choice.tools.{index}.name")
-            return ToolChoice(ToolUse(mode), tuple(tool.name for tool in choice.tools))
+            return ToolChoice(ToolUse(mode), tuple(dict.fromkeys(tool.name for tool in choice.tools)))
         case "required" if not tools:
             raise InvalidRequest("tool_choice", "'required' needs tools")
         case str():

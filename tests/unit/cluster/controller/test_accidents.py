@@ -230,6 +230,17 @@ async def test_a_drain_that_a_hanging_worker_ends_says_why_the_worker_was_ended(
     assert f"worker w1 did not drain: {reason}" in caplog.messages
 
 
+@pytest.mark.parametrize("is_clean", [True, False])
+async def test_a_drain_that_leaves_something_says_so(
+    is_clean: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        tested.launcher.latest("w1").drains_cleanly = is_clean
+        await tested.controller.drain("w1")
+    assert any("worker w1 has left, but" in message for message in caplog.messages) is not is_clean
+
+
 async def test_after_a_role_change_a_worker_counts_at_once() -> None:
     async with fleet(fleet_config(prefill=2, decode=1)) as tested:
         await tested.all_serve(3)
