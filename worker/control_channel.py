@@ -9,6 +9,7 @@ import asyncio
 import binascii
 import contextlib
 import itertools
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -28,7 +29,7 @@ from baton.messages.control_codec import (
 MAX_LINE_BYTES = 64 * 1024
 """The longest call."""
 
-MAX_CALLS = 16
+MAX_CALLS = 8
 """Calls that may be open at a time; one more is answered with an error."""
 
 CODEC = ControlCodec(WORKER_CALLS)
@@ -37,7 +38,10 @@ R = TypeVar("R")
 
 
 class StdioControlServer:
-    """The worker's end. Each call gets a thread, so that a long one does not delay others, if the system has one."""
+    """The worker's end. Each call has a thread, so that a long one does not delay others.
+
+    The threads start here: later, the system may have no free one, and a worker that cannot answer is ended.
+    """
 
     def __init__(
         self, call: Callable[[ControlRequest[Any]], object], write_line: Callable[[str], None]
@@ -48,6 +52,9 @@ class StdioControlServer:
         self._lock = threading.Lock()
         self._buffer = b""
         self._places = threading.BoundedSemaphore(MAX_CALLS)
+        self._calls: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        for _ in range(MAX_CALLS):
+            threading.Thread(target=self._serve, name="control", daemon=True).start()
 
     def receive(self, data: bytes) -> None:
         """Handles bytes of stdin in the order of their arrival."""
@@ -69,18 +76,17 @@ class StdioControlServer:
         if not self._places.acquire(blocking=False):
             self._reply(failure(number, FleetError(f"{MAX_CALLS} calls are under way already")))
             return
-        try:
-            threading.Thread(target=self._answer, args=(number, frame), name="control", daemon=True).start()
-        except RuntimeError:  # no thread is free
-            self._answer(number, frame)  # may delay other calls, but the worker goes on
+        self._calls.put((number, frame))
 
-    def _answer(self, number: int, frame: bytes) -> None:
-        try:
-            self._reply(CODEC.carry_out(frame, self._call))
-        except Exception as error:  # nothing else catches this: the caller must get an answer
-            self._reply(failure(number, ClusterError(str(error) or type(error).__name__)))
-        finally:
-            self._places.release()
+    def _serve(self) -> None:
+        while True:
+            number, frame = self._calls.get()
+            try:
+                self._reply(CODEC.carry_out(frame, self._call))
+            except Exception as error:  # nothing else catches this: the caller must get an answer
+                self._reply(failure(number, ClusterError(str(error) or type(error).__name__)))
+            finally:
+                self._places.release()
 
     def _reply(self, frame: bytes) -> None:
         with self._lock:

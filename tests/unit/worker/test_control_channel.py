@@ -137,16 +137,15 @@ def test_a_status_comes_at_once_when_the_worker_ends(pipes: Pipes) -> None:
     asyncio.run(scenario())
 
 
-def test_without_a_free_thread_a_call_is_answered_nevertheless(
-    pipes: Pipes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the worker would end, and with it every worker of a machine at its limit of threads."""
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-        for _ in range(MAX_CALLS + 1):
-            assert asyncio.run(pipes.client.call(WaitStatus(0.0))) == STATUS
+@pytest.fixture(params=["threads", "no thread"])
+def system(request: pytest.FixtureRequest, pipes: Pipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a machine's limit of threads, a worker that does not answer would be ended, and every worker with it."""
+    if request.param == "no thread":
+        start = Mock(side_effect=RuntimeError("can't start new thread"))
+        monkeypatch.setattr(threading.Thread, "start", start)
 
 
+@pytest.mark.usefixtures("system")
 def test_a_long_call_delays_no_other(pipes: Pipes) -> None:
     async def scenario() -> None:
         drains = [asyncio.create_task(pipes.client.call(Drain(seconds))) for seconds in (5.0, 0.5)]
