@@ -30,12 +30,7 @@ from cluster.controller.cpu_shares import CpuShares
 from cluster.controller.desired import Memory
 from cluster.controller.launcher import Found, OnStartProgress
 from cluster.controller.owner import OnProgress, OnServing, first_start
-from cluster.processes.worker_process import (
-    WorkerProcess,
-    config_in_memory,
-    how_it_ended,
-    path_in_memory,
-)
+from cluster.processes.worker_process import WorkerProcess, how_it_ended
 from worker.control_channel import StdioControlClient
 
 R = TypeVar("R")
@@ -52,9 +47,8 @@ class ProcessFleet:
     """See cluster.serve.owned_fleet.Fleet. The workers end with this process, even on SIGKILL."""
 
     def __init__(self, config: BatonConfig, secret: ClusterSecret | None, model_path: Path) -> None:
-        self._config_file = config_in_memory(config, model_path)
         self._start_timeout_s = config.cluster.start_timeout_s
-        self.launcher = ProcessLauncher(config, path_in_memory(self._config_file), secret)
+        self.launcher = ProcessLauncher(config, model_path, secret)
         self.controller = Controller(config, self.launcher, Memory(), SystemClock())
         digest = keys_digest(derive_keys(secret))
         self._control = InProcessControl(self.controller, pack_configuration(config, model_path, digest))
@@ -73,11 +67,8 @@ class ProcessFleet:
         await on_serving(control)
 
     async def end(self, hurry: asyncio.Event) -> None:
-        try:
-            if not self._has_started or not await unless(hurry, self.controller.shutdown(may_drain=True)):
-                await self.controller.shutdown(may_drain=False)
-        finally:
-            self._config_file.close()
+        if not self._has_started or not await unless(hurry, self.controller.shutdown(may_drain=True)):
+            await self.controller.shutdown(may_drain=False)
 
 
 class ProcessIncarnation:
@@ -150,9 +141,9 @@ class ProcessIncarnation:
 class ProcessLauncher:
     """See cluster.controller.launcher.Launcher. Every worker has room, but none for a second incarnation."""
 
-    def __init__(self, config: BatonConfig, config_path: Path, secret: ClusterSecret | None) -> None:
-        """`config_path`: the file with this configuration."""
-        self._config_path = config_path
+    def __init__(self, config: BatonConfig, model_path: Path, secret: ClusterSecret | None) -> None:
+        self._config = config
+        self._model_path = model_path
         self._secret = secret
         self._machine = find_machine()
         self._shares = CpuShares(config)
@@ -163,7 +154,7 @@ class ProcessLauncher:
         alive = {other: each for other, each in self.incarnations.items() if not each.is_over}
         share = self._shares.reserve(name, role, _NODE, self._machine, alive)
         try:
-            process = WorkerProcess(self._config_path, self._secret, role, name, None, share)
+            process = WorkerProcess(self._config, self._model_path, self._secret, role, name, None, share)
         except OSError as error:
             raise ClusterError(f"cannot start its process: {error}; {_REMEDY}") from error
         incarnation = ProcessIncarnation(process, number)

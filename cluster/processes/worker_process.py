@@ -1,4 +1,4 @@
-"""One worker as a child process: started with a configuration file, watched through its pipes."""
+"""One worker as a child process: started with a configuration, watched through its pipes."""
 
 import contextlib
 import json
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TextIO
 
 from baton.config import BatonConfig
 from baton.errors import WorkerUnavailable
@@ -26,7 +25,8 @@ class WorkerProcess:
 
     def __init__(
         self,
-        config_path: Path,
+        config: BatonConfig,
+        model_path: Path,
         secret: ClusterSecret | None,
         role: WorkerRole,
         name: str,
@@ -35,7 +35,9 @@ class WorkerProcess:
     ) -> None:
         """`log_level` None: the level in the configuration. `share` None: all cores of this machine.
 
-        The secret is passed in the environment, because all users can read the arguments of a process.
+        The configuration is passed as a file in memory, so that a worker can start even if the disk is full. The
+        secret is passed in the environment, because all users can read the arguments of a process. OSError if the
+        system has no room for the process.
         """
         self.name = name
         environment = dict(os.environ)
@@ -46,14 +48,18 @@ class WorkerProcess:
             command += ["--log-level", log_level]
         if share is not None:
             command += ["--threads", str(share.num_threads), "--cpus", cpus_text(share.cpus)]
-        self._process = subprocess.Popen(
-            [*command, "--config", str(config_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,  # Ctrl-C goes only to the command, which drains its workers first
-        )
+        with open(os.memfd_create("baton-config"), "w") as file:
+            file.write(_config_text(config, model_path))
+            file.flush()
+            self._process = subprocess.Popen(
+                [*command, "--config", f"/proc/self/fd/{file.fileno()}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+                pass_fds=[file.fileno()],
+                start_new_session=True,  # Ctrl-C goes only to the command, which drains its workers first
+            )
 
     @property
     def pid(self) -> int:
@@ -107,29 +113,6 @@ def how_it_ended(code: int) -> str:
         return f"its process ended with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"its process was killed by {name}"
-
-
-def config_in_memory(config: BatonConfig, model_path: Path) -> TextIO:
-    """Like `write_config`, but the file is in memory, at `path_in_memory` until it is closed.
-
-    So a worker can be replaced even if the disk is full, or a cleaner has emptied the folder for temporary files.
-    """
-    file = open(os.memfd_create("baton-config"), "w")  # noqa: SIM115 - the caller closes it
-    file.write(_config_text(config, model_path))
-    file.flush()
-    return file
-
-
-def path_in_memory(file: TextIO) -> Path:
-    """Where child processes of this process find the file."""
-    return Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
-
-
-def write_config(folder: str, config: BatonConfig, model_path: Path) -> Path:
-    """Writes the file for `WorkerProcess`."""
-    path = Path(folder) / "baton.json"
-    path.write_text(_config_text(config, model_path))
-    return path
 
 
 def _config_text(config: BatonConfig, model_path: Path) -> str:

@@ -5,7 +5,6 @@ Workers, gateway and planes are the same as under Ray; there is no controller.
 
 import asyncio
 import os
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from baton.system.curve import derive_keys
 from baton.system.secret import load_secret
 from cluster.controller.cpu_shares import CpuShares
 from cluster.controller.desired import worker_names
-from cluster.processes.worker_process import WorkerProcess, write_config
+from cluster.processes.worker_process import WorkerProcess
 from cluster.serve.gateway import make_gateway
 from engine.loading.dtype import with_chosen_dtype
 from gateway import Gateway, Tokenizer
@@ -41,25 +40,23 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
     workers: dict[str, WorkerProcess] = {}
     secret = load_secret(config.network, os.environ, may_create=True)
     keys = derive_keys(secret)
-    with tempfile.TemporaryDirectory() as folder:
+    try:
+        on_cpu, machine, shares = config.engine.device == "cpu", find_machine(), CpuShares(config)
+        for name, role in worker_names(config.cluster):
+            share = shares.reserve(name, role, "here", machine, workers) if on_cpu else None
+            workers[name] = WorkerProcess(config, model_path, secret, role, name, share=share)
+        loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model_path))
+        endpoints = await asyncio.gather(
+            *[asyncio.to_thread(worker.wait_until_ready) for worker in workers.values()]
+        )
+        gateway = make_gateway(config, keys, model_path, await loading)
+        await gateway.start()
         try:
-            path = write_config(folder, config, model_path)
-            on_cpu, machine, shares = config.engine.device == "cpu", find_machine(), CpuShares(config)
-            for name, role in worker_names(config.cluster):
-                share = shares.reserve(name, role, "here", machine, workers) if on_cpu else None
-                workers[name] = WorkerProcess(path, secret, role, name, share=share)
-            loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model_path))
-            endpoints = await asyncio.gather(
-                *[asyncio.to_thread(worker.wait_until_ready) for worker in workers.values()]
-            )
-            gateway = make_gateway(config, keys, model_path, await loading)
-            await gateway.start()
-            try:
-                for endpoint in endpoints:
-                    gateway.workers.add_worker(endpoint)
-                await asyncio.gather(*[gateway.workers.wait_for_worker(name) for name in workers])
-                yield ChildProcesses(gateway, workers)
-            finally:
-                await gateway.stop(grace_s=1.0)
+            for endpoint in endpoints:
+                gateway.workers.add_worker(endpoint)
+            await asyncio.gather(*[gateway.workers.wait_for_worker(name) for name in workers])
+            yield ChildProcesses(gateway, workers)
         finally:
-            await asyncio.gather(*[asyncio.to_thread(worker.stop) for worker in workers.values()])
+            await gateway.stop(grace_s=1.0)
+    finally:
+        await asyncio.gather(*[asyncio.to_thread(worker.stop) for worker in workers.values()])

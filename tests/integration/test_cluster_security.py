@@ -13,6 +13,7 @@ import psutil
 import pytest
 import zmq
 
+from baton.config import BatonConfig
 from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
 from baton.system.curve import ClusterSecret, derive_keys, secure_client
 from baton.system.secret import SECRET_VARIABLE
@@ -45,20 +46,19 @@ def model(tmp_path: Path) -> Path:
     return make_model_dir(tmp_path / "tiny")
 
 
-def config_file(model: Path, **network: str) -> Path:
-    path = model.parent / "baton.json"
-    values = {
-        "model": {"path": str(model), "dtype": "float32", "load_format": "dummy"},
-        "engine": {"kv_cache_memory_mib": 8, "num_threads": 1},
-        "network": network,
-    }
-    path.write_text(json.dumps(values))
-    return path
+def config_of(**network: str) -> BatonConfig:
+    return BatonConfig.from_mapping(
+        {
+            "model": {"dtype": "float32", "load_format": "dummy"},
+            "engine": {"kv_cache_memory_mib": 8, "num_threads": 1},
+            "network": network,
+        }
+    )
 
 
 def test_a_child_gets_the_secret_but_not_as_an_argument(model: Path) -> None:
     secret = ClusterSecret("a secret that only this child gets")
-    worker = WorkerProcess(config_file(model), secret, WorkerRole.DECODE, "w0")
+    worker = WorkerProcess(config_of(), model, secret, WorkerRole.DECODE, "w0")
     try:
         endpoint = worker.wait_until_ready()
         arguments = Path(f"/proc/{worker.pid}/cmdline").read_bytes()
@@ -72,7 +72,7 @@ def test_a_child_gets_the_secret_but_not_as_an_argument(model: Path) -> None:
 
 
 def test_a_child_without_security_talks_in_the_clear(model: Path) -> None:
-    worker = WorkerProcess(config_file(model, security="none"), None, WorkerRole.DECODE, "w0")
+    worker = WorkerProcess(config_of(security="none"), model, None, WorkerRole.DECODE, "w0")
     try:
         assert answers(worker.wait_until_ready(), None, PATIENCE_S)
     finally:
@@ -81,7 +81,9 @@ def test_a_child_without_security_talks_in_the_clear(model: Path) -> None:
 
 def test_a_worker_by_itself_does_not_invent_a_secret(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_VARIABLE)
-    path = config_file(model, secret_file=str(model.parent / "cluster.secret"))
+    path = model.parent / "baton.json"
+    secret_file = str(model.parent / "cluster.secret")
+    path.write_text(json.dumps({"model": {"path": str(model)}, "network": {"secret_file": secret_file}}))
     command = [sys.executable, "-m", "worker", "--role", "decode", "--name", "w0"]
     done = subprocess.run(
         [*command, "--config", str(path)], capture_output=True, text=True, timeout=60, check=False

@@ -19,7 +19,7 @@ from baton.kv import OnLoadFailure
 from baton.request import EngineRequest, ErrorKind
 from baton.sampling import SamplingParams
 from baton.worker import WorkerRole
-from cluster.processes.worker_process import WorkerProcess, write_config
+from cluster.processes.worker_process import WorkerProcess
 from cluster.serve.gateway import make_gateway
 from decode_worker import DecodeWorker
 from engine.loading.digest import model_digest
@@ -79,8 +79,7 @@ async def fleet(
     try:
         for name in is_spoilt:
             (orders / name).mkdir()
-            path = write_config(str(orders / name), CONFIG, model)
-            workers[name] = WorkerProcess(path, SECRET, WorkerRole.DECODE, name)
+            workers[name] = WorkerProcess(CONFIG, model, SECRET, WorkerRole.DECODE, name)
         for name, worker in workers.items():
             endpoint = await asyncio.to_thread(worker.wait_until_ready)
             if is_spoilt[name]:

@@ -19,7 +19,7 @@ from baton.messages.control import DescribeFleet
 from baton.worker import WorkerRole
 from cluster.processes import fleet
 from cluster.processes.fleet import ProcessIncarnation, ProcessLauncher
-from cluster.processes.worker_process import config_in_memory, path_in_memory
+from cluster.processes.worker_process import WorkerProcess
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 
 STOOD_S = 60.0
@@ -164,12 +164,13 @@ async def test_what_the_system_has_no_room_for_leaves_no_process(
     assert [process.returncode for process in begun] == [-signal.SIGKILL] * (module is threading.Thread)
 
 
-def test_a_fleets_configuration_is_on_no_disk() -> None:
-    """A full disk, or a cleaner of /tmp, would keep its workers from being replaced."""
+def test_a_workers_configuration_is_on_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, or a cleaner of /tmp, would keep a fleet's workers from being replaced."""
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: real(["cat", command[-1]], **options))
     config = BatonConfig.from_mapping({"engine": {"kv_cache_memory_mib": 64}})
-    with config_in_memory(config, Path("/models/m")) as file:
-        (there,) = subprocess.run(
-            ["cat", path_in_memory(file)], capture_output=True, check=True, text=True
-        ).stdout.splitlines()
-        assert BatonConfig.from_yaml(path_in_memory(file)).engine.kv_cache_memory_mib == 64
+    worker = WorkerProcess(config, Path("/models/m"), None, WorkerRole.DECODE, "w0")
+    assert worker._process.stdout is not None
+    there = worker._process.stdout.read()
     assert json.loads(there) == {"engine": {"kv_cache_memory_mib": 64}, "model": {"path": "/models/m"}}
+    assert worker.stop() == 0
