@@ -55,11 +55,11 @@ def _of_machine(root: Path) -> int:
 
 def _room_in(folder: Path) -> Iterator[int]:
     """What one cgroup leaves, if it has a limit. Its pages of files can be reclaimed, so they are room."""
-    is_first = (folder / "memory.limit_in_bytes").exists()  # version 1 of cgroups
-    limit, usage, prefix = (
-        ("limit_in_bytes", "usage_in_bytes", "total_") if is_first else ("max", "current", "")
-    )
     try:
+        is_first = (folder / "memory.limit_in_bytes").exists()  # version 1 of cgroups
+        limit, usage, prefix = (
+            ("limit_in_bytes", "usage_in_bytes", "total_") if is_first else ("max", "current", "")
+        )
         most = int((folder / f"memory.{limit}").read_text())
         used = int((folder / f"memory.{usage}").read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

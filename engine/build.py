@@ -310,8 +310,9 @@ def _take_memory(num_bytes: int, device: torch.device, more_bytes: int) -> Share
     except CudaOutOfMemory:
         logger.info("%d bytes are free, but not contiguous", free)
     except OSError as error:
-        why = f"but a limit of this process forbids them ({error.strerror}); see `ulimit -a`"
+        why = f"but the system refuses them ({error.strerror}; see `ulimit -a`)"
+    swapped = ", and with `preemption: swap` engine.swap_space_mib or scheduler.num_swap_blocks"
     raise (OutOfGpuMemory if is_on_gpu else ConfigError)(
         f"the KV pool needs {(num_bytes + more_bytes) / 2**20:,.0f} MiB, {why}; reduce engine.kv_cache_memory_mib or "
-        "scheduler.num_blocks, and with `preemption: swap` engine.swap_space_mib or scheduler.num_swap_blocks"
+        f"scheduler.num_blocks{'' if is_on_gpu else swapped}"
     )

@@ -172,6 +172,7 @@ class EngineHost:
             steps,
         )
         on_failure.callback(core.close)
+        grammars.start()
         network = self._config.network
         server = RequestServer(network, self._keys.request, self._incarnation, self.status, clock)
         lease_s = self._config.kv_transfer.lease_s

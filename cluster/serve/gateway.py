@@ -20,6 +20,7 @@ from gateway import ServedModel
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates
 from gateway.http.responses.stores import store_for
+from gateway.http.server import address_family
 from gateway.open_files import fitted_to_open_files
 from gateway.telemetry.trace_export import check_tracing
 
@@ -49,8 +50,12 @@ def check_ports(config: GatewayConfig) -> None:
     The ports are not kept. If two commands check at the same moment, one of them fails only when its gateway
     opens.
     """
-    for key, port in (("grpc_port", config.grpc_port), ("http_port", config.http_port)):
-        if port is None or (error := _why_not(config.host, port)) is None:
+    ports = (
+        ("grpc_port", config.grpc_port, socket.AF_UNSPEC),
+        ("http_port", config.http_port, address_family(config.host)),
+    )
+    for key, port, family in ports:
+        if port is None or (error := _why_not(config.host, port, family)) is None:
             continue
         if error.errno == errno.EADDRINUSE and port:
             raise ConfigError(
@@ -63,14 +68,14 @@ def check_ports(config: GatewayConfig) -> None:
         )
 
 
-def _why_not(host: str, port: int) -> OSError | None:
+def _why_not(host: str, port: int, family: socket.AddressFamily) -> OSError | None:
     """Why this process cannot listen there; None if it can on one of the addresses, and the port is free on all."""
     errors = []
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for family, *_, address in found:
+        found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
+        for kind, *_, address in found:
             try:
-                socket.create_server((str(address[0]), port), family=family).close()
+                socket.create_server(address, family=kind).close()
             except OSError as error:
                 errors.append(error)
     except OSError as error:

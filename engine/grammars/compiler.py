@@ -176,7 +176,8 @@ class GrammarCompiler:
         on_compiled: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """The first grammar starts the thread and loads the tokenizer. The thread calls `on_compiled`."""
+        """The first grammar loads the tokenizer, and starts the thread if `start` has not. The thread calls
+        `on_compiled`."""
         self.vocab_size = vocab_size
         """The model's vocabulary."""
         self.progress = Progress("its compiler of grammars", clock, PROGRESS_TIMEOUT_S)
@@ -198,6 +199,11 @@ class GrammarCompiler:
         """Nothing was compiled since the last `evict`."""
         self._thread: threading.Thread | None = None
 
+    def start(self) -> None:
+        """Starts the thread, once. Under load the system may have no free thread, which raises RuntimeError."""
+        if self._thread is None:
+            self._thread = thread_with_stack(STACK_BYTES, self._run, "grammar")
+
     def close(self) -> None:
         """Ends the thread after its current grammar."""
         self._is_closing = True
@@ -211,13 +217,7 @@ class GrammarCompiler:
 
         Grammars of other callers delay it by one compilation at most.
         """
-        if self._thread is None:
-            try:
-                self._thread = thread_with_stack(STACK_BYTES, self._run, "grammar")
-            except RuntimeError as error:  # the next grammar tries again
-                self._done.put(CompiledGrammar(output, f"structured_output: cannot be compiled now: {error}"))
-                self._on_compiled()
-                return
+        self.start()
         self._wanted |= {output}
         with self._changed:
             self._turns.add(caller, output)

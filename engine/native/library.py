@@ -5,7 +5,9 @@ image may already contain it: `python -m engine.native.library FOLDER` compiles 
 kind of machine, and BATON_NATIVE_KERNELS names that folder. With the value `off`, torch computes everything.
 """
 
+import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC")
 COMPILE_TIMEOUT_S = 300.0
+_ROOM_BYTES = 16 * 2**20
+"""Free space for compiling, which takes a fifth of it."""
 
 
 @cache
@@ -67,27 +71,17 @@ def _load(environment: Mapping[str, str]) -> ctypes.CDLL:
                 f"{VARIABLE} names the folder {prebuilt!r}, but it has no {library.name}"
             )
         return _loaded(library)
-    kept = default_cache_dir(environment) / "native" / _file_name(instructions)
-    problem: OSError | None = None
+    folder = default_cache_dir(environment) / "native"
     try:
-        if kept.is_file():
-            return _loaded(kept)
-    except OSError as error:  # the file is damaged, or its folder forbids execution
-        problem = error
-    with tempfile.TemporaryDirectory() as scratch:
-        compiled = Path(scratch) / kept.name
-        if problem is None:
-            try:
-                _compile_and_keep(instructions, compiled, kept)
-                return _loaded(kept)
-            except OSError as error:  # the folder is read-only or full, or forbids execution
-                problem = error
+        return _loaded(_kept_in(folder, instructions))
+    except OSError as error:  # the folder is read-only, full or forbids execution; or its file is damaged
         logger.warning(
-            "native kernels are compiled at every start, since %s is not usable: %s", kept.parent, problem
+            "native kernels are compiled at every start, since %s is not usable: %s", folder, error
         )
-        if not compiled.is_file():
-            compile_kernels(instructions, compiled)
-        return _loaded(compiled)
+    with tempfile.TemporaryDirectory(dir=_scratch_folder()) as scratch:
+        library = Path(scratch) / _file_name(instructions)
+        compile_kernels(instructions, library)
+        return _loaded(library)
 
 
 def _loaded(library: Path) -> ctypes.CDLL:
@@ -96,24 +90,32 @@ def _loaded(library: Path) -> ctypes.CDLL:
     return kernels
 
 
-def _compile_and_keep(instructions: InstructionSet, compiled: Path, kept: Path) -> None:
-    """Compiles `compiled`, and copies it to `kept`; does nothing if another process has done so meanwhile.
-
-    OSError if it cannot be kept there; `compiled` may be usable nevertheless.
-    """
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with (kept.parent / "lock").open("w") as lock:
+def _kept_in(folder: Path, instructions: InstructionSet) -> Path:
+    """The library in the cache folder, which the first process compiles. OSError if it cannot be kept there."""
+    library = folder / _file_name(instructions)
+    if library.is_file():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    if not _has_room(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if kept.is_file():
-            return
-        logger.info("compiling the native kernels for %s", instructions.name)
-        compile_kernels(instructions, compiled)
-        draft = kept.with_name("draft")  # only who has the lock writes it
-        try:
-            shutil.copyfile(compiled, draft)
-            draft.replace(kept)
-        finally:
-            draft.unlink(missing_ok=True)
+        if not library.is_file():
+            logger.info("compiling the native kernels for %s", instructions.name)
+            compile_kernels(instructions, library)
+    return library
+
+
+def _scratch_folder() -> str:
+    """The folder for temporary files; one in memory if that is full, or if there is none."""
+    with contextlib.suppress(OSError):
+        if _has_room(folder := tempfile.gettempdir()):
+            return folder
+    return "/dev/shm"
+
+
+def _has_room(folder: str | Path) -> bool:
+    return shutil.disk_usage(folder).free >= _ROOM_BYTES
 
 
 def compile_kernels(instructions: InstructionSet, library: Path, pattern: str = "*.cpp") -> None:
@@ -144,18 +146,21 @@ def _compile(compiler: list[str], instructions: InstructionSet, library: Path, p
 
         def compile_one(source: Path) -> str:
             output = f"{scratch}/{source.stem}.o"
-            _run([*command, "-c", str(source), "-o", output])
+            _run([*command, "-c", str(source), "-o", output], scratch)
             return output
 
         objects = threads.map(compile_one, sorted(SOURCES.glob(pattern)))
         output = Path(scratch) / library.name
-        _run([*command, "-shared", "-pthread", *objects, "-o", str(output)])
+        _run([*command, "-shared", "-pthread", *objects, "-o", str(output)], scratch)
         output.replace(library)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], scratch: str) -> None:
+    environment = {**os.environ, "TMPDIR": scratch}
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, env=environment
+        )
     except subprocess.CalledProcessError as error:
         lines = error.stderr.splitlines() or [f"exit status {error.returncode}"]
         reason = next((line for line in lines if "error" in line), lines[-1])

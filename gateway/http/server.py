@@ -70,7 +70,7 @@ class HttpServer:
         """Binds the port and serves. Raises ConfigError if the server cannot listen there."""
         try:
             listener = socket.create_server(
-                (self._host, self._port), family=_family(self._host), backlog=BACKLOG
+                (self._host, self._port), family=address_family(self._host), backlog=BACKLOG
             )
         except OSError as error:
             raise ConfigError(
@@ -179,5 +179,6 @@ class _Server(uvicorn.Server):
                     await asyncio.wait(self.server_state.tasks)
 
 
-def _family(host: str) -> socket.AddressFamily:
+def address_family(host: str) -> socket.AddressFamily:
+    """The only family of addresses where the HTTP server listens; gRPC uses all that the host has."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

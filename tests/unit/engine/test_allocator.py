@@ -3,6 +3,7 @@
 import os
 import platform
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -70,3 +71,13 @@ def test_the_limit_of_a_container_counts(
     (tmp_path / "proc/self/cgroup").write_text(f"{cgroup}\n")
     (tmp_path / "proc/meminfo").write_text(f"MemFree: 7 kB\nMemAvailable: {memory}\n")
     assert available_memory(tmp_path) == room
+
+
+def test_a_limit_that_may_not_be_looked_at_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 7 kB\n")
+    monkeypatch.setattr(Path, "exists", Mock(side_effect=PermissionError("Permission denied")))
+    assert available_memory(tmp_path) == 7 * 1024

@@ -1,10 +1,10 @@
 """Finding, compiling and loading native kernels: what cannot be used is replaced, or leaves the work to torch."""
 
-import errno
 import logging
 import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -67,25 +67,38 @@ def test_a_cache_folder_that_cannot_be_written(caplog: pytest.LogCaptureFixture,
 
 
 @needs_compiler
-def test_a_full_cache_folder_keeps_no_kernels_and_no_part_of_them(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("full", [["cache"], ["cache", "temporary"]], ids=len)
+def test_full_disks_keep_no_kernels(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, full: list[str]
 ) -> None:
-    compilations = Mock(side_effect=library.compile_kernels)
-    monkeypatch.setattr(library, "compile_kernels", compilations)
-
-    def copy_a_part(_: Path, target: Path) -> None:
-        target.write_bytes(b"\x7fELF")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(shutil, "copyfile", copy_a_part)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    no_room = [tmp_path / name for name in full]
+    monkeypatch.setattr(
+        library, "_has_room", lambda folder: not any(Path(folder).is_relative_to(each) for each in no_room)
+    )
+    made = Mock(side_effect=tempfile.TemporaryDirectory)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", made)
     kernels = find()
     assert kernels is not None
     assert kernels.answer() == 42
     (warning,) = warnings(caplog)
     assert "compiled at every start" in warning
     assert "No space left on device" in warning
-    assert [path.name for path in (tmp_path / "cache/baton/native").iterdir()] == ["lock"]
-    assert compilations.call_count == 1
+    assert not list((tmp_path / "cache/baton/native").iterdir())
+    elsewhere = "/dev/shm" if "temporary" in full else str(tmp_path / "temporary")
+    assert made.call_args_list[0].kwargs == {"dir": elsewhere}
+
+
+@needs_compiler
+def test_without_a_folder_for_temporary_files_kernels_are_compiled_and_kept(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", Mock(side_effect=FileNotFoundError("none")))
+    assert find() is not None
+    assert list((tmp_path / "cache").rglob("*.so"))
+    assert not warnings(caplog)
 
 
 @needs_compiler

@@ -216,6 +216,12 @@ def test_a_place_where_the_gateway_cannot_listen_is_named_before_workers_start(
             check_ports(config)
 
 
+def test_the_http_port_is_checked_where_the_server_listens() -> None:
+    """gRPC would listen on ::1, too."""
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
+        check_ports(GatewayConfig(host="localhost", grpc_port=0, http_port=other.getsockname()[1]))
+
+
 def test_one_address_of_a_host_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where `localhost` is also ::1, but IPv6 is off."""
     found = [(socket.AF_INET, 0, 0, "", (address, 0)) for address in ("203.0.113.77", "127.0.0.1")]
