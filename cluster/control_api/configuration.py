@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from baton.config import BatonConfig, GatewayConfig
-from baton.errors import ConfigError
+from baton.errors import ClusterError, ConfigError
 from baton.messages.control import FleetConfiguration
 from baton.system.curve import ClusterKeys
 
@@ -29,19 +29,14 @@ def for_actors(config: BatonConfig) -> BatonConfig:
 
 
 def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]:
-    """Raises ConfigError if this version of Baton does not know all keys of the configuration, or refuses one.
-
-    The fleet runs with this configuration, so another version of Baton has accepted it.
-    """
+    """Raises ClusterError if this version of Baton does not know all keys of the configuration, or refuses one: the
+    fleet runs with it, so another version has accepted it."""
     try:
-        sections = json.loads(packed.sections)
-    except ValueError as error:
-        raise ConfigError(f"the fleet's configuration is not valid JSON: {error}") from error
-    try:
-        config = BatonConfig.from_mapping(sections, "the fleet's configuration")
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}\nthe fleet runs another version of Baton, which accepts this; run the same version on both"
+        config = BatonConfig.from_mapping(json.loads(packed.sections), "the fleet's configuration")
+    except (ConfigError, ValueError) as error:
+        raise ClusterError(
+            f"{'; '.join(str(error).splitlines())}; the fleet runs another version of Baton, which accepts this; run "
+            "the same version on both"
         ) from None
     return config, Path(packed.model_path)
 

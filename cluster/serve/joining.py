@@ -135,7 +135,7 @@ async def _find_on_ray(config: BatonConfig) -> Sighting:
 
     control = await asyncio.to_thread(running_fleet, config)
     if control is None:
-        raise ClusterError("no fleet of that name is running")
+        raise ClusterError("it has no controller of that name")
     return await _look_at(control)
 
 
@@ -186,9 +186,11 @@ async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage
                     raise
                 except ClusterError as error:  # the fleet is ending, or still starting
                     reason = str(error)
-                    if reason not in told:
+                    if not told:
                         stage.note(f"{source.absence} yet; waiting {timeout_s:g} s at most: {reason}")
-                        told.add(reason)
+                    elif reason not in told:
+                        stage.note(f"still waiting: {reason}")
+                    told.add(reason)
                 await asyncio.sleep(_LOOK_EVERY_S)
     except TimeoutError:
         raise ClusterError(

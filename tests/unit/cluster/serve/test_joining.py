@@ -77,7 +77,7 @@ def test_a_fleet_is_waited_for_until_it_is_there_and_answers(
     found, said = find(ClusterError("nobody"), starting, starting, control)
     assert id(found.control) == id(control)
     assert said.count("there is no fleet named 'blue' yet; waiting 0.2 s at most: nobody") == 1
-    assert said.count("not quite there yet") == 1, "each reason once"
+    assert said.count("still waiting: it is not quite there yet") == 1, "each reason once"
 
 
 def test_the_wait_for_a_fleet_is_bounded(find: Callable[..., tuple[Sighting, str]]) -> None:
