@@ -7,8 +7,8 @@ tests/data/wire_versions.json records each plane's version with the fields of ev
 import json
 import sys
 import types
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -17,6 +17,7 @@ import pytest
 
 from baton.kv import PROTOCOL_VERSION
 from baton.messages import control, control_codec, request_plane
+from cluster.on_ray import actors
 from kv_transfer.protocol import messages as kv
 from kv_transfer.transport.nixl_description import Description
 
@@ -32,23 +33,23 @@ class Plane:
     """Where its version is."""
     version: int
     messages: tuple[type[Any], ...]
-    with_versions: tuple[int, ...] = ()
-    """Versions of other planes, with which this one counts up."""
+    counts_with: Mapping[str, int] = field(default_factory=dict)
+    """The versions of other planes, by constant; when one changes, this plane's counts up, too."""
 
     @property
-    def layout(self) -> Layout:
-        layout = layout_of(*self.messages)
-        versions = [str(each) for each in self.with_versions]
-        return layout | ({"with versions": versions} if versions else {})
+    def record(self) -> dict[str, Any]:
+        counts_with = {"counts with": dict(self.counts_with)} if self.counts_with else {}
+        return {"version": self.version, **counts_with, "layout": layout_of(*self.messages)}
 
 
 CONTROL_REQUESTS = tuple(
     kind
-    for kind in vars(control).values()
+    for kind in {**vars(control), **vars(actors)}.values()
     if isinstance(kind, type)
     and issubclass(kind, control.ControlRequest)
     and kind is not control.ControlRequest
 )
+"""Those of controllers and workers, and those of a worker's actor of Ray."""
 
 PLANES = {
     "request plane": Plane(
@@ -71,7 +72,7 @@ PLANES = {
             *CONTROL_REQUESTS,
             *filter(is_dataclass, map(control.answer_type, CONTROL_REQUESTS)),
         ),
-        with_versions=(request_plane.REQUEST_PLANE_VERSION,),
+        counts_with={"REQUEST_PLANE_VERSION": request_plane.REQUEST_PLANE_VERSION},
     ),
 }
 
@@ -115,23 +116,27 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 def complaint(name: str, plane: Plane, record: dict[str, Any] | None) -> str | None:
     """What is to be done before this plane may be as it is; None if nothing."""
-    layout = plane.layout
     if record is None:
         return f"the {name} is not in {RECORD.name}: run `python -m tests.test_wire_versions`"
-    if layout == record["layout"] and plane.version == record["version"]:
+    now = plane.record
+    if now == record:
         return None
-    changed = sorted(
-        kind
-        for kind in layout.keys() | record["layout"].keys()
-        if layout.get(kind) != record["layout"].get(kind)
-    )
     if plane.version <= record["version"]:
+        kinds = changed(now["layout"], record["layout"])
+        versions = changed(now.get("counts with", {}), record.get("counts with", {}))
+        found = [f"messages of the {name} have changed ({', '.join(kinds)})"] if kinds else []
+        found += [f"the {name} counts with {constant}, which has changed" for constant in versions]
+        found = found or [f"the {name} has not changed"]
         return (
-            f"messages of the {name} have changed ({', '.join(changed)}), and its version is {plane.version} as "
-            f"recorded or older: count up {plane.constant}, then run `python -m tests.test_wire_versions`. Processes "
-            "of the old and the new version then refuse each other by name; docs/recipes.md says what else changes"
+            f"{'; '.join(found)}, and its version is {plane.version} as recorded or older: count up "
+            f"{plane.constant}, then run `python -m tests.test_wire_versions`. Processes of the old and the new "
+            "version then refuse each other by name; docs/recipes.md says what else changes"
         )
     return f"the {name} has a new version, {plane.version}: run `python -m tests.test_wire_versions` to record it"
+
+
+def changed(now: Mapping[str, object], before: Mapping[str, object]) -> list[str]:
+    return sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
 
 
 @pytest.mark.parametrize("name", PLANES)
@@ -165,20 +170,24 @@ def test_a_layout_names_fields_in_order_and_what_they_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "layout", "said"),
+    ("version", "layout", "other", "said"),
     [
-        (2, {"Inner": ["size: int"]}, None),
+        (2, {"Inner": ["size: int"]}, 7, None),
         (
             2,
             {"Inner": ["size: str"]},
+            7,
             "(Inner), and its version is 2 as recorded or older: count up X in x.py",
         ),
-        (1, {"Inner": ["size: str"]}, "has a new version, 2"),
-        (1, {"Inner": ["size: int"]}, "has a new version, 2"),
+        (2, {"Inner": ["size: int"]}, 8, "the plane counts with Y, which has changed, and its version is 2"),
+        (3, {"Inner": ["size: int"]}, 7, "the plane has not changed, and its version is 2"),
+        (1, {"Inner": ["size: str"]}, 8, "has a new version, 2"),
+        (1, {"Inner": ["size: int"]}, 7, "has a new version, 2"),
     ],
 )
-def test_what_is_to_be_done_is_said(version: int, layout: Layout, said: str | None) -> None:
-    found = complaint("plane", Plane("X in x.py", 2, (Inner,)), {"version": version, "layout": layout})
+def test_what_is_to_be_done_is_said(version: int, layout: Layout, other: int, said: str | None) -> None:
+    record = {"version": version, "counts with": {"Y": 7}, "layout": layout}
+    found = complaint("plane", Plane("X in x.py", 2, (Inner,), {"Y": other}), record)
     assert found is None if said is None else said in (found or "")
 
 
@@ -190,7 +199,7 @@ def main() -> int:
         if known is not None and "count up" in (problem := complaint(name, plane, known) or ""):
             print(problem, file=sys.stderr)
             return 1
-        record[name] = {"version": plane.version, "layout": plane.layout}
+        record[name] = plane.record
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
