@@ -21,6 +21,7 @@ from baton.worker import WorkerRole
 from gateway.auth.credentials import NO_CREDENTIALS, Credentials
 from gateway.conversation import AnswerEvent, Conversation
 from gateway.grpc.chat_convert import conversation_to_message, event_from
+from gateway.grpc.status import NO_SUCH_METHOD
 
 KEEPALIVE_TIME_S = 20.0
 """A gateway that has sent nothing for this time during a call is pinged. A gateway accepts pings at an interval of
@@ -43,8 +44,6 @@ _TLS_FAILURES = {
 """Explanations of TLS failures, by a part of gRPC's message."""
 _UNRESOLVED = ("errors resolving", "DNS resolution failed")
 """Parts of gRPC's messages about a host without an address. Such a call was not sent."""
-NO_SUCH_METHOD = "Method not found!"
-"""gRPC's own message about a method that a server does not have."""
 FINISH_REASONS = {generation_pb.FINISH_REASON_STOP: "stop", generation_pb.FINISH_REASON_LENGTH: "length"}
 
 

@@ -33,7 +33,7 @@ def endpoint_from_json(line: str) -> WorkerEndpoint:
         raise kinds.get(values["kind"], WorkerUnavailable)(values["failure"])
     if (version := values.pop("fleet_plane", None)) != FLEET_PLANE_VERSION:
         raise WorkerUnavailable(
-            f"it runs version {version or 'unknown'} of the fleet plane, the command that started it "
-            f"{FLEET_PLANE_VERSION}: Baton was replaced on this machine meanwhile; restart the command"
+            f"it runs {f'version {version}' if version else 'an unknown version'} of the fleet plane, and the command "
+            f"that started it version {FLEET_PLANE_VERSION}: Baton was replaced on this machine; restart the command"
         )
     return _ENDPOINT.validate_python(values)

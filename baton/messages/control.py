@@ -28,7 +28,7 @@ FLEET_PLANE_VERSION = 12
 """Increases whenever one of these messages, or a frame of control_codec.py, changes; and with REQUEST_PLANE_VERSION.
 
 So a gateway that a controller answers can talk to the workers that it names, and a controller takes over only workers
-that its gateways can use.
+that its gateways can use, and ends the others.
 """
 
 R = TypeVar("R")

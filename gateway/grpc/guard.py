@@ -19,7 +19,7 @@ from gateway.auth.callers import current_caller
 from gateway.call_ids import TraceContext, is_well_formed, offered_id, request_id_for, trace_context_from
 from gateway.error_codes import codes_of
 from gateway.grpc.authentication import admit
-from gateway.grpc.status import REQUEST_ID, Context, abort_call
+from gateway.grpc.status import NO_SUCH_METHOD, REQUEST_ID, Context, abort_call
 from gateway.telemetry.call_log import INTERNAL_ERROR, CallError, OnCallError
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ def trace_of(context: Context) -> TraceContext | None:
 
 async def _refuse(_messages: Any, context: Context) -> None:
     """Refuses an unknown method with gRPC's own status."""
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, NO_SUCH_METHOD)
 
 
 _UNKNOWN: Any = grpc.stream_stream_rpc_method_handler(_refuse)

@@ -31,6 +31,9 @@ KiB of headers."""
 REQUEST_ID = "x-request-id"
 """The metadata key for the id of a request. HTTP uses a header of the same name."""
 
+NO_SUCH_METHOD = "Method not found!"
+"""gRPC's own message about a method that a server does not have."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 

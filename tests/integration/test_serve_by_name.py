@@ -93,7 +93,7 @@ def test_a_model_without_room_is_refused_before_anything_starts(
     much = ["--kv-cache-memory-mib", str(2**40)]
     assert main(["serve", "--ray-address", "none", "--dtype", "float32", "--model", NAME, *much]) == REFUSED
     *_, last = capsys.readouterr().err.splitlines()
-    said = "acme/tiny does not fit: a worker needs 1 MiB of weights and 1,099,511,627,776 MiB of KV, and this machine"
+    said = "acme/tiny does not fit: a worker needs 1 MiB of weights and 1,099,511,627,776 MiB of KV, and the available"
     assert last.startswith(f"baton serve: {said}")
 
 

@@ -30,12 +30,13 @@ def test_an_error_keeps_its_type(kind: type[BatonError]) -> None:
         endpoint_from_json(failure_to_json(kind("no config.json")))
 
 
-@pytest.mark.parametrize(("theirs", "named"), [(FLEET_PLANE_VERSION + 1, None), (None, "unknown")])
-def test_a_worker_of_another_version_does_not_serve(theirs: int | None, named: str | None) -> None:
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [(FLEET_PLANE_VERSION + 1, f"version {FLEET_PLANE_VERSION + 1}"), (None, "an unknown version")],
+)
+def test_a_worker_of_another_version_does_not_serve(theirs: int | None, named: str) -> None:
     """A roll-out after an update of the package would replace every worker by one that no gateway can use."""
     values = json.loads(endpoint_to_json(ENDPOINT)) | {"fleet_plane": theirs}
-    found = (
-        f"runs version {named or theirs} of the fleet plane.*replaced on this machine.*restart the command"
-    )
+    found = f"runs {named} of the fleet plane.*replaced on this machine.*restart the command"
     with pytest.raises(WorkerUnavailable, match=found):
         endpoint_from_json(json.dumps({key: value for key, value in values.items() if value is not None}))
