@@ -22,11 +22,7 @@ from engine.loading.digest import model_digest
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.gguf_weights import GgufWeights
 from engine.loading.kv_scales import ENDINGS, digest_of, read_kv_scales
-from engine.loading.quantized_checkpoint import (
-    OutlinedCheckpoint,
-    QuantizedCheckpoint,
-    StoredWeights,
-)
+from engine.loading.quantized_checkpoint import OutlinedCheckpoint, QuantizedCheckpoint
 from engine.loading.quantized_weights import Bits, QuantizedWeights
 from engine.loading.stored_head import as_stored
 from engine.loading.stored_weights import BITS_OF_FLOATS, keeps_bits, kept_bits
@@ -35,6 +31,7 @@ from engine.loading.weight_stream import CudaCopies
 from engine.loading.weights import (
     CheckpointWeights,
     DummyWeights,
+    FileWeights,
     OnProgress,
     Take,
     TakeRecorder,
@@ -342,7 +339,7 @@ def _open_weights(
     device: torch.device,
     takes: Sequence[Take],
     on_progress: OnProgress | None,
-) -> StoredWeights | GgufWeights | QuantizedCheckpoint:
+) -> FileWeights:
     dtype, gguf = DTYPES[config.dtype], gguf_of(path)
     kept_as = _kept_as(config, path, device)
     if gguf is not None:
@@ -356,7 +353,7 @@ def _open_weights(
             on_progress=on_progress,
         )
 
-    def open_stored(takes: Sequence[Take], dtype: torch.dtype | None = None) -> StoredWeights:
+    def open_stored(takes: Sequence[Take], dtype: torch.dtype | None = None) -> FileWeights:
         if device.type == "cuda":
             return StreamedWeights(path, dtype, takes, CudaCopies(device), on_progress)
         return CheckpointWeights(path, dtype, takes, on_progress)
