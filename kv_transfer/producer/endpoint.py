@@ -170,8 +170,7 @@ class ProducerEndpoint:
             self._drop_staged(end.key)
         self._rank_transfers.close(request_id)
         self._open.forget(request_id)
-        record = self._timelines.conclude(request_id)
-        transfers = {request_id: record} if record else {}
+        transfers = self._timelines.conclude(request_id)
         self.output += KVConnectorOutput(finished_sending=(request_id,), transfers=transfers)
 
     def _send_pieces(self, effect: SendPieces) -> None:
