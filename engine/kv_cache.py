@@ -17,11 +17,8 @@ import torch
 
 from baton.errors import ConfigError
 from baton.kv import HEADS_LAYOUT, LATENT_LAYOUT, PROTOCOL_VERSION, KVFingerprint
-from baton.kv_groups import NULL_BLOCK_ID, ONE_GROUP, KVGroups
+from baton.kv_groups import ONE_GROUP, KVGroups
 from kv_transfer import CudaMemory, CudaOutOfMemory, DeviceBlocks, pinned_array
-
-NULL_BLOCK = NULL_BLOCK_ID
-"""Pads block tables. It is never written, so it reads as zeros."""
 
 
 @dataclass(frozen=True, slots=True)
