@@ -54,8 +54,8 @@ class Collectives(Protocol):
         """
         ...
 
-    def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
-        """Replaces `x` by rank `source`'s `x`, which is contiguous."""
+    def broadcast_(self, x: torch.Tensor) -> None:
+        """Replaces `x` by rank 0's `x`, which is contiguous."""
         ...
 
     def silent(self) -> AbstractContextManager[None]:
@@ -76,7 +76,7 @@ class SingleRank:
         """`x` itself."""
         return x
 
-    def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
+    def broadcast_(self, x: torch.Tensor) -> None:
         """`x` is the only one."""
 
     def silent(self) -> AbstractContextManager[None]:
@@ -164,11 +164,11 @@ class TorchCollectives:
             raise self._failed("all_gather", error) from error
         return torch.cat(gathered.unbind(0), dim)
 
-    def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
+    def broadcast_(self, x: torch.Tensor) -> None:
         if self._is_silent:
             return
         try:
-            dist.broadcast(x, source)
+            dist.broadcast(x, 0)
         except RuntimeError as error:
             raise self._failed("broadcast", error) from error
 
