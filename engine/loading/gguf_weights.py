@@ -16,7 +16,7 @@ from engine.layers.backend import Matrix
 from engine.layers.grouped_weight import GroupedWeight
 from engine.loading.gguf import GgufTensor, read_gguf
 from engine.loading.gguf_blocks import matrix_of
-from engine.loading.weights import FileWeights, OnProgress, Shard, Take, is_whole_groups
+from engine.loading.weights import FileWeights, OnProgress, Shard, Take
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -149,10 +149,9 @@ class GgufWeights(FileWeights):
         inputs = shard.slice_of(take.name, take.shape)
         if isinstance(matrix, torch.Tensor):
             return matrix[:, inputs]
-        # If a rank's part does not consist of whole groups, its values are the same, but it becomes plain
-        # numbers.
-        is_whole = is_whole_groups(inputs, matrix.group_size)
-        return matrix.inputs(inputs) if is_whole else matrix.dequantized()[:, inputs]
+        if inputs.start % matrix.group_size or inputs.stop % matrix.group_size:
+            return matrix.dequantized()[:, inputs]  # no whole groups: the same values, but plain numbers
+        return matrix.inputs(inputs)
 
     def _rows(self, tensor: GgufTensor) -> torch.Tensor:
         """The tensor's bytes; a vector is one row."""

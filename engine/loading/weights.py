@@ -104,11 +104,6 @@ class FileWeights(WeightSource, Protocol):
         ...
 
 
-def is_whole_groups(inputs: slice, group_size: int) -> bool:
-    """Whether a slice of a row's inputs consists of whole groups."""
-    return bool(inputs.start % group_size == 0 and inputs.stop % group_size == 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Take:
     """The arguments of one call of `WeightSource.take_tensor`."""
