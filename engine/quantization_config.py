@@ -32,7 +32,7 @@ class Quantization:
 
     def scheme_of(self, module: str) -> Scheme | None:
         """The scheme of a module's matrix (`model.layers.0.mlp.up_proj`); None if it is not quantized."""
-        if any(_matches(module, pattern) for pattern in self.ignored):
+        if any(_is_named(module, each) or _is_of_class(module, each) for each in self.ignored):
             return None
         for matches in (_is_named, _is_of_class):  # compressed-tensors prefers names to classes
             for targets, scheme in self.schemes:
@@ -327,10 +327,6 @@ def _block(value: object, where: str) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2:
         raise ModelError(f"{where} must be two sizes, got {value!r:.80}")
     return _count(value[0], where), _count(value[1], where)
-
-
-def _matches(module: str, pattern: str) -> bool:
-    return _is_named(module, pattern) or _is_of_class(module, pattern)
 
 
 def _is_named(module: str, pattern: str) -> bool:

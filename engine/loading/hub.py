@@ -130,7 +130,8 @@ def _missing(folder: Path, paths: Collection[str]) -> list[str]:
 def _complete(name: HubName, folder: Path, paths: Collection[str], on_progress: Progress) -> None:
     """Downloads the missing files of `paths`, or waits while another process downloads them."""
     waiting = f"waiting for another process that downloads {name.repo}"
-    lock = Path(constants.HF_HUB_CACHE, ".locks", _cache_name(name.repo), "baton.lock")
+    cache_name = "models--" + name.repo.replace("/", "--")
+    lock = Path(constants.HF_HUB_CACHE, ".locks", cache_name, "baton.lock")
     with exclusive(lock, lambda: on_progress(waiting, 0.0)) as is_alone:
         missing = _missing(folder, paths)
         if not missing:
@@ -142,10 +143,6 @@ def _complete(name: HubName, folder: Path, paths: Collection[str], on_progress: 
         if is_alone:  # else huggingface_hub downloads them: it allows two processes, with separate files
             _download_all(name.repo, files, blobs, on_progress)
         _snapshot(name.repo, folder.name, [glob.escape(path) for path in missing])
-
-
-def _cache_name(repo: str) -> str:
-    return "models--" + repo.replace("/", "--")
 
 
 def _large_files(repo: str, commit: str, paths: Collection[str]) -> list[LargeFile]:
