@@ -186,9 +186,8 @@ def _num_swap_blocks(
     """Blocks of host memory for preempted requests; None if preempted requests are recomputed."""
     if scheduler.preemption == "recompute":
         return None
-    num_blocks = scheduler.num_swap_blocks or model.kv_block_shape(block_size).num_blocks_for(
-        memory_mib * 2**20
-    )
+    size_bytes = model.kv_block_shape(block_size).size_bytes
+    num_blocks = scheduler.num_swap_blocks or memory_mib * 2**20 // size_bytes
     if num_blocks < 1:
         raise ConfigError(
             f"engine.swap_space_mib: got {memory_mib}, which is too little for one block of this model"

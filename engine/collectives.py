@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
@@ -54,8 +54,8 @@ class Collectives(Protocol):
         """
         ...
 
-    def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
-        """Replaces `x` by rank `source`'s `x`, which is contiguous."""
+    def broadcast_(self, x: torch.Tensor) -> None:
+        """Replaces `x` by rank 0's `x`, which is contiguous."""
         ...
 
     def silent(self) -> AbstractContextManager[None]:
@@ -76,7 +76,7 @@ class SingleRank:
         """`x` itself."""
         return x
 
-    def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
+    def broadcast_(self, x: torch.Tensor) -> None:
         """`x` is the only one."""
 
     def silent(self) -> AbstractContextManager[None]:
@@ -147,30 +147,19 @@ class TorchCollectives:
             sys.excepthook = excepthook
 
     def all_reduce_(self, x: torch.Tensor) -> None:
-        if self._is_silent:
-            return
-        try:
-            dist.all_reduce(x)
-        except RuntimeError as error:
-            raise self._failed("all_reduce", error) from error
+        if not self._is_silent:
+            self._call("all_reduce", dist.all_reduce, x)
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         if self._is_silent:
             return torch.cat([x] * self.size, dim)
         gathered = x.new_empty(self.size, *x.shape)
-        try:
-            _all_gather_single(gathered.view(-1), x.contiguous().view(-1))
-        except RuntimeError as error:
-            raise self._failed("all_gather", error) from error
+        self._call("all_gather", _all_gather_single, gathered.view(-1), x.contiguous().view(-1))
         return torch.cat(gathered.unbind(0), dim)
 
-    def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
-        if self._is_silent:
-            return
-        try:
-            dist.broadcast(x, source)
-        except RuntimeError as error:
-            raise self._failed("broadcast", error) from error
+    def broadcast_(self, x: torch.Tensor) -> None:
+        if not self._is_silent:
+            self._call("broadcast", dist.broadcast, x, 0)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -208,6 +197,12 @@ class TorchCollectives:
         ending.join(CLOSE_TIMEOUT_S)
         if ending.is_alive():
             logger.warning("NCCL did not end within %g s; it ends with the process", CLOSE_TIMEOUT_S)
+
+    def _call(self, name: str, call: Callable[..., object], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except RuntimeError as error:
+            raise self._failed(name, error) from error
 
     def _failed(self, call: str, error: Exception) -> RuntimeError:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]

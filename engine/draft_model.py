@@ -21,10 +21,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from baton.kv_groups import NULL_BLOCK_ID
 from engine.batch import DraftedRequest, SampledRequest, StepBatch
 from engine.drafts import Wanted
 from engine.forward import Forward
-from engine.kv_cache import NULL_BLOCK
 from engine.request_table import NONE, IntArray
 from engine.sampler import Sampler
 
@@ -170,7 +170,7 @@ def _batch_of(sequences: Sequence[_Sequence], sampling: Sequence[_Sequence], blo
     ends_B = np.array([sequence.end for sequence in sequences])
     starts_B = np.cumsum(num_tokens_B) - num_tokens_B
     num_blocks_B = -(-ends_B // block_size)
-    block_ids_BM = np.full((len(sequences), num_blocks_B.max()), NULL_BLOCK)
+    block_ids_BM = np.full((len(sequences), num_blocks_B.max()), NULL_BLOCK_ID)
     for row, (sequence, count) in enumerate(zip(sequences, num_blocks_B, strict=True)):
         block_ids_BM[row, :count] = sequence.block_ids[:count]
     owners_T = np.repeat(np.arange(len(sequences)), num_tokens_B)

@@ -17,11 +17,8 @@ import torch
 
 from baton.errors import ConfigError
 from baton.kv import HEADS_LAYOUT, LATENT_LAYOUT, PROTOCOL_VERSION, KVFingerprint
-from baton.kv_groups import NULL_BLOCK_ID, ONE_GROUP, KVGroups
+from baton.kv_groups import ONE_GROUP, KVGroups
 from kv_transfer import CudaMemory, CudaOutOfMemory, DeviceBlocks, pinned_array
-
-NULL_BLOCK = NULL_BLOCK_ID
-"""Pads block tables. It is never written, so it reads as zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +55,6 @@ class KVBlockShape:
     def most_on_gpu(self) -> int:
         """The most blocks of a GPU's pool, whose copy engine counts the pool's keys and values in 32 bits."""
         return (2**31 - 1) // int(np.prod(self.dimensions[:-1]))
-
-    def num_blocks_for(self, memory_bytes: int) -> int:
-        """How many blocks fit into this memory, including the null block."""
-        return memory_bytes // self.size_bytes
 
 
 class KVPool:
@@ -130,8 +123,9 @@ class KVPool:
         `slots_T` is block id x block size + offset. The result is flat over (token, key or value, kv head). A
         fused projection computes keys and values in the same order.
         """
-        _, num_planes, num_heads, block_size, _ = self.shape.dimensions
-        first_T = slots_T // block_size * self._rows_per_block + slots_T % block_size
+        num_layers, num_planes, num_heads, block_size, _ = self.shape.dimensions
+        rows_per_block = num_layers * num_planes * num_heads * block_size
+        first_T = slots_T // block_size * rows_per_block + slots_T % block_size
         per_head = torch.arange(num_planes * num_heads, device=slots_T.device) * block_size
         return (first_T.unsqueeze(-1) + per_head).flatten()
 
@@ -150,11 +144,6 @@ class KVPool:
     def clear_from(self, block_id: int, offset: int) -> None:
         """Zeroes the slots of a block from `offset` on, in every layer."""
         self._bits_NLKHTD[block_id, :, :, :, offset:].zero_()
-
-    @property
-    def _rows_per_block(self) -> int:
-        num_layers, num_planes, num_heads, block_size, _ = self.shape.dimensions
-        return num_layers * num_planes * num_heads * block_size
 
 
 def _flat(

@@ -6,6 +6,7 @@ Knows no scheduler. Plans are computed in the order in which they were submitted
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,7 +90,7 @@ class ThreadedPipeline:
 
     def _run(self) -> None:
         while (plan := self._plans.get()) is not None:
-            self._results.put(_execute(self._runner, plan))
+            self._results.put(_result_of(lambda: self._runner.launch(plan).wait()))
 
 
 class StreamPipeline:
@@ -115,12 +116,7 @@ class StreamPipeline:
 
     def take_result(self) -> StepResult:
         step = self._steps.popleft()
-        if isinstance(step, Exception):
-            return StepResult(None, step)
-        try:
-            return StepResult(step.wait())
-        except BaseException as error:  # device code may raise anything, as in `_execute`
-            return StepResult(None, _as_error(error))
+        return StepResult(None, step) if isinstance(step, Exception) else _result_of(step.wait)
 
     def close(self) -> None:
         while self._steps:
@@ -133,12 +129,11 @@ def make_pipeline(runner: StepLauncher, *, async_scheduling: bool) -> Pipeline:
     return ThreadedPipeline(runner) if async_scheduling else StreamPipeline(runner, is_async=False)
 
 
-def _execute(runner: StepLauncher, plan: SchedulerOutput) -> StepResult:
+def _result_of(compute: Callable[[], ModelRunnerOutput]) -> StepResult:
+    """Device code may raise anything; the caller of `take_result` handles the error."""
     try:
-        return StepResult(runner.launch(plan).wait())
-    except (
-        BaseException
-    ) as error:  # device code may raise anything; the caller of `take_result` handles the error
+        return StepResult(compute())
+    except BaseException as error:
         return StepResult(None, _as_error(error))
 
 

@@ -5,7 +5,7 @@ refused, since it may change what the numbers mean.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Quantization:
 
     def scheme_of(self, module: str) -> Scheme | None:
         """The scheme of a module's matrix (`model.layers.0.mlp.up_proj`); None if it is not quantized."""
-        if any(_matches(module, pattern) for pattern in self.ignored):
+        if any(_is_named(module, each) or _is_of_class(module, each) for each in self.ignored):
             return None
         for matches in (_is_named, _is_of_class):  # compressed-tensors prefers names to classes
             for targets, scheme in self.schemes:
@@ -253,19 +253,12 @@ _FP8: Values = {
     "expert_dtype": ("fp8",),
     "modules_to_convert": ([],),
 }
-_CALIBRATION: Values = {
-    **_any(
-        "dataset tokenizer damp_percent damp_auto_increment true_sequential static_groups mse meta quantizer"
-    ),
-    **_any("act_group_aware batch_size pad_token_id model_seqlen version model_name_or_path lm_head sym"),
-    **_any(
-        "model_file_base_name block_name_to_quantize cache_block_outputs module_name_preceding_first_block"
-    ),
-    **_any(
-        "modules_in_block_to_quantize max_input_length backend use_exllama disable_exllama exllama_config"
-    ),
-    **_any("use_cuda_fp16"),
-}
+_CALIBRATION: Values = _any(
+    "dataset tokenizer damp_percent damp_auto_increment true_sequential static_groups mse meta quantizer "
+    "act_group_aware batch_size pad_token_id model_seqlen version model_name_or_path lm_head sym "
+    "model_file_base_name block_name_to_quantize cache_block_outputs module_name_preceding_first_block "
+    "modules_in_block_to_quantize max_input_length backend use_exllama disable_exllama exllama_config use_cuda_fp16"
+)
 """Keys that describe how a checkpoint was made, and which kernels other programs should use."""
 _GPTQ: Values = {
     **_CALIBRATION,
@@ -310,20 +303,15 @@ def _names(config: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
     names = config.get(key)
     if names is None:
         return ()
-    if (
-        not isinstance(names, Sequence)
-        or isinstance(names, str)
-        or not all(isinstance(n, str) for n in names)
-    ):
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"{where}.{key} must be a list of names, got {names!r:.80}")
     for name in names:
+        if not name.startswith("re:"):
+            continue
         try:
             re.compile(name.removeprefix("re:"))
         except re.error as error:
-            if name.startswith("re:"):
-                raise ModelError(
-                    f"{where}.{key}: {name!r} is not a valid regular expression: {error}"
-                ) from None
+            raise ModelError(f"{where}.{key}: {name!r} is not a valid regular expression: {error}") from None
     return tuple(names)
 
 
@@ -339,10 +327,6 @@ def _block(value: object, where: str) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2:
         raise ModelError(f"{where} must be two sizes, got {value!r:.80}")
     return _count(value[0], where), _count(value[1], where)
-
-
-def _matches(module: str, pattern: str) -> bool:
-    return _is_named(module, pattern) or _is_of_class(module, pattern)
 
 
 def _is_named(module: str, pattern: str) -> bool:

@@ -29,18 +29,15 @@ class FailStop:
 
         A step that needs an unknown token of such a step fails before its first collective call (TorchForward).
         """
-        self._check()
+        if self._failed_step is not None:
+            raise RuntimeError(
+                f"step {self._failed_step} failed on this rank, so it computes no further step"
+            )
         try:
             return self._runner.launch(plan)
         except BaseException:
             self._failed_step = plan.step
             raise
-
-    def _check(self) -> None:
-        if self._failed_step is not None:
-            raise RuntimeError(
-                f"step {self._failed_step} failed on this rank, so it computes no further step"
-            )
 
 
 class FailSettled:

@@ -64,16 +64,13 @@ class _Pool:
         """Number of heads in the blocks of one rank, if a worker has `num_ranks` ranks."""
         return 1 if self._num_divided_heads is None else self._num_divided_heads // num_ranks
 
-    def _shapes(self, theirs: RankLayout) -> "Shapes":
-        return Shapes(
-            self._block,
-            piece_shape(self._num_divided_heads, self.layout, theirs),
-            replace(
-                self._block,
-                num_heads=self._heads_on(theirs.num_ranks),
-                block_size=theirs.block_size,
-            ),
-            piece_shape(self._num_divided_heads, theirs, self.layout),
+    def _ends(self, theirs: RankLayout) -> tuple["PiecesInBlocks", "PiecesInBlocks"]:
+        """Our end of a rank transfer, and the end of a rank of layout `theirs`."""
+        num_heads, heads_there = self._num_divided_heads, self._heads_on(theirs.num_ranks)
+        blocks_there = replace(self._block, num_heads=heads_there, block_size=theirs.block_size)
+        return (
+            PiecesInBlocks(self._block, piece_shape(num_heads, self.layout, theirs)),
+            PiecesInBlocks(blocks_there, piece_shape(num_heads, theirs, self.layout)),
         )
 
 
@@ -87,7 +84,7 @@ class KVBytes(_Pool):
 
     def pieces(self, theirs: RankLayout) -> "HostPieces":
         """This pool, cut into the pieces of a rank transfer with a rank of layout `theirs`."""
-        return HostPieces(self.blocks, self._shapes(theirs))
+        return HostPieces(self.blocks, *self._ends(theirs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +104,7 @@ class DeviceKVBytes(_Pool):
 
     def pieces(self, theirs: RankLayout) -> "DevicePieces":
         """This pool, cut into the pieces of a rank transfer with a rank of layout `theirs`."""
-        return DevicePieces(self._shapes(theirs))
+        return DevicePieces(*self._ends(theirs))
 
 
 KVPool = KVBytes | DeviceKVBytes
@@ -140,38 +137,45 @@ class _Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Shapes:
-    """Blocks of both ends of a rank transfer, and its pieces in them."""
+class PiecesInBlocks:
+    """The blocks of one end of a rank transfer, and its pieces in them."""
 
     block: BlockShape
     pieces: PieceShape
-    peers_block: BlockShape
-    peers_pieces: PieceShape
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether each piece is a block."""
+        return self.pieces.num_heads == self.block.num_heads and self.pieces.pieces_per_block == 1
+
+    def grid(self, num_cut_axes: int) -> _Grid:
+        """`num_cut_axes`: how many of a piece's axes, planes and then heads, are cut into runs."""
+        block, pieces = self.block, self.pieces
+        head_nbytes = block.block_size * block.cell_nbytes
+        run_offsets = np.array([pieces.first_head * head_nbytes])
+        if num_cut_axes > 0:
+            planes = np.arange(block.num_planes) * (block.num_heads * head_nbytes)
+            run_offsets = (planes[:, None] + run_offsets).reshape(-1)
+        if num_cut_axes > 1:
+            run_offsets = (run_offsets[:, None] + np.arange(pieces.num_heads) * head_nbytes).reshape(-1)
+        part_nbytes = pieces.num_tokens * block.cell_nbytes
+        return _Grid(block.nbytes, part_nbytes, pieces.pieces_per_block, run_offsets)
 
 
 class RankTransferGeometry:
     """Where the bytes of a rank transfer's pieces are on both ends, in runs that are contiguous on both."""
 
-    def __init__(self, shapes: Shapes) -> None:
-        block, shape, peers_block, peers = (
-            shapes.block,
-            shapes.pieces,
-            shapes.peers_block,
-            shapes.peers_pieces,
-        )
-        self.shape = shape
-        self.is_whole = shape.num_heads == block.num_heads and shape.pieces_per_block == 1
-        self.nbytes = block.num_planes * shape.num_heads * shape.num_tokens * block.cell_nbytes
+    def __init__(self, ours: PiecesInBlocks, peers: PiecesInBlocks) -> None:
+        self.shape, self.is_whole = ours.pieces, ours.are_whole
+        num_planes, num_heads = ours.block.num_planes, self.shape.num_heads
+        self.nbytes = num_planes * num_heads * self.shape.num_tokens * ours.block.cell_nbytes
         """Bytes of one piece."""
-        if self.is_whole and peers.num_heads == peers_block.num_heads and peers.pieces_per_block == 1:
+        if ours.are_whole and peers.are_whole:
             num_cut_axes = 0
         else:
-            num_cut_axes = 1 if shape.pieces_per_block == peers.pieces_per_block == 1 else 2
-        self._run_nbytes = (
-            self.nbytes // (1, block.num_planes, block.num_planes * shape.num_heads)[num_cut_axes]
-        )
-        self._ours = _grid(block, shape, num_cut_axes)
-        self._peers = _grid(peers_block, peers, num_cut_axes)
+            num_cut_axes = 1 if self.shape.pieces_per_block == peers.pieces.pieces_per_block == 1 else 2
+        self._run_nbytes = self.nbytes // (1, num_planes, num_planes * num_heads)[num_cut_axes]
+        self._ours, self._peers = ours.grid(num_cut_axes), peers.grid(num_cut_axes)
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
         """The runs that copy each of the peer's pieces to one of ours."""
@@ -185,25 +189,13 @@ class RankTransferGeometry:
         return Runs(np.arange(len(local)) * self._run_nbytes, local, lengths).coalesced()
 
 
-def _grid(block: BlockShape, shape: PieceShape, num_cut_axes: int) -> _Grid:
-    """`num_cut_axes`: how many of a piece's axes, planes and then heads, are cut into runs."""
-    head_nbytes = block.block_size * block.cell_nbytes
-    run_offsets = np.array([shape.first_head * head_nbytes])
-    if num_cut_axes > 0:
-        planes = np.arange(block.num_planes) * (block.num_heads * head_nbytes)
-        run_offsets = (planes[:, None] + run_offsets).reshape(-1)
-    if num_cut_axes > 1:
-        run_offsets = (run_offsets[:, None] + np.arange(shape.num_heads) * head_nbytes).reshape(-1)
-    return _Grid(block.nbytes, shape.num_tokens * block.cell_nbytes, shape.pieces_per_block, run_offsets)
-
-
 class HostPieces(RankTransferGeometry):
     """A rank transfer's pieces in a KVBytes. A piece's bytes are in the same order on both ends."""
 
-    def __init__(self, blocks: Bytes, shapes: Shapes) -> None:
-        super().__init__(shapes)
+    def __init__(self, blocks: Bytes, ours: PiecesInBlocks, peers: PiecesInBlocks) -> None:
+        super().__init__(ours, peers)
         self._blocks = blocks
-        block = shapes.block
+        block = ours.block
         self._cells_NPHTB = blocks.reshape(
             len(blocks), block.num_planes, block.num_heads, block.block_size, block.cell_nbytes
         )

@@ -60,7 +60,9 @@ class PeerMetrics:
     def _add(self, counts: KVPeerCounts) -> None:
         with self._lock:
             self._snapshot = None
-            _add_to(self._counts, counts)
+            place = counts.role, counts.peer, counts.transport
+            known = self._counts.pop(place, None)
+            self._counts[place] = counts if known is None else known + counts  # the last row now
             if len(self._counts) > MAX_ROWS:
                 # Not added to another row: a rate of that row would count it again.
                 del self._counts[next(iter(self._counts))]
@@ -68,13 +70,6 @@ class PeerMetrics:
 
 def _nothing(role: TransferRole, peer: str, transport: str) -> KVPeerCounts:
     return KVPeerCounts(role, peer, transport, 0, 0, 0, 0, 0.0, 0.0, 0.0)
-
-
-def _add_to(rows: dict[_Place, KVPeerCounts], counts: KVPeerCounts) -> None:
-    """Adds to a row, which becomes the last."""
-    place = counts.role, counts.peer, counts.transport
-    known = rows.pop(place, None)
-    rows[place] = counts if known is None else known + counts
 
 
 ENDS = (
@@ -140,15 +135,15 @@ class Timelines:
         if timeline.end is None or ENDS.index(kind) > ENDS.index(timeline.end):
             timeline.end, timeline.reason = kind, reason
 
-    def conclude(self, request_id: str) -> TransferRecord | None:
-        """All rank transfers have ended: returns the record, or None for an unknown request."""
+    def conclude(self, request_id: str) -> dict[str, TransferRecord]:
+        """All rank transfers have ended: returns the record by request, empty for an unknown request."""
         timeline = self._timelines.get(request_id)
         if timeline is None:
-            return None
+            return {}
         assert timeline.end is not None, f"{request_id} has not ended"
         self.mark(request_id, timeline.end)
         del self._timelines[request_id]
-        return TransferRecord(
+        record = TransferRecord(
             role=timeline.transfer.role,
             peer=timeline.transfer.peer.name,
             attempt=timeline.transfer.attempt,
@@ -158,6 +153,7 @@ class Timelines:
             reason=timeline.reason,
             is_link_failure=timeline.is_link_failure,
         )
+        return {request_id: record}
 
     def forget(self, request_id: str) -> None:
         """Drops a timeline that will not be reported."""

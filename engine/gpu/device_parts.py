@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from baton.kv_groups import KVGroups
+from baton.kv_groups import NULL_BLOCK_ID, KVGroups
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from baton.step import NewRequestData
 from engine.batch import RunnerRequest, StepLimits
@@ -22,7 +22,7 @@ from engine.gpu.staged_forward import StagedForward
 from engine.grammars.compiler import GrammarCompiler
 from engine.kernels.copy_blocks import copy_blocks
 from engine.kernels.switches import kernel_switches
-from engine.kv_cache import NULL_BLOCK, HostBlocks, KVPool, copy_one_by_one
+from engine.kv_cache import HostBlocks, KVPool, copy_one_by_one
 from engine.layers.triton_attention import TritonAttention
 from engine.layers.triton_backend import TritonBackend
 from engine.layers.triton_linear import NUM_ROWS, TimedProducts
@@ -127,7 +127,7 @@ class DeviceParts:
         is_small = pool.shape.size_bytes < MIN_COPY_BYTES
         host_blocks = HostBlocks(num_swap_blocks, pool, copy_by_kernel if is_small else copy_one_by_one)
         if num_swap_blocks:
-            host_blocks.swap(((NULL_BLOCK, 0),), ())  # compiles the copying kernel
+            host_blocks.swap(((NULL_BLOCK_ID, 0),), ())  # compiles the copying kernel
         device = pool.blocks_NLKHTD.device
         return ModelRunner(
             self.forward,

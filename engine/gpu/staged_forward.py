@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from baton.kv_groups import KVGroups
+from baton.kv_groups import NULL_BLOCK_ID, KVGroups
 from engine.batch import StepBatch, StepLimits
 from engine.gpu.graphs import Recorder, Replay
 from engine.gpu.staging import ALIGNMENT, StagedArray, StepStaging
 from engine.group_blocks import GroupBlocks
-from engine.kv_cache import NULL_BLOCK
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
 from engine.layers.triton_attention import TritonAttention, TritonStepAttention
@@ -87,7 +86,7 @@ class StagedForward:
         compiled kernels and allocated memory behind.
         """
         context_len = context_len or num_tokens
-        null_blocks_BM = np.full((num_requests, -(-context_len // self.block_size)), NULL_BLOCK)
+        null_blocks_BM = np.full((num_requests, -(-context_len // self.block_size)), NULL_BLOCK_ID)
         num_tokens_B, context_lens_B = np.full(num_requests, num_tokens), np.full(num_requests, context_len)
         step = unstored_step(num_tokens_B, context_lens_B, null_blocks_BM, self.block_size, self.groups)
         logits_RV = self(step)

@@ -267,7 +267,7 @@ class GrammarCompiler:
             if output in self._wanted:
                 began = time.thread_time()
                 self.progress.begin()
-                self._done.put(CompiledGrammar(output, self._error_of(output)))
+                self._done.put(CompiledGrammar(output, self._compile(output)))
                 self._on_compiled()
                 self.progress.end()
                 with self._changed:
@@ -282,24 +282,21 @@ class GrammarCompiler:
                 self._changed.wait()
         return None
 
-    def _error_of(self, output: StructuredOutput) -> str | None:
+    def _compile(self, output: StructuredOutput) -> str | None:
+        """Compiles a grammar, unless it is compiled already; returns why that is impossible, or None."""
         try:
-            self._compile(output)
+            if self._find(output) is None:
+                compiled = self._library.compile(output)
+                with self._lock:
+                    self._compiled[output] = compiled
+                    self._num_bytes += compiled.num_bytes
+                    self._is_evicted = False
         except ValueError as error:
             return f"structured_output: {error}"
         except BaseException as error:  # the edge to a foreign library, whose panics are no Exceptions
             logger.exception("compiling a grammar failed")
             return f"structured_output: {in_one_line(str(error))}"
         return None
-
-    def _compile(self, output: StructuredOutput) -> None:
-        """Raises ValueError with the library's complaint about the grammar."""
-        if self._find(output) is None:
-            compiled = self._library.compile(output)
-            with self._lock:
-                self._compiled[output] = compiled
-                self._num_bytes += compiled.num_bytes
-                self._is_evicted = False
 
     def _find(self, output: StructuredOutput) -> Compiled | None:
         """Finds a compiled grammar and marks it as most recently used. Callers must copy its matcher."""

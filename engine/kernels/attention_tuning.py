@@ -132,9 +132,9 @@ class AttentionTuning:
         )
 
 
-def decode_tuning(shape: AttentionShape, num_queries: int = 1) -> AttentionTuning:
-    """The tuning for requests with a few queries, `num_queries` each."""
-    block_m = max(16, _power_of_two(num_queries * shape.group_size))
+def decode_tuning(shape: AttentionShape) -> AttentionTuning:
+    """The tuning for requests with one query each."""
+    block_m = max(16, _power_of_two(shape.group_size))
     preferred = _block_n(shape, 64 if shape.padded_head_dim <= 128 else 32)
     # Two programs run on a multiprocessor: while one begins or ends an item, the other keeps memory busy.
     # Operands of such small products are first read into registers, so shared memory needs one stage less

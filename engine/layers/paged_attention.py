@@ -117,10 +117,8 @@ class PagedAttention:
         )
 
     def _decode_mask(self, group: DecodeGroup, window: int | None) -> torch.Tensor:
-        num_kv_heads, num_keys = (
-            self._pool.shape.num_kv_heads,
-            group.block_ids_BM.shape[1] * self._pool.shape.block_size,
-        )
+        num_kv_heads = self._pool.shape.num_kv_heads
+        num_keys = group.block_ids_BM.shape[1] * self._pool.shape.block_size
         keys_S = torch.arange(num_keys, device=self._device)
         lengths_B1 = group.context_lens_B.unsqueeze(1)
         hidden_BS = keys_S >= lengths_B1
@@ -168,33 +166,20 @@ class PagedAttention:
         return FusedAttention(num_queries, num_keys, window, self._dtype, self._device, scale=scale)
 
 
+@dataclass(frozen=True, slots=True)
 class TorchStepAttention:
     """Satisfies `engine.layers.attention.Attention` for one step."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        num_heads: int,
-        architecture: ModelArchitecture,
-        angles: list[tuple[torch.Tensor, torch.Tensor]],
-        slot_rows: torch.Tensor,
-        decodes: list[_DecodePlan],
-        prefills: list[_PrefillPlan],
-        gathered: Workspace,
-        stored: Workspace,
-    ) -> None:
-        """`angles`: cosines and sines of every layer."""
-        self._pool = pool
-        self._num_heads = num_heads
-        self._windows = architecture.sliding_windows
-        self._scale, self._cap = architecture.attention_scale, architecture.attention_cap
-        self._rotated_from = architecture.rotated_from
-        self._angles = angles
-        self._slot_rows = slot_rows
-        self._decodes = decodes
-        self._prefills = prefills
-        self._gathered = gathered
-        self._stored = stored
+    pool: KVPool
+    num_heads: int
+    architecture: ModelArchitecture
+    angles: list[tuple[torch.Tensor, torch.Tensor]]
+    """Cosines and sines of every layer."""
+    slot_rows: torch.Tensor
+    decodes: list[_DecodePlan]
+    prefills: list[_PrefillPlan]
+    gathered: Workspace
+    stored: Workspace
 
     def __call__(
         self,
@@ -203,18 +188,18 @@ class TorchStepAttention:
         head_norm: HeadNorm | None,
         sinks_Q: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        q_TQD, kv_TKD = qkv_TPD[:, : self._num_heads], qkv_TPD[:, self._num_heads :]
-        qk_TRD = qkv_TPD[:, : self._num_heads + self._pool.shape.num_kv_heads]
+        q_TQD, kv_TKD = qkv_TPD[:, : self.num_heads], qkv_TPD[:, self.num_heads :]
+        qk_TRD = qkv_TPD[:, : self.num_heads + self.pool.shape.num_kv_heads]
         if head_norm is not None:
             head_norm.apply_(qk_TRD)
-        rotate_(qk_TRD[..., self._rotated_from :], *self._angles[layer])
+        rotate_(qk_TRD[..., self.architecture.rotated_from :], *self.angles[layer])
         kv_TKD = self._store(layer, kv_TKD)
         out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
-        for decode in self._decodes:
+        for decode in self.decodes:
             self._decode(layer, decode, q_TQD[decode.rows], out_TQD[decode.rows], sinks_Q)
-        for prefill in self._prefills:
+        for prefill in self.prefills:
             k_HSD, v_HSD = self._chunk_kv(layer, prefill, kv_TKD[prefill.rows])
-            attend = prefill.attend[self._windows[layer]]
+            attend = prefill.attend[self.architecture.sliding_windows[layer]]
             attend(q_TQD[prefill.rows], k_HSD, v_HSD, out_TQD[prefill.rows], sinks_Q)
         return out_TQD.view(len(out_TQD), -1)
 
@@ -224,10 +209,10 @@ class TorchStepAttention:
         A chunk attends to these rounded values even if it reads nothing from the pool. Otherwise a token
         would depend on how its prompt was cut into chunks, and on whether its prefix was cached.
         """
-        slot_rows_RD = self._pool.layers[layer].slot_rows_RD
+        slot_rows_RD = self.pool.layers[layer].slot_rows_RD
         stored_TKD = saturate(kv_TKD) if slot_rows_RD.dtype is FP8 else kv_TKD.to(slot_rows_RD.dtype)
         rows_RD = as_bytes(stored_TKD.reshape(-1, stored_TKD.shape[-1]))
-        as_bytes(slot_rows_RD).index_copy_(0, self._slot_rows, rows_RD)
+        as_bytes(slot_rows_RD).index_copy_(0, self.slot_rows, rows_RD)
         return stored_TKD.to(kv_TKD.dtype)
 
     def _decode(
@@ -242,14 +227,15 @@ class TorchStepAttention:
 
         The G query heads of a kv head are the rows of one small product, so no key or value is copied for
         each of them. Products of this shape run 2 to 4 times as fast on a CPU as the fused kernel."""
-        mask_XGS = plan.mask_XGS[self._windows[layer]]
+        mask_XGS = plan.mask_XGS[self.architecture.sliding_windows[layer]]
         shape_XGD = (*mask_XGS.shape[:2], q_BQD.shape[-1])
         kv_KXSD = self._gather(layer, plan.block_rows).view(-1, shape_XGD[0], mask_XGS.shape[2], shape_XGD[2])
         q_XGD, k_XDS = q_BQD.reshape(shape_XGD), kv_KXSD[0].transpose(1, 2)
-        if self._cap is None:
-            scores_XGS = torch.baddbmm(mask_XGS, q_XGD, k_XDS, alpha=self._scale)
+        scale, cap = self.architecture.attention_scale, self.architecture.attention_cap
+        if cap is None:
+            scores_XGS = torch.baddbmm(mask_XGS, q_XGD, k_XDS, alpha=scale)
         else:
-            scores_XGS = cap_(torch.bmm(q_XGD, k_XDS).mul_(self._scale), self._cap).add_(mask_XGS)
+            scores_XGS = cap_(torch.bmm(q_XGD, k_XDS).mul_(scale), cap).add_(mask_XGS)
         if sinks_Q is None:
             weights_XGS = scores_XGS.softmax(-1)
         else:
@@ -261,22 +247,22 @@ class TorchStepAttention:
         self, layer: int, plan: _PrefillPlan, kv_TKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each H x S x D, of all tokens up to the end of the chunk."""
-        num_kv_heads, head_dim = self._pool.shape.num_kv_heads, kv_TKD.shape[2]
+        num_kv_heads, head_dim = self.pool.shape.num_kv_heads, kv_TKD.shape[2]
         if plan.block_rows is None:
             return kv_TKD[:, :num_kv_heads].transpose(0, 1), kv_TKD[:, -num_kv_heads:].transpose(0, 1)
         kv_KHSD = self._gather(layer, plan.block_rows).view(
-            self._pool.shape.num_planes, num_kv_heads, -1, head_dim
+            self.pool.shape.num_planes, num_kv_heads, -1, head_dim
         )
         return kv_KHSD[0, :, : plan.num_keys], kv_KHSD[-1, :, : plan.num_keys]
 
     def _gather(self, layer: int, block_rows: torch.Tensor) -> torch.Tensor:
         """Copies keys and values of whole blocks; the result is valid until the next call."""
-        source_RX = self._pool.layers[layer].block_rows_RX
-        gathered_RX = self._gathered.borrow(self._angles[layer][0].dtype, len(block_rows), source_RX.shape[1])
+        source_RX = self.pool.layers[layer].block_rows_RX
+        gathered_RX = self.gathered.borrow(self.angles[layer][0].dtype, len(block_rows), source_RX.shape[1])
         if source_RX.dtype is gathered_RX.dtype:
             return torch.index_select(source_RX, 0, block_rows, out=gathered_RX)
         bits_RX = as_bytes(source_RX)
-        stored_RX = self._stored.borrow(bits_RX.dtype, *gathered_RX.shape)
+        stored_RX = self.stored.borrow(bits_RX.dtype, *gathered_RX.shape)
         torch.index_select(bits_RX, 0, block_rows, out=stored_RX)
         return gathered_RX.copy_(stored_RX.view(source_RX.dtype))
 

@@ -254,32 +254,20 @@ class AttentionLayer:
     """Cosines and sines of the layer's rotation; layers with the same rotation share the tensor."""
 
 
+@dataclass(frozen=True, slots=True)
 class TritonStepAttention:
     """Satisfies `engine.layers.attention.Attention` for one step."""
 
-    def __init__(
-        self,
-        layers: Sequence[AttentionLayer],
-        launch: Launch,
-        shape: AttentionShape,
-        partials: Partials,
-        num_arrived_RH: torch.Tensor,
-        positions_T: torch.Tensor,
-        slots_GT: Sequence[torch.Tensor],
-        plans: Sequence[WindowPlan],
-        block_ids_X1: torch.Tensor,
-    ) -> None:
-        """`block_ids_X1`: the packed tables of all groups.
-
-        An item's row is the index of the entry of its request's first block."""
-        self._layers = layers
-        self._launch = launch
-        self._shape = shape
-        self._partials = partials
-        self._num_arrived_RH = num_arrived_RH
-        self._positions_T, self._slots_GT = positions_T, slots_GT
-        self._plans = plans
-        self._block_ids_X1 = block_ids_X1
+    layers: Sequence[AttentionLayer]
+    launch: Launch
+    shape: AttentionShape
+    partials: Partials
+    num_arrived_RH: torch.Tensor
+    positions_T: torch.Tensor
+    slots_GT: Sequence[torch.Tensor]
+    plans: Sequence[WindowPlan]
+    block_ids_X1: torch.Tensor
+    """The packed tables of all groups. An item's row is the index of the entry of its request's first block."""
 
     def __call__(
         self,
@@ -288,53 +276,51 @@ class TritonStepAttention:
         head_norm: HeadNorm | None,
         sinks_Q: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        at = self._layers[layer]
+        at = self.layers[layer]
         if isinstance(at.kv, LatentKV):
-            latent_store(
-                qkv_TPD, self._positions_T, self._slots_GT[at.group], at.cos_sin_PD, at.kv.latents_NSD
-            )
+            latent_store(qkv_TPD, self.positions_T, self.slots_GT[at.group], at.cos_sin_PD, at.kv.latents_NSD)
             return self.attend(layer, qkv_TPD[:, :-1])
         rope_store(
             qkv_TPD,
-            self._positions_T,
-            self._slots_GT[at.group],
+            self.positions_T,
+            self.slots_GT[at.group],
             at.cos_sin_PD,
             at.kv.kv_NKHSD,
             q_norm_D=None if head_norm is None else head_norm.q_weight_D,
             k_norm_D=None if head_norm is None else head_norm.k_weight_D,
             eps=0.0 if head_norm is None else head_norm.eps,
         )
-        return self.attend(layer, qkv_TPD[:, : self._shape.num_query_heads], sinks_Q)
+        return self.attend(layer, qkv_TPD[:, : self.shape.num_query_heads], sinks_Q)
 
     def attend(self, layer: int, q_TQD: torch.Tensor, sinks_Q: torch.Tensor | None = None) -> torch.Tensor:
         """Only the attention of rotated queries over the pool: T x (Q x D), or T x (Q x C) over latents."""
-        at, launch = self._layers[layer], self._launch
-        plan = self._plans[at.plan]
-        out_TQD = q_TQD.new_empty(*q_TQD.shape[:2], self._shape.value_dim)
-        tables = self._block_ids_X1, plan.items_IF, plan.counts_2[:1]
+        at, launch = self.layers[layer], self.launch
+        plan = self.plans[at.plan]
+        out_TQD = q_TQD.new_empty(*q_TQD.shape[:2], self.shape.value_dim)
+        tables = self.block_ids_X1, plan.items_IF, plan.counts_2[:1]
         if isinstance(at.kv, LatentKV):
             assert sinks_Q is None
             scale, num_programs = at.softmax.scale, launch.grid.num_programs
             latent_attention(
-                q_TQD, at.kv, *tables, self._partials, out_TQD, scale, launch.tuning, num_programs
+                q_TQD, at.kv, *tables, self.partials, out_TQD, scale, launch.tuning, num_programs
             )
         else:
             paged_attention(
                 q_TQD,
                 at.kv,
                 *tables,
-                self._partials,
+                self.partials,
                 out_TQD,
                 at.softmax,
                 launch.tuning,
                 launch.grid.num_programs,
-                Merging(plan.merges_RF, self._num_arrived_RH) if launch.merges else None,
+                Merging(plan.merges_RF, self.num_arrived_RH) if launch.merges else None,
                 sinks_Q,
             )
         if len(plan.merges_RF) and not launch.merges:
             merge_partials(
-                self._partials.out_PQD,
-                self._partials.weight_PQ,
+                self.partials.out_PQD,
+                self.partials.weight_PQ,
                 plan.merges_RF,
                 plan.counts_2[1:],
                 out_TQD,

@@ -22,15 +22,14 @@ from baton.errors import ModelError
 from baton.hub_name import HubName
 from baton.system.file_lock import exclusive
 from engine.loading.model_files import SMALL, gguf_file, has_safetensors, indexed_files
-
-OnProgress = Callable[[str, float], None]
+from engine.loading.pretrained_source import Progress
 
 EXTRAS = {"s3": "s3fs", "gs": "gcsfs"}
 """Scheme -> the package that reads it. Baton's extra for the package has the name of the scheme."""
 CHUNK_BYTES = 8 << 20
 
 
-def fetch(url: str, cache_dir: Path, on_progress: OnProgress, *, weights: bool = True) -> Path:
+def fetch(url: str, cache_dir: Path, on_progress: Progress, *, weights: bool = True) -> Path:
     """The folder in the cache, or the GGUF file in it; downloads missing files.
 
     ModelError says what to do.
@@ -55,7 +54,7 @@ def fetch(url: str, cache_dir: Path, on_progress: OnProgress, *, weights: bool =
         raise ModelError(f"cannot copy {url} to {cache_dir}: {type(error).__name__}: {error}") from error
 
 
-def _fetch(url: str, cache_dir: Path, on_progress: OnProgress, weights: bool) -> Path:
+def _fetch(url: str, cache_dir: Path, on_progress: Progress, weights: bool) -> Path:
     store, root = fsspec.core.url_to_fs(url)
     is_file = url.endswith(".gguf")
     found = {root: store.info(root)} if is_file else store.find(root, maxdepth=1, detail=True)

@@ -29,22 +29,18 @@ _TEKKEN = (
 )
 
 
-_ENDS = frozenset(
-    (
-        *("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]"),
-        *(
-            "<|im_end|>",
-            "<|eot_id|>",
-            "<|end|>",
-            "<end_of_turn>",
-            "<EOT>",
-            "_<EOT>",
-            "[EOT]",
-            "<end_of_utterance>",
-        ),
-        "<|eom_id|>",
-    )
-)
+_ENDS_OF_TEXTS = {"<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]"}
+_ENDS_OF_TURNS = {
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+}
+_ENDS = frozenset({*_ENDS_OF_TEXTS, *_ENDS_OF_TURNS, "<|eom_id|>"})
 """Tokens that end a text, a turn or a message in chat templates. llama.cpp ends an answer at each of these
 tokens, even if the file's keys do not name them."""
 _MAX_TOKEN_CHARS = 4096

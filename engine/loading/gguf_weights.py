@@ -8,8 +8,6 @@ module restores the original order.
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -18,7 +16,7 @@ from engine.layers.backend import Matrix
 from engine.layers.grouped_weight import GroupedWeight
 from engine.loading.gguf import GgufTensor, read_gguf
 from engine.loading.gguf_blocks import matrix_of
-from engine.loading.weights import OnProgress, Shard, Take, WeightSource, is_whole_groups
+from engine.loading.weights import FileWeights, OnProgress, Shard, Take
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -62,8 +60,8 @@ def gguf_name(name: str, architecture: str) -> str:
     return f"{prefix}{(_NAMES | _NAMES_OF.get(architecture, {}))[stem]}.{kind}"
 
 
-class GgufWeights(WeightSource):
-    """Satisfies WeightSource. A context manager; call `check_all_taken` at its end."""
+class GgufWeights(FileWeights):
+    """Satisfies FileWeights."""
 
     def __init__(
         self,
@@ -95,13 +93,8 @@ class GgufWeights(WeightSource):
         self._loaded_bytes = 0
         self._total_bytes = sum(self._file.tensors[name].num_bytes for name in names)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass  # the file stays mapped as long as a tensor uses its bytes
+    def close(self) -> None:
+        """Does nothing: the file stays mapped as long as a tensor uses its bytes."""
 
     def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         take = Take(name, shape, shard)
@@ -156,10 +149,9 @@ class GgufWeights(WeightSource):
         inputs = shard.slice_of(take.name, take.shape)
         if isinstance(matrix, torch.Tensor):
             return matrix[:, inputs]
-        # If a rank's part does not consist of whole groups, its values are the same, but it becomes plain
-        # numbers.
-        is_whole = is_whole_groups(inputs, matrix.group_size)
-        return matrix.inputs(inputs) if is_whole else matrix.dequantized()[:, inputs]
+        if inputs.start % matrix.group_size or inputs.stop % matrix.group_size:
+            return matrix.dequantized()[:, inputs]  # no whole groups: the same values, but plain numbers
+        return matrix.inputs(inputs)
 
     def _rows(self, tensor: GgufTensor) -> torch.Tensor:
         """The tensor's bytes; a vector is one row."""

@@ -13,7 +13,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from baton.system.file_lock import exclusive
 from engine.loading.hub_download import LargeFile, Stopped, bytes_there, download
 from engine.loading.hub_errors import explained, first_line
 from engine.loading.model_files import SMALL, gguf_file, gguf_files, has_safetensors, indexed_files
+from engine.loading.pretrained_source import Progress
 
 logger = logging.getLogger(__name__)
 logging.getLogger(snapshot_download.__module__).addFilter(
@@ -41,14 +42,12 @@ logging.getLogger(snapshot_download.__module__).addFilter(
 )
 """A repository of GGUF files may have none of the small files."""
 
-OnProgress = Callable[[str, float], None]
-
 MAX_AT_ONCE = 8
 """Most files that are downloaded at the same time."""
 REPORT_EVERY_S = 0.1
 
 
-def fetch(name: HubName, on_progress: OnProgress, *, weights: bool = True) -> Path:
+def fetch(name: HubName, on_progress: Progress, *, weights: bool = True) -> Path:
     """The snapshot's folder, or a GGUF file in it; downloads missing files.
 
     A name with a commit that is in the cache needs no network. For another name, the Hub is asked for the
@@ -128,10 +127,11 @@ def _missing(folder: Path, paths: Collection[str]) -> list[str]:
     return [path for path in paths if not (folder / path).is_file()]
 
 
-def _complete(name: HubName, folder: Path, paths: Collection[str], on_progress: OnProgress) -> None:
+def _complete(name: HubName, folder: Path, paths: Collection[str], on_progress: Progress) -> None:
     """Downloads the missing files of `paths`, or waits while another process downloads them."""
     waiting = f"waiting for another process that downloads {name.repo}"
-    lock = Path(constants.HF_HUB_CACHE, ".locks", _cache_name(name.repo), "baton.lock")
+    cache_name = "models--" + name.repo.replace("/", "--")
+    lock = Path(constants.HF_HUB_CACHE, ".locks", cache_name, "baton.lock")
     with exclusive(lock, lambda: on_progress(waiting, 0.0)) as is_alone:
         missing = _missing(folder, paths)
         if not missing:
@@ -143,10 +143,6 @@ def _complete(name: HubName, folder: Path, paths: Collection[str], on_progress: 
         if is_alone:  # else huggingface_hub downloads them: it allows two processes, with separate files
             _download_all(name.repo, files, blobs, on_progress)
         _snapshot(name.repo, folder.name, [glob.escape(path) for path in missing])
-
-
-def _cache_name(repo: str) -> str:
-    return "models--" + repo.replace("/", "--")
 
 
 def _large_files(repo: str, commit: str, paths: Collection[str]) -> list[LargeFile]:
@@ -178,7 +174,7 @@ def _check_room(repo: str, files: Collection[LargeFile], blobs: Path) -> None:
         )
 
 
-def _download_all(repo: str, files: list[LargeFile], blobs: Path, on_progress: OnProgress) -> None:
+def _download_all(repo: str, files: list[LargeFile], blobs: Path, on_progress: Progress) -> None:
     """Downloads several files at once. The first error or Ctrl-C ends all downloads. Partial files stay."""
     total = sum(file.size_bytes for file in files)
     positions = {file.sha256: bytes_there(file, blobs) for file in files}

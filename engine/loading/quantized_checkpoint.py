@@ -3,8 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -13,22 +11,18 @@ from engine.layers.fp8 import FP8, Fp8Weight
 from engine.loading.coded_matrix import CodedMatrix
 from engine.loading.safetensors_index import CheckpointIndex, open_safetensors
 from engine.loading.stored_matrix import StoredMatrix
-from engine.loading.streamed_weights import StreamedWeights
-from engine.loading.weights import CheckpointWeights, Shard, Take, TakeRecorder, WeightSource
+from engine.loading.weights import FileWeights, Shard, Take, TakeRecorder, WeightSource
 from engine.quantization_config import Quantization
 
 logger = logging.getLogger(__name__)
-
-StoredWeights = CheckpointWeights | StreamedWeights
-"""A source that returns tensors as they are stored."""
 
 _WITHOUT_USE = (".q_scale", ".input_scale", ".input_zero_point")
 """Tensors that are not used: scales for rounding activations, which Baton does not do; see
 docs/weights.md."""
 
 
-class QuantizedCheckpoint(WeightSource):
-    """Satisfies WeightSource. A context manager; call `check_all_taken` at its end.
+class QuantizedCheckpoint(FileWeights):
+    """Satisfies FileWeights.
 
     The tensors show which matrices are quantized: a matrix without scales consists of plain numbers. The
     configuration describes how they are quantized. Each rank decodes its own part.
@@ -40,12 +34,14 @@ class QuantizedCheckpoint(WeightSource):
         quantization: Quantization,
         dtype: torch.dtype,
         takes: Sequence[Take],
-        open_stored: Callable[[Sequence[Take]], StoredWeights],
+        open_stored: Callable[[Sequence[Take]], FileWeights],
         *,
         keeps_groups: bool,
         keeps_fp8: bool,
     ) -> None:
         """`takes`: all future requests, in order; ModelError if a tensor is missing or misshapen.
+
+        `open_stored`: opens a source of such requests that returns tensors as they are stored.
 
         `keeps_groups`, `keeps_fp8`: which matrices keep their bits; the others become numbers of `dtype`.
         """
@@ -57,14 +53,8 @@ class QuantizedCheckpoint(WeightSource):
         self._num_kept = self._num_converted = 0
         self._stored = open_stored([part for take in takes for part in self._parts_of(take)])
 
-    def __enter__(self) -> Self:
-        self._stored.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stored.__exit__(kind, error, trace)
+    def close(self) -> None:
+        self._stored.close()
 
     def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         if (coded := self._coded(Take(name, shape, shard))) is not None:  # such as a mixture's router
@@ -96,10 +86,6 @@ class QuantizedCheckpoint(WeightSource):
     def check_all_taken(
         self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = (), elsewhere: Iterable[Take] = ()
     ) -> None:
-        """ModelError if the files have tensors that were not requested.
-
-        Exceptions are names that end with one of `allowed` or begin with one of `unread`, and tensors in
-        `elsewhere`, which other ranks request."""
         self._stored.check_all_taken(
             allowed=(*allowed, *_WITHOUT_USE, *self._zero_biases()),
             unread=unread,

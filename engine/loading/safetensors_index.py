@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from baton.errors import ModelError
 from engine.loading.gguf_folder import hint_of_gguf
-from engine.loading.model_files import indexed_files, read_safetensors_header
+from engine.loading.model_files import TensorEntry, indexed_files, read_safetensors_header
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of numbers."""
@@ -75,8 +75,12 @@ class CheckpointIndex:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Reads the index of a model folder; ModelError names a missing or damaged file."""
-        found = (tensor for file in weight_files(path) for tensor in _tensors_of(file))
-        return cls(path, {name: stored for whole in found for name, stored in _parts_of(*whole)})
+        tensors: dict[str, StoredTensor] = {}
+        for file in weight_files(path):
+            open_safetensors(file).__exit__(None, None, None)
+            for name, entry in read_safetensors_header(file).items():
+                tensors.update(_parts_of(name, entry))
+        return cls(path, tensors)
 
     @property
     def names(self) -> Collection[str]:
@@ -150,31 +154,18 @@ def open_safetensors(file: Path) -> safe_open:
     return handle
 
 
-def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
-    open_safetensors(file).__exit__(None, None, None)
-    for name, entry in read_safetensors_header(file).items():
-        yield name, StoredTensor(file, entry.dtype, entry.shape, entry.offset)
-
-
-def _parts_of(name: str, stored: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+def _parts_of(name: str, whole: TensorEntry) -> Iterator[tuple[str, StoredTensor]]:
     """The tensor, or each expert's part of it."""
+    file, dtype, offset = whole.file, whole.dtype, whole.offset
     stack = _STACK.fullmatch(name)
-    if stack is None or len(stored.shape) < 2 or stored.dtype_name not in types_for(None):
-        yield name, stored
+    if stack is None or len(whole.shape) < 2 or dtype not in types_for(None):
+        yield name, StoredTensor(file, dtype, whole.shape, offset)
         return
     experts, projection, suffix = stack.groups()
-    num_experts, *shape = stored.shape
-    part_bytes = prod(shape) * stored.dtype.itemsize
-    is_transposed = suffix == "" and len(shape) == 2
+    num_experts, *sizes = whole.shape
+    part_bytes = prod(sizes) * types_for(None)[dtype].itemsize
+    is_transposed = suffix == "" and len(sizes) == 2
+    shape = tuple(sizes[::-1] if is_transposed else sizes)
     for number in range(num_experts):
-        yield (
-            f"{experts}.{number}.{projection}.{_PARTS[suffix]}",
-            StoredTensor(
-                stored.file,
-                stored.dtype_name,
-                tuple(reversed(shape)) if is_transposed else tuple(shape),
-                stored.offset + number * part_bytes,
-                (name, number),
-                is_transposed,
-            ),
-        )
+        part = StoredTensor(file, dtype, shape, offset + number * part_bytes, (name, number), is_transposed)
+        yield f"{experts}.{number}.{projection}.{_PARTS[suffix]}", part

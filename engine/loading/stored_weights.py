@@ -108,7 +108,7 @@ def read_weights(folder: Path, architecture: ModelArchitecture) -> StoredWeights
     unread = (*architecture.unread_tensors, *copies)
     tensors = {name: entry for name, entry in stored_tensors(folder).items() if not name.startswith(unread)}
     check_experts(architecture, tensors)
-    quantization = read_quantization(read_json(folder / "config.json"))
+    quantization = quantization_of(folder)
     modules = _modules(tensors, quantization)
     kinds: dict[MatrixKind, Size] = {}
     for name, module in modules.items():
@@ -127,9 +127,14 @@ def read_weights(folder: Path, architecture: ModelArchitecture) -> StoredWeights
     )
 
 
+def quantization_of(folder: Path) -> Quantization | None:
+    """The quantization that a folder's config.json declares, or None; see `read_quantization`."""
+    return read_quantization(read_json(folder / "config.json"))
+
+
 def is_quantized(folder: Path) -> bool:
     """Whether a folder's matrices may be quantized already."""
-    return gguf_of(folder) is not None or read_quantization(read_json(folder / "config.json")) is not None
+    return gguf_of(folder) is not None or quantization_of(folder) is not None
 
 
 def keeps_bits(folder: Path, quantization: Quantization, *, in_groups: bool, in_fp8: bool) -> bool:
@@ -157,7 +162,7 @@ def kept_bits(kept_as: str | None, folder: Path) -> int:
         for tensor in read_gguf(file).tensors.values():
             num_weights[tensor.type.kept_bits or BITS_OF_FLOATS] += prod(tensor.shape)
         return num_weights.most_common(1)[0][0]
-    quantization = read_quantization(read_json(folder / "config.json"))
+    quantization = quantization_of(folder)
     assert quantization is not None, f"{folder} is not quantized"
     return max(scheme.bits for _, scheme in quantization.schemes)
 

@@ -4,21 +4,19 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
 from engine.loading.safetensors_index import CheckpointIndex, StoredTensor, types_for
 from engine.loading.weight_stream import CudaCopies, FilePart, WeightStream
-from engine.loading.weights import OnProgress, Shard, Take, WeightSource
+from engine.loading.weights import FileWeights, OnProgress, Shard, Take
 
 
-class StreamedWeights(WeightSource):
+class StreamedWeights(FileWeights):
     """Satisfies WeightSource for a model that requests exactly `takes`, in this order (see TakeRecorder).
 
     Reads only requested tensors. Copies bytes to the device as they are stored, and converts them to `dtype`
-    there. A context manager; call `check_all_taken` at its end.
+    there.
     """
 
     def __init__(
@@ -43,12 +41,7 @@ class StreamedWeights(WeightSource):
         self._loaded_bytes, self._total_bytes = 0, sum(part.num_bytes for part in parts)
         self._stream = WeightStream(parts, copies)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._stream.close()
 
     def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
@@ -71,10 +64,6 @@ class StreamedWeights(WeightSource):
     def check_all_taken(
         self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = (), elsewhere: Iterable[Take] = ()
     ) -> None:
-        """ModelError if the files have tensors that were not requested.
-
-        Exceptions are names that end with one of `allowed` or begin with one of `unread`, and tensors in
-        `elsewhere`, which other ranks request."""
         assert not self._takes, f"the model did not ask for {self._takes[0][0].name}"
         names = self._names.union(take.name for take in elsewhere)
         self._index.check_all_taken(names, allowed=allowed, unread=unread)

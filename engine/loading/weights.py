@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -82,9 +81,27 @@ class WeightSource(Protocol):
         return self.take_tensor(name, *shape).to(torch.float32)
 
 
-def is_whole_groups(inputs: slice, group_size: int) -> bool:
-    """Whether a slice of a row's inputs consists of whole groups."""
-    return bool(inputs.start % group_size == 0 and inputs.stop % group_size == 0)
+class FileWeights(WeightSource, Protocol):
+    """A source that reads files; a context manager. Call `check_all_taken` at its end, so that no weight is ignored."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends reading."""
+        ...
+
+    def check_all_taken(
+        self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = (), elsewhere: Iterable["Take"] = ()
+    ) -> None:
+        """ModelError if the files have tensors that were not requested.
+
+        Exceptions are names that end with one of `allowed` or begin with one of `unread`, and tensors in
+        `elsewhere`, which other ranks request."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +145,8 @@ class TakeRecorder(WeightSource):
         return torch.empty(self.takes[-1].part_shape, dtype=self.dtype, device="meta")
 
 
-class CheckpointWeights(WeightSource):
-    """Tensors of a folder's safetensors files, on a CPU, memory-mapped: a page is read when it is touched.
-
-    A context manager. Call `check_all_taken` at its end, so that no weight is silently ignored.
-    """
+class CheckpointWeights(FileWeights):
+    """Tensors of a folder's safetensors files, on a CPU, memory-mapped: a page is read when it is touched."""
 
     def __init__(
         self,
@@ -156,14 +170,9 @@ class CheckpointWeights(WeightSource):
             for take in takes
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         for handle in self._handles.values():
-            handle.__exit__(kind, error, trace)
+            handle.__exit__(None, None, None)
 
     def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         tensor = self._stored(name, shape, shard)
@@ -184,10 +193,6 @@ class CheckpointWeights(WeightSource):
     def check_all_taken(
         self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = (), elsewhere: Iterable[Take] = ()
     ) -> None:
-        """ModelError if the files have tensors that were not requested.
-
-        Exceptions are names that end with one of `allowed` or begin with one of `unread`, and tensors in
-        `elsewhere`, which other ranks request."""
         names = self._taken.union(take.name for take in elsewhere)
         self._index.check_all_taken(names, allowed=allowed, unread=unread)
 

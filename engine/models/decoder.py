@@ -10,6 +10,7 @@ Shape suffixes: T tokens of a step, R rows that sample, V vocabulary (a rank's s
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from types import MappingProxyType
 from typing import Protocol, Self
 
 import torch
@@ -32,7 +33,9 @@ from engine.models.llama import LlamaLayer
 from engine.models.mixture import mixture_layer
 from engine.models.olmo2 import Olmo2Layer
 from engine.models.phi3 import Phi3Layer
-from engine.models.projections import NO_SCALES, Projections
+from engine.models.projections import Projections
+
+NO_SCALES: Mapping[str, KVScale] = MappingProxyType({})
 
 
 class Layer(Protocol):
@@ -109,14 +112,8 @@ class Decoder:
         if collectives.size > 1:
             rows = Shard(0, collectives.rank, collectives.size, is_equal=False)
         self._share = -(-a.vocab_size // collectives.size)
-        parts = Projections(
-            weights,
-            backend,
-            linear or backend.linear,
-            collectives,
-            kv_scales,
-            expert_parallel=expert_parallel,
-        )
+        linear = linear or backend.linear
+        parts = Projections(weights, backend, linear, collectives, kv_scales, expert_parallel)
         self._embed_tokens_VE = weights.take_matrix(
             "model.embed_tokens.weight", a.vocab_size, a.hidden_size, shard=rows
         )

@@ -5,8 +5,7 @@ Shape suffixes: E hidden size, I input and O output features, D head dimension.
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -20,8 +19,6 @@ from engine.layers.scaled_attention import KVScale
 from engine.loading.weights import Shard, WeightSource
 from engine.mixture_config import Mixture
 from engine.model_config import ModelArchitecture
-
-NO_SCALES: Mapping[str, KVScale] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,42 +45,32 @@ class ExpertNames(NamedTuple):
     down: str
 
 
+@dataclass(frozen=True, slots=True)
 class Projections:
     """Makes one rank's share of a layer's parts."""
 
-    def __init__(
-        self,
-        weights: WeightSource,
-        backend: Backend,
-        linear: MakeLinear,
-        collectives: Collectives,
-        kv_scales: Mapping[str, KVScale] = NO_SCALES,
-        *,
-        expert_parallel: bool = False,
-    ) -> None:
-        """`kv_scales`: the divisors of keys and values, by the name of the attention module.
-
-        `expert_parallel`: a rank has some whole experts of a mixture, instead of a share of each expert."""
-        self.weights = weights
-        self.backend = backend
-        self.collectives = collectives
-        self._linear = linear
-        self._kv_scales = kv_scales
-        self._expert_parallel = expert_parallel
+    weights: WeightSource
+    backend: Backend
+    linear: MakeLinear
+    collectives: Collectives
+    kv_scales: Mapping[str, KVScale] = field(default_factory=dict)
+    """The divisors of keys and values, by the name of the attention module."""
+    expert_parallel: bool = False
+    """Whether a rank has some whole experts of a mixture, instead of a share of each expert."""
 
     def columns(self, parts: Sequence[Columns], num_inputs: int, *, has_bias: bool = False) -> LinearLayer:
         """Projections of one input, as one product. Every rank computes its share of each projection."""
         matrices = [self._matrix(part, num_inputs) for part in parts]
         if not has_bias:
-            return merged_linear(self._linear, matrices, None)
-        return merged_linear(self._linear, matrices, [self._bias(part) for part in parts])
+            return merged_linear(self.linear, matrices, None)
+        return merged_linear(self.linear, matrices, [self._bias(part) for part in parts])
 
     def rows(self, name: str, num_outputs: int, num_inputs: int, *, has_bias: bool = False) -> LinearLayer:
         """A projection whose inputs are divided among the ranks. The caller adds up the ranks' results."""
         shard = shard_of(1, self.collectives)
         weight_OI = self.weights.take_matrix(f"{name}.weight", num_outputs, num_inputs, shard=shard)
         bias_O = self.weights.take_tensor(f"{name}.bias", num_outputs) if has_bias else None
-        return self._linear(weight_OI, bias_O if self.collectives.rank == 0 else None)
+        return self.linear(weight_OI, bias_O if self.collectives.rank == 0 else None)
 
     def numbers(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor:
         """This rank's outputs of a projection's matrix, as plain numbers, however the matrix is stored."""
@@ -114,7 +101,7 @@ class Projections:
         if mixture.has_choice_bias:
             choice_bias_X = self.weights.take_float32(f"{router}.e_score_correction_bias", size)
         found = ExpertRouter(weight_XE, bias_X, choice_bias_X)
-        return self.backend.mixture(mixture, found, experts, self._linear, self._experts_here(mixture))
+        return self.backend.mixture(mixture, found, experts, self.linear, self._experts_here(mixture))
 
     def experts(
         self, mixture: Mixture, experts: str, names: ExpertNames, num_inputs: int
@@ -136,7 +123,7 @@ class Projections:
         if columns is not None:
             pairs = columns.slice_of(experts, (size, num_inputs))
             columns = Shard(0, 0, 1, 2 * pairs.start, 2 * (pairs.stop - pairs.start))
-        has_down_bias = self._expert_parallel or self.collectives.rank == 0
+        has_down_bias = self.expert_parallel or self.collectives.rank == 0
         for number in self._experts_here(mixture):
             gate_up, down = f"{experts}.{number}.gate_up_proj", f"{experts}.{number}.down_proj"
             gate_up_ME = self.weights.take_matrix(f"{gate_up}.weight", 2 * size, num_inputs, shard=columns)
@@ -172,7 +159,7 @@ class Projections:
             return None
         q_weight_D = self.norm(f"{heads}.q_norm", a.head_dim, from_one=from_one)
         k_weight_D = self.norm(f"{heads}.k_norm", a.head_dim, from_one=from_one)
-        if (scale := self._kv_scales.get(heads)) is not None:  # see HeadFactors
+        if (scale := self.kv_scales.get(heads)) is not None:  # see HeadFactors
             q_weight_D = q_weight_D.to(torch.float32) * scale.key
             k_weight_D = k_weight_D.to(torch.float32) / scale.key
         num_ranks = self.collectives.size
@@ -182,13 +169,13 @@ class Projections:
 
     def _experts_here(self, mixture: Mixture) -> range:
         """Of which this rank has something."""
-        if not self._expert_parallel:
+        if not self.expert_parallel:
             return range(mixture.num_experts)
         return mixture.experts_on(self.collectives.rank, self.collectives.size)
 
     def _expert_shard(self, dim: int) -> Shard | None:
         """What this rank has of an expert's matrix."""
-        return None if self._expert_parallel else shard_of(dim, self.collectives)
+        return None if self.expert_parallel else shard_of(dim, self.collectives)
 
     def _matrix(self, part: Columns, num_inputs: int) -> Matrix:
         num_outputs = part.num_outputs or part.size

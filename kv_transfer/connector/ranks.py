@@ -91,14 +91,12 @@ class RankedConnector:
             for request_id, record in output.transfers.items():
                 if request_id in self._sends or request_id in self._loads:
                     self._records.setdefault(request_id, []).append(record)
-            freed = [
-                request_id for request_id in output.finished_sending if self._sends.freed(request_id, number)
-            ]
-            for request_id in freed:
-                ended += KVConnectorOutput(finished_sending=(request_id,), transfers=self._record(request_id))
+            for request_id in output.finished_sending:
+                if self._sends.freed(request_id, number):
+                    transfers = self._record(request_id)
+                    ended += KVConnectorOutput(finished_sending=(request_id,), transfers=transfers)
             for received in output.finished_recving:
-                outcome = self._loads.arrived(number, received)
-                ended += self._conclude(received.request_id, outcome)
+                ended += self._conclude(received.request_id, self._loads.arrived(number, received))
             for failed in output.failed_recving:
                 ended += self._conclude(failed.request_id, self._loads.failed(number, failed))
             for request_id in output.quiesced:

@@ -164,14 +164,11 @@ class KVConnectorWorker:
         done = threading.Event()
         self._commands.put((commands, done))
         self._wakeup.set()
-        if any(isinstance(command, WithdrawBlocks) for command in commands):
-            self._check_withdrawn(done)
-        self._check_alive()
-
-    def _check_withdrawn(self, done: threading.Event) -> None:
-        """Waits until blocks are withdrawn, since the next step writes them."""
-        if not wait_awake(done.wait, TURN_TIMEOUT_S) and self._failure is None:
+        withdraws = any(isinstance(command, WithdrawBlocks) for command in commands)
+        # The next step writes withdrawn blocks.
+        if withdraws and not wait_awake(done.wait, TURN_TIMEOUT_S) and self._failure is None:
             raise RuntimeError(f"the transfer thread did not withdraw blocks within {TURN_TIMEOUT_S:g} s")
+        self._check_alive()
 
     def _check_alive(self) -> None:
         if self._failure is not None:

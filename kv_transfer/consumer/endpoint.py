@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from baton.clock import Clock
 from baton.kv import TransferRole
 from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
-from baton.transfer import TransferEventKind, TransferRecord
+from baton.transfer import TransferEventKind
 from kv_transfer.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.consumer.block_writer import BlockWriter, WrittenPieces
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
@@ -138,21 +138,20 @@ class ConsumerEndpoint:
             )
 
     def _load(self, command: LoadBlocks) -> None:
-        ends = self._rank_transfers.of(command.request_id)
-        self._timelines.mark(command.request_id, TransferEventKind.ASKED)
-        if (reason := self._rank_transfers.refusal(command.request_id)) is not None:
-            reason = f"the workers do not match: {reason}"
-            self._rank_transfers.close(command.request_id)
+        request_id, now = command.request_id, self._clock.now()
+        ends = self._rank_transfers.of(request_id)
+        self._timelines.mark(request_id, TransferEventKind.ASKED)
+        if (refusal := self._rank_transfers.refusal(request_id)) is not None:
+            reason = f"the workers do not match: {refusal}"
+            self._rank_transfers.close(request_id)
             self._timelines.part_ended(
-                command.request_id, TransferEventKind.FAILED, reason=reason, is_link_failure=True
+                request_id, TransferEventKind.FAILED, reason=reason, is_link_failure=True
             )
-            failed = FailedKV(command.request_id, 0, reason)
-            self.output += KVConnectorOutput(
-                failed_recving=(failed,), transfers=self._record(command.request_id)
-            )
+            failed, transfers = FailedKV(request_id, 0, reason), self._timelines.conclude(request_id)
+            self.output += KVConnectorOutput(failed_recving=(failed,), transfers=transfers)
             return
-        self._loads.begin(command.request_id, [end.rank_transfer for end in ends])
-        layout, now = self._pool.layout, self._clock.now()
+        self._loads.begin(request_id, [end.rank_transfer for end in ends])
+        layout = self._pool.layout
         first_position = command.first_index // layout.groups.num_groups * layout.block_size
         effects: list[Effect] = []
         for end in ends:  # begin all first: one that fails at once ends the others
@@ -317,14 +316,12 @@ class ConsumerEndpoint:
                         "the KV cache of request %s did not arrive: %s", request_id, outcome.reason
                     )
                 self._close(request_id)
-                self.output += KVConnectorOutput(
-                    failed_recving=(outcome,), transfers=self._record(request_id)
-                )
+                transfers = self._timelines.conclude(request_id)
+                self.output += KVConnectorOutput(failed_recving=(outcome,), transfers=transfers)
             case ReceivedKV():
                 self._close(request_id)
-                self.output += KVConnectorOutput(
-                    finished_recving=(outcome,), transfers=self._record(request_id)
-                )
+                transfers = self._timelines.conclude(request_id)
+                self.output += KVConnectorOutput(finished_recving=(outcome,), transfers=transfers)
             case LoadQuiet():
                 self._close(request_id)
                 self._timelines.forget(request_id)
@@ -335,10 +332,6 @@ class ConsumerEndpoint:
         for end in self._rank_transfers.of(request_id):
             self._do(self._consumer.abort(end.rank_transfer, "the load failed on another rank"))
         self._rank_transfers.close(request_id)
-
-    def _record(self, request_id: str) -> dict[str, TransferRecord]:
-        record = self._timelines.conclude(request_id)
-        return {request_id: record} if record else {}
 
 
 def _pool_key(key: TransferKey, transport: str) -> PoolKey:

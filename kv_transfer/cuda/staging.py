@@ -122,10 +122,8 @@ class Stager(Generic[T]):
 
     def drop(self, is_meant: Callable[[T], bool]) -> None:
         """Cancels jobs, so that `poll` does not report them. Only for jobs that take out."""
-        for batch in self._waiting:
+        for batch in (*self._waiting, *(copy.batch for copy in self._under_way)):
             batch.job.is_wanted &= not is_meant(batch.job.what)
-        for copy in self._under_way:
-            copy.batch.job.is_wanted &= not is_meant(copy.batch.job.what)
         self._waiting = deque(batch for batch in self._waiting if batch.job.is_wanted)
         self._done = [staged for staged in self._done if not is_meant(staged.what)]
 

@@ -24,7 +24,7 @@ from kv_transfer.commands import (
 )
 from kv_transfer.cuda.staging import Stager, make_stager
 from kv_transfer.parts import RankTransfers, Sends
-from kv_transfer.pool import DevicePieces, KVPool
+from kv_transfer.pool import HostPieces, KVPool
 from kv_transfer.protocol.effects import Effect, Freed, Peer, RankTransfer, Send, SendPieces, Unwanted
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces, ToProducer, TransferKey
 from kv_transfer.protocol.producer import Producer
@@ -170,30 +170,20 @@ class ProducerEndpoint:
             self._drop_staged(end.key)
         self._rank_transfers.close(request_id)
         self._open.forget(request_id)
-        record = self._timelines.conclude(request_id)
-        transfers = {request_id: record} if record else {}
+        transfers = self._timelines.conclude(request_id)
         self.output += KVConnectorOutput(finished_sending=(request_id,), transfers=transfers)
 
     def _send_pieces(self, effect: SendPieces) -> None:
-        view = self._rank_transfers.at(effect.key).view
-        if isinstance(view, DevicePieces):
-            self._take_out(effect, view)
-            return
-        checksums = [view.checksum(piece_id) for piece_id in effect.piece_ids] if effect.has_checksums else []
-        self._send(effect, checksums, view.spans(effect.piece_ids) if effect.has_payload else [])
-
-    def _take_out(self, effect: SendPieces, view: DevicePieces) -> None:
-        if not effect.has_payload and not effect.has_checksums:  # the consumer's device copies them by itself
+        view, ids = self._rank_transfers.at(effect.key).view, effect.piece_ids
+        has_bytes, has_checksums = effect.has_payload, effect.has_checksums
+        if isinstance(view, HostPieces):
+            checksums = [view.checksum(piece_id) for piece_id in ids] if has_checksums else []
+            self._send(effect, checksums, view.spans(ids) if has_bytes else [])
+        elif has_bytes or has_checksums:
+            assert self._stager is not None, "pieces on a device need a pool on a device"
+            self._stager.take_out(effect, view, ids, has_bytes=has_bytes, has_checksums=has_checksums)
+        else:  # the consumer's device copies them by itself
             self._send(effect, [], [])
-            return
-        assert self._stager is not None, "pieces on a device need a pool on a device"
-        self._stager.take_out(
-            effect,
-            view,
-            effect.piece_ids,
-            has_bytes=effect.has_payload,
-            has_checksums=effect.has_checksums,
-        )
 
     def _send_staged(self) -> None:
         """Sends what was copied to the host since the last call."""

@@ -36,12 +36,6 @@ class Arrival:
 class Channel(Protocol):
     """Carries headers, and bytes after them. Nothing blocks: what cannot be queued is dropped and counted."""
 
-    @property
-    def address(self) -> str: ...
-
-    @property
-    def num_dropped(self) -> int: ...
-
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:
         """Queues a header and the payload behind it; False if they were dropped.
 

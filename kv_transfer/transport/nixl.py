@@ -106,7 +106,20 @@ class NixlReader:
 
     def describe(self) -> bytes:
         """A description with which peers can open our pool. NIXL lets its holders write the pool as well."""
-        return encode(self._description())
+        memory = self._memory
+        description = Description(
+            nixl_version=self._version,
+            host=self._host,
+            pid=os.getpid(),
+            has_rdma=self._has_rdma,
+            address=memory.address,
+            nbytes=memory.nbytes,
+            is_on_device=memory.kind == "VRAM",
+            device=memory.device,
+            agent=self._serving.name,
+            metadata=self._serving.metadata(),
+        )
+        return encode(description)
 
     def open(self, description: bytes) -> NixlPool:
         """TransportError if that pool cannot be reached from here, or the description is invalid. Takes some 10 ms."""
@@ -170,28 +183,13 @@ class NixlReader:
     def forget(self, pool: NixlPool) -> None:
         """See `NixlPool.close`."""
         deadline = self._clock.now() + CLOSE_WAIT_S
-        while numbers := self._under_way(lambda read: read.pool is pool):
+        while numbers := [number for number, read in self._reads.items() if read.pool is pool]:
             if self._clock.now() >= deadline:
                 self._restart("a read from a closed pool did not end")
                 break
             self._advance(numbers[0])
         pool.failure = "the pool is closed"
         self._pools.discard(pool)
-
-    def _description(self) -> Description:
-        memory = self._memory
-        return Description(
-            nixl_version=self._version,
-            host=self._host,
-            pid=os.getpid(),
-            has_rdma=self._has_rdma,
-            address=memory.address,
-            nbytes=memory.nbytes,
-            is_on_device=memory.kind == "VRAM",
-            device=memory.device,
-            agent=self._serving.name,
-            metadata=self._serving.metadata(),
-        )
 
     def _agent(self) -> NixlAgent:
         """The agent that reads. TransportError if there is none and none can be created."""
@@ -219,9 +217,6 @@ class NixlReader:
             with suppress(NixlError):  # it may already be gone
                 self._agent().disconnect(agent)
 
-    def _under_way(self, is_meant: Callable[[Read], bool]) -> list[int]:
-        return [number for number, read in self._reads.items() if is_meant(read)]
-
     def _advance(self, number: int) -> None:
         try:
             if self._agent().advance(self._reads[number].handle):
@@ -246,8 +241,9 @@ class NixlReader:
         if not error.is_disconnect:
             self._restart(pool.failure)
             return
-        for other in self._under_way(lambda read: read.pool.description.agent == agent):
-            self._finish(other, pool.failure)
+        for other, read in list(self._reads.items()):
+            if read.pool.description.agent == agent:
+                self._finish(other, pool.failure)
         self._disconnect(agent)
 
     def _restart(self, reason: str) -> None:

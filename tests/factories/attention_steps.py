@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from baton.kv_groups import NULL_BLOCK_ID
 from engine.batch import StepBatch
-from engine.kv_cache import NULL_BLOCK, KVBlockShape, KVPool
+from engine.kv_cache import KVBlockShape, KVPool
 from engine.latent_config import LatentAttention
 from engine.layers.attention import HeadNorm
 from engine.layers.native_attention import NativeAttention
@@ -106,7 +107,7 @@ def make_layout(
         for position in range(length - new):
             at = values[table[position // block_size], :, :, :, position % block_size]
             at.copy_(torch.randn(at.shape))
-    values[NULL_BLOCK] = 0.0
+    values[NULL_BLOCK_ID] = 0.0
     pool.blocks_NLKHTD.copy_(values.to(shape.dtype))
     num_tokens = sum(new for _, new in contexts)
     num_rows = heads.num_heads + shape.num_planes * heads.num_kv_heads

@@ -31,8 +31,8 @@ class ThreadedRank:
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat(self._exchange(x), dim)
 
-    def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
-        x.copy_(self._exchange(x)[source])
+    def broadcast_(self, x: torch.Tensor) -> None:
+        x.copy_(self._exchange(x)[0])
 
     def silent(self) -> AbstractContextManager[None]:
         raise NotImplementedError("only a GPU rehearses")

@@ -182,9 +182,8 @@ class Recorded:
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
-        assert source == 0
-        if self.rank == source:
+    def broadcast_(self, x: torch.Tensor) -> None:
+        if self.rank == 0:
             self._sent.append(x.clone())
         else:
             x.copy_(self._sent.pop(0))

@@ -68,11 +68,6 @@ def test_clear_from_zeroes_the_rest_of_a_block_in_every_layer() -> None:
     assert pool.blocks_NLKHTD[[0, 2]].isnan().all()
 
 
-def test_num_blocks_for_counts_whole_blocks() -> None:
-    assert SHAPE.num_blocks_for(10 * SHAPE.size_bytes) == 10
-    assert SHAPE.num_blocks_for(10 * SHAPE.size_bytes - 1) == 9
-
-
 def test_fingerprints_of_unequal_pools_name_the_difference() -> None:
     ours = KVPool(3, SHAPE, CPU).fingerprint("digest")
     assert ours == KVPool(9, SHAPE, CPU).fingerprint("digest")
