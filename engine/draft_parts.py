@@ -16,7 +16,6 @@ from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.pretrained import default_cache_dir, resolve
 from engine.loading.weights import OnProgress
-from engine.model_config import ModelArchitecture
 from engine.runner_parts import make_attention
 from engine.sampler import TorchSampler
 
@@ -178,29 +177,9 @@ def _tokens(path: Path) -> tuple[Any, Any]:
 
 def cost_of(draft: LoadedModel, model: LoadedModel) -> float:
     """The time of a draft, in tokens of the served model. A token takes as long as reading the matrices."""
-    draft_time, time = (
-        _num_weights(each.architecture) * STEP_TIME[each.weight_bits] for each in (draft, model)
-    )
-    return draft_time / time
+    return _token_time(draft) / _token_time(model)
 
 
-def _num_weights(a: ModelArchitecture) -> int:
-    """How many weights are multiplied with a token."""
-    widths = (
-        a.intermediate_size if m is None else m.num_chosen * m.intermediate_size + m.shared_size
-        for m in a.mixtures
-    )
-    return a.num_layers * _num_attention_weights(a) + (3 * sum(widths) + a.vocab_size) * a.hidden_size
-
-
-def _num_attention_weights(a: ModelArchitecture) -> int:
-    """How many weights the attention of a layer has."""
-    if (latent := a.latent) is None:
-        return 2 * (a.num_heads + a.num_kv_heads) * a.head_dim * a.hidden_size
-    queries, per_head = a.num_heads * latent.query_dim, latent.plain_dim + latent.value_dim
-    from_hidden = latent.size + a.num_heads * latent.value_dim + (latent.query_rank or queries)
-    return (
-        from_hidden * a.hidden_size
-        + queries * (latent.query_rank or 0)
-        + a.num_heads * per_head * latent.rank
-    )
+def _token_time(model: LoadedModel) -> float:
+    a = model.architecture
+    return (a.weights_per_token + a.vocab_size * a.hidden_size) * STEP_TIME[model.weight_bits]

@@ -46,6 +46,13 @@ class LatentAttention:
         """Length of a head's query in the checkpoint."""
         return self.plain_dim + self.rotary_dim
 
+    def num_weights(self, num_heads: int, hidden_size: int) -> int:
+        """How many weights the attention of a layer has."""
+        queries = num_heads * self.query_dim
+        from_hidden = self.size + num_heads * self.value_dim + (self.query_rank or queries)
+        per_head = self.rank * (self.plain_dim + self.value_dim)
+        return from_hidden * hidden_size + queries * (self.query_rank or 0) + num_heads * per_head
+
     def scale(self, rope: RopeConfig | None) -> float:
         """Factor of scores, with the part of YaRN's attention temperature that the rotation lacks."""
         factor = 1.0

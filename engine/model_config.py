@@ -81,6 +81,19 @@ class ModelArchitecture:
         return per_rank * num_ranks
 
     @property
+    def weights_per_token(self) -> int:
+        """With about how many weights of all layers a token is multiplied, on all ranks together."""
+        if self.latent is not None:
+            of_attention = self.latent.num_weights(self.num_heads, self.hidden_size)
+        else:
+            of_attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+        widths = (
+            self.intermediate_size if m is None else m.num_chosen * m.intermediate_size + m.shared_size
+            for m in self.mixtures
+        )
+        return self.num_layers * of_attention + 3 * sum(widths) * self.hidden_size
+
+    @property
     def unread_tensors(self) -> tuple[str, ...]:
         """Prefixes of tensors that a checkpoint may have, but that this model does not read."""
         last = self.num_layers + self.num_guessing_layers

@@ -104,23 +104,11 @@ def mixed_sizes(max_num_batched_tokens: int, architecture: ModelArchitecture, nu
     Llama-3.1-8B these are steps of more than 512 tokens. All ranks record the same sizes: a rank that pads a
     step, and one that does not, would sum tensors of different sizes.
     """
-    weights = max(1, weights_per_token(architecture) // num_ranks)
+    weights = max(1, architecture.weights_per_token // num_ranks)
     most = int(WEIGHTS_PER_LAYER * architecture.num_layers / weights)
     sizes = (*MIXED_SIZES, *(size for size in LARGER_SIZES if size <= most))
     smaller = [size for size in sizes if size < max_num_batched_tokens]
     return [*smaller, max_num_batched_tokens] if max_num_batched_tokens <= sizes[-1] else smaller
-
-
-def weights_per_token(architecture: ModelArchitecture) -> int:
-    """With about how many weights of the layers a token is multiplied, on all ranks together."""
-    a = architecture
-    weights = a.num_layers * 2 * (a.num_heads + a.num_kv_heads) * a.head_dim * a.hidden_size
-    for mixture in a.mixtures:
-        size = a.intermediate_size
-        if mixture is not None:
-            size = mixture.num_chosen * mixture.intermediate_size + mixture.shared_size
-        weights += 3 * a.hidden_size * size
-    return weights
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

@@ -1,6 +1,7 @@
 """config.json files of the past and present, and those that cannot be served."""
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,11 @@ import pytest
 from transformers import AutoConfig
 
 from baton.errors import ModelError
+from engine.loading.loader import takes_of
 from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids
 from engine.rope_config import RopeConfig, RopeType
+from tests.factories.families import CASES
+from tests.factories.models import make_model_dir
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -262,3 +266,19 @@ def test_end_tokens_that_are_no_tokens_are_refused(tmp_path: Path, value: object
         ModelError, match=r"config\.json: eos_token_id must be a token, a list of tokens, or null"
     ):
         read_eos_token_ids(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["granite", "qwen3 moe", "deepseek v2", "deepseek v3, yarn, whole queries"])
+def test_weights_of_a_token_are_those_of_its_matrices(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    architecture = read_architecture(make_model_dir(tmp_path / "model", case.architecture, **case.overrides))
+    num_weights = 0
+    for take in takes_of(architecture):
+        _, _, layer, *rest = f"{take.name}...".split(".")
+        if len(take.shape) == 2 and take.name.startswith("model.layers.") and rest[:2] != ["mlp", "gate"]:
+            mixture = architecture.mixtures[int(layer)]
+            chosen = 1.0
+            if mixture is not None and "experts" in rest:
+                chosen = mixture.num_chosen / mixture.num_experts
+            num_weights += round(prod(take.shape) * chosen)
+    assert architecture.weights_per_token == pytest.approx(num_weights, rel=1e-4)
