@@ -5,6 +5,8 @@ import signal
 from collections.abc import Awaitable, Coroutine
 from types import FrameType
 
+from baton.system.tasks import end_tasks
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -75,9 +77,7 @@ async def unless(event: asyncio.Event, work: Awaitable[object]) -> bool:
         await working
         return True
     finally:
-        working.cancel()
-        interrupted.cancel()
-        await asyncio.gather(working, interrupted, return_exceptions=True)
+        await end_tasks(working, interrupted)
 
 
 async def either(*works: Awaitable[None]) -> None:
@@ -89,6 +89,4 @@ async def either(*works: Awaitable[None]) -> None:
             if task.done():
                 task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)

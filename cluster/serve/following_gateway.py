@@ -12,6 +12,7 @@ from baton.messages.control import ControlApi
 from baton.system.garbage import settle
 from baton.system.hosts import in_url
 from baton.system.signals import either, unless
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.controller.follower import POLL_S, Follower, keep_reporting
 
@@ -89,9 +90,7 @@ class FollowingGateway:
         """Accepts no new requests; running requests get `cluster.drain_timeout_s`, unless `hurry` is set."""
         if not await unless(hurry, self._gateway.stop(self._config.cluster.drain_timeout_s)):
             await self._gateway.stop(0.0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
 
     async def _until_some_decode(self, follower: Follower) -> tuple[WorkerEndpoint, ...]:
         timeout_s = self._config.cluster.start_timeout_s

@@ -16,6 +16,7 @@ from baton.system.curve import ClusterKeys, PlaneKeys, derive_fleet_keys, derive
 from baton.system.loading import Loading
 from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, either, unless
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint
 from cluster.control_api.server import FIRST_VIEW_S, ControlServer
 from cluster.controller.desired import worker_names
@@ -112,9 +113,7 @@ async def _both(one: Awaitable[A], other: Awaitable[B]) -> tuple[A, B]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
 
 @dataclass(frozen=True, slots=True)
