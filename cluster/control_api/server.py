@@ -60,11 +60,6 @@ class ControlServer:
         """HOST:PORT at which others reach this server."""
         return self._socket.address
 
-    @property
-    def num_denied(self) -> int:
-        """The number of refused connections."""
-        return self._socket.num_denied
-
     def open(self) -> None:
         """Begins to answer calls. Before `serve`, each answer is an error: the fleet is still starting."""
         self._socket.open(self._on_frames)
