@@ -81,12 +81,7 @@ async def _run_deployment(
     async def start_and_use() -> None:
         """Opens the gateway once the workers serve and the tokenizer is loaded."""
         with screen.stage("workers", f"starting {fleet_text(config)}") as stage:
-            control, tokenizer = await _both(
-                fleet.start(
-                    lambda name, progress: stage.report(name, progress.what, progress.done / progress.count)
-                ),
-                asyncio.wrap_future(loading),
-            )
+            control, tokenizer = await _both(fleet.start(stage.report), asyncio.wrap_future(loading))
             agreed = await with_choices_of(control, config, model_path, screen)
             folder = await asyncio.to_thread(fleets_folder, agreed, model_path, screen)
             if folder != model_path:
@@ -173,10 +168,7 @@ async def _run_fleet(
                         f"{workers_text(endpoints)} serve at {server.address}; {num_missing} more to come"
                     )
 
-            control = await fleet.start(
-                lambda name, progress: stage.report(name, progress.what, progress.done / progress.count),
-                open_to_gateways,
-            )
+            control = await fleet.start(stage.report, open_to_gateways)
             view = await control.call(WaitView("", -1, FIRST_VIEW_S))
             stage(workers_text(view.endpoints))
         await either(
