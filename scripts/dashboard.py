@@ -33,10 +33,10 @@ class Panel:
         return 4 if self.is_stat else 8
 
 
-def quantiles(metric: str, by: str = "", *, selector: str = "") -> dict[str, str]:
+def quantiles(metric: str, by: str = "") -> dict[str, str]:
     """Median, 95th and 99th percentile of a histogram."""
     labels, legend = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
-    rates = f"sum by ({labels}) (rate({metric}_bucket{selector}[$__rate_interval]))"
+    rates = f"sum by ({labels}) (rate({metric}_bucket[$__rate_interval]))"
     return {
         f"p{share * 100:.0f}{legend}": f"histogram_quantile({share}, {rates})" for share in (0.5, 0.95, 0.99)
     }
