@@ -325,8 +325,7 @@ class Scheduler:
         self._kv.check_integrity()
         self._swap.check_integrity()
         counts = self.request_counts()
-        num_known = counts.running + counts.waiting + counts.waiting_for_remote_kvs
-        assert num_known == len(self._requests), f"{counts} but {len(self._requests)} requests are known"
+        assert counts.total == len(self._requests), f"{counts} but {len(self._requests)} requests are known"
         num_holders = counts.running + counts.waiting_for_remote_kvs + self._remote.num_received
         assert self._kv.num_tables == num_holders, "a waiting request holds blocks, or a running one none"
         assert all(request.status is RequestStatus.RUNNING for request in self._running.requests)

@@ -362,9 +362,8 @@ class Controller:
             )
 
     def _burden(self, supervisor: Supervisor) -> tuple[bool, int]:
-        counts = supervisor.status.requests if supervisor.status else None
-        busy = counts.running + counts.waiting + counts.waiting_for_remote_kvs if counts else 0
-        return supervisor.takes_requests, busy
+        num_requests = supervisor.status.requests.total if supervisor.status else 0
+        return supervisor.takes_requests, num_requests
 
     def _note(self, supervisor: Supervisor) -> None:
         """Applies a change of a worker to the desired fleet, the view and the start report."""
