@@ -231,9 +231,8 @@ def _num_cached_tokens(plan: SchedulerOutput, block_size: int) -> dict[str, int]
             if request_id in cached.resumed_request_ids:
                 num_rows = -(-(num_computed + plan.num_scheduled_tokens[request_id]) // block_size)
                 copied = (index for index, block_id in enumerate(block_ids) if block_id in swapped_in)
-                first_row = (
-                    next(copied, len(block_ids)) * num_rows // len(block_ids)
-                )  # a row: of each KV group
+                # A row has a block of each KV group.
+                first_row = next(copied, len(block_ids)) * num_rows // len(block_ids)
                 num_cached[request_id] = min(num_computed, first_row * block_size)
     return {request_id: num_tokens for request_id, num_tokens in num_cached.items() if num_tokens}
 

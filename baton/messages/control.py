@@ -88,9 +88,8 @@ class CallFailure:
     @classmethod
     def of(cls, error: BatonError) -> "CallFailure":
         kinds = (name for name, kind in _ERRORS.items() if isinstance(error, kind))
-        reason = (
-            str(error)[:_MAX_REASON].encode("utf-8", "replace").decode()
-        )  # a path in the message may contain any bytes
+        # A path in the message may contain any bytes.
+        reason = str(error)[:_MAX_REASON].encode("utf-8", "replace").decode()
         return cls(next(kinds, ClusterError.__name__), reason)
 
     def to_error(self) -> BatonError:

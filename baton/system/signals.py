@@ -47,9 +47,8 @@ class StopSignals:
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
-                signal.signal(
-                    number, lambda *_: self._on_signal()
-                )  # else SIGTERM would end the process at once
+                # Otherwise, SIGTERM would end the process at once.
+                signal.signal(number, lambda *_: self._on_signal())
 
     def _on_early_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.stop.set()

@@ -95,9 +95,7 @@ async def _run_deployment(
             stage(workers_text(service.endpoints))
         await following.use(while_ready(service))
 
-    async with (
-        AsyncExitStack() as ending
-    ):  # all of it, in reverse order, even if the screen cannot be written
+    async with AsyncExitStack() as ending:  # in reverse order, even if the screen cannot be written
         ending.push_async_callback(fleet.end, signals.hurry)
         await unless(signals.stop, start_and_use())
 
@@ -181,9 +179,7 @@ async def _run_fleet(
         await server.close(0.0 if signals.hurry.is_set() else _FAREWELL_S)
 
     ending_text = f"ending the fleet; its workers have {config.cluster.drain_timeout_s:g} s"
-    async with (
-        AsyncExitStack() as ending
-    ):  # all of it, in reverse order, even if the screen cannot be written
+    async with AsyncExitStack() as ending:  # in reverse order, even if the screen cannot be written
         ending.push_async_callback(close_server)
         ending.push_async_callback(fleet.end, signals.hurry)
         await unless(signals.stop, start_and_serve())
