@@ -176,14 +176,13 @@ class EngineCore:
         return self.finish_requests(request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
 
     def load(self) -> tuple[WorkerLoad, float | None]:
-        """The engine's load, and the arrival of the oldest waiting request on the engine's clock.
+        """The load without `oldest_waiting_s`, and the arrival of the oldest waiting request on the engine's clock.
 
         Looks at every request, so call it rarely.
         """
-        waiting, now = self.scheduler.waiting_load(), self._clock.now()
+        waiting = self.scheduler.waiting_load()
         load = WorkerLoad(
             num_queued_prompt_tokens=waiting.num_prompt_tokens,
-            oldest_waiting_s=0.0 if waiting.oldest_arrival is None else now - waiting.oldest_arrival,
             prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
             decode_step_s=self._meter.decode_step_s,
         )

@@ -261,7 +261,7 @@ class EngineHost:
         )
 
     def _load(self, snapshot: EngineSnapshot) -> WorkerLoad:
-        """The load in a snapshot, with waiting times as of now: they also grow during a long step."""
+        """The load in a snapshot, with the waiting time as of now: it also grows during a long step."""
         if snapshot.oldest_arrival is None:
             return snapshot.load
         return replace(snapshot.load, oldest_waiting_s=self._clock.now() - snapshot.oldest_arrival)

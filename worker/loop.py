@@ -41,7 +41,7 @@ class EngineSnapshot:
     counters: dict[str, int]
     """Those of EngineCore."""
     load: WorkerLoad
-    """Recent, unless nothing has happened since."""
+    """Recent, unless nothing has happened since; without `oldest_waiting_s`, which grows between two snapshots."""
     oldest_arrival: float | None
     """Arrival of the oldest request that waits for its first step, on the engine's clock."""
 
