@@ -17,6 +17,7 @@
         + UnknownPreviousResponse   a request continues such a response
     + HarmfulRequest        one worker after another ended, or could not compute it; it is not tried again
     + Unauthenticated       no API key, or an unknown one
+    + KeysUnavailable       the file of API keys is gone, or others can change it
     + PermissionDenied      the key's owner may not do this
     + Unsupported           no request can have this feature here
     + Overloaded            no room now; says when to try again

@@ -13,15 +13,9 @@ LEFT = "it left the fleet"
 
 
 class ReplicaState(Enum):
-    """The state of a replica, as the controller sees it; a replica outlives the processes that fill it.
+    """The state of a replica, as the controller sees it; cluster/controller/replica.py draws how the state changes.
 
-    PLACING -> STARTING -> SERVING -> DRAINING -> (gone)
-       ^          |           |
-       |          v           v
-       +------ BACKING_OFF <--+       it died; the next incarnation waits longer each time
-                  |
-                  v
-             CRASH_LOOP               it died too often in too short a time; retried at the longest interval
+    A replica outlives the processes that fill it.
     """
 
     PLACING = "placing"
@@ -30,7 +24,9 @@ class ReplicaState(Enum):
     SERVING = "serving"
     DRAINING = "draining"
     BACKING_OFF = "backing_off"
+    """Its process died; each further early death lengthens the wait for the next one."""
     CRASH_LOOP = "crash_loop"
+    """Its processes died too often in too short a time: it is retried at the longest interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

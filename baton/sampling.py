@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NoReturn
 
 from baton.errors import InvalidRequest
 
@@ -87,76 +88,34 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
-        _require(
-            "min_tokens",
-            self.min_tokens,
-            0 <= self.min_tokens <= self.max_tokens,
-            f"from 0 to max_tokens ({self.max_tokens})",
-        )
-        _require("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "from 0 to 100")
+        most = f"max_tokens ({self.max_tokens})"
+        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, f"from 0 to {most}")
+        _require_within("temperature", self.temperature, 0, 100)
         _require("top_k", self.top_k, self.top_k >= 0, "0 (every token) or more")
         _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and up to 1")
-        _require("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "from 0 to 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(name, value, -2.0 <= value <= 2.0, "from -2 to 2")
-        _require(
-            "repetition_penalty",
-            self.repetition_penalty,
-            MIN_REPETITION_PENALTY <= self.repetition_penalty <= 100.0,
-            f"from {MIN_REPETITION_PENALTY} to 100",
-        )
-        _require(
-            "logit_bias",
-            f"{len(self.logit_bias)}",
-            len(self.logit_bias) <= MAX_LOGIT_BIAS,
-            f"of at most {MAX_LOGIT_BIAS} tokens",
-        )
+        _require_within("min_p", self.min_p, 0, 1)
+        _require_within("presence_penalty", self.presence_penalty, -2, 2)
+        _require_within("frequency_penalty", self.frequency_penalty, -2, 2)
+        _require_within("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100)
+        _require_at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "of at most {} tokens")
         for token_id, bias in self.logit_bias.items():
             _require("logit_bias", token_id, token_id >= 0, "keyed by token ids, 0 or more")
-            _require("logit_bias", bias, -100.0 <= bias <= 100.0, "from -100 to 100")
+            _require_within("logit_bias", bias, -100, 100)
         if self.seed is not None:
-            _require("seed", self.seed, 0 <= self.seed <= MAX_SEED, f"from 0 to {MAX_SEED}")
+            _require_within("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
-            _require(
-                "logprobs",
-                self.logprobs,
-                0 <= self.logprobs <= MAX_LOGPROBS,
-                f"from 0 to {MAX_LOGPROBS}",
-            )
-        _require(
-            "stop",
-            f"{len(self.stop)}",
-            len(self.stop) <= MAX_STOP_STRINGS,
-            f"at most {MAX_STOP_STRINGS} strings",
-        )
+            _require_within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _require_at_most("stop", len(self.stop), MAX_STOP_STRINGS, "at most {} strings")
         _require("stop", "an empty one", all(self.stop), "non-empty strings")
         longest = max(map(len, self.stop), default=0)
-        _require(
-            "stop",
-            f"one of {longest}",
-            longest <= MAX_STOP_CHARACTERS,
-            f"up to {MAX_STOP_CHARACTERS} characters each",
-        )
-        _require(
-            "stop_token_ids",
-            f"{len(self.stop_token_ids)}",
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            f"at most {MAX_STOP_TOKEN_IDS} tokens",
-        )
-        _require(
-            "stop_token_ids",
-            list(self.stop_token_ids),
-            all(t >= 0 for t in self.stop_token_ids),
-            "0 or more",
-        )
+        allowed = f"up to {MAX_STOP_CHARACTERS} characters each"
+        _require("stop", f"one of {longest}", longest <= MAX_STOP_CHARACTERS, allowed)
+        _require_at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "at most {} tokens")
+        are_ids = all(token_id >= 0 for token_id in self.stop_token_ids)
+        _require("stop_token_ids", list(self.stop_token_ids), are_ids, "0 or more")
         if self.structured_output is not None:
-            _require(
-                "ignore_eos",
-                True,
-                not self.ignore_eos,
-                "false with a structured output, which ends by itself",
-            )
+            allowed = "false with a structured output, which ends by itself"
+            _require("ignore_eos", True, not self.ignore_eos, allowed)
             _require("min_tokens", self.min_tokens, self.min_tokens == 0, "0 with a structured output")
 
     @property
@@ -168,8 +127,23 @@ class SamplingParams:
         return frozenset(self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids))
 
 
+def _require_within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        _refuse(name, value, f"from {low} to {high}")
+
+
+def _require_at_most(name: str, count: int, most: int, allowed: str) -> None:
+    """`allowed` has a pair of braces where the limit belongs."""
+    if count > most:
+        _refuse(name, count, allowed.format(most))
+
+
 def _require(name: str, value: object, holds: bool, allowed: str) -> None:
+    if not holds:
+        _refuse(name, value, allowed)
+
+
+def _refuse(name: str, value: object, allowed: str) -> NoReturn:
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(name, f"must be a finite number, got {value}")
-    if not holds:
-        raise InvalidRequest(name, f"must be {allowed}, got {value}")
+    raise InvalidRequest(name, f"must be {allowed}, got {value}")

@@ -165,8 +165,5 @@ class KVConnectorOutput:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCoreOutputs:
-    """What one step produced for one client (a gateway)."""
-
-    outputs: tuple[RequestOutput, ...]
+ClientOutputs = dict[str, list[RequestOutput]]
+"""What one step, or one change between two steps, produced, by client (a gateway)."""

@@ -133,6 +133,10 @@ class RequestCounts:
     waiting: int
     waiting_for_remote_kvs: int
 
+    @property
+    def total(self) -> int:
+        return self.running + self.waiting + self.waiting_for_remote_kvs
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:

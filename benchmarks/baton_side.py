@@ -80,7 +80,7 @@ class BatonSide:
         return self._scheduler.update_from_output(plan, runner_output)
 
     def ended(self, report: Any) -> tuple[Ended, ...]:
-        outputs = [output for news in report.values() for output in news.outputs]
+        outputs = [output for news in report.values() for output in news]
         return tuple(
             Ended(output.request_id, output.finish_reason.value) for output in outputs if output.finish_reason
         )

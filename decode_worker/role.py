@@ -32,6 +32,4 @@ class DecodeWorker:
             )
 
     def is_drained(self, counts: RequestCounts, blocks: KVBlockCounts) -> bool:
-        return (
-            counts.running == counts.waiting == counts.waiting_for_remote_kvs == 0 and blocks.quarantined == 0
-        )
+        return counts.total == 0 and blocks.quarantined == 0

@@ -1,14 +1,11 @@
-"""Ending: ends requests in any state; only this module frees their blocks, or keeps them for a transfer.
+"""Ending: ends requests in any state; only this module frees their blocks, or keeps them for a transfer."""
 
-OutputsByClient collects a step's outputs, among them the last ones of ended requests.
-"""
-
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from baton.request import ErrorKind, FinishReason, RequestOutput
-from baton.step import EngineCoreOutputs
+from baton.step import ClientOutputs
 from scheduler.admission import Admission
 from scheduler.preemption import Preemption
 from scheduler.remote import RemotePrompts
@@ -17,32 +14,6 @@ from scheduler.running import Running
 from scheduler.swap import SwapSpace
 
 _QUEUED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM, RequestStatus.PREEMPTED}
-
-
-class OutputsByClient:
-    """Filled while a step's results are processed, then read once."""
-
-    def __init__(self) -> None:
-        self._outputs: defaultdict[str, list[RequestOutput]] = defaultdict(list)
-
-    def add(self, request: Request, output: RequestOutput) -> None:
-        self._outputs[request.client_id].append(output)
-
-    def add_last(self, request: Request, output: RequestOutput) -> None:
-        """The request has just finished: adds the reason to the output."""
-        reason = FINISH_REASONS[request.status]
-        is_stop = reason is FinishReason.STOP
-        self.add(
-            request,
-            replace(
-                output,
-                finish_reason=reason,
-                stop_token_id=request.all_token_ids[-1] if is_stop else None,
-            ),
-        )
-
-    def by_client(self) -> dict[str, EngineCoreOutputs]:
-        return {client_id: EngineCoreOutputs(tuple(outputs)) for client_id, outputs in self._outputs.items()}
 
 
 class Ending:
@@ -73,7 +44,7 @@ class Ending:
         self,
         request_ids: Iterable[str],
         status: RequestStatus,
-        outputs: OutputsByClient,
+        outputs: ClientOutputs,
         error: str | None = None,
         error_kind: ErrorKind = ErrorKind.INTERNAL,
     ) -> None:
@@ -85,7 +56,7 @@ class Ending:
         self.drop_from_running()
 
     def fail(
-        self, requests: list[Request], failed: Mapping[str, str], kind: ErrorKind, outputs: OutputsByClient
+        self, requests: list[Request], failed: Mapping[str, str], kind: ErrorKind, outputs: ClientOutputs
     ) -> None:
         """Ends each request for which `failed` has a reason."""
         for request in requests:
@@ -93,7 +64,7 @@ class Ending:
                 self._unqueue(request)
                 self.end(request, RequestStatus.FINISHED_ERROR, outputs, failed[request.request_id], kind)
 
-    def end_given_back(self, outputs: OutputsByClient) -> None:
+    def end_given_back(self, outputs: ClientOutputs) -> None:
         """Ends victims that continue elsewhere, once none of their tokens is in flight."""
         for request in list(self._preemption.given_back.values()):
             if not request.num_output_placeholders:
@@ -101,26 +72,24 @@ class Ending:
                 self.end(request, status, outputs, "this worker needed its blocks for other requests")
 
     def finish_with(
-        self, request: Request, status: RequestStatus, output: RequestOutput, outputs: OutputsByClient
+        self, request: Request, status: RequestStatus, output: RequestOutput, outputs: ClientOutputs
     ) -> None:
         """Ends a request with its last token."""
         self._unqueue(request)
         if status is RequestStatus.FINISHED_HANDED_OVER:
             self._remote.keep_first_token(request, output)
-        self._release(request, status)
-        outputs.add_last(request, output)
+        self._end(request, status, output, outputs)
 
     def end(
         self,
         request: Request,
         status: RequestStatus,
-        outputs: OutputsByClient,
+        outputs: ClientOutputs,
         error: str | None = None,
         error_kind: ErrorKind = ErrorKind.INTERNAL,
     ) -> None:
         """Ends a request without a new token. The request must have left its queue, but may be running."""
-        self._release(request, status)
-        if request.is_given_back:
+        if status is RequestStatus.FINISHED_GIVEN_BACK:
             error_kind = ErrorKind.GIVEN_BACK
             self._counters["requests_given_back"] += 1
         output = RequestOutput(
@@ -129,7 +98,7 @@ class Ending:
             error=error,
             error_kind=error_kind,
         )
-        outputs.add_last(request, output)
+        self._end(request, status, output, outputs)
 
     def drop_from_running(self) -> None:
         """Removes ended requests from the running ones. Call it after running requests have ended."""
@@ -137,7 +106,10 @@ class Ending:
             self._running.drop_gone()
             self._has_ended_running = False
 
-    def _release(self, request: Request, status: RequestStatus) -> None:
+    def _end(
+        self, request: Request, status: RequestStatus, last: RequestOutput, outputs: ClientOutputs
+    ) -> None:
+        """Ends a request that has left its queue; its last output gets the reason."""
         self._has_ended_running |= request.status is RequestStatus.RUNNING
         request.move_to(status)
         self._remote.release(request)
@@ -145,6 +117,9 @@ class Ending:
         self._preemption.given_back.pop(request.request_id, None)
         del self._requests[request.request_id]
         self.since_last_plan.add(request.request_id)
+        reason = FINISH_REASONS[status]
+        stop_token_id = request.all_token_ids[-1] if reason is FinishReason.STOP else None
+        outputs[request.client_id].append(replace(last, finish_reason=reason, stop_token_id=stop_token_id))
 
     def _unqueue(self, request: Request) -> None:
         """Removes a request from the queue it waits in, if any."""

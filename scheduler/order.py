@@ -111,9 +111,8 @@ class Priority:
                 request for request in running if request.num_futile_preemptions >= MAX_FUTILE_PREEMPTIONS
             ]
             usual += sorted(spared, key=lambda request: request.request_id, reverse=True)
-        return iter(
-            sorted(usual, key=lambda request: request.queue_key[:-1], reverse=True)
-        )  # equals stay in order
+        # Equals stay in order.
+        return iter(sorted(usual, key=lambda request: request.queue_key[:-1], reverse=True))
 
     def planned(self, num_tokens: int) -> None:
         """Does nothing: only priorities and arrival times decide."""

@@ -11,7 +11,7 @@ each one's `num_computed_tokens` reaches its `num_tokens`. The parts, by file:
     speculation drafts of the next tokens
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -20,11 +20,11 @@ from baton.errors import InvalidRequest
 from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import ErrorKind, RequestOutput, TokenLogprobs
 from baton.sampling import StructuredOutput
-from baton.step import NON_FINITE, EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+from baton.step import NON_FINITE, ClientOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVBlockCounts, RequestCounts
 from scheduler.admission import Admission
 from scheduler.batching import make_batching
-from scheduler.ending import Ending, OutputsByClient
+from scheduler.ending import Ending
 from scheduler.kv_cache import KVCache
 from scheduler.limits import ContextLimits, check_stop
 from scheduler.load import WaitingLoad, waiting_load
@@ -126,9 +126,9 @@ class Scheduler:
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[str, EngineCoreOutputs]:
+    ) -> ClientOutputs:
         """Processes a step's samples. Returns the outputs by client, including those of finished requests."""
-        outputs = OutputsByClient()
+        outputs: ClientOutputs = defaultdict(list)
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
         forced = model_runner_output.forced_token_ids
         requests = self._under_way.pop(scheduler_output.step, [])
@@ -159,18 +159,18 @@ class Scheduler:
         self._ending.drop_from_running()
         if self.is_trying:
             self._go_on_trying(scheduler_output)
-        return outputs.by_client()
+        return outputs
 
     def retry_in_halves(
         self, failed: SchedulerOutput, later: Iterable[SchedulerOutput], reason: str
-    ) -> dict[str, EngineCoreOutputs]:
+    ) -> ClientOutputs:
         """Discards a step that the device failed to compute, and the `later` steps, planned on top of it.
 
         The failed step's requests compute all their tokens again, one half after the other; all others wait.
         A request that fails alone ends with STEP_FAILED. Requests that load a prompt behind prefix-cache hits
         are given back, since these hits may never have been computed.
         """
-        outputs = OutputsByClient()
+        outputs: ClientOutputs = defaultdict(list)
         self._under_way.clear()
         for request in self._requests.values():
             request.num_output_placeholders = 0
@@ -187,7 +187,7 @@ class Scheduler:
             self._ending.finish(
                 [culprit], status, outputs, f"its step failed, with no other request in it: {reason}", kind
             )
-        return outputs.by_client()
+        return outputs
 
     @property
     def awaits_output(self) -> bool:
@@ -213,11 +213,9 @@ class Scheduler:
         outputs = (request.sampling_params.structured_output for request in self._requests.values())
         return frozenset(filter(None, outputs))
 
-    def grammar_compiled(
-        self, output: StructuredOutput, error: str | None = None
-    ) -> dict[str, EngineCoreOutputs]:
+    def grammar_compiled(self, output: StructuredOutput, error: str | None = None) -> ClientOutputs:
         """Queues requests that wait for this grammar, at their old places. An `error` ends them instead."""
-        outputs = OutputsByClient()
+        outputs: ClientOutputs = defaultdict(list)
         for request in self._admission.take_compiled(output):
             if error is None:
                 request.move_to(RequestStatus.WAITING)
@@ -226,11 +224,11 @@ class Scheduler:
                 self._ending.end(
                     request, RequestStatus.FINISHED_ERROR, outputs, error, ErrorKind.INVALID_REQUEST
                 )
-        return outputs.by_client()
+        return outputs
 
-    def update_connector_output(self, output: KVConnectorOutput) -> dict[str, EngineCoreOutputs]:
+    def update_connector_output(self, output: KVConnectorOutput) -> ClientOutputs:
         """Processes the connector's output, before `schedule()`. Only counts late and unknown entries."""
-        outputs = OutputsByClient()
+        outputs: ClientOutputs = defaultdict(list)
         if self._connector is not None:
             self._connector.update_connector_output(output)
         for received in output.finished_recving:
@@ -258,18 +256,18 @@ class Scheduler:
         self._ending.finish(
             unwanted, RequestStatus.FINISHED_ABORTED, outputs, "no decode worker needs it any more"
         )
-        return outputs.by_client()
+        return outputs
 
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus, error: str | None = None
-    ) -> dict[str, EngineCoreOutputs]:
+    ) -> ClientOutputs:
         """Ends requests in any state. Ignores unknown and finished ones, so the call may be repeated.
 
         Samples of current steps are dropped. If a request was given back, its next worker samples them again.
         """
-        outputs = OutputsByClient()
+        outputs: ClientOutputs = defaultdict(list)
         self._ending.finish(request_ids, status, outputs, error)
-        return outputs.by_client()
+        return outputs
 
     @property
     def kv_groups(self) -> KVGroups:
@@ -327,8 +325,7 @@ class Scheduler:
         self._kv.check_integrity()
         self._swap.check_integrity()
         counts = self.request_counts()
-        num_known = counts.running + counts.waiting + counts.waiting_for_remote_kvs
-        assert num_known == len(self._requests), f"{counts} but {len(self._requests)} requests are known"
+        assert counts.total == len(self._requests), f"{counts} but {len(self._requests)} requests are known"
         num_holders = counts.running + counts.waiting_for_remote_kvs + self._remote.num_received
         assert self._kv.num_tables == num_holders, "a waiting request holds blocks, or a running one none"
         assert all(request.status is RequestStatus.RUNNING for request in self._running.requests)
@@ -363,7 +360,7 @@ class Scheduler:
         request: Request,
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs] | None,
-        outputs: OutputsByClient,
+        outputs: ClientOutputs,
     ) -> int:
         """Appends tokens up to the first that ends the request. Reports them, and returns their number."""
         all_token_ids, num_taken, status = request.all_token_ids, 0, None
@@ -385,7 +382,7 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens,
         )
         if status is None:
-            outputs.add(request, output)
+            outputs[request.client_id].append(output)
         else:
             self._ending.finish_with(request, status, output, outputs)
         return num_taken

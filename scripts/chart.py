@@ -1,15 +1,11 @@
-"""Writes the generated files of the chart.
+"""Writes the generated files of the chart: python -m scripts.chart
 
-README.md comes from values.yaml, the schema of Baton's configuration from its classes, and Ray's version from the lock.
-What the schema requires comes from its own sections.
-
-python -m scripts.chart           writes the files
-python -m scripts.chart --check   fails if one of them differs
+README.md comes from values.yaml, the schema of Baton's configuration from its classes, Ray's version from the lock, and
+the dashboard from scripts/dashboard.py. What the schema requires comes from its own sections.
 """
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +14,12 @@ from typing import Any
 import yaml
 
 from baton.config import BatonConfig
+from scripts.dashboard import dashboard
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm" / "baton"
 VALUES, SCHEMA, README = CHART / "values.yaml", CHART / "values.schema.json", CHART / "README.md"
-
-RAY_VERSION = CHART / "files" / "ray_version"
+RAY_VERSION, DASHBOARD = CHART / "files" / "ray_version", CHART / "files" / "dashboard.json"
 
 _HEADING = re.compile(r"# ---- (.+?) -+$")
 
@@ -179,20 +175,10 @@ def written() -> dict[Path, str]:
         README: readme(VALUES.read_text()),
         SCHEMA: schema(SCHEMA.read_text()),
         RAY_VERSION: ray_version(lock),
+        DASHBOARD: json.dumps(dashboard(), indent=2) + "\n",
     }
 
 
-def main(arguments: list[str]) -> int:
-    made = written()
-    if arguments == ["--check"]:
-        stale = [path.name for path, text in made.items() if not path.exists() or path.read_text() != text]
-        if stale:
-            print(f"helm/baton: {', '.join(stale)}: run `python -m scripts.chart`", file=sys.stderr)
-        return int(bool(stale))
-    for path, text in made.items():
-        path.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    for path, text in written().items():
+        path.write_text(text)

@@ -1,17 +1,8 @@
-"""Writes helm/baton/files/dashboard.json, the Grafana dashboard, from one line of this file for each panel.
+"""The Grafana dashboard, from one line of this file for each panel. `python -m scripts.chart` writes it to a file."""
 
-python -m scripts.dashboard           writes the file
-python -m scripts.dashboard --check   fails if the file differs
-"""
-
-import json
 import re
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-FILE = Path(__file__).resolve().parent.parent / "helm" / "baton" / "files" / "dashboard.json"
 
 WIDTH = 24
 HEIGHT = 8
@@ -33,10 +24,10 @@ class Panel:
         return 4 if self.is_stat else 8
 
 
-def quantiles(metric: str, by: str = "", *, selector: str = "") -> dict[str, str]:
+def quantiles(metric: str, by: str = "") -> dict[str, str]:
     """Median, 95th and 99th percentile of a histogram."""
     labels, legend = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
-    rates = f"sum by ({labels}) (rate({metric}_bucket{selector}[$__rate_interval]))"
+    rates = f"sum by ({labels}) (rate({metric}_bucket[$__rate_interval]))"
     return {
         f"p{share * 100:.0f}{legend}": f"histogram_quantile({share}, {rates})" for share in (0.5, 0.95, 0.99)
     }
@@ -292,15 +283,3 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
             for index, (legend, query) in enumerate(panel.queries.items())
         ],
     }
-
-
-def main(arguments: list[str]) -> int:
-    text = json.dumps(dashboard(), indent=2) + "\n"
-    if arguments == ["--check"]:
-        return 0 if FILE.read_text() == text else 1
-    FILE.write_text(text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from baton.config import SchedulerConfig
@@ -194,7 +195,7 @@ class TimedWorker:
 
     def _outputs(self, produced: Any) -> TimedOutputs:
         outputs = []
-        for output in (output for each in produced.values() for output in each.outputs):
+        for output in chain.from_iterable(produced.values()):
             outputs.append((self.requests[output.request_id], output))
             if output.finish_reason is not None:
                 del self.requests[output.request_id]

@@ -19,6 +19,7 @@ from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, RunSus
 from baton.messages.session import WorkerSessions
 from baton.request import EngineRequest, RequestOutput
 from baton.sampling import StructuredOutput
+from baton.step import ClientOutputs
 from baton.system.progress import Progress
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeWorker
@@ -36,7 +37,7 @@ from simulator.network import Network, SimChannel
 from simulator.pools import SharedPools, SimExits, SimReader
 from simulator.world import Process, World
 from worker.client_requests import ClientRequests, refusal
-from worker.core import ClientOutputs, EngineCore
+from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.role import Role
 from worker.suspect_turns import SuspectTurns

@@ -9,8 +9,9 @@ from collections.abc import Iterable, KeysView
 from baton.clock import Clock
 from baton.errors import InvalidRequest, Overloaded, RequestError
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.step import ClientOutputs
 from scheduler import RequestStatus
-from worker.core import ClientOutputs, EngineCore
+from worker.core import EngineCore
 from worker.role import Role
 
 

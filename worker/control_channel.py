@@ -98,7 +98,7 @@ class StdioControlClient:
     error, or ClusterError as soon as the worker has ended."""
 
     def __init__(self, name: str, stdin: IO[str], stdout: IO[str]) -> None:
-        """The client owns both streams from now on. It closes `stdout` once the worker has closed it."""
+        """Only the client uses the streams from now on. It closes `stdout` once the worker has closed it."""
         self._stdin = stdin
         self._stdout = stdout
         self._numbers = itertools.count(1)
@@ -108,11 +108,6 @@ class StdioControlClient:
         """The worker has closed its end."""
         self._reader = threading.Thread(target=self._read, name=f"control {name}", daemon=True)
         self._reader.start()
-
-    def close(self) -> None:
-        """Closes the worker's stdin, so that the worker ends by itself. May be repeated."""
-        with self._lock, contextlib.suppress(OSError):  # what was not written before it died
-            self._stdin.close()
 
     async def call(self, request: ControlRequest[R]) -> R:
         return CODEC.value_in(await asyncio.wrap_future(self._send(request)), request)
@@ -128,7 +123,7 @@ class StdioControlClient:
             try:
                 self._stdin.write(_to_line(write_call(frame)) + "\n")
                 self._stdin.flush()
-            except (OSError, ValueError):  # a broken pipe; closed by ourselves
+            except (OSError, ValueError):  # a broken pipe; closed by the owner of the process
                 del self._open[frame.number]
                 raise _loss() from None
         return future

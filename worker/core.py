@@ -14,13 +14,14 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest
-from baton.request import EngineRequest, RequestOutput
+from baton.request import EngineRequest
 from baton.step import (
     NON_FINITE,
-    EngineCoreOutputs,
+    ClientOutputs,
     FailedKV,
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -43,8 +44,6 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 16
 """After so many failed steps in a row, the device is at fault. A request that breaks its steps fails up to
 two steps before any step is computed, even if such requests arrive one after another at an idle device."""
-
-ClientOutputs = dict[str, list[RequestOutput]]
 
 
 @dataclass(slots=True)
@@ -177,14 +176,13 @@ class EngineCore:
         return self.finish_requests(request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
 
     def load(self) -> tuple[WorkerLoad, float | None]:
-        """The engine's load, and the arrival of the oldest waiting request on the engine's clock.
+        """The load without `oldest_waiting_s`, and the arrival of the oldest waiting request on the engine's clock.
 
         Looks at every request, so call it rarely.
         """
-        waiting, now = self.scheduler.waiting_load(), self._clock.now()
+        waiting = self.scheduler.waiting_load()
         load = WorkerLoad(
             num_queued_prompt_tokens=waiting.num_prompt_tokens,
-            oldest_waiting_s=0.0 if waiting.oldest_arrival is None else now - waiting.oldest_arrival,
             prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
             decode_step_s=self._meter.decode_step_s,
         )
@@ -247,7 +245,7 @@ class EngineCore:
         self._under_way.append(StepUnderWay(plan, self._clock.now()))
         self._pipeline.submit(plan)
 
-    def _complete_oldest(self) -> dict[str, EngineCoreOutputs]:
+    def _complete_oldest(self) -> ClientOutputs:
         """Waits for the oldest current step and processes its samples."""
         result = self._take_result()
         step = self._under_way.popleft()
@@ -269,7 +267,7 @@ class EngineCore:
     def _take_result(self) -> StepResult:
         return self._results.popleft() if self._results else self._pipeline.take_result()
 
-    def _look_at_non_finite(self, request_ids: Set[str]) -> dict[str, EngineCoreOutputs]:
+    def _look_at_non_finite(self, request_ids: Set[str]) -> ClientOutputs:
         """Does nothing if none of these requests is unfinished: then an earlier step ended them."""
         if not request_ids or request_ids.isdisjoint(self.scheduler.request_ids):
             return {}
@@ -277,7 +275,7 @@ class EngineCore:
         self.health.count_non_finite_step()
         return self._give_back_if_unfit(NON_FINITE, request_ids)
 
-    def _give_back_if_unfit(self, failure: str, request_ids: Iterable[str]) -> dict[str, EngineCoreOutputs]:
+    def _give_back_if_unfit(self, failure: str, request_ids: Iterable[str]) -> ClientOutputs:
         """After a failure: if the device is at fault, nothing is known against these requests."""
         if self.health.is_fit_after(failure):
             return {}
@@ -297,7 +295,7 @@ class EngineCore:
         if num_tokens:
             self.steps.done(num_prompt_tokens, num_tokens - num_prompt_tokens, time_s)
 
-    def _fail(self, plan: SchedulerOutput, error: Exception) -> dict[str, EngineCoreOutputs]:
+    def _fail(self, plan: SchedulerOutput, error: Exception) -> ClientOutputs:
         """Retries the step's requests in halves, to end only the request that breaks it.
 
         Until one request has been computed, the device may be at fault, so the failure is counted.
@@ -310,7 +308,7 @@ class EngineCore:
             raise error
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise RuntimeError(f"the device failed to compute {MAX_FAILED_STEPS} steps in a row") from error
-        given_back: dict[str, EngineCoreOutputs] = {}
+        given_back: ClientOutputs = {}
         if num_requests == 1:
             failure = f"the device failed to compute a step ({error})"
             given_back = self._give_back_if_unfit(failure, plan.num_scheduled_tokens)
@@ -326,13 +324,13 @@ class EngineCore:
         return outputs
 
     def _traced(
-        self, plan: SchedulerOutput, output: ModelRunnerOutput, outputs: dict[str, EngineCoreOutputs]
-    ) -> dict[str, EngineCoreOutputs]:
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, outputs: ClientOutputs
+    ) -> ClientOutputs:
         if self._trace is not None:
             self._trace.done(plan.step, output.sampled_token_ids, outputs)
         return outputs
 
-    def _end_between_steps(self, ended: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:
+    def _end_between_steps(self, ended: ClientOutputs, outputs: ClientOutputs) -> None:
         if self._trace is not None:
             self._trace.ended(ended)
         self._stamp(ended, outputs)
@@ -347,25 +345,20 @@ class EngineCore:
             num_free_blocks=self.scheduler.kv_block_counts().free,
         )
 
-    def _stamp(self, latest: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:
+    def _stamp(self, latest: ClientOutputs, outputs: ClientOutputs) -> None:
         """Adds the latest outputs to `outputs`, with the stages of every request that ended."""
-        for client_id, part in latest.items():
-            for output in part.outputs:
+        for client_id, latest_of_client in latest.items():
+            for output in latest_of_client:
                 stages = self._stages.produced(output)
                 outputs[client_id].append(replace(output, stage_times=stages) if stages else output)
 
 
-def _joined(
-    first: dict[str, EngineCoreOutputs], second: dict[str, EngineCoreOutputs]
-) -> dict[str, EngineCoreOutputs]:
+def _joined(first: ClientOutputs, second: ClientOutputs) -> ClientOutputs:
     """The outputs of both by client, the first ones before the second ones."""
     if not first:
         return second
-    nothing = EngineCoreOutputs(())
     return {
-        client_id: EngineCoreOutputs(
-            first.get(client_id, nothing).outputs + second.get(client_id, nothing).outputs
-        )
+        client_id: [*first.get(client_id, ()), *second.get(client_id, ())]
         for client_id in {**first, **second}
     }
 
@@ -373,10 +366,10 @@ def _joined(
 def _note_drafts(
     drafts: Mapping[str, tuple[int, ...]],
     sampled: Mapping[str, list[int]],
-    outputs: dict[str, EngineCoreOutputs],
+    outputs: ClientOutputs,
 ) -> None:
     """Adds counts of drafts to a step's outputs. All of a request's samples but one are accepted drafts."""
-    for output in (output for part in outputs.values() for output in part.outputs):
+    for output in chain.from_iterable(outputs.values()):
         token_ids = sampled.get(output.request_id)
         if token_ids and output.token_ids and output.request_id in drafts:
             output.num_draft_tokens = len(drafts[output.request_id])

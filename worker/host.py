@@ -26,7 +26,7 @@ from baton.kv import WorkerRef
 from baton.system.addresses import listen_tcp
 from baton.system.curve import ClusterKeys, PlaneKeys
 from baton.system.progress import Progress
-from baton.system.progress_watch import ProgressWatch, end_process
+from baton.system.progress_watch import ProgressWatch
 from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from engine.build import DeviceEngine, OnProgress, build_device_engine
 from engine.collectives import Collectives
@@ -84,12 +84,10 @@ class EngineHost:
         role: Role,
         name: str,
         other_roles: Sequence[Role] = (),
-        end_process: Callable[[], None] = end_process,
         cpus: tuple[int, ...] = (),
     ) -> None:
         """`keys` of both planes; None if `network.security` is `none`. `other_roles`: roles it may change to.
-        `end_process` ends a worker that hangs. `cpus`: the CPUs that this process is pinned to, for its
-        status.
+        `cpus`: the CPUs that this process is pinned to, for its status.
         """
         assert (keys.request is None) == (keys.kv is None) == (config.network.security == "none")
         self._config = config
@@ -100,7 +98,6 @@ class EngineHost:
         self._roles = {each.kind: each for each in (role, *other_roles)}
         self._name = name
         self._incarnation = secrets.token_hex(8)
-        self._end_process = end_process
         self._cpus = cpus
         self._clock = SystemClock()
         self._started: _Parts | None = None
@@ -177,13 +174,8 @@ class EngineHost:
         server = RequestServer(network, self._keys.request, self._incarnation, self.status, clock)
         lease_s = self._config.kv_transfer.lease_s
         loop = EngineLoop(core, self._role, server, clock, lease_s, commands)
-        watched = (
-            steps,
-            grammars.progress,
-            server.progress,
-            executor.device_engine.connector.progress,
-        )
-        watch = ProgressWatch(watched, clock, server.beat, self._end_process)
+        watched = steps, grammars.progress, server.progress, executor.device_engine.connector.progress
+        watch = ProgressWatch(watched, clock, server.beat)
         return _Parts(executor, core, loop, server, watch, metrics)
 
     def _begin(self, parts: _Parts) -> None:
@@ -270,7 +262,7 @@ class EngineHost:
         )
 
     def _load(self, snapshot: EngineSnapshot) -> WorkerLoad:
-        """The load in a snapshot, with waiting times as of now: they also grow during a long step."""
+        """The load in a snapshot, with the waiting time as of now: it also grows during a long step."""
         if snapshot.oldest_arrival is None:
             return snapshot.load
         return replace(snapshot.load, oldest_waiting_s=self._clock.now() - snapshot.oldest_arrival)

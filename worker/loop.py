@@ -15,10 +15,11 @@ from typing import Any, Protocol
 from baton.clock import Clock
 from baton.errors import FleetError, Overloaded, RequestError
 from baton.request import EngineRequest, RequestOutput
+from baton.step import ClientOutputs
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
 from worker.client_requests import ClientRequests, refusal
 from worker.commands import CommandQueue
-from worker.core import ClientOutputs, EngineCore
+from worker.core import EngineCore
 from worker.drain import ANSWER_TIMEOUT_S, DrainStage, DrainState, what_is_left
 from worker.kv_events import KVChange, net
 from worker.role import Role
@@ -40,7 +41,7 @@ class EngineSnapshot:
     counters: dict[str, int]
     """Those of EngineCore."""
     load: WorkerLoad
-    """Recent, unless nothing has happened since."""
+    """Recent, unless nothing has happened since; without `oldest_waiting_s`, which grows between two snapshots."""
     oldest_arrival: float | None
     """Arrival of the oldest request that waits for its first step, on the engine's clock."""
 

@@ -10,13 +10,14 @@ import errno
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
 from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.request import FinishReason
-from baton.step import EngineCoreOutputs, SchedulerOutput
+from baton.step import ClientOutputs, SchedulerOutput
 from worker.step_trace import (
     Share,
     StepTrace,
@@ -113,14 +114,12 @@ class StepTraceWriter:
             ended, self._ended_between = self._ended_between, {}
             self._planned[plan.step] = _PlannedStep(plan, self._now(), standing, ended)
 
-    def ended(self, outputs: Mapping[str, EngineCoreOutputs]) -> None:
+    def ended(self, outputs: ClientOutputs) -> None:
         """Requests ended between two steps: by a client, by a deadline, or because their prompt did not arrive."""
         if self._file is not None:
             self._ended_between |= _ends(outputs)
 
-    def done(
-        self, step: int, sampled_token_ids: Mapping[str, list[int]], outputs: Mapping[str, EngineCoreOutputs]
-    ) -> None:
+    def done(self, step: int, sampled_token_ids: Mapping[str, list[int]], outputs: ClientOutputs) -> None:
         """The result of a planned step was processed: the device's samples, and the resulting outputs."""
         planned = self._planned.pop(step, None)
         if planned is not None:
@@ -232,17 +231,15 @@ def _num_cached_tokens(plan: SchedulerOutput, block_size: int) -> dict[str, int]
             if request_id in cached.resumed_request_ids:
                 num_rows = -(-(num_computed + plan.num_scheduled_tokens[request_id]) // block_size)
                 copied = (index for index, block_id in enumerate(block_ids) if block_id in swapped_in)
-                first_row = (
-                    next(copied, len(block_ids)) * num_rows // len(block_ids)
-                )  # a row: of each KV group
+                # A row has a block of each KV group.
+                first_row = next(copied, len(block_ids)) * num_rows // len(block_ids)
                 num_cached[request_id] = min(num_computed, first_row * block_size)
     return {request_id: num_tokens for request_id, num_tokens in num_cached.items() if num_tokens}
 
 
-def _ends(outputs: Mapping[str, EngineCoreOutputs]) -> dict[str, FinishReason]:
+def _ends(outputs: ClientOutputs) -> dict[str, FinishReason]:
     return {
         output.request_id: output.finish_reason
-        for part in outputs.values()
-        for output in part.outputs
+        for output in chain.from_iterable(outputs.values())
         if output.finish_reason is not None
     }

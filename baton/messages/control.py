@@ -5,7 +5,7 @@ baton/messages/control_codec.py encodes the messages.
 """
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Generic, Protocol, TypeVar, get_args
 
 from baton.errors import (
@@ -35,10 +35,20 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
+@dataclass(frozen=True, slots=True)
 class ControlRequest(Generic[R_co]):
-    """One call. `R_co` is the type of its answer."""
+    """One call. `R_co` is the type of its answer. A field whose name ends in `_s` is a time, and at least 0."""
 
-    __slots__ = ()
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name.endswith("_s"):
+                check_time(field.name, getattr(self, field.name))
+
+
+def check_time(name: str, seconds: float) -> None:
+    """Raises WireError for a time that is negative or not finite."""
+    if not 0.0 <= seconds < float("inf"):
+        raise WireError(f"{name} must be zero or more, got {seconds:g}")
 
 
 def answer_type(request: type[ControlRequest[R]]) -> type[R]:
@@ -78,9 +88,8 @@ class CallFailure:
     @classmethod
     def of(cls, error: BatonError) -> "CallFailure":
         kinds = (name for name, kind in _ERRORS.items() if isinstance(error, kind))
-        reason = (
-            str(error)[:_MAX_REASON].encode("utf-8", "replace").decode()
-        )  # a path in the message may contain any bytes
+        # A path in the message may contain any bytes.
+        reason = str(error)[:_MAX_REASON].encode("utf-8", "replace").decode()
         return cls(next(kinds, ClusterError.__name__), reason)
 
     def to_error(self) -> BatonError:
@@ -164,9 +173,6 @@ class WaitView(ControlRequest[FleetView]):
     version: int
     wait_s: float
 
-    def __post_init__(self) -> None:
-        _check_time("wait_s", self.wait_s)
-
 
 @dataclass(frozen=True, slots=True)
 class ReportLoad(ControlRequest[Done]):
@@ -199,9 +205,6 @@ class DrainNode(ControlRequest[Done]):
     node: str
     """The node's address or name."""
     within_s: float
-
-    def __post_init__(self) -> None:
-        _check_time("within_s", self.within_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +257,6 @@ class WaitStart(ControlRequest[StartReport]):
     version: int
     wait_s: float
 
-    def __post_init__(self) -> None:
-        _check_time("wait_s", self.wait_s)
-
 
 @dataclass(frozen=True, slots=True)
 class EndFleet(ControlRequest[Done]):
@@ -283,18 +283,12 @@ class WaitStatus(ControlRequest[WorkerStatus]):
 
     after_s: float
 
-    def __post_init__(self) -> None:
-        _check_time("after_s", self.after_s)
-
 
 @dataclass(frozen=True, slots=True)
 class Drain(ControlRequest[Drained]):
     """Drains the worker for good; running requests have `timeout_s` to end."""
 
     timeout_s: float
-
-    def __post_init__(self) -> None:
-        _check_time("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,9 +298,6 @@ class SetRole(ControlRequest[Done]):
     role: WorkerRole
     timeout_s: float
 
-    def __post_init__(self) -> None:
-        _check_time("timeout_s", self.timeout_s)
-
 
 @dataclass(frozen=True, slots=True)
 class FlushCache(ControlRequest[Done]):
@@ -315,13 +306,5 @@ class FlushCache(ControlRequest[Done]):
     force: bool
     timeout_s: float
 
-    def __post_init__(self) -> None:
-        _check_time("timeout_s", self.timeout_s)
-
 
 WORKER_CALLS: tuple[type[ControlRequest[Any]], ...] = (WaitStatus, Drain, SetRole, FlushCache)
-
-
-def _check_time(name: str, seconds: float) -> None:
-    if not 0.0 <= seconds < float("inf"):
-        raise WireError(f"{name} must be zero or more, got {seconds:g}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from baton.errors import BatonError, ClusterError, WireError
-from baton.messages.control import FLEET_PLANE_VERSION, CallFailure, ControlRequest, answer_type
+from baton.messages.control import FLEET_PLANE_VERSION, CallFailure, ControlRequest, answer_type, check_time
 from baton.messages.wire import Codec, unpack
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -34,8 +34,7 @@ class CallFrame:
 
     def __post_init__(self) -> None:
         _check_version(self.version)
-        if not 0.0 <= self.timeout_s < float("inf"):
-            raise WireError(f"timeout_s must be zero or more, got {self.timeout_s:g}")
+        check_time("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

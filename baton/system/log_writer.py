@@ -1,7 +1,7 @@
 """LogWriter: writes a process's log on a thread of its own, so that logging never waits for the log's reader.
 
-An unread pipe or a full disk loses lines but never delays a request. With a RepeatLimit, an endlessly repeated line
-does not fill the disk.
+An unread pipe or a full disk loses lines but never delays a request. RepeatLimit keeps an endlessly repeated line from
+filling the disk.
 """
 
 import logging
@@ -27,17 +27,15 @@ class LogWriter(logging.Handler):
         stream: TextIO,
         max_waiting_characters: int = MAX_WAITING_CHARACTERS,
         *,
-        limit: RepeatLimit | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Without a `limit` every line is written."""
         super().__init__()
         self._stream = stream
         self._clock = clock or SystemClock()
         self._max_waiting_characters = max_waiting_characters
         self._changed = threading.Condition()
         """Guards all fields below."""
-        self._limit = limit
+        self._limit = RepeatLimit()
         self._waiting: deque[str] = deque()
         """Includes the line that is being written."""
         self._num_characters = 0
@@ -47,8 +45,11 @@ class LogWriter(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Never blocks."""
-        if not self._admits(record):
-            return
+        with self._changed:
+            now = self._clock.now()
+            self._append_summaries(self._limit.summaries(now))
+            if not self._limit.admits(record, now):
+                return
         try:
             line = self.format(record)
         except Exception:
@@ -65,21 +66,12 @@ class LogWriter(logging.Handler):
     def close(self) -> None:
         """Flushes; then the thread ends, unless the stream blocks it."""
         with self._changed:
-            if self._limit is not None:
-                self._append_summaries(self._limit.close(self._clock.now()))
+            self._append_summaries(self._limit.close(self._clock.now()))
         self.flush()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         super().close()
-
-    def _admits(self, record: logging.LogRecord) -> bool:
-        if self._limit is None:
-            return True
-        with self._changed:
-            now = self._clock.now()
-            self._append_summaries(self._limit.summaries(now))
-            return self._limit.admits(record, now)
 
     def _append_summaries(self, summaries: list[logging.LogRecord]) -> None:
         for summary in summaries:
@@ -110,15 +102,13 @@ class LogWriter(logging.Handler):
         with self._changed:
             while not (self._waiting or self._is_closed):
                 self._changed.wait(self._time_to_summary())
-                if self._limit is not None:
-                    self._append_summaries(self._limit.summaries(self._clock.now()))
+                self._append_summaries(self._limit.summaries(self._clock.now()))
             return self._waiting[0] if self._waiting else None
 
     def _time_to_summary(self) -> float | None:
         """None: no summary is due."""
-        if self._limit is None or self._limit.next_end is None:
-            return None
-        return max(0.0, self._limit.next_end - self._clock.now())
+        end = self._limit.next_end
+        return None if end is None else max(0.0, end - self._clock.now())
 
     def _note_written(self, line: str) -> None:
         with self._changed:

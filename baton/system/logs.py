@@ -15,7 +15,6 @@ from typing import TextIO
 
 from baton.config import LoggingConfig
 from baton.system.log_writer import LogWriter
-from baton.system.repeat_limit import RepeatLimit
 
 PACKAGES = (
     "baton",
@@ -65,7 +64,7 @@ def write_logs(config: LoggingConfig, stream: TextIO | None = None, **process: s
     the lines are written each minute. `process` names the process on every line: its kind (`component`), its
     `fleet` and `worker`, and its `rank`.
     """
-    writer = LogWriter(stream or sys.stderr, limit=RepeatLimit())
+    writer = LogWriter(stream or sys.stderr)
     writer.setFormatter(JsonFormatter(process) if config.format == "json" else _for_people(process))
     level = logging.getLevelNamesMapping()[config.level.upper()]
     logging.basicConfig(level=max(level, logging.WARNING), handlers=[writer], force=True)

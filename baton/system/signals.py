@@ -5,6 +5,8 @@ import signal
 from collections.abc import Awaitable, Coroutine
 from types import FrameType
 
+from baton.system.tasks import end_tasks
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -45,9 +47,8 @@ class StopSignals:
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
-                signal.signal(
-                    number, lambda *_: self._on_signal()
-                )  # else SIGTERM would end the process at once
+                # Otherwise, SIGTERM would end the process at once.
+                signal.signal(number, lambda *_: self._on_signal())
 
     def _on_early_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.stop.set()
@@ -75,9 +76,7 @@ async def unless(event: asyncio.Event, work: Awaitable[object]) -> bool:
         await working
         return True
     finally:
-        working.cancel()
-        interrupted.cancel()
-        await asyncio.gather(working, interrupted, return_exceptions=True)
+        await end_tasks(working, interrupted)
 
 
 async def either(*works: Awaitable[None]) -> None:
@@ -89,6 +88,4 @@ async def either(*works: Awaitable[None]) -> None:
             if task.done():
                 task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)

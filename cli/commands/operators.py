@@ -13,6 +13,7 @@ from typing import Any
 
 from baton.fleet import CacheFlush, RolloutStep
 from baton.messages.control import MAY_BE_CARRIED_OUT
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerRole
 from cli.console import CommandConsole
 from cli.target import Target
@@ -152,8 +153,7 @@ async def carry_out(
         try:
             await call(client)
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            await end_tasks(looking)
         return time.monotonic() - started
 
 

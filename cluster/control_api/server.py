@@ -28,6 +28,7 @@ from baton.messages.control_codec import (
 )
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import PlaneKeys
+from baton.system.tasks import end_tasks
 from cluster.control_api.calls import CALLS, CONTROL_CODEC, lost_reply
 from cluster.control_api.server_socket import MAX_CALLS_OF_ONE, ServerSocket
 from cluster.controller.follower import ViewFollower
@@ -59,11 +60,6 @@ class ControlServer:
         """HOST:PORT at which others reach this server."""
         return self._socket.address
 
-    @property
-    def num_denied(self) -> int:
-        """The number of refused connections."""
-        return self._socket.num_denied
-
     def open(self) -> None:
         """Begins to answer calls. Before `serve`, each answer is an error: the fleet is still starting."""
         self._socket.open(self._on_frames)
@@ -86,9 +82,7 @@ class ControlServer:
             self._views.end("the fleet was ended by its owner")
             await asyncio.sleep(farewell_s)
         tasks = {*self._tasks, *({self._following} if self._following else ())}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
         self._socket.close()
 
     def _on_frames(self, peer: bytes, frames: list[bytes]) -> None:

@@ -62,11 +62,6 @@ class ServerSocket:
         self.address = address.removeprefix("tcp://")
         """HOST:PORT at which others reach this server."""
 
-    @property
-    def num_denied(self) -> int:
-        """The number of refused connections."""
-        return self._authenticator.num_denied
-
     def open(self, on_frames: OnFrames) -> None:
         self._on_frames = on_frames
         loop = asyncio.get_running_loop()

@@ -23,6 +23,7 @@ from baton.messages.control_codec import (
 from baton.system.addresses import connect
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import FAILED_HANDSHAKES, REFUSED, PlaneKeys, connection_events, secure_client
+from baton.system.tasks import end_tasks
 from cluster.control_api.calls import CallNotSent, ControlClient
 from cluster.control_api.server_socket import MAX_CALLS_OF_ONE, set_heartbeats
 from cluster.controller.supervisor import Patience
@@ -88,9 +89,7 @@ class ZmqCarrier:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         self._fail_all(f"the connection to the control server at {self.address} was closed")
         self._socket.disable_monitor()
         self._monitor.close()

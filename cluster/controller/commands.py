@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from baton.errors import BatonError, FleetError
 from baton.fleet import NodeDescription, RolloutStep
 from baton.messages.control import RolloutBegun, RolloutProgress
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerRole
 from cluster.controller.desired import DesiredReplica
 from cluster.controller.launcher import Launcher
@@ -73,8 +74,7 @@ class _Rollout:
         return self._steps[index]
 
     async def stop(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
     async def _run(self, steps: AsyncIterator[RolloutStep]) -> None:
         async for step in steps:
@@ -111,10 +111,7 @@ class RoleChanges:
 
     async def stop(self) -> None:
         """Cancels all running changes."""
-        running = list(self._running.values())
-        for change in running:
-            change.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await end_tasks(*self._running.values())
 
     async def _change(self, replica: DesiredReplica, supervisor: Supervisor, role: WorkerRole) -> None:
         try:
@@ -183,9 +180,7 @@ class DrainingNodes:
 
     async def stop(self) -> None:
         """Cancels all moves."""
-        for task in self._moving:
-            task.cancel()
-        await asyncio.gather(*self._moving, return_exceptions=True)
+        await end_tasks(*self._moving)
 
     def _mark(self, names: Iterable[str]) -> None:
         self.names = tuple(names)

@@ -22,6 +22,7 @@ from baton.fleet import (
     RolloutStep,
 )
 from baton.messages.control import CachesFlushed, CallFailure, StartReport, WaitStart, WaitView
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerRole
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.callers import Callers
@@ -260,16 +261,13 @@ class Controller:
     async def shutdown(self, *, may_drain: bool) -> None:
         """Ends all workers together, after a drain if `may_drain`. Then nothing of the fleet is left."""
         if self._scaling is not None:
-            self._scaling.cancel()
-            await asyncio.gather(self._scaling, return_exceptions=True)
+            await end_tasks(self._scaling)
         await asyncio.gather(self.rollouts.stop(), self._draining_nodes.stop())
         if may_drain:
             await asyncio.gather(*[supervisor.drain() for supervisor in self._supervisors.values()])
         tasks = [*self._tasks.values(), *self._resumed]
         self._tasks = {}  # a second shutdown must not cancel tasks that are cleaning up
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
         await self._role_changes.stop()
         self._store.clear()
 
@@ -340,8 +338,7 @@ class Controller:
         """Removes the replica of a worker that was drained."""
         if (task := self._tasks.pop(name, None)) is None:
             return
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task)
         supervisor = self._supervisors.pop(name)
         del self._desired.replicas[name]
         self._save()
@@ -365,9 +362,8 @@ class Controller:
             )
 
     def _burden(self, supervisor: Supervisor) -> tuple[bool, int]:
-        counts = supervisor.status.requests if supervisor.status else None
-        busy = counts.running + counts.waiting + counts.waiting_for_remote_kvs if counts else 0
-        return supervisor.takes_requests, busy
+        num_requests = supervisor.status.requests.total if supervisor.status else 0
+        return supervisor.takes_requests, num_requests
 
     def _note(self, supervisor: Supervisor) -> None:
         """Applies a change of a worker to the desired fleet, the view and the start report."""

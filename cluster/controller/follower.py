@@ -71,27 +71,16 @@ class ViewFollower:
         return self._view
 
 
-class Follower:
+class ViewedWorkers:
     """Adds and removes a gateway's workers. A new incarnation of a worker replaces the former one."""
 
-    def __init__(
-        self, control: ControlApi, registry: Registry, *, is_beside_controller: bool = False
-    ) -> None:
+    def __init__(self, registry: Registry, *, is_beside_controller: bool) -> None:
         """`is_beside_controller`: the controller is in this process, and logs deaths itself."""
-        self._views = ViewFollower(control, self._apply)
         self._registry = registry
         self._is_beside_controller = is_beside_controller
         self._known: dict[str, WorkerEndpoint] = {}
 
-    async def run(self) -> None:
-        """Runs until cancelled. Raises FleetEnded."""
-        await self._views.run()
-
-    async def catch_up(self, wait_s: float) -> tuple[WorkerEndpoint, ...]:
-        """Applies the next view; returns the workers that serve."""
-        return (await self._views.catch_up(wait_s)).endpoints
-
-    def _apply(self, view: FleetView) -> None:
+    def apply(self, view: FleetView) -> None:
         reasons = dict(view.deaths)
         present = {endpoint.ref.name: endpoint for endpoint in view.endpoints}
         for name, known in list(self._known.items()):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 
 from baton.errors import BatonError, ClusterError, FleetError
 from baton.system.awake_timer import awake_timeout
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint
 from cluster.controller.launcher import Found, Incarnation, Launcher, NodeDrains, OnStartProgress
 from cluster.controller.replica import Replica
@@ -69,8 +70,7 @@ class NextIncarnation:
         try:
             await asyncio.wait([preparing])
         finally:
-            preparing.cancel()
-            await asyncio.gather(preparing, return_exceptions=True)
+            await end_tasks(preparing)
             self._preparing = None
         if preparing.cancelled():
             raise self._stopped()
@@ -102,8 +102,7 @@ class NextIncarnation:
         """Ends what is being prepared, or was. From now on, `prepare` fails."""
         self._is_stopped = True
         if self._preparing is not None:
-            self._preparing.cancel()
-            await asyncio.gather(self._preparing, return_exceptions=True)
+            await end_tasks(self._preparing)
         await self.discard()
 
     async def _prepare(self) -> None:

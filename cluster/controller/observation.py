@@ -26,10 +26,7 @@ class ObservedWorker:
 
     @property
     def num_requests(self) -> int:
-        if self.status is None:
-            return 0
-        counts = self.status.requests
-        return counts.running + counts.waiting + counts.waiting_for_remote_kvs
+        return 0 if self.status is None else self.status.requests.total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from baton.messages.control import ControlRequest, WaitStatus
 from baton.messages.control_codec import read_reply, write_call
 from baton.system.awake_timer import awake_timeout
 from baton.system.cpus import CpuShare
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint
 from cluster.controller.launcher import OnStartProgress
 from cluster.on_ray.actors import (
@@ -112,8 +113,7 @@ class RayIncarnation:
             self._hangs = True
             raise
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            await end_tasks(following)
         self._has_started = True
         return endpoint
 

@@ -52,13 +52,11 @@ def labels_of(config: BatonConfig, role: WorkerRole) -> dict[str, str]:
 
 def labels_text(config: BatonConfig) -> str:
     """The end of the message `no_room` if workers need nodes with certain labels; else empty."""
-    wanted = [(role, labels) for role in WorkerRole if (labels := labels_of(config, role))]
-    texts = (", ".join(f"{name}: {value}" for name, value in labels.items()) for _, labels in wanted)
-    kinds = (
-        f"{role.value} workers go to nodes with labels {{{text}}} only (cluster.{role.value}_labels)"
-        for (role, _), text in zip(wanted, texts, strict=True)
-    )
-    return "".join(f"; {kind}" for kind in kinds)
+    text = ""
+    for role in WorkerRole:
+        if labels := ", ".join(f"{name}: {value}" for name, value in labels_of(config, role).items()):
+            text += f"; {role.value} workers go to nodes with labels {{{labels}}} only (cluster.{role.value}_labels)"
+    return text
 
 
 def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeRoom]) -> str | None:

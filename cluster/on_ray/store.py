@@ -28,9 +28,8 @@ class RayStore:
         """
         job: str = ray.get_runtime_context().get_job_id()
         number, owner = self._latest_claim()
-        running = {
-            each["JobID"]: each for each in jobs() if not each["IsDead"]
-        }  # read last: it has every claimant
+        # Read last, so that every claimant is among them.
+        running = {each["JobID"]: each for each in jobs() if not each["IsDead"]}
         if owner not in running:
             self._put(self._claims + str(number + 1).encode(), job.encode(), overwrite=False)
             _, owner = self._latest_claim()

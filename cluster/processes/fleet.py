@@ -22,6 +22,7 @@ from baton.system.awake_timer import awake_timeout
 from baton.system.cpus import find_machine
 from baton.system.curve import ClusterSecret, derive_keys
 from baton.system.signals import unless
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.control_api.calls import InProcessControl
 from cluster.control_api.configuration import keys_digest, pack_configuration
@@ -114,8 +115,7 @@ class ProcessIncarnation:
                 raise ClusterError(how_it_ended(self._exit.result()))
             return await asking
         finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            await end_tasks(asking)
 
     async def stop(self, timeout_s: float) -> None:
         if self._control is not None and timeout_s > 0:

@@ -12,8 +12,9 @@ from baton.messages.control import ControlApi
 from baton.system.garbage import settle
 from baton.system.hosts import in_url
 from baton.system.signals import either, unless
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint, WorkerRole
-from cluster.controller.follower import POLL_S, Follower, keep_reporting
+from cluster.controller.follower import POLL_S, ViewedWorkers, ViewFollower, keep_reporting
 
 if TYPE_CHECKING:
     from gateway import Gateway
@@ -48,11 +49,12 @@ class FollowingGateway:
         *,
         is_beside_controller: bool = False,
     ) -> None:
-        """`is_beside_controller`: see Follower."""
+        """`is_beside_controller`: see ViewedWorkers."""
         self._config = config
         self._gateway = gateway
         self._control = control
-        self._is_beside_controller = is_beside_controller
+        workers = ViewedWorkers(gateway.workers, is_beside_controller=is_beside_controller)
+        self._follower = ViewFollower(control, workers.apply)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Service:
@@ -60,10 +62,9 @@ class FollowingGateway:
         gateway = self._gateway
         settle()  # takes half a second, so call it before clients can connect
         await gateway.start()
-        follower = Follower(self._control, gateway.workers, is_beside_controller=self._is_beside_controller)
-        endpoints, _ = await asyncio.gather(self._until_some_decode(follower), gateway.warm_up())
+        endpoints, _ = await asyncio.gather(self._until_some_decode(), gateway.warm_up())
         await asyncio.gather(*[gateway.workers.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
-        self._tasks.append(asyncio.create_task(follower.run(), name="follow the fleet"))
+        self._tasks.append(asyncio.create_task(self._follower.run(), name="follow the fleet"))
         scaling = self._config.autoscaling
         if scaling.mode != "off":
             report = partial(gateway.report, scaling.latency_window_s)
@@ -89,22 +90,20 @@ class FollowingGateway:
         """Accepts no new requests; running requests get `cluster.drain_timeout_s`, unless `hurry` is set."""
         if not await unless(hurry, self._gateway.stop(self._config.cluster.drain_timeout_s)):
             await self._gateway.stop(0.0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
 
-    async def _until_some_decode(self, follower: Follower) -> tuple[WorkerEndpoint, ...]:
+    async def _until_some_decode(self) -> tuple[WorkerEndpoint, ...]:
         timeout_s = self._config.cluster.start_timeout_s
-        endpoints = await follower.catch_up(0.0)
+        view = await self._follower.catch_up(0.0)
         try:
             async with asyncio.timeout(timeout_s):
-                while not any(endpoint.role is WorkerRole.DECODE for endpoint in endpoints):
-                    endpoints = await follower.catch_up(POLL_S)
+                while not any(endpoint.role is WorkerRole.DECODE for endpoint in view.endpoints):
+                    view = await self._follower.catch_up(POLL_S)
         except TimeoutError:
             raise ClusterError(
                 f"no decode worker of the fleet served within {timeout_s:g} s (cluster.start_timeout_s)"
             ) from None
-        return endpoints
+        return view.endpoints
 
 
 def stopping_text(config: BatonConfig) -> str:

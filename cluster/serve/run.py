@@ -16,6 +16,7 @@ from baton.system.curve import ClusterKeys, PlaneKeys, derive_fleet_keys, derive
 from baton.system.loading import Loading
 from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, either, unless
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint
 from cluster.control_api.server import FIRST_VIEW_S, ControlServer
 from cluster.controller.desired import worker_names
@@ -80,12 +81,7 @@ async def _run_deployment(
     async def start_and_use() -> None:
         """Opens the gateway once the workers serve and the tokenizer is loaded."""
         with screen.stage("workers", f"starting {fleet_text(config)}") as stage:
-            control, tokenizer = await _both(
-                fleet.start(
-                    lambda name, progress: stage.report(name, progress.what, progress.done / progress.count)
-                ),
-                asyncio.wrap_future(loading),
-            )
+            control, tokenizer = await _both(fleet.start(stage.report), asyncio.wrap_future(loading))
             agreed = await with_choices_of(control, config, model_path, screen)
             folder = await asyncio.to_thread(fleets_folder, agreed, model_path, screen)
             if folder != model_path:
@@ -99,9 +95,7 @@ async def _run_deployment(
             stage(workers_text(service.endpoints))
         await following.use(while_ready(service))
 
-    async with (
-        AsyncExitStack() as ending
-    ):  # all of it, in reverse order, even if the screen cannot be written
+    async with AsyncExitStack() as ending:  # in reverse order, even if the screen cannot be written
         ending.push_async_callback(fleet.end, signals.hurry)
         await unless(signals.stop, start_and_use())
 
@@ -112,9 +106,7 @@ async def _both(one: Awaitable[A], other: Awaitable[B]) -> tuple[A, B]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +166,7 @@ async def _run_fleet(
                         f"{workers_text(endpoints)} serve at {server.address}; {num_missing} more to come"
                     )
 
-            control = await fleet.start(
-                lambda name, progress: stage.report(name, progress.what, progress.done / progress.count),
-                open_to_gateways,
-            )
+            control = await fleet.start(stage.report, open_to_gateways)
             view = await control.call(WaitView("", -1, FIRST_VIEW_S))
             stage(workers_text(view.endpoints))
         await either(
@@ -190,9 +179,7 @@ async def _run_fleet(
         await server.close(0.0 if signals.hurry.is_set() else _FAREWELL_S)
 
     ending_text = f"ending the fleet; its workers have {config.cluster.drain_timeout_s:g} s"
-    async with (
-        AsyncExitStack() as ending
-    ):  # all of it, in reverse order, even if the screen cannot be written
+    async with AsyncExitStack() as ending:  # in reverse order, even if the screen cannot be written
         ending.push_async_callback(close_server)
         ending.push_async_callback(fleet.end, signals.hurry)
         await unless(signals.stop, start_and_serve())

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from baton.system.cpus import cpus_text
 from baton.system.paced import paced
-from baton.worker import WorkerEndpoint
+from baton.worker import StartProgress, WorkerEndpoint
 
 _LABEL_WIDTH = 9
 _BAR_WIDTH = 30
@@ -75,7 +75,7 @@ class ScreenStage:
         self._write = write
         self._status = status
         self._doing = status.status
-        self._parts: dict[str, tuple[str, float]] = {}
+        self._parts: dict[str, StartProgress] = {}
 
     def __call__(self, outcome: str) -> None:
         self.outcome = outcome
@@ -88,13 +88,14 @@ class ScreenStage:
         """Prints a permanent line."""
         self._write(text)
 
-    def report(self, part: str, what: str, fraction: float) -> None:
+    def report(self, part: str, progress: StartProgress) -> None:
         """Shows the progress of a part, instead of the part's former progress."""
-        self._parts[part] = (what, fraction)
+        self._parts[part] = progress
         table = Table.grid(padding=(0, 2))
-        for name, (doing, done) in sorted(self._parts.items()):
+        for name, latest in sorted(self._parts.items()):
+            done = latest.done / latest.count
             bar = ProgressBar(total=1.0, completed=done, width=_BAR_WIDTH)
-            table.add_row(" " * _LABEL_WIDTH, Text(name), Text(doing), bar, f"{done:4.0%}")
+            table.add_row(" " * _LABEL_WIDTH, Text(name), Text(latest.what), bar, f"{done:4.0%}")
         self._status.update(Group(self._doing, table))
 
 

@@ -30,6 +30,7 @@ from baton.messages.grammar_check import (
     TryGrammar,
 )
 from baton.sampling import StructuredOutput
+from baton.system.tasks import end_tasks
 from baton.system.turns import FairTurns
 from gateway.grammars.depth import check_depth
 from gateway.grammars.process import CompileProcess
@@ -121,8 +122,7 @@ class GrammarCheck:
         """Refuses all waiting grammars."""
         self._is_stopped = True
         if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+            await end_tasks(self._running)
         while (turn := self._queue.take_next()) is not None:
             self._give_up(turn[1], "this gateway is stopping")
         if self._process is not None:

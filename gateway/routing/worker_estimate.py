@@ -81,8 +81,7 @@ class WorkerEstimate:
         self.step_tokens = status.max_num_batched_tokens or UNKNOWN_STEP_TOKENS
         num_rows = self._groups.most_rows(status.kv_blocks.total, self.block_size, self.step_tokens)
         self._most_tokens = math.inf if num_rows is None else num_rows * self.block_size
-        counts = status.requests
-        self._num_reported = counts.running + counts.waiting + counts.waiting_for_remote_kvs
+        self._num_reported = status.requests.total
         self.is_gone = status.state.has_ended
         self._since_report.clear()
         self._num_freed = 0

@@ -12,6 +12,7 @@ import zmq.asyncio
 from baton.config import NetworkConfig
 from baton.errors import WorkerUnavailable
 from baton.system.curve import PlaneKeys
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 from gateway.turn_budget import SharedTurns
 from gateway.workers.worker_client import LossCause, WorkerClient, WorkerListener
@@ -120,9 +121,7 @@ class WorkerConnections:
 
     async def stop(self) -> None:
         tasks = [*self._tasks.values(), *self._ending]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
         self._clients.clear()
         self._tasks.clear()
         self._context.term()

@@ -9,20 +9,11 @@ import pytest
 from baton.config import BatonConfig
 from baton.messages.control import Drain, Drained, SetRole, WaitStatus
 from baton.worker import WorkerRole
-from cluster.processes.worker_process import WorkerProcess
 from tests.factories.local_cluster import HANDING_OVER, local_cluster
-from worker.control_channel import StdioControlClient
 
 pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 4
-
-
-def control(worker: WorkerProcess) -> StdioControlClient:
-    process = worker._process
-    assert process.stdin is not None
-    assert process.stdout is not None
-    return StdioControlClient(worker.name, process.stdin, process.stdout)
 
 
 def test_c50_roles_change_and_workers_drain_under_load_and_no_token_with_them(
@@ -42,7 +33,7 @@ def test_c50_roles_change_and_workers_drain_under_load_and_no_token_with_them(
 
     async def scenario() -> None:
         async with local_cluster(config, folder) as cluster:
-            w0, w1, w2 = (control(cluster.workers[name]) for name in ("w0", "w1", "w2"))
+            w0, w1, w2 = (cluster.workers[name].control() for name in ("w0", "w1", "w2"))
 
             async def ask(number: int) -> tuple[int, ...]:
                 prompt = [5 + number] * 40

@@ -12,7 +12,7 @@ from baton.kv_groups import ONE_GROUP
 from baton.request import FirstToken, OnPreemption, RequestOutput
 from baton.sampling import SamplingParams
 from baton.step import (
-    EngineCoreOutputs,
+    ClientOutputs,
     FailedKV,
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -340,8 +340,8 @@ def failed(request: Request, num_valid_blocks: int = 0, is_cancelled: bool = Fal
     )
 
 
-def flatten(outputs: dict[str, EngineCoreOutputs]) -> list[RequestOutput]:
-    return [output for news in outputs.values() for output in news.outputs]
+def flatten(outputs: ClientOutputs) -> list[RequestOutput]:
+    return [output for news in outputs.values() for output in news]
 
 
 def run_step(scheduler: Scheduler, runner: FakeRunner) -> tuple[SchedulerOutput, list[RequestOutput]]:

@@ -14,11 +14,12 @@ from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.kv import OnLoadFailure, WorkerRef
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
+from baton.step import ClientOutputs
 from engine.grammars.compiler import GrammarCompiler
 from scheduler import Scheduler
 from tests.factories.hand_overs import both_ends
 from tests.factories.security import KEYS
-from worker.core import ClientOutputs, EngineCore
+from worker.core import EngineCore
 from worker.host import compose_executor
 from worker.kv_connector import KVConnectorScheduler
 

@@ -136,7 +136,6 @@ def test_a_worker_is_controlled_through_its_stdin(config: Path) -> None:
         process.kill()
         with pytest.raises(ClusterError, match="its process has ended"):
             await asyncio.wait_for(channel.call(WaitStatus(0.0)), 60)
-        channel.close()
 
     with start("--role", "prefill", "--config", str(config)) as process:
         asyncio.run(scenario(process))

@@ -9,7 +9,7 @@ from baton.config import SchedulerConfig
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
 from baton.request import FinishReason
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+from baton.step import ClientOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from scheduler import Request, RequestStatus, Scheduler
 from tests.factories.endpoints import LOAD_TIMEOUT_S, Fabric, Worker
 from worker.kv_connector import KVConnectorScheduler
@@ -76,8 +76,8 @@ class Engine:
         self.scheduler.check_integrity()
         return plan
 
-    def _note(self, news: dict[str, EngineCoreOutputs]) -> None:
-        for output in (output for part in news.values() for output in part.outputs):
+    def _note(self, news: ClientOutputs) -> None:
+        for output in (output for part in news.values() for output in part):
             if output.finish_reason is not None:
                 self.ended[output.request_id] = output.finish_reason
 

@@ -8,7 +8,7 @@ from baton.kv import OnLoadFailure, TransferRole
 from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import FinishReason, OnPreemption
 from baton.sampling import GrammarKind, StructuredOutput
-from baton.step import EngineCoreOutputs, KVConnectorOutput
+from baton.step import ClientOutputs, KVConnectorOutput
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
 from tests.factories.guesses import forces, guesses
@@ -261,7 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 news = KVConnectorOutput(finished_sending=(request.request_id,))
                 self.scheduler.update_connector_output(news)
 
-    def note(self, news: dict[str, EngineCoreOutputs]) -> None:
+    def note(self, news: ClientOutputs) -> None:
         self.driver.note(flatten(news))
 
 

@@ -124,7 +124,7 @@ def test_an_abort_in_mid_step_ends_a_request_at_once_and_its_token_is_dropped(nu
     for _ in range(num_steps):
         driver.step()
     news = driver.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
-    driver.note(news["client"].outputs)
+    driver.note(news["client"])
     assert len(driver.run_to_end()[other.request_id]) == 9
 
 
@@ -163,7 +163,7 @@ def test_c40_a_cancel_while_the_last_prefill_step_is_under_way_counts_as_cancel(
     driver.add(request)
     driver.step()
     news = driver.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
-    driver.note(news["client"].outputs)
+    driver.note(news["client"])
     driver.complete()
     assert (request.status, request.first_token) == (RequestStatus.FINISHED_ABORTED, None)
     assert connector.leased == {}
@@ -193,6 +193,6 @@ def test_c29_a_received_request_computes_token_one_with_a_step_under_way() -> No
     driver.step()
     driver.step()
     first = token_at(handed_over.request_id, 0)
-    driver.note(driver.scheduler.update_connector_output(received(handed_over, first))["client"].outputs)
+    driver.note(driver.scheduler.update_connector_output(received(handed_over, first))["client"])
     assert driver.step().num_scheduled_tokens[handed_over.request_id] == 1
     driver.run_to_end()

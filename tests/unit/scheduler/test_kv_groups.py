@@ -161,7 +161,7 @@ def test_c27_a_consumer_reserves_only_what_it_can_use() -> None:
     assert counts.referenced == 21 + 3, "the first new token has its slot, too"
     token_id = token_at(request.request_id, 0)
     outputs = driver.scheduler.update_connector_output(received(request, token_id))
-    driver.note(output for news in outputs.values() for output in news.outputs)
+    driver.note(output for news in outputs.values() for output in news)
     assert driver.run_to_end()[request.request_id] == [token_at(request.request_id, at) for at in range(3)]
 
 

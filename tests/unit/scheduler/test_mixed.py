@@ -96,7 +96,7 @@ def test_c60_a_prompt_that_has_arrived_shares_its_step_with_new_prompts() -> Non
     consumer = make_request(40, request_id="D", role=TransferRole.CONSUMER)
     driver.add(consumer)
     driver.step()
-    driver.note(scheduler.update_connector_output(received(consumer))["client"].outputs)
+    driver.note(scheduler.update_connector_output(received(consumer))["client"])
     driver.add(make_request(10, request_id="A"))
     steps = [dict(driver.step().num_scheduled_tokens) for _ in range(2)]
     assert steps == [{"A": 10, "D": 1}, {"D": 1, "A": 1}]

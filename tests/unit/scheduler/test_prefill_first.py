@@ -139,7 +139,7 @@ def test_c59_no_local_prompt_takes_the_place_of_one_that_has_arrived() -> None:
     driver.step()
     driver.add(make_request(10, request_id="A", max_tokens=3))
     assert steps_of(driver, 1) == [{"A": 10}]
-    driver.note(scheduler.update_connector_output(received(consumer))["client"].outputs)
+    driver.note(scheduler.update_connector_output(received(consumer))["client"])
     driver.add(make_request(11, request_id="B", max_tokens=2))
     assert steps_of(driver, 2) == [{"A": 1}] * 2, "A decodes in the only place"
     assert steps_of(driver, 4) == [{"D": 1}, {"B": 11}, {"D": 1}, {"B": 1}]
@@ -191,7 +191,7 @@ def test_c19_a_received_prompt_joins_the_decodes_after_waiting_prefills() -> Non
     consumer, local = make_request(40, request_id="D", role=TransferRole.CONSUMER), make_request(10)
     driver.add(consumer)
     driver.step()
-    driver.note(scheduler.update_connector_output(received(consumer))["client"].outputs)
+    driver.note(scheduler.update_connector_output(received(consumer))["client"])
     driver.add(local)
     assert steps_of(driver, 2) == [{local.request_id: 10}, {"D": 1, local.request_id: 1}]
 

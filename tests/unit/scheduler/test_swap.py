@@ -78,7 +78,7 @@ def test_c20_an_abort_gives_the_host_blocks_back() -> None:
     run_until_preemption(driver)
     assert driver.scheduler.kv_block_counts().host_used == 2
     news = driver.scheduler.finish_requests([young.request_id], RequestStatus.FINISHED_ABORTED)
-    driver.note(news["client"].outputs)
+    driver.note(news["client"])
     assert driver.scheduler.kv_block_counts().host_used == 0
     driver.run_to_end()
 

@@ -96,7 +96,8 @@ class Pipes:
         server = server_of(self.worker, self._write)
         self._thread = threading.Thread(target=self._serve, args=(server, questions[0]), daemon=True)
         self._thread.start()
-        self.client = StdioControlClient("w0", os.fdopen(questions[1], "w"), os.fdopen(answers[0]))
+        self._stdin = os.fdopen(questions[1], "w")
+        self.client = StdioControlClient("w0", self._stdin, os.fdopen(answers[0]))
 
     def _write(self, line: str) -> None:
         with contextlib.suppress(ValueError):  # it is closed: the process has ended
@@ -109,7 +110,8 @@ class Pipes:
         os.close(questions)
 
     def end(self) -> None:
-        self.client.close()
+        with contextlib.suppress(OSError):  # what was not written before it ended
+            self._stdin.close()
         self._thread.join(60)
         self.client._reader.join(60)
 

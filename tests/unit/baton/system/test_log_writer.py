@@ -10,7 +10,7 @@ import pytest
 
 from baton.clock import VirtualClock
 from baton.system.log_writer import LogWriter
-from baton.system.repeat_limit import MAX_PER_WINDOW, WINDOW_S, RepeatLimit
+from baton.system.repeat_limit import MAX_PER_WINDOW, WINDOW_S
 
 
 class Pipe(io.StringIO):
@@ -27,15 +27,15 @@ class Pipe(io.StringIO):
         return super().write(text)
 
 
-def record(words: str) -> logging.LogRecord:
-    return logging.LogRecord("gateway", logging.WARNING, "", 0, words, None, None)
+def record(words: str, level: int = logging.WARNING) -> logging.LogRecord:
+    return logging.LogRecord("gateway", level, "", 0, words, None, None)
 
 
 def test_lines_come_out_in_their_order() -> None:
     stream = io.StringIO()
     writer = LogWriter(stream)
     for number in range(1000):
-        writer.handle(record(str(number)))
+        writer.handle(record(str(number), logging.INFO))
     writer.close()
     assert stream.getvalue().split() == [str(number) for number in range(1000)]
 
@@ -80,7 +80,7 @@ def test_a_full_disk_costs_lines_and_nothing_else() -> None:
     stream = FullDisk()
     writer = LogWriter(stream, max_waiting_characters=50)
     for _ in range(100):
-        writer.handle(record("0123456789"))
+        writer.handle(record("0123456789", logging.INFO))
         writer.flush()
     stream.is_full = False
     writer.handle(record("after"))
@@ -91,12 +91,11 @@ def test_a_full_disk_costs_lines_and_nothing_else() -> None:
 
 def test_a_line_without_end_is_limited_and_counted_by_the_next_line_of_any_kind() -> None:
     stream, clock = io.StringIO(), VirtualClock()
-    writer = LogWriter(stream, limit=RepeatLimit(), clock=clock)
+    writer = LogWriter(stream, clock=clock)
     for _ in range(100_000):
         writer.handle(record("Too many open files"))
     clock.advance(WINDOW_S)
-    request = logging.LogRecord("gateway", logging.INFO, "", 0, "a request", None, None)
-    writer.handle(request)
+    writer.handle(record("a request", logging.INFO))
     writer.close()
     *lines, summary, last = stream.getvalue().splitlines()
     assert lines == ["Too many open files"] * MAX_PER_WINDOW
@@ -132,7 +131,7 @@ class Awaited(io.StringIO):
 
 def test_the_count_comes_though_nothing_else_is_logged() -> None:
     stream, clock = Awaited(), SteppingClock()
-    writer = LogWriter(stream, limit=RepeatLimit(), clock=clock)
+    writer = LogWriter(stream, clock=clock)
     for _ in range(MAX_PER_WINDOW + 3):
         writer.handle(record("Too many open files"))
     clock.starts.set()

@@ -13,7 +13,7 @@ from baton.kv import WorkerRef
 from baton.messages.control import ControlRequest, WaitView
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.controller import follower
-from cluster.controller.follower import Follower
+from cluster.controller.follower import ViewedWorkers, ViewFollower
 
 R = TypeVar("R")
 
@@ -69,9 +69,8 @@ def follow(
 ) -> tuple[list[str], list[tuple[str, int]]]:
     async def run() -> tuple[list[str], list[tuple[str, int]]]:
         script, log = Script(*answers), Log()
-        following = asyncio.create_task(
-            Follower(script, log, is_beside_controller=is_beside_controller).run()
-        )
+        workers = ViewedWorkers(log, is_beside_controller=is_beside_controller)
+        following = asyncio.create_task(ViewFollower(script, workers.apply).run())
         async with asyncio.timeout(60):
             await script.is_over.wait()
         following.cancel()
@@ -141,7 +140,8 @@ def test_one_absence_is_logged_once(
 def test_a_fleet_that_has_ended_is_not_asked_again() -> None:
     async def run() -> None:
         async with asyncio.timeout(60):
-            await Follower(Script(FleetView("c1", 7, (A1,)), FleetEnded("it was left alone")), Log()).run()
+            script = Script(FleetView("c1", 7, (A1,)), FleetEnded("it was left alone"))
+            await ViewFollower(script, lambda _: None).run()
 
     with pytest.raises(FleetEnded, match="it was left alone"):
         asyncio.run(run())

@@ -23,6 +23,8 @@ async def test_c58_memory_is_settled_before_a_client_can_wait_for_it(monkeypatch
     monkeypatch.setattr(following_gateway, "settle", settle)
 
     class TakenPort:
+        workers: Any = None
+
         async def start(self) -> None:
             settle.assert_called_once()
             raise ConfigError("the port is in use")

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from baton.kv import WorkerRef
-from baton.worker import WorkerEndpoint, WorkerRole
+from baton.worker import StartProgress, WorkerEndpoint, WorkerRole
 from cluster.serve.screen import Screen, workers_text
 
 
@@ -41,8 +41,8 @@ def test_a_stage_on_a_terminal_shows_how_far_its_parts_are() -> None:
     out = io.StringIO()
     screen = Screen(Console(file=out, force_terminal=True, width=100))
     with screen.stage("workers", "starting 2") as stage:
-        stage.report("d0", "recording CUDA graphs", 0.5)
-        stage.report("p0", "loading weights", 0.25)
+        stage.report("d0", StartProgress("recording CUDA graphs", 1, 2))
+        stage.report("p0", StartProgress("loading weights", 1, 4))
         screen.console.print("")  # whatever is printed makes it show itself anew
     text = out.getvalue()
     assert "recording CUDA graphs" in text
