@@ -87,11 +87,11 @@ class SamplingParams:
     """Only tokens that can still lead to a match are sampled, and the end of the match ends the request."""
 
     def __post_init__(self) -> None:
-        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        _require("max_tokens", self.max_tokens, 1 <= self.max_tokens < math.inf, "at least 1")
         most = f"max_tokens ({self.max_tokens})"
         _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, f"from 0 to {most}")
         _require_within("temperature", self.temperature, 0, 100)
-        _require("top_k", self.top_k, self.top_k >= 0, "0 (every token) or more")
+        _require("top_k", self.top_k, 0 <= self.top_k < math.inf, "0 (every token) or more")
         _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and up to 1")
         _require_within("min_p", self.min_p, 0, 1)
         _require_within("presence_penalty", self.presence_penalty, -2, 2)
@@ -99,7 +99,7 @@ class SamplingParams:
         _require_within("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100)
         _require_at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "of at most {} tokens")
         for token_id, bias in self.logit_bias.items():
-            _require("logit_bias", token_id, token_id >= 0, "keyed by token ids, 0 or more")
+            _require("logit_bias", token_id, 0 <= token_id < math.inf, "keyed by token ids, 0 or more")
             _require_within("logit_bias", bias, -100, 100)
         if self.seed is not None:
             _require_within("seed", self.seed, 0, MAX_SEED)

@@ -4,6 +4,7 @@ A plan is complete: a runner needs nothing else, so a runner can be in another p
 lines.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -165,5 +166,8 @@ class KVConnectorOutput:
         )
 
 
-ClientOutputs = dict[str, list[RequestOutput]]
-"""What one step, or one change between two steps, produced, by client (a gateway)."""
+class ClientOutputs(defaultdict[str, list[RequestOutput]]):
+    """What one step, or one change between two steps, produced, by client (a gateway)."""
+
+    def __init__(self) -> None:
+        super().__init__(list)

@@ -11,7 +11,7 @@ each one's `num_computed_tokens` reaches its `num_tokens`. The parts, by file:
     speculation drafts of the next tokens
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -128,7 +128,7 @@ class Scheduler:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> ClientOutputs:
         """Processes a step's samples. Returns the outputs by client, including those of finished requests."""
-        outputs: ClientOutputs = defaultdict(list)
+        outputs = ClientOutputs()
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
         forced = model_runner_output.forced_token_ids
         requests = self._under_way.pop(scheduler_output.step, [])
@@ -170,7 +170,7 @@ class Scheduler:
         A request that fails alone ends with STEP_FAILED. Requests that load a prompt behind prefix-cache hits
         are given back, since these hits may never have been computed.
         """
-        outputs: ClientOutputs = defaultdict(list)
+        outputs = ClientOutputs()
         self._under_way.clear()
         for request in self._requests.values():
             request.num_output_placeholders = 0
@@ -215,7 +215,7 @@ class Scheduler:
 
     def grammar_compiled(self, output: StructuredOutput, error: str | None = None) -> ClientOutputs:
         """Queues requests that wait for this grammar, at their old places. An `error` ends them instead."""
-        outputs: ClientOutputs = defaultdict(list)
+        outputs = ClientOutputs()
         for request in self._admission.take_compiled(output):
             if error is None:
                 request.move_to(RequestStatus.WAITING)
@@ -228,7 +228,7 @@ class Scheduler:
 
     def update_connector_output(self, output: KVConnectorOutput) -> ClientOutputs:
         """Processes the connector's output, before `schedule()`. Only counts late and unknown entries."""
-        outputs: ClientOutputs = defaultdict(list)
+        outputs = ClientOutputs()
         if self._connector is not None:
             self._connector.update_connector_output(output)
         for received in output.finished_recving:
@@ -265,7 +265,7 @@ class Scheduler:
 
         Samples of current steps are dropped. If a request was given back, its next worker samples them again.
         """
-        outputs: ClientOutputs = defaultdict(list)
+        outputs = ClientOutputs()
         self._ending.finish(request_ids, status, outputs, error)
         return outputs
 

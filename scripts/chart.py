@@ -6,6 +6,7 @@ the dashboard from scripts/dashboard.py. What the schema requires comes from its
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,5 +181,7 @@ def written() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit("scripts.chart takes no arguments: it writes the files")
     for path, text in written().items():
         path.write_text(text)

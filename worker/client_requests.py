@@ -60,7 +60,7 @@ class ClientRequests:
         while self._deadlines and self._deadlines[0][0] <= now:
             overdue.append(heapq.heappop(self._deadlines)[1])
         if not overdue:
-            return {}
+            return ClientOutputs()
         status, error = RequestStatus.FINISHED_ABORTED, "the request's deadline passed"
         return self._core.finish_requests(overdue, status, error)
 

@@ -52,7 +52,7 @@ class StdioControlServer:
         self._lock = threading.Lock()
         self._buffer = b""
         self._places = threading.BoundedSemaphore(MAX_CALLS)
-        self._calls: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         for _ in range(MAX_CALLS):
             threading.Thread(target=self._serve, name="control", daemon=True).start()
 
@@ -65,6 +65,11 @@ class StdioControlServer:
         if len(self._buffer) > MAX_LINE_BYTES:
             self._reply(failure(0, WireError(f"a call is longer than {MAX_LINE_BYTES} bytes")))
             self._buffer = b""
+
+    def close(self) -> None:
+        """Ends each thread after its call, without waiting."""
+        for _ in range(MAX_CALLS):
+            self._calls.put(None)
 
     def _begin(self, line: bytes) -> None:
         try:
@@ -79,8 +84,8 @@ class StdioControlServer:
         self._calls.put((number, frame))
 
     def _serve(self) -> None:
-        while True:
-            number, frame = self._calls.get()
+        while (call := self._calls.get()) is not None:
+            number, frame = call
             try:
                 self._reply(CODEC.carry_out(frame, self._call))
             except Exception as error:  # nothing else catches this: the caller must get an answer
@@ -98,7 +103,8 @@ class StdioControlClient:
     error, or ClusterError as soon as the worker has ended."""
 
     def __init__(self, name: str, stdin: IO[str], stdout: IO[str]) -> None:
-        """Only the client uses the streams from now on. It closes `stdout` once the worker has closed it."""
+        """From now on, only the client reads and writes the streams. It closes `stdout` once the worker has closed it;
+        the owner of the process closes `stdin`, which ends the worker."""
         self._stdin = stdin
         self._stdout = stdout
         self._numbers = itertools.count(1)

@@ -11,7 +11,7 @@ part of a prompt:
 
 import logging
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -112,7 +112,7 @@ class EngineCore:
 
         Returns the outputs by client.
         """
-        outputs: ClientOutputs = defaultdict(list)
+        outputs = ClientOutputs()
         self._take_finished(outputs)
         plan = self.scheduler.schedule()
         self._stages.planned(plan)
@@ -160,7 +160,7 @@ class EngineCore:
     ) -> ClientOutputs:
         """Ends requests in any state; unknown and finished ones are ignored."""
         self.may_progress = True  # the runner and the connector must be notified
-        outputs: ClientOutputs = defaultdict(list)
+        outputs = ClientOutputs()
         self._end_between_steps(self.scheduler.finish_requests(request_ids, status, error), outputs)
         self._grammars.keep_only(self.scheduler.wanted_grammars())
         return outputs
@@ -270,7 +270,7 @@ class EngineCore:
     def _look_at_non_finite(self, request_ids: Set[str]) -> ClientOutputs:
         """Does nothing if none of these requests is unfinished: then an earlier step ended them."""
         if not request_ids or request_ids.isdisjoint(self.scheduler.request_ids):
-            return {}
+            return ClientOutputs()
         logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
         self.health.count_non_finite_step()
         return self._give_back_if_unfit(NON_FINITE, request_ids)
@@ -278,7 +278,7 @@ class EngineCore:
     def _give_back_if_unfit(self, failure: str, request_ids: Iterable[str]) -> ClientOutputs:
         """After a failure: if the device is at fault, nothing is known against these requests."""
         if self.health.is_fit_after(failure):
-            return {}
+            return ClientOutputs()
         status, error = RequestStatus.FINISHED_GIVEN_BACK, "the device of this worker is at fault"
         return self.scheduler.finish_requests(request_ids, status, error)
 
@@ -308,7 +308,7 @@ class EngineCore:
             raise error
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise RuntimeError(f"the device failed to compute {MAX_FAILED_STEPS} steps in a row") from error
-        given_back: ClientOutputs = {}
+        given_back = ClientOutputs()
         if num_requests == 1:
             failure = f"the device failed to compute a step ({error})"
             given_back = self._give_back_if_unfit(failure, plan.num_scheduled_tokens)
@@ -320,7 +320,7 @@ class EngineCore:
         outputs = self.scheduler.retry_in_halves(plan, later, f"{type(error).__name__}: {error}")
         outputs = self._traced(plan, nothing, _joined(given_back, outputs))
         for useless in later:
-            self._traced(useless, nothing, {})
+            self._traced(useless, nothing, ClientOutputs())
         return outputs
 
     def _traced(
@@ -357,10 +357,11 @@ def _joined(first: ClientOutputs, second: ClientOutputs) -> ClientOutputs:
     """The outputs of both by client, the first ones before the second ones."""
     if not first:
         return second
-    return {
-        client_id: [*first.get(client_id, ()), *second.get(client_id, ())]
-        for client_id in {**first, **second}
-    }
+    joined = ClientOutputs()
+    for outputs in (first, second):
+        for client_id, of_client in outputs.items():
+            joined[client_id] += of_client
+    return joined
 
 
 def _note_drafts(

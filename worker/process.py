@@ -17,6 +17,7 @@ import os
 import selectors
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from baton.config import BatonConfig
@@ -127,7 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
         end = _end_on_signals()  # before the pid is known to others
         worker.when_ended(end.set)
         _print(endpoint_to_json(endpoint))
-        _serve_control(StdioControlServer(WorkerControl(worker).call, _print), end)
+        with closing(StdioControlServer(WorkerControl(worker).call, _print)) as server:
+            _serve_control(server, end)
     finally:
         failure = worker.status().failure
         worker.stop()

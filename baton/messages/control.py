@@ -37,7 +37,10 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest(Generic[R_co]):
-    """One call. `R_co` is the type of its answer. A field whose name ends in `_s` is a time, and at least 0."""
+    """One call. `R_co` is the type of its answer. A field whose name ends in `_s` is a time, and at least 0.
+
+    A subclass with a `__post_init__` of its own calls `ControlRequest.__post_init__(self)`.
+    """
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -21,8 +21,7 @@ import fsspec
 from baton.errors import ModelError
 from baton.hub_name import HubName
 from baton.system.file_lock import exclusive
-from engine.loading.model_files import SMALL, gguf_file, has_safetensors, indexed_files
-from engine.loading.pretrained_source import Progress
+from engine.loading.model_files import SMALL, Progress, gguf_file, has_safetensors, indexed_files
 
 EXTRAS = {"s3": "s3fs", "gs": "gcsfs"}
 """Scheme -> the package that reads it. Baton's extra for the package has the name of the scheme."""

@@ -61,7 +61,7 @@ def gguf_name(name: str, architecture: str) -> str:
 
 
 class GgufWeights(FileWeights):
-    """Satisfies FileWeights."""
+    """Satisfies FileWeights for a GGUF file."""
 
     def __init__(
         self,

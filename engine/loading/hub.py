@@ -33,8 +33,7 @@ from baton.hub_name import HubName
 from baton.system.file_lock import exclusive
 from engine.loading.hub_download import LargeFile, Stopped, bytes_there, download
 from engine.loading.hub_errors import explained, first_line
-from engine.loading.model_files import SMALL, gguf_file, gguf_files, has_safetensors, indexed_files
-from engine.loading.pretrained_source import Progress
+from engine.loading.model_files import SMALL, Progress, gguf_file, gguf_files, has_safetensors, indexed_files
 
 logger = logging.getLogger(__name__)
 logging.getLogger(snapshot_download.__module__).addFilter(

@@ -3,13 +3,16 @@
 import fnmatch
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from baton.errors import ModelError
 from engine.model_config import read_json
+
+Progress = Callable[[str, float], None]
+"""Called with the current activity of a download and its completed fraction, from 0 to 1."""
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -9,9 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from baton.errors import ModelError
-
-Progress = Callable[[str, float], None]
-"""Called with the current activity and its completed fraction, from 0 to 1."""
+from engine.loading.model_files import Progress
 
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 

@@ -13,7 +13,7 @@ from engine.loading.weights import FileWeights, OnProgress, Shard, Take
 
 
 class StreamedWeights(FileWeights):
-    """Satisfies WeightSource for a model that requests exactly `takes`, in this order (see TakeRecorder).
+    """Satisfies FileWeights for a model that requests exactly `takes`, in this order (see TakeRecorder).
 
     Reads only requested tensors. Copies bytes to the device as they are stored, and converts them to `dtype`
     there.

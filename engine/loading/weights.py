@@ -146,7 +146,7 @@ class TakeRecorder(WeightSource):
 
 
 class CheckpointWeights(FileWeights):
-    """Tensors of a folder's safetensors files, on a CPU, memory-mapped: a page is read when it is touched."""
+    """Satisfies FileWeights for a folder's safetensors files, on a CPU, mapped: a page is read when it is touched."""
 
     def __init__(
         self,

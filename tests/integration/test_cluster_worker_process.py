@@ -1,6 +1,7 @@
 """One worker without Ray: it prints its address, and ends on a command or when its parent has ended."""
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -136,6 +137,8 @@ def test_a_worker_is_controlled_through_its_stdin(config: Path) -> None:
         process.kill()
         with pytest.raises(ClusterError, match="its process has ended"):
             await asyncio.wait_for(channel.call(WaitStatus(0.0)), 60)
+        with contextlib.suppress(OSError):  # what was not written before it ended
+            process.stdin.close()
 
     with start("--role", "prefill", "--config", str(config)) as process:
         asyncio.run(scenario(process))

@@ -6,7 +6,6 @@ as on a GPU: staging, padding, tokens that only the device knows, steps launched
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,16 @@ from baton.config import ModelConfig, SchedulerConfig
 from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
-from benchmarks.gpu.shapes import LLAMA_3_1_8B, QWEN3_8B, QWEN3_30B_A3B, write_config
 from engine.batch import SampledRequest, StepLimits
 from engine.capacity import largest_steps
 from engine.drafts import Drafter, NGramProposer
 from engine.gpu.device_parts import make_device_parts
 from engine.gpu.device_sampler import DeviceSampledTokens, DeviceSampler
-from engine.gpu.graphs import CudaGraphs, Repeats, decode_sizes, mixed_sizes
+from engine.gpu.graphs import CudaGraphs, Repeats
 from engine.kernels.switches import ALL_OFF, KernelSwitches, switched
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model
-from engine.model_config import read_architecture
 from engine.pipeline import Pipeline, StreamPipeline, make_pipeline
 from engine.request_table import IntArray
 from engine.runner_parts import make_runner
@@ -333,34 +330,6 @@ def test_c52_a_request_that_moves_with_half_its_answer_keeps_its_tokens(
     whole = on_cpu(path, config)
     half = {name: (tokens[:2], logprobs[:2]) for name, (tokens, logprobs) in whole.items()}
     assert_same(on_device(path, device, config, uses_graphs=True, given=half), whole)
-
-
-QWEN3_4B = {
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-
-
-@pytest.mark.parametrize("max_tokens", [8, 16, 100, 512, 8192])
-def test_sizes_of_recorded_steps_cover_what_steps_there_are(max_tokens: int, tmp_path: Path) -> None:
-    for config, num_ranks, largest in (
-        (LLAMA_3_1_8B, 1, 512),
-        (LLAMA_3_1_8B, 4, 2048),
-        (QWEN3_30B_A3B, 1, 2048),
-        ({**QWEN3_8B, **QWEN3_4B}, 1, 1280),
-    ):
-        architecture = read_architecture(write_config(tmp_path, config))
-        mixed = mixed_sizes(max_tokens, architecture, num_ranks)
-        assert mixed == sorted(set(mixed))
-        assert max(mixed) == min(max_tokens, largest)
-    decodes = decode_sizes(max_tokens)
-    assert decodes == sorted(set(decodes))
-    assert decodes[-1] == max_tokens
-    assert all(b - a <= max(8, b // 8) for a, b in pairwise(decodes))
 
 
 def test_a_rehearsal_samples_as_many_rows_as_a_step_of_decodes_has(

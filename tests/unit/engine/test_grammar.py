@@ -229,7 +229,7 @@ class SlowCompiler(GrammarCompiler):
         self.compiled: list[str] = []
 
     def _compile(self, output: StructuredOutput) -> None:
-        assert self.may_compile.wait(20)
+        self.may_compile.wait()
         self.compiled.append(output.source)
         until = time.thread_time() + 0.002
         while time.thread_time() < until:  # a cost to be charged

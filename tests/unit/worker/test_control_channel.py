@@ -106,6 +106,7 @@ class Pipes:
     def _serve(self, server: StdioControlServer, questions: int) -> None:
         while data := os.read(questions, 7):  # lines come in pieces
             server.receive(data)
+        server.close()
         self._to_parent.close()
         os.close(questions)
 
@@ -216,8 +217,9 @@ def raw(*message: Any) -> bytes:
 def replies_to(data: bytes, count: int = 1, worker: FakeWorker | None = None) -> list[Reply]:
     lines: queue.Queue[str] = queue.Queue()
     put: Callable[[str], None] = lines.put
-    server_of(worker or FakeWorker(), put).receive(data)
-    return [read_reply(binascii.a2b_base64(lines.get(timeout=60))) for _ in range(count)]
+    with contextlib.closing(server_of(worker or FakeWorker(), put)) as server:
+        server.receive(data)
+        return [read_reply(binascii.a2b_base64(lines.get(timeout=60))) for _ in range(count)]
 
 
 def failure_in(reply: Reply) -> tuple[int, str, str]:

@@ -17,7 +17,7 @@ from baton.clock import VirtualClock
 from baton.errors import ConfigError
 from baton.kv import TransferRole
 from baton.request import FinishReason
-from baton.step import SchedulerOutput
+from baton.step import ClientOutputs, SchedulerOutput
 from scheduler import RequestStatus, Scheduler
 from tests.factories.scheduling import (
     EOS,
@@ -266,7 +266,7 @@ def test_a_file_never_outgrows_its_limit(tmp_path: Path, caplog: pytest.LogCaptu
     writer = open_trace(tmp_path, max_bytes=800)
     for number in range(1, 50):
         writer.planned(make_plan(number), NOTHING)
-        writer.done(number, {}, {})
+        writer.done(number, {}, ClientOutputs())
     writer.close()
     path = tmp_path / "d0-incarnation.jsonl"
     assert 600 < path.stat().st_size <= 800
@@ -302,8 +302,8 @@ def test_a_full_disk_is_said_once_and_ends_only_the_trace(
     writer = open_writer(disk)
     for number in range(1, 20):
         writer.planned(make_plan(number), NOTHING)
-        writer.ended({})
-        writer.done(number, {}, {})
+        writer.ended(ClientOutputs())
+        writer.done(number, {}, ClientOutputs())
     writer.close()
     assert disk.closed
     assert disk.num_writes < 10
@@ -313,7 +313,7 @@ def test_a_full_disk_is_said_once_and_ends_only_the_trace(
 
 def test_results_without_a_plan_are_ignored(tmp_path: Path) -> None:
     writer = open_trace(tmp_path)
-    writer.done(7, {}, {})
+    writer.done(7, {}, ClientOutputs())
     writer.close()
     assert read_trace(tmp_path / "d0-incarnation.jsonl").steps == ()
 
