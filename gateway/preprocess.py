@@ -16,7 +16,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
+from baton.errors import TOO_LONG, DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
@@ -165,9 +165,14 @@ class Preprocessor:
         limit = self._model.max_model_len if max_model_len is None else max_model_len
         room = limit - num_tokens
         if room < 1:
-            whose = "the model's" if max_model_len is None else "the request's max_model_len of"
+            whose = (
+                "this model's maximum context length"
+                if max_model_len is None
+                else "the request's max_model_len"
+            )
             raise PromptTooLong(
-                "prompt", f"{num_tokens} tokens leave no room for an answer in {whose} {limit} tokens"
+                "prompt",
+                f"{TOO_LONG}: {num_tokens} tokens leave no room for an answer; {whose} is {limit} tokens",
             )
         return room
 

@@ -162,7 +162,9 @@ async def test_a_last_exchange_that_is_too_long_is_an_error() -> None:
     async def fits(conversation: Conversation) -> bool:
         return False
 
-    with pytest.raises(PromptTooLong, match="the system messages and the last exchange alone"):
+    with pytest.raises(
+        PromptTooLong, match="prompt is too long: the system messages and the last exchange alone"
+    ):
         await shortened(Conversation(messages_of(items_of(USER, USER, USER))), fits)
 
 
@@ -170,5 +172,5 @@ async def test_a_single_exchange_cannot_be_shortened() -> None:
     async def fits(conversation: Conversation) -> bool:
         raise AssertionError("nothing to ask")
 
-    with pytest.raises(PromptTooLong, match="no earlier exchange"):
+    with pytest.raises(PromptTooLong, match="prompt is too long, and has no earlier exchange"):
         await shortened(Conversation(messages_of(items_of(USER, call(0), result(0)))), fits)
