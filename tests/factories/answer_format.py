@@ -115,7 +115,8 @@ class MarkedFormat:
     ) -> StructuredOutput | None:
         if conversation.callable_tools and conversation.tool_choice.use is ToolUse.REQUIRED:
             names = "|".join(tool.name for tool in conversation.callable_tools)
-            return StructuredOutput(GrammarKind.REGEX, f"<call ({names})>.*</call>")
+            rest = ".*" if conversation.parallel_tool_calls else "[^<]*"
+            return StructuredOutput(GrammarKind.REGEX, f"<call ({names})>{rest}</call>")
         return answer
 
     def new_parser(

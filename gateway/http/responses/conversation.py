@@ -15,7 +15,7 @@ from gateway.http.responses.items import (
     MessageItem,
     ReasoningItem,
 )
-from gateway.http.responses.tools import tool_choice_of, tools_of
+from gateway.http.responses.tools import NamedFunction, tool_choice_of, tools_of
 
 
 def conversation_of(body: PromptFields, items: Iterable[KeptItem]) -> Conversation:
@@ -27,7 +27,8 @@ def conversation_of(body: PromptFields, items: Iterable[KeptItem]) -> Conversati
         messages + messages_of(items),
         tools,
         tool_choice_of(body.tool_choice, tools),
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        parallel_tool_calls=body.parallel_tool_calls is not False
+        and not isinstance(body.tool_choice, NamedFunction),
         reasoning=body.reasoning_options,
     )
 
