@@ -103,7 +103,7 @@ class MarkedFormat:
             content = f"<think>{turn.reasoning}</think>" if turn.reasoning else ""
             content += turn.content
             content += "".join(f"<call {call.name}>{call.arguments}</call>" for call in turn.tool_calls)
-            role = f"tool {turn.name}" if turn.role == "tool" else turn.role
+            role = f"{turn.role} {turn.name}" if turn.name else turn.role
             turns.append({"role": role, "content": content})
         return {"conversation": turns, **conversation.template_options}
 

@@ -221,13 +221,14 @@ async def test_the_conversation_goes_on_with_the_calls_results(folder: Path) -> 
             {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": f"sun {number}"}]}
             for number, call in enumerate(message.tool_calls)
         ]
-        await whole(client, messages=[*HELLO, message.model_dump(), *results])
+        hello, said = HELLO[0] | {"name": "bob"}, message.model_dump() | {"name": "amy", "annotations": []}
+        await whole(client, messages=[hello, said, *results])
         for _ in range(2):
             request = await under_test.workers["d0"].next_request()
         prompt = TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
         turns = [
-            ("user", "Hello"),
-            ("assistant", TALKATIVE),
+            ("user bob", "Hello"),
+            ("assistant amy", TALKATIVE),
             ("tool get_weather", "sun 0"),
             ("tool get_weather", "sun 1"),
         ]

@@ -65,7 +65,7 @@ class ChatCompletionRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs: true")
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) == 2:
