@@ -20,7 +20,7 @@ from baton.errors import TOO_LONG, DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
-from gateway.conversation import Conversation, check_answer_schema
+from gateway.conversation import Conversation, checked_answer
 from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
 from gateway.requests.request import GatewayRequest, no_parser
@@ -107,7 +107,7 @@ class Preprocessor:
         self._model.check_token_ids("logit_bias", params.logit_bias)
         self._model.check_token_ids("stop_token_ids", params.stop_token_ids)
         if params.structured_output is not None:
-            check_answer_schema(params.structured_output)
+            params = replace(params, structured_output=checked_answer(params.structured_output))
         prompt_token_ids = await self.tokenise(prompt, caller, timeout_s)
         room = self._room(prompt_token_ids, max_model_len)
         params = replace(params, max_tokens=min(params.max_tokens, room))
