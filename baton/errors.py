@@ -87,7 +87,15 @@ class UnknownModel(InvalidRequest):
 
 
 class PromptTooLong(InvalidRequest):
-    """Clients that know this kind shorten their prompt and try again."""
+    """Clients that know this kind shorten their prompt and try again.
+
+    Many know it by the words of its message only: TOO_LONG is Anthropic's, and "this model's maximum context length
+    is" OpenAI's and vLLM's.
+    """
+
+
+TOO_LONG = "prompt is too long"
+"""The message of a PromptTooLong begins with these words."""
 
 
 class UnknownResponse(InvalidRequest):

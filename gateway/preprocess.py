@@ -16,11 +16,11 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
+from baton.errors import TOO_LONG, DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
-from gateway.conversation import Conversation, check_answer_schema
+from gateway.conversation import Conversation, checked_answer
 from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
 from gateway.requests.request import GatewayRequest, no_parser
@@ -107,7 +107,7 @@ class Preprocessor:
         self._model.check_token_ids("logit_bias", params.logit_bias)
         self._model.check_token_ids("stop_token_ids", params.stop_token_ids)
         if params.structured_output is not None:
-            check_answer_schema(params.structured_output)
+            params = replace(params, structured_output=checked_answer(params.structured_output))
         prompt_token_ids = await self.tokenise(prompt, caller, timeout_s)
         room = self._room(prompt_token_ids, max_model_len)
         params = replace(params, max_tokens=min(params.max_tokens, room))
@@ -165,9 +165,14 @@ class Preprocessor:
         limit = self._model.max_model_len if max_model_len is None else max_model_len
         room = limit - num_tokens
         if room < 1:
-            whose = "the model's" if max_model_len is None else "the request's max_model_len of"
+            whose = (
+                "this model's maximum context length"
+                if max_model_len is None
+                else "the request's max_model_len"
+            )
             raise PromptTooLong(
-                "prompt", f"{num_tokens} tokens leave no room for an answer in {whose} {limit} tokens"
+                "prompt",
+                f"{TOO_LONG}: {num_tokens} tokens leave no room for an answer; {whose} is {limit} tokens",
             )
         return room
 

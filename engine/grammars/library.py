@@ -21,6 +21,10 @@ BYTES_PER_CHARACTER = 40
 """Lower bounds for the memory of a compiled grammar. Measured grammars took at least 0.09 MiB, and up to 200
 bytes per character."""
 
+ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+"""What the library says of an option that clients do not have."""
+BETTER_ADVICE = "Use anyOf, or give every alternative a required property with a `const` of its own"
+
 NO_WAY_ON = "NoExtensionBias"
 """The library's word for a matcher that is not at an end and allows no token."""
 
@@ -122,7 +126,7 @@ def complaint_of(matcher: Any) -> str:
 
 def in_one_line(message: str) -> str:
     """Joins the lines of the library's errors, which contain drawings."""
-    return " ".join(message.split())[:MAX_COMPLAINT_CHARACTERS]
+    return " ".join(message.split()).replace(ADVICE, BETTER_ADVICE)[:MAX_COMPLAINT_CHARACTERS]
 
 
 def _to_grammar(output: StructuredOutput) -> str:

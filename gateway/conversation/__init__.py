@@ -18,7 +18,7 @@ from gateway.conversation.events import (
     Text,
 )
 from gateway.conversation.formats.choice import FORMAT_NAMES, answer_format_of
-from gateway.conversation.guided_schema import check_answer_schema
+from gateway.conversation.guided_schema import checked_answer
 from gateway.conversation.lark import Vocabulary
 from gateway.conversation.messages import (
     ChatMessage,
@@ -53,6 +53,6 @@ __all__ = [
     "ToolUse",
     "Vocabulary",
     "answer_format_of",
-    "check_answer_schema",
+    "checked_answer",
     "parsed",
 ]

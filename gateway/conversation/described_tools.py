@@ -34,11 +34,13 @@ def described_turns(conversation: Conversation, *, has_system_role: bool) -> lis
             turns[-1]["is_result"] = message.role == "tool"
         else:
             turns.append({"role": role, "content": text, "is_result": message.role == "tool"})
+            if message.name is not None and message.role != "tool":
+                turns[-1]["name"] = message.name
     if conversation.tools:
         _introduce(turns, conversation.tools)
     if not has_system_role and turns and turns[0]["role"] == "system":
         _join_first(turns)
-    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+    return [{key: value for key, value in turn.items() if key != "is_result"} for turn in turns]
 
 
 def _introduce(turns: list[dict[str, Any]], tools: Sequence[Tool]) -> None:

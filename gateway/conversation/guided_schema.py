@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -82,24 +83,29 @@ def spaced(source: str) -> str:
         return source
 
 
-def check_answer_schema(answer: StructuredOutput) -> None:
-    """Raises InvalidRequest if a client's schema has a part that only an endless value would match.
+def checked_answer(answer: StructuredOutput) -> StructuredOutput:
+    """What an answer must match, without keywords that have no effect but that the compiler of grammars refuses.
 
-    Also if it has SPACING_KEY: with it, answers may be no JSON. The compiler of grammars reads the key only at the
-    schema's top.
+    Raises InvalidRequest if a client's schema has a part that only an endless value would match. Also if it has
+    SPACING_KEY: with it, answers may be no JSON. The compiler reads the key only at the schema's top.
     """
     source = answer.source
-    has_sign = any(sign in source for sign in (SPACING_KEY, REFERENCE, r"\u"))
+    has_idle = any(f'"{key}"' in source for key in ("format", "uniqueItems"))
+    has_sign = has_idle or any(sign in source for sign in (SPACING_KEY, REFERENCE, r"\u"))
     if answer.kind is not GrammarKind.JSON_SCHEMA or not has_sign:
-        return
+        return answer
     try:
         schema = json.loads(source)
-        if isinstance(schema, dict) and SPACING_KEY in schema:
+        if not isinstance(schema, dict):
+            return answer
+        if SPACING_KEY in schema:
             raise InvalidRequest("structured_output", f"the schema has the key '{SPACING_KEY}'; remove it")
-        if isinstance(schema, dict):
-            check_ends("structured_output", "the schema", schema)
+        check_ends("structured_output", "the schema", schema)
+        if has_idle:
+            return replace(answer, source=json.dumps(_guided(schema, False), separators=(",", ":")))
     except (ValueError, RecursionError):
-        return  # the compiler says what is wrong
+        pass  # the compiler says what is wrong
+    return answer
 
 
 def check_parameters(tool: Tool) -> None:
@@ -136,11 +142,18 @@ def _guided(schema: Any, is_closing: bool) -> Any:
             guided[key] = [_guided(part, is_closing if is_of_items else is_closing_parts) for part in value]
         elif key in _MAPS and isinstance(value, Mapping):
             guided[key] = {name: _guided(part, is_closing) for name, part in value.items()}
-        elif key not in REMARKS and (key != "format" or (isinstance(value, str) and value in FORMATS)):
+        elif not _is_idle(key, value):
             guided[key] = value
     if is_closing and "properties" in guided and _OPENING.isdisjoint(guided) and _lists_required(guided):
         guided["additionalProperties"] = False
     return guided
+
+
+def _is_idle(key: str, value: Any) -> bool:
+    """Whether a keyword with this value has no effect on what is valid."""
+    if key == "format":
+        return not isinstance(value, str) or value not in FORMATS
+    return key in REMARKS or (key == "uniqueItems" and value is False)
 
 
 def _lists_required(schema: Mapping[str, Any]) -> bool:

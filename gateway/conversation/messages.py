@@ -31,7 +31,7 @@ class ChatMessage:
     tool_call_id: str | None = None
     """In a tool's result: the id of its call."""
     name: str | None = None
-    """In a tool's result: the name of the tool."""
+    """In a tool's result: the name of the tool. In other messages: who wrote them."""
 
 
 @dataclass(frozen=True, slots=True)

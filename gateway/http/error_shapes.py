@@ -38,6 +38,10 @@ ANTHROPIC_TYPES = {
 OPENAI_CODES = {413: "request_entity_too_large"}
 """`code` by status, where Python's name of the status depends on its version (3.13 renamed 413)."""
 
+ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
+"""Anthropic's `details` of a refusal, by field. The tool runner of the `anthropic` package asks for a thread. With
+these details, it goes on without one."""
+
 MAX_MESSAGE_CHARACTERS = 2_000
 """Limit for the message and for the name of the field: they may contain client input, which must not be
 returned in full."""
@@ -53,10 +57,13 @@ def openai_error(
     return {"error": {"message": _short(message), "type": kind, "param": param, "code": code}}
 
 
-def anthropic_error(status: int, message: str, request_id: str) -> dict[str, Any]:
+def anthropic_error(status: int, message: str, request_id: str, param: str | None = None) -> dict[str, Any]:
     """The body of an error. This shape has no key for the field, so the message must name the field."""
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": _short(message)}, "request_id": request_id}
+    error: dict[str, Any] = {"type": kind, "message": _short(message)}
+    if param in ANTHROPIC_DETAILS:
+        error["details"] = ANTHROPIC_DETAILS[param]
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def _short(text: str) -> str:
@@ -74,5 +81,6 @@ def error_response(
 ) -> JSONResponse:
     """`param` and `code` are only sent to OpenAI's clients."""
     if dialect_of(scope["path"]) is Dialect.ANTHROPIC:
-        return JSONResponse(anthropic_error(status, message, shown_id(scope["state"])), status, headers)
+        body = anthropic_error(status, message, shown_id(scope["state"]), param)
+        return JSONResponse(body, status, headers)
     return JSONResponse(openai_error(status, message, param, code), status, headers)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from baton.errors import InvalidRequest, PromptTooLong
+from baton.errors import TOO_LONG, InvalidRequest, PromptTooLong
 from gateway.conversation import Conversation
 from gateway.text.fair_threads import FairThreads
 from gateway.text.time_limit import run_within
@@ -85,7 +85,7 @@ class TokenizerPool:
         if len(text) > self.max_characters:
             raise PromptTooLong(
                 field,
-                f"{len(text)} characters exceed the model's limit of {self.max_characters}",
+                f"{TOO_LONG}: {len(text)} characters exceed the model's limit of {self.max_characters}",
             )
 
     async def _render(self, caller: str, conversation: Conversation, add_generation_prompt: bool) -> str:

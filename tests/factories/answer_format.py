@@ -103,7 +103,7 @@ class MarkedFormat:
             content = f"<think>{turn.reasoning}</think>" if turn.reasoning else ""
             content += turn.content
             content += "".join(f"<call {call.name}>{call.arguments}</call>" for call in turn.tool_calls)
-            role = f"tool {turn.name}" if turn.role == "tool" else turn.role
+            role = f"{turn.role} {turn.name}" if turn.name else turn.role
             turns.append({"role": role, "content": content})
         return {"conversation": turns, **conversation.template_options}
 
@@ -115,7 +115,8 @@ class MarkedFormat:
     ) -> StructuredOutput | None:
         if conversation.callable_tools and conversation.tool_choice.use is ToolUse.REQUIRED:
             names = "|".join(tool.name for tool in conversation.callable_tools)
-            return StructuredOutput(GrammarKind.REGEX, f"<call ({names})>.*</call>")
+            rest = ".*" if conversation.parallel_tool_calls else "[^<]*"
+            return StructuredOutput(GrammarKind.REGEX, f"<call ({names})>{rest}</call>")
         return answer
 
     def new_parser(

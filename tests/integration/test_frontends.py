@@ -164,7 +164,7 @@ async def test_c63_an_own_context_and_an_unread_cache_reach_the_workers(folder: 
             assert (request.skip_reading_prefix_cache, request.sampling_params.max_tokens) == (True, 9)
             too_long = await refusal(send(under_test, max_model_len=length))
             assert too_long.is_a(InvalidRequest("", "")), name
-            whose = f"{length} tokens leave no room for an answer in the request's max_model_len of {length}"
+            whose = f"{length} tokens leave no room for an answer; the request's max_model_len is {length}"
             assert whose in too_long.message, name
             for wrong in (0, 257):
                 refused = await refusal(send(under_test, max_model_len=wrong))

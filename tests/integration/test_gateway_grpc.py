@@ -165,7 +165,7 @@ async def test_a_prefill_worker_that_refuses_is_passed_over(folder: Path) -> Non
         ({"text": ""}, "prompt: must not be empty"),
         ({"text": None}, "prompt: set one of"),
         ({"text": None, "token_ids": [1, 99_999]}, "token_ids: 99999"),
-        ({"text": None, "token_ids": [1] * 256}, "prompt: 256 tokens leave no room"),
+        ({"text": None, "token_ids": [1] * 256}, "prompt: prompt is too long: 256 tokens leave no room"),
         ({"sampling": {"temperature": float("nan")}}, "temperature: must be a finite number"),
         ({"sampling": {"top_p": 0.0}}, "top_p: must be above 0"),
     ],

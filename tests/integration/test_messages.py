@@ -60,6 +60,15 @@ async def test_a_whole_message(folder: Path) -> None:
         assert (message.usage.input_tokens, message.usage.output_tokens) == (len(prompt), len(ANSWER))
 
 
+async def test_the_packages_tool_runner_goes_on_without_a_thread(folder: Path) -> None:
+    """It first asks the server to keep the conversation."""
+    async with anthropic_with(folder, answering(ANSWER), answering(ANSWER)) as (_, client):
+        runner = client.beta.messages.tool_runner(
+            model="tiny", max_tokens=200, messages=[{"role": "user", "content": "Hello"}], tools=[]
+        )
+        assert (await runner.until_done()).stop_reason == "max_tokens"
+
+
 async def test_a_conversation_goes_on_with_the_answer_as_it_came(folder: Path) -> None:
     async with anthropic_with(
         folder, ends_by_itself(MARKED), answer_format=MarkedFormat(), max_model_len=1024

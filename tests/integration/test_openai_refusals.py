@@ -156,7 +156,7 @@ def part(**fields: Any) -> dict[str, Any]:
                 ("logit_bias.5", {"logit_bias": {"5": 101}}, "less than or equal to 100"),
                 ("logit_bias", {"logit_bias": {"99999": 1}}, "99999 is not one of the model's"),
                 ("stop_token_ids", {"stop_token_ids": [99999]}, "99999 is not one of the model's"),
-                ("top_logprobs", {"top_logprobs": 2}, "needs logprobs"),
+                ("top_logprobs", {"logprobs": False, "top_logprobs": 2}, "needs logprobs"),
                 ("top_logprobs", {"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
                 ("stream_options", {"stream_options": {}}, "needs stream: true"),
                 (

@@ -164,6 +164,7 @@ async def test_each_is_refused_by_its_path_and_a_good_one_is_answered_after_them
             {"tools": [tool(f"f{number}") for number in range(16)], "parallel_tool_calls": True},
             {"tools": [], "tool_choice": "none", "parallel_tool_calls": False},
             {"chat_template_kwargs": {"enable_thinking": False, "depth": 1, "style": None}},
+            {"logprobs": False, "top_logprobs": 0},
             {"messages": [USER, asks(content="Hi", reasoning="hm", reasoning_content="hm"), USER]},
         ):
             answer = await asked(fields)

@@ -4,7 +4,9 @@
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -186,12 +188,20 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class ThreadsUnsupported:
+    """The request has the field `thread`. The same request without this field can be served."""
+
+    error_code: Literal["thread_unsupported_request"]
+
+
+@dataclass(frozen=True, slots=True)
 class MessageErrorDetail:
     """What went wrong."""
 
     type: str
     message: str
     """Begins with the name of the field that caused the error."""
+    details: Annotated[ThreadsUnsupported | None, Field(exclude_if=lambda value: value is None)] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
     diagnostics: NotSupported = None
     inference_geo: NotSupported = None
     stop: NotSupported = Field(None, description="Not supported; use stop_sequences.")
+    thread: NotSupported = Field(None, description="Not supported; send the whole conversation.")
 
     @model_validator(mode="after")
     def _check_budget(self) -> Self:

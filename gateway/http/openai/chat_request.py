@@ -11,7 +11,7 @@ from gateway.conversation.template import MAX_OPTIONS, TemplateValue, check_temp
 from gateway.http.body import NotSupported
 from gateway.http.openai.fields import Effort, GenerationFields, reasoning_of
 from gateway.http.openai.messages import Messages, chat_messages_of
-from gateway.http.openai.tools import ToolChoiceField, Tools, tool_choice_of, tools_of
+from gateway.http.openai.tools import NamedTool, ToolChoiceField, Tools, tool_choice_of, tools_of
 from gateway.preprocess import UNLIMITED
 
 TemplateOptions = Annotated[dict[str, TemplateValue], Field(max_length=MAX_OPTIONS)]
@@ -65,7 +65,7 @@ class ChatCompletionRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs: true")
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) == 2:
@@ -87,7 +87,7 @@ class ChatCompletionRequest(GenerationFields):
             chat_messages_of(self.messages),
             tools,
             tool_choice_of(self.tool_choice, tools),
-            self.parallel_tool_calls is not False,
+            self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool),
             reasoning_of(self.reasoning_effort, self.thinking_token_budget),
             options,
         )

@@ -1,7 +1,7 @@
 """Messages of a chat: converts OpenAI's roles and fields to Baton's types."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -31,6 +31,15 @@ Content = str | Parts
 """A text, or parts that are joined without separators."""
 
 
+Name = Annotated[
+    str,
+    Field(
+        max_length=MAX_CALL_NAME_CHARACTERS, description="The model sees it if its chat template reads it."
+    ),
+]
+"""Who wrote a message, for conversations of several users or agents."""
+
+
 class InputMessage(Body):
     """A message to the model."""
 
@@ -38,10 +47,11 @@ class InputMessage(Body):
         description="The model's template receives `developer`, OpenAI's newer name, as `system`."
     )
     content: Content
-    name: NotSupported = None
+    name: Name | None = None
 
     def as_chat_message(self) -> ChatMessage:
-        return ChatMessage("system" if self.role == "developer" else self.role, _text_of(self.content))
+        role = "system" if self.role == "developer" else self.role
+        return ChatMessage(role, _text_of(self.content), name=self.name)
 
 
 class CalledFunction(Body):
@@ -71,9 +81,11 @@ class AssistantMessage(Body):
         description="What the model thought before it answered; its template decides what becomes of it.",
     )
     reasoning: str | None = Field(None, description="vLLM's newer name for reasoning_content.")
-    name: NotSupported = None
+    name: Name | None = None
     refusal: NotSupported = None
-    annotations: NotSupported = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="Only as OpenAI's answers have it: empty."
+    )
     audio: NotSupported = None
     function_call: NotSupported = None
 
@@ -83,7 +95,7 @@ class AssistantMessage(Body):
         ]
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         text = "" if self.content is None else _text_of(self.content)
-        return ChatMessage("assistant", text, reasoning or None, tuple(calls))
+        return ChatMessage("assistant", text, reasoning or None, tuple(calls), name=self.name)
 
 
 class ToolMessage(Body):

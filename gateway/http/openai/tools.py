@@ -48,7 +48,7 @@ class FunctionName(Body):
 
 
 class NamedTool(Body):
-    """One of the tools."""
+    """One of the tools. As a choice, it is called exactly once, as in OpenAI's API and vLLM's."""
 
     type: Literal["function"]
     function: FunctionName

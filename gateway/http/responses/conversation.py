@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 
-from baton.errors import InvalidRequest, PromptTooLong
+from baton.errors import TOO_LONG, InvalidRequest, PromptTooLong
 from gateway.conversation import ChatMessage, Conversation, ToolCall
 from gateway.conversation.checks import check_arguments
 from gateway.http.responses.create_request import PromptFields
@@ -15,7 +15,7 @@ from gateway.http.responses.items import (
     MessageItem,
     ReasoningItem,
 )
-from gateway.http.responses.tools import tool_choice_of, tools_of
+from gateway.http.responses.tools import NamedFunction, tool_choice_of, tools_of
 
 
 def conversation_of(body: PromptFields, items: Iterable[KeptItem]) -> Conversation:
@@ -27,7 +27,8 @@ def conversation_of(body: PromptFields, items: Iterable[KeptItem]) -> Conversati
         messages + messages_of(items),
         tools,
         tool_choice_of(body.tool_choice, tools),
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        parallel_tool_calls=body.parallel_tool_calls is not False
+        and not isinstance(body.tool_choice, NamedFunction),
         reasoning=body.reasoning_options,
     )
 
@@ -110,7 +111,7 @@ async def shortened(
     messages = conversation.messages
     begins = [index for index, message in enumerate(messages) if message.role == "user"]
     if len(begins) < 2:
-        raise PromptTooLong("input", "the prompt is too long, and has no earlier exchange to leave out")
+        raise PromptTooLong("input", f"{TOO_LONG}, and has no earlier exchange to leave out")
     low, high = 0, len(begins)
     while low < high:
         middle = (low + high) // 2
@@ -119,7 +120,9 @@ async def shortened(
         else:
             low = middle + 1
     if low == len(begins):
-        raise PromptTooLong("input", "the system messages and the last exchange alone are too long")
+        raise PromptTooLong(
+            "input", f"{TOO_LONG}: the system messages and the last exchange alone do not fit"
+        )
     return replace(conversation, messages=_from(messages, begins[low]))
 
 

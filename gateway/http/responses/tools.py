@@ -51,7 +51,7 @@ class ResponseFunctionTool(Body):
 
 
 class NamedFunction(Body):
-    """One of the tools."""
+    """One of the tools. As a choice, it is called exactly once."""
 
     type: Literal["function"]
     name: ToolName

@@ -1,16 +1,22 @@
-"""GrammarLibrary: what a compiled grammar takes."""
+"""GrammarLibrary: what a compiled grammar takes, and what one that cannot be compiled is told."""
 
 from itertools import pairwise
 from pathlib import Path
+
+import pytest
 
 from baton.sampling import GrammarKind, StructuredOutput
 from engine.grammars.library import GrammarLibrary
 from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
 
 
+def library_in(folder: Path) -> GrammarLibrary:
+    return GrammarLibrary(folder / "tokenizer.json", make_tokenizer().get_vocab_size(), (EOS_TOKEN_ID,))
+
+
 def test_the_size_of_a_compiled_grammar_is_that_of_its_memory(folder: Path) -> None:
     """It grows with the square of this text's length; an estimate by characters would be far off."""
-    library = GrammarLibrary(folder / "tokenizer.json", make_tokenizer().get_vocab_size(), (EOS_TOKEN_ID,))
+    library = library_in(folder)
 
     def num_bytes(source: str) -> int:
         return library.compile(StructuredOutput(GrammarKind.REGEX, source)).num_bytes
@@ -19,3 +25,10 @@ def test_the_size_of_a_compiled_grammar_is_that_of_its_memory(folder: Path) -> N
     assert 1.0 < sizes[0] < 5.0
     assert all(3.0 < larger / smaller < 6.0 for smaller, larger in pairwise(sizes)), sizes
     assert num_bytes("(yes|no)") < 2**20
+
+
+def test_alternatives_that_may_overlap_are_refused_without_naming_an_option_that_clients_lack(
+    folder: Path,
+) -> None:
+    with pytest.raises(ValueError, match=r"^oneOf constraints are not supported\. Use anyOf, or give"):
+        library_in(folder).compile(StructuredOutput(GrammarKind.JSON_SCHEMA, '{"oneOf": [{}, {}]}'))

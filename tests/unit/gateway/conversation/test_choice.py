@@ -68,10 +68,10 @@ def test_a_template_that_reads_no_tools_has_them_described() -> None:
 def test_described_tools_and_results_are_ordinary_turns() -> None:
     messages = (
         ChatMessage("system", "Be brief."),
-        ChatMessage("user", "Search."),
+        ChatMessage("user", "Search.", name="bob"),
         replace(called(("search", '{"query":"a"}'), ("search", '{"query":"ü"}')), content="Yes."),
-        ChatMessage("tool", "A", tool_call_id="call_0"),
-        ChatMessage("tool", "B", tool_call_id="call_1"),
+        ChatMessage("tool", "A", tool_call_id="call_0", name="search"),
+        ChatMessage("tool", "B", tool_call_id="call_1", name="search"),
         ChatMessage("user", "And?"),
     )
     conversation = replace(ASKED, messages=messages)
@@ -79,6 +79,7 @@ def test_described_tools_and_results_are_ordinary_turns() -> None:
     turns = format_of("generic").template_arguments(conversation)["conversation"]
 
     assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
+    assert [turn.get("name") for turn in turns] == [None, "bob", None, None]
     assert turns[0]["content"].startswith("Be brief.\n\n")
     assert '"name": "get_weather", "description": "The weather of a city"' in turns[0]["content"]
     assert turns[2]["content"] == (

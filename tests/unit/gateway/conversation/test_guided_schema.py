@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
+from baton.sampling import GrammarKind, StructuredOutput
 from gateway.conversation import Tool
 from gateway.conversation.call_syntax import GuidedTool
-from gateway.conversation.guided_schema import guided_schema
+from gateway.conversation.guided_schema import checked_answer, guided_schema
 from gateway.conversation.listed_properties import listed_properties
 from gateway.conversation.lookalikes import may_be_json_call
 
@@ -97,6 +98,20 @@ def test_remarks_and_unknown_formats_are_left_out_but_properties_of_these_names_
         },
         "additionalProperties": False,
     }
+
+
+def test_an_answers_schema_is_the_clients_own_without_what_has_no_effect() -> None:
+    def taken(source: str, kind: GrammarKind = GrammarKind.JSON_SCHEMA) -> str:
+        return checked_answer(StructuredOutput(kind, source)).source
+
+    path, date = '{"type": "string", "format": "path"}', '{"type": "string", "format": "date"}'
+    several = f'"properties": {{"a": {date}, "format": {path}}}, "items": {{"uniqueItems": false}}'
+    left = f'"properties": {{"a": {date}, "format": {{"type": "string"}}}}, "items": {{}}'
+    assert json.loads(taken(f"{{{several}}}")) == json.loads(f"{{{left}}}"), "objects stay open"
+    assert taken('{"const": "\\ud800", "format": "path"}').isascii()
+    for unchanged in ('{"title":"A"}', '{"format": "path"', f"[{path}]", '{"x": {"format":' * 5000):
+        assert taken(unchanged) == unchanged, "the compiler says what is wrong"
+    assert taken(path, GrammarKind.LARK) == path
 
 
 LOOP = {"$ref": "#/$defs/loop"}

@@ -67,9 +67,13 @@ async def test_texts_that_cannot_fit_are_refused_without_tokenising(tmp_path: Pa
 
     async with pool_of(own) as pool:
         assert pool.max_characters == MAX_TOKENS * longest
-        with pytest.raises(InvalidRequest, match=rf"prompt: {pool.max_characters + 1} characters"):
+        with pytest.raises(
+            InvalidRequest, match=rf"prompt is too long: {pool.max_characters + 1} characters"
+        ):
             await pool.encode("alice", "x" * (pool.max_characters + 1))
-        with pytest.raises(InvalidRequest, match=r"chat: \d+ characters exceed the model's limit"):
+        with pytest.raises(
+            InvalidRequest, match=r"chat: prompt is too long: \d+ characters exceed the model's limit"
+        ):
             await pool.encode_chat("alice", Conversation((ChatMessage("user", "x" * pool.max_characters),)))
 
 

@@ -63,6 +63,7 @@ def test_no_parameter_of_the_package_is_an_unknown_field() -> None:
         ("container", "c"),
         ("diagnostics", {}),
         ("inference_geo", "eu"),
+        ("thread", {"type": "create"}),
         ("speed", "fast"),
         ("mcp_servers", [{"type": "url"}]),
         ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),

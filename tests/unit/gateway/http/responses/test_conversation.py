@@ -131,6 +131,14 @@ def test_a_conversation_has_the_bodys_tools_and_choices() -> None:
     assert conversation.reasoning == ReasoningOptions(effort="low")
 
 
+def test_a_named_function_is_called_once() -> None:
+    f = {"type": "function", "name": "f"}
+    body = {"model": "tiny", "input": "Hello", "tools": [f], "tool_choice": f, "parallel_tool_calls": True}
+    assert not conversation_of(ResponseRequest.model_validate(body), items_of(USER)).parallel_tool_calls
+    several = ResponseRequest.model_validate(body | {"tool_choice": "required"})
+    assert conversation_of(several, items_of(USER)).parallel_tool_calls
+
+
 @pytest.mark.parametrize("room", range(3, 12))
 async def test_the_oldest_exchanges_go_first_and_no_more_than_must(room: int) -> None:
     turns = [ChatMessage("system", "s")]
@@ -162,7 +170,9 @@ async def test_a_last_exchange_that_is_too_long_is_an_error() -> None:
     async def fits(conversation: Conversation) -> bool:
         return False
 
-    with pytest.raises(PromptTooLong, match="the system messages and the last exchange alone"):
+    with pytest.raises(
+        PromptTooLong, match="prompt is too long: the system messages and the last exchange alone"
+    ):
         await shortened(Conversation(messages_of(items_of(USER, USER, USER))), fits)
 
 
@@ -170,5 +180,5 @@ async def test_a_single_exchange_cannot_be_shortened() -> None:
     async def fits(conversation: Conversation) -> bool:
         raise AssertionError("nothing to ask")
 
-    with pytest.raises(PromptTooLong, match="no earlier exchange"):
+    with pytest.raises(PromptTooLong, match="prompt is too long, and has no earlier exchange"):
         await shortened(Conversation(messages_of(items_of(USER, call(0), result(0)))), fits)
