@@ -47,37 +47,32 @@ async def story(under_test: GatewayUnderTest, **body: object) -> list[tuple[str,
             return [found async for found in events_of(answer)]
 
 
-def test_a_snapshot_holds_what_workers_and_their_controller_say(folder: Path) -> None:
+async def test_a_snapshot_holds_what_workers_and_their_controller_say(folder: Path) -> None:
     node = NodeDescription(name="n1", address="10.1.2.3", is_alive=True)
     missing = replica("w2", state=ReplicaState.CRASH_LOOP, last_failure="no room at 10.1.2.3")
     control = FakeFleetControl(
         fleet_of(replica("w0", WorkerRole.PREFILL), replica("w1"), missing, nodes=(node,))
     )
-
-    async def run() -> dict[str, Any]:
-        scripts = {"w0": answering(ANSWER)}, {"w1": answering(ANSWER)}
-        async with gateway_with(folder, *scripts, control=control) as under_test:
-            worker = under_test.workers["w1"]
-            worker.blocks = KVBlockCounts(100, 60, 3, 2)
-            worker.requests = RequestCounts(4, 5, 6)
-            counts = (2, 1, 0, 4096, 0.0, 0.0, 0.0)
-            worker.kv_peers = (
-                KVPeerCounts(TransferRole.CONSUMER, "w0", "tcp", *counts),
-                KVPeerCounts(TransferRole.CONSUMER, "w0", "shared_memory", *counts),
-                KVPeerCounts(TransferRole.PRODUCER, "w0", "tcp", *counts),
-            )
-            await story(under_test)
-            client = under_test.gateway.workers.client("w1")
-            assert client is not None
-            await under_test.until(lambda: client.status is not None and client.status.requests.running == 4)
-            async with client_of(under_test) as http:
-                await asyncio.sleep(1.1)  # editions are made once a second
-                answer = await http.get("/cluster")
-                assert answer.headers["cache-control"] == "no-store"
-                found: dict[str, Any] = answer.json()
-                return found
-
-    seen = asyncio.run(run())
+    scripts = {"w0": answering(ANSWER)}, {"w1": answering(ANSWER)}
+    async with gateway_with(folder, *scripts, control=control) as under_test:
+        worker = under_test.workers["w1"]
+        worker.blocks = KVBlockCounts(100, 60, 3, 2)
+        worker.requests = RequestCounts(4, 5, 6)
+        counts = (2, 1, 0, 4096, 0.0, 0.0, 0.0)
+        worker.kv_peers = (
+            KVPeerCounts(TransferRole.CONSUMER, "w0", "tcp", *counts),
+            KVPeerCounts(TransferRole.CONSUMER, "w0", "shared_memory", *counts),
+            KVPeerCounts(TransferRole.PRODUCER, "w0", "tcp", *counts),
+        )
+        await story(under_test)
+        client = under_test.gateway.workers.client("w1")
+        assert client is not None
+        await under_test.until(lambda: client.status is not None and client.status.requests.running == 4)
+        async with client_of(under_test) as http:
+            await asyncio.sleep(1.1)  # editions are made once a second
+            answer = await http.get("/cluster")
+            assert answer.headers["cache-control"] == "no-store"
+            seen = answer.json()
     assert [(worker["name"], worker["role"], worker["state"]) for worker in seen["workers"]] == [
         ("w0", "prefill", "ready"),
         ("w1", "decode", "ready"),
@@ -151,12 +146,9 @@ async def test_a_viewer_does_not_keep_a_gateway_from_stopping(folder: Path) -> N
             assert [line async for line in lines][-1] == ""
 
 
-def test_one_request_tells_its_way_stage_by_stage(folder: Path) -> None:
-    async def run() -> list[tuple[str, dict[str, Any]]]:
-        async with gateway_with(folder, {"w0": answering(ANSWER)}, {"w1": answering(ANSWER)}) as under_test:
-            return await story(under_test)
-
-    events = asyncio.run(run())
+async def test_one_request_tells_its_way_stage_by_stage(folder: Path) -> None:
+    async with gateway_with(folder, {"w0": answering(ANSWER)}, {"w1": answering(ANSWER)}) as under_test:
+        events = await story(under_test)
     assert events[0][0] == "received"
     assert events[0][1]["num_prompt_tokens"] > 5  # the chat template's tokens are among them
     name, placed = events[1]
@@ -175,23 +167,17 @@ def test_one_request_tells_its_way_stage_by_stage(folder: Path) -> None:
     assert sum(end["timing"]["ttft_parts"].values()) == pytest.approx(end["timing"]["ttft_s"])
 
 
-def test_a_request_that_asks_for_the_local_path_gets_it(folder: Path) -> None:
-    async def run() -> list[tuple[str, dict[str, Any]]]:
-        async with gateway_with(folder, {"w0": silent}, {"w1": answering(ANSWER)}) as under_test:
-            return await story(under_test, mode="local")
-
-    events = asyncio.run(run())
+async def test_a_request_that_asks_for_the_local_path_gets_it(folder: Path) -> None:
+    async with gateway_with(folder, {"w0": silent}, {"w1": answering(ANSWER)}) as under_test:
+        events = await story(under_test, mode="local")
     assert (events[1][1]["mode"], events[1][1]["prefill"], events[1][1]["decode"]) == ("local", None, "w1")
 
 
-def test_a_request_that_moves_says_where_to(folder: Path) -> None:
-    async def run() -> list[tuple[str, dict[str, Any]]]:
-        broken = failing(ErrorKind.INTERNAL, "it broke")
-        async with gateway_with(folder, {}, {"w0": broken, "w1": answering(ANSWER)}) as under_test:
-            stories = [await story(under_test, mode="local") for _ in range(3)]
-            return max(stories, key=len)
-
-    events = asyncio.run(run())
+async def test_a_request_that_moves_says_where_to(folder: Path) -> None:
+    broken = failing(ErrorKind.INTERNAL, "it broke")
+    async with gateway_with(folder, {}, {"w0": broken, "w1": answering(ANSWER)}) as under_test:
+        stories = [await story(under_test, mode="local") for _ in range(3)]
+        events = max(stories, key=len)
     assert [data["decode"] for name, data in events if name == "placed"] == ["w0", "w1"]
     assert (events[-1][0], events[-1][1]["num_attempts"]) == ("end", 2)
 
@@ -232,26 +218,19 @@ async def test_a_client_that_leaves_ends_its_request(folder: Path) -> None:
         ({"prompt": "Hello " * 300}, "prompt"),
     ],
 )
-def test_a_request_that_cannot_be_is_refused_by_the_name_of_its_field(
+async def test_a_request_that_cannot_be_is_refused_by_the_name_of_its_field(
     folder: Path, body: dict[str, Any], param: str
 ) -> None:
-    async def run() -> httpx2.Response:
-        async with gateway_with(folder, {}, {"w0": silent}) as under_test, client_of(under_test) as client:
-            content = json.dumps(body)
-            headers = {"content-type": "application/json"}
-            return await client.post("/cluster/try", content=content, headers=headers)
-
-    answer = asyncio.run(run())
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test, client_of(under_test) as client:
+        content = json.dumps(body)
+        headers = {"content-type": "application/json"}
+        answer = await client.post("/cluster/try", content=content, headers=headers)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_the_api_describes_what_the_page_uses(folder: Path) -> None:
-    async def run() -> dict[str, Any]:
-        async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
-            found: dict[str, Any] = (await client.get("/openapi.json")).json()
-            return found
-
-    described = asyncio.run(run())
+async def test_the_api_describes_what_the_page_uses(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
+        described = (await client.get("/openapi.json")).json()
     answers = described["paths"]["/cluster"]["get"]["responses"]["200"]["content"]["application/json"]
     assert answers["schema"]["$ref"].endswith("/ClusterSnapshot")
     assert set(described["paths"]["/cluster/events"]["get"]["responses"]["200"]["content"]) == {
@@ -263,13 +242,10 @@ def test_the_api_describes_what_the_page_uses(folder: Path) -> None:
     assert "/" not in described["paths"]
 
 
-def test_the_page_is_whole_and_asks_no_other_host(folder: Path) -> None:
-    async def run() -> dict[str, httpx2.Response]:
-        async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
-            paths = ["/", *[f"/page/{name}" for name in FILES - {"index.html"}]]
-            return {path: await client.get(path) for path in paths}
-
-    answers = asyncio.run(run())
+async def test_the_page_is_whole_and_asks_no_other_host(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
+        paths = ["/", *[f"/page/{name}" for name in FILES - {"index.html"}]]
+        answers = {path: await client.get(path) for path in paths}
     for path, answer in answers.items():
         assert answer.status_code == 200, path
         assert "default-src 'none'; script-src 'self'" in answer.headers["content-security-policy"]

@@ -1,6 +1,5 @@
 """/tokenize and /detokenize over real HTTP."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +90,13 @@ async def test_conversations_with_tools_are_rendered_as_for_a_chat(folder: Path)
         ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
     ],
 )
-def test_an_invalid_question_is_refused_by_its_field(
+async def test_an_invalid_question_is_refused_by_its_field(
     folder: Path, path: str, body: dict[str, Any], status: int, param: str | None
 ) -> None:
-    async def run() -> httpx2.Response:
-        async with gateway_with(folder, {}, {}) as under_test:
-            base = under_test.http_url
-            async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
-                return await client.post(path, json=body)
-
-    answer = asyncio.run(run())
+    async with gateway_with(folder, {}, {}) as under_test:
+        base = under_test.http_url
+        async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
+            answer = await client.post(path, json=body)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["param"] == param if param else error["param"].startswith("messages.0.content")
