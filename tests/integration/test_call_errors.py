@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import httpx2
 import pytest
 
 from baton.v1 import cluster_service_pb2 as cluster_pb
@@ -36,8 +35,7 @@ async def over_http(under_test: GatewayUnderTest) -> str:
         (BUSY, GOOD, 200),
         (BUSY, GOOD, 429),
     ]
-    base = under_test.http_url
-    async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
+    async with under_test.http() as client:
         for key, body, status in calls:
             headers = {"authorization": f"Bearer {key}"} if key else {}
             answer = await client.post("/v1/completions", json=body, headers=headers)

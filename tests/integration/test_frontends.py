@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import httpx2
 import pytest
 
 from baton.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestAborted, WorkerUnavailable
@@ -54,9 +53,8 @@ OWN_FIELDS = ("request_id", "timeout_s", "skip_reading_prefix_cache", "max_model
 
 async def over_grpc(under_test: GatewayUnderTest, **fields: Any) -> str:
     own = {name: fields.pop(name) for name in OWN_FIELDS if name in fields}
-    events = under_test.client.generate(text="Hello", sampling=fields, **own)
     try:
-        return "".join([event.text async for event in events])
+        return "".join(event.text for event in await under_test.ask(sampling=fields, **own))
     except GatewayError as error:
         raise Refused(error.code, error.message) from None
 
@@ -86,9 +84,8 @@ def over_http(path: str, prompt: dict[str, Any], stream: bool) -> Send:
     async def send(under_test: GatewayUnderTest, timeout_s: float | None = None, **fields: Any) -> str:
         headers = {} if timeout_s is None else {"x-request-timeout-ms": str(round(timeout_s * 1000))}
         body = {"model": "tiny", "stream": stream, **prompt, **fields}
-        async with httpx2.AsyncClient(timeout=60.0) as client:
-            url = f"{under_test.http_url}{path}"
-            answer = await client.post(url, json=body, headers=headers)
+        async with under_test.http() as client:
+            answer = await client.post(path, json=body, headers=headers)
         if answer.status_code != 200:
             raise Refused(answer.status_code, answer.json()["error"]["message"])
         events = answer.text.split("\n\n")[:-2] if stream else [answer.text]
@@ -106,8 +103,8 @@ def over_messages(stream: bool) -> Send:
             fields["stop_sequences"] = fields.pop("stop")
         turns = [{"role": "user", "content": "Hello"}]
         body = {"model": "tiny", "stream": stream, "max_tokens": 200, "messages": turns, **fields}
-        async with httpx2.AsyncClient(timeout=60.0) as client:
-            answer = await client.post(f"{under_test.http_url}/v1/messages", json=body, headers=headers)
+        async with under_test.http() as client:
+            answer = await client.post("/v1/messages", json=body, headers=headers)
         if answer.status_code != 200:
             status = 429 if answer.status_code == SITE_OVERLOADED else answer.status_code
             raise Refused(status, answer.json()["error"]["message"])

@@ -24,10 +24,6 @@ FILES = {file.name for file in files("gateway.http.page").iterdir() if "__" not 
 """The files of the page."""
 
 
-def client_of(under_test: GatewayUnderTest) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(base_url=under_test.http_url, timeout=60)
-
-
 async def events_of(answer: httpx2.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     name = ""
     async for line in answer.aiter_lines():
@@ -39,7 +35,7 @@ async def events_of(answer: httpx2.Response) -> AsyncIterator[tuple[str, dict[st
 
 async def story(under_test: GatewayUnderTest, **body: object) -> list[tuple[str, dict[str, Any]]]:
     """Every event of one request."""
-    async with client_of(under_test) as client:
+    async with under_test.http() as client:
         wanted = {"prompt": "Hello", "max_tokens": len(ANSWER), **body}
         async with client.stream("POST", "/cluster/try", json=wanted) as answer:
             assert answer.status_code == 200
@@ -68,7 +64,7 @@ async def test_a_snapshot_holds_what_workers_and_their_controller_say(folder: Pa
         client = under_test.gateway.workers.client("w1")
         assert client is not None
         await under_test.until(lambda: client.status is not None and client.status.requests.running == 4)
-        async with client_of(under_test) as http:
+        async with under_test.http() as http:
             await asyncio.sleep(1.1)  # editions are made once a second
             answer = await http.get("/cluster")
             assert answer.headers["cache-control"] == "no-store"
@@ -97,7 +93,7 @@ async def test_addresses_are_for_administrators(folder: Path) -> None:
     access: dict[str, Any] = {"api_keys": API_KEYS, "credentials": AS_ADMIN}
     async with (
         gateway_with(folder, {}, {"w0": silent}, control=control, **access) as under_test,
-        client_of(under_test) as client,
+        under_test.http() as client,
     ):
         for key, is_shown in ((ADMIN, True), (WATCHER, False)):
             answer = await client.get("/cluster", headers={"Authorization": f"Bearer {key}"})
@@ -114,14 +110,14 @@ async def test_an_unreachable_controller_delays_no_call_for_long(folder: Path) -
     control.answers.clear()
 
     async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
-        async with client_of(under_test) as client:
+        async with under_test.http() as client:
             seen = (await client.get("/cluster")).json()
         assert (seen["controller"], [worker["name"] for worker in seen["workers"]]) == ("away", ["w0"])
 
 
 async def test_a_viewer_gets_a_snapshot_at_once_and_then_one_a_second(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
-        async with client_of(under_test) as client, client.stream("GET", "/cluster/events") as answer:
+        async with under_test.http() as client, client.stream("GET", "/cluster/events") as answer:
             loop, times = asyncio.get_running_loop(), []
             async for name, snapshot in events_of(answer):
                 assert (name, snapshot["workers"][0]["name"]) == ("snapshot", "w0")
@@ -136,7 +132,7 @@ async def test_a_viewer_gets_a_snapshot_at_once_and_then_one_a_second(folder: Pa
 async def test_a_viewer_does_not_keep_a_gateway_from_stopping(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"w0": silent}) as under_test,
-        client_of(under_test) as client,
+        under_test.http() as client,
         client.stream("GET", "/cluster/events") as answer,
     ):
         lines = answer.aiter_lines()
@@ -196,7 +192,7 @@ async def test_a_client_that_leaves_ends_its_request(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         wanted = {"prompt": "Hello"}
         async with (
-            client_of(under_test) as client,
+            under_test.http() as client,
             client.stream("POST", "/cluster/try", json=wanted) as answer,
         ):
             async for name, _ in events_of(answer):
@@ -221,7 +217,7 @@ async def test_a_client_that_leaves_ends_its_request(folder: Path) -> None:
 async def test_a_request_that_cannot_be_is_refused_by_the_name_of_its_field(
     folder: Path, body: dict[str, Any], param: str
 ) -> None:
-    async with gateway_with(folder, {}, {"w0": silent}) as under_test, client_of(under_test) as client:
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test, under_test.http() as client:
         content = json.dumps(body)
         headers = {"content-type": "application/json"}
         answer = await client.post("/cluster/try", content=content, headers=headers)
@@ -229,7 +225,7 @@ async def test_a_request_that_cannot_be_is_refused_by_the_name_of_its_field(
 
 
 async def test_the_api_describes_what_the_page_uses(folder: Path) -> None:
-    async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
         described = (await client.get("/openapi.json")).json()
     answers = described["paths"]["/cluster"]["get"]["responses"]["200"]["content"]["application/json"]
     assert answers["schema"]["$ref"].endswith("/ClusterSnapshot")
@@ -243,7 +239,7 @@ async def test_the_api_describes_what_the_page_uses(folder: Path) -> None:
 
 
 async def test_the_page_is_whole_and_asks_no_other_host(folder: Path) -> None:
-    async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
         paths = ["/", *[f"/page/{name}" for name in FILES - {"index.html"}]]
         answers = {path: await client.get(path) for path in paths}
     for path, answer in answers.items():

@@ -13,15 +13,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from baton.kv import TransferRole
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
-from gateway import GatewayError
-from gateway.client import RequestEvent
 from tests.factories.gateway import (
     IMPATIENT,
-    GatewayUnderTest,
     answering,
     failing,
     gateway_with,
     outputs_of,
+    refusal,
     silent,
 )
 from tests.factories.models import make_tokenizer
@@ -30,20 +28,9 @@ TOKENIZER = make_tokenizer()
 ANSWER = TOKENIZER.encode("The cache is the baton").ids
 
 
-async def ask(under_test: GatewayUnderTest, **options: Any) -> list[RequestEvent]:
-    options = {"text": "Hello"} | options
-    return [event async for event in under_test.client.generate(**options)]
-
-
-async def refusal(under_test: GatewayUnderTest, **options: Any) -> GatewayError:
-    with pytest.raises(GatewayError) as caught:
-        await ask(under_test, **options)
-    return caught.value
-
-
 async def test_a_prompt_goes_to_a_pair_and_the_answer_streams_back(folder: Path) -> None:
     async with gateway_with(folder, {"p0": answering(ANSWER)}, {"d0": answering(ANSWER)}) as under_test:
-        events = await ask(under_test, text="Hello", sampling={"max_tokens": 9})
+        events = await under_test.ask(text="Hello", sampling={"max_tokens": 9})
         assert [t for event in events for t in event.token_ids] == ANSWER
         assert "".join(event.text for event in events) == "The cache is the baton"
         completion = events[-1].completion
@@ -75,7 +62,7 @@ async def test_a_prompt_goes_to_a_pair_and_the_answer_streams_back(folder: Path)
 
 async def test_a_chat_is_rendered_with_the_models_template(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
-        await ask(under_test, text=None, messages=[("user", "hi")])
+        await under_test.ask(text=None, messages=[("user", "hi")])
         request = await under_test.workers["d0"].next_request()
         text = TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
         assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -83,7 +70,7 @@ async def test_a_chat_is_rendered_with_the_models_template(folder: Path) -> None
 
 async def test_local_mode_asks_the_decode_worker_alone(folder: Path) -> None:
     async with gateway_with(folder, {"p0": silent}, {"d0": answering(ANSWER)}) as under_test:
-        events = await ask(under_test, mode="local")
+        events = await under_test.ask(mode="local")
         assert events[-1].completion is not None
         assert events[-1].completion.placement["mode"] == "local"
         request = await under_test.workers["d0"].next_request()
@@ -96,7 +83,7 @@ async def test_a_stop_string_ends_the_request_and_the_workers_stop(folder: Path)
         return outputs_of(request, ANSWER, finish=None)
 
     async with gateway_with(folder, {}, {"d0": endless}) as under_test:
-        events = await ask(under_test, sampling={"stop": [" is"]})
+        events = await under_test.ask(sampling={"stop": [" is"]})
         assert "".join(event.text for event in events) == "The cache"
         assert events[-1].completion is not None
         assert events[-1].completion.finish_reason == "stop"
@@ -109,7 +96,7 @@ async def test_a_request_that_ends_with_token_0_is_answered_by_the_prefill_worke
         return outputs_of(request, ANSWER[:1], finish=FinishReason.STOP)
 
     async with gateway_with(folder, {"p0": ends}, {"d0": silent}) as under_test:
-        events = await ask(under_test)
+        events = await under_test.ask()
         assert [t for event in events for t in event.token_ids] == ANSWER[:1]
         request = await under_test.workers["d0"].next_request()
         assert await under_test.workers["d0"].next_abort() == request.request_id, (
@@ -140,7 +127,7 @@ async def test_c52_a_lost_decode_worker_is_replaced_and_the_stream_goes_on(folde
 async def test_c51_a_request_that_no_worker_can_finish_ends_with_an_error(folder: Path) -> None:
     decode = {name: failing(ErrorKind.INTERNAL, "out of luck") for name in ("d0", "d1", "d2", "d3")}
     async with gateway_with(folder, {}, decode) as under_test:
-        error = await refusal(under_test)
+        error = await refusal(under_test.ask())
         assert error.code == "UNAVAILABLE"
         assert "gave up after 3 attempt(s): the decode request failed: out of luck" in str(error)
 
@@ -151,7 +138,7 @@ async def test_a_prefill_worker_that_refuses_is_passed_over(folder: Path) -> Non
 
     prefill = {"p0": failing(ErrorKind.OVERLOADED, "full")}
     async with gateway_with(folder, prefill, {"d0": late_answer}) as under_test:
-        events = await ask(under_test)
+        events = await under_test.ask()
         assert events[-1].completion is not None
         placement = events[-1].completion.placement
         assert (placement["mode"], placement["attempts"]) == ("local", 2)
@@ -174,19 +161,19 @@ async def test_invalid_arguments_name_the_field(
     folder: Path, options: dict[str, Any], complaint: str
 ) -> None:
     async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-        error = await refusal(under_test, **options)
+        error = await refusal(under_test.ask(**options))
         assert error.code == "INVALID_ARGUMENT"
         assert complaint in str(error)
 
 
 async def test_c53_required_disaggregation_fails_instead_of_falling_back(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, placement_timeout_s=0.5) as under_test:
-        assert (await refusal(under_test, mode="disaggregated")).code == "UNAVAILABLE"
+        assert (await refusal(under_test.ask(mode="disaggregated"))).code == "UNAVAILABLE"
 
 
 async def test_c42_a_worker_that_falls_silent_is_lost(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": silent}, placement_timeout_s=0.5) as under_test:
-        call = asyncio.create_task(refusal(under_test))
+        call = asyncio.create_task(refusal(under_test.ask()))
         await under_test.workers["d0"].next_request()
         under_test.workers.pop("d0").stop()
         assert (await call).code == "UNAVAILABLE"
@@ -200,7 +187,7 @@ async def test_a_gateway_that_stood_still_does_not_take_its_workers_for_dead(fol
         time.sleep(1.5 * IMPATIENT.peer_timeout_s)  # noqa: ASYNC251 - as after SIGSTOP
         await asyncio.sleep(2 * IMPATIENT.heartbeat_interval_s)
         assert len(under_test.gateway.workers.statuses) == 1
-        assert (await ask(under_test))[-1].completion is not None
+        assert (await under_test.ask())[-1].completion is not None
 
 
 async def test_a_worker_that_is_reachable_again_gets_requests_again_without_its_former_ones(
@@ -210,7 +197,7 @@ async def test_a_worker_that_is_reachable_again_gets_requests_again_without_its_
         folder, {}, {"d0": silent}, network=IMPATIENT, placement_timeout_s=0.5
     ) as under_test:
         worker = under_test.workers["d0"]
-        call = asyncio.create_task(refusal(under_test))
+        call = asyncio.create_task(refusal(under_test.ask()))
         request = await worker.next_request()
         worker.goes_on.clear()
         assert (await call).code == "UNAVAILABLE"
@@ -218,7 +205,7 @@ async def test_a_worker_that_is_reachable_again_gets_requests_again_without_its_
         # The gateway sent an abort, or the worker itself missed the gateway's signs of life.
         assert (await worker.next_abort()).startswith((request.request_id, "client"))
         await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 1)
-        call = asyncio.create_task(refusal(under_test, request_id="again"))
+        call = asyncio.create_task(refusal(under_test.ask(request_id="again")))
         while not isinstance(await asyncio.to_thread(worker.received.get, True, 10), EngineRequest):
             continue
         await under_test.client.abort("again")

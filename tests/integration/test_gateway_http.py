@@ -52,7 +52,7 @@ async def test_paths_are_not_redirected(folder: Path) -> None:
 
     async with (
         gateway_with(folder, {}, {"w0": silent}) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+        under_test.http() as client,
     ):
         for method, path in (("GET", "/health/"), ("POST", "/v1/chat/completions/")):
             answer = await client.request(method, path)

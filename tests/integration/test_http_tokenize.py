@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from gateway import Tokenizer
@@ -20,31 +19,27 @@ RENDERED = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhé<|im_e
 async def test_texts_and_conversations_become_the_models_tokens_and_back(folder: Path) -> None:
     own = Tokenizer(folder)
 
-    async with gateway_with(folder, {}, {}) as under_test:
-        base = under_test.http_url
-        async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
 
-            async def ask(path: str, **body: Any) -> Any:
-                return (await client.post(path, json=body)).json()
+        async def ask(path: str, **body: Any) -> Any:
+            return (await client.post(path, json=body)).json()
 
-            answer = await ask("/tokenize", prompt="the cache é", return_token_strs=True)
-            assert answer["tokens"] == list(own.encode("the cache é"))
-            assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
-            assert answer["token_strs"] == own.backend.encode("the cache é").tokens
-            assert await ask("/detokenize", tokens=answer["tokens"], model="tiny") == {
-                "prompt": "the cache é"
-            }
+        answer = await ask("/tokenize", prompt="the cache é", return_token_strs=True)
+        assert answer["tokens"] == list(own.encode("the cache é"))
+        assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
+        assert answer["token_strs"] == own.backend.encode("the cache é").tokens
+        assert await ask("/detokenize", tokens=answer["tokens"], model="tiny") == {"prompt": "the cache é"}
 
-            rendered = await ask("/tokenize", messages=MESSAGES)
-            text = await ask("/detokenize", tokens=rendered["tokens"])
-            assert text == {"prompt": RENDERED + "<|im_start|>assistant\n"}
-            text = await ask("/detokenize", tokens=rendered["tokens"], skip_special_tokens=True)
-            assert text["prompt"].startswith("system\nBe brief.\nuser")
-            rendered = await ask("/tokenize", messages=MESSAGES, add_generation_prompt=False)
-            assert await ask("/detokenize", tokens=rendered["tokens"]) == {"prompt": RENDERED}
+        rendered = await ask("/tokenize", messages=MESSAGES)
+        text = await ask("/detokenize", tokens=rendered["tokens"])
+        assert text == {"prompt": RENDERED + "<|im_start|>assistant\n"}
+        text = await ask("/detokenize", tokens=rendered["tokens"], skip_special_tokens=True)
+        assert text["prompt"].startswith("system\nBe brief.\nuser")
+        rendered = await ask("/tokenize", messages=MESSAGES, add_generation_prompt=False)
+        assert await ask("/detokenize", tokens=rendered["tokens"]) == {"prompt": RENDERED}
 
-            half = own.encode("é")[0]
-            assert await ask("/detokenize", tokens=[half]) == {"prompt": "\ufffd"}
+        half = own.encode("é")[0]
+        assert await ask("/detokenize", tokens=[half]) == {"prompt": "\ufffd"}
 
 
 async def test_conversations_with_tools_are_rendered_as_for_a_chat(folder: Path) -> None:
@@ -56,7 +51,7 @@ async def test_conversations_with_tools_are_rendered_as_for_a_chat(folder: Path)
     ]
     async with (
         gateway_with(folder, {}, {}, answer_format=MarkedFormat(), max_model_len=1000) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+        under_test.http() as client,
     ):
         options = {"add_generation_prompt": False, "chat_template_kwargs": {"a": 1}}
         answer = await client.post("/tokenize", json={"messages": turns, "tools": tools, **options})
@@ -93,10 +88,8 @@ async def test_conversations_with_tools_are_rendered_as_for_a_chat(folder: Path)
 async def test_an_invalid_question_is_refused_by_its_field(
     folder: Path, path: str, body: dict[str, Any], status: int, param: str | None
 ) -> None:
-    async with gateway_with(folder, {}, {}) as under_test:
-        base = under_test.http_url
-        async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
-            answer = await client.post(path, json=body)
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
+        answer = await client.post(path, json=body)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["param"] == param if param else error["param"].startswith("messages.0.content")

@@ -27,7 +27,7 @@ GRPC_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04" + b"\x0
 @asynccontextmanager
 async def caller(under_test: GatewayUnderTest, key: str) -> AsyncIterator[httpx2.AsyncClient]:
     headers = {"authorization": f"Bearer {key}"}
-    async with httpx2.AsyncClient(base_url=under_test.http_url, headers=headers, timeout=60.0) as client:
+    async with under_test.http(headers=headers) as client:
         yield client
 
 

@@ -10,7 +10,17 @@ from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, StageTimes
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from gateway import GatewayError
-from tests.factories.gateway import NETWORK, GatewayUnderTest, Script, gateway_with, outputs_of, silent
+from tests.factories.gateway import (
+    NETWORK,
+    GatewayUnderTest,
+    Script,
+    failing,
+    failure_of,
+    gateway_with,
+    outputs_of,
+    silent,
+    tokens_of,
+)
 
 ANSWER = [5, 6, 7, 8]
 
@@ -31,16 +41,9 @@ def only_from(prefill: str) -> Script:
         if request.kv_transfer.on_failure is OnLoadFailure.RECOMPUTE:
             *first, last = outputs_of(request, ANSWER)
             return [*first, with_stages(last, transfer_bytes=0)]
-        return [
-            RequestOutput(
-                request_id=request.request_id,
-                first_position=0,
-                finish_reason=FinishReason.ERROR,
-                error="the prefill worker was silent",
-                error_kind=ErrorKind.KV_LOAD_FAILED,
-                stage_times=StageTimes(transfer_s=0.5, transfers=(lost_transfer(request.kv_transfer),)),
-            )
-        ]
+        failure = failure_of(request, ErrorKind.KV_LOAD_FAILED, "the prefill worker was silent")
+        failure.stage_times = StageTimes(transfer_s=0.5, transfers=(lost_transfer(request.kv_transfer),))
+        return [failure]
 
     return script
 
@@ -67,12 +70,9 @@ def handing_over(request: EngineRequest) -> list[RequestOutput]:
 
 async def answer(under_test: GatewayUnderTest, **options: Any) -> tuple[list[int], dict[str, Any]]:
     """The tokens that reached the client, and who computed them."""
-    tokens: list[int] = []
-    async for event in under_test.client.generate(text="Hello", **options):
-        tokens += event.token_ids
-        if event.completion is not None:
-            return tokens, event.completion.placement
-    raise AssertionError("the stream ended without a completion")
+    events = await under_test.ask(**options)
+    assert events[-1].completion is not None
+    return tokens_of(events), events[-1].completion.placement
 
 
 async def paths(under_test: GatewayUnderTest) -> dict[str, int]:
@@ -102,7 +102,7 @@ async def test_c34_retry_recomputes_where_no_other_prefill_worker_is_left(folder
 async def test_c34_the_transfers_of_attempts_that_failed_are_in_the_timing(folder: Path) -> None:
     prefill = {"p0": handing_over, "p1": handing_over}
     async with gateway_with(folder, prefill, {"d0": only_from("nobody")}) as under_test:
-        events = [event async for event in under_test.client.generate(text="Hello")]
+        events = await under_test.ask()
     assert events[-1].completion is not None
     transfers = events[-1].completion.timing["transfers"]
     assert [(end["worker"], end["role"], end["attempt"]) for end in transfers] == [
@@ -153,18 +153,7 @@ async def test_c53_a_prompt_that_the_decode_worker_recomputed_counts_as_fallback
 async def test_c34_recompute_lets_the_decode_worker_go_on_without_its_prefill_worker(
     folder: Path, how: str
 ) -> None:
-    def failing(request: EngineRequest) -> list[RequestOutput]:
-        return [
-            RequestOutput(
-                request_id=request.request_id,
-                first_position=0,
-                finish_reason=FinishReason.ERROR,
-                error="the device failed",
-                error_kind=ErrorKind.INTERNAL,
-            )
-        ]
-
-    prefill = {"p0": failing if how == "failed" else silent}
+    prefill = {"p0": failing(ErrorKind.INTERNAL, "the device failed") if how == "failed" else silent}
     async with gateway_with(folder, prefill, {"d0": silent}, load_failure_policy="recompute") as under_test:
         call = asyncio.create_task(answer(under_test))
         decode = under_test.workers["d0"]

@@ -14,20 +14,20 @@ from baton.request import (
     OnPreemption,
     RequestOutput,
 )
-from baton.worker import WorkerRole, WorkerState
+from baton.worker import WorkerState
 from gateway import GatewayError
 from gateway.client import RequestEvent
 from tests.factories.gateway import (
     NETWORK,
     GatewayUnderTest,
     Script,
-    ScriptedWorker,
     answering,
     failing,
     failure_of,
     gateway_with,
     outputs_of,
     silent,
+    tokens_of,
 )
 from tests.factories.models import make_tokenizer
 
@@ -64,10 +64,6 @@ def begun(call: asyncio.Task[Any] | None) -> asyncio.Event:
     return HAS_BEGUN.setdefault(call, asyncio.Event())
 
 
-def tokens_of(events: list[RequestEvent]) -> list[int]:
-    return [token_id for event in events for token_id in event.token_ids]
-
-
 async def lose(
     under_test: GatewayUnderTest, worker: str, call: "asyncio.Task[list[RequestEvent]]"
 ) -> EngineRequest:
@@ -84,18 +80,11 @@ async def counters(under_test: GatewayUnderTest) -> dict[str, int]:
     return {name: int(count) for name, count in description["gateway"]["counters"].items() if int(count)}
 
 
-def add(under_test: GatewayUnderTest, name: str, script: Script) -> ScriptedWorker:
-    """A decode worker that joins; the gateway's factory stops it."""
-    worker = under_test.workers[name] = ScriptedWorker(name, WorkerRole.DECODE, script)
-    under_test.gateway.workers.add_worker(worker.endpoint)
-    return worker
-
-
 async def test_c52_a_request_goes_on_elsewhere_behind_the_tokens_that_the_client_has(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": half}) as under_test:
         call = asyncio.create_task(ask(under_test, sampling={"max_tokens": 20}))
         first = await lose(under_test, "w0", call)
-        second = await add(under_test, "w1", answering(ANSWER)).next_request()
+        second = await under_test.add("w1", answering(ANSWER)).next_request()
         events = await call
         assert tokens_of(events) == ANSWER
         assert "".join(event.text for event in events) == TEXT
@@ -118,7 +107,7 @@ async def test_c52_a_process_that_is_gone_is_noticed_long_before_its_silence_is(
     async with gateway_with(folder, {}, {"w0": half}) as under_test:
         call = asyncio.create_task(ask(under_test))
         await under_test.workers["w0"].next_request()
-        w1 = add(under_test, "w1", answering(ANSWER))
+        w1 = under_test.add("w1", answering(ANSWER))
         await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 2)
         gone_at = time.monotonic()
         under_test.workers.pop("w0").stop()
@@ -156,7 +145,7 @@ async def test_c52_a_stop_string_may_begin_on_one_worker_and_end_on_another(fold
     async with gateway_with(folder, {}, {"w0": half}) as under_test:
         call = asyncio.create_task(ask(under_test, sampling={"stop": [stop]}))
         await lose(under_test, "w0", call)
-        add(under_test, "w1", answering(ANSWER))
+        under_test.add("w1", answering(ANSWER))
         events = await call
         assert "".join(event.text for event in events) == TEXT[: TEXT.index(stop)]
         assert events[-1].completion is not None
@@ -173,7 +162,7 @@ async def test_c52_late_outputs_of_a_lost_worker_reach_no_client(folder: Path) -
     async with gateway_with(folder, {}, {"w0": with_a_gap}) as under_test:
         call = asyncio.create_task(ask(under_test))
         late = await under_test.workers["w0"].next_request()
-        w1 = add(under_test, "w1", silent)
+        w1 = under_test.add("w1", silent)
         await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 2)
         under_test.workers["w0"].say(late, [failure_of(late, ErrorKind.GIVEN_BACK, "no blocks")])
         request = await w1.next_request()

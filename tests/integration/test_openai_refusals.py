@@ -1,11 +1,8 @@
 """Refused requests: each with its status, OpenAI's code, and the invalid field."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -16,18 +13,12 @@ from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.fields import StreamOptions
 from gateway.http.openai.messages import AssistantMessage, InputMessage, ToolMessage
 from gateway.http.tokenize import DetokenizeRequest, TokenizeRequest
-from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
+from tests.factories.gateway import answering, gateway_with
 from tests.factories.models import make_tokenizer
 
 ANSWER = make_tokenizer().encode("baton").ids
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "Hello"}
-
-
-@asynccontextmanager
-async def http_to(under_test: GatewayUnderTest) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client:
-        yield client
 
 
 async def refusals(
@@ -37,7 +28,7 @@ async def refusals(
     errors = []
     async with (
         gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-        http_to(under_test) as client,
+        under_test.http() as client,
     ):
         for body in bodies:
             answer = await client.post(path, json=body, headers=headers)
@@ -80,7 +71,7 @@ async def test_unsupported_and_unknown_fields_are_refused_by_name(folder: Path) 
 async def test_null_means_absent(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-        http_to(under_test) as client,
+        under_test.http() as client,
     ):
         for path, body, request in (
             ("/v1/chat/completions", CHAT, ChatCompletionRequest),
@@ -245,7 +236,7 @@ async def test_an_invalid_deadline_is_refused(folder: Path) -> None:
 
 
 async def test_one_model_is_there_and_others_are_not(folder: Path) -> None:
-    async with gateway_with(folder, {}, {}) as under_test, http_to(under_test) as client:
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
         assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
         answer = await client.get("/v1/models/some/other")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

@@ -30,9 +30,8 @@ ACCESS = "gateway.telemetry.access_log"
 
 async def complete(under_test: GatewayUnderTest, **headers: str) -> httpx2.Response:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3}
-    url = f"{under_test.http_url}/v1/completions"
-    async with httpx2.AsyncClient(timeout=60.0) as client:
-        return await client.post(url, json=body, headers=headers)
+    async with under_test.http() as client:
+        return await client.post("/v1/completions", json=body, headers=headers)
 
 
 def access_lines(caplog: pytest.LogCaptureFixture) -> list[Any]:
@@ -83,12 +82,8 @@ async def test_a_failed_request_names_the_kind_of_error_and_both_its_ids(
 
 @pytest.mark.parametrize("offered", ["x" * 129, "a b", "a\tb", ""])
 async def test_an_id_that_could_not_stand_in_a_log_is_replaced(folder: Path, offered: str) -> None:
-    async with (
-        gateway_with(folder, {}, {}) as under_test,
-        httpx2.AsyncClient(timeout=60.0) as client,
-    ):
-        url = f"{under_test.http_url}/version"
-        response = await client.get(url, headers={"x-request-id": offered})
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
+        response = await client.get("/version", headers={"x-request-id": offered})
         named = response.headers["x-request-id"]
         assert named != offered
         assert len(named) == 32

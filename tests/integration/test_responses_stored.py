@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -108,7 +107,7 @@ async def test_input_items_are_listed_a_page_at_a_time(folder: Path) -> None:
 async def test_the_path_that_counts_tokens_is_no_stored_response(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"d0": says}) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+        under_test.http() as client,
     ):
         for method in ("GET", "DELETE"):
             answer = await client.request(method, "/v1/responses/input_tokens")
