@@ -1,9 +1,8 @@
-"""The gateway over real gRPC and real ZeroMQ: what clients see, and what workers receive."""
+"""The gateway over real gRPC and real ZeroMQ: a hand-over, workers that refuse or stand still, standard services."""
 
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -62,33 +61,10 @@ async def test_a_prompt_goes_to_a_pair_and_the_answer_streams_back(folder: Path)
 
 async def test_a_chat_is_rendered_with_the_models_template(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
-        await under_test.ask(text=None, messages=[("user", "hi")])
+        await under_test.ask(None, messages=[("user", "hi")])
         request = await under_test.workers["d0"].next_request()
         text = TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
         assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-
-
-async def test_local_mode_asks_the_decode_worker_alone(folder: Path) -> None:
-    async with gateway_with(folder, {"p0": silent}, {"d0": answering(ANSWER)}) as under_test:
-        events = await under_test.ask(mode="local")
-        assert events[-1].completion is not None
-        assert events[-1].completion.placement["mode"] == "local"
-        request = await under_test.workers["d0"].next_request()
-        assert request.kv_transfer is None
-        assert under_test.workers["p0"].received.empty()
-
-
-async def test_a_stop_string_ends_the_request_and_the_workers_stop(folder: Path) -> None:
-    def endless(request: EngineRequest) -> list[RequestOutput]:
-        return outputs_of(request, ANSWER, finish=None)
-
-    async with gateway_with(folder, {}, {"d0": endless}) as under_test:
-        events = await under_test.ask(sampling={"stop": [" is"]})
-        assert "".join(event.text for event in events) == "The cache"
-        assert events[-1].completion is not None
-        assert events[-1].completion.finish_reason == "stop"
-        request = await under_test.workers["d0"].next_request()
-        assert await under_test.workers["d0"].next_abort() == request.request_id
 
 
 async def test_a_request_that_ends_with_token_0_is_answered_by_the_prefill_worker(folder: Path) -> None:
@@ -104,34 +80,6 @@ async def test_a_request_that_ends_with_token_0_is_answered_by_the_prefill_worke
         )
 
 
-async def test_c52_a_lost_decode_worker_is_replaced_and_the_stream_goes_on(folder: Path) -> None:
-    def half(request: EngineRequest) -> list[RequestOutput]:
-        return outputs_of(request, ANSWER[:3], finish=None)
-
-    prefill, decode = {"p0": answering(ANSWER)}, {"d0": half, "d1": answering(ANSWER)}
-    async with gateway_with(folder, prefill, decode, routing_policy="round_robin") as under_test:
-        for _ in range(2):  # one of the two goes to d0 first
-            stream = under_test.client.generate(text="Hello")
-            first = await anext(stream)
-            tokens, completion = list(first.token_ids), first.completion
-            if "d0" in {client.name for client in under_test.gateway.workers.clients}:
-                under_test.gateway.workers.remove_worker("d0", "killed by the test")
-            async for event in stream:
-                tokens += event.token_ids
-                completion = event.completion or completion
-            assert tokens == ANSWER
-            assert completion is not None
-            assert completion.placement["decode"] == "d1"
-
-
-async def test_c51_a_request_that_no_worker_can_finish_ends_with_an_error(folder: Path) -> None:
-    decode = {name: failing(ErrorKind.INTERNAL, "out of luck") for name in ("d0", "d1", "d2", "d3")}
-    async with gateway_with(folder, {}, decode) as under_test:
-        error = await refusal(under_test.ask())
-        assert error.code == "UNAVAILABLE"
-        assert "gave up after 3 attempt(s): the decode request failed: out of luck" in str(error)
-
-
 async def test_a_prefill_worker_that_refuses_is_passed_over(folder: Path) -> None:
     def late_answer(request: EngineRequest) -> list[RequestOutput]:
         return [] if request.kv_transfer else outputs_of(request, ANSWER)
@@ -144,42 +92,6 @@ async def test_a_prefill_worker_that_refuses_is_passed_over(folder: Path) -> Non
         assert (placement["mode"], placement["attempts"]) == ("local", 2)
         description = await under_test.client.describe()
         assert description["gateway"]["paths"]["fallback"] == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"text": ""}, "prompt: must not be empty"),
-        ({"text": None}, "prompt: set one of"),
-        ({"text": None, "token_ids": [1, 99_999]}, "token_ids: 99999"),
-        ({"text": None, "token_ids": [1] * 256}, "prompt: 256 tokens leave no room"),
-        ({"sampling": {"temperature": float("nan")}}, "temperature: must be a finite number"),
-        ({"sampling": {"top_p": 0.0}}, "top_p: must be above 0"),
-    ],
-)
-async def test_invalid_arguments_name_the_field(
-    folder: Path, options: dict[str, Any], complaint: str
-) -> None:
-    async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-        error = await refusal(under_test.ask(**options))
-        assert error.code == "INVALID_ARGUMENT"
-        assert complaint in str(error)
-
-
-async def test_c53_required_disaggregation_fails_instead_of_falling_back(folder: Path) -> None:
-    async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, placement_timeout_s=0.5) as under_test:
-        assert (await refusal(under_test.ask(mode="disaggregated"))).code == "UNAVAILABLE"
-
-
-async def test_c42_a_worker_that_falls_silent_is_lost(folder: Path) -> None:
-    async with gateway_with(folder, {}, {"d0": silent}, placement_timeout_s=0.5) as under_test:
-        call = asyncio.create_task(refusal(under_test.ask()))
-        await under_test.workers["d0"].next_request()
-        under_test.workers.pop("d0").stop()
-        assert (await call).code == "UNAVAILABLE"
-        assert len(under_test.gateway.workers.statuses) == 0
-        description = await under_test.client.describe()
-        assert [worker["state"] for worker in description["workers"]] == ["dead"]
 
 
 async def test_a_gateway_that_stood_still_does_not_take_its_workers_for_dead(folder: Path) -> None:

@@ -128,9 +128,9 @@ def test_requests_without_a_name_get_one_each(preprocessor: Preprocessor) -> Non
 @pytest.mark.parametrize(
     ("token_ids", "complaint"),
     [
-        ((), "must not be empty"),
-        ((1,) * MAX_MODEL_LEN, f"{MAX_MODEL_LEN} tokens leave no room"),
-        ((1, VOCAB_SIZE), f"{VOCAB_SIZE} is not one of the model's {VOCAB_SIZE}"),
+        ((), "^prompt: must not be empty"),
+        ((1,) * MAX_MODEL_LEN, f"^prompt: {MAX_MODEL_LEN} tokens leave no room"),
+        ((1, VOCAB_SIZE), f"^token_ids: {VOCAB_SIZE} is not one of the model's {VOCAB_SIZE}"),
     ],
 )
 def test_prompts_that_the_model_cannot_take(
