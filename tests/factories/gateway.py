@@ -3,8 +3,9 @@
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +163,18 @@ def answering(token_ids: list[int], finish: FinishReason = FinishReason.LENGTH) 
     return script
 
 
-def failing(kind: ErrorKind, message: str) -> Script:
-    """A worker that ends every request with an error."""
+def beginning(token_ids: list[int]) -> Script:
+    """A worker that sends these tokens and then nothing."""
+    return partial(outputs_of, token_ids=token_ids, finish=None)
+
+
+def failing(kind: ErrorKind, message: str, after: Sequence[int] = ()) -> Script:
+    """A worker that ends every request with an error, after these tokens."""
 
     def script(request: EngineRequest) -> list[RequestOutput]:
-        return [failure_of(request, kind, message)]
+        failure = failure_of(request, kind, message)
+        failure.first_position += len(after)
+        return [*outputs_of(request, [*after], finish=None), failure]
 
     return script
 

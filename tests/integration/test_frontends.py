@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from baton.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestAborted, WorkerUnavailable
-from baton.request import EngineRequest, ErrorKind, RequestOutput
+from baton.request import ErrorKind
 from gateway import GatewayError
 from gateway.error_codes import codes_of
 from gateway.grpc.generated import vllm_engine_pb2
@@ -21,9 +21,9 @@ from tests.factories.gateway import (
     GatewayUnderTest,
     Script,
     answering,
+    beginning,
     failing,
     gateway_with,
-    outputs_of,
     silent,
 )
 from tests.factories.models import make_tokenizer
@@ -170,10 +170,7 @@ async def test_c63_an_own_context_and_an_unread_cache_reach_the_workers(folder: 
 
 
 async def test_a_stop_string_ends_the_answer_and_the_workers_stop(folder: Path) -> None:
-    def endless(request: EngineRequest) -> list[RequestOutput]:
-        return outputs_of(request, ANSWER, finish=None)
-
-    async with gateway_with(folder, {}, {"d0": endless}) as under_test:
+    async with gateway_with(folder, {}, {"d0": beginning(ANSWER)}) as under_test:
         for name, send in FRONTENDS.items():
             text = await send(under_test, stop=[" is"], max_tokens=99)
             assert text == ("The cache is" if name.startswith("vllm") else "The cache"), name

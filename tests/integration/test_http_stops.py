@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.request import EngineRequest, RequestOutput
 from gateway.client import GatewayError
-from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of, silent
+from tests.factories.gateway import GatewayUnderTest, beginning, gateway_with, outputs_of, silent
 
 STOPS = "this gateway is shutting down; use another one, or try again later"
 
@@ -55,8 +54,7 @@ def listens(under_test: GatewayUnderTest) -> bool:
     return under_test.gateway._http._server.acceptor.is_listening
 
 
-def one_token(request: EngineRequest) -> list[RequestOutput]:
-    return outputs_of(request, [5], finish=None)
+one_token = beginning([5])
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])

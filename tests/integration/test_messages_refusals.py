@@ -10,16 +10,14 @@ import httpx2
 import pytest
 from anthropic.types.shared import ErrorResponse
 
-from baton.request import EngineRequest, ErrorKind, RequestOutput
+from baton.request import ErrorKind
 from gateway.preprocess import Preprocessor
 from tests.factories.anthropic import anthropic_for, anthropic_with
 from tests.factories.api_keys import ALICE, API_KEYS, BOB, WATCHER, entry
 from tests.factories.gateway import (
     answering,
     failing,
-    failure_of,
     gateway_with,
-    outputs_of,
 )
 from tests.factories.models import make_tokenizer
 
@@ -195,12 +193,7 @@ async def test_the_package_raises_what_it_raises_elsewhere(folder: Path) -> None
 
 
 async def test_an_error_in_mid_stream_is_an_event_and_the_end(folder: Path) -> None:
-    def fails_late(request: EngineRequest) -> list[RequestOutput]:
-        begun = outputs_of(request, ANSWER[:3], finish=None)
-        failure = failure_of(request, ErrorKind.INVALID_REQUEST, "structured_output: it cannot go on")
-        failure.first_position = 3
-        return [*begun, failure]
-
+    fails_late = failing(ErrorKind.INVALID_REQUEST, "structured_output: it cannot go on", after=ANSWER[:3])
     async with anthropic_with(folder, fails_late) as (under_test, client):
         with pytest.raises(anthropic.APIStatusError, match="it cannot go on") as caught:
             async for _ in await client.messages.create(**TURN, stream=True):

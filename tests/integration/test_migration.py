@@ -22,6 +22,7 @@ from tests.factories.gateway import (
     GatewayUnderTest,
     Script,
     answering,
+    beginning,
     failing,
     failure_of,
     gateway_with,
@@ -37,14 +38,8 @@ ANSWER = TOKENIZER.encode(TEXT).ids
 HALF = len(ANSWER) // 2
 
 
-def half(request: EngineRequest) -> list[RequestOutput]:
-    """Says half of the answer and then nothing."""
-    return outputs_of(request, ANSWER[:HALF], finish=None)
-
-
-def half_and_back(request: EngineRequest) -> list[RequestOutput]:
-    """Says half of the answer and gives the rest back."""
-    return [*half(request), failure_of(request, ErrorKind.GIVEN_BACK, "the worker drains")]
+half = beginning(ANSWER[:HALF])
+half_and_back = failing(ErrorKind.GIVEN_BACK, "the worker drains", after=ANSWER[:HALF])
 
 
 HAS_BEGUN: WeakKeyDictionary[asyncio.Task[Any], asyncio.Event] = WeakKeyDictionary()

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, TokenLogprobs
 from baton.sampling import GrammarKind
 from tests.factories.conversations import THINKING
-from tests.factories.gateway import Script, failing, failure_of, outputs_of, silent
+from tests.factories.gateway import Script, beginning, failing, failure_of, outputs_of, silent
 from tests.factories.models import make_tokenizer, make_tokenizer_dir
 from tests.factories.openai import openai_with
 
@@ -219,10 +219,7 @@ async def test_what_fails_before_the_first_token_has_a_status(folder: Path) -> N
 
 
 async def test_what_fails_later_is_the_last_event(folder: Path) -> None:
-    def begins(request: EngineRequest) -> list[RequestOutput]:
-        return outputs_of(request, TOKENIZER.encode("The cache").ids, finish=None)
-
-    async with openai_with(folder, begins) as (under_test, client):
+    async with openai_with(folder, beginning(TOKENIZER.encode("The cache").ids)) as (under_test, client):
         stream = await client.responses.create(model="tiny", input="Hello", stream=True)
         events: list[Any] = []
         async for event in stream:

@@ -19,7 +19,7 @@ from baton.request import EngineRequest, FinishReason, RequestOutput
 from cluster.serve.gateway import check_access
 from gateway.http.responses.stores import store_for
 from tests.factories.api_keys import ALICE, API_KEYS, BOB
-from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of
+from tests.factories.gateway import GatewayUnderTest, beginning, gateway_with, outputs_of
 from tests.factories.models import make_tokenizer
 from tests.factories.openai import openai_with
 from tests.factories.redis_server import redis_server
@@ -32,8 +32,7 @@ def says(request: EngineRequest) -> list[RequestOutput]:
     return outputs_of(request, ANSWER, finish=FinishReason.STOP)
 
 
-def begins(request: EngineRequest) -> list[RequestOutput]:
-    return outputs_of(request, ANSWER[:3], finish=None)
+begins = beginning(ANSWER[:3])
 
 
 @asynccontextmanager

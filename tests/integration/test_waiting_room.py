@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from baton.request import EngineRequest
 from gateway.auth.callers import ANYBODY
 from gateway.client import RequestEvent
 from tests.factories.gateway import (
     GatewayUnderTest,
     answering,
+    beginning,
     gateway_with,
     outputs_of,
     refusal,
@@ -65,10 +65,7 @@ async def test_a_request_waits_for_a_worker_that_is_yet_to_come(folder: Path) ->
 
 
 async def test_requests_that_ran_already_come_before_new_ones(folder: Path) -> None:
-    def half(request: EngineRequest) -> list[Any]:
-        return outputs_of(request, ANSWER[:2], finish=None)
-
-    async with gateway_with(folder, {}, {"w0": half}, max_in_flight=1) as under_test:
+    async with gateway_with(folder, {}, {"w0": beginning(ANSWER[:2])}, max_in_flight=1) as under_test:
         calls = [ask(under_test, "old")]
         await under_test.workers["w0"].next_request()
         calls.append(ask(under_test, "new"))
