@@ -31,6 +31,7 @@ from tests.factories.gateway import (
     tokens_of,
 )
 from tests.factories.models import make_tokenizer
+from worker import suspect_turns
 
 TOKENIZER = make_tokenizer()
 TEXT = "The cache is the baton"
@@ -201,7 +202,10 @@ async def test_c52_a_failure_that_is_made_good_by_the_same_worker_is_not_the_cli
         assert len(ANSWER) > 3, "more failures than may come in a row"
 
 
-async def test_c51_a_request_that_kills_its_workers_ends(folder: Path) -> None:
+async def test_c51_a_request_that_kills_its_workers_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspect_turns, "SUSPECT_TURN_S", 0.1)  # a worker that died would not wait for its end
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         w0, call = under_test.workers["w0"], asyncio.create_task(ask(under_test))
         while not call.done():  # an attempt may end before it is sent: not all reach the worker
