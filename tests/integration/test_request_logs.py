@@ -80,13 +80,13 @@ async def test_a_failed_request_names_the_kind_of_error_and_both_its_ids(
     assert all(record.engine_request_id.startswith(f"{line.request_id}.") for record in about)
 
 
-@pytest.mark.parametrize("offered", ["x" * 129, "a b", "a\tb", ""])
-async def test_an_id_that_could_not_stand_in_a_log_is_replaced(folder: Path, offered: str) -> None:
+async def test_an_id_that_could_not_stand_in_a_log_is_replaced(folder: Path) -> None:
     async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
-        response = await client.get("/version", headers={"x-request-id": offered})
-        named = response.headers["x-request-id"]
-        assert named != offered
-        assert len(named) == 32
+        for offered in ("x" * 129, "a b", "a\tb", ""):
+            response = await client.get("/version", headers={"x-request-id": offered})
+            named = response.headers["x-request-id"]
+            assert named != offered
+            assert len(named) == 32
 
 
 async def test_grpc_takes_the_id_from_metadata_and_answers_it_as_a_trailer(

@@ -1,6 +1,7 @@
 """WatchCluster: the fleet's description now, and whenever it changes."""
 
 import asyncio
+import math
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
@@ -73,11 +74,11 @@ async def test_what_changes_all_the_time_is_told_once_an_interval(folder: Path) 
         assert loop.time() - began >= 3 * interval_s
 
 
-@pytest.mark.parametrize("interval_s", [0.0, -1.0, 61.0, float("nan")])
-async def test_an_interval_that_cannot_be_is_refused(folder: Path, interval_s: float) -> None:
+async def test_an_interval_that_cannot_be_is_refused(folder: Path) -> None:
     async with gateway_with(folder, {}, {}) as under_test:
-        error = await refusal(anext(under_test.client.watch(interval_s)))
-        assert (error.code, error.details.field) == ("INVALID_ARGUMENT", "interval_s")
+        for interval_s in (0.0, -1.0, 61.0, math.nan):
+            error = await refusal(anext(under_test.client.watch(interval_s)))
+            assert (error.code, error.details.field) == ("INVALID_ARGUMENT", "interval_s"), interval_s
 
 
 async def test_a_watch_ends_some_time_so_that_its_key_is_asked_for_again(
