@@ -3,9 +3,14 @@
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
 
 from baton.clock import SystemClock
 from baton.config import GatewayConfig, NetworkConfig
@@ -23,8 +28,9 @@ from baton.worker import (
     WorkerState,
     WorkerStatus,
 )
-from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
+from gateway import Gateway, GatewayClient, GatewayError, ServedModel, Tokenizer
 from gateway.auth.credentials import NO_CREDENTIALS, Credentials
+from gateway.client import RequestEvent
 from gateway.conversation import AnswerFormat
 from gateway.requests.retry import LoadFailurePolicy
 from tests.factories.security import KEYS
@@ -157,11 +163,18 @@ def answering(token_ids: list[int], finish: FinishReason = FinishReason.LENGTH) 
     return script
 
 
-def failing(kind: ErrorKind, message: str) -> Script:
-    """A worker that ends every request with an error."""
+def beginning(token_ids: list[int]) -> Script:
+    """A worker that sends these tokens and then nothing."""
+    return partial(outputs_of, token_ids=token_ids, finish=None)
+
+
+def failing(kind: ErrorKind, message: str, after: Sequence[int] = ()) -> Script:
+    """A worker that ends every request with an error, after these tokens."""
 
     def script(request: EngineRequest) -> list[RequestOutput]:
-        return [failure_of(request, kind, message)]
+        failure = failure_of(request, kind, message)
+        failure.first_position += len(after)
+        return [*outputs_of(request, [*after], finish=None), failure]
 
     return script
 
@@ -174,6 +187,17 @@ def failure_of(request: EngineRequest, kind: ErrorKind, message: str) -> Request
         error=message,
         error_kind=kind,
     )
+
+
+def tokens_of(events: list[RequestEvent]) -> list[int]:
+    return [token_id for event in events for token_id in event.token_ids]
+
+
+async def refusal(call: Awaitable[object]) -> GatewayError:
+    """The error with which the gateway ends a call over gRPC."""
+    with pytest.raises(GatewayError) as caught:
+        await call
+    return caught.value
 
 
 class GatewayUnderTest:
@@ -189,6 +213,20 @@ class GatewayUnderTest:
     @property
     def grpc_target(self) -> str:
         return f"127.0.0.1:{self.gateway.grpc_port}"
+
+    def http(self, **options: Any) -> httpx2.AsyncClient:
+        """A client whose URLs are paths of this gateway."""
+        return httpx2.AsyncClient(base_url=self.http_url, timeout=60.0, **options)
+
+    async def ask(self, text: str | None = "Hello", **request: Any) -> list[RequestEvent]:
+        """All events of a request over gRPC."""
+        return [event async for event in self.client.generate(text=text, **request)]
+
+    def add(self, name: str, script: Script) -> ScriptedWorker:
+        """A decode worker that joins."""
+        worker = self.workers[name] = ScriptedWorker(name, WorkerRole.DECODE, script)
+        self.gateway.workers.add_worker(worker.endpoint)
+        return worker
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):

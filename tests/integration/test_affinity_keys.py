@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
-import httpx2
 import pytest
 
 from baton.request import EngineRequest, RequestOutput
@@ -42,8 +41,7 @@ async def by_response(under_test: GatewayUnderTest, key: str, turn: int) -> None
 
 
 async def by_grpc(under_test: GatewayUnderTest, key: str, turn: int) -> None:
-    async for _ in under_test.client.generate(text=f"turn {turn}", affinity_key=key):
-        pass
+    await under_test.ask(f"turn {turn}", affinity_key=key)
 
 
 @pytest.mark.parametrize("turn_by", [by_chat, by_completion, by_response, by_grpc])
@@ -83,6 +81,6 @@ async def test_a_key_has_a_bound(folder: Path) -> None:
             "messages": [{"role": "user", "content": "x"}],
             "prompt_cache_key": "x" * 1025,
         }
-        async with httpx2.AsyncClient(timeout=60.0) as client:
-            answer = await client.post(f"{under_test.http_url}/v1/chat/completions", json=body)
+        async with under_test.http() as client:
+            answer = await client.post("/v1/chat/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_cache_key")

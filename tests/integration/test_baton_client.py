@@ -95,22 +95,18 @@ async def parts_of(client: BatonClient, **options: Any) -> list[Part]:
     return [part async for part in client.generate(text="hello", **options)]
 
 
-def ask(
+async def ask(
     *gateways: Gateway, before: Sequence[str] = (), retry: Retry = QUICK, **options: Any
 ) -> tuple[list[int], str]:
     """Sends a request to these gateways, after unreachable targets; the answer's tokens and text."""
-
-    async def run() -> tuple[list[int], str]:
-        async with (
-            asyncio.timeout(60),
-            _all_serving(gateways) as targets,
-            BatonClient(*before, *targets, retry=retry, rng=random.Random(0)) as client,
-        ):
-            parts = await parts_of(client, **options)
-        assert [part.finish is not None for part in parts] == [False] * (len(parts) - 1) + [True]
-        return [token for part in parts for token in part.token_ids], "".join(part.text for part in parts)
-
-    return asyncio.run(run())
+    async with (
+        asyncio.timeout(60),
+        _all_serving(gateways) as targets,
+        BatonClient(*before, *targets, retry=retry, rng=random.Random(0)) as client,
+    ):
+        parts = await parts_of(client, **options)
+    assert [part.finish is not None for part in parts] == [False] * (len(parts) - 1) + [True]
+    return [token for part in parts for token in part.token_ids], "".join(part.text for part in parts)
 
 
 @asynccontextmanager
@@ -128,14 +124,14 @@ def test_it_passes_on_every_sampling_parameter_but_log_probabilities() -> None:
     assert {*Sampling.__annotations__} == fields - {"logprobs"}
 
 
-def test_lost_workers_are_skipped() -> None:
-    assert ask(Gateway(WHOLE), before=[NOWHERE]) == ([1, 2, 3, 4], "abcd")
+async def test_lost_workers_are_skipped() -> None:
+    assert await ask(Gateway(WHOLE), before=[NOWHERE]) == ([1, 2, 3, 4], "abcd")
 
 
-def test_no_room_is_waited_out_as_long_as_the_gateway_says() -> None:
+async def test_no_room_is_waited_out_as_long_as_the_gateway_says() -> None:
     full = [Ending(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", retry_after_ms="300")]
     gateway = Gateway(full, WHOLE)
-    assert ask(gateway) == ([1, 2, 3, 4], "abcd")
+    assert await ask(gateway) == ([1, 2, 3, 4], "abcd")
     refused_at, answered_at = gateway.asked_at
     assert answered_at - refused_at >= 0.3
 
@@ -143,10 +139,12 @@ def test_no_room_is_waited_out_as_long_as_the_gateway_says() -> None:
 @pytest.mark.parametrize(
     "broken", [(), WHOLE[:1], WHOLE[:2], (tokens(1),), (tokens(1, 2, 3), tokens(4, text="ab"))]
 )
-def test_what_breaks_goes_on_elsewhere_and_nothing_comes_twice(broken: Sequence[pb.GenerateResponse]) -> None:
+async def test_what_breaks_goes_on_elsewhere_and_nothing_comes_twice(
+    broken: Sequence[pb.GenerateResponse],
+) -> None:
     first, second = Gateway([*broken, DIED]), Gateway([tokens(1, 2, 3, text="a"), DIED], WHOLE)
     third = Gateway(WHOLE)
-    assert ask(first, second, third) == ([1, 2, 3, 4], "abcd")
+    assert await ask(first, second, third) == ([1, 2, 3, 4], "abcd")
     # The same request each time, its seed too: else the answers would not be the same.
     requests = [*first.requests, *second.requests, *third.requests]
     assert len(requests) == 3
@@ -154,7 +152,7 @@ def test_what_breaks_goes_on_elsewhere_and_nothing_comes_twice(broken: Sequence[
     assert requests[0].sampling_params.HasField("seed")
 
 
-def test_events_that_came_before_a_break_do_not_come_again() -> None:
+async def test_events_that_came_before_a_break_do_not_come_again() -> None:
     """Though the other gateway cuts them otherwise."""
     begins, ends = (
         pb.AnswerEvent(call_begins=pb.CallBegins(name="f")),
@@ -181,46 +179,43 @@ def test_events_that_came_before_a_break_do_not_come_again() -> None:
         with_events(tokens(3, is_last=True), arguments('x": 1}'), ends),
     ]
 
-    async def run() -> list[Part]:
-        async with (
-            _all_serving([Gateway(first), Gateway(second)]) as targets,
-            BatonClient(*targets, retry=QUICK, rng=random.Random(0)) as client,
-        ):
-            chat = pb.Chat(messages=[pb.Chat.Message(role="user", content="hi")], events=True)
-            return [part async for part in client.generate(chat=chat)]
-
-    events = [event for part in asyncio.run(run()) for event in part.events]
+    async with (
+        _all_serving([Gateway(first), Gateway(second)]) as targets,
+        BatonClient(*targets, retry=QUICK, rng=random.Random(0)) as client,
+    ):
+        chat = pb.Chat(messages=[pb.Chat.Message(role="user", content="hi")], events=True)
+        events = [event async for part in client.generate(chat=chat) for event in part.events]
     assert events == [pb.AnswerEvent(text="ab"), begins, arguments('{"x'), arguments('": 1}'), ends]
 
 
-def test_what_was_left_behind_under_a_name_is_ended_before_it_is_used_again() -> None:
+async def test_what_was_left_behind_under_a_name_is_ended_before_it_is_used_again() -> None:
     named, nameless = Gateway([WHOLE[0], DIED], WHOLE), Gateway([WHOLE[0], DIED], WHOLE)
-    assert ask(named, request_id="mine") == ask(nameless) == ([1, 2, 3, 4], "abcd")
+    assert await ask(named, request_id="mine") == await ask(nameless) == ([1, 2, 3, 4], "abcd")
     assert (named.aborted, nameless.aborted) == (["mine"], [])
     whole = Gateway(WHOLE)
-    ask(whole, request_id="mine")
+    await ask(whole, request_id="mine")
     assert whole.aborted == [], "it is the first one"
 
 
-def test_an_answer_that_goes_on_otherwise_is_an_error_and_not_a_mixture() -> None:
+async def test_an_answer_that_goes_on_otherwise_is_an_error_and_not_a_mixture() -> None:
     for other in (
         [tokens(1, 7, is_last=True)],
         [tokens(1, is_last=True)],
         [tokens(1, 2, text="x"), *WHOLE[1:]],
     ):
         with pytest.raises(BatonError, match="DATA_LOSS"):
-            ask(Gateway([WHOLE[0], DIED]), Gateway(other))
+            await ask(Gateway([WHOLE[0], DIED]), Gateway(other))
 
 
-def test_a_stream_that_ends_without_an_end_is_broken() -> None:
-    assert ask(Gateway(WHOLE[:1], WHOLE)) == ([1, 2, 3, 4], "abcd")
+async def test_a_stream_that_ends_without_an_end_is_broken() -> None:
+    assert await ask(Gateway(WHOLE[:1], WHOLE)) == ([1, 2, 3, 4], "abcd")
 
 
-def test_a_client_that_does_not_resume_learns_the_failure() -> None:
+async def test_a_client_that_does_not_resume_learns_the_failure() -> None:
     gateway = Gateway([WHOLE[0], DIED], WHOLE)
     with pytest.raises(BatonError, match="UNAVAILABLE: it died"):
-        ask(gateway, retry=Retry(may_resume=False))
-    assert ask(Gateway([DIED], WHOLE), retry=Retry(may_resume=False, first_wait_s=0.01)) == (
+        await ask(gateway, retry=Retry(may_resume=False))
+    assert await ask(Gateway([DIED], WHOLE), retry=Retry(may_resume=False, first_wait_s=0.01)) == (
         [1, 2, 3, 4],
         "abcd",
     )
@@ -229,24 +224,24 @@ def test_a_client_that_does_not_resume_learns_the_failure() -> None:
 @pytest.mark.parametrize(
     "code", ["INVALID_ARGUMENT", "UNAUTHENTICATED", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED"]
 )
-def test_what_does_not_pass_is_not_tried_again(code: str) -> None:
+async def test_what_does_not_pass_is_not_tried_again(code: str) -> None:
     gateway = Gateway([Ending(grpc.StatusCode[code], "no")])
     with pytest.raises(BatonError, match=f"{code}: no"):
-        ask(gateway)
+        await ask(gateway)
 
 
-def test_it_gives_up() -> None:
+async def test_it_gives_up() -> None:
     gateway = Gateway(*[[DIED]] * 9)
     with pytest.raises(BatonError, match="it died"):
-        ask(gateway)
+        await ask(gateway)
     assert len(gateway.requests) == QUICK.attempts
 
 
-def test_a_deadline_is_for_all_attempts_together() -> None:
+async def test_a_deadline_is_for_all_attempts_together() -> None:
     full = [Ending(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", retry_after_ms="2000")]
     gateway = Gateway(full, full, full)
     with pytest.raises(BatonError, match="no room"):
-        ask(gateway, timeout_s=3.0)
+        await ask(gateway, timeout_s=3.0)
     first, second = [time_left or 0.0 for time_left in gateway.times_left]
     assert 1.0 < first <= 3.1
     assert 0.0 < second <= 1.1

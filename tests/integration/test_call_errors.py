@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import httpx2
 import pytest
 
 from baton.v1 import cluster_service_pb2 as cluster_pb
@@ -36,8 +35,7 @@ async def over_http(under_test: GatewayUnderTest) -> str:
         (BUSY, GOOD, 200),
         (BUSY, GOOD, 429),
     ]
-    base = under_test.http_url
-    async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
+    async with under_test.http() as client:
         for key, body, status in calls:
             headers = {"authorization": f"Bearer {key}"} if key else {}
             answer = await client.post("/v1/completions", json=body, headers=headers)
@@ -103,24 +101,21 @@ def test_calls_that_were_refused_are_counted_by_reason_and_caller(
     assert not [line for line in lines if "wrong" in line.getMessage() or ALICE in line.getMessage()]
 
 
-def test_connections_that_become_no_call_are_counted(folder: Path) -> None:
-    async def test() -> Scrape:
-        async with gateway_with(folder, {}, {}, max_connections=1) as under_test:
-            port = under_test.gateway.http_port
-            displaced, its_writer = await asyncio.open_connection("127.0.0.1", port)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            assert await displaced.read() == b""
-            writer.write(b"\0\r\n\r\n")
-            assert b" 400 " in await reader.readline()
-            await reader.read()  # until it is closed
-            for each in (writer, its_writer):
-                each.close()
-            http = under_test.gateway._http
-            assert http is not None
-            await under_test.until(lambda: http._server.acceptor.num_connections == 0)
-            url = f"http://127.0.0.1:{port}/metrics"
-            return Scrape(await asyncio.to_thread(read_url, url))
-
-    now = asyncio.run(asyncio.wait_for(test(), 60))
+async def test_connections_that_become_no_call_are_counted(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}, max_connections=1) as under_test:
+        port = under_test.gateway.http_port
+        displaced, its_writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await displaced.read() == b""
+        writer.write(b"\0\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        await reader.read()  # until it is closed
+        for each in (writer, its_writer):
+            each.close()
+        http = under_test.gateway._http
+        assert http is not None
+        await under_test.until(lambda: http._server.acceptor.num_connections == 0)
+        url = f"http://127.0.0.1:{port}/metrics"
+        now = Scrape(await asyncio.to_thread(read_url, url))
     assert now("call_errors_total", error="NotHttp") == 1
     assert now("call_errors_total", error="TooManyConnections") == 1

@@ -1,7 +1,6 @@
 """The operators' calls over real gRPC: what they show of a fleet, what they pass on, and how they refuse."""
 
 import asyncio
-from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,9 @@ import pytest
 from baton.errors import ClusterError, FleetError
 from baton.fleet import NodeDescription, ReplicaState, RolloutStep
 from baton.worker import WorkerRole
-from gateway import GatewayError
 from gateway.workers.fleet_view import TIMEOUT_S
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
-from tests.factories.gateway import gateway_with, silent
+from tests.factories.gateway import gateway_with, refusal, silent
 
 NODES = (
     NodeDescription(name="head", address="10.0.0.1", is_alive=True, is_head=True, resources=(("CPU", 2.0),)),
@@ -30,12 +28,6 @@ FLEET = fleet_of(
     replica("w3", state=ReplicaState.PLACING),
     nodes=NODES,
 )
-
-
-async def refusal(call: Awaitable[object]) -> GatewayError:
-    with pytest.raises(GatewayError) as caught:
-        await call
-    return caught.value
 
 
 async def test_workers_that_are_missing_are_listed_with_those_that_serve(folder: Path) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from baton.request import FinishReason
@@ -57,7 +56,7 @@ async def assert_text(
         gateway_with(
             folder, {}, {"d0": answering(ids, FinishReason.STOP)}, answer_format=family, max_model_len=4096
         ) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+        under_test.http() as client,
     ):
         body = {"model": "tiny", **APIS[path]}
         whole = await client.post(path, json=body)
@@ -108,7 +107,7 @@ async def test_a_schema_may_not_change_how_json_is_written(folder: Path, path: s
     body = json.loads(text.replace('"type": "object", "properties"', '"x-guidance": {}, "properties"'))
     async with (
         gateway_with(folder, {}, {"d0": silent}) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+        under_test.http() as client,
     ):
         refused = await client.post(path, json=body)
     assert refused.status_code == 400

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import httpx2
 import pytest
 
 from baton.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestAborted, WorkerUnavailable
-from baton.request import EngineRequest, ErrorKind, RequestOutput
+from baton.request import ErrorKind
 from gateway import GatewayError
 from gateway.error_codes import codes_of
 from gateway.grpc.generated import vllm_engine_pb2
@@ -22,9 +21,9 @@ from tests.factories.gateway import (
     GatewayUnderTest,
     Script,
     answering,
+    beginning,
     failing,
     gateway_with,
-    outputs_of,
     silent,
 )
 from tests.factories.models import make_tokenizer
@@ -54,9 +53,8 @@ OWN_FIELDS = ("request_id", "timeout_s", "skip_reading_prefix_cache", "max_model
 
 async def over_grpc(under_test: GatewayUnderTest, **fields: Any) -> str:
     own = {name: fields.pop(name) for name in OWN_FIELDS if name in fields}
-    events = under_test.client.generate(text="Hello", sampling=fields, **own)
     try:
-        return "".join([event.text async for event in events])
+        return "".join(event.text for event in await under_test.ask(sampling=fields, **own))
     except GatewayError as error:
         raise Refused(error.code, error.message) from None
 
@@ -86,9 +84,8 @@ def over_http(path: str, prompt: dict[str, Any], stream: bool) -> Send:
     async def send(under_test: GatewayUnderTest, timeout_s: float | None = None, **fields: Any) -> str:
         headers = {} if timeout_s is None else {"x-request-timeout-ms": str(round(timeout_s * 1000))}
         body = {"model": "tiny", "stream": stream, **prompt, **fields}
-        async with httpx2.AsyncClient(timeout=60.0) as client:
-            url = f"{under_test.http_url}{path}"
-            answer = await client.post(url, json=body, headers=headers)
+        async with under_test.http() as client:
+            answer = await client.post(path, json=body, headers=headers)
         if answer.status_code != 200:
             raise Refused(answer.status_code, answer.json()["error"]["message"])
         events = answer.text.split("\n\n")[:-2] if stream else [answer.text]
@@ -106,8 +103,8 @@ def over_messages(stream: bool) -> Send:
             fields["stop_sequences"] = fields.pop("stop")
         turns = [{"role": "user", "content": "Hello"}]
         body = {"model": "tiny", "stream": stream, "max_tokens": 200, "messages": turns, **fields}
-        async with httpx2.AsyncClient(timeout=60.0) as client:
-            answer = await client.post(f"{under_test.http_url}/v1/messages", json=body, headers=headers)
+        async with under_test.http() as client:
+            answer = await client.post("/v1/messages", json=body, headers=headers)
         if answer.status_code != 200:
             status = 429 if answer.status_code == SITE_OVERLOADED else answer.status_code
             raise Refused(status, answer.json()["error"]["message"])
@@ -173,10 +170,7 @@ async def test_c63_an_own_context_and_an_unread_cache_reach_the_workers(folder: 
 
 
 async def test_a_stop_string_ends_the_answer_and_the_workers_stop(folder: Path) -> None:
-    def endless(request: EngineRequest) -> list[RequestOutput]:
-        return outputs_of(request, ANSWER, finish=None)
-
-    async with gateway_with(folder, {}, {"d0": endless}) as under_test:
+    async with gateway_with(folder, {}, {"d0": beginning(ANSWER)}) as under_test:
         for name, send in FRONTENDS.items():
             text = await send(under_test, stop=[" is"], max_tokens=99)
             assert text == ("The cache is" if name.startswith("vllm") else "The cache"), name

@@ -24,10 +24,6 @@ FILES = {file.name for file in files("gateway.http.page").iterdir() if "__" not 
 """The files of the page."""
 
 
-def client_of(under_test: GatewayUnderTest) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(base_url=under_test.http_url, timeout=60)
-
-
 async def events_of(answer: httpx2.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     name = ""
     async for line in answer.aiter_lines():
@@ -39,7 +35,7 @@ async def events_of(answer: httpx2.Response) -> AsyncIterator[tuple[str, dict[st
 
 async def story(under_test: GatewayUnderTest, **body: object) -> list[tuple[str, dict[str, Any]]]:
     """Every event of one request."""
-    async with client_of(under_test) as client:
+    async with under_test.http() as client:
         wanted = {"prompt": "Hello", "max_tokens": len(ANSWER), **body}
         async with client.stream("POST", "/cluster/try", json=wanted) as answer:
             assert answer.status_code == 200
@@ -47,37 +43,32 @@ async def story(under_test: GatewayUnderTest, **body: object) -> list[tuple[str,
             return [found async for found in events_of(answer)]
 
 
-def test_a_snapshot_holds_what_workers_and_their_controller_say(folder: Path) -> None:
+async def test_a_snapshot_holds_what_workers_and_their_controller_say(folder: Path) -> None:
     node = NodeDescription(name="n1", address="10.1.2.3", is_alive=True)
     missing = replica("w2", state=ReplicaState.CRASH_LOOP, last_failure="no room at 10.1.2.3")
     control = FakeFleetControl(
         fleet_of(replica("w0", WorkerRole.PREFILL), replica("w1"), missing, nodes=(node,))
     )
-
-    async def run() -> dict[str, Any]:
-        scripts = {"w0": answering(ANSWER)}, {"w1": answering(ANSWER)}
-        async with gateway_with(folder, *scripts, control=control) as under_test:
-            worker = under_test.workers["w1"]
-            worker.blocks = KVBlockCounts(100, 60, 3, 2)
-            worker.requests = RequestCounts(4, 5, 6)
-            counts = (2, 1, 0, 4096, 0.0, 0.0, 0.0)
-            worker.kv_peers = (
-                KVPeerCounts(TransferRole.CONSUMER, "w0", "tcp", *counts),
-                KVPeerCounts(TransferRole.CONSUMER, "w0", "shared_memory", *counts),
-                KVPeerCounts(TransferRole.PRODUCER, "w0", "tcp", *counts),
-            )
-            await story(under_test)
-            client = under_test.gateway.workers.client("w1")
-            assert client is not None
-            await under_test.until(lambda: client.status is not None and client.status.requests.running == 4)
-            async with client_of(under_test) as http:
-                await asyncio.sleep(1.1)  # editions are made once a second
-                answer = await http.get("/cluster")
-                assert answer.headers["cache-control"] == "no-store"
-                found: dict[str, Any] = answer.json()
-                return found
-
-    seen = asyncio.run(run())
+    scripts = {"w0": answering(ANSWER)}, {"w1": answering(ANSWER)}
+    async with gateway_with(folder, *scripts, control=control) as under_test:
+        worker = under_test.workers["w1"]
+        worker.blocks = KVBlockCounts(100, 60, 3, 2)
+        worker.requests = RequestCounts(4, 5, 6)
+        counts = (2, 1, 0, 4096, 0.0, 0.0, 0.0)
+        worker.kv_peers = (
+            KVPeerCounts(TransferRole.CONSUMER, "w0", "tcp", *counts),
+            KVPeerCounts(TransferRole.CONSUMER, "w0", "shared_memory", *counts),
+            KVPeerCounts(TransferRole.PRODUCER, "w0", "tcp", *counts),
+        )
+        await story(under_test)
+        client = under_test.gateway.workers.client("w1")
+        assert client is not None
+        await under_test.until(lambda: client.status is not None and client.status.requests.running == 4)
+        async with under_test.http() as http:
+            await asyncio.sleep(1.1)  # editions are made once a second
+            answer = await http.get("/cluster")
+            assert answer.headers["cache-control"] == "no-store"
+            seen = answer.json()
     assert [(worker["name"], worker["role"], worker["state"]) for worker in seen["workers"]] == [
         ("w0", "prefill", "ready"),
         ("w1", "decode", "ready"),
@@ -102,7 +93,7 @@ async def test_addresses_are_for_administrators(folder: Path) -> None:
     access: dict[str, Any] = {"api_keys": API_KEYS, "credentials": AS_ADMIN}
     async with (
         gateway_with(folder, {}, {"w0": silent}, control=control, **access) as under_test,
-        client_of(under_test) as client,
+        under_test.http() as client,
     ):
         for key, is_shown in ((ADMIN, True), (WATCHER, False)):
             answer = await client.get("/cluster", headers={"Authorization": f"Bearer {key}"})
@@ -119,14 +110,14 @@ async def test_an_unreachable_controller_delays_no_call_for_long(folder: Path) -
     control.answers.clear()
 
     async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
-        async with client_of(under_test) as client:
+        async with under_test.http() as client:
             seen = (await client.get("/cluster")).json()
         assert (seen["controller"], [worker["name"] for worker in seen["workers"]]) == ("away", ["w0"])
 
 
 async def test_a_viewer_gets_a_snapshot_at_once_and_then_one_a_second(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
-        async with client_of(under_test) as client, client.stream("GET", "/cluster/events") as answer:
+        async with under_test.http() as client, client.stream("GET", "/cluster/events") as answer:
             loop, times = asyncio.get_running_loop(), []
             async for name, snapshot in events_of(answer):
                 assert (name, snapshot["workers"][0]["name"]) == ("snapshot", "w0")
@@ -141,7 +132,7 @@ async def test_a_viewer_gets_a_snapshot_at_once_and_then_one_a_second(folder: Pa
 async def test_a_viewer_does_not_keep_a_gateway_from_stopping(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"w0": silent}) as under_test,
-        client_of(under_test) as client,
+        under_test.http() as client,
         client.stream("GET", "/cluster/events") as answer,
     ):
         lines = answer.aiter_lines()
@@ -151,12 +142,9 @@ async def test_a_viewer_does_not_keep_a_gateway_from_stopping(folder: Path) -> N
             assert [line async for line in lines][-1] == ""
 
 
-def test_one_request_tells_its_way_stage_by_stage(folder: Path) -> None:
-    async def run() -> list[tuple[str, dict[str, Any]]]:
-        async with gateway_with(folder, {"w0": answering(ANSWER)}, {"w1": answering(ANSWER)}) as under_test:
-            return await story(under_test)
-
-    events = asyncio.run(run())
+async def test_one_request_tells_its_way_stage_by_stage(folder: Path) -> None:
+    async with gateway_with(folder, {"w0": answering(ANSWER)}, {"w1": answering(ANSWER)}) as under_test:
+        events = await story(under_test)
     assert events[0][0] == "received"
     assert events[0][1]["num_prompt_tokens"] > 5  # the chat template's tokens are among them
     name, placed = events[1]
@@ -175,23 +163,17 @@ def test_one_request_tells_its_way_stage_by_stage(folder: Path) -> None:
     assert sum(end["timing"]["ttft_parts"].values()) == pytest.approx(end["timing"]["ttft_s"])
 
 
-def test_a_request_that_asks_for_the_local_path_gets_it(folder: Path) -> None:
-    async def run() -> list[tuple[str, dict[str, Any]]]:
-        async with gateway_with(folder, {"w0": silent}, {"w1": answering(ANSWER)}) as under_test:
-            return await story(under_test, mode="local")
-
-    events = asyncio.run(run())
+async def test_a_request_that_asks_for_the_local_path_gets_it(folder: Path) -> None:
+    async with gateway_with(folder, {"w0": silent}, {"w1": answering(ANSWER)}) as under_test:
+        events = await story(under_test, mode="local")
     assert (events[1][1]["mode"], events[1][1]["prefill"], events[1][1]["decode"]) == ("local", None, "w1")
 
 
-def test_a_request_that_moves_says_where_to(folder: Path) -> None:
-    async def run() -> list[tuple[str, dict[str, Any]]]:
-        broken = failing(ErrorKind.INTERNAL, "it broke")
-        async with gateway_with(folder, {}, {"w0": broken, "w1": answering(ANSWER)}) as under_test:
-            stories = [await story(under_test, mode="local") for _ in range(3)]
-            return max(stories, key=len)
-
-    events = asyncio.run(run())
+async def test_a_request_that_moves_says_where_to(folder: Path) -> None:
+    broken = failing(ErrorKind.INTERNAL, "it broke")
+    async with gateway_with(folder, {}, {"w0": broken, "w1": answering(ANSWER)}) as under_test:
+        stories = [await story(under_test, mode="local") for _ in range(3)]
+        events = max(stories, key=len)
     assert [data["decode"] for name, data in events if name == "placed"] == ["w0", "w1"]
     assert (events[-1][0], events[-1][1]["num_attempts"]) == ("end", 2)
 
@@ -210,7 +192,7 @@ async def test_a_client_that_leaves_ends_its_request(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         wanted = {"prompt": "Hello"}
         async with (
-            client_of(under_test) as client,
+            under_test.http() as client,
             client.stream("POST", "/cluster/try", json=wanted) as answer,
         ):
             async for name, _ in events_of(answer):
@@ -220,38 +202,27 @@ async def test_a_client_that_leaves_ends_its_request(folder: Path) -> None:
         assert await under_test.workers["w0"].next_abort() == request.request_id
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": "Hello", "tokens": 3}, "tokens"),
-        ({"prompt": "Hello", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "Hello", "temperature": 2.5}, "temperature"),
-        ({"prompt": "Hello", "temperature": False}, "temperature"),
-        ({"prompt": "Hello", "mode": "fast"}, "mode"),
-        ({"prompt": "Hello " * 300}, "prompt"),
-    ],
-)
-def test_a_request_that_cannot_be_is_refused_by_the_name_of_its_field(
-    folder: Path, body: dict[str, Any], param: str
-) -> None:
-    async def run() -> httpx2.Response:
-        async with gateway_with(folder, {}, {"w0": silent}) as under_test, client_of(under_test) as client:
-            content = json.dumps(body)
-            headers = {"content-type": "application/json"}
-            return await client.post("/cluster/try", content=content, headers=headers)
-
-    answer = asyncio.run(run())
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": "Hello", "tokens": 3}, "tokens"),
+    ({"prompt": "Hello", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "Hello", "temperature": 2.5}, "temperature"),
+    ({"prompt": "Hello", "temperature": False}, "temperature"),
+    ({"prompt": "Hello", "mode": "fast"}, "mode"),
+    ({"prompt": "Hello " * 300}, "prompt"),
+]
 
 
-def test_the_api_describes_what_the_page_uses(folder: Path) -> None:
-    async def run() -> dict[str, Any]:
-        async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
-            found: dict[str, Any] = (await client.get("/openapi.json")).json()
-            return found
+async def test_a_request_that_cannot_be_is_refused_by_the_name_of_its_field(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test, under_test.http() as client:
+        for body, param in REFUSED:
+            answer = await client.post("/cluster/try", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body
 
-    described = asyncio.run(run())
+
+async def test_the_api_describes_what_the_page_uses(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
+        described = (await client.get("/openapi.json")).json()
     answers = described["paths"]["/cluster"]["get"]["responses"]["200"]["content"]["application/json"]
     assert answers["schema"]["$ref"].endswith("/ClusterSnapshot")
     assert set(described["paths"]["/cluster/events"]["get"]["responses"]["200"]["content"]) == {
@@ -263,13 +234,10 @@ def test_the_api_describes_what_the_page_uses(folder: Path) -> None:
     assert "/" not in described["paths"]
 
 
-def test_the_page_is_whole_and_asks_no_other_host(folder: Path) -> None:
-    async def run() -> dict[str, httpx2.Response]:
-        async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
-            paths = ["/", *[f"/page/{name}" for name in FILES - {"index.html"}]]
-            return {path: await client.get(path) for path in paths}
-
-    answers = asyncio.run(run())
+async def test_the_page_is_whole_and_asks_no_other_host(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
+        paths = ["/", *[f"/page/{name}" for name in FILES - {"index.html"}]]
+        answers = {path: await client.get(path) for path in paths}
     for path, answer in answers.items():
         assert answer.status_code == 200, path
         assert "default-src 'none'; script-src 'self'" in answer.headers["content-security-policy"]

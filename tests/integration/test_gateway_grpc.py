@@ -1,9 +1,8 @@
-"""The gateway over real gRPC and real ZeroMQ: what clients see, and what workers receive."""
+"""The gateway over real gRPC and real ZeroMQ: a hand-over, workers that refuse or stand still, standard services."""
 
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -13,15 +12,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from baton.kv import TransferRole
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
-from gateway import GatewayError
-from gateway.client import RequestEvent
 from tests.factories.gateway import (
     IMPATIENT,
-    GatewayUnderTest,
     answering,
     failing,
     gateway_with,
     outputs_of,
+    refusal,
     silent,
 )
 from tests.factories.models import make_tokenizer
@@ -30,20 +27,9 @@ TOKENIZER = make_tokenizer()
 ANSWER = TOKENIZER.encode("The cache is the baton").ids
 
 
-async def ask(under_test: GatewayUnderTest, **options: Any) -> list[RequestEvent]:
-    options = {"text": "Hello"} | options
-    return [event async for event in under_test.client.generate(**options)]
-
-
-async def refusal(under_test: GatewayUnderTest, **options: Any) -> GatewayError:
-    with pytest.raises(GatewayError) as caught:
-        await ask(under_test, **options)
-    return caught.value
-
-
 async def test_a_prompt_goes_to_a_pair_and_the_answer_streams_back(folder: Path) -> None:
     async with gateway_with(folder, {"p0": answering(ANSWER)}, {"d0": answering(ANSWER)}) as under_test:
-        events = await ask(under_test, text="Hello", sampling={"max_tokens": 9})
+        events = await under_test.ask(text="Hello", sampling={"max_tokens": 9})
         assert [t for event in events for t in event.token_ids] == ANSWER
         assert "".join(event.text for event in events) == "The cache is the baton"
         completion = events[-1].completion
@@ -75,33 +61,10 @@ async def test_a_prompt_goes_to_a_pair_and_the_answer_streams_back(folder: Path)
 
 async def test_a_chat_is_rendered_with_the_models_template(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
-        await ask(under_test, text=None, messages=[("user", "hi")])
+        await under_test.ask(None, messages=[("user", "hi")])
         request = await under_test.workers["d0"].next_request()
         text = TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
         assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-
-
-async def test_local_mode_asks_the_decode_worker_alone(folder: Path) -> None:
-    async with gateway_with(folder, {"p0": silent}, {"d0": answering(ANSWER)}) as under_test:
-        events = await ask(under_test, mode="local")
-        assert events[-1].completion is not None
-        assert events[-1].completion.placement["mode"] == "local"
-        request = await under_test.workers["d0"].next_request()
-        assert request.kv_transfer is None
-        assert under_test.workers["p0"].received.empty()
-
-
-async def test_a_stop_string_ends_the_request_and_the_workers_stop(folder: Path) -> None:
-    def endless(request: EngineRequest) -> list[RequestOutput]:
-        return outputs_of(request, ANSWER, finish=None)
-
-    async with gateway_with(folder, {}, {"d0": endless}) as under_test:
-        events = await ask(under_test, sampling={"stop": [" is"]})
-        assert "".join(event.text for event in events) == "The cache"
-        assert events[-1].completion is not None
-        assert events[-1].completion.finish_reason == "stop"
-        request = await under_test.workers["d0"].next_request()
-        assert await under_test.workers["d0"].next_abort() == request.request_id
 
 
 async def test_a_request_that_ends_with_token_0_is_answered_by_the_prefill_worker(folder: Path) -> None:
@@ -109,40 +72,12 @@ async def test_a_request_that_ends_with_token_0_is_answered_by_the_prefill_worke
         return outputs_of(request, ANSWER[:1], finish=FinishReason.STOP)
 
     async with gateway_with(folder, {"p0": ends}, {"d0": silent}) as under_test:
-        events = await ask(under_test)
+        events = await under_test.ask()
         assert [t for event in events for t in event.token_ids] == ANSWER[:1]
         request = await under_test.workers["d0"].next_request()
         assert await under_test.workers["d0"].next_abort() == request.request_id, (
             "D's reservation is released"
         )
-
-
-async def test_c52_a_lost_decode_worker_is_replaced_and_the_stream_goes_on(folder: Path) -> None:
-    def half(request: EngineRequest) -> list[RequestOutput]:
-        return outputs_of(request, ANSWER[:3], finish=None)
-
-    prefill, decode = {"p0": answering(ANSWER)}, {"d0": half, "d1": answering(ANSWER)}
-    async with gateway_with(folder, prefill, decode, routing_policy="round_robin") as under_test:
-        for _ in range(2):  # one of the two goes to d0 first
-            stream = under_test.client.generate(text="Hello")
-            first = await anext(stream)
-            tokens, completion = list(first.token_ids), first.completion
-            if "d0" in {client.name for client in under_test.gateway.workers.clients}:
-                under_test.gateway.workers.remove_worker("d0", "killed by the test")
-            async for event in stream:
-                tokens += event.token_ids
-                completion = event.completion or completion
-            assert tokens == ANSWER
-            assert completion is not None
-            assert completion.placement["decode"] == "d1"
-
-
-async def test_c51_a_request_that_no_worker_can_finish_ends_with_an_error(folder: Path) -> None:
-    decode = {name: failing(ErrorKind.INTERNAL, "out of luck") for name in ("d0", "d1", "d2", "d3")}
-    async with gateway_with(folder, {}, decode) as under_test:
-        error = await refusal(under_test)
-        assert error.code == "UNAVAILABLE"
-        assert "gave up after 3 attempt(s): the decode request failed: out of luck" in str(error)
 
 
 async def test_a_prefill_worker_that_refuses_is_passed_over(folder: Path) -> None:
@@ -151,7 +86,7 @@ async def test_a_prefill_worker_that_refuses_is_passed_over(folder: Path) -> Non
 
     prefill = {"p0": failing(ErrorKind.OVERLOADED, "full")}
     async with gateway_with(folder, prefill, {"d0": late_answer}) as under_test:
-        events = await ask(under_test)
+        events = await under_test.ask()
         assert events[-1].completion is not None
         placement = events[-1].completion.placement
         assert (placement["mode"], placement["attempts"]) == ("local", 2)
@@ -159,6 +94,7 @@ async def test_a_prefill_worker_that_refuses_is_passed_over(folder: Path) -> Non
         assert description["gateway"]["paths"]["fallback"] == 1
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -195,12 +131,14 @@ async def test_c42_a_worker_that_falls_silent_is_lost(folder: Path) -> None:
         assert [worker["state"] for worker in description["workers"]] == ["dead"]
 
 
+=======
+>>>>>>> 98e74f3466857c34a1757ddf6a55602c235d726b
 async def test_a_gateway_that_stood_still_does_not_take_its_workers_for_dead(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, network=IMPATIENT) as under_test:
         time.sleep(1.5 * IMPATIENT.peer_timeout_s)  # noqa: ASYNC251 - as after SIGSTOP
         await asyncio.sleep(2 * IMPATIENT.heartbeat_interval_s)
         assert len(under_test.gateway.workers.statuses) == 1
-        assert (await ask(under_test))[-1].completion is not None
+        assert (await under_test.ask())[-1].completion is not None
 
 
 async def test_a_worker_that_is_reachable_again_gets_requests_again_without_its_former_ones(
@@ -210,7 +148,7 @@ async def test_a_worker_that_is_reachable_again_gets_requests_again_without_its_
         folder, {}, {"d0": silent}, network=IMPATIENT, placement_timeout_s=0.5
     ) as under_test:
         worker = under_test.workers["d0"]
-        call = asyncio.create_task(refusal(under_test))
+        call = asyncio.create_task(refusal(under_test.ask()))
         request = await worker.next_request()
         worker.goes_on.clear()
         assert (await call).code == "UNAVAILABLE"
@@ -218,7 +156,7 @@ async def test_a_worker_that_is_reachable_again_gets_requests_again_without_its_
         # The gateway sent an abort, or the worker itself missed the gateway's signs of life.
         assert (await worker.next_abort()).startswith((request.request_id, "client"))
         await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 1)
-        call = asyncio.create_task(refusal(under_test, request_id="again"))
+        call = asyncio.create_task(refusal(under_test.ask(request_id="again")))
         while not isinstance(await asyncio.to_thread(worker.received.get, True, 10), EngineRequest):
             continue
         await under_test.client.abort("again")

@@ -1,21 +1,14 @@
 """The HTTP frontend over a real socket: probes, and errors in the shape that OpenAI's clients expect."""
 
-import asyncio
 import re
 import socket
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 
 from baton.errors import ConfigError
-from baton.request import EngineRequest, RequestOutput
-from tests.factories.gateway import gateway_with
-
-
-def says_nothing(request: EngineRequest) -> list[RequestOutput]:
-    return []
+from tests.factories.gateway import gateway_with, silent
 
 
 async def get(port: int | None, path: str, method: str = "GET") -> httpx2.Response:
@@ -24,7 +17,7 @@ async def get(port: int | None, path: str, method: str = "GET") -> httpx2.Respon
 
 
 async def test_probes_tell_a_gateway_that_runs_from_one_that_can_serve(folder: Path) -> None:
-    async with gateway_with(folder, {}, {"w0": says_nothing}) as under_test:
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         gateway = under_test.gateway
         assert (await get(gateway.http_port, "/health")).status_code == 200
         assert (await get(gateway.http_port, "/ready")).json() == {"status": "ready"}
@@ -42,19 +35,13 @@ async def test_probes_tell_a_gateway_that_runs_from_one_that_can_serve(folder: P
     ("method", "path", "status", "kind"),
     [("GET", "/v1/nothing", 404, "not_found_error"), ("DELETE", "/v1/models", 405, "invalid_request_error")],
 )
-def test_errors_have_the_shape_of_openais(
+async def test_errors_have_the_shape_of_openais(
     folder: Path, method: str, path: str, status: int, kind: str
 ) -> None:
-    async def run() -> dict[str, Any]:
-        async with gateway_with(folder, {}, {}) as under_test:
-            base = under_test.http_url
-            async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
-                answer = await client.request(method, path)
-                assert answer.status_code == status
-                body: dict[str, Any] = answer.json()
-                return body
-
-    error = asyncio.run(run())["error"]
+    async with gateway_with(folder, {}, {}) as under_test:
+        answer = await get(under_test.gateway.http_port, path, method)
+    assert answer.status_code == status
+    error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == kind
     assert path in error["message"]
@@ -64,8 +51,8 @@ async def test_paths_are_not_redirected(folder: Path) -> None:
     """No redirect, whose scheme a proxy that ends TLS would make wrong; and probes may leave bodies out."""
 
     async with (
-        gateway_with(folder, {}, {"w0": says_nothing}) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+        gateway_with(folder, {}, {"w0": silent}) as under_test,
+        under_test.http() as client,
     ):
         for method, path in (("GET", "/health/"), ("POST", "/v1/chat/completions/")):
             answer = await client.request(method, path)
@@ -78,15 +65,12 @@ async def test_paths_are_not_redirected(folder: Path) -> None:
         assert len(answer.text) < 1000
 
 
-def test_a_port_that_is_taken_is_an_error_that_names_it(folder: Path) -> None:
-    async def run(port: int) -> None:
-        async with gateway_with(folder, {}, {}, http_port=port):
-            raise AssertionError("it started")
-
+async def test_a_port_that_is_taken_is_an_error_that_names_it(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"gateway.http_port: cannot listen on 127.0.0.1:{port}"):
-            asyncio.run(run(port))
+            async with gateway_with(folder, {}, {}, http_port=port):
+                raise AssertionError("it started")
 
 
 async def test_the_description_is_drawn_from_files_of_the_gateways_own(folder: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import httpx2
 import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -25,10 +24,6 @@ from gateway.grpc.generated import vllm_engine_pb2
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, AS_ADMIN, BOB, WATCHER, entry
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with, silent
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
 
 
 @asynccontextmanager
@@ -235,7 +230,7 @@ async def test_only_listed_calls_are_open(folder: Path) -> None:
 
     async with (
         gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as http,
+        under_test.http() as http,
         grpc.aio.insecure_channel(under_test.grpc_target) as channel,
     ):
         description = (await http.get("/openapi.json")).json()
@@ -258,11 +253,10 @@ async def test_metrics_may_be_for_everybody(folder: Path) -> None:
         gateway_with(
             folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN, metrics_need_key=False
         ) as under_test,
-        httpx2.AsyncClient(timeout=60.0) as client,
+        under_test.http() as client,
     ):
-        url = f"{under_test.http_url}/metrics"
-        assert (await client.get(url)).status_code == 200
-        assert (await client.get(f"{url}/targets")).status_code == 401, "these are addresses"
+        assert (await client.get("/metrics")).status_code == 200
+        assert (await client.get("/metrics/targets")).status_code == 401, "these are addresses"
 
 
 async def test_openais_own_client_raises_what_it_raises_with_openai(folder: Path) -> None:
@@ -294,11 +288,10 @@ async def test_a_keys_limits_hold_at_both_frontends(folder: Path) -> None:
             await under_test.workers["w0"].next_request()
             await client.abort("second")
             assert await code_of(second) == "ABORTED"  # type: ignore[arg-type]
-        base_url = f"{under_test.http_url}/v1"
-        async with httpx2.AsyncClient(headers={"Authorization": "Bearer o"}, timeout=60.0) as http:
+        async with under_test.http(headers={"Authorization": "Bearer o"}) as http:
             for _ in range(2):
-                await http.post(f"{base_url}/completions", json={})
-            refused = await http.post(f"{base_url}/completions", json={})
+                await http.post("/v1/completions", json={})
+            refused = await http.post("/v1/completions", json={})
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert 1 <= int(refused.headers["retry-after"]) <= 30
@@ -311,12 +304,11 @@ async def test_tokens_per_minute_hold_at_both_frontends(folder: Path) -> None:
     keys = (*API_KEYS, entry("few", "f", tokens_per_minute=60))
     workers = {"w0": answering([7, 8])}
     async with gateway_with(folder, {}, workers, api_keys=keys, credentials=AS_ADMIN) as under_test:
-        completions = f"{under_test.http_url}/v1/completions"
         asked = {"model": "tiny", "prompt": [5] * 50, "n": 10, "max_tokens": 2}
-        async with httpx2.AsyncClient(headers={"Authorization": "Bearer f"}, timeout=60.0) as http:
-            whole = await http.post(completions, json=asked)
+        async with under_test.http(headers={"Authorization": "Bearer f"}) as http:
+            whole = await http.post("/v1/completions", json=asked)
             assert whole.json()["usage"]["total_tokens"] == 50 + 10 * 2
-            refused = await http.post(completions, json=asked)
+            refused = await http.post("/v1/completions", json=asked)
         assert refused.status_code == 429
         assert "60 tokens per minute" in refused.json()["error"]["message"]
         assert 10 <= int(refused.headers["retry-after"]) <= 11, "70 were used, and one comes in a second"
@@ -324,21 +316,16 @@ async def test_tokens_per_minute_hold_at_both_frontends(folder: Path) -> None:
             assert await code_of(tokens_of(client)) == "RESOURCE_EXHAUSTED"
 
 
-def test_no_key_is_ever_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
+async def test_no_key_is_ever_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
         async with gateway_with(
             folder, {}, {"w0": answering([7, 8])}, api_keys=API_KEYS, credentials=AS_ADMIN
         ) as under_test:
             for key in (ALICE, "baton-wrong"):
                 async with client_with(under_test, key) as client:
                     await asyncio.gather(tokens_of(client), return_exceptions=True)
-                async with httpx2.AsyncClient(
-                    headers={"Authorization": f"Bearer {key}"}, timeout=60.0
-                ) as http:
-                    await http.get(f"{under_test.http_url}/v1/models")
-
-    with caplog.at_level(logging.DEBUG):
-        run(test())
+                async with under_test.http(headers={"Authorization": f"Bearer {key}"}) as http:
+                    await http.get("/v1/models")
     assert ALICE not in caplog.text
     assert "baton-wrong" not in caplog.text
 
@@ -362,9 +349,8 @@ async def test_workers_reasons_are_for_administrators(folder: Path) -> None:
                     await tokens_of(client)
             assert (inside in str(error.value)) == may_see
             body = {"model": "tiny", "prompt": [5, 6]}
-            async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=60.0) as http:
-                url = f"{under_test.http_url}/v1/completions"
-                answer = await http.post(url, json=body)
+            async with under_test.http(headers={"Authorization": f"Bearer {key}"}) as http:
+                answer = await http.post("/v1/completions", json=body)
             assert answer.status_code == 503
             assert (inside in answer.text) == may_see
 
@@ -383,8 +369,7 @@ async def test_no_caller_goes_ahead_of_others_unless_its_key_allows(folder: Path
         for key, asked in ((ALICE, -1), ("f", -6), ("l", -1)):
             async with client_with(under_test, key) as client:
                 assert await code_of(tokens_of(client, priority=asked)) == "INVALID_ARGUMENT"
-        url = f"{under_test.http_url}/cluster/try"
-        async with httpx2.AsyncClient(headers={"authorization": "Bearer l"}, timeout=60.0) as http:
-            answer = await http.post(url, json={"prompt": "hi", "max_tokens": 2})
+        async with under_test.http(headers={"Authorization": "Bearer l"}) as http:
+            answer = await http.post("/cluster/try", json={"prompt": "hi", "max_tokens": 2})
             assert "event: end" in answer.text, answer.text
         assert (await worker.next_request()).priority == 10, "nor by way of the page"

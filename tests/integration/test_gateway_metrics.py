@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import httpx2
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
@@ -38,9 +37,7 @@ def url_of(under_test: GatewayUnderTest) -> str:
 
 
 async def ask(under_test: GatewayUnderTest, num_tokens: int = 3, **sampling: object) -> None:
-    sampling["max_tokens"] = num_tokens
-    async for _ in under_test.client.generate(text="Hello", sampling=sampling):
-        pass
+    await under_test.ask(sampling={"max_tokens": num_tokens, **sampling})
 
 
 async def test_a_finished_request_is_in_every_histogram(folder: Path) -> None:
@@ -82,7 +79,7 @@ async def test_c53_by_default_a_prompt_goes_where_it_costs_less_and_clients_and_
         prompt, sampling = [*range(5, 55)], {"max_tokens": 3}
 
         async def mode() -> str:
-            events = [e async for e in under_test.client.generate(token_ids=prompt, sampling=sampling)]
+            events = await under_test.ask(None, token_ids=prompt, sampling=sampling)
             assert events[-1].completion is not None
             return str(events[-1].completion.placement["mode"])
 
@@ -184,10 +181,9 @@ async def test_a_client_that_leaves_has_aborted(folder: Path) -> None:
 
 async def test_a_deadline_that_passed_is_an_error_though_the_request_was_aborted(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": silent}, routing_mode="local") as under_test:
-        url = f"{under_test.http_url}/v1/completions"
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
-        async with httpx2.AsyncClient(timeout=60.0) as client:
-            late = await client.post(url, json=body, headers={"x-request-timeout-ms": "500"})
+        async with under_test.http() as client:
+            late = await client.post("/v1/completions", json=body, headers={"x-request-timeout-ms": "500"})
         assert late.status_code == 504
         now = await scrape(under_test)
         assert now("request_errors_total", error="DeadlinePassed") == 1
@@ -196,8 +192,7 @@ async def test_a_deadline_that_passed_is_an_error_though_the_request_was_aborted
 
 async def test_paths_and_methods_that_there_are_not_make_no_series(folder: Path) -> None:
     async with gateway_with(folder, {}, {}) as under_test:
-        base = under_test.http_url
-        async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
+        async with under_test.http() as client:
             for number in range(5):
                 await client.request(f"M{number}", f"/nothing/{number}")
         now = await scrape(under_test)

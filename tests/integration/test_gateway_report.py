@@ -40,12 +40,7 @@ async def test_a_report_holds_what_clients_waited_for(folder: Path) -> None:
 async def test_a_report_counts_requests_that_wait_for_room(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1) as under_test:
         gateway, worker = under_test.gateway, under_test.workers["d0"]
-
-        async def ask() -> None:
-            async for _ in under_test.client.generate(text="Hello", sampling={"max_tokens": 1}):
-                pass
-
-        asking = [asyncio.create_task(ask()) for _ in range(2)]
+        asking = [asyncio.create_task(under_test.ask()) for _ in range(2)]
         request = await worker.next_request()
         await under_test.until(lambda: gateway.report().num_queued == 1)
         await under_test.until(lambda: gateway._driver.oldest_queued_s > 0.0)
@@ -62,12 +57,7 @@ async def test_a_report_counts_requests_that_wait_for_a_prefill_worker(folder: P
     """Another decode worker would not help these."""
     async with gateway_with(folder, {}, {"d0": silent}, require_disaggregated=True) as under_test:
         gateway = under_test.gateway
-
-        async def ask() -> None:
-            async for _ in under_test.client.generate(text="Hello", sampling={"max_tokens": 1}):
-                pass
-
-        asking = asyncio.create_task(ask())
+        asking = asyncio.create_task(under_test.ask())
         await under_test.until(lambda: gateway.report().oldest_without_prefill_s > 0.0)
         assert gateway.report().oldest_queued_s == 0.0
         asking.cancel()

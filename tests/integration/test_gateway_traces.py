@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -67,9 +66,8 @@ def collector() -> Iterator[tuple[str, list[Span]]]:
 
 async def complete(under_test: GatewayUnderTest, **headers: str) -> int:
     body = {"model": "tiny", "prompt": "hello world", "max_tokens": 3}
-    url = f"{under_test.http_url}/v1/completions"
-    async with httpx2.AsyncClient(timeout=60.0) as client:
-        return (await client.post(url, json=body, headers=headers)).status_code
+    async with under_test.http() as client:
+        return (await client.post("/v1/completions", json=body, headers=headers)).status_code
 
 
 def attributes_of(span: Span) -> dict[str, Any]:
@@ -139,10 +137,9 @@ async def test_the_pages_requests_are_traced_as_any_others(
         config: dict[str, Any] = {"otlp_endpoint": endpoint, "trace_sample_ratio": ratio}
         async with (
             gateway_with(folder, {}, {"d0": answering(ANSWER)}, routing_mode="local", **config) as under_test,
-            httpx2.AsyncClient(timeout=60.0) as client,
+            under_test.http() as client,
         ):
-            url = f"{under_test.http_url}/cluster/try"
-            answer = await client.post(url, json={"prompt": "hello", "max_tokens": 3})
+            answer = await client.post("/cluster/try", json={"prompt": "hello", "max_tokens": 3})
             assert "event: end" in answer.text, answer.text
     assert bool(spans) == is_traced
     if is_traced:

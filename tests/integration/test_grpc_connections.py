@@ -75,7 +75,7 @@ async def test_compressed_requests_are_understood(folder: Path) -> None:
 
 async def test_tokens_that_came_together_go_out_in_one_message(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
-        events = [event async for event in under_test.client.generate(text="Hi")]
+        events = await under_test.ask()
         assert [event.token_ids for event in events] == [tuple(ANSWER)]
 
 

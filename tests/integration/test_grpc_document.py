@@ -19,16 +19,8 @@ def commands() -> list[str]:
     return re.findall(r"^buf curl .*$", text, re.MULTILINE)
 
 
-def test_the_documented_commands_work(folder: Path, tmp_path: Path) -> None:
+async def test_the_documented_commands_work(folder: Path, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-
-    async def run_all() -> list[str]:
-        async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
-            target = under_test.grpc_target
-            return [
-                await asyncio.to_thread(output_of, command.replace("localhost:50051", target))
-                for command in commands()
-            ]
 
     def output_of(command: str) -> str:
         done = subprocess.run(
@@ -42,7 +34,12 @@ def test_the_documented_commands_work(folder: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         return done.stdout
 
-    methods, answer, cluster, health = asyncio.run(asyncio.wait_for(run_all(), 60))
+    async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
+        target = under_test.grpc_target
+        methods, answer, cluster, health = [
+            await asyncio.to_thread(output_of, command.replace("localhost:50051", target))
+            for command in commands()
+        ]
     assert "baton.v1.ClusterService/WatchCluster" in methods
     assert "The cache is the baton" in answer
     assert '"model": "tiny"' in cluster

@@ -21,7 +21,7 @@ from gateway import GatewayError
 from gateway.error_codes import INTERNAL_MESSAGE
 from gateway.grpc.status import MAX_MESSAGE_BYTES
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
-from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, silent
+from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, refusal, silent
 from tests.factories.models import make_tokenizer
 
 ANSWER = make_tokenizer().encode("The cache is the baton").ids
@@ -78,10 +78,9 @@ async def test_a_full_gateway_says_when_to_retry(folder: Path) -> None:
         assert trailers_of(error)["retry-after-ms"] == str(hint_ms)
         assert detail(error, details_pb.ErrorInfo).reason == "OVERLOADED"
         assert len(detail(error, details_pb.RequestInfo).request_id) == 32, "one was drawn"
-        with pytest.raises(GatewayError) as caught:
-            await anext(under_test.client.generate(text="Hi"))
-        assert caught.value.details.retry_after_s == hint_ms / 1000
-        assert "try again in" in caught.value.advice
+        refused = await refusal(under_test.ask())
+        assert refused.details.retry_after_s == hint_ms / 1000
+        assert "try again in" in refused.advice
         await under_test.client.abort("mine")
         with pytest.raises(GatewayError, match="ABORTED"):
             await call
@@ -128,14 +127,12 @@ async def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
             )
             assert detail(error, details_pb.RequestInfo).request_id == "unlucky"
             control.refuses = broken  # type: ignore[assignment]
-            with pytest.raises(GatewayError) as caught:
-                await under_test.client.drain("w0")
-            assert caught.value.message == "there is no worker 'w0'; the fleet has none"
+            refused = await refusal(under_test.client.drain("w0"))
+            assert refused.message == "there is no worker 'w0'; the fleet has none"
             monkeypatch.setattr(control, "call", broken)
-            with pytest.raises(GatewayError) as caught:
-                await under_test.client.drain("w0")
-            assert caught.value.message == INTERNAL_MESSAGE
-            assert "log has details under request" in caught.value.advice
+            refused = await refusal(under_test.client.drain("w0"))
+            assert refused.message == INTERNAL_MESSAGE
+            assert "log has details under request" in refused.advice
     records = [record for record in caplog.records if record.name == "gateway.grpc.guard"]
     assert [record.exc_info is not None for record in records] == [True, True]
     assert "unlucky" in records[0].getMessage()
@@ -144,9 +141,8 @@ async def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
 async def test_an_unknown_worker_has_a_reason_of_its_own(folder: Path) -> None:
     control = FakeFleetControl(fleet_of(replica("w0")))
     async with gateway_with(folder, {}, {}, control=control) as under_test:
-        with pytest.raises(GatewayError) as caught:
-            await under_test.client.drain("w7")
-        assert (caught.value.code, caught.value.details.reason) == ("NOT_FOUND", "UNKNOWN_WORKER")
+        refused = await refusal(under_test.client.drain("w7"))
+        assert (refused.code, refused.details.reason) == ("NOT_FOUND", "UNKNOWN_WORKER")
 
 
 async def test_client_text_in_errors_is_bounded(folder: Path) -> None:
@@ -154,10 +150,9 @@ async def test_client_text_in_errors_is_bounded(folder: Path) -> None:
 
     control = FakeFleetControl(fleet_of())
     async with gateway_with(folder, {}, {}, control=control) as under_test:
-        with pytest.raises(GatewayError) as caught:
-            await under_test.client.drain("ä" * 100_000)
-        assert caught.value.code == "NOT_FOUND"
-        assert len(caught.value.message.encode()) <= MAX_MESSAGE_BYTES
+        refused = await refusal(under_test.client.drain("ä" * 100_000))
+        assert refused.code == "NOT_FOUND"
+        assert len(refused.message.encode()) <= MAX_MESSAGE_BYTES
 
 
 async def test_a_message_that_is_too_large_is_refused_with_its_size(folder: Path) -> None:

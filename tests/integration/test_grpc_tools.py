@@ -81,11 +81,11 @@ async def test_events_say_what_the_raw_text_means(folder: Path) -> None:
 
 async def test_a_plain_chat_has_no_events(folder: Path) -> None:
     async with model_says(folder, RAW) as under_test:
-        events = [event async for event in under_test.client.generate(messages=[("user", "Hello")])]
+        events = await under_test.ask(None, messages=[("user", "Hello")])
         assert "".join(event.text for event in events) == RAW
         assert not any(event.parts for event in events)
         assert num_reasoning_tokens(events) > 0, "counted whether events are asked for or not"
-        events = [event async for event in under_test.client.generate(text="Hello")]
+        events = await under_test.ask()
         assert num_reasoning_tokens(events) == 0, "a text is no conversation"
 
 

@@ -8,10 +8,9 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -22,12 +21,9 @@ from gateway.http import acceptor
 from gateway.http.acceptor import Acceptor
 from tests.factories.certificates import CertificateFiles
 from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of, silent
+from tests.factories.strangers import is_closed, strangers
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 100))
 
 
 def acceptor_of(under_test: GatewayUnderTest) -> Acceptor:
@@ -37,26 +33,6 @@ def acceptor_of(under_test: GatewayUnderTest) -> Acceptor:
 
 def https(port: int | None, files: CertificateFiles) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(base_url=f"https://localhost:{port}", verify=files.trusting(), timeout=60.0)
-
-
-@contextmanager
-def strangers(port: int | None, number: int) -> Iterator[list[socket.socket]]:
-    """They connect, and never say a word."""
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60.0))
-            for _ in range(number)
-        ]
-
-
-def is_closed(stranger: socket.socket) -> bool:
-    stranger.setblocking(False)
-    try:
-        return stranger.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
 
 
 async def test_half_open_connections_count_and_displace_only_each_other(
@@ -124,7 +100,9 @@ async def test_at_the_limit_further_connections_are_answered_up_to_a_bound(
             assert (await waiting).status_code == 200
 
 
-def test_endless_strangers_keep_no_client_out_with_few_files(folder: Path, files: CertificateFiles) -> None:
+async def test_endless_strangers_keep_no_client_out_with_few_files(
+    folder: Path, files: CertificateFiles
+) -> None:
     """A gateway with 1,100 files at most, and more silent strangers than that: they took the last file, HTTPS and gRPC
     stood, and the log grew by megabytes a second."""
     own_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -134,8 +112,8 @@ def test_endless_strangers_keep_no_client_out_with_few_files(folder: Path, files
     try:
         with limited_gateway(folder, files) as (ports, errors):
             with strangers(ports["http"], 1300):
-                run(ask_all(ports, files))
-            run(ask_all(ports, files))
+                await ask_all(ports, files)
+            await ask_all(ports, files)
         assert "Too many open files" not in errors.read_text()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, own_limits)

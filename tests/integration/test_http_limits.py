@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import httpx2
 import pytest
 
 from gateway.http.protocol import BoundedH11
@@ -108,7 +107,7 @@ async def test_each_limit_and_each_mistake_has_its_status_and_its_reason(folder:
             assert (name, found) == (name, status), error
             assert reason in error["message"], name
             assert set(error) == {"message", "type", "param", "code"}, name
-        async with httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client:
+        async with under_test.http() as client:
             large = await client.post("/tokenize", json={"prompt": "x" * (MIB - 100)})
             assert "characters exceed the model's limit" in large.json()["error"]["message"]
             for body in ({"x" * (MIB - 100): 1}, {"prompt": "a", "model": "x" * (MIB - 100)}):

@@ -6,22 +6,16 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
-from baton.request import EngineRequest, RequestOutput
 from gateway.client import GatewayError
-from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of, silent
+from tests.factories.gateway import GatewayUnderTest, beginning, gateway_with, outputs_of, silent
 
 STOPS = "this gateway is shutting down; use another one, or try again later"
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
-
-
-def client_of(under_test: GatewayUnderTest) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(base_url=under_test.http_url, timeout=20)
 
 
 def completion(**fields: Any) -> dict[str, Any]:
@@ -41,7 +35,7 @@ def test_running_requests_may_end_and_an_idle_connection_delays_no_shutdown(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}) as under_test, client_of(under_test) as client:
+        async with gateway_with(folder, {}, {"d0": silent}) as under_test, under_test.http() as client:
             assert (await client.get("/health")).status_code == 200, "on a connection that stays"
             asking = asyncio.create_task(client.post("/v1/completions", json=completion()))
             request = await under_test.workers["d0"].next_request()
@@ -60,8 +54,7 @@ def listens(under_test: GatewayUnderTest) -> bool:
     return under_test.gateway._http._server.acceptor.is_listening
 
 
-def one_token(request: EngineRequest) -> list[RequestOutput]:
-    return outputs_of(request, [5], finish=None)
+one_token = beginning([5])
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
@@ -77,7 +70,7 @@ def test_requests_that_do_not_end_in_time_get_an_error(
 
     async def test() -> None:
         workers: dict[str, Any] = {"d0": one_token}
-        async with gateway_with(folder, {}, workers) as under_test, client_of(under_test) as client:
+        async with gateway_with(folder, {}, workers) as under_test, under_test.http() as client:
             asking = asyncio.create_task(client.post(path, json=question))
             await under_test.workers["d0"].next_request()
             async with client.stream("POST", path, json=question | {"stream": True}) as answer:

@@ -1,11 +1,7 @@
 """/tokenize and /detokenize over real HTTP."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
-
-import httpx2
-import pytest
 
 from gateway import Tokenizer
 from tests.factories.answer_format import MarkedFormat
@@ -21,31 +17,27 @@ RENDERED = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhé<|im_e
 async def test_texts_and_conversations_become_the_models_tokens_and_back(folder: Path) -> None:
     own = Tokenizer(folder)
 
-    async with gateway_with(folder, {}, {}) as under_test:
-        base = under_test.http_url
-        async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
 
-            async def ask(path: str, **body: Any) -> Any:
-                return (await client.post(path, json=body)).json()
+        async def ask(path: str, **body: Any) -> Any:
+            return (await client.post(path, json=body)).json()
 
-            answer = await ask("/tokenize", prompt="the cache é", return_token_strs=True)
-            assert answer["tokens"] == list(own.encode("the cache é"))
-            assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
-            assert answer["token_strs"] == own.backend.encode("the cache é").tokens
-            assert await ask("/detokenize", tokens=answer["tokens"], model="tiny") == {
-                "prompt": "the cache é"
-            }
+        answer = await ask("/tokenize", prompt="the cache é", return_token_strs=True)
+        assert answer["tokens"] == list(own.encode("the cache é"))
+        assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
+        assert answer["token_strs"] == own.backend.encode("the cache é").tokens
+        assert await ask("/detokenize", tokens=answer["tokens"], model="tiny") == {"prompt": "the cache é"}
 
-            rendered = await ask("/tokenize", messages=MESSAGES)
-            text = await ask("/detokenize", tokens=rendered["tokens"])
-            assert text == {"prompt": RENDERED + "<|im_start|>assistant\n"}
-            text = await ask("/detokenize", tokens=rendered["tokens"], skip_special_tokens=True)
-            assert text["prompt"].startswith("system\nBe brief.\nuser")
-            rendered = await ask("/tokenize", messages=MESSAGES, add_generation_prompt=False)
-            assert await ask("/detokenize", tokens=rendered["tokens"]) == {"prompt": RENDERED}
+        rendered = await ask("/tokenize", messages=MESSAGES)
+        text = await ask("/detokenize", tokens=rendered["tokens"])
+        assert text == {"prompt": RENDERED + "<|im_start|>assistant\n"}
+        text = await ask("/detokenize", tokens=rendered["tokens"], skip_special_tokens=True)
+        assert text["prompt"].startswith("system\nBe brief.\nuser")
+        rendered = await ask("/tokenize", messages=MESSAGES, add_generation_prompt=False)
+        assert await ask("/detokenize", tokens=rendered["tokens"]) == {"prompt": RENDERED}
 
-            half = own.encode("é")[0]
-            assert await ask("/detokenize", tokens=[half]) == {"prompt": "\ufffd"}
+        half = own.encode("é")[0]
+        assert await ask("/detokenize", tokens=[half]) == {"prompt": "\ufffd"}
 
 
 async def test_conversations_with_tools_are_rendered_as_for_a_chat(folder: Path) -> None:
@@ -57,7 +49,7 @@ async def test_conversations_with_tools_are_rendered_as_for_a_chat(folder: Path)
     ]
     async with (
         gateway_with(folder, {}, {}, answer_format=MarkedFormat(), max_model_len=1000) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+        under_test.http() as client,
     ):
         options = {"add_generation_prompt": False, "chat_template_kwargs": {"a": 1}}
         answer = await client.post("/tokenize", json={"messages": turns, "tools": tools, **options})
@@ -68,39 +60,35 @@ async def test_conversations_with_tools_are_rendered_as_for_a_chat(folder: Path)
     assert "system\ntools: f{" in text.json()["prompt"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "param"),
-    [
-        ("/tokenize", {}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, 400, "add_generation_prompt"),
-        ("/tokenize", {"prompt": "a", "tools": []}, 400, "tools"),
-        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {}}, 400, "chat_template_kwargs"),
-        (
-            "/tokenize",
-            {"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}},
-            400,
-            "chat_template_kwargs.tools",
-        ),
-        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
-        ("/tokenize", {"prompt": 7}, 400, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None),
-        ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
-        ("/detokenize", {"tokens": [True]}, 400, "tokens.0"),
-        ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
-    ],
-)
-def test_an_invalid_question_is_refused_by_its_field(
-    folder: Path, path: str, body: dict[str, Any], status: int, param: str | None
-) -> None:
-    async def run() -> httpx2.Response:
-        async with gateway_with(folder, {}, {}) as under_test:
-            base = under_test.http_url
-            async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
-                return await client.post(path, json=body)
+INVALID: list[tuple[str, dict[str, Any], int, str]] = [
+    ("/tokenize", {}, 400, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt"),
+    ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, 400, "add_generation_prompt"),
+    ("/tokenize", {"prompt": "a", "tools": []}, 400, "tools"),
+    ("/tokenize", {"prompt": "a", "chat_template_kwargs": {}}, 400, "chat_template_kwargs"),
+    (
+        "/tokenize",
+        {"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}},
+        400,
+        "chat_template_kwargs.tools",
+    ),
+    ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+    ("/tokenize", {"prompt": 7}, 400, "prompt"),
+    (
+        "/tokenize",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages.0.content.0.type",
+    ),
+    ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
+    ("/detokenize", {"tokens": [True]}, 400, "tokens.0"),
+    ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
+]
 
-    answer = asyncio.run(run())
-    assert answer.status_code == status
-    error = answer.json()["error"]
-    assert error["param"] == param if param else error["param"].startswith("messages.0.content")
+
+async def test_an_invalid_question_is_refused_by_its_field(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
+        for path, body, status, param in INVALID:
+            answer = await client.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), body

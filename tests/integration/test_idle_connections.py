@@ -2,8 +2,6 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
 from http.client import HTTPResponse
 from pathlib import Path
 
@@ -18,40 +16,15 @@ from gateway.http import protocol
 from gateway.http.server import HttpServer
 from tests.factories.api_keys import ALICE, API_KEYS, AS_ADMIN, BOB
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, silent
+from tests.factories.strangers import is_closed, strangers
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 COMPLETION = {"model": "tiny", "prompt": [5, 6], "max_tokens": 2}
 GRPC_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04" + b"\x00" * 5
 
 
-@asynccontextmanager
-async def caller(under_test: GatewayUnderTest, key: str) -> AsyncIterator[httpx2.AsyncClient]:
-    headers = {"authorization": f"Bearer {key}"}
-    async with httpx2.AsyncClient(base_url=under_test.http_url, headers=headers, timeout=60.0) as client:
-        yield client
-
-
-@contextmanager
-def strangers(port: int | None, number: int, say: bytes) -> Iterator[list[socket.socket]]:
-    with ExitStack() as stack:
-        opened = []
-        for _ in range(number):
-            opened.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60.0)))
-            opened[-1].sendall(say)
-        yield opened
-
-
-def is_closed(stranger: socket.socket) -> bool:
-    """Reads what was answered, too."""
-    stranger.setblocking(False)
-    try:
-        while stranger.recv(65536):
-            pass
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
-    return True
+def caller(under_test: GatewayUnderTest, key: str) -> httpx2.AsyncClient:
+    return under_test.http(headers={"authorization": f"Bearer {key}"})
 
 
 def read_answer(reader: socket.socket) -> bytes:

@@ -1,7 +1,6 @@
 """Behaviour 34 at the gateway: who gets no prompt is sent elsewhere, left to its decode worker, or refused."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,19 @@ from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, StageTimes
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from gateway import GatewayError
-from tests.factories.gateway import NETWORK, GatewayUnderTest, Script, gateway_with, outputs_of, silent
+from tests.factories.gateway import (
+    NETWORK,
+    GatewayUnderTest,
+    Script,
+    failing,
+    failure_of,
+    gateway_with,
+    outputs_of,
+    silent,
+    tokens_of,
+)
 
 ANSWER = [5, 6, 7, 8]
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
 
 
 def is_producer(request: EngineRequest) -> bool:
@@ -36,16 +41,9 @@ def only_from(prefill: str) -> Script:
         if request.kv_transfer.on_failure is OnLoadFailure.RECOMPUTE:
             *first, last = outputs_of(request, ANSWER)
             return [*first, with_stages(last, transfer_bytes=0)]
-        return [
-            RequestOutput(
-                request_id=request.request_id,
-                first_position=0,
-                finish_reason=FinishReason.ERROR,
-                error="the prefill worker was silent",
-                error_kind=ErrorKind.KV_LOAD_FAILED,
-                stage_times=StageTimes(transfer_s=0.5, transfers=(lost_transfer(request.kv_transfer),)),
-            )
-        ]
+        failure = failure_of(request, ErrorKind.KV_LOAD_FAILED, "the prefill worker was silent")
+        failure.stage_times = StageTimes(transfer_s=0.5, transfers=(lost_transfer(request.kv_transfer),))
+        return [failure]
 
     return script
 
@@ -72,12 +70,9 @@ def handing_over(request: EngineRequest) -> list[RequestOutput]:
 
 async def answer(under_test: GatewayUnderTest, **options: Any) -> tuple[list[int], dict[str, Any]]:
     """The tokens that reached the client, and who computed them."""
-    tokens: list[int] = []
-    async for event in under_test.client.generate(text="Hello", **options):
-        tokens += event.token_ids
-        if event.completion is not None:
-            return tokens, event.completion.placement
-    raise AssertionError("the stream ended without a completion")
+    events = await under_test.ask(**options)
+    assert events[-1].completion is not None
+    return tokens_of(events), events[-1].completion.placement
 
 
 async def paths(under_test: GatewayUnderTest) -> dict[str, int]:
@@ -85,152 +80,114 @@ async def paths(under_test: GatewayUnderTest) -> dict[str, int]:
     return {path: number for path, number in description["gateway"]["paths"].items() if number}
 
 
-def test_c34_retry_asks_another_prefill_worker_and_no_token_is_lost_or_doubled(folder: Path) -> None:
-    async def test() -> None:
-        prefill = {"p0": handing_over, "p1": handing_over}
-        decode = {"d0": only_from("p1")}
-        async with gateway_with(folder, prefill, decode, routing_policy="round_robin") as under_test:
-            for _ in range(2):  # one of the two goes to p0 first
-                tokens, placement = await answer(under_test)
-                assert tokens == ANSWER
-                assert placement["prefill"] == "p1"
-            assert await paths(under_test) == {"disaggregated": 2}
-
-    run(test)
-
-
-def test_c34_retry_recomputes_where_no_other_prefill_worker_is_left(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {"p0": handing_over}, {"d0": only_from("nobody")}) as under_test:
+async def test_c34_retry_asks_another_prefill_worker_and_no_token_is_lost_or_doubled(folder: Path) -> None:
+    prefill = {"p0": handing_over, "p1": handing_over}
+    decode = {"d0": only_from("p1")}
+    async with gateway_with(folder, prefill, decode, routing_policy="round_robin") as under_test:
+        for _ in range(2):  # one of the two goes to p0 first
             tokens, placement = await answer(under_test)
             assert tokens == ANSWER
-            assert (placement["mode"], placement["attempts"]) == ("local", 2)
-            assert await paths(under_test) == {"fallback": 1}
-
-    run(test)
+            assert placement["prefill"] == "p1"
+        assert await paths(under_test) == {"disaggregated": 2}
 
 
-def test_c34_the_transfers_of_attempts_that_failed_are_in_the_timing(folder: Path) -> None:
-    async def test() -> None:
-        prefill = {"p0": handing_over, "p1": handing_over}
-        async with gateway_with(folder, prefill, {"d0": only_from("nobody")}) as under_test:
-            events = [event async for event in under_test.client.generate(text="Hello")]
-        assert events[-1].completion is not None
-        transfers = events[-1].completion.timing["transfers"]
-        assert [(end["worker"], end["role"], end["attempt"]) for end in transfers] == [
-            ("d0", "consumer", 1),
-            ("d0", "consumer", 2),
-        ]
-        assert {end["peer"] for end in transfers} == {"p0", "p1"}
-        offsets = []
-        for end in transfers:
-            begun, failed = end["events"]
-            assert (begun["name"], failed["name"], end["reason"]) == (
-                "begun",
-                "failed",
-                "the prefill worker was silent",
-            )
-            assert failed["at_s"] - begun["at_s"] == pytest.approx(2.0)
-            offsets.append(begun["at_s"] - 1.0)
-        assert 0.0 <= offsets[0] < offsets[1] < 10.0, "each attempt counts from the request's arrival"
-
-    run(test)
+async def test_c34_retry_recomputes_where_no_other_prefill_worker_is_left(folder: Path) -> None:
+    async with gateway_with(folder, {"p0": handing_over}, {"d0": only_from("nobody")}) as under_test:
+        tokens, placement = await answer(under_test)
+        assert tokens == ANSWER
+        assert (placement["mode"], placement["attempts"]) == ("local", 2)
+        assert await paths(under_test) == {"fallback": 1}
 
 
-def test_c34_the_last_attempt_needs_no_prefill_worker(folder: Path) -> None:
-    async def test() -> None:
-        prefill = {f"p{number}": handing_over for number in range(4)}
-        async with gateway_with(folder, prefill, {"d0": only_from("nobody")}) as under_test:
-            tokens, placement = await answer(under_test)
-            assert tokens == ANSWER
-            assert (placement["mode"], placement["attempts"]) == ("local", 3)
+async def test_c34_the_transfers_of_attempts_that_failed_are_in_the_timing(folder: Path) -> None:
+    prefill = {"p0": handing_over, "p1": handing_over}
+    async with gateway_with(folder, prefill, {"d0": only_from("nobody")}) as under_test:
+        events = await under_test.ask()
+    assert events[-1].completion is not None
+    transfers = events[-1].completion.timing["transfers"]
+    assert [(end["worker"], end["role"], end["attempt"]) for end in transfers] == [
+        ("d0", "consumer", 1),
+        ("d0", "consumer", 2),
+    ]
+    assert {end["peer"] for end in transfers} == {"p0", "p1"}
+    offsets = []
+    for end in transfers:
+        begun, failed = end["events"]
+        assert (begun["name"], failed["name"], end["reason"]) == (
+            "begun",
+            "failed",
+            "the prefill worker was silent",
+        )
+        assert failed["at_s"] - begun["at_s"] == pytest.approx(2.0)
+        offsets.append(begun["at_s"] - 1.0)
+    assert 0.0 <= offsets[0] < offsets[1] < 10.0, "each attempt counts from the request's arrival"
 
-    run(test)
+
+async def test_c34_the_last_attempt_needs_no_prefill_worker(folder: Path) -> None:
+    prefill = {f"p{number}": handing_over for number in range(4)}
+    async with gateway_with(folder, prefill, {"d0": only_from("nobody")}) as under_test:
+        tokens, placement = await answer(under_test)
+        assert tokens == ANSWER
+        assert (placement["mode"], placement["attempts"]) == ("local", 3)
 
 
-def test_c53_a_required_disaggregation_is_never_recomputed(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(
-            folder, {"p0": handing_over}, {"d0": only_from("nobody")}, load_failure_policy="recompute"
-        ) as under_test:
-            with pytest.raises(GatewayError, match="the prefill worker was silent"):
-                await answer(under_test, mode="disaggregated")
-
-    run(test)
+async def test_c53_a_required_disaggregation_is_never_recomputed(folder: Path) -> None:
+    async with gateway_with(
+        folder, {"p0": handing_over}, {"d0": only_from("nobody")}, load_failure_policy="recompute"
+    ) as under_test:
+        with pytest.raises(GatewayError, match="the prefill worker was silent"):
+            await answer(under_test, mode="disaggregated")
 
 
-def test_c53_a_prompt_that_the_decode_worker_recomputed_counts_as_fallback(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(
-            folder, {"p0": handing_over}, {"d0": only_from("nobody")}, load_failure_policy="recompute"
-        ) as under_test:
-            tokens, placement = await answer(under_test)
-            assert tokens == ANSWER
-            assert (placement["mode"], placement["attempts"]) == ("local", 1)
-            assert await paths(under_test) == {"fallback": 1}
-
-    run(test)
+async def test_c53_a_prompt_that_the_decode_worker_recomputed_counts_as_fallback(folder: Path) -> None:
+    async with gateway_with(
+        folder, {"p0": handing_over}, {"d0": only_from("nobody")}, load_failure_policy="recompute"
+    ) as under_test:
+        tokens, placement = await answer(under_test)
+        assert tokens == ANSWER
+        assert (placement["mode"], placement["attempts"]) == ("local", 1)
+        assert await paths(under_test) == {"fallback": 1}
 
 
 @pytest.mark.parametrize("how", ["lost", "failed"])
-def test_c34_recompute_lets_the_decode_worker_go_on_without_its_prefill_worker(
+async def test_c34_recompute_lets_the_decode_worker_go_on_without_its_prefill_worker(
     folder: Path, how: str
 ) -> None:
-    async def test() -> None:
-        def failing(request: EngineRequest) -> list[RequestOutput]:
-            return [
-                RequestOutput(
-                    request_id=request.request_id,
-                    first_position=0,
-                    finish_reason=FinishReason.ERROR,
-                    error="the device failed",
-                    error_kind=ErrorKind.INTERNAL,
-                )
-            ]
-
-        prefill = {"p0": failing if how == "failed" else silent}
-        async with gateway_with(
-            folder, prefill, {"d0": silent}, load_failure_policy="recompute"
-        ) as under_test:
-            call = asyncio.create_task(answer(under_test))
-            decode = under_test.workers["d0"]
-            request = await decode.next_request()
-            await under_test.workers["p0"].next_request()
-            if how == "lost":
-                under_test.gateway.workers.remove_worker("p0", "killed by the test")
-            *first, last = outputs_of(request, ANSWER)
-            decode.say(request, [*first, with_stages(last, transfer_bytes=0)])
-            tokens, placement = await call
-            assert tokens == ANSWER
-            assert placement["attempts"] == 1
-
-    run(test)
+    prefill = {"p0": failing(ErrorKind.INTERNAL, "the device failed") if how == "failed" else silent}
+    async with gateway_with(folder, prefill, {"d0": silent}, load_failure_policy="recompute") as under_test:
+        call = asyncio.create_task(answer(under_test))
+        decode = under_test.workers["d0"]
+        request = await decode.next_request()
+        await under_test.workers["p0"].next_request()
+        if how == "lost":
+            under_test.gateway.workers.remove_worker("p0", "killed by the test")
+        *first, last = outputs_of(request, ANSWER)
+        decode.say(request, [*first, with_stages(last, transfer_bytes=0)])
+        tokens, placement = await call
+        assert tokens == ANSWER
+        assert placement["attempts"] == 1
 
 
-def test_c34_fail_tells_the_client(folder: Path) -> None:
-    async def test() -> None:
-        prefill = {"p0": handing_over, "p1": handing_over}
-        async with gateway_with(
-            folder, prefill, {"d0": only_from("nobody")}, load_failure_policy="fail"
-        ) as under_test:
-            with pytest.raises(GatewayError, match=r"gave up after 1 attempt.*the prefill worker was silent"):
-                await answer(under_test)
-
-    run(test)
+async def test_c34_fail_tells_the_client(folder: Path) -> None:
+    prefill = {"p0": handing_over, "p1": handing_over}
+    async with gateway_with(
+        folder, prefill, {"d0": only_from("nobody")}, load_failure_policy="fail"
+    ) as under_test:
+        with pytest.raises(GatewayError, match=r"gave up after 1 attempt.*the prefill worker was silent"):
+            await answer(under_test)
 
 
-def test_c51_a_request_ends_if_its_decode_request_ended_before_its_prefill_request(folder: Path) -> None:
+async def test_c51_a_request_ends_if_its_decode_request_ended_before_its_prefill_request(
+    folder: Path,
+) -> None:
     def ended(request: EngineRequest) -> list[RequestOutput]:
         return outputs_of(request, [0], finish=FinishReason.ABORT)
 
-    async def test() -> None:
-        workers = ({"p0": silent}, {"d0": ended})
-        async with gateway_with(folder, *workers, load_failure_policy="recompute") as under_test:
-            call = asyncio.create_task(answer(under_test))
-            request = await under_test.workers["p0"].next_request()
-            await asyncio.sleep(NETWORK.heartbeat_interval_s)
-            under_test.workers["p0"].say(request, ended(request))
-            with pytest.raises(GatewayError, match="UNAVAILABLE"):
-                await call
-
-    run(test)
+    workers = ({"p0": silent}, {"d0": ended})
+    async with gateway_with(folder, *workers, load_failure_policy="recompute") as under_test:
+        call = asyncio.create_task(answer(under_test))
+        request = await under_test.workers["p0"].next_request()
+        await asyncio.sleep(NETWORK.heartbeat_interval_s)
+        under_test.workers["p0"].say(request, ended(request))
+        with pytest.raises(GatewayError, match="UNAVAILABLE"):
+            await call

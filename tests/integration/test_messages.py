@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from anthropic import AsyncAnthropic, BadRequestError
 from anthropic.types import Message, MessageParam, ToolParam
@@ -120,7 +119,7 @@ async def test_a_stream_adds_up_to_the_same_message(folder: Path, thinking: obje
 async def test_events_are_what_the_description_says(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"d0": ends_by_itself(MARKED)}, answer_format=MarkedFormat()) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+        under_test.http() as client,
     ):
         answer = await client.post("/v1/messages", json=TURN | {"stream": True})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -211,7 +210,7 @@ async def test_counting_tokens_is_exact_and_needs_no_worker(folder: Path) -> Non
         message = await client.messages.create(max_tokens=5, **turn)
     async with (
         gateway_with(folder, {}, {}, answer_format=MarkedFormat()) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as http,
+        under_test.http() as http,
     ):
         answer = await http.post(
             "/v1/messages/count_tokens", json=turn, headers={"x-request-timeout-ms": "0"}

@@ -10,17 +10,14 @@ import httpx2
 import pytest
 from anthropic.types.shared import ErrorResponse
 
-from baton.request import EngineRequest, ErrorKind, RequestOutput
+from baton.request import ErrorKind
 from gateway.preprocess import Preprocessor
 from tests.factories.anthropic import anthropic_for, anthropic_with
 from tests.factories.api_keys import ALICE, API_KEYS, BOB, WATCHER, entry
 from tests.factories.gateway import (
-    GatewayUnderTest,
     answering,
     failing,
-    failure_of,
     gateway_with,
-    outputs_of,
 )
 from tests.factories.models import make_tokenizer
 
@@ -37,10 +34,6 @@ def error_in(answer: httpx2.Response) -> tuple[int, str, str]:
     if body["error"]["type"] != "request_too_large":  # documented, and missing in the package
         ErrorResponse.model_validate(body)
     return answer.status_code, body["error"]["type"], body["error"]["message"]
-
-
-def http_to(under_test: GatewayUnderTest) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0)
 
 
 def sent(body: bytes, kind: str = "application/json") -> dict[str, Any]:
@@ -104,7 +97,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 async def test_what_is_wrong_is_named(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-        http_to(under_test) as client,
+        under_test.http() as client,
     ):
         for name, (fields, message) in REFUSED.items():
             status, kind, said = error_in(await client.post(PATHS[0], json=TURN | fields))
@@ -129,7 +122,7 @@ async def test_calls_that_are_no_messages(folder: Path) -> None:
         ("POST", PATHS[0], {"headers": {"x-long": "x" * 33_000}}, 431, "request_too_large"),
         ("POST", PATHS[0], {"json": TURN, "headers": {"host": "elsewhere"}}, 403, "permission_error"),
     ]
-    async with gateway_with(folder, {}, {}, max_message_mib=1) as under_test, http_to(under_test) as client:
+    async with gateway_with(folder, {}, {}, max_message_mib=1) as under_test, under_test.http() as client:
         for method, path, options, status, kind in cases:
             answer = await client.request(method, path, **options)
             assert error_in(answer)[:2] == (status, kind), (method, path, status)
@@ -142,7 +135,7 @@ async def test_keys_come_in_either_header_and_only_here(folder: Path) -> None:
     keys = (*API_KEYS, entry("slow", "baton-slow", requests_per_minute=1))
     async with (
         gateway_with(folder, {}, {"d0": answering(ANSWER)}, api_keys=keys) as under_test,
-        http_to(under_test) as client,
+        under_test.http() as client,
     ):
 
         async def status(headers: dict[str, str], path: str = PATHS[0], body: Any = TURN) -> int:
@@ -200,18 +193,13 @@ async def test_the_package_raises_what_it_raises_elsewhere(folder: Path) -> None
 
 
 async def test_an_error_in_mid_stream_is_an_event_and_the_end(folder: Path) -> None:
-    def fails_late(request: EngineRequest) -> list[RequestOutput]:
-        begun = outputs_of(request, ANSWER[:3], finish=None)
-        failure = failure_of(request, ErrorKind.INVALID_REQUEST, "structured_output: it cannot go on")
-        failure.first_position = 3
-        return [*begun, failure]
-
+    fails_late = failing(ErrorKind.INVALID_REQUEST, "structured_output: it cannot go on", after=ANSWER[:3])
     async with anthropic_with(folder, fails_late) as (under_test, client):
         with pytest.raises(anthropic.APIStatusError, match="it cannot go on") as caught:
             async for _ in await client.messages.create(**TURN, stream=True):
                 pass
         assert caught.value.type == "invalid_request_error"
-        async with http_to(under_test) as http:
+        async with under_test.http() as http:
             answer = await http.post(PATHS[0], json=TURN | {"stream": True})
         *_, last, rest = answer.text.split("\n\n")
         assert rest == ""

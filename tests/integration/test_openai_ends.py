@@ -11,13 +11,13 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from baton.errors import DeadlinePassed, Overloaded, RequestAborted, SlowReader
-from baton.request import EngineRequest, ErrorKind, RequestOutput
+from baton.request import ErrorKind
 from gateway.error_codes import codes_of
 from gateway.http.errors import headers_of
 from gateway.text import TokenizerPool
 from tests.factories.gateway import (
+    beginning,
     failing,
-    failure_of,
     outputs_of,
     silent,
 )
@@ -30,10 +30,7 @@ HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
 
 
 async def test_a_client_that_leaves_in_mid_stream_ends_all_its_answers_on_all_workers(folder: Path) -> None:
-    def one_token(request: EngineRequest) -> list[RequestOutput]:
-        return outputs_of(request, ANSWER[:1], finish=None)
-
-    async with openai_with(folder, one_token, silent) as (under_test, client):
+    async with openai_with(folder, beginning(ANSWER[:1]), silent) as (under_test, client):
         answer = await client.chat.completions.create(model="tiny", messages=HELLO, stream=True, n=2)
         workers = [under_test.workers[name] for name in ("p0", "d0")]
         ids = [sorted([(await worker.next_request()).request_id for _ in "ab"]) for worker in workers]
@@ -43,12 +40,7 @@ async def test_a_client_that_leaves_in_mid_stream_ends_all_its_answers_on_all_wo
 
 
 async def test_an_error_in_mid_stream_is_an_event_and_the_end(folder: Path) -> None:
-    def fails_late(request: EngineRequest) -> list[RequestOutput]:
-        begun = outputs_of(request, ANSWER[:3], finish=None)
-        failure = failure_of(request, ErrorKind.INVALID_REQUEST, "structured_output: it cannot go on")
-        failure.first_position = 3
-        return [*begun, failure]
-
+    fails_late = failing(ErrorKind.INVALID_REQUEST, "structured_output: it cannot go on", after=ANSWER[:3])
     async with openai_with(folder, fails_late) as (under_test, client):
         with pytest.raises(openai.APIError, match="it cannot go on") as caught:
             async for _ in await client.chat.completions.create(model="tiny", messages=HELLO, stream=True):

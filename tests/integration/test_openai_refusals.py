@@ -1,12 +1,8 @@
 """Refused requests: each with its status, OpenAI's code, and the invalid field."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -17,7 +13,7 @@ from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.fields import StreamOptions
 from gateway.http.openai.messages import AssistantMessage, InputMessage, ToolMessage
 from gateway.http.tokenize import DetokenizeRequest, TokenizeRequest
-from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
+from tests.factories.gateway import answering, gateway_with
 from tests.factories.models import make_tokenizer
 
 ANSWER = make_tokenizer().encode("baton").ids
@@ -25,33 +21,21 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content"
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "Hello"}
 
 
-@asynccontextmanager
-async def http_to(under_test: GatewayUnderTest) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client:
-        yield client
-
-
-def refusals(
-    folder: Path, path: str, bodies: list[dict[str, Any]], headers: dict[str, str] | None = None
-) -> list[dict[str, Any]]:
+async def refusals(folder: Path, path: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The error of each; a good request is answered after all of them."""
-
-    async def run() -> list[dict[str, Any]]:
-        errors = []
-        async with (
-            gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-            http_to(under_test) as client,
-        ):
-            for body in bodies:
-                answer = await client.post(path, json=body, headers=headers)
-                assert answer.status_code >= 400, body
-                assert answer.headers["x-request-id"]
-                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-                errors.append(answer.json()["error"] | {"status": answer.status_code})
-            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
-        return errors
-
-    return asyncio.run(run())
+    errors = []
+    async with (
+        gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
+        under_test.http() as client,
+    ):
+        for body in bodies:
+            answer = await client.post(path, json=body)
+            assert answer.status_code >= 400, body
+            assert answer.headers["x-request-id"]
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+            errors.append(answer.json()["error"] | {"status": answer.status_code})
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+    return errors
 
 
 def unsupported(body: type[Body]) -> list[str]:
@@ -60,17 +44,17 @@ def unsupported(body: type[Body]) -> list[str]:
     return [name for name, schema in properties.items() if schema.get("type") == "null"]
 
 
-def test_unsupported_and_unknown_fields_are_refused_by_name(folder: Path) -> None:
+async def test_unsupported_and_unknown_fields_are_refused_by_name(folder: Path) -> None:
     """OpenAI's fields without support here, and unknown ones. For the former, null means absent."""
     assert {"functions", "function_call", "audio", "metadata", "prompt_cache_options"} <= set(
         unsupported(ChatCompletionRequest)
     )
     fields = [*unsupported(ChatCompletionRequest), "foo", "prompt", "echo"]
-    errors = refusals(folder, "/v1/chat/completions", [CHAT | {field: []} for field in fields])
+    errors = await refusals(folder, "/v1/chat/completions", [CHAT | {field: []} for field in fields])
     assert [(error["status"], error["param"]) for error in errors] == [(400, field) for field in fields]
     assert all(field in error["message"] for field, error in zip(fields, errors, strict=True))
     fields = [*unsupported(CompletionRequest), "foo", "messages", "top_logprobs", "tools"]
-    errors = refusals(folder, "/v1/completions", [TEXT | {field: "x"} for field in fields])
+    errors = await refusals(folder, "/v1/completions", [TEXT | {field: "x"} for field in fields])
     assert [(error["status"], error["param"]) for error in errors] == [(400, field) for field in fields]
     turns, fields = [], []
     for role, kind in (("user", InputMessage), ("assistant", AssistantMessage), ("tool", ToolMessage)):
@@ -78,14 +62,14 @@ def test_unsupported_and_unknown_fields_are_refused_by_name(folder: Path) -> Non
         others = [*unsupported(kind), *({"tool_calls", "tool_call_id"} - set(kind.model_fields)), "foo"]
         turns += [turn | {field: "x"} for field in others]
         fields += others
-    errors = refusals(folder, "/v1/chat/completions", [CHAT | {"messages": [turn]} for turn in turns])
+    errors = await refusals(folder, "/v1/chat/completions", [CHAT | {"messages": [turn]} for turn in turns])
     assert [error["param"] for error in errors] == [f"messages.0.{field}" for field in fields]
 
 
 async def test_null_means_absent(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-        http_to(under_test) as client,
+        under_test.http() as client,
     ):
         for path, body, request in (
             ("/v1/chat/completions", CHAT, ChatCompletionRequest),
@@ -222,10 +206,10 @@ def part(**fields: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_an_invalid_field_is_named_with_its_problem(
+async def test_an_invalid_field_is_named_with_its_problem(
     folder: Path, path: str, body: dict[str, Any], refused: list[tuple[str, dict[str, Any], str]]
 ) -> None:
-    errors = refusals(folder, path, [body | fields for _, fields, _ in refused])
+    errors = await refusals(folder, path, [body | fields for _, fields, _ in refused])
     for (param, _, complaint), error in zip(refused, errors, strict=True):
         assert (error["status"], error["type"]) == (400, "invalid_request_error")
         assert error["param"] == param, error
@@ -233,24 +217,25 @@ def test_an_invalid_field_is_named_with_its_problem(
         assert complaint in error["message"]
 
 
-def test_programs_know_these_errors_by_their_code(folder: Path) -> None:
+async def test_programs_know_these_errors_by_their_code(folder: Path) -> None:
     bodies = [CHAT | {"model": "gpt-4"}, CHAT | {"messages": [{"role": "user", "content": "x" * 1000}]}]
-    unknown, too_long = refusals(folder, "/v1/chat/completions", bodies)
+    unknown, too_long = await refusals(folder, "/v1/chat/completions", bodies)
     assert (unknown["status"], unknown["code"], unknown["param"]) == (404, "model_not_found", "model")
     assert "use 'tiny'" in unknown["message"]
     assert (too_long["status"], too_long["code"]) == (400, "context_length_exceeded")
     assert too_long["param"] == "messages"
 
 
-def test_an_invalid_deadline_is_refused(folder: Path) -> None:
+async def test_an_invalid_deadline_is_refused(folder: Path) -> None:
     header = "x-request-timeout-ms"
-    for value in ("soon", "0", "-5", "1e9", str(10**12)):
-        (error,) = refusals(folder, "/v1/completions", [TEXT], {header: value})
-        assert (error["status"], error["param"]) == (400, header)
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
+        for value in ("soon", "0", "-5", "1e9", str(10**12)):
+            answer = await client.post("/v1/completions", json=TEXT, headers={header: value})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, header), value
 
 
 async def test_one_model_is_there_and_others_are_not(folder: Path) -> None:
-    async with gateway_with(folder, {}, {}) as under_test, http_to(under_test) as client:
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
         assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
         answer = await client.get("/v1/models/some/other")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

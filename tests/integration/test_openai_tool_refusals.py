@@ -142,7 +142,7 @@ async def test_each_is_refused_by_its_path_and_a_good_one_is_answered_after_them
         gateway_with(
             folder, {}, {"d0": answering(ANSWER)}, answer_format=MarkedFormat(), max_model_len=2000
         ) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+        under_test.http() as client,
     ):
 
         async def asked(fields: dict[str, Any]) -> httpx2.Response:
@@ -182,7 +182,7 @@ async def test_a_model_without_tools_refuses_them_by_name(folder: Path, stream: 
 
     async with (
         gateway_with(folder, {}, {"d0": answering(ANSWER)}, answer_format=Refusing()) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+        under_test.http() as client,
     ):
         for fields, param in (
             ({"reasoning_effort": "low"}, "reasoning_effort"),

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -23,7 +24,6 @@ from cli.main import main
 from gateway.client import CallBroken
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
-from tests.factories.serving import baton
 
 DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 LEAVE_ALTERNATE_SCREEN, SHOW_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
@@ -38,12 +38,24 @@ def control() -> FakeFleetControl:
     )
 
 
-async def command(under_test: GatewayUnderTest, *arguments: str) -> subprocess.CompletedProcess[str]:
-    target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-    return await asyncio.to_thread(baton, *arguments, "--target", target)
+class Command(Protocol):
+    async def __call__(
+        self, under_test: GatewayUnderTest, *arguments: str
+    ) -> subprocess.CompletedProcess[str]: ...
 
 
-async def test_orders_end_with_a_clear_line(folder: Path) -> None:
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process, since a process of its own takes half a second to start."""
+
+    async def run(under_test: GatewayUnderTest, *arguments: str) -> subprocess.CompletedProcess[str]:
+        code = await asyncio.to_thread(main, [*arguments, "--target", under_test.grpc_target])
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return run
+
+
+async def test_orders_end_with_a_clear_line(folder: Path, command: Command) -> None:
     fake = control()
     async with gateway_with(folder, {"w0": silent}, {}, control=fake) as under_test:
         role = await command(under_test, "role", "w0", "decode")
@@ -61,7 +73,7 @@ async def test_orders_end_with_a_clear_line(folder: Path) -> None:
     assert fake.commands == [("set_role", "w0", "decode"), ("rollout",), ("drain", "w0")]
 
 
-async def test_json_is_one_object_and_progress_goes_elsewhere(folder: Path) -> None:
+async def test_json_is_one_object_and_progress_goes_elsewhere(folder: Path, command: Command) -> None:
     async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
         role = await command(under_test, "role", "w0", "decode", "--json")
         rollout = await command(under_test, "rollout", "--json")
@@ -79,7 +91,7 @@ async def test_json_is_one_object_and_progress_goes_elsewhere(folder: Path) -> N
     assert "w0 is removed" in drain.stderr
 
 
-async def test_a_refusal_is_exit_code_1_and_says_why(folder: Path) -> None:
+async def test_a_refusal_is_exit_code_1_and_says_why(folder: Path, command: Command) -> None:
     fake = control()
     fake.refuses = FleetError("w1 is the last of its role")
     async with gateway_with(folder, {}, {}, control=fake) as under_test:
@@ -94,7 +106,7 @@ async def test_a_refusal_is_exit_code_1_and_says_why(folder: Path) -> None:
         assert rollout.stderr.endswith("w1 is the last of its role; restarted before that: 1 of 2: w0\n")
 
 
-async def test_c63_a_flush_names_each_worker_that_keeps_its_cache(folder: Path) -> None:
+async def test_c63_a_flush_names_each_worker_that_keeps_its_cache(folder: Path, command: Command) -> None:
     fake = control()
     async with gateway_with(folder, {"w0": silent}, {}, control=fake) as under_test:
         done = await command(under_test, "flush-cache")
@@ -117,7 +129,7 @@ async def test_c63_a_flush_names_each_worker_that_keeps_its_cache(folder: Path) 
     assert fake.commands == [("flush", "False"), ("flush", "w0", "w1", "True")]
 
 
-async def test_status_shows_the_worker_that_is_missing(folder: Path) -> None:
+async def test_status_shows_the_worker_that_is_missing(folder: Path, command: Command) -> None:
     async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
         table = await command(under_test, "status")
         assert "crash loop" in table.stdout
@@ -133,7 +145,7 @@ async def test_status_shows_the_worker_that_is_missing(folder: Path) -> None:
     assert as_json["gateway"]["queued"] == 0
 
 
-async def test_top_away_from_a_terminal_points_to_status(folder: Path) -> None:
+async def test_top_away_from_a_terminal_points_to_status(folder: Path, command: Command) -> None:
     async with gateway_with(folder, {}, {}) as under_test:
         top = await command(under_test, "top")
     assert (top.returncode, top.stdout) == (USAGE, "")
@@ -144,7 +156,7 @@ async def test_ctrl_c_ends_the_wait_and_says_that_the_order_stands(folder: Path)
     fake = control()
     fake.obeys.clear()
     async with gateway_with(folder, {"w0": silent}, {}, control=fake) as under_test:
-        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+        target = under_test.grpc_target
         shown = await asyncio.to_thread(Terminal, "drain", "w0", "--target", target)
         try:
             await under_test.until(lambda: fake.commands == [("drain", "w0")])
@@ -246,7 +258,7 @@ async def test_top_redraws_and_leaves_the_terminal_as_it_was(folder: Path, way: 
             assert termios.tcgetattr(shown.theirs) == shown.mode
 
     async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
-        await asyncio.to_thread(watch, f"127.0.0.1:{under_test.gateway.grpc_port}")
+        await asyncio.to_thread(watch, under_test.grpc_target)
 
 
 async def test_top_outlives_its_gateway_and_finds_its_successor(folder: Path) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import httpx2
 import pytest
 
 from baton.sampling import (
@@ -43,7 +42,7 @@ async def test_both_frontends_take_exactly_as_much_as_is_allowed(folder: Path) -
     async with (
         gateway_with(folder, {}, {"w0": answering([7, 8])}) as under_test,
         grpc.aio.insecure_channel(under_test.grpc_target) as channel,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as http,
+        under_test.http() as http,
     ):
         stub: Any = pb_grpc.GenerationServiceStub(channel)
 
@@ -89,7 +88,7 @@ async def test_an_answer_that_is_not_streamed_is_bounded_at_every_frontend(
     async with (
         gateway_with(folder, {}, {"w0": answering([7, 8])}, max_model_len=1000) as under_test,
         grpc.aio.insecure_channel(under_test.grpc_target) as channel,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as http,
+        under_test.http() as http,
     ):
         engine = VllmEngineStub(channel)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -29,33 +28,25 @@ PROMPT = "hello world"
 ACCESS = "gateway.telemetry.access_log"
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
-
-
 async def complete(under_test: GatewayUnderTest, **headers: str) -> httpx2.Response:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3}
-    url = f"{under_test.http_url}/v1/completions"
-    async with httpx2.AsyncClient(timeout=60.0) as client:
-        return await client.post(url, json=body, headers=headers)
+    async with under_test.http() as client:
+        return await client.post("/v1/completions", json=body, headers=headers)
 
 
 def access_lines(caplog: pytest.LogCaptureFixture) -> list[Any]:
     return [record for record in caplog.records if record.name == ACCESS]
 
 
-def test_a_finished_request_has_one_line_with_its_figures(
+async def test_a_finished_request_has_one_line_with_its_figures(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
+    with caplog.at_level(logging.INFO, "gateway"):
         answer = [5, 6, 7]
         async with gateway_with(folder, {"p0": answering(answer)}, {"d0": answering(answer)}) as under_test:
             response = await complete(under_test, **{"x-request-id": "my-request"})
             assert response.status_code == 200, response.text
             assert response.headers["x-request-id"] == "my-request"
-
-    with caplog.at_level(logging.INFO, "gateway"):
-        run(test())
     (line,) = access_lines(caplog)
     assert line.request_id.startswith("my-request-")
     assert (line.caller, line.api, line.outcome, line.error) == (
@@ -70,18 +61,15 @@ def test_a_finished_request_has_one_line_with_its_figures(
     assert "request_id=my-request-" in line.getMessage()
 
 
-def test_a_failed_request_names_the_kind_of_error_and_both_its_ids(
+async def test_a_failed_request_names_the_kind_of_error_and_both_its_ids(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
+    with caplog.at_level(logging.DEBUG, "gateway"):
         async with gateway_with(
             folder, {}, {"d0": failing(ErrorKind.INTERNAL, "secret words")}, routing_mode="local"
         ) as under_test:
             response = await complete(under_test, **{"x-request-id": "failing"})
             assert response.status_code == 503
-
-    with caplog.at_level(logging.DEBUG, "gateway"):
-        run(test())
     (line,) = access_lines(caplog)
     assert (line.outcome, line.error, line.ttft_s) == (Outcome.FAILED.value, "WorkerUnavailable", None)
     assert line.decode_worker == "d0"
@@ -92,23 +80,19 @@ def test_a_failed_request_names_the_kind_of_error_and_both_its_ids(
     assert all(record.engine_request_id.startswith(f"{line.request_id}.") for record in about)
 
 
-@pytest.mark.parametrize("offered", ["x" * 129, "a b", "a\tb", ""])
-async def test_an_id_that_could_not_stand_in_a_log_is_replaced(folder: Path, offered: str) -> None:
-    async with (
-        gateway_with(folder, {}, {}) as under_test,
-        httpx2.AsyncClient(timeout=60.0) as client,
-    ):
-        url = f"{under_test.http_url}/version"
-        response = await client.get(url, headers={"x-request-id": offered})
-        named = response.headers["x-request-id"]
-        assert named != offered
-        assert len(named) == 32
+async def test_an_id_that_could_not_stand_in_a_log_is_replaced(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test, under_test.http() as client:
+        for offered in ("x" * 129, "a b", "a\tb", ""):
+            response = await client.get("/version", headers={"x-request-id": offered})
+            named = response.headers["x-request-id"]
+            assert named != offered
+            assert len(named) == 32
 
 
-def test_grpc_takes_the_id_from_metadata_and_answers_it_as_a_trailer(
+async def test_grpc_takes_the_id_from_metadata_and_answers_it_as_a_trailer(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
+    with caplog.at_level(logging.INFO, "gateway"):
         async with (
             gateway_with(folder, {}, {"d0": answering([5, 6])}, routing_mode="local") as under_test,
             grpc.aio.insecure_channel(under_test.grpc_target) as channel,
@@ -124,9 +108,6 @@ def test_grpc_takes_the_id_from_metadata_and_answers_it_as_a_trailer(
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 _ = [response async for response in call]
             assert dict(refused.value.trailing_metadata())["x-request-id"] == "refused"
-
-    with caplog.at_level(logging.INFO, "gateway"):
-        run(test())
     (line,) = access_lines(caplog)
     assert line.request_id.startswith("over-grpc-")
     assert line.api == "grpc"
@@ -163,10 +144,10 @@ async def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder:
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])
-def test_neither_prompt_nor_answer_nor_key_is_logged_unless_asked(
+async def test_neither_prompt_nor_answer_nor_key_is_logged_unless_asked(
     folder: Path, caplog: pytest.LogCaptureFixture, log_prompts: bool
 ) -> None:
-    async def test() -> str:
+    with caplog.at_level(logging.DEBUG):
         answer = [5, 6, 7]
         config: dict[str, Any] = {"api_keys": API_KEYS, "routing_mode": "local"}
         async with gateway_with(
@@ -176,11 +157,7 @@ def test_neither_prompt_nor_answer_nor_key_is_logged_unless_asked(
             assert response.status_code == 200, response.text
             refused = await complete(under_test, authorization="Bearer wrong-key")
             assert refused.status_code == 401
-            text: str = response.json()["choices"][0]["text"]
-            return text
-
-    with caplog.at_level(logging.DEBUG):
-        text = asyncio.run(asyncio.wait_for(test(), 60))
+            text = response.json()["choices"][0]["text"]
     ours = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
     written = "\n".join(f"{record.getMessage()} {record.__dict__}" for record in ours)
     assert "request_id" in written

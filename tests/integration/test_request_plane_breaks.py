@@ -22,17 +22,15 @@ from tests.factories.gateway import (
     GatewayUnderTest,
     ScriptedWorker,
     answering,
+    beginning,
     gateway_with,
     outputs_of,
     silent,
+    tokens_of,
 )
 
 ANSWER = [5, 6, 7, 8]
 BREAK_S = 0.2
-
-
-def half(request: EngineRequest) -> list[RequestOutput]:
-    return outputs_of(request, ANSWER[:2], finish=None)
 
 
 def the_rest(request: EngineRequest) -> list[RequestOutput]:
@@ -44,7 +42,7 @@ async def worker_behind_a_line(
     folder: Path,
 ) -> AsyncIterator[tuple[GatewayUnderTest, ScriptedWorker, BreakableLine]]:
     """A gateway with only d0, behind a connection that can break; d0 computes half of each answer."""
-    d0 = ScriptedWorker("d0", WorkerRole.DECODE, half)
+    d0 = ScriptedWorker("d0", WorkerRole.DECODE, beginning(ANSWER[:2]))
     try:
         async with (
             breakable_line(d0.endpoint.request_address) as line,
@@ -57,17 +55,13 @@ async def worker_behind_a_line(
         d0.stop()
 
 
-async def tokens_of(under_test: GatewayUnderTest) -> list[int]:
-    stream = under_test.client.generate(text="Hello", sampling={"max_tokens": len(ANSWER)})
-    return [token_id async for event in stream for token_id in event.token_ids]
+async def answer(under_test: GatewayUnderTest) -> list[int]:
+    return tokens_of(await under_test.ask(sampling={"max_tokens": len(ANSWER)}))
 
 
-async def add_healthy_worker(under_test: GatewayUnderTest) -> ScriptedWorker:
-    d1 = ScriptedWorker("d1", WorkerRole.DECODE, answering(ANSWER))
-    under_test.workers["d1"] = d1  # the gateway's factory stops it
-    under_test.gateway.workers.add_worker(d1.endpoint)
+async def add_healthy_worker(under_test: GatewayUnderTest) -> None:
+    under_test.add("d1", answering(ANSWER))
     await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 2)
-    return d1
 
 
 async def test_c42_a_worker_that_lost_its_gateway_for_a_moment_says_so(
@@ -76,7 +70,7 @@ async def test_c42_a_worker_that_lost_its_gateway_for_a_moment_says_so(
     """An output finds no connection, so the worker ends the request; the gateway learns of it after reconnecting."""
 
     async with worker_behind_a_line(folder) as (under_test, d0, line):
-        tokens = asyncio.create_task(tokens_of(under_test))
+        tokens = asyncio.create_task(answer(under_test))
         request = await d0.next_request()
         await add_healthy_worker(under_test)
         line.cut()
@@ -95,7 +89,7 @@ async def test_c42_outputs_that_were_lost_without_a_trace_are_missed(
     """The worker sent them and never learned that they did not arrive."""
 
     async with worker_behind_a_line(folder) as (under_test, d0, line):
-        tokens = asyncio.create_task(tokens_of(under_test))
+        tokens = asyncio.create_task(answer(under_test))
         request = await d0.next_request()
         await add_healthy_worker(under_test)
         line.swallows = "to gateway"
@@ -111,7 +105,7 @@ async def test_c42_outputs_that_were_lost_without_a_trace_are_missed(
 async def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with worker_behind_a_line(folder) as (under_test, d0, line):
         line.swallows = "to worker"
-        tokens = asyncio.create_task(tokens_of(under_test))
+        tokens = asyncio.create_task(answer(under_test))
         await under_test.until(lambda: under_test.gateway._driver.router.num_sub_requests["d0"] == 1)
         await add_healthy_worker(under_test)
         line.cut()
@@ -130,7 +124,7 @@ async def test_a_break_ends_no_request_even_where_there_is_nobody_else(folder: P
     """The worker was out of reach for a moment, and is asked again."""
 
     async with worker_behind_a_line(folder) as (under_test, d0, line):
-        tokens = asyncio.create_task(tokens_of(under_test))
+        tokens = asyncio.create_task(answer(under_test))
         first = await d0.next_request()
         line.cut()
         assert (await d0.next_abort()).startswith("client ")
@@ -174,7 +168,7 @@ async def test_a_worker_is_not_silent_while_its_outputs_wait_for_a_turn(folder: 
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, network=network) as under_test:
         [client] = under_test.gateway.workers.clients
         async with client._turns:
-            tokens = asyncio.create_task(tokens_of(under_test))
+            tokens = asyncio.create_task(answer(under_test))
             await under_test.until(lambda: bool(client._turns._lock._waiters))
             await asyncio.sleep(1.5)
         assert await tokens == ANSWER
@@ -193,7 +187,7 @@ async def test_after_a_break_the_worker_serves_again(folder: Path) -> None:
             await under_test.until(partial(is_in_session, client, number))
             # The loss of a session made the router forget the listing.
             await under_test.until(lambda: not router.lacks_kv_account("d0"))
-            tokens = asyncio.create_task(tokens_of(under_test))
+            tokens = asyncio.create_task(answer(under_test))
             request = await d0.next_request()
             d0.say(request, the_rest(request))
             assert await tokens == ANSWER

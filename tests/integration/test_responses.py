@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, TokenLogprobs
 from baton.sampling import GrammarKind
 from tests.factories.conversations import THINKING
-from tests.factories.gateway import Script, failing, failure_of, outputs_of, silent
+from tests.factories.gateway import Script, beginning, failing, failure_of, outputs_of, silent
 from tests.factories.models import make_tokenizer, make_tokenizer_dir
 from tests.factories.openai import openai_with
 
@@ -219,10 +219,7 @@ async def test_what_fails_before_the_first_token_has_a_status(folder: Path) -> N
 
 
 async def test_what_fails_later_is_the_last_event(folder: Path) -> None:
-    def begins(request: EngineRequest) -> list[RequestOutput]:
-        return outputs_of(request, TOKENIZER.encode("The cache").ids, finish=None)
-
-    async with openai_with(folder, begins) as (under_test, client):
+    async with openai_with(folder, beginning(TOKENIZER.encode("The cache").ids)) as (under_test, client):
         stream = await client.responses.create(model="tiny", input="Hello", stream=True)
         events: list[Any] = []
         async for event in stream:
@@ -272,34 +269,34 @@ async def test_tokens_are_counted_without_a_worker(folder: Path) -> None:
         assert count.input_tokens == len(request.prompt_token_ids)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"model": "other", "input": "x"}, "model"),
-        ({"input": "x", "tools": [F, F]}, "tools.1.name"),
-        ({"input": "x", "tools": [F | {"name": "a b"}]}, "tools.0.name"),
-        ({"input": "x", "tools": [F | {"parameters": {"type": "string"}}]}, "tools.0.parameters.type"),
-        ({"input": "x", "tool_choice": {"type": "function", "name": "nope"}}, "tool_choice.name"),
-        (
-            {"input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [F]}},
-            "tool_choice.tools.0.name",
-        ),
-        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
-        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input"),
-        (
-            {
-                "input": "x",
-                "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nope"}}},
-            },
-            "text.format",
-        ),
-        ({"input": "x", "max_output_tokens": 3, "extra_body": {"min_tokens": 9}}, "min_tokens"),
-        ({"input": "x", "previous_response_id": "resp_nope"}, "previous_response_id"),
-        ({"input": [{"type": "item_reference", "id": "msg_nope_0"}]}, "input.0.id"),
-    ],
-)
-async def test_errors_name_the_clients_field(folder: Path, fields: dict[str, Any], param: str) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": "other", "input": "x"}, "model"),
+    ({"input": "x", "tools": [F, F]}, "tools.1.name"),
+    ({"input": "x", "tools": [F | {"name": "a b"}]}, "tools.0.name"),
+    ({"input": "x", "tools": [F | {"parameters": {"type": "string"}}]}, "tools.0.parameters.type"),
+    ({"input": "x", "tool_choice": {"type": "function", "name": "nope"}}, "tool_choice.name"),
+    (
+        {"input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [F]}},
+        "tool_choice.tools.0.name",
+    ),
+    ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+    ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input"),
+    (
+        {
+            "input": "x",
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nope"}}},
+        },
+        "text.format",
+    ),
+    ({"input": "x", "max_output_tokens": 3, "extra_body": {"min_tokens": 9}}, "min_tokens"),
+    ({"input": "x", "previous_response_id": "resp_nope"}, "previous_response_id"),
+    ({"input": [{"type": "item_reference", "id": "msg_nope_0"}]}, "input.0.id"),
+]
+
+
+async def test_errors_name_the_clients_field(folder: Path) -> None:
     async with openai_with(folder, silent) as (_, client):
-        with pytest.raises((BadRequestError, NotFoundError)) as caught:
-            await client.responses.create(**({"model": "tiny"} | fields))
-        assert caught.value.param == param
+        for fields, param in REFUSED:
+            with pytest.raises((BadRequestError, NotFoundError)) as caught:
+                await client.responses.create(**({"model": "tiny"} | fields))
+            assert caught.value.param == param, fields

@@ -56,10 +56,10 @@ async def longest_pause(under_test: GatewayUnderTest, call: Any) -> tuple[Any, f
 
     async def probe() -> None:
         nonlocal longest
-        async with httpx2.AsyncClient(timeout=60.0) as client:
+        async with under_test.http() as client:
             while True:
                 began = time.monotonic()
-                await client.get(f"{under_test.http_url}/health")
+                await client.get("/health")
                 longest = max(longest, time.monotonic() - began)
                 await asyncio.sleep(0.01)
 
@@ -71,8 +71,8 @@ async def longest_pause(under_test: GatewayUnderTest, call: Any) -> tuple[Any, f
 
 
 async def post(under_test: GatewayUnderTest, body: dict[str, Any], path: str = "") -> httpx2.Response:
-    async with httpx2.AsyncClient(timeout=100.0) as client:
-        return await client.post(f"{under_test.http_url}/v1/responses{path}", json={"model": "tiny"} | body)
+    async with under_test.http() as client:
+        return await client.post(f"/v1/responses{path}", json={"model": "tiny"} | body)
 
 
 @pytest.mark.parametrize("name", BODIES)

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -20,7 +19,7 @@ from baton.request import EngineRequest, FinishReason, RequestOutput
 from cluster.serve.gateway import check_access
 from gateway.http.responses.stores import store_for
 from tests.factories.api_keys import ALICE, API_KEYS, BOB
-from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of
+from tests.factories.gateway import GatewayUnderTest, beginning, gateway_with, outputs_of
 from tests.factories.models import make_tokenizer
 from tests.factories.openai import openai_with
 from tests.factories.redis_server import redis_server
@@ -33,8 +32,7 @@ def says(request: EngineRequest) -> list[RequestOutput]:
     return outputs_of(request, ANSWER, finish=FinishReason.STOP)
 
 
-def begins(request: EngineRequest) -> list[RequestOutput]:
-    return outputs_of(request, ANSWER[:3], finish=None)
+begins = beginning(ANSWER[:3])
 
 
 @asynccontextmanager
@@ -108,7 +106,7 @@ async def test_input_items_are_listed_a_page_at_a_time(folder: Path) -> None:
 async def test_the_path_that_counts_tokens_is_no_stored_response(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"d0": says}) as under_test,
-        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+        under_test.http() as client,
     ):
         for method in ("GET", "DELETE"):
             answer = await client.request(method, "/v1/responses/input_tokens")

@@ -126,87 +126,73 @@ async def worker(
         context.term()
 
 
-def test_a_role_changes_under_load_and_the_prefix_cache_stays(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with worker(tmp_path) as under_test:
-            listener = under_test.listener
-            await under_test.ask("warm")
-            assert (await listener.end_of("warm")).num_cached_tokens == 0
-            for number in range(4):
-                await under_test.ask(f"load-{number}", max_tokens=900)
-            await listener.outputs.get()
-            change = asyncio.create_task(under_test.set_role(WorkerRole.PREFILL, 5.0))
-            await listener.until(WorkerRole.DECODE, WorkerState.DRAINING)
-            await under_test.ask("late")
-            ends = {name: await listener.end_of(name) for name in ("late",)}
-            await change
-            await listener.until(WorkerRole.PREFILL, WorkerState.READY)
-            assert ends["late"].error_kind is ErrorKind.OVERLOADED
+async def test_a_role_changes_under_load_and_the_prefix_cache_stays(tmp_path: Path) -> None:
+    async with worker(tmp_path) as under_test:
+        listener = under_test.listener
+        await under_test.ask("warm")
+        assert (await listener.end_of("warm")).num_cached_tokens == 0
+        for number in range(4):
+            await under_test.ask(f"load-{number}", max_tokens=900)
+        await listener.outputs.get()
+        change = asyncio.create_task(under_test.set_role(WorkerRole.PREFILL, 5.0))
+        await listener.until(WorkerRole.DECODE, WorkerState.DRAINING)
+        await under_test.ask("late")
+        ends = {name: await listener.end_of(name) for name in ("late",)}
+        await change
+        await listener.until(WorkerRole.PREFILL, WorkerState.READY)
+        assert ends["late"].error_kind is ErrorKind.OVERLOADED
 
-            await under_test.ask("prefill", producer_of="t1")
-            end = await listener.end_of("prefill")
-            assert end.finish_reason is FinishReason.HANDED_OVER
-            assert end.num_cached_tokens == 96, "all full blocks of the prompt"
-            await under_test.ask("whole")
-            assert (await listener.end_of("whole")).error_kind is ErrorKind.OVERLOADED
+        await under_test.ask("prefill", producer_of="t1")
+        end = await listener.end_of("prefill")
+        assert end.finish_reason is FinishReason.HANDED_OVER
+        assert end.num_cached_tokens == 96, "all full blocks of the prompt"
+        await under_test.ask("whole")
+        assert (await listener.end_of("whole")).error_kind is ErrorKind.OVERLOADED
 
-            await under_test.set_role(WorkerRole.DECODE, 0.1)  # once no lease is left
-            assert under_test.host.status().kv_blocks.leased == 0
-            await under_test.ask("again")
-            again = await listener.end_of("again")
-            assert (again.finish_reason, again.num_cached_tokens) == (FinishReason.LENGTH, 96)
-            hashes = block_hashes(PROMPT, 16, KEYS.prefix)
-            assert {each[:SHORT_HASH_BYTES] for each in hashes} <= listener.prefixes
-            assert listener.numbers == list(range(len(listener.numbers)))
-            assert listener.losses == []
-
-    asyncio.run(scenario())
+        await under_test.set_role(WorkerRole.DECODE, 0.1)  # once no lease is left
+        assert under_test.host.status().kv_blocks.leased == 0
+        await under_test.ask("again")
+        again = await listener.end_of("again")
+        assert (again.finish_reason, again.num_cached_tokens) == (FinishReason.LENGTH, 96)
+        hashes = block_hashes(PROMPT, 16, KEYS.prefix)
+        assert {each[:SHORT_HASH_BYTES] for each in hashes} <= listener.prefixes
+        assert listener.numbers == list(range(len(listener.numbers)))
+        assert listener.losses == []
 
 
-def test_what_runs_is_given_back_with_its_tokens(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with worker(tmp_path) as under_test:
-            for number in range(3):
-                await under_test.ask(f"r{number}", max_tokens=900)
-            await under_test.listener.outputs.get()
-            await under_test.set_role(WorkerRole.PREFILL, 0.0)
-            for number in range(3):
-                last = await under_test.listener.end_of(f"r{number}")
-                assert (last.finish_reason, last.error_kind) == (FinishReason.ERROR, ErrorKind.GIVEN_BACK)
-            counts = under_test.host.status()
-            assert counts.requests.running == 0
-            assert counts.kv_blocks.free == counts.kv_blocks.total
-
-    asyncio.run(scenario())
+async def test_what_runs_is_given_back_with_its_tokens(tmp_path: Path) -> None:
+    async with worker(tmp_path) as under_test:
+        for number in range(3):
+            await under_test.ask(f"r{number}", max_tokens=900)
+        await under_test.listener.outputs.get()
+        await under_test.set_role(WorkerRole.PREFILL, 0.0)
+        for number in range(3):
+            last = await under_test.listener.end_of(f"r{number}")
+            assert (last.finish_reason, last.error_kind) == (FinishReason.ERROR, ErrorKind.GIVEN_BACK)
+        counts = under_test.host.status()
+        assert counts.requests.running == 0
+        assert counts.kv_blocks.free == counts.kv_blocks.total
 
 
-def test_a_change_that_comes_to_nothing_leaves_the_worker_as_it_was(
+async def test_a_change_that_comes_to_nothing_leaves_the_worker_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        async with worker(tmp_path, lease_s=60.0) as under_test:
-            listener = under_test.listener
+    async with worker(tmp_path, lease_s=60.0) as under_test:
+        listener = under_test.listener
+        await under_test.set_role(WorkerRole.PREFILL, 1.0)
+        await under_test.ask("prefill", producer_of="t1")
+        await listener.end_of("prefill")
+        monkeypatch.setattr(under_test.host._parts.loop, "_lease_s", 0.2)
+        with pytest.raises(FleetError, match=r"^it did not become .* 7 blocks are leased"):
+            await under_test.set_role(WorkerRole.DECODE, 0.1)
+        await listener.until(WorkerRole.PREFILL, WorkerState.READY)
+        await under_test.ask("next", producer_of="t2")
+        assert (await listener.end_of("next")).finish_reason is FinishReason.HANDED_OVER
+
+
+async def test_a_role_of_other_ranks_is_refused_and_its_own_is_no_change(tmp_path: Path) -> None:
+    async with worker(tmp_path, prefill_ranks=2) as under_test:
+        await under_test.set_role(WorkerRole.DECODE, 0.0)
+        with pytest.raises(FleetError, match="it has 1 tensor-parallel ranks, but prefill workers have 2"):
             await under_test.set_role(WorkerRole.PREFILL, 1.0)
-            await under_test.ask("prefill", producer_of="t1")
-            await listener.end_of("prefill")
-            monkeypatch.setattr(under_test.host._parts.loop, "_lease_s", 0.2)
-            with pytest.raises(FleetError, match=r"^it did not become .* 7 blocks are leased"):
-                await under_test.set_role(WorkerRole.DECODE, 0.1)
-            await listener.until(WorkerRole.PREFILL, WorkerState.READY)
-            await under_test.ask("next", producer_of="t2")
-            assert (await listener.end_of("next")).finish_reason is FinishReason.HANDED_OVER
-
-    asyncio.run(scenario())
-
-
-def test_a_role_of_other_ranks_is_refused_and_its_own_is_no_change(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with worker(tmp_path, prefill_ranks=2) as under_test:
-            await under_test.set_role(WorkerRole.DECODE, 0.0)
-            with pytest.raises(
-                FleetError, match="it has 1 tensor-parallel ranks, but prefill workers have 2"
-            ):
-                await under_test.set_role(WorkerRole.PREFILL, 1.0)
-            assert under_test.host.status().state is WorkerState.READY
-
-    asyncio.run(scenario())
+        assert under_test.host.status().state is WorkerState.READY

@@ -5,42 +5,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from baton.request import EngineRequest
-from baton.worker import WorkerRole
-from gateway import GatewayError
 from gateway.auth.callers import ANYBODY
 from gateway.client import RequestEvent
 from tests.factories.gateway import (
     GatewayUnderTest,
-    Script,
-    ScriptedWorker,
     answering,
+    beginning,
     gateway_with,
     outputs_of,
+    refusal,
     silent,
+    tokens_of,
 )
 
 ANSWER = [5, 6, 7, 8]
 
 
 def ask(under_test: GatewayUnderTest, request_id: str, **options: Any) -> "asyncio.Task[list[RequestEvent]]":
-    async def events() -> list[RequestEvent]:
-        stream = under_test.client.generate(text="Hello", request_id=request_id, **options)
-        return [event async for event in stream]
-
-    return asyncio.create_task(events())
-
-
-def tokens_of(events: list[RequestEvent]) -> list[int]:
-    return [token_id for event in events for token_id in event.token_ids]
-
-
-async def refusal(call: "asyncio.Task[list[RequestEvent]]") -> GatewayError:
-    with pytest.raises(GatewayError) as caught:
-        await call
-    return caught.value
+    return asyncio.create_task(under_test.ask(request_id=request_id, **options))
 
 
 async def counted(under_test: GatewayUnderTest) -> tuple[int, int]:
@@ -55,12 +37,6 @@ async def counted(under_test: GatewayUnderTest) -> tuple[int, int]:
 
 async def until_queued(under_test: GatewayUnderTest, num_queued: int) -> None:
     await under_test.until(lambda: under_test.gateway.report().num_queued == num_queued)
-
-
-def add(under_test: GatewayUnderTest, name: str, script: Script) -> ScriptedWorker:
-    worker = under_test.workers[name] = ScriptedWorker(name, WorkerRole.DECODE, script)
-    under_test.gateway.workers.add_worker(worker.endpoint)
-    return worker
 
 
 async def test_one_waits_for_the_other_and_is_seen_waiting(folder: Path) -> None:
@@ -84,15 +60,12 @@ async def test_a_request_waits_for_a_worker_that_is_yet_to_come(folder: Path) ->
     async with gateway_with(folder, {}, {}) as under_test:
         call = ask(under_test, "early")
         await until_queued(under_test, 1)
-        add(under_test, "w0", answering(ANSWER))
+        under_test.add("w0", answering(ANSWER))
         assert tokens_of(await call) == ANSWER
 
 
 async def test_requests_that_ran_already_come_before_new_ones(folder: Path) -> None:
-    def half(request: EngineRequest) -> list[Any]:
-        return outputs_of(request, ANSWER[:2], finish=None)
-
-    async with gateway_with(folder, {}, {"w0": half}, max_in_flight=1) as under_test:
+    async with gateway_with(folder, {}, {"w0": beginning(ANSWER[:2])}, max_in_flight=1) as under_test:
         calls = [ask(under_test, "old")]
         await under_test.workers["w0"].next_request()
         calls.append(ask(under_test, "new"))
@@ -100,7 +73,7 @@ async def test_requests_that_ran_already_come_before_new_ones(folder: Path) -> N
         await under_test.until(lambda: under_test.gateway.report().num_first_tokens == 1)
         under_test.gateway.workers.remove_worker("w0", "killed by the test")
         await until_queued(under_test, 2)
-        w1 = add(under_test, "w1", silent)
+        w1 = under_test.add("w1", silent)
         order = []
         for _ in calls:
             request = await w1.next_request()

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import httpx2
 
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from gateway.grpc import guard
@@ -80,12 +79,11 @@ async def test_openais_client_reads_an_answer_that_comes_in_chunks(folder: Path)
 async def test_a_client_that_leaves_amid_an_answer_is_forgotten(folder: Path) -> None:
     async with a_gateway(folder) as under_test:
         body = {"model": "tiny", "prompt": [5], "n": N, "max_tokens": NUM_TOKENS, "logprobs": TOP}
-        url = f"{under_test.http_url}/v1/completions"
-        async with httpx2.AsyncClient(timeout=60.0) as http:
-            async with http.stream("POST", url, json=body, timeout=30) as answer:
+        async with under_test.http() as http:
+            async with http.stream("POST", "/v1/completions", json=body, timeout=30) as answer:
                 assert answer.status_code == 200
                 await anext(answer.aiter_raw(1000))
-            assert (await http.post(url, json=body | {"n": 1}, timeout=30)).status_code == 200
+            assert (await http.post("/v1/completions", json=body | {"n": 1}, timeout=30)).status_code == 200
 
 
 async def test_a_router_reads_one_large_message(folder: Path) -> None:

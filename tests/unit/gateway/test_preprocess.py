@@ -128,12 +128,12 @@ def test_requests_without_a_name_get_one_each(preprocessor: Preprocessor) -> Non
 @pytest.mark.parametrize(
     ("token_ids", "complaint"),
     [
-        ((), "must not be empty"),
+        ((), "^prompt: must not be empty"),
         (
             (1,) * MAX_MODEL_LEN,
-            "prompt is too long: 100 tokens .* this model's maximum context length is 100 tokens",
+            "^prompt: prompt is too long: 100 tokens .* this model's maximum context length is 100 tokens",
         ),
-        ((1, VOCAB_SIZE), f"{VOCAB_SIZE} is not one of the model's {VOCAB_SIZE}"),
+        ((1, VOCAB_SIZE), f"^token_ids: {VOCAB_SIZE} is not one of the model's {VOCAB_SIZE}"),
     ],
 )
 def test_prompts_that_the_model_cannot_take(

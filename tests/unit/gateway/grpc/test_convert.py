@@ -72,6 +72,12 @@ def test_a_bad_sampling_field_is_named(field: str, fields: dict[str, Any]) -> No
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_is_refused_as_such(value: float) -> None:
+    with pytest.raises(InvalidRequest, match=f"^temperature: must be a finite number, got {value}$"):
+        params_of(temperature=value)
+
+
 @pytest.mark.parametrize(
     ("request_", "prompt"),
     [

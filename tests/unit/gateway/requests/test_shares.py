@@ -159,8 +159,18 @@ def test_c57_a_caller_alone_may_hold_everything_and_gives_some_back_as_soon_as_a
     assert under_test.held("b") == 7, "and as much as 1/8 of what b might hold stays free"
 
 
+def test_c57_the_caller_that_holds_most_gives_back_when_a_third_one_has_come() -> None:
+    under_test = UnderTest(places=64)
+    under_test.ask("a", 80)
+    under_test.ask("b", 20)
+    under_test.ask("c")
+    assert [under_test.held(name) for name in "abc"] == [56, 7, 1]
+    under_test.report()
+    assert [under_test.held(name) for name in "abc"] == [44, 16, 1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("num_callers", [2, 4, 8])
+@pytest.mark.parametrize("num_callers", [2, 8])
 def test_c57_callers_that_want_everything_get_equal_shares_and_leave_room_for_the_next(
     num_callers: int,
 ) -> None:

@@ -174,7 +174,7 @@ async def test_a_thread_that_does_not_start_costs_its_text_alone(
             assert await pool.encode("alice", long_text("a"))
 
 
-def test_the_event_loop_goes_on_while_long_prompts_are_tokenised(tmp_path: Path) -> None:
+async def test_the_event_loop_goes_on_while_long_prompts_are_tokenised(tmp_path: Path) -> None:
     """With a lock that is held throughout, the loop would stand still for as long as one text takes."""
     own = tokenizer(tmp_path)
     text = "The cache is the baton. " * 8000
@@ -184,16 +184,13 @@ def test_the_event_loop_goes_on_while_long_prompts_are_tokenised(tmp_path: Path)
         own.encode(text)
         return time.perf_counter() - began
 
-    async def run() -> tuple[int, float]:
-        pool = TokenizerPool(own, max_tokens=10**6)
-        num_turns, working = 0, asyncio.gather(*[pool.encode("alice", text) for _ in range(4)])
-        while not working.done():
-            await asyncio.sleep(0.001)
-            num_turns += 1
-        pool.close()
-        return num_turns, one_text()
-
-    num_turns, took_s = asyncio.run(run())
+    pool = TokenizerPool(own, max_tokens=10**6)
+    num_turns, working = 0, asyncio.gather(*[pool.encode("alice", text) for _ in range(4)])
+    while not working.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    pool.close()
+    took_s = one_text()
     assert num_turns > 10, f"{num_turns} turns of the loop beside 4 texts, each of {took_s:.3f} s"
 
 
