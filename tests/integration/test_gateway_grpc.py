@@ -94,45 +94,6 @@ async def test_a_prefill_worker_that_refuses_is_passed_over(folder: Path) -> Non
         assert description["gateway"]["paths"]["fallback"] == 1
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"text": ""}, "prompt: must not be empty"),
-        ({"text": None}, "prompt: set one of"),
-        ({"text": None, "token_ids": [1, 99_999]}, "token_ids: 99999"),
-        ({"text": None, "token_ids": [1] * 256}, "prompt: prompt is too long: 256 tokens leave no room"),
-        ({"sampling": {"temperature": float("nan")}}, "temperature: must be a finite number"),
-        ({"sampling": {"top_p": 0.0}}, "top_p: must be above 0"),
-    ],
-)
-async def test_invalid_arguments_name_the_field(
-    folder: Path, options: dict[str, Any], complaint: str
-) -> None:
-    async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-        error = await refusal(under_test, **options)
-        assert error.code == "INVALID_ARGUMENT"
-        assert complaint in str(error)
-
-
-async def test_c53_required_disaggregation_fails_instead_of_falling_back(folder: Path) -> None:
-    async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, placement_timeout_s=0.5) as under_test:
-        assert (await refusal(under_test, mode="disaggregated")).code == "UNAVAILABLE"
-
-
-async def test_c42_a_worker_that_falls_silent_is_lost(folder: Path) -> None:
-    async with gateway_with(folder, {}, {"d0": silent}, placement_timeout_s=0.5) as under_test:
-        call = asyncio.create_task(refusal(under_test))
-        await under_test.workers["d0"].next_request()
-        under_test.workers.pop("d0").stop()
-        assert (await call).code == "UNAVAILABLE"
-        assert len(under_test.gateway.workers.statuses) == 0
-        description = await under_test.client.describe()
-        assert [worker["state"] for worker in description["workers"]] == ["dead"]
-
-
-=======
->>>>>>> 98e74f3466857c34a1757ddf6a55602c235d726b
 async def test_a_gateway_that_stood_still_does_not_take_its_workers_for_dead(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, network=IMPATIENT) as under_test:
         time.sleep(1.5 * IMPATIENT.peer_timeout_s)  # noqa: ASYNC251 - as after SIGSTOP
