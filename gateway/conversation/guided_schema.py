@@ -15,7 +15,7 @@ MAX_NESTED = 100
 levels."""
 
 FORMATS = frozenset(
-    "date-time date time duration email hostname ipv4 ipv6 uuid uri json-pointer".split()  # noqa: SIM905
+    "date-time date time duration email hostname ipv4 ipv6 uuid uri".split()  # noqa: SIM905
 )
 """Formats of strings that a grammar enforces. Other formats, such as `int32`, have no effect on what is
 valid."""
@@ -101,8 +101,12 @@ def checked_answer(answer: StructuredOutput) -> StructuredOutput:
         if SPACING_KEY in schema:
             raise InvalidRequest("structured_output", f"the schema has the key '{SPACING_KEY}'; remove it")
         check_ends("structured_output", "the schema", schema)
-        if has_idle:
-            return replace(answer, source=json.dumps(_guided(schema, False), separators=(",", ":")))
+        if has_idle and (guided := _guided(schema, False)) != schema:
+            source = json.dumps(
+                guided, ensure_ascii=False, separators=(",", ":")
+            )  # in ASCII it may be too long
+            source.encode()  # half a pair of surrogates has no form but ASCII
+            return replace(answer, source=source)
     except (ValueError, RecursionError):
         pass  # the compiler says what is wrong
     return answer

@@ -200,3 +200,11 @@ def test_many_properties_and_many_required_names_take_no_time_on_the_event_loop(
     assert may_be_json_call(json.dumps({**schema, "additionalProperties": {}}), {"act"})
 
     assert time.process_time() - began < 2.0
+
+
+def test_an_answers_schema_does_not_grow_when_a_format_is_taken_out() -> None:
+    schema = {"properties": {"p": {"format": "path"}, "e": {"enum": ["中" * 30_000]}}}
+    answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    checked = checked_answer(answer)
+    assert len(checked.source) < len(answer.source)
+    assert "path" not in checked.source
