@@ -52,8 +52,8 @@ _OPENING = frozenset(
 closed."""
 
 _CONDITIONS = ("not", "if", "then", "else")
-_SCHEMAS = ("items", "additionalProperties", "contains")
-_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains")
+_LISTS = ("prefixItems", "items", "anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
 
 
@@ -139,11 +139,11 @@ def _guided(schema: Any, is_closing: bool) -> Any:
     for key, value in schema.items():
         if key in _CONDITIONS:
             guided[key] = _guided(value, is_closing_parts)
+        elif key in _LISTS and isinstance(value, list):
+            is_of_items = key in ("prefixItems", "items")  # a list of items is of an older draft
+            guided[key] = [_guided(part, is_closing if is_of_items else is_closing_parts) for part in value]
         elif key in _SCHEMAS:
             guided[key] = _guided(value, is_closing)
-        elif key in _LISTS and isinstance(value, list):
-            is_of_items = key == "prefixItems"
-            guided[key] = [_guided(part, is_closing if is_of_items else is_closing_parts) for part in value]
         elif key in _MAPS and isinstance(value, Mapping):
             guided[key] = {name: _guided(part, is_closing) for name, part in value.items()}
         elif not _is_idle(key, value):

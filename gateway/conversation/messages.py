@@ -31,7 +31,7 @@ class ChatMessage:
     tool_call_id: str | None = None
     """In a tool's result: the id of its call."""
     name: str | None = None
-    """In a tool's result: the name of the tool. In other messages: who wrote them."""
+    """In a tool's result: the name of the tool. In other messages: who wrote them; not over gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,8 @@ class Conversation:
         """Characters of all messages and calls. The time to render the chat template grows with this
         number."""
         return sum(
-            len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
+            len(message.content)
+            + len(message.name or "")
+            + sum(len(call.arguments) for call in message.tool_calls)
             for message in self.messages
         )

@@ -103,10 +103,10 @@ def _one_by_one(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
 
 
 def _calls_one_by_one(message: ChatMessage, results: Sequence[ChatMessage]) -> list[ChatMessage]:
-    turns = [ChatMessage(message.role, message.content)] if message.content else []
+    turns = [ChatMessage(message.role, message.content, name=message.name)] if message.content else []
     reasoning = message.reasoning
     for call in message.tool_calls:
-        turns.append(ChatMessage(message.role, "", reasoning, (call,)))
+        turns.append(ChatMessage(message.role, "", reasoning, (call,), name=message.name))
         turns += [result for result in results if result.tool_call_id == call.id]
         reasoning = None
     ids = {call.id for call in message.tool_calls}

@@ -51,7 +51,7 @@ class InputMessage(Body):
 
     def as_chat_message(self) -> ChatMessage:
         role = "system" if self.role == "developer" else self.role
-        return ChatMessage(role, _text_of(self.content), name=self.name)
+        return ChatMessage(role, _text_of(self.content), name=self.name or None)
 
 
 class CalledFunction(Body):
@@ -95,7 +95,7 @@ class AssistantMessage(Body):
         ]
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         text = "" if self.content is None else _text_of(self.content)
-        return ChatMessage("assistant", text, reasoning or None, tuple(calls), name=self.name)
+        return ChatMessage("assistant", text, reasoning or None, tuple(calls), name=self.name or None)
 
 
 class ToolMessage(Body):

@@ -208,3 +208,9 @@ def test_an_answers_schema_does_not_grow_when_a_format_is_taken_out() -> None:
     checked = checked_answer(answer)
     assert len(checked.source) < len(answer.source)
     assert "path" not in checked.source
+
+
+def test_formats_are_taken_out_of_the_tuples_of_older_drafts() -> None:
+    schema = {"items": [{"format": "path"}], "additionalItems": {"format": "path"}}
+    answer = checked_answer(StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    assert json.loads(answer.source) == {"items": [{}], "additionalItems": {}}
