@@ -115,16 +115,10 @@ class GatewayReport:
 
     gateway: str
     """The gateway's incarnation. After a restart, it has a new one, and reports only what happened since."""
-    window_s: float
-    """The report covers requests that ended, and tokens that arrived, within this time."""
-    num_queued: int
-    """Requests that wait at the gateway."""
     oldest_queued_s: float
     """The longest wait of those that wait for a worker with room, not for their turn at the gateway."""
     oldest_without_prefill_s: float
     """The longest wait of those that require a prefill worker, while there is none for them."""
-    num_in_flight: int
-    num_finished: int
     num_first_tokens: int
     ttft_s: tuple[float, float]
     """Median and 99th percentile of the time to first token; zeros without a measurement."""

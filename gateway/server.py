@@ -190,12 +190,8 @@ class Gateway:
         seen = driver.dispatcher.latencies.latencies(window_s, self._clock.now())
         return GatewayReport(
             gateway=self._incarnation,
-            window_s=min(window_s, MAX_WINDOW_S),
-            num_queued=driver.dispatcher.num_queued,
             oldest_queued_s=driver.oldest_waiting_for_worker_s,
             oldest_without_prefill_s=driver.oldest_without_prefill_s,
-            num_in_flight=driver.dispatcher.num_in_flight,
-            num_finished=seen.num_finished,
             num_first_tokens=seen.num_first_tokens,
             ttft_s=seen.ttft_s,
             itl_s=seen.itl_s,

@@ -211,18 +211,13 @@ class QueueingFleet:
         return sum(w.role is role and (not states or w.state in states) for w in self._workers)
 
     def _report(self, now: float) -> GatewayReport:
-        window_s = self._config.autoscaling.latency_window_s
-        seen = self._window.latencies(window_s, now)
+        seen = self._window.latencies(self._config.autoscaling.latency_window_s, now)
         waited_s = now - self._queue[0].at if self._queue else 0.0
         has_prefill = bool(self._serving(WorkerRole.PREFILL))
         return GatewayReport(
             gateway="g0",
-            window_s=window_s,
-            num_queued=len(self._queue),
             oldest_queued_s=waited_s if has_prefill else 0.0,
             oldest_without_prefill_s=0.0 if has_prefill else waited_s,
-            num_in_flight=0,
-            num_finished=seen.num_finished,
             num_first_tokens=seen.num_first_tokens,
             ttft_s=seen.ttft_s,
             itl_s=seen.itl_s,

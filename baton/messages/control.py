@@ -24,7 +24,7 @@ from baton.worker import StartProgress, WorkerRole, WorkerStatus
 MAY_BE_CARRIED_OUT = "the command may be carried out nevertheless: see `baton status`"
 """The end of an error's text if a command was sent, and its answer was lost."""
 
-FLEET_PLANE_VERSION = 12
+FLEET_PLANE_VERSION = 13
 """Increases whenever one of these messages, or a frame of control_codec.py, changes; and with REQUEST_PLANE_VERSION.
 
 So a gateway that a controller answers can talk to the workers that it names, and a controller takes over only workers

@@ -40,7 +40,6 @@ class Latencies:
 
     ttft_s: tuple[float, float]
     itl_s: tuple[float, float]
-    num_finished: int
     num_first_tokens: int
     """The number of values behind `ttft_s`."""
 
@@ -89,8 +88,7 @@ class LatencyWindow:
         oldest = math.floor((now - min(window_s, MAX_WINDOW_S)) / _SLICE_S)
         parts = [part for part in self._slices if part.number > oldest]
         ttft, itl = sum((self._bins(part) for part in parts), np.zeros((2, _NUM_BINS + 1), np.int64))
-        num_finished = sum(part.num_finished for part in parts)
-        return Latencies(_percentiles(ttft), _percentiles(itl), num_finished, int(ttft.sum()))
+        return Latencies(_percentiles(ttft), _percentiles(itl), int(ttft.sum()))
 
     def seconds(self, now: float) -> tuple[Second, ...]:
         """Each complete second of the last minute, oldest first."""

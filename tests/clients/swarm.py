@@ -102,7 +102,8 @@ async def _until_rid_of_them(under_test: GatewayUnderTest) -> None:
     """In spite of the sockets that are open still at the clients' end."""
     assert under_test.gateway._http is not None
     connections = under_test.gateway._http._server.server_state.connections
-    while (report := under_test.gateway.report()).num_in_flight or report.num_queued or connections:
+    dispatcher = under_test.dispatcher
+    while dispatcher.num_in_flight or dispatcher.num_queued or connections:
         await asyncio.sleep(0.05)
 
 

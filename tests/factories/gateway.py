@@ -32,6 +32,7 @@ from gateway import Gateway, GatewayClient, GatewayError, ServedModel, Tokenizer
 from gateway.auth.credentials import NO_CREDENTIALS, Credentials
 from gateway.client import RequestEvent
 from gateway.conversation import AnswerFormat
+from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.retry import LoadFailurePolicy
 from tests.factories.security import KEYS
 from worker.kv_events import KVChange
@@ -207,6 +208,11 @@ class GatewayUnderTest:
         self.workers = workers
 
     @property
+    def dispatcher(self) -> Dispatcher:
+        """The gateway's; it counts requests."""
+        return self.gateway._driver.dispatcher
+
+    @property
     def http_url(self) -> str:
         return f"http://127.0.0.1:{self.gateway.http_port}"
 
@@ -289,7 +295,7 @@ async def gateway_with(
             under_test = GatewayUnderTest(gateway, client, workers)
             await under_test.until(lambda: len(gateway.workers.statuses) == len(workers))
             yield under_test
-            assert gateway.report().num_in_flight == 0
+            assert under_test.dispatcher.num_in_flight == 0
     finally:
         await gateway.stop(grace_s=0.0)
         for worker in workers.values():

@@ -73,12 +73,8 @@ def fleet(prefill: int = 1, decode: int = 1, *, busy: bool = False, **observed: 
 def gateway_report(gateway: str = "g0", **values: Any) -> GatewayReport:
     """A report of a gateway without problems, except for `values`."""
     calm = {
-        "window_s": 10.0,
-        "num_queued": 0,
         "oldest_queued_s": 0.0,
         "oldest_without_prefill_s": 0.0,
-        "num_in_flight": 0,
-        "num_finished": 100,
         "num_first_tokens": 100,
         "ttft_s": (0.1, 0.2),
         "itl_s": (0.01, 0.02),

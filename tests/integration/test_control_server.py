@@ -48,12 +48,8 @@ DOUBT = "the command may be carried out nevertheless: see `baton status`"
 
 REPORT = GatewayReport(
     gateway="g",
-    window_s=1.0,
-    num_queued=1,
     oldest_queued_s=0.5,
     oldest_without_prefill_s=0.4,
-    num_in_flight=2,
-    num_finished=3,
     num_first_tokens=4,
     ttft_s=(0.1, 0.2),
     itl_s=(0.01, 0.02),

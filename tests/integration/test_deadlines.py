@@ -31,7 +31,7 @@ async def test_a_prompt_that_takes_longer_than_its_deadline_is_refused_at_once(f
         worker = under_test.workers["d0"]
         worker.load = WorkerLoad(prefill_tokens_per_s=0.5)
         await under_test.until(lambda: load_reported_by(under_test) == worker.load)
-        prefill_times = under_test.gateway._driver.dispatcher._fleet.prefill_times
+        prefill_times = under_test.dispatcher._fleet.prefill_times
         prefill_times.forget("d0")  # it reported another rate before
         await under_test.until(lambda: "d0" in prefill_times._workers)
         for _ in range(MIN_SEEN):

@@ -202,7 +202,7 @@ async def test_batons_own_client_does_not_wait_for_a_gateway_that_no_longer_answ
         ):
             await answer
         line.cut()
-        await under_test.until(lambda: under_test.gateway.report().num_in_flight == 0)
+        await under_test.until(lambda: under_test.dispatcher.num_in_flight == 0)
 
 
 class SilentGateway(grpc.GenericRpcHandler):
@@ -272,7 +272,7 @@ async def test_a_client_that_stops_reading_loses_its_call(
             answer: Any = await first
             assert answer.token_ids
             assert await worker.next_abort() == request.request_id
-            await under_test.until(lambda: under_test.gateway._driver.dispatcher.num_in_flight == 0)
+            await under_test.until(lambda: under_test.dispatcher.num_in_flight == 0)
             with pytest.raises(grpc.aio.AioRpcError, match=r"(?s)ABORTED.*has not read anything for 0.3 s"):
                 await read_all(call)
 
@@ -303,7 +303,7 @@ def test_clients_that_leave_in_the_middle_are_no_errors(
                     for position in range(1, 20):
                         worker.say(request, outputs_of(request, ANSWER[:1], position, None))
                 assert await worker.next_abort() == request.request_id
-            await under_test.until(lambda: under_test.gateway.report().num_in_flight == 0)
+            await under_test.until(lambda: under_test.dispatcher.num_in_flight == 0)
 
     run(test())
     ours = [record for record in caplog.records if record.name.startswith(("gateway.grpc", "grpc"))]

@@ -102,7 +102,7 @@ async def test_grpcs_own_retries_honour_the_hint(folder: Path) -> None:
         first = asyncio.create_task(tokens_of(under_test, []))
         request = await worker.next_request()
         second = asyncio.create_task(tokens_of(under_test, [("grpc.service_config", config)]))
-        tally = under_test.gateway._driver.dispatcher.tally
+        tally = under_test.dispatcher.tally
         await under_test.until(lambda: tally.counters["rejected"] == 1)
         worker.say(request, outputs_of(request, ANSWER))
         request = await worker.next_request()

@@ -82,7 +82,7 @@ def test_requests_that_do_not_end_in_time_get_an_error(
             refused = await asking
             assert refused.status_code == 503
             assert refused.json()["error"]["message"] == STOPS
-            assert under_test.gateway.report().num_in_flight == 0
+            assert under_test.dispatcher.num_in_flight == 0
 
     with caplog.at_level(logging.INFO, "gateway.telemetry.access_log"):
         run(test())

@@ -127,7 +127,7 @@ async def test_the_name_of_a_request_ends_its_other_answers_when_the_first_is_co
             for request in [await d0.next_request() for _ in range(3)]
         }
         d0.say(requests["three"], outputs_of(requests["three"], ANSWER))
-        await under_test.until(lambda: under_test.gateway.report().num_finished == 1)
+        await under_test.until(lambda: under_test.dispatcher.tally.counters["finished"] == 1)
         assert await under_test.client.abort("three") == 1
         with pytest.raises(openai.APIStatusError, match="three was aborted"):
             await asking

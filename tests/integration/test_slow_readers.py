@@ -101,7 +101,7 @@ async def test_a_client_that_reads_too_slowly_is_ended_and_nothing_is_kept_for_i
         assert num_sub_requests(under_test) == 0
         with pytest.raises(SlowReader, match=f"{MAX_UNREAD + 1} tokens of its answer wait"):
             await anext(deltas)
-        assert under_test.gateway._driver.dispatcher.tally.counters["aborted"] == 1
+        assert under_test.dispatcher.tally.counters["aborted"] == 1
 
 
 async def test_an_aborted_request_that_its_client_does_not_read_ends_at_its_worker(folder: Path) -> None:

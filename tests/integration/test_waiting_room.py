@@ -36,7 +36,7 @@ async def counted(under_test: GatewayUnderTest) -> tuple[int, int]:
 
 
 async def until_queued(under_test: GatewayUnderTest, num_queued: int) -> None:
-    await under_test.until(lambda: under_test.gateway.report().num_queued == num_queued)
+    await under_test.until(lambda: under_test.dispatcher.num_queued == num_queued)
 
 
 async def test_one_waits_for_the_other_and_is_seen_waiting(folder: Path) -> None:

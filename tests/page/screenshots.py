@@ -63,7 +63,7 @@ async def load(under_test: GatewayUnderTest, requests_per_s: float) -> AsyncIter
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        await under_test.until(lambda: under_test.gateway.report().num_in_flight == 0)
+        await under_test.until(lambda: under_test.dispatcher.num_in_flight == 0)
 
 
 async def try_one(page: Page, prompt: str = PROMPT) -> None:

@@ -191,9 +191,7 @@ def test_several_gateways_make_one_fleet() -> None:
 def test_of_few_times_to_first_token_the_median_counts_and_of_one_nothing(
     num_first_tokens: int, counts: float
 ) -> None:
-    report: GatewayReport = gateway_report(
-        ttft_s=(3.0, 9.0), num_first_tokens=num_first_tokens, num_finished=0
-    )
+    report: GatewayReport = gateway_report(ttft_s=(3.0, 9.0), num_first_tokens=num_first_tokens)
     seen = merge([], [report])
     assert (seen.ttft_p99_s, seen.slowest_ttft_s) == (counts, 9.0)
 

@@ -26,14 +26,6 @@ def test_values_older_than_the_window_do_not_count() -> None:
     assert window.latencies(10.0, now=100.0).ttft_s == (0.0, 0.0)
 
 
-def test_finished_requests_of_the_window_are_counted() -> None:
-    window = LatencyWindow()
-    for now in (1.0, 2.0, 50.0):
-        window.finished(now)
-    assert window.latencies(MAX_WINDOW_S, now=50.0).num_finished == 3
-    assert window.latencies(10.0, now=50.0).num_finished == 1
-
-
 def test_first_tokens_of_the_window_are_counted_though_no_request_has_finished() -> None:
     window = LatencyWindow()
     for now in (1.0, 45.0, 50.0):
