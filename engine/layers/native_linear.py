@@ -47,6 +47,7 @@ class NativeLinear:
         """Weights in 4 or 8 bits. Activations are rounded to 8 bits, with one scale for each group."""
         w, centre = weight_OI, weight_OI.centre
         has_mins = centre is None
+        assert not (has_mins and w.is_e2m1), "every scale of E2M1 has the same zero"
         size = (*w.shape, w.bits, w.group_size)
         # Scales and minima are kept in 16 bits, divided by a power of two that makes the best use of
         # float16's range.

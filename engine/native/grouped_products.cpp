@@ -277,7 +277,7 @@ extern "C" {
 struct GroupedLayer {
     const uint8_t *weights;  // packed
     const float *bias;       // or null
-    int64_t num_outputs, num_inputs, bits, group_size, is_e2m1;
+    int64_t num_outputs, num_inputs, bits, group_size, is_e2m1;  // E2M1 has a centre
     int64_t centre;  // the value that means zero; or NO_CENTRE, and there are mins
     double factor;
 };
@@ -285,7 +285,7 @@ struct GroupedLayer {
 static Sums sums_of(const GroupedLayer &layer) {
     const int64_t size = layer.group_size;
     const bool has_mins = layer.centre == NO_CENTRE;
-    if (layer.is_e2m1) return has_mins ? sums_of<4, true, true>(size) : sums_of<4, true, false>(size);
+    if (layer.is_e2m1) return sums_of<4, true, false>(size);
     if (layer.bits == 4) return has_mins ? sums_of<4, false, true>(size) : sums_of<4, false, false>(size);
     return has_mins ? sums_of<8, false, true>(size) : sums_of<8, false, false>(size);
 }

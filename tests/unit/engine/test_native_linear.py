@@ -144,7 +144,7 @@ def test_sums_of_the_largest_values_do_not_overflow(
 ) -> None:
     values_OI = torch.full((16, 96), value, dtype=torch.uint8)
     scales_OG = torch.ones(16, 96 // group_size)
-    for zero in (0.0, 12.0):
+    for zero in (12.0,) if is_e2m1 else (0.0, 12.0):
         weight = GroupedWeight(values_OI, bits, group_size, scales_OG, scales_OG * -zero, is_e2m1)
         number = (24 if is_e2m1 else value) - zero
         for sign in (1.0, -1.0):
