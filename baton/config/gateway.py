@@ -96,11 +96,12 @@ class GatewayConfig(Section):
     response_store_file: str | None = Field(None, min_length=1)
     """A file with the URL of a Redis, in place of `response_store`: the URL may have a password. Read at the start."""
     response_store_mib: int = Field(256, ge=1)
-    """Memory of a store in `memory`, for all callers; the caller that has the most loses its oldest responses first."""
+    """Memory of a store in `memory`, for all callers. The caller that uses most first loses the responses that it used
+    least recently."""
     response_store_caller_mib: int = Field(64, ge=1)
-    """What one caller may keep; its oldest responses make room for new ones."""
+    """What one caller may keep. The responses that it used least recently make room for new ones."""
     response_store_ttl_s: float = Field(86400.0, gt=0.0, le=2592000.0)
-    """A response is forgotten this long after it was stored or last continued; at most 30 days."""
+    """A response is forgotten this long after it was stored or last used by another request; at most 30 days."""
     grpc_max_streams: int = Field(1024, ge=1)
     """gRPC: calls at once over one connection; further ones wait at the client."""
     grpc_keepalive_s: float = Field(60.0, ge=1.0)
