@@ -3,9 +3,17 @@
 import argparse
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from baton.fleet import MAX_DRAIN_NODE_S
 from baton.sampling import MAX_SEED
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_command(commands: Commands, name: str, summary: str) -> argparse.ArgumentParser:
+    """Adds a command; its own help begins with the summary that the list of commands shows."""
+    return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
 
 
 def add_target_flags(parser: argparse.ArgumentParser, default: str) -> None:
@@ -29,7 +37,9 @@ def add_target_flags(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT")
+    parser.add_argument(
+        "prompt", metavar="PROMPT", help="what to send, as a user's turn or, with --raw, as it is"
+    )
     parser.add_argument("--max-tokens", type=_number, default=256, metavar="N", help="default %(default)s")
     parser.add_argument(
         "--max-model-len",
@@ -69,25 +79,21 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
 
 
-def add_operators_commands(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", default_target: str
-) -> None:
-    status = commands.add_parser("status", help="show nodes and workers, with their KV blocks and requests")
+def add_operators_commands(commands: Commands, default_target: str) -> None:
+    status = add_command(commands, "status", "show nodes and workers, with their KV blocks and requests")
     add_target_flags(status, default_target)
     status.add_argument("--json", action="store_true", help="print one JSON object")
 
-    top = commands.add_parser("top", help="watch the fleet live, until q or Ctrl-C")
+    top = add_command(commands, "top", "watch the fleet live, until q or Ctrl-C")
     add_target_flags(top, default_target)
     top.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two updates; default 1"
     )
 
-    drain = commands.add_parser(
-        "drain", help="remove a worker for good; its requests continue on other workers"
-    )
-    role = commands.add_parser("role", help="change a worker's role, without a restart")
-    rollout = commands.add_parser("rollout", help="restart workers one after the other, under load")
-    flush_cache = commands.add_parser("flush-cache", help="make workers forget their prefix caches")
+    drain = add_command(commands, "drain", "remove a worker for good; its requests continue on other workers")
+    role = add_command(commands, "role", "change a worker's role, without a restart")
+    rollout = add_command(commands, "rollout", "restart workers one after the other, under load")
+    flush_cache = add_command(commands, "flush-cache", "make workers forget their prefix caches")
     for command in (drain, role, rollout, flush_cache):
         add_target_flags(command, default_target)
         command.add_argument("--json", action="store_true", help="print one JSON object when it is done")
@@ -105,7 +111,7 @@ def add_operators_commands(
     flush_cache.add_argument(
         "--force",
         action="store_true",
-        help="flush even while blocks are in use; running requests are preempted, and compute their KV anew",
+        help="flush even while blocks are in use; running requests are preempted, and compute their KV again",
     )
     _add_probe(commands)
 
@@ -162,8 +168,8 @@ def _add_drain_flags(drain: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    probe = commands.add_parser("probe", help="check the health of one process: exit code 0 if it is healthy")
+def _add_probe(commands: Commands) -> None:
+    probe = add_command(commands, "probe", "check the health of one process: exit code 0 if it is healthy")
     probe.add_argument(
         "url",
         metavar="URL",

@@ -86,21 +86,24 @@ GATEWAY_FLAGS = {
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, tuple[str, str]]) -> None:
-    """Adds one flag per entry of the table. A flag that is not given does not change its key."""
-    for flag, (section, key) in flags.items():
+    """Adds the flags of the table, several names of one key as one flag. A flag that is not given does not change its
+    key."""
+    for section, key in dict.fromkeys(flags.values()):
+        names = [flag for flag, place in flags.items() if place == (section, key)]
         field = field_of(section, key)
         kind, choices = _type_of(field.annotation)
         explanation = " ".join((field.description or "").split())
+        default = "unset by default" if field.default is None else f"default {field.default}"
         value: dict[str, Any] = {
             "type": kind,
             "choices": choices,
             "metavar": None if choices else key.upper(),
         }
         parser.add_argument(
-            flag,
+            *names,
             dest=f"{section}.{key}",
             default=None,
-            help=f"{section}.{key} (default {field.default}). {explanation}".replace("%", "%%"),
+            help=f"{section}.{key} ({default}). {explanation}".replace("%", "%%"),
             **({"action": "store_const", "const": True} if kind is bool else value),
         )
 

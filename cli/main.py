@@ -18,7 +18,13 @@ from baton.config import BatonConfig, NetworkConfig, Section, merge
 from baton.errors import BatonError, ConfigError
 from baton.system.hosts import is_address
 from baton.system.watched import Watched
-from cli.command_flags import add_generate_flags, add_operators_commands, add_target_flags, add_trace_flags
+from cli.command_flags import (
+    add_command,
+    add_generate_flags,
+    add_operators_commands,
+    add_target_flags,
+    add_trace_flags,
+)
 from cli.flags import (
     FLEET_FLAGS,
     GATEWAY_FLAGS,
@@ -121,20 +127,20 @@ def build_parser() -> argparse.ArgumentParser:
             "print one JSON list",
         ),
     ):
-        server = commands.add_parser(name, help=summary)
+        server = add_command(commands, name, summary)
         server.add_argument(
             "config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags override it"
         )
         server.add_argument("--json", action="store_true", help=json_help)
         add_flags(server, flags)
 
-    generate = commands.add_parser("generate", help="send one prompt and stream the answer")
+    generate = add_command(commands, "generate", "send one prompt and stream the answer")
     add_target_flags(generate, DEFAULT_TARGET)
     add_generate_flags(generate)
 
     add_operators_commands(commands, DEFAULT_TARGET)
 
-    key = commands.add_parser("key", help="make an API key and its configuration entry")
+    key = add_command(commands, "key", "make an API key and its configuration entry")
     key.add_argument("name", metavar="NAME", help="name of the caller")
     grants = key.add_mutually_exclusive_group()
     grants.add_argument(
@@ -148,14 +154,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     key.add_argument("--json", action="store_true", help="print key and entry as one JSON object")
 
-    demo = commands.add_parser(
-        "demo", help="start a small cluster, ask it one question, and show where the time went"
+    demo = add_command(
+        commands, "demo", "start a small cluster, ask it one question, and show where the time went"
     )
-    demo.add_argument("prompt", nargs="?", metavar="PROMPT", default="Why is the sky blue?")
+    demo.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", default="Why is the sky blue?", help="default %(default)s"
+    )
 
-    add_trace_flags(
-        commands.add_parser("trace", help="draw the steps that workers recorded with --trace-dir")
-    )
+    add_trace_flags(add_command(commands, "trace", "draw the steps that workers recorded with --trace-dir"))
     return parser
 
 

@@ -16,18 +16,18 @@ class AutoscalingConfig(Section):
     mode: Literal["off", "dry_run", "on"] = "off"
     """`dry_run` logs the decisions and their reasons, but changes nothing."""
     min_prefill: int | None = Field(None, ge=0)
-    """The fewest prefill workers; None: `cluster.prefill`."""
+    """The fewest prefill workers. If unset: `cluster.prefill`."""
     max_prefill: int | None = Field(None, ge=0)
-    """The most prefill workers; None: `cluster.prefill`."""
+    """The most prefill workers. If unset: `cluster.prefill`."""
     min_decode: int | None = Field(None, ge=1)
-    """The fewest decode workers; None: `cluster.decode`."""
+    """The fewest decode workers. If unset: `cluster.decode`."""
     max_decode: int | None = Field(None, ge=1)
-    """The most decode workers; None: `cluster.decode`."""
+    """The most decode workers. If unset: `cluster.decode`."""
     may_change_roles: bool = True
     """Before a worker is added for one role, a spare worker of the other role changes to it. Workers with different
     numbers of ranks keep their roles."""
     target_queue_time_s: float | None = Field(1.0, gt=0.0)
-    """Longest acceptable wait of a prompt for its computation, and of a request for a worker with room. None turns
+    """Longest acceptable wait of a prompt for its computation, and of a request for a worker with room. `null` turns
     this target off, as it does for the other targets."""
     target_ttft_p99_s: float | None = Field(None, gt=0.0)
     """Target for the 99th percentile of the time to first token."""

@@ -24,21 +24,21 @@ class ClusterConfig(Section):
     decode: int = Field(1, ge=1)
     """Number of decode workers."""
     prefill_tensor_parallel: int | None = Field(None, ge=1)
-    """Ranks of each prefill worker; None: `engine.tensor_parallel`. This must divide `decode_tensor_parallel`, or be
-    a multiple of it."""
+    """Ranks of each prefill worker. If unset: `engine.tensor_parallel`. This must divide `decode_tensor_parallel`, or
+    be a multiple of it."""
     decode_tensor_parallel: int | None = Field(None, ge=1)
-    """Ranks of each decode worker; None: `engine.tensor_parallel`."""
+    """Ranks of each decode worker. If unset: `engine.tensor_parallel`."""
     prefill_enable_expert_parallel: bool | None = None
-    """Whether each rank of a prefill worker holds whole experts; None: `engine.enable_expert_parallel`. Prefill and
+    """Whether each rank of a prefill worker holds whole experts. If unset: `engine.enable_expert_parallel`. Prefill and
     decode workers may differ."""
     decode_enable_expert_parallel: bool | None = None
-    """Whether each rank of a decode worker holds whole experts; None: `engine.enable_expert_parallel`."""
+    """Whether each rank of a decode worker holds whole experts. If unset: `engine.enable_expert_parallel`."""
     prefill_num_threads: int | None = Field(None, ge=1)
-    """Threads of each rank of a prefill worker on a CPU; None: `engine.num_threads`. The cores of a machine are divided
-    among its workers in proportion to their threads, and each worker is pinned to its own, unless there are more
-    threads than cores, or a container's CPU quota is below its number of CPUs."""
+    """Threads of each rank of a prefill worker on a CPU. If unset: `engine.num_threads`. The cores of a machine are
+    divided among its workers in proportion to their threads. Each worker is pinned to its own cores, unless there are
+    more threads than cores, or a container's CPU quota is below its number of CPUs."""
     decode_num_threads: int | None = Field(None, ge=1)
-    """Threads of each rank of a decode worker on a CPU; None: `engine.num_threads`."""
+    """Threads of each rank of a decode worker on a CPU. If unset: `engine.num_threads`."""
     ray_address: str = "local"
     """`local` starts a private Ray for this command. `none` runs without Ray, on CPUs only: workers are child
     processes on this machine. Any other value is the address of a Ray cluster to join."""

@@ -19,18 +19,16 @@ class ModelConfig(Section):
     host. A name of the Hub is resolved to one commit, which all workers load, now and after restarts."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of weights, activations and, unless `engine.kv_cache_dtype` says otherwise, the KV cache. `auto`: on a
-    CPU with AMX or AVX512-BF16 bfloat16, on another CPU float32, with KV in bfloat16 if there are kernels of our own;
-    on a GPU the checkpoint's own, or bfloat16 instead of float32. The command that starts the fleet decides, for all
+    CPU with AMX or AVX512-BF16 bfloat16; on another CPU float32, with KV in bfloat16 if it has Baton's own kernels; on
+    a GPU the checkpoint's own 16-bit type, or else bfloat16. The command that starts the fleet decides for all
     workers."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = "auto"
-    """How matrices are kept. `auto`: as the model has them; on CPUs the 4 to 8 bits of a GGUF file or a quantized
-    checkpoint are multiplied as they are if there are kernels of our own (they need a C++ compiler), on GPUs its 8-bit
-    floats; otherwise they are converted to `dtype`. `none`: in `dtype`. `int8` and `int4`, on CPUs: in at most 8 or 4
-    bits, with a scale, and with 4 bits a minimum, for every 32 inputs, quantized while loading; bits that the model has
-    stay where they suffice, and with `int4` embeddings and the projection to logits have 8. `fp8`: the layers' matrices
-    as 8-bit floats (e4m3) with one scale per output; embeddings and the projection to logits stay as they are. GPUs
-    (only NVIDIA Ada, Hopper and newer) then also quantize the inputs, token by token. All workers must use the same
-    value."""
+    """How matrices are stored. `auto`: a quantized matrix stays in the model's bits if a kernel can multiply it so: on
+    CPUs the 4 to 8 bits of a GGUF file or checkpoint, by Baton's own kernels, which need a C++ compiler; on GPUs 8-bit
+    floats. All other matrices are in `dtype`. `none`: all matrices are in `dtype`. `int8`, `int4` (on CPUs): at most 8
+    or 4 bits, with a scale for every 32 inputs, quantized while loading; with `int4`, embeddings and the projection to
+    logits have 8 bits. `fp8`: the layers' matrices are 8-bit floats (e4m3) with one scale per output. GPUs (only NVIDIA
+    Ada, Hopper and newer) then also quantize the inputs, token by token. All workers must use the same value."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` makes random weights from config.json alone; they are the same in every process on the same kind of
     device."""
@@ -42,8 +40,8 @@ class EngineConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     tensor_parallel: int = Field(1, ge=1)
     """Number of ranks that share one worker's model. Each is a process with a device of its own, all on one host. It
-    must divide the model's KV heads. `cluster.prefill_tensor_parallel` and `cluster.decode_tensor_parallel` override
-    it."""
+    must divide the model's heads, KV heads and intermediate sizes. `cluster.prefill_tensor_parallel` and
+    `cluster.decode_tensor_parallel` override it."""
     enable_expert_parallel: bool = False
     """Each rank holds whole experts of a mixture, instead of its share of every expert's columns, so that the number of
     ranks need not divide an expert's intermediate size. Attention and shared experts are divided as without it.
@@ -55,11 +53,11 @@ class EngineConfig(Section):
     times the longest recent one (more for a larger step, in proportion), but at least 10 s on a CPU and 60 s on a GPU,
     where a step may compile a kernel."""
     num_threads: int | None = Field(None, ge=1)
-    """Threads with which each rank computes on a CPU. None: the machine's cores are divided equally among all ranks of
-    the fleet's workers there. `cluster.prefill_num_threads` and `cluster.decode_num_threads` override it."""
+    """Threads with which each rank computes on a CPU. If unset, the machine's cores are divided equally among all ranks
+    of the fleet's workers there. `cluster.prefill_num_threads` and `cluster.decode_num_threads` override it."""
     kv_cache_memory_mib: int | None = Field(None, ge=1)
-    """Size of each rank's KV pool; `scheduler.num_blocks` overrides it. None: 1024 on a CPU, 2048 if KV is
-    float32; on a GPU, `gpu_memory_utilization` less what the largest step needs."""
+    """Size of each rank's KV pool; `scheduler.num_blocks` overrides it. If unset: 1024 on a CPU, 2048 if KV
+    is float32; on a GPU, `gpu_memory_utilization` less what the largest step needs."""
     gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
     """Share of a GPU's memory that may be in use once the worker runs, including memory that was in use before.
     Workers that share a GPU need `kv_cache_memory_mib`."""
@@ -67,8 +65,8 @@ class EngineConfig(Section):
     """Record decode steps and small steps with prompts as CUDA graphs when a worker starts, and replay them, so that
     the GPU need not wait for Python."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """`auto`: as `model.dtype`; but `bfloat16` where `model.dtype: auto` chooses float32 and there are kernels of our
-    own. `bfloat16`, on CPUs with `model.dtype: float32`: keys and values are rounded to 16 bits, and all arithmetic
+    """`auto`: as `model.dtype`; but `bfloat16` where `model.dtype: auto` chooses float32 and the CPU has Baton's own
+    kernels. `bfloat16`, on CPUs with `model.dtype: float32`: keys and values are rounded to 16 bits, and all arithmetic
     stays in float32. `fp8`: 8-bit floats (e4m3), after a division by the checkpoint's `k_scale` and `v_scale`, if it
     has them. Each halving of the bits holds twice the tokens in the same memory, and halves the bytes of a hand-over.
     Prefill and decode workers must use the same value."""
@@ -77,7 +75,7 @@ class EngineConfig(Section):
     `scheduler.num_swap_blocks` says how much."""
     trace_dir: str | None = Field(None, min_length=1)
     """Folder for step traces: each start of a worker writes one file, WORKER-INCARNATION.jsonl, with every step of
-    its scheduler. `baton trace` draws them. On a full disk, a worker runs without a trace. None: no traces."""
+    its scheduler. `baton trace` draws them. On a full disk, a worker runs without a trace. If unset: no traces."""
     trace_max_mib: int = Field(64, ge=1)
     """A worker stops writing its trace when the file reaches this size; the worker itself continues."""
 

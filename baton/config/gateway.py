@@ -32,14 +32,15 @@ class GatewayConfig(Section):
     grpc_port: int = Field(50051, ge=0, le=65535)
     """Port of the gRPC API; 0 picks a free port."""
     http_port: int | None = Field(8000, ge=0, le=65535)
-    """Port of the OpenAI-compatible API, the metrics and the live page. 0 picks a free port; None turns HTTP off."""
+    """Port of the OpenAI-compatible API, the metrics and the live page. 0 picks a free port; `null` turns HTTP
+    off."""
     api_keys: tuple[ApiKey, ...] = Field((), strict=False)
     """API keys that are admitted, by their hashes: see docs/security.md."""
     api_keys_file: str | None = Field(None, min_length=1)
     """Further API keys, as a list in a YAML or JSON file. The file is read again when it changes; an empty list
     admits no caller."""
     tls: Tls | None = None
-    """TLS certificates; None: gRPC and HTTP are unencrypted."""
+    """TLS certificates. If unset, gRPC and HTTP are unencrypted."""
     allow_anonymous: bool = False
     """Callers without a key may send requests; off loopback, this admits everyone who can connect."""
     allow_plaintext: bool = False
@@ -66,7 +67,7 @@ class GatewayConfig(Section):
     in one step, and while prefill workers are busy."""
     local_prefill_tokens: int | None = Field(None, ge=0)
     """With routing_mode `auto`: a prompt counts as short if a decode worker has at most this many tokens of it to
-    compute. None: measured rates decide."""
+    compute. If unset, measured rates decide."""
     require_disaggregated: bool = False
     """Every prompt is handed over, with routing_mode `auto` too, and a request for which no prefill worker is available
     fails. A request that asks for `local` itself is not affected."""
@@ -95,11 +96,12 @@ class GatewayConfig(Section):
     response_store_file: str | None = Field(None, min_length=1)
     """A file with the URL of a Redis, in place of `response_store`: the URL may have a password. Read at the start."""
     response_store_mib: int = Field(256, ge=1)
-    """Memory of a store in `memory`, for all callers; the caller that has the most loses its oldest responses first."""
+    """Memory of a store in `memory`, for all callers. The caller that uses most first loses the responses that it used
+    least recently."""
     response_store_caller_mib: int = Field(64, ge=1)
-    """What one caller may keep; its oldest responses make room for new ones."""
+    """What one caller may keep. The responses that it used least recently make room for new ones."""
     response_store_ttl_s: float = Field(86400.0, gt=0.0, le=2592000.0)
-    """A response is forgotten this long after it was stored or last continued; at most 30 days."""
+    """A response is forgotten this long after it was stored or last used by another request; at most 30 days."""
     grpc_max_streams: int = Field(1024, ge=1)
     """gRPC: calls at once over one connection; further ones wait at the client."""
     grpc_keepalive_s: float = Field(60.0, ge=1.0)
@@ -109,13 +111,13 @@ class GatewayConfig(Section):
     often is disconnected (ENHANCE_YOUR_CALM)."""
     grpc_max_connection_age_s: float | None = Field(None, gt=0.0)
     """gRPC: a connection older than this (give or take a tenth) accepts no new calls. Its client opens another one,
-    which a load balancer can send to another gateway. None: connections stay."""
+    which a load balancer can send to another gateway. If unset, connections stay."""
     grpc_connection_grace_s: float = Field(600.0, gt=0.0)
     """gRPC: how long calls may continue on a connection that reached its age limit; then they are cancelled."""
 
     otlp_endpoint: str | None = Field(None, pattern=r"^https?://[^\s/]+(/[^\s]*)?$")
     """Base URL of an OpenTelemetry collector that speaks OTLP over HTTP, such as http://127.0.0.1:4318. Needs the
-    extra `otel`. None: no traces."""
+    extra `otel`. If unset: no traces."""
     trace_sample_ratio: float = Field(1.0, ge=0.0, le=1.0)
     """Share of requests that are traced, among those whose clients send no `traceparent` header."""
 

@@ -16,17 +16,17 @@ class NetworkConfig(Section):
     for another address on each machine; `0.0.0.0` and `::` listen on all interfaces."""
     advertise_host: str | None = Field(None, min_length=1)
     """Address that workers tell others to connect to, if it differs from the one they listen on (address
-    translation). None: the address they listen on. With `0.0.0.0` or `::`: the node's address in Ray or, without Ray,
-    the address of its route to others."""
+    translation). If unset: the address they listen on. With `0.0.0.0` or `::`: the node's address in Ray or, without
+    Ray, the address of its route to others."""
     security: Literal["curve", "none"] = "curve"
     """`curve`: both planes are encrypted, and admit only processes that know the cluster's secret. `none`: everyone
     who can connect may send commands and read KV; allowed on loopback only."""
     secret_file: str | None = Field(None, min_length=1)
-    """File of the cluster's secret, of mode 0600; `baton serve` creates it if it does not exist. None:
+    """File of the cluster's secret, of mode 0600; `baton serve` creates it if it does not exist. If unset:
     $XDG_CONFIG_HOME/baton/cluster.secret. The environment variable BATON_CLUSTER_SECRET overrides both."""
     metrics_port: int | None = Field(0, ge=0, le=65535)
     """Port on `bind_host` where each worker serves Prometheus metrics, unencrypted and without authentication: counts
-    and times, never what users write. 0: a free port each, listed by the gateway's /metrics/targets. None: no
+    and times, never what users write. 0: a free port each, listed by the gateway's /metrics/targets. `null`: no
     metrics."""
     heartbeat_interval_s: float = Field(0.5, gt=0.0)
     """How often gateways and workers send a sign of life; at most half of `peer_timeout_s`."""

@@ -19,7 +19,7 @@ class SchedulerConfig(Section):
     least 512 and `max_model_len` where prompts are not split; with `batching: mixed` on a CPU, as many as the KV pool
     holds. Default on a GPU: the fewest that keep it busy, at most 8192."""
     max_model_len: int | None = Field(None, ge=1)
-    """Prompt and output tokens of one request; None: the model's own limit."""
+    """Prompt and output tokens of one request. If unset: the model's own limit."""
     long_prefill_token_threshold: int = Field(0, ge=0)
     """Most tokens of one request in one step; 0 means no limit."""
     enable_chunked_prefill: bool = True
@@ -47,11 +47,11 @@ class SchedulerConfig(Section):
     """How a preempted request's KV is restored: computed again, or copied to host memory and back while that has
     room."""
     num_swap_blocks: int | None = Field(None, ge=1)
-    """Blocks in host memory for `swap`; None: as many as `engine.swap_space_mib` holds."""
+    """Blocks in host memory for `swap`. If unset: as many as `engine.swap_space_mib` holds."""
     block_size: int = Field(16, ge=1)
     """Tokens in one KV block. Default on a GPU: 64."""
     num_blocks: int | None = Field(None, ge=2)
-    """Blocks of the pool, the null block included; None: as many as fit into the engine's memory."""
+    """Blocks of the pool, the null block included. If unset: as many as fit into the engine's memory."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -36,14 +36,14 @@ class SpeculationConfig(Section):
     """`draft_model`: the model that guesses, as in `model.path`. It must have the served model's vocabulary. It may be
     the served model itself with another `draft_quantization`."""
     draft_quantization: Literal["auto", "none", "int8", "int4"] | None = None
-    """`draft_model`: how the model of the key `draft_model` keeps its matrices, as in `model.quantization`; None: as
-    the served model."""
+    """`draft_model`: how the model of the key `draft_model` keeps its matrices, as in `model.quantization`. If unset:
+    as the served model."""
     draft_layers: int | None = Field(None, ge=1)
     """`draft_model`: instead of another model, the first layers of the served one guess. They take no memory. It needs
     `engine.tensor_parallel` 1."""
     forced_tokens: bool | None = None
-    """Append the tokens that a structured output's grammar forces, without a step for each. It needs a CPU. None: on
-    a CPU, yes; on a GPU, no."""
+    """Append the tokens that a structured output's grammar forces, without a step for each. It needs a CPU. If unset:
+    yes on a CPU, no on a GPU."""
 
     @field_validator("method", mode="before")
     @classmethod

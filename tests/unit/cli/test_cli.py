@@ -44,6 +44,17 @@ def test_arguments_that_cannot_be_are_usage_errors(
     assert words in capsys.readouterr().err
 
 
+def test_the_help_of_each_command_says_what_the_command_does(capsys: pytest.CaptureFixture[str]) -> None:
+    def help_of(*command: str) -> str:
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "drain remove a worker for good; its requests continue on other workers" in help_of()
+    assert "Remove a worker for good; its requests continue on other workers." in help_of("drain")
+    assert "List the models that are cached on this machine" in help_of("models")
+
+
 def test_a_bad_configuration_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("cluster: {decode: 0}\nmodel: {colour: red}\n")

@@ -91,5 +91,8 @@ def test_help_is_the_keys_own_explanation(capsys: pytest.CaptureFixture[str]) ->
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
     for section, key in SERVE_FLAGS.values():
-        assert f"{section}.{key} (default" in text
+        assert (
+            text.count(f"{section}.{key} (default") + text.count(f"{section}.{key} (unset by default)") == 1
+        )
     assert "A Hugging Face folder" in text
+    assert "None" not in text  # neither a flag nor the file accepts this word
