@@ -148,22 +148,6 @@ def check_device(architecture: ModelArchitecture, device: str) -> None:
         )
 
 
-def read_eos_token_ids(path: Path) -> tuple[int, ...]:
-    """The end-of-sequence tokens in generation_config.json; if it names none, those in config.json."""
-    for name in ("generation_config.json", "config.json"):
-        if not (path / name).is_file():
-            continue
-        given = read_json(path / name).get("eos_token_id")
-        ids = [] if given is None else given if isinstance(given, list) else [given]
-        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
-            raise ModelError(
-                f"{path / name}: eos_token_id must be a token, a list of tokens, or null, got {given!r:.80}"
-            )
-        if ids:
-            return tuple(ids)
-    return ()
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object from a file of a model folder."""
     try:

@@ -12,10 +12,11 @@ from baton.hub_name import HubName
 from baton.messages.control import ControlApi
 from baton.system.curve import ClusterKeys
 from baton.system.hosts import in_url
+from engine.eos_tokens import read_eos_token_ids
 from engine.loading.commit import commit_of, source_of
 from engine.loading.dtype import dtype_of
 from engine.loading.pretrained import PRETRAINED
-from engine.model_config import read_architecture, read_eos_token_ids
+from engine.model_config import read_architecture
 from gateway import ServedModel
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates

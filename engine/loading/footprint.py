@@ -9,6 +9,7 @@ from baton.config import BatonConfig
 from baton.errors import ModelError
 from baton.worker import WorkerRole
 from engine.allocator import available_memory
+from engine.eos_tokens import read_eos_token_ids
 from engine.layer_groups import group_layers
 from engine.loading.demands import check_demands, check_groups
 from engine.loading.dtype import dtype_of
@@ -20,7 +21,6 @@ from engine.model_config import (
     ModelArchitecture,
     check_kv_scales,
     read_architecture,
-    read_eos_token_ids,
 )
 from engine.native.compilers import may_have_kernels
 from engine.quantization_config import FIRST_WITH_FP8

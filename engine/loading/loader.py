@@ -9,6 +9,7 @@ import torch
 from baton.config import KVCacheDtype, ModelConfig
 from baton.errors import ConfigError, ModelError
 from engine.collectives import SINGLE_RANK, Collectives
+from engine.eos_tokens import read_eos_token_ids
 from engine.kv_cache import KVBlockShape
 from engine.layer_groups import LayerGroups, group_layers
 from engine.layers.backend import Backend
@@ -37,7 +38,7 @@ from engine.loading.weights import (
     TakeRecorder,
     WeightSource,
 )
-from engine.model_config import ModelArchitecture, check_device, read_architecture, read_eos_token_ids
+from engine.model_config import ModelArchitecture, check_device, read_architecture
 from engine.models.decoder import Decoder
 from engine.native.library import native_library
 from engine.quantization_config import FIRST_WITH_FP8

@@ -11,9 +11,10 @@ import torch
 from transformers import AutoConfig
 
 from baton.errors import ModelError
+from engine.eos_tokens import read_eos_token_ids
 from engine.families import ARCHITECTURES, WITHOUT_EFFECT
 from engine.layers.rope import rope_frequencies
-from engine.model_config import read_architecture, read_eos_token_ids
+from engine.model_config import read_architecture
 from engine.quantization_config import check_kv_cache_scheme
 from tests.factories.families import CASES, Case
 from tests.factories.quantized_checkpoints import KINDS

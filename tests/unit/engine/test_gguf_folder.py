@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from baton.errors import ModelError
+from engine.eos_tokens import read_eos_token_ids
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import describe, gguf_of, hugging_face_config
 from engine.loading.gguf_tokenizer import special_token_ids
-from engine.model_config import read_architecture, read_eos_token_ids
+from engine.model_config import read_architecture
 from engine.rope_config import RopeType
 from gateway.conversation import ChatMessage, Conversation
 from gateway.text.tokenizer import Tokenizer

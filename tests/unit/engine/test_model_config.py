@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from baton.errors import ModelError
 from engine.loading.loader import takes_of
-from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids
+from engine.model_config import ModelArchitecture, read_architecture
 from engine.rope_config import RopeConfig, RopeType
 from tests.factories.families import CASES
 from tests.factories.models import make_model_dir
@@ -246,26 +246,6 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="expected a JSON object, got list"):
         read_architecture(tmp_path)
-
-
-def test_generation_config_names_the_end_tokens_first(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
-    assert read_eos_token_ids(tmp_path) == (2,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert read_eos_token_ids(tmp_path) == (5, 7)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
-    assert read_eos_token_ids(tmp_path) == (2,)
-    (tmp_path / "config.json").write_text("{}")
-    assert read_eos_token_ids(tmp_path) == ()
-
-
-@pytest.mark.parametrize("value", ["</s>", -1, 1.5, True, [2, "x"], {"a": 1}], ids=str)
-def test_end_tokens_that_are_no_tokens_are_refused(tmp_path: Path, value: object) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(
-        ModelError, match=r"config\.json: eos_token_id must be a token, a list of tokens, or null"
-    ):
-        read_eos_token_ids(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["granite", "qwen3 moe", "deepseek v2", "deepseek v3, yarn, whole queries"])
