@@ -91,7 +91,7 @@ def attention_cases(model: LoadedModel, parts: DeviceParts, pool: KVPool) -> Ite
             (f"prefill{seen}", _chunk(room, parts)),
             (f"decode{seen}", _decodes(room, parts)),
         ):
-            num_blocks = int(batch.block_ids_BM.max())
+            num_blocks = int(batch.blocks[0].block_ids_BM.max())
             blocks_NKHSD = pool.blocks_NLKHTD[1 : num_blocks + 1, places[layer][1]]
             random = torch.randn(blocks_NKHSD.shape, generator=generator, device=model.device)
             blocks_NKHSD.copy_(random.to(pool.shape.dtype))
@@ -121,13 +121,13 @@ def _trial(
     sinks_Q = None
     if model.architecture.has_sinks:
         sinks_Q = torch.randn(num_heads, generator=generator, device=model.device).mul_(QUERY_SCALE)
-    num_blocks, (_, index) = int(batch.block_ids_BM.max()), model.layer_groups.places[layer]
+    block_ids_BM = torch.from_numpy(batch.blocks[0].block_ids_BM).to(model.device)
+    num_blocks, (_, index) = int(block_ids_BM.max()), model.layer_groups.places[layer]
 
     def expect() -> tuple[torch.Tensor, torch.Tensor]:
         kv_NKHSD = pool.blocks_NLKHTD[: num_blocks + 1, index].to(torch.float32, copy=True)
         if pool.shape.is_latent:  # keys that are values, too
             kv_NKHSD = kv_NKHSD.repeat(1, 2, 1, 1, 1)
-        block_ids_BM = torch.from_numpy(batch.block_ids_BM).to(model.device)
         step = (block_ids_BM, batch.num_tokens_B.tolist(), batch.context_lens_B.tolist(), softmax, sinks_Q)
         want_TQD = paged_attention_reference(q_TQD.to(torch.float32), kv_NKHSD, *step)
         kv_NKHSD[:, 1].abs_()

@@ -179,22 +179,19 @@ def unstored_step(
     """
     ends_B = num_tokens_B.cumsum()
     starts_B, num_rows = ends_B - num_tokens_B, int(num_tokens_B.sum())
-    blocks = GroupBlocks(np.full(num_rows, NO_SLOT), block_ids_BM, ())
+    blocks = GroupBlocks(np.full(num_rows, NO_SLOT), block_ids_BM, new_tails=())
     return StepBatch(
         input_ids_T=np.zeros(num_rows, np.int64),
         sources_T=np.full(num_rows, NO_SOURCE),
         positions_T=np.arange(num_rows) + (context_lens_B - ends_B).repeat(num_tokens_B),
-        slots_T=blocks.slots_T,
         num_decodes=len(num_tokens_B) if (num_tokens_B == 1).all() else 0,
         starts_B=starts_B,
         num_tokens_B=num_tokens_B,
         context_lens_B=context_lens_B,
-        block_ids_BM=block_ids_BM,
         num_blocks_B=-(-context_lens_B // block_size),
+        blocks=(blocks,) * groups.num_groups,
         sampling_rows_R=ends_B - 1,
         sampling_requests=(),
-        new_tails=blocks.new_tails,
-        of_others=(blocks,) * (groups.num_groups - 1),
     )
 
 

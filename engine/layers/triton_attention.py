@@ -191,7 +191,7 @@ class TritonAttention:
         )
 
     def clear_tails(self, batch: StepBatch) -> None:
-        """Zeroes the slots in `StepBatch.new_tails`: kernels multiply whole blocks, and masked keys by 0."""
+        """Zeroes the slots in `GroupBlocks.new_tails`: kernels multiply whole blocks, and masked keys by 0."""
         for blocks in batch.blocks:
             for block_id, offset in blocks.new_tails:
                 self._pool.clear_from(block_id, offset)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.batch import StepBatch
+from engine.group_blocks import GroupBlocks
 from engine.kv_cache import KVBlockShape, KVPool
 from engine.layers.chunk_attention import TILE, ChunkAttention, FusedAttention, TiledAttention
 from engine.layers.paged_attention import PagedAttention
@@ -126,16 +127,14 @@ def step_batch(contexts: list[tuple[int, int]], tables: list[list[int]]) -> Step
         input_ids_T=none,
         sources_T=none,
         positions_T=np.array(positions),
-        slots_T=np.array(slots),
         num_decodes=3,
         starts_B=np.cumsum(num_tokens) - num_tokens,
         num_tokens_B=num_tokens,
         context_lens_B=lengths,
-        block_ids_BM=table,
         num_blocks_B=-(-lengths // BLOCK_SIZE),
+        blocks=(GroupBlocks(np.array(slots), table, tails),),
         sampling_rows_R=none,
         sampling_requests=(),
-        new_tails=tails,
     )
 
 
