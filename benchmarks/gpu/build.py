@@ -139,7 +139,7 @@ def engine_over(
         parts.sampler,
         HostBlocks(0, pool),
         pool.shape.block_size,
-        kv_groups=parts.kv_groups,
+        kv_groups=parts.forward.groups,
         mark=lambda: mark(setting.device),
     )
     return CheckedEngine(model, pool, runner, forward)

@@ -160,4 +160,4 @@ def _step(num_tokens: list[int], context_lens: list[int], parts: DeviceParts) ->
     generator = np.random.default_rng(0)
     for ids_M, count in zip(block_ids_BM, num_blocks_B, strict=True):
         ids_M[:count] = generator.permutation(count) + 1
-    return unstored_step(num_tokens_B, context_lens_B, block_ids_BM, block_size, parts.kv_groups)
+    return unstored_step(num_tokens_B, context_lens_B, block_ids_BM, block_size, parts.forward.groups)
