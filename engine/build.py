@@ -23,7 +23,7 @@ from engine.drafts import Drafter
 from engine.gpu.memory import OutOfGpuMemory
 from engine.gpu.memory_wait import MemoryWait, make_memory_wait
 from engine.grammars.compiler import GrammarCompiler
-from engine.kernels.switches import VARIABLE, KernelSwitches, set_kernel_switches
+from engine.kernels.switches import SWITCHES_VARIABLE, KernelSwitches, set_kernel_switches
 from engine.kv_cache import HostBlocks, KVPool
 from engine.loading.demands import check_quantization
 from engine.loading.loader import LoadedModel, check_fp8, kv_dtype_of, load_model, outline_model
@@ -221,7 +221,7 @@ def _begin_on_gpu(device: torch.device) -> "Compiler":
     """
     from engine.gpu.compiler import find_compiler  # without a GPU, Triton may be missing
 
-    set_kernel_switches(KernelSwitches.parse(os.environ.get(VARIABLE, "")))
+    set_kernel_switches(KernelSwitches.parse(os.environ.get(SWITCHES_VARIABLE, "")))
     torch.cuda.set_device(device)
     torch.cuda.synchronize()  # creates the CUDA context, which must not count as memory of activations
     compiler = find_compiler(torch.cuda.get_device_capability(device))
