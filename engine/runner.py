@@ -15,7 +15,7 @@ from engine.forward import Forward
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks
 from engine.request_table import NONE
-from engine.sampler import SampledToken, SampledTokens, Sampler
+from engine.sampler import SampledToken, SampledTokens, Sampler, has_penalties
 
 
 class ModelRunner:
@@ -244,11 +244,9 @@ class LaunchedStep:
         Requests with log-probabilities are left out: log-probabilities need computed logits.
         """
         for request, _ in self._sampling:
-            p = request.sampling_params
-            if request.matcher is None or p.logprobs is not None or request.request_id not in request_ids:
+            if request.matcher is None or request.sampling_params.logprobs is not None:
                 continue
-            if int(request.token_ids[-1]) not in request.stop_token_ids:
-                limit = p.max_tokens - request.num_output_tokens
+            if request.request_id in request_ids and (limit := request.num_tokens_left):
                 yield request.request_id, request.matcher.take_forced(limit, request.stop_token_ids)
 
     def _draft(
@@ -284,10 +282,4 @@ def _useful(drafts: list[int], request: RunnerRequest) -> list[int]:
 
 def needs_known_tokens(request: SampledRequest) -> bool:
     """Whether sampling needs the request's earlier tokens themselves, for a penalty or a grammar."""
-    p = request.sampling_params
-    return bool(
-        p.repetition_penalty != 1.0
-        or p.presence_penalty
-        or p.frequency_penalty
-        or request.matcher is not None
-    )
+    return has_penalties(request.sampling_params) or request.matcher is not None
