@@ -163,7 +163,7 @@ def _values(scheme: Scheme, module: str, take: Take) -> tuple[Take, bool]:
     if part.start % packed or part.stop % packed:
         return Take(f"{module}.{name}", shape, None), False
     first, size = part.start // packed, (part.stop - part.start) // packed
-    return Take(f"{module}.{name}", shape, Shard(axis, 0, 1, first, size)), True
+    return Take(f"{module}.{name}", shape, Shard(axis, first=first, size=size)), True
 
 
 def _by_outputs(

@@ -33,8 +33,8 @@ class Shard:
     """Slice number `rank` of `num_ranks` slices of a tensor, or of a part of a tensor, along `dim`."""
 
     dim: int
-    rank: int
-    num_ranks: int
+    rank: int = 0
+    num_ranks: int = 1
     first: int = 0
     """The first index of the part that is divided."""
     size: int | None = None
