@@ -106,9 +106,14 @@ class TritonAttention:
         )
         # A tile of latents has too many rows for one program to merge.
         merges = kernel_switches().fused_merge and architecture.latent is None
+
+        def launch(tuning: AttentionTuning, max_tokens: int, *, merges: bool) -> Launch:
+            grid = tuning.grid(self._shape, num_multiprocessors)
+            return Launch(tuning, grid, plan_bounds(limits.max_num_seqs, max_tokens, grid), merges)
+
         decode, prefill = _tunings(self._shape)
-        self._decode = Launch(decode, decode.grid(self._shape, num_multiprocessors), merges)
-        self._prefill = Launch(prefill, prefill.grid(self._shape, num_multiprocessors), merges=False)
+        self._decode = launch(decode, limits.max_num_seqs, merges=merges)
+        self._prefill = launch(prefill, limits.max_num_batched_tokens, merges=False)
         a = architecture
         tables = rope_tables(a.ropes, a.head_dim - a.rotated_from, limits.max_model_len, device)
         kv = [_layer_kv(pool, index, self._shape) for index in range(shape.num_layers)]
@@ -126,9 +131,9 @@ class TritonAttention:
             )
             for (group, index), window, table in zip(places, a.sliding_windows, tables, strict=True)
         ]
-        num_rows = max(self._bounds(launch).num_partial_rows for launch in (self._decode, self._prefill))
+        num_rows = max(self._decode.bounds.num_partial_rows, self._prefill.bounds.num_partial_rows)
         self._partials = Partials.empty(num_rows, self._shape, device)
-        merged = (self._bounds(self._decode).num_merges, shape.num_kv_heads)
+        merged = (self._decode.bounds.num_merges, shape.num_kv_heads)
         self._num_arrived_RH = torch.zeros(merged, dtype=torch.int32, device=device)
 
     @property
@@ -138,9 +143,9 @@ class TritonAttention:
     @property
     def max_staged(self) -> int:
         """The most int32 values that the sections of a step need."""
-        bounds = [self._bounds(launch) for launch in (self._decode, self._prefill)]
         per_plan = max(
-            b.num_items * ITEM_FIELDS + b.num_merges * MERGE_FIELDS + 3 * ALIGNMENT for b in bounds
+            b.num_items * ITEM_FIELDS + b.num_merges * MERGE_FIELDS + 3 * ALIGNMENT
+            for b in (self._decode.bounds, self._prefill.bounds)
         )
         return len(self._planned) * per_plan + self._max_block_ids + ALIGNMENT
 
@@ -198,7 +203,7 @@ class TritonAttention:
 
     @property
     def _max_block_ids(self) -> int:
-        num_keys = max(launch.grid.keys for launch in (self._decode, self._prefill))
+        num_keys = max(self._decode.grid.keys, self._prefill.grid.keys)
         return most_entries(self._limits, self.groups, self.block_size, num_keys)
 
     def _plans(self, batch: StepBatch, tables: PackedTables, grid: TileGrid) -> Iterator[AttentionPlan]:
@@ -222,12 +227,6 @@ class TritonAttention:
     def _launch(self, has_chunks: bool) -> "Launch":
         return self._prefill if has_chunks else self._decode
 
-    def _bounds(self, launch: "Launch") -> PlanBounds:
-        limits = self._limits
-        is_decode = launch is self._decode
-        num_tokens = limits.max_num_seqs if is_decode else limits.max_num_batched_tokens
-        return plan_bounds(limits.max_num_seqs, num_tokens, launch.grid)
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -235,6 +234,8 @@ class Launch:
 
     tuning: AttentionTuning
     grid: TileGrid
+    bounds: PlanBounds
+    """Bounds of the plans of all steps."""
     merges: bool
     """Whether the kernel itself merges the parts of long contexts. It does not for chunks: their tiles have
     many rows, and the other programs would wait for the program that merges."""
