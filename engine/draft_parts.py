@@ -15,7 +15,7 @@ from engine.forward import TorchForward
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.pretrained import default_cache_dir, resolve
-from engine.loading.weights import OnProgress
+from engine.loading.weights import OnLoaded
 from engine.runner_parts import make_attention
 from engine.sampler import TorchSampler
 
@@ -52,7 +52,7 @@ class Draft:
 
 
 def load_draft(
-    config: BatonConfig, model_path: Path, model: LoadedModel, on_progress: OnProgress | None = None
+    config: BatonConfig, model_path: Path, model: LoadedModel, on_progress: OnLoaded | None = None
 ) -> Draft | None:
     """The draft model for `model`; None if none is configured, or on a rank that does not sample.
 

@@ -24,7 +24,7 @@ from engine.loading.safetensors_index import (
     weight_files,
 )
 
-OnProgress = Callable[[int, int], None]
+OnLoaded = Callable[[int, int], None]
 """Called after each tensor with loaded and total bytes, on the thread that builds the model."""
 
 
@@ -153,7 +153,7 @@ class CheckpointWeights(FileWeights):
         path: Path,
         dtype: torch.dtype | None,
         takes: Sequence[Take] = (),
-        on_progress: OnProgress | None = None,
+        on_progress: OnLoaded | None = None,
     ) -> None:
         """`dtype` None: tensors stay as they are stored, perhaps as codes.
 
