@@ -11,9 +11,9 @@ from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
 from engine.layers.attention import Attention, HeadNorm
 from engine.layers.native_attention import NativeAttention, is_supported
+from engine.layers.native_backend import NativeBackend
 from engine.layers.paged_attention import PagedAttention
 from engine.loading.loader import LoadedModel
-from engine.native.library import native_library
 from engine.runner import ModelRunner
 from engine.sampler import TorchSampler
 
@@ -42,7 +42,7 @@ def make_runner(
 
 
 def make_attention(model: LoadedModel, pool: KVPool) -> PagedAttentions:
-    """Attention by Baton's own kernels if they exist here and support the model's heads; else by torch."""
+    """Attention by Baton's own kernels if the model's backend has them and they support its heads; else by torch."""
     groups = model.layer_groups
     of_groups = [_attention_of(model, pool, group) for group in range(len(groups.layers))]
     return of_groups[0] if len(of_groups) == 1 else GroupedAttention(of_groups, groups.places)
@@ -50,9 +50,9 @@ def make_attention(model: LoadedModel, pool: KVPool) -> PagedAttentions:
 
 def _attention_of(model: LoadedModel, pool: KVPool, group: int) -> PagedAttentions:
     """Attention of one KV group, for a model that has only the layers of this group."""
-    library, architecture = native_library(), model.architecture.of_layers(model.layer_groups.layers[group])
-    if library is not None and is_supported(pool.shape, model.num_heads):
-        return NativeAttention(library, pool, architecture, model.num_heads, model.dtype, group)
+    backend, architecture = model.backend, model.architecture.of_layers(model.layer_groups.layers[group])
+    if isinstance(backend, NativeBackend) and is_supported(pool.shape, model.num_heads):
+        return NativeAttention(backend.library, pool, architecture, model.num_heads, model.dtype, group)
     return PagedAttention(pool, architecture, model.num_heads, model.dtype, group)
 
 

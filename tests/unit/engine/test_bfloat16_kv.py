@@ -27,7 +27,6 @@ def load(path: Path, dtype: str = "float32", kv_cache_dtype: KVCacheDtype = "bfl
 def kernels_of(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     if kernels == "torch's":
         monkeypatch.setattr("engine.loading.loader.native_library", lambda: None)
-        monkeypatch.setattr("engine.runner_parts.native_library", lambda: None)
 
 
 @pytest.mark.parametrize("kernels", ["ours", "torch's"])
