@@ -116,8 +116,16 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
     if pool is not None:  # one block is the null block
         num_blocks = pool // block_bytes - num_spare
         num_tokens = max(num_blocks - 1, 0) // groups.groups.num_groups * block_size
-    gives_back = groups.groups.num_windowed > 0
-    return Footprint(weights, kept, per_token, pool, num_tokens, gives_back, draft_kept, fullest)
+    return Footprint(
+        weights=weights,
+        weight_bytes=kept,
+        kv_bytes_per_token=per_token,
+        kv_pool_bytes=pool,
+        num_kv_tokens=num_tokens,
+        gives_back=groups.groups.num_windowed > 0,
+        draft_weight_bytes=draft_kept,
+        fullest_rank_bytes=fullest,
+    )
 
 
 def check_small_files(config: BatonConfig, folder: Path) -> ModelArchitecture:
