@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.errors import ModelError
 from engine.config_values import object_of
-from engine.quantization_scheme import Layout, Scheme
+from engine.quantization_scheme import MXFP4_BLOCK, Layout, Scheme
 
 QUANTIZATION_KEYS = KEY, OLD_KEY = "quantization_config", "compression_config"
 """The key of a config.json, and its name in the first checkpoints of compressed-tensors."""
@@ -191,7 +191,7 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
 def _mxfp4(config: Mapping[str, Any]) -> Quantization:
     """A matrix is quantized if the checkpoint has its `blocks`; `modules_to_not_convert` is ignored."""
     _refuse_others(config, KEY, _MXFP4)
-    return _of_all("mxfp4", Scheme(layout=Layout.MXFP4, bits=4, inputs_per_scale=32))
+    return _of_all("mxfp4", Scheme(layout=Layout.MXFP4, bits=4, inputs_per_scale=MXFP4_BLOCK))
 
 
 def _of_all(method: str, scheme: Scheme) -> Quantization:
