@@ -48,7 +48,7 @@ from benchmarks.gpu.limits import PART_LIMITS_S
 from benchmarks.gpu.report import Row, line, save, table
 from benchmarks.gpu.setting import Setting, describe
 from benchmarks.gpu.shapes import LARGE
-from engine.kernels.switches import VARIABLE, KernelSwitches, set_kernel_switches
+from engine.kernels.switches import SWITCHES_VARIABLE, KernelSwitches, set_kernel_switches
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = tuple(PART_LIMITS_S)
@@ -126,7 +126,7 @@ def _work(
     if arguments.dry_run:
         torch.set_num_threads(1)  # there is almost nothing to compute
     try:
-        set_kernel_switches(KernelSwitches.parse(os.environ.get(VARIABLE, "")))
+        set_kernel_switches(KernelSwitches.parse(os.environ.get(SWITCHES_VARIABLE, "")))
         module = importlib.import_module(f"benchmarks.gpu.{part}")
         module.run(_setting(arguments, folder, end), writer.send)
     except ModuleNotFoundError as error:

@@ -27,7 +27,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from baton.clock import SystemClock
-from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from baton.config import BatonConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from baton.request import EngineRequest
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from benchmarks.gpu.loop import InstantLoads
@@ -124,7 +124,7 @@ class Side:
         self._clock = clock
         asked = SpeculationConfig.model_validate({"forced_tokens": False, **speculation})
         grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, lambda: None, SystemClock())
-        draft = load_draft(asked, model_config, EngineConfig(), folder, model)
+        draft = load_draft(BatonConfig(model=model_config, speculation=asked), folder, model)
         num_blocks = (CONFIG.num_blocks or 0) + (0 if draft is None else draft.num_spare_blocks(CONFIG))
         pool = KVPool(num_blocks, model.kv_block_shape(CONFIG.block_size), model.device)
         drafter = make_drafter(asked, CONFIG, model, pool, draft)

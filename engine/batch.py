@@ -6,7 +6,7 @@ Shape suffixes: T tokens of a step, B its sequences, M blocks of the longest con
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -179,41 +179,21 @@ class StepBatch:
     """For a token that only the device knows, since the previous step sampled it: its row among the sampled
     tokens of that step. For all other tokens -1."""
     positions_T: IntArray
-    slots_T: IntArray
-    """Where each token's KV is stored: block id x block size + offset."""
     num_decodes: int
     starts_B: IntArray
     """First row of each sequence; its tokens are in consecutive rows."""
     num_tokens_B: IntArray
     context_lens_B: IntArray
     """How many tokens the last token of each sequence attends to, including itself."""
-    block_ids_BM: IntArray
-    """The blocks with the KV of each context, padded with the null block."""
     num_blocks_B: IntArray
+    """How many blocks of each KV group the context of each sequence has."""
+    blocks: tuple[GroupBlocks, ...]
+    """The blocks of each KV group."""
     sampling_rows_R: IntArray
     """The rows from which a token is sampled. For a request: the row of its last token. For a request with
     drafts: the rows of its last known token and of each draft."""
     sampling_requests: tuple[SampledRequest, ...]
     """The request of each of these rows. DraftedRequests follow their request."""
-    new_tails: tuple[tuple[int, int], ...]
-    """(block, offset): from this offset on, a request's last block may contain garbage, which must be zeroed
-    before attention. Kernels read whole blocks, and the block's former owner or a peer may have left a NaN.
-    Masking is not enough, since 0 x NaN is NaN."""
-    of_others: tuple[GroupBlocks, ...] = ()
-    """The blocks of the KV groups after the first; `slots_T`, `block_ids_BM` and `new_tails` are of the
-    first."""
-
-    @property
-    def blocks(self) -> tuple[GroupBlocks, ...]:
-        """The blocks of each KV group."""
-        return (GroupBlocks(self.slots_T, self.block_ids_BM, self.new_tails), *self.of_others)
-
-    def of_group(self, group: int) -> "StepBatch":
-        """The same step with the blocks of another KV group."""
-        if group == 0:
-            return self
-        of = self.of_others[group - 1]
-        return replace(self, slots_T=of.slots_T, block_ids_BM=of.block_ids_BM, new_tails=of.new_tails)
 
     @property
     def num_tokens(self) -> int:
@@ -327,24 +307,19 @@ class RequestBatch:
             input_ids_T[starts_B[i] : last_rows_B[i] + 1] = token_ids[ends_B[i] - num_tokens_B[i] : ends_B[i]]
         for i in np.flatnonzero(num_drafts_B):
             input_ids_T[starts_B[i]] = requests[i].drafts[-1]
-        blocks, *of_others = group_blocks(
-            t, self._groups, self._block_size, rows_B, owners_T, positions_T, ends_B
-        )
+        blocks = group_blocks(t, self._groups, self._block_size, rows_B, owners_T, positions_T, ends_B)
         return StepBatch(
             input_ids_T=input_ids_T,
             sources_T=sources_T,
             positions_T=positions_T,
-            slots_T=blocks.slots_T,
             num_decodes=len(rows_B) - int(is_prefill_B.sum()),
             starts_B=starts_B,
             num_tokens_B=num_tokens_B,
             context_lens_B=ends_B,
-            block_ids_BM=blocks.block_ids_BM,
             num_blocks_B=-(-ends_B // self._block_size),
+            blocks=blocks,
             sampling_rows_R=last_rows_B[samples_B],
             sampling_requests=tuple(itertools.compress(requests, samples_B)),
-            new_tails=blocks.new_tails,
-            of_others=tuple(of_others),
         )
 
     def _sequences(self, plan: SchedulerOutput) -> tuple[Sequence[SampledRequest], Sequence[int]]:

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.clock import Clock
-from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
 from baton.system.cpus import find_machine
 from engine.allocator import available_memory, keep_freed_memory
 from engine.capacity import Capacity, largest_steps, reckon, with_defaults_of
 from engine.collectives import Collectives, SilentRank
 from engine.device import rank_device
-from engine.draft_parts import load_draft, make_drafter
+from engine.draft_parts import Draft, load_draft, make_drafter
 from engine.drafts import Drafter
 from engine.gpu.memory import OutOfGpuMemory
-from engine.gpu.memory_wait import make_memory_wait
+from engine.gpu.memory_wait import MemoryWait, make_memory_wait
 from engine.grammars.compiler import GrammarCompiler
-from engine.kernels.switches import VARIABLE, KernelSwitches, set_kernel_switches
+from engine.kernels.switches import SWITCHES_VARIABLE, KernelSwitches, set_kernel_switches
 from engine.kv_cache import HostBlocks, KVPool
 from engine.loading.demands import check_quantization
 from engine.loading.loader import LoadedModel, check_fp8, kv_dtype_of, load_model, outline_model
@@ -51,7 +51,7 @@ Connect = Callable[..., KVConnectorWorker]
 map."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEngine:
     """One rank's device: model, KV pool and connector, and how to make its pipeline."""
 
@@ -89,29 +89,29 @@ class DeviceEngine:
 
         `grammars`: only for rank 0, which samples.
         """
-        is_async = self.scheduler_config.async_scheduling
-        if self.model.device.type == "cpu":
-            host_blocks = HostBlocks(self.scheduler_config.num_swap_blocks or 0, self.pool)
-            runner = make_runner(
-                self.model, self.pool, host_blocks, grammars, self.drafter, takes_forced=self.takes_forced
-            )
-            steps = self._fail_stop(runner)
-            return make_pipeline(steps, async_scheduling=is_async)
-        device_runner: StepLauncher = self._make_device_runner(grammars)
-        device = self.model.device
-        # With several ranks, a failure ends all ranks, and waiting for the device could mean waiting for
-        # another rank.
-        if self.model.collectives.size == 1:
-            device_runner = FailSettled(device_runner, lambda: torch.cuda.synchronize(device))
-        steps = self._fail_stop(device_runner)
-        return StreamPipeline(steps, is_async=is_async)
+        device, is_async = self.model.device, self.scheduler_config.async_scheduling
+        runner = self._make_cpu_runner(grammars) if device.type == "cpu" else self._make_gpu_runner(grammars)
+        if self.model.collectives.size > 1:
+            # A failure ends all ranks, and waiting for the device could mean waiting for another rank.
+            runner = FailStop(runner)
+        elif device.type == "cuda":
+            runner = FailSettled(runner, lambda: torch.cuda.synchronize(device))
+        if device.type == "cpu":
+            return make_pipeline(runner, async_scheduling=is_async)
+        return StreamPipeline(runner, is_async=is_async)
 
     def free(self) -> None:
         """Frees the pool's memory. No step and no connector may use this memory any more."""
         if isinstance(self.memory, CudaMemory):
             self.memory.free()
 
-    def _make_device_runner(self, grammars: GrammarCompiler | None) -> StepLauncher:
+    def _make_cpu_runner(self, grammars: GrammarCompiler | None) -> StepLauncher:
+        host_blocks = HostBlocks(self.scheduler_config.num_swap_blocks or 0, self.pool)
+        return make_runner(
+            self.model, self.pool, host_blocks, grammars, self.drafter, takes_forced=self.takes_forced
+        )
+
+    def _make_gpu_runner(self, grammars: GrammarCompiler | None) -> StepLauncher:
         # Without a GPU, Triton may be missing.
         from engine.gpu.attention_check import check_attention
         from engine.gpu.device_parts import make_device_parts
@@ -134,15 +134,9 @@ class DeviceEngine:
             samples=self.model.collectives.rank == 0,
         )
 
-    def _fail_stop(self, runner: StepLauncher) -> StepLauncher:
-        return runner if self.model.collectives.size == 1 else FailStop(runner)
-
 
 def build_device_engine(
-    model_config: ModelConfig,
-    config: EngineConfig,
-    scheduler: SchedulerConfig,
-    speculation: SpeculationConfig,
+    config: BatonConfig,
     model_path: Path,
     collectives: Collectives,
     clock: Clock,
@@ -153,71 +147,62 @@ def build_device_engine(
 
     ConfigError or ModelError if this rank cannot serve the model.
     """
+    engine, speculation = config.engine, config.speculation
     keep_freed_memory()
-    torch.set_num_threads(config.num_threads or max(1, find_machine().num_cores // collectives.size))
-    device = rank_device(config, collectives.rank)
-    check_quantization(model_config, device.type)  # before kernels are compiled ahead
-    check_device(read_architecture(model_path), device.type)
-    kv_dtype_of(model_config, config.kv_cache_dtype, device)
-    check_fp8(model_config, config.kv_cache_dtype, device)
-    _begin_with(device)
-    compiler = None if device.type == "cpu" else _compiler_of(device)
+    torch.set_num_threads(engine.num_threads or max(1, find_machine().num_cores // collectives.size))
+    device = rank_device(engine, collectives.rank)
+    _check_supported(config, model_path, device)  # before kernels are compiled ahead
+    compiler = _begin_on_gpu(device) if device.type == "cuda" else None
     wait = make_memory_wait(device, clock)
-    ahead = (model_config, config, scheduler, speculation.num_drafts, model_path, device, collectives)
-    with _compiling_ahead(*ahead):
+    with _compiling_ahead(config, model_path, device, collectives):
         model = wait.until_it_fits(
             lambda: load_model(
-                model_config,
+                config.model,
                 model_path,
                 device,
-                kv_cache_dtype=config.kv_cache_dtype,
+                kv_cache_dtype=engine.kv_cache_dtype,
                 collectives=collectives,
-                expert_parallel=config.enable_expert_parallel,
+                expert_parallel=engine.enable_expert_parallel,
                 on_progress=lambda done, count: on_progress("loading weights", done, count),
-                max_model_len=scheduler.max_model_len,
+                max_model_len=config.scheduler.max_model_len,
             )
         )
     draft = load_draft(
-        speculation,
-        model_config,
-        config,
-        model_path,
-        model,
-        lambda done, count: on_progress("loading the draft model", done, count),
-        scheduler.max_model_len,
+        config, model_path, model, lambda done, count: on_progress("loading the draft model", done, count)
     )
     # To measure the memory of a step, all kernels are launched for the first time here.
     with _naming_assembler(compiler, device):
-        capacity = wait.until_it_fits(lambda: reckon(config, scheduler, model, speculation.num_drafts, draft))
-    num_blocks = capacity.scheduler_config.num_blocks
-    assert num_blocks is not None
-    shape, more_bytes = model.kv_block_shape(capacity.scheduler_config.block_size), 0
-    if draft is not None:
-        num_blocks += draft.num_spare_blocks(capacity.scheduler_config)
-        more_bytes = num_blocks * draft.block_bytes(shape.block_size)
-    if device.type == "cpu":  # host blocks of a GPU are pinned, which fails at once if they do not fit
-        more_bytes += (capacity.scheduler_config.num_swap_blocks or 0) * shape.size_bytes
-    memory = wait.until_it_fits(lambda: _take_memory(num_blocks * shape.size_bytes, device, more_bytes))
-    pool = KVPool(num_blocks, shape, device, memory.array if isinstance(memory, SharedMemory) else memory)
+        capacity = wait.until_it_fits(
+            lambda: reckon(engine, config.scheduler, model, speculation.num_drafts, draft)
+        )
+    pool, memory = _make_pool(model, capacity.scheduler_config, draft, wait)
     connector = connect(
         pool.block_bytes(),
         pool.fingerprint(model.digest, collectives.size, model.layer_groups.groups),
         memory=memory if isinstance(memory, SharedMemory) else None,
     )
-    num_threads = torch.get_num_threads() if device.type == "cpu" else 0
     return DeviceEngine(
-        model,
-        capacity,
-        pool,
-        memory,
-        connector,
-        on_progress,
-        config.cuda_graphs,
-        num_threads,
-        compiler,
-        make_drafter(speculation, capacity.scheduler_config, model, pool, draft),
+        model=model,
+        capacity=capacity,
+        pool=pool,
+        memory=memory,
+        connector=connector,
+        on_progress=on_progress,
+        uses_graphs=engine.cuda_graphs,
+        num_threads=torch.get_num_threads() if device.type == "cpu" else 0,
+        compiler=compiler,
+        drafter=make_drafter(speculation, capacity.scheduler_config, model, pool, draft),
         takes_forced=device.type == "cpu" and speculation.forced_tokens is not False,
     )
+
+
+def _check_supported(config: BatonConfig, model_path: Path, device: torch.device) -> None:
+    """ConfigError or ModelError if this device cannot compute the model as configured."""
+    kv_cache_dtype = config.engine.kv_cache_dtype
+    check_quantization(config.model, device.type)
+    check_device(read_architecture(model_path), device.type)
+    kv_dtype_of(config.model, kv_cache_dtype, device)
+    check_fp8(config.model, kv_cache_dtype, device)
 
 
 def _naming_assembler(compiler: "Compiler | None", device: torch.device) -> AbstractContextManager[None]:
@@ -229,18 +214,16 @@ def _naming_assembler(compiler: "Compiler | None", device: torch.device) -> Abst
     return naming_assembler(compiler, device)
 
 
-def _begin_with(device: torch.device) -> None:
-    """If `device` is a GPU, selects it for this process, and reads the kernels' switches from the environment."""
-    if device.type == "cuda":
-        set_kernel_switches(KernelSwitches.parse(os.environ.get(VARIABLE, "")))
-        torch.cuda.set_device(device)
-        torch.cuda.synchronize()  # creates the CUDA context, which must not count as memory of activations
+def _begin_on_gpu(device: torch.device) -> "Compiler":
+    """Selects the GPU for this process; returns its compiler, with assembler and cache.
 
-
-def _compiler_of(device: torch.device) -> "Compiler":
-    """Finds and logs this GPU's assembler and cache. ConfigError if the environment's choice does not work."""
+    Reads the kernels' switches from the environment. ConfigError if the environment's choice does not work.
+    """
     from engine.gpu.compiler import find_compiler  # without a GPU, Triton may be missing
 
+    set_kernel_switches(KernelSwitches.parse(os.environ.get(SWITCHES_VARIABLE, "")))
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize()  # creates the CUDA context, which must not count as memory of activations
     compiler = find_compiler(torch.cuda.get_device_capability(device))
     logger.info(
         "kernels are assembled by ptxas %s (%s) and kept in %s",
@@ -258,13 +241,7 @@ def _compiler_of(device: torch.device) -> "Compiler":
 
 
 def _compiling_ahead(
-    model_config: ModelConfig,
-    config: EngineConfig,
-    scheduler: SchedulerConfig,
-    num_drafts: int,
-    model_path: Path,
-    device: torch.device,
-    collectives: Collectives,
+    config: BatonConfig, model_path: Path, device: torch.device, collectives: Collectives
 ) -> AbstractContextManager[object]:
     """A context during which threads compile a GPU's kernels; when it ends, all kernels are compiled."""
     if device.type == "cpu":
@@ -273,26 +250,45 @@ def _compiling_ahead(
     from engine.gpu.compile_ahead import CompileAhead, load_on, rehearse_outline
     from engine.layers.triton_backend import TritonBackend
 
+    engine, scheduler = config.engine, config.scheduler
+
     def rehearse() -> None:
         torch.cuda.set_device(device)  # the setting is per thread
         outline = outline_model(
-            model_config,
+            config.model,
             model_path,
             TritonBackend(),
-            kv_cache_dtype=config.kv_cache_dtype,
+            kv_cache_dtype=engine.kv_cache_dtype,
             collectives=SilentRank(collectives.rank, collectives.size),
-            expert_parallel=config.enable_expert_parallel,
+            expert_parallel=engine.enable_expert_parallel,
         )
         rehearse_outline(
             outline,
             with_defaults_of(device, scheduler, scheduler.max_model_len or outline.max_model_len).block_size,
-            largest_steps(scheduler, outline, num_drafts),
+            largest_steps(scheduler, outline, config.speculation.num_drafts),
             torch.cuda.get_device_properties(device).multi_processor_count,
-            uses_graphs=config.cuda_graphs,
+            uses_graphs=engine.cuda_graphs,
         )
 
     num_threads = max(1, min(MAX_COMPILERS, (os.cpu_count() or 1) // collectives.size))
     return CompileAhead(rehearse, load_on(device), num_threads)
+
+
+def _make_pool(
+    model: LoadedModel, config: SchedulerConfig, draft: Draft | None, wait: MemoryWait
+) -> tuple[KVPool, SharedMemory | CudaMemory]:
+    """The pool with its memory, after a check that a draft model's pool and swapped blocks will fit beside it."""
+    shape, num_blocks, more_bytes = model.kv_block_shape(config.block_size), config.num_blocks, 0
+    assert num_blocks is not None
+    if draft is not None:
+        num_blocks += draft.num_spare_blocks(config)
+        more_bytes = num_blocks * draft.block_bytes(config.block_size)
+    if model.device.type == "cpu":  # host blocks of a GPU are pinned, which fails at once if they do not fit
+        more_bytes += (config.num_swap_blocks or 0) * shape.size_bytes
+    num_bytes = num_blocks * shape.size_bytes
+    memory = wait.until_it_fits(lambda: _take_memory(num_bytes, model.device, more_bytes))
+    array = memory.array if isinstance(memory, SharedMemory) else memory
+    return KVPool(num_blocks, shape, model.device, array), memory
 
 
 def _take_memory(num_bytes: int, device: torch.device, more_bytes: int) -> SharedMemory | CudaMemory:

@@ -51,47 +51,30 @@ def reckon(
     """
     max_model_len = _max_model_len(scheduler, model)
     asked = with_defaults_of(model.device, scheduler, max_model_len)
-    values: dict[str, object] = {
-        "max_model_len": max_model_len,
-        "num_blocks": asked.num_blocks,
-        "num_swap_blocks": _num_swap_blocks(engine.swap_space_mib, scheduler, asked.block_size, model),
-    }
-    wants_chunk = not _has_whole_prompts(asked) and "max_num_batched_tokens" not in scheduler.model_fields_set
-    wants_memory = asked.num_blocks is None and engine.kv_cache_memory_mib is None
-    if model.device.type == "cuda" and (wants_chunk or wants_memory):
-        limits = _limits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len, num_drafts)
-        measured = _measure(engine, asked.block_size, model, limits, wants_chunk=wants_chunk)
-        if measured.chunk is not None:
-            # A step of `max_num_seqs` decodes must still fit.
-            wanted = max(measured.chunk, asked.max_num_seqs)
-            chosen = min(wanted, asked.max_num_batched_tokens)
-            logger.info(
-                "chose scheduler.max_num_batched_tokens %d by measuring; set this key to use the same value at "
-                "every start",
-                chosen,
-            )
-            values["max_num_batched_tokens"] = chosen
-        if wants_memory:
-            logger.info("GPU memory: %s", measured.memory.arithmetic())
-            complete = asked.with_values("scheduler", **values)
-            values["num_blocks"] = _num_gpu_blocks(measured.memory, complete, model)
-    if not values["num_blocks"]:
+    has_budget = "max_num_batched_tokens" in scheduler.model_fields_set
+    num_swap_blocks = _num_swap_blocks(engine.swap_space_mib, asked, model)
+    config = asked.with_values("scheduler", max_model_len=max_model_len, num_swap_blocks=num_swap_blocks)
+    if model.device.type == "cuda":
+        wants_chunk = not has_budget and not _has_whole_prompts(asked)
+        limits = _limits(asked, max_model_len, num_drafts)
+        config = _with_measured(engine, config, model, limits, wants_chunk=wants_chunk)
+    if config.num_blocks is None:
         default_mib = CPU_KV_CACHE_MIB * (2 if model.kv_dtype == torch.float32 else 1)
         memory_mib = engine.kv_cache_memory_mib or default_mib
-        values["num_blocks"] = _num_blocks(memory_mib, asked, model, draft)
-    if model.device.type == "cpu" and _has_no_budget(scheduler):
-        assert isinstance(values["num_blocks"], int)
-        values["max_num_batched_tokens"] = (values["num_blocks"] - 1) * asked.block_size
-    config = asked.with_values("scheduler", **values)
-    most = max(asked.max_num_batched_tokens, config.max_num_batched_tokens)
-    return Capacity(config, _limits(asked.max_num_seqs, most, max_model_len, num_drafts))
+        config = config.with_values("scheduler", num_blocks=_num_blocks(memory_mib, asked, model, draft))
+    if model.device.type == "cpu" and asked.batching == "mixed" and not has_budget:
+        assert config.num_blocks is not None
+        budget = (config.num_blocks - 1) * config.block_size  # only the pool's size limits a step
+        config = config.with_values("scheduler", max_num_batched_tokens=budget)
+    largest = max(asked, config, key=lambda each: each.max_num_batched_tokens)
+    return Capacity(config, _limits(largest, max_model_len, num_drafts))
 
 
 def largest_steps(scheduler: SchedulerConfig, model: LoadedModel, num_drafts: int = 0) -> StepLimits:
     """The largest steps that configuration and model allow; a worker rehearses them when it starts."""
     max_model_len = _max_model_len(scheduler, model)
     asked = with_defaults_of(model.device, scheduler, max_model_len)
-    return _limits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len, num_drafts)
+    return _limits(asked, max_model_len, num_drafts)
 
 
 def with_defaults_of(device: torch.device, asked: SchedulerConfig, max_model_len: int) -> SchedulerConfig:
@@ -103,11 +86,6 @@ def with_defaults_of(device: torch.device, asked: SchedulerConfig, max_model_len
         defaults["max_num_batched_tokens"] = max(defaults["max_num_batched_tokens"], max_model_len)
     unset = {key: value for key, value in defaults.items() if key not in asked.model_fields_set}
     return asked.with_values("scheduler", **unset)
-
-
-def _has_no_budget(asked: SchedulerConfig) -> bool:
-    """Whether only the pool's size limits a step: with `batching: mixed` and an unset budget, on a CPU."""
-    return asked.batching == "mixed" and "max_num_batched_tokens" not in asked.model_fields_set
 
 
 def _has_whole_prompts(asked: SchedulerConfig) -> bool:
@@ -125,12 +103,39 @@ def _cpu_budget(asked: SchedulerConfig, max_model_len: int) -> dict[str, object]
     return {"max_num_batched_tokens": least} if least > asked.max_num_batched_tokens else {}
 
 
-def _limits(
-    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int
-) -> StepLimits:
+def _limits(config: SchedulerConfig, max_model_len: int, num_drafts: int) -> StepLimits:
     """A request may have one sequence in a step for its last token, and one for each of its drafts."""
-    num_sequences = min(max_num_seqs * (1 + num_drafts), max_num_batched_tokens)
-    return StepLimits(max(num_sequences, max_num_seqs), max_num_batched_tokens, max_model_len)
+    max_num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
+    num_sequences = min(max_num_seqs * (1 + num_drafts), budget)
+    return StepLimits(max(num_sequences, max_num_seqs), budget, max_model_len)
+
+
+def _with_measured(
+    engine: EngineConfig,
+    config: SchedulerConfig,
+    model: LoadedModel,
+    limits: StepLimits,
+    *,
+    wants_chunk: bool,
+) -> SchedulerConfig:
+    """Adds the number of blocks that fit a GPU, unless it is set, and its best chunk, if `wants_chunk`."""
+    wants_memory = config.num_blocks is None and engine.kv_cache_memory_mib is None
+    if not wants_chunk and not wants_memory:
+        return config
+    measured = _measure(engine, config.block_size, model, limits, wants_chunk=wants_chunk)
+    if measured.chunk is not None:
+        # A step of `max_num_seqs` decodes must still fit.
+        chosen = min(max(measured.chunk, config.max_num_seqs), config.max_num_batched_tokens)
+        logger.info(
+            "chose scheduler.max_num_batched_tokens %d by measuring; set this key to use the same value at "
+            "every start",
+            chosen,
+        )
+        config = config.with_values("scheduler", max_num_batched_tokens=chosen)
+    if wants_memory:
+        logger.info("GPU memory: %s", measured.memory.arithmetic())
+        config = config.with_values("scheduler", num_blocks=_num_gpu_blocks(measured.memory, config, model))
+    return config
 
 
 def _measure(
@@ -180,14 +185,12 @@ def _num_gpu_blocks(memory: "DeviceMemory", asked: SchedulerConfig, model: Loade
     return min(memory.num_blocks(shape.size_bytes, needed, max_model_len), shape.most_on_gpu)
 
 
-def _num_swap_blocks(
-    memory_mib: int, scheduler: SchedulerConfig, block_size: int, model: LoadedModel
-) -> int | None:
+def _num_swap_blocks(memory_mib: int, asked: SchedulerConfig, model: LoadedModel) -> int | None:
     """Blocks of host memory for preempted requests; None if preempted requests are recomputed."""
-    if scheduler.preemption == "recompute":
+    if asked.preemption == "recompute":
         return None
-    size_bytes = model.kv_block_shape(block_size).size_bytes
-    num_blocks = scheduler.num_swap_blocks or memory_mib * 2**20 // size_bytes
+    size_bytes = model.kv_block_shape(asked.block_size).size_bytes
+    num_blocks = asked.num_swap_blocks or memory_mib * 2**20 // size_bytes
     if num_blocks < 1:
         raise ConfigError(
             f"engine.swap_space_mib: got {memory_mib}, which is too little for one block of this model"

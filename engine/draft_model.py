@@ -25,6 +25,7 @@ from baton.kv_groups import NULL_BLOCK_ID
 from engine.batch import DraftedRequest, SampledRequest, StepBatch
 from engine.drafts import Wanted
 from engine.forward import Forward
+from engine.group_blocks import GroupBlocks
 from engine.request_table import NONE, IntArray
 from engine.sampler import Sampler
 
@@ -175,24 +176,23 @@ def _batch_of(sequences: Sequence[_Sequence], sampling: Sequence[_Sequence], blo
         block_ids_BM[row, :count] = sequence.block_ids[:count]
     owners_T = np.repeat(np.arange(len(sequences)), num_tokens_B)
     positions_T = np.arange(len(owners_T)) + (ends_B - starts_B - num_tokens_B)[owners_T]
-    block_ids_T = block_ids_BM[owners_T, positions_T // block_size]
+    slots_T = block_ids_BM[owners_T, positions_T // block_size] * block_size + positions_T % block_size
+    new_tails = tuple(
+        (int(block_ids_BM[row, num_blocks_B[row] - 1]), int(offset))
+        for row, offset in enumerate(ends_B % block_size)
+        if offset
+    )
     samples_B = np.array([sequence.samples for sequence in sequences])
     return StepBatch(
         input_ids_T=np.concatenate([sequence.token_ids for sequence in sequences]),
         sources_T=np.full(len(owners_T), NONE),
         positions_T=positions_T,
-        slots_T=block_ids_T * block_size + positions_T % block_size,
         num_decodes=int((num_tokens_B == 1).sum()),
         starts_B=starts_B,
         num_tokens_B=num_tokens_B,
         context_lens_B=ends_B,
-        block_ids_BM=block_ids_BM,
         num_blocks_B=num_blocks_B,
+        blocks=(GroupBlocks(slots_T, block_ids_BM, new_tails),),
         sampling_rows_R=(starts_B + num_tokens_B - 1)[samples_B],
         sampling_requests=tuple(sequence.sampled_request for sequence in sampling),
-        new_tails=tuple(
-            (int(block_ids_BM[row, num_blocks_B[row] - 1]), int(offset))
-            for row, offset in enumerate(ends_B % block_size)
-            if offset
-        ),
     )

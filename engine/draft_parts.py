@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from baton.config import BatonConfig, SchedulerConfig, SpeculationConfig
 from baton.errors import ConfigError, ModelError
 from engine.draft_model import DraftModel
 from engine.drafts import Drafter, NGramProposer, Proposer
@@ -15,7 +15,7 @@ from engine.forward import TorchForward
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.pretrained import default_cache_dir, resolve
-from engine.loading.weights import OnProgress
+from engine.loading.weights import OnLoaded
 from engine.runner_parts import make_attention
 from engine.sampler import TorchSampler
 
@@ -52,18 +52,13 @@ class Draft:
 
 
 def load_draft(
-    speculation: SpeculationConfig,
-    model_config: ModelConfig,
-    engine: EngineConfig,
-    model_path: Path,
-    model: LoadedModel,
-    on_progress: OnProgress | None = None,
-    max_model_len: int | None = None,
+    config: BatonConfig, model_path: Path, model: LoadedModel, on_progress: OnLoaded | None = None
 ) -> Draft | None:
     """The draft model for `model`; None if none is configured, or on a rank that does not sample.
 
     `model_path`: the folder of `model`. ConfigError or ModelError if the draft model does not fit to `model`.
     """
+    speculation = config.speculation
     if speculation.method != "draft_model" or model.collectives.rank > 0:
         return None
     if model.layer_groups.groups.num_windowed:
@@ -77,16 +72,14 @@ def load_draft(
     assert speculation.draft_model is not None
     try:
         path = resolve(speculation.draft_model, default_cache_dir(os.environ))
-        config = model_config
-        if speculation.draft_quantization is not None:
-            config = config.with_values("speculation", quantization=speculation.draft_quantization)
+        quantization = speculation.draft_quantization or config.model.quantization
         draft = load_model(
-            config,
+            config.model.with_values("speculation", quantization=quantization),
             path,
             model.device,
-            kv_cache_dtype=engine.kv_cache_dtype,
+            kv_cache_dtype=config.engine.kv_cache_dtype,
             on_progress=on_progress,
-            max_model_len=max_model_len,
+            max_model_len=config.scheduler.max_model_len,
         )
         _check_vocabulary(draft, path, model, model_path)
         if draft.layer_groups.groups.num_windowed:

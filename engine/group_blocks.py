@@ -4,7 +4,6 @@ Shape suffixes as in engine/batch.py.
 """
 # ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +14,16 @@ from engine.request_table import IntArray, RequestTable
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """The fields of the same names in StepBatch, for one KV group."""
+    """Where one KV group stores a step's KV."""
 
     slots_T: IntArray
+    """Where each token's KV is stored: block id x block size + offset."""
     block_ids_BM: IntArray
+    """The blocks with the KV of each context, padded with the null block."""
     new_tails: tuple[tuple[int, int], ...]
+    """(block, offset): from this offset on, a request's last block may contain garbage, which must be zeroed
+    before attention. Kernels read whole blocks, and the block's former owner or a peer may have left a NaN.
+    Masking is not enough, since 0 x NaN is NaN."""
 
 
 def group_blocks(
@@ -30,7 +34,7 @@ def group_blocks(
     owners_T: IntArray,
     positions_T: IntArray,
     ends_B: IntArray,
-) -> Sequence[GroupBlocks]:
+) -> tuple[GroupBlocks, ...]:
     """The GroupBlocks of each KV group.
 
     `owners_T`: the sequence of each token. `ends_B`: the position after each sequence's last token. A row of
@@ -57,7 +61,7 @@ def group_blocks(
         found.append(
             GroupBlocks(block_ids_T * block_size + positions_T % block_size, block_ids_BM, tuple(new_tails))
         )
-    return found
+    return tuple(found)
 
 
 def _are_last_blocks_new(table: RequestTable, rows_B: IntArray, entries_B: IntArray) -> IntArray:

@@ -105,13 +105,12 @@ def _deepseek(config: Mapping[str, Any], family: Family) -> Mixture:
     is_v3 = family is Family.DEEPSEEK_V3
     _refuse_other(config, "moe_layer_freq", 1)
     _refuse_other(config, "scoring_func", "sigmoid" if is_v3 else "softmax")
-    is_grouped = is_v3
     if is_v3:
         _refuse_other(config, "topk_method", "noaux_tc")
     else:
         _refuse_other(config, "norm_topk_prob", False)
         _refuse_other(config, "topk_method", "greedy", "group_limited_greedy")
-        is_grouped = config.get("topk_method") == "group_limited_greedy"
+    is_grouped = is_v3 or config.get("topk_method") == "group_limited_greedy"
     size, num_experts = count_of(config, "moe_intermediate_size"), count_of(config, "n_routed_experts")
     num_groups, num_chosen_groups, num_chosen = _groups(config, num_experts, is_grouped=is_grouped)
     return Mixture(
@@ -135,7 +134,7 @@ def _groups(config: Mapping[str, Any], num_experts: int, *, is_grouped: bool) ->
     num_groups = count_of(config, "n_group") if is_grouped else 1
     num_chosen_groups = count_of(config, "topk_group") if is_grouped else 1
     per_group, rest = divmod(num_experts, num_groups)
-    if rest or (is_grouped and num_groups > 1 and per_group < 2):
+    if rest or (num_groups > 1 and per_group < 2):
         raise ModelError(
             f"n_group must divide the {num_experts} experts into groups of two or more, got {num_groups}"
         )

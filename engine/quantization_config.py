@@ -11,11 +11,10 @@ from typing import Any
 
 from baton.errors import ModelError
 from engine.config_values import object_of
-from engine.quantization_scheme import Layout, Scheme
+from engine.quantization_scheme import MXFP4_BLOCK, Layout, Scheme
 
-KEY = "quantization_config"
-OLD_KEY = "compression_config"
-"""The key in the first checkpoints of compressed-tensors."""
+QUANTIZATION_KEYS = KEY, OLD_KEY = "quantization_config", "compression_config"
+"""The key of a config.json, and its name in the first checkpoints of compressed-tensors."""
 FIRST_WITH_FP8 = (8, 9)
 """Compute capability of Ada, the first GPUs with 8-bit floats."""
 
@@ -53,11 +52,11 @@ class Quantization:
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """The quantization that a config.json declares, or None; ModelError names an unsupported key."""
-    if config.get(KEY) is None and config.get(OLD_KEY) is not None:
-        return _compressed_tensors(object_of(config, OLD_KEY), OLD_KEY)
-    if config.get(KEY) is None:
+    key, given = _declared(config)
+    if config.get(key) is None:
         return None
-    given = object_of(config, KEY)
+    if key == OLD_KEY:
+        return _compressed_tensors(given, OLD_KEY)
     method = given.get("quant_method")
     if not isinstance(method, str) or method not in _READERS:
         raise ModelError(
@@ -69,8 +68,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 def check_kv_cache_scheme(config: Mapping[str, Any]) -> None:
     """ModelError if config.json quantizes keys and values other than to 8-bit floats with one scale each."""
-    key = KEY if config.get(KEY) is not None else OLD_KEY
-    scheme, where = object_of(config, key).get("kv_cache_scheme"), f"{key}.kv_cache_scheme"
+    key, given = _declared(config)
+    scheme, where = given.get("kv_cache_scheme"), f"{key}.kv_cache_scheme"
     if scheme is None or scheme == _STATIC:
         return
     try:
@@ -79,6 +78,12 @@ def check_kv_cache_scheme(config: Mapping[str, Any]) -> None:
         _refuse_others(scheme, where, _KV_CACHE)
     except ModelError as error:
         raise ModelError(f"{error}; set engine.kv_cache_dtype to 'auto', which needs no scales") from None
+
+
+def _declared(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The key that declares a quantization, and its object, which is empty if the key is missing."""
+    key = KEY if config.get(KEY) is not None else OLD_KEY
+    return key, object_of(config, key)
 
 
 def _compressed_tensors(config: Mapping[str, Any], key: str = KEY) -> Quantization:
@@ -186,7 +191,7 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
 def _mxfp4(config: Mapping[str, Any]) -> Quantization:
     """A matrix is quantized if the checkpoint has its `blocks`; `modules_to_not_convert` is ignored."""
     _refuse_others(config, KEY, _MXFP4)
-    return _of_all("mxfp4", Scheme(layout=Layout.MXFP4, bits=4, inputs_per_scale=32))
+    return _of_all("mxfp4", Scheme(layout=Layout.MXFP4, bits=4, inputs_per_scale=MXFP4_BLOCK))
 
 
 def _of_all(method: str, scheme: Scheme) -> Quantization:

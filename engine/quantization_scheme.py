@@ -7,6 +7,8 @@ from typing import Literal
 
 SMALLEST_GROUP = 16
 """The smallest group of inputs that kernels support; see `GROUP_SIZES`."""
+MXFP4_BLOCK = 32
+"""Number of inputs that share a scale in MXFP4; fixed by the format (Open Compute Project, 2023)."""
 
 
 class Layout(Enum):
@@ -63,18 +65,16 @@ class Scheme:
     @property
     def values_name(self) -> str:
         """The end of the name of the tensor with a matrix' values."""
-        if self.layout is Layout.NUMBERS:
-            return "weight"
-        names = {Layout.PACKED: "weight_packed", Layout.MXFP4: "blocks"}
+        names = {Layout.NUMBERS: "weight", Layout.PACKED: "weight_packed", Layout.MXFP4: "blocks"}
         return names.get(self.layout, "qweight")
 
     def num_inputs(self, values_shape: Sequence[int]) -> int:
         """The number of a matrix' inputs, by the shape of its values' tensor."""
-        per_int = 32 // self.bits
         if self.layout is Layout.MXFP4:
-            return values_shape[-2] * 32
+            return values_shape[-2] * MXFP4_BLOCK
         if self.layout is Layout.AWQ:
             return values_shape[0]
+        per_int = 32 // self.bits
         if self.layout in (Layout.GPTQ, Layout.GPTQ_V2):
             return values_shape[0] * per_int
         return values_shape[1] * (per_int if self.layout is Layout.PACKED else 1)

@@ -189,9 +189,10 @@ def _scaled(
     plain: RopeConfig, values: Mapping[str, Any], original: int | None, max_length: int
 ) -> RopeConfig:
     length_factor = max_length / original if plain.rope_type is RopeType.YARN and original else None
-    keys = ["low_freq_factor", "high_freq_factor"] if plain.rope_type is RopeType.LLAMA3 else []
-    keys += [] if length_factor is not None else ["factor"]
-    if missing := [key for key in keys if values.get(key) is None]:
+    needed = ["low_freq_factor", "high_freq_factor"] if plain.rope_type is RopeType.LLAMA3 else []
+    if length_factor is None:
+        needed.append("factor")
+    if missing := [key for key in needed if values.get(key) is None]:
         raise ModelError(f"rope type {plain.rope_type.value!r} needs {', '.join(missing)}")
     if plain.rope_type is RopeType.YARN and plain.theta == 1.0:
         raise ModelError("rope_theta of rope type 'yarn' must not be 1")

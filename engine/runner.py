@@ -15,7 +15,7 @@ from engine.forward import Forward
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks
 from engine.request_table import NONE
-from engine.sampler import SampledToken, SampledTokens, Sampler
+from engine.sampler import SampledToken, SampledTokens, Sampler, has_penalties
 
 
 class ModelRunner:
@@ -200,14 +200,18 @@ class LaunchedStep:
             token_ids.setdefault(request_id, []).append(token.token_id)
             if token.logprobs is not None:
                 logprobs.setdefault(request_id, []).append(token.logprobs)
-        forced = dict(self._forced(token_ids.keys())) if self._takes_forced else {}
+        forced = dict(self._forced(token_ids.keys()))
         taken = {name: each for name, each in forced.items() if each}
-        drafts = (
-            {} if self._drafter is None else dict(self._draft(self._drafter, token_ids.keys(), taken.keys()))
+        drafts = dict(self._draft(token_ids.keys(), taken.keys()))
+        return ModelRunnerOutput(
+            token_ids,
+            logprobs,
+            self._failed,
+            non_finite,
+            draft_token_ids={name: each for name, each in drafts.items() if each},
+            forced_token_ids=taken,
+            unforeseeable=forced.keys() | drafts.keys(),
         )
-        useful = {name: each for name, each in drafts.items() if each}
-        unforeseeable = forced.keys() | drafts.keys()
-        return ModelRunnerOutput(token_ids, logprobs, self._failed, non_finite, useful, taken, unforeseeable)
 
     def _verified(self, sampled: Sequence[SampledToken]) -> Iterable[tuple[RunnerRequest, int, SampledToken]]:
         """The sampled tokens that count, each with its index among the request's tokens.
@@ -243,21 +247,21 @@ class LaunchedStep:
 
         Requests with log-probabilities are left out: log-probabilities need computed logits.
         """
+        if not self._takes_forced:
+            return
         for request, _ in self._sampling:
-            p = request.sampling_params
-            if request.matcher is None or p.logprobs is not None or request.request_id not in request_ids:
+            if request.matcher is None or request.sampling_params.logprobs is not None:
                 continue
-            if int(request.token_ids[-1]) not in request.stop_token_ids:
-                limit = p.max_tokens - request.num_output_tokens
+            if request.request_id in request_ids and (limit := request.num_tokens_left):
                 yield request.request_id, request.matcher.take_forced(limit, request.stop_token_ids)
 
-    def _draft(
-        self, drafter: Drafter, request_ids: Set[str], forced: Set[str]
-    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _draft(self, request_ids: Set[str], forced: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The drafts of these requests, except of the requests with forced tokens.
 
         The drafts of a request are empty if there are none now, but are expected after the next step.
         """
+        if self._drafter is None:
+            return
         requests = [
             request
             for request, _ in self._sampling
@@ -266,7 +270,7 @@ class LaunchedStep:
         has_first_token = any(request.num_own_tokens == 1 for request in requests)
         # A step that was launched since may have removed a request.
         requests = [each for each in requests if each.request_id not in forced and each.row is not None]
-        for request, drafts in drafter.draft(requests, self._batch, has_first_token=has_first_token):
+        for request, drafts in self._drafter.draft(requests, self._batch, has_first_token=has_first_token):
             useful = tuple(_useful(drafts, request))
             if useful or not has_first_token:  # else there may have been no guess
                 request.acceptance.guessed(len(useful))
@@ -284,10 +288,4 @@ def _useful(drafts: list[int], request: RunnerRequest) -> list[int]:
 
 def needs_known_tokens(request: SampledRequest) -> bool:
     """Whether sampling needs the request's earlier tokens themselves, for a penalty or a grammar."""
-    p = request.sampling_params
-    return bool(
-        p.repetition_penalty != 1.0
-        or p.presence_penalty
-        or p.frequency_penalty
-        or request.matcher is not None
-    )
+    return has_penalties(request.sampling_params) or request.matcher is not None

@@ -1,6 +1,6 @@
 """make_runner: a ModelRunner for a model on a CPU, with one attention for each KV group."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -9,13 +9,11 @@ from engine.drafts import Drafter
 from engine.forward import PagedAttentions, TorchForward
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
-from engine.layer_groups import LayerGroups
 from engine.layers.attention import Attention, HeadNorm
 from engine.layers.native_attention import NativeAttention, is_supported
+from engine.layers.native_backend import NativeBackend
 from engine.layers.paged_attention import PagedAttention
 from engine.loading.loader import LoadedModel
-from engine.model_config import ModelArchitecture
-from engine.native.library import native_library
 from engine.runner import ModelRunner
 from engine.sampler import TorchSampler
 
@@ -44,43 +42,36 @@ def make_runner(
 
 
 def make_attention(model: LoadedModel, pool: KVPool) -> PagedAttentions:
-    """Attention by Baton's own kernels if they exist here and support the model's heads; else by torch."""
-    library = native_library()
-
-    def make(architecture: ModelArchitecture) -> PagedAttentions:
-        if library is not None and is_supported(pool.shape, model.num_heads):
-            return NativeAttention(library, pool, architecture, model.num_heads, model.dtype)
-        return PagedAttention(pool, architecture, model.num_heads, model.dtype)
-
+    """Attention by Baton's own kernels if the model's backend has them and they support its heads; else by torch."""
     groups = model.layer_groups
-    if len(groups.layers) == 1:
-        return make(model.architecture)
-    return GroupedAttention(groups, model.architecture, make)
+    of_groups = [_attention_of(model, pool, group) for group in range(len(groups.layers))]
+    return of_groups[0] if len(of_groups) == 1 else GroupedAttention(of_groups, groups.places)
+
+
+def _attention_of(model: LoadedModel, pool: KVPool, group: int) -> PagedAttentions:
+    """Attention of one KV group, for a model that has only the layers of this group."""
+    backend, architecture = model.backend, model.architecture.of_layers(model.layer_groups.layers[group])
+    if isinstance(backend, NativeBackend) and is_supported(pool.shape, model.num_heads):
+        return NativeAttention(backend.library, pool, architecture, model.num_heads, model.dtype, group)
+    return PagedAttention(pool, architecture, model.num_heads, model.dtype, group)
 
 
 class GroupedAttention:
-    """Attention of a model with several KV groups: one for each group, with the group's layers and blocks."""
+    """Attention of a model with several KV groups."""
 
-    def __init__(
-        self,
-        groups: LayerGroups,
-        architecture: ModelArchitecture,
-        make: Callable[[ModelArchitecture], PagedAttentions],
-    ) -> None:
-        """`make`: makes one group's attention, for a model that has only the layers of this group."""
-        self._attentions = [make(architecture.of_layers(layers)) for layers in groups.layers]
-        self._places = groups.places
+    def __init__(self, of_groups: Sequence[PagedAttentions], places: Mapping[int, tuple[int, int]]) -> None:
+        """`of_groups`: the attention of each group. `places`: the group of each layer, and its index in the group."""
+        self._of_groups = of_groups
+        self._places = places
 
     def prepare(self, batch: StepBatch) -> Attention:
-        steps = [attention.prepare(batch.of_group(group)) for group, attention in enumerate(self._attentions)]
-        return GroupedStepAttention(steps, self._places)
+        return GroupedStepAttention([each.prepare(batch) for each in self._of_groups], self._places)
 
 
 class GroupedStepAttention:
     """Satisfies `engine.layers.attention.Attention` for one step."""
 
-    def __init__(self, steps: Sequence[Attention], places: dict[int, tuple[int, int]]) -> None:
-        """`places`: the group of each layer, and the layer's index in the group."""
+    def __init__(self, steps: Sequence[Attention], places: Mapping[int, tuple[int, int]]) -> None:
         self._steps = steps
         self._places = places
 

@@ -147,13 +147,13 @@ def is_processed(request: SampledRequest) -> bool:
     """Whether the request's logits are changed before its next token is drawn."""
     p = request.sampling_params
     return bool(
-        p.logit_bias
-        or p.repetition_penalty != 1.0
-        or p.presence_penalty
-        or p.frequency_penalty
-        or request.num_output_tokens < p.min_tokens
-        or request.matcher
+        p.logit_bias or has_penalties(p) or request.num_output_tokens < p.min_tokens or request.matcher
     )
+
+
+def has_penalties(p: SamplingParams) -> bool:
+    """Whether a request's earlier tokens change the logits."""
+    return bool(p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty)
 
 
 def _process_(logits_V: torch.Tensor, request: SampledRequest) -> None:

@@ -24,11 +24,8 @@ class TokenCounts:
         self._num_counted = 0
 
     def follow(self, token_ids: IntArray) -> None:
-        """Counts the tokens of a sequence, which extends the previous one or is shorter.
-
-        If it is shorter, all tokens are counted again."""
-        if len(token_ids) < self._num_counted:
-            self.tokens, self.counts, self._num_counted = self.tokens[:0], self.counts[:0], 0
+        """Counts the tokens of a sequence, which extends the previous one."""
+        assert len(token_ids) >= self._num_counted, f"{len(token_ids)} tokens after {self._num_counted}"
         new = token_ids[self._num_counted :]
         self._num_counted = len(token_ids)
         if len(new) > FEW:

@@ -349,17 +349,7 @@ def compose_executor(
     )
 
     def build(collectives: Collectives) -> DeviceEngine:
-        return build_device_engine(
-            config.model,
-            config.engine,
-            config.scheduler,
-            config.speculation,
-            model_path,
-            collectives,
-            clock,
-            connect,
-            on_progress,
-        )
+        return build_device_engine(config, model_path, collectives, clock, connect, on_progress)
 
     others = None
     if num_ranks > 1:

@@ -139,7 +139,7 @@ def engine_over(
         parts.sampler,
         HostBlocks(0, pool),
         pool.shape.block_size,
-        kv_groups=parts.kv_groups,
+        kv_groups=parts.forward.groups,
         mark=lambda: mark(setting.device),
     )
     return CheckedEngine(model, pool, runner, forward)
@@ -149,9 +149,11 @@ def torch_engine(model: LoadedModel, num_blocks: int, block_size: int) -> Checke
     """The parts of a CPU worker on the model's device: the reference for tokens and logits."""
     pool = KVPool(num_blocks, model.kv_block_shape(block_size), model.device)
     groups = model.layer_groups
-    attention = GroupedAttention(
-        groups, model.architecture, lambda layers: PagedAttention(pool, layers, model.num_heads, model.dtype)
-    )
+    of_groups = [
+        PagedAttention(pool, model.architecture.of_layers(layers), model.num_heads, model.dtype, group)
+        for group, layers in enumerate(groups.layers)
+    ]
+    attention = GroupedAttention(of_groups, groups.places)
     forward = NotingForward(TorchForward(model.decoder, attention, model.device))
     runner = ModelRunner(forward, TorchSampler(), HostBlocks(0, pool), block_size, kv_groups=groups.groups)
     return CheckedEngine(model, pool, runner, forward)

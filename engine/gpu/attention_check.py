@@ -91,48 +91,46 @@ def attention_cases(model: LoadedModel, parts: DeviceParts, pool: KVPool) -> Ite
             (f"prefill{seen}", _chunk(room, parts)),
             (f"decode{seen}", _decodes(room, parts)),
         ):
-            num_blocks = int(batch.block_ids_BM.max())
-            blocks_NKHSD = pool.blocks_NLKHTD[1 : num_blocks + 1, places[layer][1]]
-            random = torch.randn(blocks_NKHSD.shape, generator=generator, device=model.device)
-            blocks_NKHSD.copy_(random.to(pool.shape.dtype))
+            num_blocks = 1 + int(batch.blocks[0].block_ids_BM.max())
+            kv_NKHSD = pool.blocks_NLKHTD[:num_blocks, places[layer][1]]
+            random = torch.randn(kv_NKHSD[1:].shape, generator=generator, device=model.device)
+            kv_NKHSD[1:].copy_(random.to(pool.shape.dtype))
             try:
-                yield _trial(name, model, parts, pool, layer, window, batch, generator)
+                yield _trial(name, model, parts, kv_NKHSD, layer, batch, generator)
             finally:
-                as_bytes(blocks_NKHSD).zero_()
+                as_bytes(kv_NKHSD).zero_()
 
 
 def _trial(
     name: str,
     model: LoadedModel,
     parts: DeviceParts,
-    pool: KVPool,
+    kv_NKHSD: torch.Tensor,
     layer: int,
-    window: int | None,
     batch: StepBatch,
     generator: torch.Generator,
 ) -> AttentionCase:
-    """The queries lie within the output of the projection, as in the model."""
-    num_heads, head_dim, latent = model.num_heads, pool.shape.head_dim, model.architecture.latent
-    num_kv_rows = pool.shape.num_planes * pool.shape.num_kv_heads
-    shape_TPD = (batch.num_tokens, num_heads + num_kv_rows, head_dim)
+    """The queries lie within the output of the projection, as in the model. `kv_NKHSD`: the layer's KV in the pool."""
+    a, num_heads = model.architecture, model.num_heads
+    _, num_planes, num_kv_heads, _, head_dim = kv_NKHSD.shape
+    shape_TPD = (batch.num_tokens, num_heads + num_planes * num_kv_heads, head_dim)
     qkv_TPD = torch.randn(shape_TPD, generator=generator, device=model.device).mul_(QUERY_SCALE)
     q_TQD = qkv_TPD.to(model.dtype)[:, :num_heads]
-    softmax = Softmax(model.architecture.attention_scale, window, model.architecture.attention_cap)
+    softmax = Softmax(a.attention_scale, a.sliding_windows[layer], a.attention_cap)
     sinks_Q = None
-    if model.architecture.has_sinks:
+    if a.has_sinks:
         sinks_Q = torch.randn(num_heads, generator=generator, device=model.device).mul_(QUERY_SCALE)
-    num_blocks, (_, index) = int(batch.block_ids_BM.max()), model.layer_groups.places[layer]
+    block_ids_BM = torch.from_numpy(batch.blocks[0].block_ids_BM).to(model.device)
 
     def expect() -> tuple[torch.Tensor, torch.Tensor]:
-        kv_NKHSD = pool.blocks_NLKHTD[: num_blocks + 1, index].to(torch.float32, copy=True)
-        if pool.shape.is_latent:  # keys that are values, too
-            kv_NKHSD = kv_NKHSD.repeat(1, 2, 1, 1, 1)
-        block_ids_BM = torch.from_numpy(batch.block_ids_BM).to(model.device)
+        exact_NKHSD = kv_NKHSD.to(torch.float32, copy=True)
+        if a.latent is not None:  # keys that are values, too
+            exact_NKHSD = exact_NKHSD.repeat(1, 2, 1, 1, 1)
         step = (block_ids_BM, batch.num_tokens_B.tolist(), batch.context_lens_B.tolist(), softmax, sinks_Q)
-        want_TQD = paged_attention_reference(q_TQD.to(torch.float32), kv_NKHSD, *step)
-        kv_NKHSD[:, 1].abs_()
-        sum_TQD = paged_attention_reference(q_TQD.to(torch.float32), kv_NKHSD, *step)
-        num_values = head_dim if latent is None else latent.rank
+        want_TQD = paged_attention_reference(q_TQD.to(torch.float32), exact_NKHSD, *step)
+        exact_NKHSD[:, 1].abs_()
+        sum_TQD = paged_attention_reference(q_TQD.to(torch.float32), exact_NKHSD, *step)
+        num_values = head_dim if a.latent is None else a.latent.rank
         return want_TQD[..., :num_values], sum_TQD.mul_(TOLERANCES[model.dtype])[..., :num_values]
 
     return AttentionCase(name, lambda: parts.forward.attend(batch, layer, q_TQD, sinks_Q), expect)
@@ -160,4 +158,4 @@ def _step(num_tokens: list[int], context_lens: list[int], parts: DeviceParts) ->
     generator = np.random.default_rng(0)
     for ids_M, count in zip(block_ids_BM, num_blocks_B, strict=True):
         ids_M[:count] = generator.permutation(count) + 1
-    return unstored_step(num_tokens_B, context_lens_B, block_ids_BM, block_size, parts.kv_groups)
+    return unstored_step(num_tokens_B, context_lens_B, block_ids_BM, block_size, parts.forward.groups)

@@ -3,13 +3,13 @@
 Shape suffixes: R rows that sample, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 
-from baton.kv_groups import NULL_BLOCK_ID, KVGroups
+from baton.kv_groups import NULL_BLOCK_ID
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from baton.step import NewRequestData
 from engine.batch import RunnerRequest, StepLimits
@@ -25,7 +25,7 @@ from engine.kernels.switches import kernel_switches
 from engine.kv_cache import HostBlocks, KVPool, copy_one_by_one
 from engine.layers.triton_attention import TritonAttention
 from engine.layers.triton_backend import TritonBackend
-from engine.layers.triton_linear import NUM_ROWS, TimedProducts
+from engine.layers.triton_linear import NUM_ROWS
 from engine.loading.loader import LoadedModel
 from engine.runner import ModelRunner
 
@@ -54,11 +54,8 @@ class DeviceParts:
 
     forward: StagedForward
     sampler: DeviceSampler
-    timed_products: TimedProducts
+    backend: TritonBackend
     limits: StepLimits
-    kv_groups: KVGroups
-    token_counts: Collection[int]
-    """Steps of these numbers of tokens launch every variant of the products."""
     mixed_sizes: Sequence[int]
     """Numbers of tokens for which steps with prompts are recorded."""
 
@@ -77,7 +74,8 @@ class DeviceParts:
             self.sampler(logits_RV, [_rehearsed(row, params) for row in range(num_decodes)]).wait()
         for count in NUM_ROWS:
             self.forward.rehearse(min(count, num_requests), 1)
-        for count in {min(count, limits.max_num_batched_tokens) for count in self.token_counts}:
+        counts = {min(count, limits.max_num_batched_tokens) for count in self.backend.token_counts}
+        for count in sorted(counts):
             self._rehearse_prompts(count)
         # With few requests, long contexts are split. For chunks, a separate kernel merges the parts.
         for num_tokens in (1, min(2, limits.max_num_batched_tokens, limits.max_model_len)):
@@ -98,7 +96,7 @@ class DeviceParts:
         A choice is final. Nothing is timed without a GPU, or if the switch is off.
         """
         if self.sampler.sampled_R.device.type == "cuda" and kernel_switches().timed_products:
-            self.timed_products.choose(GpuTimer())
+            self.backend.timed_products.choose(GpuTimer())
 
     def record(self, recorder: Recorder, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Records decode steps, and small steps with prompts, the largest first: all share its memory.
@@ -137,7 +135,7 @@ class DeviceParts:
             grammars,
             drafter=drafter,
             samples=samples,
-            kv_groups=self.kv_groups,
+            kv_groups=self.forward.groups,
             mark=lambda: mark(device),
         )
 
@@ -151,23 +149,25 @@ def make_device_parts(
     """`num_multiprocessors`: how many programs run side by side; None: as many as the model's GPU has."""
     if num_multiprocessors is None:
         num_multiprocessors = torch.cuda.get_device_properties(model.device).multi_processor_count
-    groups = model.layer_groups
     attention = TritonAttention(
-        pool, model.architecture, groups, model.num_heads, model.dtype, limits, num_multiprocessors
+        pool,
+        model.architecture,
+        model.layer_groups,
+        model.num_heads,
+        model.dtype,
+        limits,
+        num_multiprocessors,
     )
     sampler = DeviceSampler(
         model.vocab_size, limits.max_num_seqs, model.device, collectives=model.collectives
     )
     forward = StagedForward(model.decoder, attention, limits, sampler.sampled_R, model.device)
     assert isinstance(model.backend, TritonBackend), "loaded to be computed by torch alone"
-    backend = model.backend
     return DeviceParts(
         forward,
         sampler,
-        backend.timed_products,
+        model.backend,
         limits,
-        groups.groups,
-        sorted(backend.token_counts),
         mixed_sizes(limits.max_num_batched_tokens, model.architecture, model.collectives.size),
     )
 

@@ -86,7 +86,6 @@ class DeviceSampler:
             num_rows=len(requests),
             results_2R=_to_host(self._results_2R),
             logprobs=logprobs,
-            num_top_tokens=self._batch.num_top_tokens,
             event=mark(self._device),
         )
 
@@ -169,10 +168,32 @@ class _Batch:
 class _Logprobs:
     """Log-probabilities that are being copied to the host, for the rows that want them."""
 
+    num_top_tokens: dict[int, int]
+    """See `_Batch`."""
     logprobs_L: torch.Tensor
     ranks_L: torch.Tensor
     top_ids_LN: torch.Tensor
     top_logprobs_LN: torch.Tensor
+
+    def by_row(self, token_ids: list[int]) -> dict[int, TokenLogprobs]:
+        """Those of the drawn tokens, once they have arrived."""
+        columns = zip(
+            self.num_top_tokens.items(),
+            self.logprobs_L.tolist(),
+            self.ranks_L.tolist(),
+            self.top_ids_LN.tolist(),
+            self.top_logprobs_LN.tolist(),
+            strict=True,
+        )
+        return {
+            row: TokenLogprobs(
+                token_id=token_ids[row],
+                logprob=logprob,
+                rank=rank,
+                top=tuple(zip(top_ids[:num_top], top_logprobs[:num_top], strict=True)),
+            )
+            for (row, num_top), logprob, rank, top_ids, top_logprobs in columns
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +204,6 @@ class DeviceSampledTokens:
     results_2R: torch.Tensor
     """For `num_rows` rows or more: their tokens, then which rows are not finite."""
     logprobs: _Logprobs | None
-    num_top_tokens: dict[int, int]
     event: Mark | None
     """Done when all of the above has arrived; None if there is nothing to wait for."""
 
@@ -191,9 +211,7 @@ class DeviceSampledTokens:
         if self.event is not None:
             self.event.synchronize()
         token_ids, is_non_finite = self.results_2R[:, : self.num_rows].tolist()
-        found: dict[int, TokenLogprobs] = {}
-        if self.logprobs is not None:
-            found = _token_logprobs(token_ids, self.logprobs, self.num_top_tokens)
+        found = {} if self.logprobs is None else self.logprobs.by_row(token_ids)
         return [
             SampledToken(token_id, found.get(row), not is_non_finite[row])
             for row, token_id in enumerate(token_ids)
@@ -206,6 +224,7 @@ def _logprobs(logits_RV: torch.Tensor, tokens_R: torch.Tensor, batch: _Batch) ->
     num_top = min(max(batch.num_top_tokens.values()), logits_RV.shape[1])
     top = logits_RV.index_select(0, batch.rows_L).to(torch.float32).topk(num_top)
     return _Logprobs(
+        num_top_tokens=batch.num_top_tokens,
         logprobs_L=_to_host(logprobs_L),
         ranks_L=_to_host(ranks_L),
         top_ids_LN=_to_host(top.indices),
@@ -213,29 +232,6 @@ def _logprobs(logits_RV: torch.Tensor, tokens_R: torch.Tensor, batch: _Batch) ->
             (top.values - top.values[:, :1]) - log_totals_L.unsqueeze(1)
         ),  # as the kernel does
     )
-
-
-def _token_logprobs(
-    token_ids: list[int], logprobs: _Logprobs, num_top_tokens: dict[int, int]
-) -> dict[int, TokenLogprobs]:
-    """By row."""
-    columns = zip(
-        num_top_tokens.items(),
-        logprobs.logprobs_L.tolist(),
-        logprobs.ranks_L.tolist(),
-        logprobs.top_ids_LN.tolist(),
-        logprobs.top_logprobs_LN.tolist(),
-        strict=True,
-    )
-    return {
-        row: TokenLogprobs(
-            token_id=token_ids[row],
-            logprob=logprob,
-            rank=rank,
-            top=tuple(zip(top_ids[:num_top], top_logprobs[:num_top], strict=True)),
-        )
-        for (row, num_top), logprob, rank, top_ids, top_logprobs in columns
-    }
 
 
 def _pinned(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:

@@ -101,21 +101,15 @@ def graphs_bytes(parts: DeviceParts, recorder: Recorder, free_now: Callable[[], 
     shares the memory of the largest one. The bytes that it needs in addition are assumed for every further
     graph of its kind.
     """
-    limits, total = parts.limits, 0
-    for sizes, has_chunks in (
-        (parts.mixed_sizes, True),
-        (decode_sizes(limits.max_num_seqs), False),
-    ):
-        free = [free_now()]
-        parts.forward.record(
-            sizes[-NUM_MEASURED_GRAPHS:],
-            recorder,
-            lambda _, free=free: free.append(free_now()),  # type: ignore[misc]
-            has_chunks=has_chunks,
-        )
+
+    def of_kind(sizes: Sequence[int], *, has_chunks: bool) -> int:
+        free, measured = [free_now()], sizes[-NUM_MEASURED_GRAPHS:]
+        parts.forward.record(measured, recorder, lambda _: free.append(free_now()), has_chunks=has_chunks)
         taken = [max(0, before - after) for before, after in pairwise(free)]
-        total += sum(taken) + (len(sizes) - len(taken)) * taken[-1]
-    return total
+        return sum(taken) + (len(sizes) - len(taken)) * taken[-1]
+
+    decodes = decode_sizes(parts.limits.max_num_seqs)
+    return of_kind(parts.mixed_sizes, has_chunks=True) + of_kind(decodes, has_chunks=False)
 
 
 def smallest_enough(throughputs: Sequence[tuple[int, float]]) -> int:

@@ -21,10 +21,9 @@ from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
 from engine.layers.triton_attention import TritonAttention, TritonStepAttention
 from engine.models.decoder import Decoder
-from engine.request_table import IntArray
+from engine.request_table import NONE, IntArray
 
 NO_SLOT = -1
-NO_SOURCE = -1
 
 
 class StagedForward:
@@ -129,7 +128,7 @@ class StagedForward:
         num_rows = min(size, self._max_num_seqs) if size else len(batch.sampling_rows_R)
         sections = [
             StagedArray(_padded(batch.input_ids_T, num_tokens, 0), num_tokens),
-            StagedArray(_padded(batch.sources_T, num_tokens, NO_SOURCE), num_tokens),
+            StagedArray(_padded(batch.sources_T, num_tokens, NONE), num_tokens),
             StagedArray(_padded(batch.positions_T, num_tokens, 0), num_tokens),
             StagedArray(batch.sampling_rows_R, num_rows),
             *[StagedArray(_padded(each.slots_T, num_tokens, NO_SLOT), num_tokens) for each in batch.blocks],
@@ -179,22 +178,19 @@ def unstored_step(
     """
     ends_B = num_tokens_B.cumsum()
     starts_B, num_rows = ends_B - num_tokens_B, int(num_tokens_B.sum())
-    blocks = GroupBlocks(np.full(num_rows, NO_SLOT), block_ids_BM, ())
+    blocks = GroupBlocks(np.full(num_rows, NO_SLOT), block_ids_BM, new_tails=())
     return StepBatch(
         input_ids_T=np.zeros(num_rows, np.int64),
-        sources_T=np.full(num_rows, NO_SOURCE),
+        sources_T=np.full(num_rows, NONE),
         positions_T=np.arange(num_rows) + (context_lens_B - ends_B).repeat(num_tokens_B),
-        slots_T=blocks.slots_T,
         num_decodes=len(num_tokens_B) if (num_tokens_B == 1).all() else 0,
         starts_B=starts_B,
         num_tokens_B=num_tokens_B,
         context_lens_B=context_lens_B,
-        block_ids_BM=block_ids_BM,
         num_blocks_B=-(-context_lens_B // block_size),
+        blocks=(blocks,) * groups.num_groups,
         sampling_rows_R=ends_B - 1,
         sampling_requests=(),
-        new_tails=blocks.new_tails,
-        of_others=(blocks,) * (groups.num_groups - 1),
     )
 
 

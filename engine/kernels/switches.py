@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 from baton.errors import ConfigError
 
-VARIABLE = "BATON_KERNELS"
+SWITCHES_VARIABLE = "BATON_KERNELS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class KernelSwitches:
         for word in filter(None, (part.strip() for part in text.split(","))):
             if word not in names:
                 raise ConfigError(
-                    f"{VARIABLE}: got {word!r}; use some of {', '.join(names)}, separated by commas"
+                    f"{SWITCHES_VARIABLE}: got {word!r}; use some of {', '.join(names)}, separated by commas"
                 )
             off[names[word]] = False
         return cls(**off)

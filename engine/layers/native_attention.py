@@ -59,15 +59,16 @@ class NativeAttention:
         architecture: ModelArchitecture,
         num_heads: int,
         dtype: torch.dtype,
+        group: int = 0,
     ) -> None:
         """`num_heads`: this rank's query heads. `dtype`: the dtype of activations.
 
-        The pool's dtype may have fewer bits; see `can_store`."""
+        The pool's dtype may have fewer bits; see `can_store`. `group`: the KV group whose layers these are."""
         shape = pool.shape
         assert is_supported(shape, num_heads), f"{num_heads} heads in {shape}"
         assert can_store(shape.dtype, dtype), f"{dtype} in a pool of {shape.dtype}"
         self._kernels = AttentionKernels(library)
-        self._pool = pool
+        self._pool, self._group = pool, group
         self._num_heads = num_heads
         self._dtype = dtype
         self._windows = [min(window or UNLIMITED, UNLIMITED) for window in architecture.sliding_windows]
@@ -82,7 +83,8 @@ class NativeAttention:
         a = self._architecture
         if last_position >= len(self._cos_sin_XF[0]):
             self._cos_sin_XF = rope_tables(a.ropes, self._num_rotated, 2 * last_position, CPU)
-        block_ids_BM = np.ascontiguousarray(batch.block_ids_BM)
+        blocks = batch.blocks[self._group]
+        block_ids_BM = np.ascontiguousarray(blocks.block_ids_BM)
         shape = self._pool.shape
         step = Step(
             activation_type=TYPE_CODES[self._dtype],
@@ -101,7 +103,7 @@ class NativeAttention:
             max_blocks=block_ids_BM.shape[1],
             num_threads=torch.get_num_threads(),
             positions_T=batch.positions_T.ctypes.data,
-            slots_T=batch.slots_T.ctypes.data,
+            slots_T=blocks.slots_T.ctypes.data,
             starts_B=batch.starts_B.ctypes.data,
             num_tokens_B=batch.num_tokens_B.ctypes.data,
             context_lens_B=batch.context_lens_B.ctypes.data,

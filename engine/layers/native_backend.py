@@ -28,6 +28,7 @@ class NativeBackend(TorchBackend):
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
         self._kernels = ElementwiseKernels(library)
         self._products = Products(library)
         self._embedded, self._normed, self._gated = Workspace(CPU), Workspace(CPU), Workspace(CPU)

@@ -25,6 +25,7 @@ from engine.layers.fp8 import FP8, as_bytes, saturate
 from engine.layers.rope import RotaryEmbedding, rotate_
 from engine.layers.workspace import Workspace
 from engine.model_config import ModelArchitecture
+from engine.request_table import IntArray
 
 MIN_GROUP_BLOCKS = 8
 """Decodes with at most this many blocks share one group, since padding costs less than another kernel
@@ -70,12 +71,13 @@ class PagedAttention:
         architecture: ModelArchitecture,
         num_heads: int,
         dtype: torch.dtype | None = None,
+        group: int = 0,
     ) -> None:
         """`num_heads`: this rank's query heads. `dtype`: the dtype of activations; None: that of the pool.
 
-        A pool with fewer bits is written and read without a scale.
+        A pool with fewer bits is written and read without a scale. `group`: the KV group whose layers these are.
         """
-        self._pool = pool
+        self._pool, self._group = pool, group
         self._num_heads = num_heads
         self._architecture = architecture
         self._windows = architecture.sliding_windows
@@ -93,7 +95,8 @@ class PagedAttention:
 
         Steps share memory: only one at a time.
         """
-        for block_id, offset in batch.new_tails:
+        blocks = batch.blocks[self._group]
+        for block_id, offset in blocks.new_tails:
             self._pool.clear_from(block_id, offset)
         positions_T = torch.from_numpy(batch.positions_T).to(self._device)
         angles = {rope: each.angles(positions_T, self._dtype) for rope, each in self._ropes.items()}
@@ -102,9 +105,9 @@ class PagedAttention:
             self._num_heads,
             self._architecture,
             [angles[rope] for rope in self._architecture.ropes],
-            self._pool.slot_rows(torch.from_numpy(batch.slots_T).to(self._device)),
-            [self._decode_plan(group) for group in decode_groups(batch, self._device)],
-            [self._prefill_plan(batch, index) for index in batch.prefills],
+            self._pool.slot_rows(torch.from_numpy(blocks.slots_T).to(self._device)),
+            [self._decode_plan(group) for group in decode_groups(batch, blocks.block_ids_BM, self._device)],
+            [self._prefill_plan(batch, index, blocks.block_ids_BM) for index in batch.prefills],
             self._gathered,
             self._stored,
         )
@@ -133,10 +136,10 @@ class PagedAttention:
             .reshape(-1, per_kv_head, num_keys)
         )
 
-    def _prefill_plan(self, batch: StepBatch, index: int) -> _PrefillPlan:
+    def _prefill_plan(self, batch: StepBatch, index: int, block_ids_BM: IntArray) -> _PrefillPlan:
         start, num_tokens = int(batch.starts_B[index]), int(batch.num_tokens_B[index])
         num_keys = int(batch.context_lens_B[index])
-        block_ids_1M = torch.from_numpy(batch.block_ids_BM[index : index + 1, : batch.num_blocks_B[index]])
+        block_ids_1M = torch.from_numpy(block_ids_BM[index : index + 1, : batch.num_blocks_B[index]])
         return _PrefillPlan(
             rows=slice(start, start + num_tokens),
             num_keys=num_keys,
@@ -267,7 +270,7 @@ class TorchStepAttention:
         return gathered_RX.copy_(stored_RX.view(source_RX.dtype))
 
 
-def decode_groups(batch: StepBatch, device: torch.device) -> Iterator[DecodeGroup]:
+def decode_groups(batch: StepBatch, block_ids_BM: IntArray, device: torch.device) -> Iterator[DecodeGroup]:
     """Yields groups in the batch's order, with the longest contexts first.
 
     A group ends before the first context with at most half as many blocks as its longest. So at most about
@@ -282,7 +285,7 @@ def decode_groups(batch: StepBatch, device: torch.device) -> Iterator[DecodeGrou
             end += 1
         yield DecodeGroup(
             start,
-            torch.from_numpy(batch.block_ids_BM[start:end, :most]).to(device),
+            torch.from_numpy(block_ids_BM[start:end, :most]).to(device),
             torch.from_numpy(batch.context_lens_B[start:end]).to(device),
         )
         start = end

@@ -104,11 +104,11 @@ class TritonAttention:
             shared_bytes=_shared_bytes(gpu),
             latent_rank=None if architecture.latent is None else architecture.latent.rank,
         )
-        # A tile of latents has too many rows for one program to merge.
-        merges = kernel_switches().fused_merge and architecture.latent is None
-        decode, prefill = _tunings(self._shape)
-        self._decode = Launch(decode, decode.grid(self._shape, num_multiprocessors), merges)
-        self._prefill = Launch(prefill, prefill.grid(self._shape, num_multiprocessors), merges=False)
+        self._launches = {
+            has_chunks: _launch(self._shape, limits, num_multiprocessors, has_chunks=has_chunks)
+            for has_chunks in (False, True)
+        }
+        """For steps without chunks (False) and with chunks (True)."""
         a = architecture
         tables = rope_tables(a.ropes, a.head_dim - a.rotated_from, limits.max_model_len, device)
         kv = [_layer_kv(pool, index, self._shape) for index in range(shape.num_layers)]
@@ -126,9 +126,9 @@ class TritonAttention:
             )
             for (group, index), window, table in zip(places, a.sliding_windows, tables, strict=True)
         ]
-        num_rows = max(self._bounds(launch).num_partial_rows for launch in (self._decode, self._prefill))
+        num_rows = max(launch.bounds.num_partial_rows for launch in self._launches.values())
         self._partials = Partials.empty(num_rows, self._shape, device)
-        merged = (self._bounds(self._decode).num_merges, shape.num_kv_heads)
+        merged = (self._launches[False].bounds.num_merges, shape.num_kv_heads)
         self._num_arrived_RH = torch.zeros(merged, dtype=torch.int32, device=device)
 
     @property
@@ -138,7 +138,7 @@ class TritonAttention:
     @property
     def max_staged(self) -> int:
         """The most int32 values that the sections of a step need."""
-        bounds = [self._bounds(launch) for launch in (self._decode, self._prefill)]
+        bounds = [launch.bounds for launch in self._launches.values()]
         per_plan = max(
             b.num_items * ITEM_FIELDS + b.num_merges * MERGE_FIELDS + 3 * ALIGNMENT for b in bounds
         )
@@ -149,7 +149,7 @@ class TritonAttention:
 
         `has_chunks`: which kernel the step uses. If False, every request has one token.
         """
-        launch = self._launch(has_chunks)
+        launch = self._launches[has_chunks]
         bounds = (
             None if room is None else plan_bounds(min(room, self._limits.max_num_seqs), room, launch.grid)
         )
@@ -180,7 +180,7 @@ class TritonAttention:
         ]
         return TritonStepAttention(
             self._layers,
-            self._launch(has_chunks),
+            self._launches[has_chunks],
             self._shape,
             self._partials,
             self._num_arrived_RH,
@@ -191,14 +191,14 @@ class TritonAttention:
         )
 
     def clear_tails(self, batch: StepBatch) -> None:
-        """Zeroes the slots in `StepBatch.new_tails`: kernels multiply whole blocks, and masked keys by 0."""
+        """Zeroes the slots in `GroupBlocks.new_tails`: kernels multiply whole blocks, and masked keys by 0."""
         for blocks in batch.blocks:
             for block_id, offset in blocks.new_tails:
                 self._pool.clear_from(block_id, offset)
 
     @property
     def _max_block_ids(self) -> int:
-        num_keys = max(launch.grid.keys for launch in (self._decode, self._prefill))
+        num_keys = max(launch.grid.keys for launch in self._launches.values())
         return most_entries(self._limits, self.groups, self.block_size, num_keys)
 
     def _plans(self, batch: StepBatch, tables: PackedTables, grid: TileGrid) -> Iterator[AttentionPlan]:
@@ -219,15 +219,6 @@ class TritonAttention:
                 plan, of_first_B = made[window]
                 yield plan.over_tables(int((entries_B - of_first_B).max(initial=0)))
 
-    def _launch(self, has_chunks: bool) -> "Launch":
-        return self._prefill if has_chunks else self._decode
-
-    def _bounds(self, launch: "Launch") -> PlanBounds:
-        limits = self._limits
-        is_decode = launch is self._decode
-        num_tokens = limits.max_num_seqs if is_decode else limits.max_num_batched_tokens
-        return plan_bounds(limits.max_num_seqs, num_tokens, launch.grid)
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -235,6 +226,8 @@ class Launch:
 
     tuning: AttentionTuning
     grid: TileGrid
+    bounds: PlanBounds
+    """Bounds of the plans of all steps."""
     merges: bool
     """Whether the kernel itself merges the parts of long contexts. It does not for chunks: their tiles have
     many rows, and the other programs would wait for the program that merges."""
@@ -330,11 +323,18 @@ class TritonStepAttention:
         return out_TQD.view(len(out_TQD), -1)
 
 
-def _tunings(shape: AttentionShape) -> tuple[AttentionTuning, AttentionTuning]:
-    """The tunings for steps of decodes, and for steps with chunks."""
-    if shape.latent_rank is None:
-        return decode_tuning(shape), prefill_tuning(shape)
-    return latent_tuning(shape, has_chunks=False), latent_tuning(shape, has_chunks=True)
+def _launch(
+    shape: AttentionShape, limits: StepLimits, num_multiprocessors: int, *, has_chunks: bool
+) -> Launch:
+    if shape.latent_rank is not None:
+        tuning = latent_tuning(shape, has_chunks=has_chunks)
+    else:
+        tuning = prefill_tuning(shape) if has_chunks else decode_tuning(shape)
+    grid = tuning.grid(shape, num_multiprocessors)
+    max_tokens = limits.max_num_batched_tokens if has_chunks else limits.max_num_seqs
+    # A tile of latents has too many rows for one program to merge.
+    merges = not has_chunks and kernel_switches().fused_merge and shape.latent_rank is None
+    return Launch(tuning, grid, plan_bounds(limits.max_num_seqs, max_tokens, grid), merges)
 
 
 def _layer_kv(pool: KVPool, index: int, shape: AttentionShape) -> LayerKV | LatentKV:

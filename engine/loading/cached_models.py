@@ -16,7 +16,7 @@ from engine.loading.gguf_folder import gguf_of
 from engine.loading.model_files import gguf_files, has_safetensors
 from engine.loading.pretrained import PRETRAINED, is_cached, resolve
 from engine.model_config import read_json
-from engine.quantization_config import KEY, OLD_KEY
+from engine.quantization_config import QUANTIZATION_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _description(folder: Path) -> tuple[str, str]:
         for tensor in read_gguf(gguf).tensors.values():
             num_bytes[tensor.type.name] += tensor.num_bytes
         return str(names[0]), num_bytes.most_common(1)[0][0] if num_bytes else ""
-    for key in (KEY, OLD_KEY):
+    for key in QUANTIZATION_KEYS:
         if isinstance(quantized := values.get(key), dict):
             return str(names[0]), str(quantized.get("quant_method", ""))
     dtype = values.get("dtype") or values.get("torch_dtype") or ""

@@ -96,7 +96,7 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
     weights = read_weights(folder, architecture) if is_read else None
     if not is_quantized(folder):
         check_groups(config, architecture)
-    kept = 0 if weights is None else _kept_bytes(config, architecture, weights)
+    kept = 0 if weights is None else _kept_bytes(config, config.model.quantization, architecture, weights)
     fullest = None if weights is None else _fullest_rank(config, architecture, weights, kept)
     per_layer = _kv_bytes_per_layer(config, architecture, max(map(config.num_ranks, WorkerRole)))
     per_token = architecture.num_layers * per_layer
@@ -116,8 +116,16 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
     if pool is not None:  # one block is the null block
         num_blocks = pool // block_bytes - num_spare
         num_tokens = max(num_blocks - 1, 0) // groups.groups.num_groups * block_size
-    gives_back = groups.groups.num_windowed > 0
-    return Footprint(weights, kept, per_token, pool, num_tokens, gives_back, draft_kept, fullest)
+    return Footprint(
+        weights=weights,
+        weight_bytes=kept,
+        kv_bytes_per_token=per_token,
+        kv_pool_bytes=pool,
+        num_kv_tokens=num_tokens,
+        gives_back=groups.groups.num_windowed > 0,
+        draft_weight_bytes=draft_kept,
+        fullest_rank_bytes=fullest,
+    )
 
 
 def check_small_files(config: BatonConfig, folder: Path) -> ModelArchitecture:
@@ -184,12 +192,14 @@ def _least_of_gpus(field: str) -> float | None:
         return None
 
 
-def _kept_bytes(config: BatonConfig, architecture: ModelArchitecture, weights: StoredWeights) -> int:
-    """Bytes of the weights in a worker's memory."""
-    return _kept_of_others(config, weights.others) + vocabulary_bytes(
+def _kept_bytes(
+    config: BatonConfig, quantization: str, architecture: ModelArchitecture, weights: StoredWeights
+) -> int:
+    """Bytes of the weights in a worker's memory. `quantization`: instead of `model.quantization`."""
+    return _kept_of_others(config, quantization, weights.others) + vocabulary_bytes(
         weights.embeddings,
         weights.lm_head,
-        config.model.quantization,
+        quantization,
         BYTES[config.model.dtype],
         is_tied=architecture.tie_word_embeddings,
         is_cpu=config.engine.device == "cpu",
@@ -197,23 +207,23 @@ def _kept_bytes(config: BatonConfig, architecture: ModelArchitecture, weights: S
     )
 
 
-def _kept_of_others(config: BatonConfig, weights: StoredWeights) -> int:
+def _kept_of_others(config: BatonConfig, quantization: str, weights: StoredWeights) -> int:
     """Bytes of the weights without embeddings and projection to logits in a worker's memory.
 
     A CPU keeps a GGUF file's groups, and keeps 16-bit weights in 16 bits even if the model computes in
     float32. It keeps matrices of a quantized checkpoint in groups, with a scale and at most a minimum per 32 numbers.
     A GPU keeps 8-bit floats.
     """
-    is_cpu, quantization = config.engine.device == "cpu", config.model.quantization
+    is_cpu = config.engine.device == "cpu"
     in_dtype = weights.num_parameters * BYTES[config.model.dtype]
     if is_cpu and quantization != "fp8" and not may_have_kernels(os.environ):
         if quantization in BITS_KEPT:  # torch alone multiplies groups as they are
             return int(weights.num_parameters * bits_in_groups(ROUNDED_GROUP_SIZE) / 8)
         return in_dtype
     if quantization in BITS_KEPT:  # at most this many bits: a matrix that has fewer bits is kept
-        auto = config.model_copy(update={"model": config.model.with_values("model", quantization="auto")})
         at_most = int(weights.num_parameters * BITS_KEPT[quantization] / 8)
-        return min(at_most, _kept_of_others(auto, weights) if is_cpu and quantization != "fp8" else in_dtype)
+        keeps_fewer = is_cpu and quantization != "fp8"
+        return min(at_most, _kept_of_others(config, "auto", weights) if keeps_fewer else in_dtype)
     if weights.quantization is not None:
         return _kept_of_checkpoint(config, weights) if quantization == "auto" else in_dtype
     if is_cpu and (quantization == "auto" or not weights.is_gguf):
@@ -250,7 +260,8 @@ def _fullest_rank(
         return None
     num_experts = max(mixture.num_experts for mixture in architecture.mixtures if mixture is not None)
     others = weights.others
-    of_experts = _kept_of_others(config, others) * others.num_expert_bytes // max(others.num_bytes, 1)
+    kept_of_others = _kept_of_others(config, config.model.quantization, others)
+    of_experts = kept_of_others * others.num_expert_bytes // max(others.num_bytes, 1)
     sizes = []
     for role in WorkerRole:
         num_ranks = config.num_ranks(role)
@@ -270,8 +281,7 @@ def _draft_bytes(config: BatonConfig, folder: Path) -> int:
     if (weights := read_weights(folder, architecture)) is None:
         return 0
     quantization = config.speculation.draft_quantization or config.model.quantization
-    model = config.model.with_values("speculation", quantization=quantization)
-    return _kept_bytes(config.model_copy(update={"model": model}), architecture, weights)
+    return _kept_bytes(config, quantization, architecture, weights)
 
 
 def _kv_bytes_per_layer(config: BatonConfig, architecture: ModelArchitecture, num_ranks: int = 1) -> int:

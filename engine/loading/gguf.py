@@ -239,8 +239,7 @@ class _Reader:
         if number == _STRING:
             return self._string()
         if number != _ARRAY:
-            (value,) = self._scalars(key, number, 1)
-            return value
+            return self._scalars(key, number, 1)[0]
         number, count = self._number("I"), self._number("Q")
         if count > MAX_LIST:
             raise self._error(f"the metadata key {key} has {count:,} values; supported are {MAX_LIST:,}")
@@ -254,6 +253,10 @@ class _Reader:
         if code is None:
             what = "is a list of lists" if number == _ARRAY else f"has type {number}"
             raise self._error(f"the metadata key {key} {what}, which is not supported")
+        return self._unpacked(code, count)
+
+    def _unpacked(self, code: str, count: int) -> tuple[int, ...]:
+        """`count` values of this type of `struct`."""
         size = struct.calcsize(code)
         self._check_fits(count, size)
         values = struct.unpack_from(f"<{count}{code}", self._content, self._position)
@@ -269,8 +272,7 @@ class _Reader:
         return count
 
     def _number(self, code: str) -> int:
-        (value,) = self._scalars("", next(n for n, c in _SCALARS.items() if c == code), 1)
-        return value
+        return self._unpacked(code, 1)[0]
 
     def _string(self) -> str:
         (text,) = self._strings(1)

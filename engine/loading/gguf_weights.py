@@ -16,7 +16,7 @@ from engine.layers.backend import Matrix
 from engine.layers.grouped_weight import GroupedWeight
 from engine.loading.gguf import GgufTensor, read_gguf
 from engine.loading.gguf_blocks import matrix_of
-from engine.loading.weights import FileWeights, OnProgress, Shard, Take
+from engine.loading.weights import FileWeights, OnLoaded, Shard, Take
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -72,7 +72,7 @@ class GgufWeights(FileWeights):
         *,
         keeps_groups: bool,
         takes: Sequence[Take] = (),
-        on_progress: OnProgress | None = None,
+        on_progress: OnLoaded | None = None,
     ) -> None:
         """`keeps_groups`: matrices stay quantized, in 4 or 8 bits on the CPU; else they become `dtype`.
 

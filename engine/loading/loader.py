@@ -33,7 +33,7 @@ from engine.loading.weights import (
     CheckpointWeights,
     DummyWeights,
     FileWeights,
-    OnProgress,
+    OnLoaded,
     Take,
     TakeRecorder,
     WeightSource,
@@ -107,7 +107,7 @@ def load_model(
     kv_cache_dtype: KVCacheDtype = "auto",
     collectives: Collectives = SINGLE_RANK,
     expert_parallel: bool = False,
-    on_progress: OnProgress | None = None,
+    on_progress: OnLoaded | None = None,
     max_model_len: int | None = None,
 ) -> LoadedModel:
     """Loads the folder at `path`; ModelError says what is missing, misshapen or not supported.
@@ -266,7 +266,7 @@ def _load_decoder(
     path: Path,
     device: torch.device,
     kept_as: str | None,
-    on_progress: OnProgress | None,
+    on_progress: OnLoaded | None,
 ) -> Decoder:
     """`kept_as`: see `_kept_as`."""
     architecture, expert_parallel = parts.architecture, parts.expert_parallel
@@ -337,7 +337,7 @@ def _open_weights(
     device: torch.device,
     kept_as: str | None,
     takes: Sequence[Take],
-    on_progress: OnProgress | None,
+    on_progress: OnLoaded | None,
 ) -> FileWeights:
     dtype, head_dim = DTYPES[parts.config.dtype], parts.architecture.head_dim
     if (gguf := gguf_of(path)) is not None:

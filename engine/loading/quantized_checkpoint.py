@@ -11,7 +11,7 @@ from engine.layers.fp8 import FP8, Fp8Weight
 from engine.loading.coded_matrix import CodedMatrix
 from engine.loading.safetensors_index import CheckpointIndex, open_safetensors
 from engine.loading.stored_matrix import StoredMatrix
-from engine.loading.weights import FileWeights, Shard, Take, TakeRecorder, WeightSource
+from engine.loading.weights import FileWeights, Shard, Take, WeightSource
 from engine.quantization_config import Quantization
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,9 @@ class QuantizedCheckpoint(FileWeights):
         self._stored.close()
 
     def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
-        if (coded := self._coded(Take(name, shape, shard))) is not None:  # such as a mixture's router
+        if (stored := self._find(Take(name, shape, shard))) is not None:  # such as a mixture's router
             self._num_converted += 1
-            return coded[1].numbers(self._dtype)
+            return self._coded(stored).numbers(self._dtype)
         self._index.find(name, shape)  # ModelError if the tensor has codes, but no scales
         return self._stored.take_tensor(name, *shape, shard=shard).to(self._dtype)
 
@@ -72,10 +72,10 @@ class QuantizedCheckpoint(FileWeights):
     def take_matrix(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> Matrix:
-        found = self._coded(Take(name, (num_outputs, num_inputs), shard))
-        if found is None:
+        stored = self._find(Take(name, (num_outputs, num_inputs), shard))
+        if stored is None:
             return self.take_tensor(name, num_outputs, num_inputs, shard=shard)
-        stored, coded = found
+        coded = self._coded(stored)
         kept = self._kept(stored, coded)
         if kept is None:
             self._num_converted += 1
@@ -99,18 +99,16 @@ class QuantizedCheckpoint(FileWeights):
             str(self._dtype).removeprefix("torch."),
         )
 
-    def _coded(self, take: Take) -> tuple[StoredMatrix, CodedMatrix] | None:
-        """Reads a quantized matrix; None if the tensor is not quantized."""
-        stored = self._find(take)
-        if stored is None:
-            return None
+    def _coded(self, stored: StoredMatrix) -> CodedMatrix:
+        """Reads a quantized matrix."""
         tensors = {
             role: self._stored.take_tensor(part.name, *part.shape, shard=part.shard)
             for role, part in stored.parts.items()
         }
-        return stored, stored.coded(tensors)
+        return stored.coded(tensors)
 
     def _find(self, take: Take) -> StoredMatrix | None:
+        """How a quantized matrix is stored; None if the tensor is not one."""
         return _stored_matrix(self._index, self._quantization, take)
 
     def _parts_of(self, take: Take) -> list[Take]:
@@ -145,13 +143,12 @@ class OutlinedCheckpoint(WeightSource):
 
     def __init__(self, path: Path, quantization: Quantization, dtype: torch.dtype) -> None:
         """The outline is that of a device that keeps 8-bit floats, but no groups."""
-        self._recorder = TakeRecorder(dtype)
         self._index = CheckpointIndex.read(path)
         self._quantization = quantization
         self._dtype = dtype
 
     def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
-        return self._recorder.take_tensor(name, *shape, shard=shard)
+        return torch.empty(Take(name, shape, shard).part_shape, dtype=self._dtype, device="meta")
 
     def take_matrix(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None

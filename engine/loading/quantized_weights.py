@@ -6,7 +6,8 @@ import torch
 
 from baton.errors import ModelError
 from engine.layers.backend import Matrix
-from engine.layers.grouped_weight import GROUP_SIZES, GroupedWeight
+from engine.layers.grouped_weight import GroupedWeight
+from engine.loading.vocabulary import ROUNDED_GROUP_SIZE
 from engine.loading.weights import Shard, WeightSource
 
 Bits = Literal[4, 8]
@@ -14,7 +15,6 @@ Bits = Literal[4, 8]
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Matrices that get 8 bits at least. 4 bits would save little, since they are read once per step, but would
 lose much: these matrices distinguish between similar tokens."""
-_GROUP_SIZE = max(GROUP_SIZES)
 
 
 class QuantizedWeights(WeightSource):
@@ -44,9 +44,10 @@ class QuantizedWeights(WeightSource):
             return matrix
         if not isinstance(matrix, torch.Tensor):
             matrix = matrix.dequantized()
-        if matrix.shape[1] % _GROUP_SIZE:
+        if matrix.shape[1] % ROUNDED_GROUP_SIZE:
             raise ModelError(
                 f"tensor {name} cannot be quantized: a rank has {matrix.shape[1]} of its input columns, not a "
-                f"multiple of the group size {_GROUP_SIZE}; use model.quantization: none, or another number of ranks"
+                f"multiple of the group size {ROUNDED_GROUP_SIZE}; use model.quantization: none, or another number of "
+                "ranks"
             )
-        return GroupedWeight.quantize(matrix, bits)
+        return GroupedWeight.quantize(matrix, bits, ROUNDED_GROUP_SIZE)

@@ -19,14 +19,12 @@ from engine.layers.grouped_weight import E2M1
 from engine.loading.coded_matrix import CodedMatrix, gptq_zeros, unpacked, unpacked_awq
 from engine.loading.safetensors_index import CODES, DTYPES, CheckpointIndex
 from engine.loading.weights import Shard, Take
-from engine.quantization_scheme import Layout, Scheme
+from engine.quantization_scheme import MXFP4_BLOCK, Layout, Scheme
 
 _SCALES = DTYPES | {"F8_E8M0": CODES["F8_E8M0"]}
 _BYTES = {"U8": torch.uint8}
 _INT32 = {"I32": torch.int32}
 _INDICES = {"I32": torch.int32, "I64": torch.int64}
-MXFP4_BLOCK = 32
-"""Number of inputs that share a scale; fixed by the format (Open Compute Project, 2023)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +161,7 @@ def _values(scheme: Scheme, module: str, take: Take) -> tuple[Take, bool]:
     if part.start % packed or part.stop % packed:
         return Take(f"{module}.{name}", shape, None), False
     first, size = part.start // packed, (part.stop - part.start) // packed
-    return Take(f"{module}.{name}", shape, Shard(axis, 0, 1, first, size)), True
+    return Take(f"{module}.{name}", shape, Shard(axis, first=first, size=size)), True
 
 
 def _by_outputs(

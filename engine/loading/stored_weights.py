@@ -116,14 +116,14 @@ def read_weights(folder: Path, architecture: ModelArchitecture) -> StoredWeights
             kinds[module.kind] = kinds.get(module.kind, _NOTHING).plus(module.size)
     embeddings, lm_head = (_table(modules.get(name)) for name in _TABLES)
     return StoredWeights(
-        sum(module.size.num_parameters for module in modules.values()),
-        sum(module.size.num_bytes for module in modules.values()),
-        False,
-        sum(entry.num_bytes for name, entry in tensors.items() if EXPERTS in name),
-        quantization,
-        kinds,
-        embeddings,
-        lm_head,
+        num_parameters=sum(module.size.num_parameters for module in modules.values()),
+        num_bytes=sum(module.size.num_bytes for module in modules.values()),
+        is_gguf=False,
+        num_expert_bytes=sum(entry.num_bytes for name, entry in tensors.items() if EXPERTS in name),
+        quantization=quantization,
+        matrices=kinds,
+        embeddings=embeddings,
+        lm_head=lm_head,
     )
 
 
@@ -220,9 +220,9 @@ def _read_gguf(file: Path) -> StoredWeights:
         name: _gguf_table(prod(tensor.shape), tensor.type) for name, tensor in read_gguf(file).tensors.items()
     }
     return StoredWeights(
-        sum(table.num_parameters for table in tables.values()),
-        sum(table.num_bytes for table in tables.values()),
-        True,
+        num_parameters=sum(table.num_parameters for table in tables.values()),
+        num_bytes=sum(table.num_bytes for table in tables.values()),
+        is_gguf=True,
         embeddings=tables.get("token_embd.weight", StoredTable()),
         lm_head=tables.get("output.weight", StoredTable()),
     )

@@ -9,7 +9,7 @@ import torch
 
 from engine.loading.safetensors_index import CheckpointIndex, StoredTensor, types_for
 from engine.loading.weight_stream import CudaCopies, FilePart, WeightStream
-from engine.loading.weights import FileWeights, OnProgress, Shard, Take
+from engine.loading.weights import FileWeights, OnLoaded, Shard, Take
 
 
 class StreamedWeights(FileWeights):
@@ -25,7 +25,7 @@ class StreamedWeights(FileWeights):
         dtype: torch.dtype | None,
         takes: Sequence[Take],
         copies: CudaCopies,
-        on_progress: OnProgress | None = None,
+        on_progress: OnLoaded | None = None,
     ) -> None:
         """ModelError, before weights are read, if a tensor is missing, misshapen or cannot be divided.
 

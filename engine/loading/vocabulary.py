@@ -10,6 +10,7 @@ ROUNDED_BITS = 9.0
 """At most so many bits of a number of the projection with `model.quantization` int8 or int4, in the kernels' layout.
 Both of these matrices get 8 bits at least."""
 ROUNDED_GROUP_SIZE = 32
+"""Inputs of a group of a matrix that is rounded to int8 or int4."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from engine.loading.safetensors_index import (
     weight_files,
 )
 
-OnProgress = Callable[[int, int], None]
+OnLoaded = Callable[[int, int], None]
 """Called after each tensor with loaded and total bytes, on the thread that builds the model."""
 
 
@@ -33,8 +33,8 @@ class Shard:
     """Slice number `rank` of `num_ranks` slices of a tensor, or of a part of a tensor, along `dim`."""
 
     dim: int
-    rank: int
-    num_ranks: int
+    rank: int = 0
+    num_ranks: int = 1
     first: int = 0
     """The first index of the part that is divided."""
     size: int | None = None
@@ -153,7 +153,7 @@ class CheckpointWeights(FileWeights):
         path: Path,
         dtype: torch.dtype | None,
         takes: Sequence[Take] = (),
-        on_progress: OnProgress | None = None,
+        on_progress: OnLoaded | None = None,
     ) -> None:
         """`dtype` None: tensors stay as they are stored, perhaps as codes.
 

@@ -122,7 +122,7 @@ class Projections:
         size, columns = mixture.intermediate_size, self._expert_shard(0)
         if columns is not None:
             pairs = columns.slice_of(experts, (size, num_inputs))
-            columns = Shard(0, 0, 1, 2 * pairs.start, 2 * (pairs.stop - pairs.start))
+            columns = Shard(0, first=2 * pairs.start, size=2 * (pairs.stop - pairs.start))
         has_down_bias = self.expert_parallel or self.collectives.rank == 0
         for number in self._experts_here(mixture):
             gate_up, down = f"{experts}.{number}.gate_up_proj", f"{experts}.{number}.down_proj"

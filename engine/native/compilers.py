@@ -12,7 +12,7 @@ from engine.native.instructions import machine_instructions
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "BATON_NATIVE_KERNELS"
+NATIVE_KERNELS_VARIABLE = "BATON_NATIVE_KERNELS"
 """A folder of compiled kernels, or `off`."""
 
 
@@ -38,5 +38,5 @@ def _words(cxx: str) -> list[str]:
 
 def may_have_kernels(environment: Mapping[str, str]) -> bool:
     """Whether workers on this machine will have kernels, unless a compiler fails or a file is missing."""
-    given = environment.get(VARIABLE)
+    given = environment.get(NATIVE_KERNELS_VARIABLE)
     return given != "off" and machine_instructions() is not None and bool(given or compilers(environment))

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from engine.loading.pretrained import default_cache_dir
-from engine.native.compilers import VARIABLE, compilers
+from engine.native.compilers import NATIVE_KERNELS_VARIABLE, compilers
 from engine.native.instructions import (
     INSTRUCTION_SETS,
     InstructionSet,
@@ -46,8 +46,8 @@ def native_library() -> ctypes.CDLL | None:
 
     The first process compiles, which takes about 20 s on two cores; other processes wait for it.
     """
-    if os.environ.get(VARIABLE) == "off":
-        logger.info("torch computes everything: %s is off", VARIABLE)
+    if os.environ.get(NATIVE_KERNELS_VARIABLE) == "off":
+        logger.info("torch computes everything: %s is off", NATIVE_KERNELS_VARIABLE)
         return None
     try:
         return _load(os.environ)
@@ -64,11 +64,11 @@ def _load(environment: Mapping[str, str]) -> ctypes.CDLL:
     instructions = machine_instructions()
     if instructions is None:
         raise _NotAvailableError(lacking_instructions())
-    if prebuilt := environment.get(VARIABLE):
+    if prebuilt := environment.get(NATIVE_KERNELS_VARIABLE):
         library = Path(prebuilt) / _file_name(instructions)
         if not library.is_file():
             raise _NotAvailableError(
-                f"{VARIABLE} names the folder {prebuilt!r}, but it has no {library.name}"
+                f"{NATIVE_KERNELS_VARIABLE} names the folder {prebuilt!r}, but it has no {library.name}"
             )
         return _loaded(library)
     folder = default_cache_dir(environment) / "native"

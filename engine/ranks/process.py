@@ -110,10 +110,7 @@ def build(
         advertise_host=network.advertise_host,
     )
     parts = build_device_engine(
-        config.model,
-        config.engine,
-        config.scheduler,
-        config.speculation,
+        config,
         Path(setup.model_path),
         collectives,
         clock,

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from baton.config import ModelConfig
 from baton.sampling import MAX_LOGPROBS, SamplingParams
-from engine import runner_parts
 from engine.collectives import Collectives
 from engine.families import ARCHITECTURES, Family
 from engine.layers.torch_backend import TorchBackend
@@ -54,9 +53,7 @@ def check_batch(model: LoadedModel, theirs: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_and_logits_equal_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     path = make_model_dir(tmp_path, case.architecture, **case.overrides)
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -76,7 +73,6 @@ def test_tokens_and_logits_equal_transformers(
     if any(model.architecture.mixtures):
         assert on_ranks(2, partial(on_rank, expert_parallel=True)) == [batched, batched]
 
-    monkeypatch.setattr(runner_parts, "native_library", lambda: None)
     assert check_batch(load_model(FLOAT32, path, CPU, TorchBackend()), theirs) == batched
 
 

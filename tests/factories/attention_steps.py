@@ -9,6 +9,7 @@ import torch
 
 from baton.kv_groups import NULL_BLOCK_ID
 from engine.batch import StepBatch
+from engine.group_blocks import GroupBlocks
 from engine.kv_cache import KVBlockShape, KVPool
 from engine.latent_config import LatentAttention
 from engine.layers.attention import HeadNorm
@@ -154,25 +155,24 @@ def step_batch(contexts: list[Context], tables: list[list[int]], block_size: int
     table_BM = np.zeros((len(tables), max(map(len, tables))), np.int64)
     for row, block_ids in zip(table_BM, tables, strict=True):
         row[: len(block_ids)] = block_ids
+    tails = tuple(
+        (table[-1], length % block_size)
+        for (length, _), table in zip(contexts, tables, strict=True)
+        if length % block_size
+    )
     none = np.empty(0, dtype=np.int64)
     return StepBatch(
         input_ids_T=none,
         sources_T=none,
         positions_T=np.array(positions),
-        slots_T=np.array(slots),
         num_decodes=int((num_tokens == 1).sum()),
         starts_B=np.cumsum(num_tokens) - num_tokens,
         num_tokens_B=num_tokens,
         context_lens_B=lengths,
-        block_ids_BM=table_BM,
         num_blocks_B=-(-lengths // block_size),
+        blocks=(GroupBlocks(np.array(slots), table_BM, tails),),
         sampling_rows_R=none,
         sampling_requests=(),
-        new_tails=tuple(
-            (table[-1], length % block_size)
-            for (length, _), table in zip(contexts, tables, strict=True)
-            if length % block_size
-        ),
     )
 
 

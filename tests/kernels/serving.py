@@ -154,7 +154,7 @@ def play(arguments: Sequence[str], device: int) -> dict[str, Any]:
             parts.record(Repeats())
         runner = parts.runner(pool, CONFIG.num_swap_blocks or 0)
         num_rehearsed = len(wanted)
-        serve(runner, parts.kv_groups)
+        serve(runner, parts.forward.groups)
     return {"rehearsed": num_rehearsed, "late": [*by_check, *wanted[num_rehearsed:]]}
 
 

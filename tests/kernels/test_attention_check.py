@@ -130,15 +130,15 @@ def test_a_rank_gets_no_runner_of_wrong_kernels(
     scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64)
     unused: Any = None
     rank = DeviceEngine(
-        model,
-        Capacity(scheduler, StepLimits(2, 16, 64)),
-        pool,
-        unused,
-        unused,
-        unused,
+        model=model,
+        capacity=Capacity(scheduler, StepLimits(2, 16, 64)),
+        pool=pool,
+        memory=unused,
+        connector=unused,
+        on_progress=unused,
         uses_graphs=False,
         num_threads=0,
         compiler=COMPILER,
     )
     with pytest.raises(ConfigError, match="attention, prefill") if is_wrong else nullcontext():
-        rank._make_device_runner(None)
+        rank._make_gpu_runner(None)

@@ -147,7 +147,7 @@ def on_device(
     pool.blocks_NLKHTD[1:] = math.nan  # as a former owner may have left them
     runner = parts.runner(pool, config.num_swap_blocks or 0)
     pipeline = StreamPipeline(runner, is_async=config.async_scheduling)
-    return answers_of(pipeline, config, given, kv_groups=parts.kv_groups, prompts=prompts)
+    return answers_of(pipeline, config, given, kv_groups=parts.forward.groups, prompts=prompts)
 
 
 class HalfRight(NGramProposer):
@@ -182,7 +182,7 @@ def with_drafts(
     drafter = Drafter(HalfRight(expected), num_drafts, 32, num_equal_rows=200.0)
     runner = parts.runner(pool, config.num_swap_blocks or 0, drafter=drafter)
     pipeline = StreamPipeline(runner, is_async=config.async_scheduling)
-    return answers_of(pipeline, config, num_drafts=num_drafts, kv_groups=parts.kv_groups)
+    return answers_of(pipeline, config, num_drafts=num_drafts, kv_groups=parts.forward.groups)
 
 
 def assert_same(device: Answers, cpu: Answers) -> None:

@@ -106,10 +106,10 @@ def parts(tmp_path: Path, device: torch.device) -> DeviceParts:
 def test_only_unfused_products_of_steps_are_timed(parts: DeviceParts) -> None:
     """Eight decodes: the projections to queries, keys and values and to logits. One decode: none."""
     parts.forward.rehearse(1, 1)
-    parts.timed_products.choose(FakeTimer())
+    parts.backend.timed_products.choose(FakeTimer())
     parts.forward.rehearse(8, 1)
     timer = FakeTimer(1.0, 2.0, 1.0, 2.0)
-    parts.timed_products.choose(timer)
+    parts.backend.timed_products.choose(timer)
     assert len(timer.results) == 4
 
 

@@ -74,12 +74,12 @@ def test_decodes_come_first_longest_first_then_chunks() -> None:
     built = batch.build(step)
     assert built.input_ids_T.tolist() == [35, 21, 10, 11, 12]
     assert built.positions_T.tolist() == [5, 1, 0, 1, 2]
-    assert built.slots_T.tolist() == [9 * 4 + 1, 5 * 4 + 1, 28, 29, 30]
+    assert built.blocks[0].slots_T.tolist() == [9 * 4 + 1, 5 * 4 + 1, 28, 29, 30]
     assert built.num_decodes == 2
     assert built.starts_B.tolist() == [0, 1, 2]
     assert built.num_tokens_B.tolist() == [1, 1, 3]
     assert built.context_lens_B.tolist() == [6, 2, 3]
-    assert built.block_ids_BM.tolist() == [[2, 9], [5, 0], [7, 0]]
+    assert built.blocks[0].block_ids_BM.tolist() == [[2, 9], [5, 0], [7, 0]]
     assert built.num_blocks_B.tolist() == [2, 1, 1]
     assert [request.request_id for request in built.sampling_requests] == ["long", "short"]
     assert built.sampling_rows_R.tolist() == [0, 1]
@@ -94,9 +94,9 @@ def test_a_request_samples_when_its_known_tokens_are_through() -> None:
     batch.update(second)
     built = batch.build(second)
     assert built.input_ids_T.tolist() == [4, 5]
-    assert built.slots_T.tolist() == [3 * 4 + 3, 6 * 4]
+    assert built.blocks[0].slots_T.tolist() == [3 * 4 + 3, 6 * 4]
     assert built.sampling_rows_R.tolist() == [1]
-    assert built.block_ids_BM.tolist() == [[3, 6]]
+    assert built.blocks[0].block_ids_BM.tolist() == [[3, 6]]
 
 
 def test_a_handed_over_request_starts_with_the_token_that_came_along() -> None:
@@ -107,7 +107,7 @@ def test_a_handed_over_request_starts_with_the_token_that_came_along() -> None:
     assert built.input_ids_T.tolist() == [77]
     assert built.positions_T.tolist() == [4]
     assert built.sampling_requests[0].num_output_tokens == 1
-    assert built.new_tails == ((6, 1),)
+    assert built.blocks[0].new_tails == ((6, 1),)
 
 
 def test_a_resumed_request_has_a_new_table_and_all_its_tokens() -> None:
@@ -120,7 +120,7 @@ def test_a_resumed_request_has_a_new_table_and_all_its_tokens() -> None:
     batch.update(resumed)
     built = batch.build(resumed)
     assert built.input_ids_T.tolist() == [1, 2, 50]
-    assert built.slots_T.tolist() == [36, 37, 38]
+    assert built.blocks[0].slots_T.tolist() == [36, 37, 38]
     assert built.sampling_rows_R.tolist() == [2]
 
 
@@ -141,7 +141,7 @@ def test_a_last_block_is_cleared_once_per_block() -> None:
     for position in range(6):
         batch.update(step)
         built = batch.build(step)
-        seen.append(built.new_tails)
+        seen.append(built.blocks[0].new_tails)
         sample(batch, built, 0)
         blocks = (8,) if position + 1 == BLOCK_SIZE else ()
         step = plan({"a": 1}, cached={"a": (blocks, position + 1)})
@@ -157,7 +157,8 @@ def test_groups_pad_at_most_by_half() -> None:
         requests.append(new(str(number), [0] * length, list(range(1, num_blocks + 1)), computed=length - 1))
     step = plan({request.request_id: 1 for request in requests}, new=tuple(requests))
     batch.update(step)
-    groups = list(decode_groups(batch.build(step), torch.device("cpu")))
+    built = batch.build(step)
+    groups = list(decode_groups(built, built.blocks[0].block_ids_BM, torch.device("cpu")))
     assert sum(len(group.context_lens_B) for group in groups) == len(lengths)
     assert [group.start for group in groups] == [
         sum(len(g.context_lens_B) for g in groups[:i]) for i in range(len(groups))
@@ -223,8 +224,8 @@ def test_hundreds_of_requests_come_and_go() -> None:
         built = batch.build(step)
         assert built.input_ids_T.tolist() == list(range(149, -1, -1))
         assert built.context_lens_B.tolist() == list(range(150, 0, -1))
-        assert built.block_ids_BM[0].tolist() == list(range(1, 39))
-        assert built.block_ids_BM[-1].tolist() == [1] + [0] * 37
+        assert built.blocks[0].block_ids_BM[0].tolist() == list(range(1, 39))
+        assert built.blocks[0].block_ids_BM[-1].tolist() == [1] + [0] * 37
     assert len(batch) == 150
 
 
@@ -278,12 +279,12 @@ def test_a_request_with_drafts_is_as_many_decodes_each_of_which_sees_those_befor
     built = batch.build(step)
     assert built.input_ids_T.tolist() == [35, 22, 23, 24, 10, 11]
     assert built.positions_T.tolist() == [5, 2, 3, 4, 0, 1]
-    assert built.slots_T.tolist() == [9 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 6 * 4, 28, 29]
+    assert built.blocks[0].slots_T.tolist() == [9 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 6 * 4, 28, 29]
     assert built.num_decodes == 4
     assert built.starts_B.tolist() == [0, 1, 2, 3, 4]
     assert built.num_tokens_B.tolist() == [1, 1, 1, 1, 2]
     assert built.context_lens_B.tolist() == [6, 3, 4, 5, 2]
-    assert built.block_ids_BM.tolist() == [[2, 9], [5, 0], [5, 0], [5, 6], [7, 0]]
+    assert built.blocks[0].block_ids_BM.tolist() == [[2, 9], [5, 0], [5, 0], [5, 6], [7, 0]]
     assert built.sampling_rows_R.tolist() == [0, 1, 2, 3]
     sampled = [(r.request_id, r.drafts, r.num_output_tokens) for r in built.sampling_requests]
     assert sampled == [
@@ -292,7 +293,7 @@ def test_a_request_with_drafts_is_as_many_decodes_each_of_which_sees_those_befor
         ("drafted", (23,), 1),
         ("drafted", (23, 24), 2),
     ]
-    assert (6, 1) in built.new_tails
+    assert (6, 1) in built.blocks[0].new_tails
 
 
 def test_a_drafted_request_counts_its_drafts_and_leaves_the_requests_counts_alone() -> None:
@@ -336,7 +337,7 @@ def test_a_groups_table_holds_its_longest_context_even_if_that_is_a_draft() -> N
     )
     batch.update(step)
     built = batch.build(step)
-    groups = list(decode_groups(built, torch.device("cpu")))
+    groups = list(decode_groups(built, built.blocks[0].block_ids_BM, torch.device("cpu")))
     assert sum(len(group.context_lens_B) for group in groups) == built.num_decodes
     for group in groups:
         assert group.block_ids_BM.shape[1] == int(group.context_lens_B.max())
@@ -348,18 +349,17 @@ def test_each_group_has_its_own_blocks_and_none_that_left_its_window() -> None:
     step = plan({"a": 2}, new=(new("a", list(range(10, 20)), [7, 3, 8, 4, 9, 5], computed=8),))
     batch.update(step)
     built = batch.build(step)
-    full, windowed = built.of_group(0), built.of_group(1)
-    assert full is built
+    full, windowed = built.blocks
     assert full.block_ids_BM.tolist() == [[7, 8, 9]]
     assert windowed.block_ids_BM.tolist() == [[0, 4, 5]]
     assert full.slots_T.tolist() == [9 * 4, 9 * 4 + 1]
     assert windowed.slots_T.tolist() == [5 * 4, 5 * 4 + 1]
     assert (full.new_tails, windowed.new_tails) == (((9, 2),), ((5, 2),))
-    assert windowed.positions_T.tolist() == [8, 9]
+    assert built.positions_T.tolist() == [8, 9]
     sample(batch, built, 99)
     later = plan({"a": 1}, cached={"a": ((), 10)})
     batch.update(later)
-    assert batch.build(later).of_group(1).new_tails == (), "cleared already"
+    assert batch.build(later).blocks[1].new_tails == (), "cleared already"
 
 
 def test_groups_whose_layers_all_have_windows() -> None:
@@ -367,5 +367,5 @@ def test_groups_whose_layers_all_have_windows() -> None:
     step = plan({"a": 1}, new=(new("a", list(range(10, 19)), [7, 8, 9], computed=8),))
     batch.update(step)
     built = batch.build(step)
-    assert built.block_ids_BM.tolist() == [[0, 8, 9]]
-    assert built.of_others == ()
+    assert built.blocks[0].block_ids_BM.tolist() == [[0, 8, 9]]
+    assert len(built.blocks) == 1

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import EngineConfig, KVCacheDtype, ModelConfig, SchedulerConfig, SpeculationConfig
+from baton.config import BatonConfig, EngineConfig, KVCacheDtype, ModelConfig, SchedulerConfig
 from baton.errors import ConfigError
 from engine.build import build_device_engine
 from engine.capacity import reckon
@@ -27,7 +27,6 @@ def load(path: Path, dtype: str = "float32", kv_cache_dtype: KVCacheDtype = "bfl
 def kernels_of(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     if kernels == "torch's":
         monkeypatch.setattr("engine.loading.loader.native_library", lambda: None)
-        monkeypatch.setattr("engine.runner_parts.native_library", lambda: None)
 
 
 @pytest.mark.parametrize("kernels", ["ours", "torch's"])
@@ -105,19 +104,9 @@ def test_where_no_attention_reads_it_it_says_what_is_possible(
     ):
         load(make_model_dir(tmp_path), "float16")
     monkeypatch.setattr("engine.build.rank_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr("engine.build._begin_with", lambda _: pytest.fail("began with the GPU"))
+    monkeypatch.setattr("engine.build._begin_on_gpu", lambda _: pytest.fail("began with the GPU"))
     engine = EngineConfig(num_threads=torch.get_num_threads(), device="cuda", kv_cache_dtype="bfloat16")
     unused: Any = None
-    config = ModelConfig(dtype="float32")
+    config = BatonConfig(model=ModelConfig(dtype="float32"), engine=engine)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'bfloat16' .*; with 'cuda' and 'float32'"):
-        build_device_engine(
-            config,
-            engine,
-            SchedulerConfig(),
-            SpeculationConfig(),
-            tmp_path,
-            SINGLE_RANK,
-            unused,
-            unused,
-            unused,
-        )
+        build_device_engine(config, tmp_path, SINGLE_RANK, unused, unused, unused)

@@ -22,22 +22,18 @@ def batch_of(sequences: list[tuple[int, int]], groups: KVGroups, block_size: int
     shape = (groups.num_groups, len(sequences), int(num_blocks_B.max(initial=0)))
     block_ids_GBM = np.arange(1, 1 + np.prod(shape)).reshape(shape)
     none = np.empty(0, np.int64)
-    first, *others = [GroupBlocks(none, block_ids_BM, ()) for block_ids_BM in block_ids_GBM]
     return StepBatch(
         input_ids_T=none,
         sources_T=none,
         positions_T=none,
-        slots_T=first.slots_T,
         num_decodes=0,
         starts_B=np.cumsum(num_tokens_B) - num_tokens_B,
         num_tokens_B=num_tokens_B,
         context_lens_B=context_lens_B,
-        block_ids_BM=first.block_ids_BM,
         num_blocks_B=num_blocks_B,
+        blocks=tuple(GroupBlocks(none, block_ids_BM, ()) for block_ids_BM in block_ids_GBM),
         sampling_rows_R=none,
         sampling_requests=(),
-        new_tails=(),
-        of_others=tuple(others),
     )
 
 
@@ -67,7 +63,7 @@ def test_every_block_that_attention_reads_is_where_its_sequence_says(
 def test_the_tables_of_one_group_follow_one_another(sequences: list[tuple[int, int]]) -> None:
     batch = batch_of(sequences, ONE_GROUP, 16)
     tables = pack_tables(batch, ONE_GROUP, 16, 64)
-    rows = zip(batch.block_ids_BM, batch.num_blocks_B, strict=True)
+    rows = zip(batch.blocks[0].block_ids_BM, batch.num_blocks_B, strict=True)
     assert tables.block_ids_X.tolist() == [block for ids_M, count in rows for block in ids_M[:count]]
 
 

@@ -45,8 +45,7 @@ def model(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[L
         pytest.skip("needs a compiler")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            for user in ("engine.loading.loader", "engine.runner_parts"):
-                patch.setattr(f"{user}.native_library", lambda: None)
+            patch.setattr("engine.loading.loader.native_library", lambda: None)
         yield load_model(ModelConfig(dtype="float32"), pair[0], CPU)
 
 

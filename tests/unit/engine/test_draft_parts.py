@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from baton.config import BatonConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from baton.errors import ConfigError, ModelError
 from engine.capacity import reckon
 from engine.draft_parts import STEP_TIME, Draft, cost_of, load_draft, make_drafter
@@ -40,7 +40,7 @@ def configured(**keys: object) -> SpeculationConfig:
 
 
 def draft_of(model: LoadedModel, model_path: Path, **keys: object) -> Draft:
-    draft = load_draft(configured(**keys), FLOAT32, EngineConfig(), model_path, model)
+    draft = load_draft(BatonConfig(model=FLOAT32, speculation=configured(**keys)), model_path, model)
     assert draft is not None
     return draft
 

@@ -146,7 +146,7 @@ def test_a_draft_models_weights_and_kv_count(tmp_path: Path, folder: Path, sched
         scheduler=scheduler,
     )
     model = load_model(config.model, folder, CPU)
-    draft = load_draft(config.speculation, config.model, config.engine, folder, model)
+    draft = load_draft(config, folder, model)
     assert draft is not None
     takes, alone = footprint(config, folder, small), footprint(config_of(scheduler=scheduler), folder)
     reckoned = reckon(config.engine, config.scheduler, model, draft=draft).scheduler_config

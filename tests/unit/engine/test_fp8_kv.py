@@ -56,7 +56,6 @@ def test_tokens_do_not_depend_on_how_prompts_are_cut(
     prompts = PROMPTS
     if kernels == "torch's":
         monkeypatch.setattr("engine.loading.loader.native_library", lambda: None)
-        monkeypatch.setattr("engine.runner_parts.native_library", lambda: None)
     elif dtype == "bfloat16":
         prompts = {name: [*prompt, 5] for name, prompt in PROMPTS.items()}
         assert all(len(prompt) % chunk != 1 for prompt in prompts.values() for chunk in (4, 7, 16))

@@ -70,7 +70,6 @@ def test_tokens_and_logits_are_those_of_the_rounded_weights(
 ) -> None:
     if kernels == "torch's":
         monkeypatch.setattr("engine.loading.loader.native_library", lambda: None)
-        monkeypatch.setattr("engine.runner_parts.native_library", lambda: None)
     architecture, overrides = MODELS[name]
     path = make_model_dir(tmp_path, architecture, **overrides)
     check(load(path), reference_of(path), 2e-4)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from baton.config import BatonConfig, EngineConfig, ModelConfig
 from baton.errors import ConfigError, ModelError
 from engine.batch import RequestBatch
 from engine.build import build_device_engine
@@ -195,22 +195,14 @@ def test_on_a_gpu_it_says_so_before_kernels_are_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.build.rank_device", lambda *_: torch.device("cuda"))
-    monkeypatch.setattr("engine.build._begin_with", lambda _: pytest.fail("began with the GPU"))
-    config = ModelConfig(dtype="float32", quantization="int8")
-    engine = EngineConfig(num_threads=torch.get_num_threads())
+    monkeypatch.setattr("engine.build._begin_on_gpu", lambda _: pytest.fail("began with the GPU"))
+    config = BatonConfig(
+        model=ModelConfig(dtype="float32", quantization="int8"),
+        engine=EngineConfig(num_threads=torch.get_num_threads()),
+    )
     unused: Any = None
     with pytest.raises(ConfigError, match=r"model.quantization: 'int8' "):
-        build_device_engine(
-            config,
-            engine,
-            SchedulerConfig(),
-            SpeculationConfig(),
-            tmp_path,
-            SINGLE_RANK,
-            unused,
-            unused,
-            unused,
-        )
+        build_device_engine(config, tmp_path, SINGLE_RANK, unused, unused, unused)
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])

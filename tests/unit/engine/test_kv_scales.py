@@ -70,8 +70,7 @@ def answers(model: LoadedModel) -> tuple[dict[str, list[int]], torch.Tensor]:
 
 
 def by_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("loading.loader", "runner_parts"):
-        monkeypatch.setattr(f"engine.{module}.native_library", lambda: None)
+    monkeypatch.setattr("engine.loading.loader.native_library", lambda: None)
 
 
 def scaling_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def test_numbers_are_those_of_transformers(folders: tuple[Path, Path]) -> None:
             assert torch.equal(weights.take_matrix(full, *shape), expected_OI)  # type: ignore[arg-type]
             for dim in (0, 1):
                 firsts = (0, 32, 36), (32, 4, shape[dim] - 36)
-                shards = [Shard(dim, 0, 1, first, size) for first, size in zip(*firsts, strict=True)]
+                shards = [Shard(dim, first=first, size=size) for first, size in zip(*firsts, strict=True)]
                 parts = [weights.take_matrix(full, *shape, shard=shard) for shard in shards]
                 assert torch.equal(torch.cat(parts, dim), expected_OI)  # type: ignore[arg-type]
     with weights_of(quantized, streams=True) as streamed:
@@ -113,10 +113,10 @@ def test_matrices_stay_in_4_bits_where_blocks_are_whole(folders: tuple[Path, Pat
             assert isinstance(kept, GroupedWeight)
             assert (kept.bits, kept.group_size, kept.is_e2m1) == (4, 32, True)
             assert torch.equal(kept.dequantized(), part)
-        halves = weights.take_matrix(full, *shape, shard=Shard(1, 0, 1, 0, 48))
+        halves = weights.take_matrix(full, *shape, shard=Shard(1, first=0, size=48))
         assert isinstance(halves, GroupedWeight)
         assert torch.equal(halves.dequantized(), expected_OI[:, :48])
-        assert isinstance(weights.take_matrix(full, *shape, shard=Shard(1, 0, 1, 0, 40)), torch.Tensor)
+        assert isinstance(weights.take_matrix(full, *shape, shard=Shard(1, first=0, size=40)), torch.Tensor)
 
 
 def test_tokens_are_those_of_the_numbers_alone_and_with_ranks(folders: tuple[Path, Path]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.batch import StepBatch
+from engine.group_blocks import GroupBlocks
 from engine.kv_cache import KVBlockShape
 from engine.layers.attention import HeadNorm
 from engine.layers.fp8 import FP8
@@ -96,7 +97,9 @@ def test_a_pool_of_8_bit_floats(dtype: torch.dtype) -> None:
     out, pool = layout.native_out(0)
     # A last bit of a rotated key may become a whole unit of its 8 bits.
     assert (out.float() - layout.torch_out(0).float()).abs().mean().item() < 4e-3
-    stored = pool.layers[0].slot_rows_RD[layout.pool.slot_rows(torch.from_numpy(layout.batch.slots_T))]
+    stored = pool.layers[0].slot_rows_RD[
+        layout.pool.slot_rows(torch.from_numpy(layout.batch.blocks[0].slots_T))
+    ]
     values = layout.qkv_TPD[:, -2:].reshape(-1, 32).to(FP8)
     assert torch.equal(stored.view(-1, 4, 32)[:, 2:].reshape(-1, 32).float(), values.float())
 
@@ -115,7 +118,9 @@ def test_heads_that_share_a_latent(dtype: torch.dtype, num_heads: int, rank: int
         error = (out.float() - expected.float()).view(by_head)[..., :rank].abs().max().item()
         assert error < TOLERANCE[dtype], layer
         assert torch.equal(layout.native_out(layer, num_threads=1)[0], out)
-    stored = pool.layers[1].slot_rows_RD[layout.pool.slot_rows(torch.from_numpy(layout.batch.slots_T))]
+    stored = pool.layers[1].slot_rows_RD[
+        layout.pool.slot_rows(torch.from_numpy(layout.batch.blocks[0].slots_T))
+    ]
     assert torch.equal(stored[:, :rank], layout.qkv_TPD[:, -1, :rank]), "latents are stored as they are"
 
 
@@ -135,7 +140,9 @@ def test_a_pool_of_16_bits_beside_float32(windows: tuple[int | None, ...]) -> No
     # A last bit of a rotated key may become a whole unit of its 16 bits.
     torch.testing.assert_close(out, layout.torch_out(1), rtol=0, atol=2e-3)
     assert (out - layout.torch_out(1)).abs().mean().item() < 2e-5
-    stored = pool.layers[1].slot_rows_RD[layout.pool.slot_rows(torch.from_numpy(layout.batch.slots_T))]
+    stored = pool.layers[1].slot_rows_RD[
+        layout.pool.slot_rows(torch.from_numpy(layout.batch.blocks[0].slots_T))
+    ]
     values = layout.qkv_TPD[:, -2:].reshape(-1, 32).bfloat16()
     assert torch.equal(stored.view(-1, 4, 32)[:, 2:].reshape(-1, 32), values)
     assert torch.equal(layout.native_out(1, num_threads=1)[0], out)
@@ -179,20 +186,19 @@ def test_the_number_of_threads_does_not_matter(contexts: list[Context], dtype: t
 def test_other_requests_of_the_step_do_not_matter() -> None:
     together = make_layout([(300, 1), (90, 1), (500, 60)], Heads(6, 2, 64), torch.float32)
     out, _ = together.native_out(0)
+    (blocks,) = together.batch.blocks
     alone = StepBatch(
         input_ids_T=together.batch.input_ids_T,
         sources_T=together.batch.sources_T,
         positions_T=together.batch.positions_T[2:],
-        slots_T=together.batch.slots_T[2:],
         num_decodes=0,
         starts_B=together.batch.starts_B[2:] - 2,
         num_tokens_B=together.batch.num_tokens_B[2:],
         context_lens_B=together.batch.context_lens_B[2:],
-        block_ids_BM=together.batch.block_ids_BM[2:],
         num_blocks_B=together.batch.num_blocks_B[2:],
+        blocks=(GroupBlocks(blocks.slots_T[2:], blocks.block_ids_BM[2:], ()),),
         sampling_rows_R=together.batch.sampling_rows_R,
         sampling_requests=(),
-        new_tails=(),
     )
     layout = Layout(together.architecture, together.pool, alone, together.qkv_TPD[2:], together.heads)
     assert torch.equal(layout.native_out(0)[0], out[2:])
@@ -216,7 +222,7 @@ def test_neither_chunks_nor_decodes_matter(
     heads, length = Heads(6, 2, 64), 1500
     whole = make_layout([(length, length)], heads, dtype, windows=(window,), pool_dtype=pool_dtype)
     expected, pool = whole.native_out(0)
-    table = whole.batch.block_ids_BM[0].tolist()
+    table = whole.batch.blocks[0].block_ids_BM[0].tolist()
     chunks = [(0, 2), (31, 200), (333, 1030), (1490, 1500)]
     decodes = [(end - 1, end) for end in (1, 2, 64, 65, 100, 101, 255, 256, 257, 300, 777, 1500)]
     for start, end in (*chunks, *decodes):
@@ -234,7 +240,7 @@ def test_neither_chunks_nor_decodes_matter(
 def test_decodes_of_any_heads_equal_a_chunk(heads: Heads, dtype: torch.dtype) -> None:
     whole = make_layout([(400, 400)], heads, dtype, block_size=3)
     expected, pool = whole.native_out(1)
-    table = whole.batch.block_ids_BM[0].tolist()
+    table = whole.batch.blocks[0].block_ids_BM[0].tolist()
     for end in (1, 17, 399):
         batch = step_batch([(end, 1)], [table[: -(-end // 3)]], 3)
         part = Layout(whole.architecture, pool, batch, whole.qkv_TPD[end - 1 : end], heads)
@@ -248,7 +254,7 @@ def test_a_decode_equals_a_chunk_if_results_are_nearly_zero(size: float) -> None
     whole = make_layout([(100, 100)], heads, torch.bfloat16)
     whole.qkv_TPD[:, -1] *= size
     expected, pool = whole.native_out(0)
-    batch = step_batch([(100, 1)], [whole.batch.block_ids_BM[0].tolist()[:7]], 16)
+    batch = step_batch([(100, 1)], [whole.batch.blocks[0].block_ids_BM[0].tolist()[:7]], 16)
     part = Layout(whole.architecture, pool, batch, whole.qkv_TPD[99:], heads)
     assert torch.equal(part.native_out(0)[0], expected[99:])
 

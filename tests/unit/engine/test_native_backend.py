@@ -141,7 +141,7 @@ def test_8_bit_floats_are_rounded_as_torch_rounds() -> None:
     values[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     layout.qkv_TPD[:, 2] = values.view(40, 256)
     _, pool = layout.native_out(0)
-    rows = pool.slot_rows(torch.from_numpy(layout.batch.slots_T)).view(40, 2)[:, 1]
+    rows = pool.slot_rows(torch.from_numpy(layout.batch.blocks[0].slots_T)).view(40, 2)[:, 1]
     stored = pool.layers[0].slot_rows_RD.float()[rows].flatten()
     torch.testing.assert_close(stored, saturate(values).float(), rtol=0, atol=0, equal_nan=True)
 

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from engine.native import library
-from engine.native.compilers import VARIABLE
+from engine.native.compilers import NATIVE_KERNELS_VARIABLE
 from engine.native.instructions import (
     INSTRUCTION_SETS,
     machine_instruction_sets,
@@ -30,7 +30,7 @@ def one_small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "source" / "answer.cpp").write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setattr(library, "SOURCES", tmp_path / "source")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(NATIVE_KERNELS_VARIABLE, raising=False)
     monkeypatch.delenv("CXX", raising=False)
 
 
@@ -124,7 +124,7 @@ def test_a_prebuilt_library_that_cannot_be_used_leaves_the_work_to_torch(
     file = tmp_path / library._file_name(instructions)
     if content is not None:
         file.write_bytes(content)
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(NATIVE_KERNELS_VARIABLE, str(tmp_path))
     assert find() is None
     (warning,) = warnings(caplog)
     assert file.name in warning
@@ -133,7 +133,7 @@ def test_a_prebuilt_library_that_cannot_be_used_leaves_the_work_to_torch(
 def test_switched_off_is_no_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "off")
+    monkeypatch.setenv(NATIVE_KERNELS_VARIABLE, "off")
     assert find() is None
     assert not warnings(caplog)
 

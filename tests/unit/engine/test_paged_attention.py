@@ -3,18 +3,16 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from engine.batch import StepBatch
 from engine.kv_cache import KVBlockShape, KVPool
 from engine.layers.chunk_attention import TILE, ChunkAttention, FusedAttention, TiledAttention
 from engine.layers.paged_attention import PagedAttention
 from engine.layers.rope import RotaryEmbedding, rotate_
 from engine.layers.workspace import Workspace
-from engine.model_config import ModelArchitecture
 from engine.rope_config import RopeConfig
+from tests.factories.attention_steps import Heads, make_architecture, step_batch
 
 CPU = torch.device("cpu")
 KV_HEADS, PER_KV_HEAD, HEAD_DIM, BLOCK_SIZE = 2, 3, 8, 4
@@ -62,9 +60,9 @@ def test_a_mixed_step_equals_attention_written_out(
 
     num_tokens = sum(new for _, new in contexts)
     q = torch.randn(num_tokens, KV_HEADS * PER_KV_HEAD, HEAD_DIM).to(dtype)
-    architecture = make_architecture(windows)
+    architecture = make_architecture(Heads(KV_HEADS * PER_KV_HEAD, KV_HEADS, HEAD_DIM), windows)
     attention = PagedAttention(pool, architecture, KV_HEADS * PER_KV_HEAD)
-    batch = step_batch(contexts, tables)
+    batch = step_batch(contexts, tables, BLOCK_SIZE)
     step = attention.prepare(batch)
     angles = RotaryEmbedding(RopeConfig(), HEAD_DIM, CPU).angles(torch.from_numpy(batch.positions_T), dtype)
     for layer, window in enumerate(windows):
@@ -83,60 +81,6 @@ def test_a_mixed_step_equals_attention_written_out(
             error = (out[rows].double() - expected).abs().max().item()
             assert error < TOLERANCE[dtype], (layer, window, start)
             start += new
-
-
-def make_architecture(windows: tuple[int | None, ...]) -> ModelArchitecture:
-    return ModelArchitecture(
-        vocab_size=1,
-        hidden_size=1,
-        intermediate_size=1,
-        num_layers=len(windows),
-        num_heads=KV_HEADS * PER_KV_HEAD,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=1000,
-        rms_norm_eps=1e-5,
-        ropes=(RopeConfig(),) * len(windows),
-        sliding_windows=windows,
-        mixtures=(None,) * len(windows),
-        attention_scale=HEAD_DIM**-0.5,
-        tie_word_embeddings=True,
-        has_qkv_bias=False,
-        has_o_bias=False,
-        has_mlp_bias=False,
-        has_qk_norm=False,
-    )
-
-
-def step_batch(contexts: list[tuple[int, int]], tables: list[list[int]]) -> StepBatch:
-    """The first three are decodes, the rest chunks."""
-    positions = [position for length, new in contexts for position in range(length - new, length)]
-    rows = [table for (_, new), table in zip(contexts, tables, strict=True) for _ in range(new)]
-    slots = [
-        table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-        for position, table in zip(positions, rows, strict=True)
-    ]
-    lengths, num_tokens = (np.array(column) for column in zip(*contexts, strict=True))
-    table = np.zeros((len(tables), max(map(len, tables))), np.int64)
-    for row, block_ids in zip(table, tables, strict=True):
-        row[: len(block_ids)] = block_ids
-    tails = ((tables[0][-1], 1), (tables[2][-1], 1))  # the second decode fills its last block
-    none = np.empty(0, dtype=np.int64)
-    return StepBatch(
-        input_ids_T=none,
-        sources_T=none,
-        positions_T=np.array(positions),
-        slots_T=np.array(slots),
-        num_decodes=3,
-        starts_B=np.cumsum(num_tokens) - num_tokens,
-        num_tokens_B=num_tokens,
-        context_lens_B=lengths,
-        block_ids_BM=table,
-        num_blocks_B=-(-lengths // BLOCK_SIZE),
-        sampling_rows_R=none,
-        sampling_requests=(),
-        new_tails=tails,
-    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 40, TILE + 1, 10_000])

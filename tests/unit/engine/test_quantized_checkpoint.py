@@ -103,7 +103,7 @@ def test_numbers_are_equal_whole_and_in_ranks_parts(tmp_path: Path, source: Path
             assert torch.equal(weights.take_matrix(full, *shape), expected[full])  # type: ignore[arg-type]
             for dim in (0, 1):
                 firsts = (0, 32, 36), (32, 4, shape[dim] - 36)
-                shards = [Shard(dim, 0, 1, first, size) for first, size in zip(*firsts, strict=True)]
+                shards = [Shard(dim, first=first, size=size) for first, size in zip(*firsts, strict=True)]
                 shards += [Shard(dim, rank, 2) for rank in range(2)]
                 parts = [weights.take_matrix(full, *shape, shard=shard) for shard in shards]
                 assert torch.equal(torch.cat(parts[:3], dim), expected[full])  # type: ignore[arg-type]
@@ -123,7 +123,9 @@ def test_matrices_stay_in_their_bits_where_groups_are_whole(tmp_path: Path, sour
             assert (kept.bits, kept.group_size) == (bits, 32)
             part = expected[full] if shard is None else expected[full].chunk(2, shard.dim)[1]
             assert torch.equal(kept.dequantized(), part)
-        halves = [weights.take_matrix(full, 128, 256, shard=Shard(1, 0, 1, 0, size)) for size in (48, 40)]
+        halves = [
+            weights.take_matrix(full, 128, 256, shard=Shard(1, first=0, size=size)) for size in (48, 40)
+        ]
     assert isinstance(halves[0], GroupedWeight)
     assert halves[0].group_size == 16
     assert isinstance(halves[1], torch.Tensor)

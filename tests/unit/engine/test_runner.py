@@ -167,8 +167,7 @@ def test_our_own_kernels_and_torch_compute_the_same_tokens(
     prompts = {"a": [(7 * i) % 300 for i in range(45)], "b": [(11 * i) % 300 for i in range(13)]}
     tokens, backends = [], []
     for library in (native_library(), None):
-        for user in ("engine.loading.loader", "engine.runner_parts"):
-            monkeypatch.setattr(f"{user}.native_library", lambda library=library: library)
+        monkeypatch.setattr("engine.loading.loader.native_library", lambda library=library: library)
         model = load_model(ModelConfig(dtype="float32"), path, torch.device("cpu"))
         backends.append(type(model.backend))
         tokens.append(StepDriver(model).generate(prompts, 20, chunk=16))

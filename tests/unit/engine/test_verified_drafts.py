@@ -44,8 +44,7 @@ def model(folder: Path, request: pytest.FixtureRequest) -> Iterator[LoadedModel]
         pytest.skip("needs a compiler")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            for user in ("engine.loading.loader", "engine.runner_parts"):
-                patch.setattr(f"{user}.native_library", lambda: None)
+            patch.setattr("engine.loading.loader.native_library", lambda: None)
         yield load_model(FLOAT32, folder, CPU)
 
 
