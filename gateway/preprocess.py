@@ -130,7 +130,14 @@ class Preprocessor:
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             sampling_params=params,
-            text=self._text(params, keep_special_tokens, prompt_token_ids, isinstance(prompt, Conversation)),
+            text=TextStream(
+                self._tokenizer.backend,
+                params.stop,
+                params.min_tokens,
+                not keep_special_tokens,
+                prompt_token_ids,
+                self._tokenizer.kept_tokens if isinstance(prompt, Conversation) else NO_TOKENS,
+            ),
             new_parser=new_parser,
             priority=_priority_for(caller, priority),
             cache_salt=_own_salt(caller, cache_salt) if self._isolate_prefix_cache else cache_salt,
@@ -176,44 +183,6 @@ class Preprocessor:
             )
         return room
 
-    def samples(
-        self, request: GatewayRequest, number: int, keep_special_tokens: bool
-    ) -> list[GatewayRequest]:
-        """`number` requests for independent answers: `request`, and copies with derived ids and seeds.
-
-        The same seed gives the same answers again. The first of several answers equals the answer to a single
-        request.
-        """
-        params = request.sampling_params
-        others = [
-            replace(
-                request,
-                request_id=f"{request.request_id}-{index}",
-                call_id=request.call_id or request.request_id,
-                repeats_prompt=True,
-                sampling_params=replace(params, seed=_derived(params.seed, index)),
-                text=self._text(params, keep_special_tokens, request.prompt_token_ids, request.is_chat),
-            )
-            for index in range(1, number)
-        ]
-        return [request, *others]
-
-    def _text(
-        self,
-        params: SamplingParams,
-        keep_special_tokens: bool,
-        prompt_token_ids: tuple[int, ...],
-        is_chat: bool,
-    ) -> TextStream:
-        return TextStream(
-            self._tokenizer.backend,
-            params.stop,
-            params.min_tokens,
-            not keep_special_tokens,
-            prompt_token_ids,
-            self._tokenizer.kept_tokens if is_chat else NO_TOKENS,
-        )
-
     def _check_max_model_len(self, max_model_len: int | None) -> None:
         most = self._model.max_model_len
         if max_model_len is not None and not 1 <= max_model_len <= most:
@@ -226,6 +195,27 @@ class Preprocessor:
         room = self.room_behind(len(token_ids), max_model_len)
         self._model.check_token_ids("token_ids", token_ids)
         return room
+
+
+def samples(request: GatewayRequest, number: int) -> list[GatewayRequest]:
+    """`number` requests for independent answers: `request`, and copies with derived ids and seeds.
+
+    The same seed gives the same answers again. The first of several answers equals the answer to a single
+    request.
+    """
+    params = request.sampling_params
+    others = [
+        replace(
+            request,
+            request_id=f"{request.request_id}-{index}",
+            call_id=request.call_id or request.request_id,
+            repeats_prompt=True,
+            sampling_params=replace(params, seed=_derived(params.seed, index)),
+            text=request.text.new_stream(),
+        )
+        for index in range(1, number)
+    ]
+    return [request, *others]
 
 
 def _log_prompt(request_id: str, prompt: Prompt) -> None:

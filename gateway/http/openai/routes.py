@@ -34,7 +34,7 @@ from gateway.http.openai.fields import GenerationFields
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
 from gateway.http.openai.openai_answer import AnswerHead
 from gateway.model import ServedModel
-from gateway.preprocess import Preprocessor, Prompt
+from gateway.preprocess import Preprocessor, Prompt, samples
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
 from gateway.turn_budget import TurnBudget
@@ -111,9 +111,7 @@ class OpenAIRoutes:
             if number:
                 own_id = f"{call.request_id}-p{number}"
                 gateway_request = replace(gateway_request, request_id=own_id, call_id=call.request_id)
-            gateway_requests += self._preprocessor.samples(
-                gateway_request, body.num_samples, body.keep_special_tokens
-            )
+            gateway_requests += samples(gateway_request, body.num_samples)
             await budget.pause_if_spent()
         if not body.stream:
             check_whole_answer(gateway_requests, names)
