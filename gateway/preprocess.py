@@ -9,8 +9,7 @@ import json
 import logging
 import secrets
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import blake2b
@@ -20,7 +19,7 @@ from baton.errors import TOO_LONG, DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
-from gateway.conversation import Conversation, checked_answer
+from gateway.conversation import AnswerParser, Conversation, checked_answer
 from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
 from gateway.requests.request import GatewayRequest, no_parser
@@ -111,21 +110,18 @@ class Preprocessor:
         prompt_token_ids = await self.tokenise(prompt, caller, timeout_s)
         room = self._room(prompt_token_ids, max_model_len)
         params = replace(params, max_tokens=min(params.max_tokens, room))
-        new_parser, is_of_tools = no_parser, False
+        answer, new_parser = params.structured_output, no_parser
         if isinstance(prompt, Conversation):
-            answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
-            assert answer_format is not None, "without a chat template, a conversation is not tokenised"
-            answer = params.structured_output
-            grammar = answer_format.grammar(prompt, end, answer)
-            is_of_tools = bool(prompt.tools) and answer is None
-            if grammar is not None and answer is None:
-                _check_may_end(params, "tools" if prompt.tools else "a reasoning budget")
-            params = replace(params, structured_output=grammar)
-            new_parser = partial(answer_format.new_parser, prompt, end, answer)
+            params, new_parser = self._of_turn(prompt, prompt_token_ids, params)
         if params.structured_output is not None:
-            with _names_tools(is_of_tools):
-                left_s = _left(timeout_s, now() - began)
+            left_s = _left(timeout_s, now() - began)
+            try:
                 await self._grammars.check(params.structured_output, caller.name, left_s)
+            except InvalidRequest as error:
+                if answer is None and isinstance(prompt, Conversation) and prompt.tools:
+                    problem = f"their schemas cannot guide a model: {error.problem}"
+                    raise InvalidRequest("tools", problem) from error
+                raise
         return GatewayRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -183,6 +179,19 @@ class Preprocessor:
             )
         return room
 
+    def _of_turn(
+        self, prompt: Conversation, prompt_token_ids: tuple[int, ...], params: SamplingParams
+    ) -> tuple[SamplingParams, Callable[[], AnswerParser | None]]:
+        """The parameters with the grammar of the turn that continues a conversation, and what creates its parsers."""
+        answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
+        assert answer_format is not None, "without a chat template, a conversation is not tokenised"
+        answer = params.structured_output
+        grammar = answer_format.grammar(prompt, end, answer)
+        if grammar is not None and answer is None:
+            _check_may_end(params, "tools" if prompt.tools else "a reasoning budget")
+        params = replace(params, structured_output=grammar)
+        return params, partial(answer_format.new_parser, prompt, end, answer)
+
     def _check_max_model_len(self, max_model_len: int | None) -> None:
         most = self._model.max_model_len
         if max_model_len is not None and not 1 <= max_model_len <= most:
@@ -236,17 +245,6 @@ def _log_prompt(request_id: str, prompt: Prompt) -> None:
 
 def _without_defaults(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in fields if value not in (None, False, ())}
-
-
-@contextmanager
-def _names_tools(is_of_tools: bool) -> Iterator[None]:
-    """If a grammar that was made for tools is refused, the error names the field `tools`."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if is_of_tools:
-            raise InvalidRequest("tools", f"their schemas cannot guide a model: {error.problem}") from error
-        raise
 
 
 def _check_may_end(params: SamplingParams, reason: str) -> None:
