@@ -6,7 +6,6 @@ from contextlib import aclosing
 from types import MappingProxyType
 
 from baton.errors import InvalidRequest
-from gateway.conversation import AnswerEvent, parsed
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.turn_budget import TurnBudget
@@ -76,22 +75,6 @@ async def _pump(
                 await waiting.put((index, delta))
     except Exception as error:
         await waiting.put(error)
-
-
-class AnswerParsers:
-    """Turns the text of each delta into events, for all answers to one call."""
-
-    def __init__(self, requests: Sequence[GatewayRequest]) -> None:
-        self._parsers = [request.new_parser() for request in requests]
-
-    @property
-    def are_needed(self) -> bool:
-        """Whether an answer may contain more than text."""
-        return any(parser is not None for parser in self._parsers)
-
-    def events(self, index: int, delta: Delta) -> list[AnswerEvent]:
-        """The events that are certain after this delta of answer `index`. Pass the deltas in order."""
-        return parsed(self._parsers[index], delta.text, delta.finish is not None)
 
 
 def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:

@@ -6,9 +6,9 @@ from typing import Self
 
 from baton.request import FinishReason
 from gateway.call_ids import CallIds
-from gateway.choices import AnswerParsers
 from gateway.conversation import (
     AnswerEvent,
+    AnswerParser,
     AnswerParts,
     ArgumentsDelta,
     CallBegins,
@@ -86,21 +86,20 @@ class ChatParts:
     """Writes text, reasoning and calls of all answers to one chat, as a stream's events or whole. Belongs to
     one HTTP call. The deltas of each answer must be passed in order."""
 
-    def __init__(
-        self, requests: Sequence[GatewayRequest], parsers: AnswerParsers, includes_reasoning: bool
-    ) -> None:
-        self._call_ids = [CallIds() for _ in requests]
+    def __init__(self, parsers: Sequence[AnswerParser | None], includes_reasoning: bool) -> None:
+        """`parsers`: one for each answer."""
+        self._call_ids = [CallIds() for _ in parsers]
         self._parsers = parsers
         self._includes_reasoning = includes_reasoning
-        self._ends_with_call = [False] * len(requests)
+        self._ends_with_call = [False] * len(parsers)
         """By answer: whether its last call is complete. Calls never overlap, so then all its calls are
         complete."""
 
     @classmethod
     def of(cls, requests: Sequence[GatewayRequest], includes_reasoning: bool) -> Self | None:
         """None if all answers are only text."""
-        parsers = AnswerParsers(requests)
-        return cls(requests, parsers, includes_reasoning) if parsers.are_needed else None
+        parsers = [request.new_parser() for request in requests]
+        return cls(parsers, includes_reasoning) if any(parsers) else None
 
     def contents(self, index: int, delta: Delta) -> list[tuple[str, str]]:
         """The contents of the delta's events in JSON, each with its finish reason. There are none while the
@@ -154,7 +153,7 @@ class ChatParts:
             yield "]"
 
     def _events(self, index: int, delta: Delta) -> list[AnswerEvent]:
-        events = self._parsers.events(index, delta)
+        events = delta.events(self._parsers[index])
         if self._includes_reasoning:
             return events
         return [event for event in events if not isinstance(event, Reasoning)]

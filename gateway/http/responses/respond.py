@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import InvalidRequest, Overloaded, RequestAborted, StoreUnavailable
 from baton.request import FinishReason
-from gateway.choices import AnswerParsers, in_turns
+from gateway.choices import in_turns
 from gateway.error_codes import INTERNAL_MESSAGE, codes_of
 from gateway.http.event_stream import EventStream, Write, while_connected
 from gateway.http.generated import answering
@@ -69,7 +69,7 @@ class Responding(Response):
         self._is_stream = is_stream
         self._parts = parts
         self._output = ResponseOutput(generation.request.request_id, tokens)
-        self._parser = AnswerParsers([generation.request])
+        self._parser = generation.request.new_parser()
         self._num_tokens = 0
         self._finish: Finish | None = None
         self._running: RunningResponse | None = None
@@ -133,7 +133,7 @@ class Responding(Response):
         logprobs = self._parts.on_tokens(delta.token_ids, delta.logprobs)
         if delta.finish is not None:
             logprobs += self._parts.flush()
-        yield from self._output.on_events(self._parser.events(0, delta), logprobs)
+        yield from self._output.on_events(delta.events(self._parser), logprobs)
         if delta.finish is not None:
             self._finish = delta.finish
             yield from self._output.end(is_cut=delta.finish.reason is FinishReason.LENGTH)

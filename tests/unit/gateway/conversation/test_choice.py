@@ -16,10 +16,10 @@ from gateway.conversation import (
     Tool,
     Vocabulary,
     answer_format_of,
-    parsed,
 )
 from gateway.conversation.formats.choice import FAMILIES
 from gateway.conversation.model_format import ModelFormat
+from gateway.requests.request import Delta
 from tests.factories.conversations import (
     ASKED,
     TEMPLATES,
@@ -110,7 +110,7 @@ def test_a_plain_conversation_is_what_it_was() -> None:
             "conversation": [{"role": "user", "content": "Hello"}]
         }
         assert answer_format.new_parser(HELLO, "") is None
-    assert parsed(None, "<tool_call>", is_last=True) == [Text("<tool_call>")]
+    assert Delta(text="<tool_call>").events(None) == [Text("<tool_call>")]
 
 
 def test_ids_arguments_and_content_are_as_the_family_expects() -> None:
