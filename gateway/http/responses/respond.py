@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from gateway.http.event_stream import EventStream, Write, while_connected
 from gateway.http.generated import answering
 from gateway.http.openai.logprobs import ChatTokens
 from gateway.http.responses.answers import IncompleteDetails, ResponseError
+from gateway.http.responses.create_request import CLIENT_NAMES
 from gateway.http.responses.events import ResponseEvents
 from gateway.http.responses.history import History, context_pieces
 from gateway.http.responses.output import Change, ResponseOutput
@@ -39,8 +40,6 @@ class Generation:
     response: ResponseJson
     history: History
     own_items: Sequence[dict[str, Any]]
-    names: Mapping[str, str]
-    """The client's names of fields, by the names that errors use."""
     stored_by: RunningResponses | None
     """None: the response is not stored."""
 
@@ -54,20 +53,14 @@ class Responding(Response):
     """
 
     def __init__(
-        self,
-        driver: RequestDriver,
-        generation: Generation,
-        parts: TokenParts,
-        tokens: ChatTokens | None,
-        *,
-        is_stream: bool,
+        self, driver: RequestDriver, generation: Generation, tokens: ChatTokens | None, *, is_stream: bool
     ) -> None:
         """`tokens` writes log-probabilities; None if the client does not want them."""
         super().__init__()
         self._driver = driver
         self._generation = generation
         self._is_stream = is_stream
-        self._parts = parts
+        self._parts = TokenParts(generation.request)
         self._output = ResponseOutput(generation.request.request_id, tokens)
         self._parser = generation.request.new_parser()
         self._num_tokens = 0
@@ -89,7 +82,7 @@ class Responding(Response):
 
     async def _send_whole(self, send: Send) -> None:
         try:
-            async with self._answering() as batches:
+            async with answering(self._driver, [self._generation.request], CLIENT_NAMES) as batches:
                 async for _, delta in in_turns(batches):
                     for _change in self._changes(delta):
                         pass
@@ -105,7 +98,7 @@ class Responding(Response):
         events = ResponseEvents(self._generation.response)
         is_open = False
         try:
-            async with self._answering() as batches:
+            async with answering(self._driver, [self._generation.request], CLIENT_NAMES) as batches:
                 async for _, delta in in_turns(batches):
                     if not is_open:
                         is_open = True
@@ -123,9 +116,6 @@ class Responding(Response):
             if not isinstance(error, StoreUnavailable):
                 await self._store_if_possible(state)
         await self._write(write, events.ending(state, self._output.items))
-
-    def _answering(self) -> Any:
-        return answering(self._driver, [self._generation.request], self._generation.names)
 
     def _changes(self, delta: Delta) -> Iterator[Change]:
         """The changes of a delta. Use up this iterator before the next delta."""
