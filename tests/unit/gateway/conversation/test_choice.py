@@ -40,9 +40,7 @@ def test_a_template_shows_its_family(family: str) -> None:
 
     assert isinstance(by_template, ModelFormat)
     assert isinstance(by_name, ModelFormat)
-    new_syntax = FAMILIES[family].new_syntax
-    assert new_syntax is not None
-    assert type(by_template.syntax) is type(by_name.syntax) is type(new_syntax())
+    assert by_template.syntax is by_name.syntax is FAMILIES[family].syntax
 
 
 def test_every_format_has_a_template_here_and_can_be_configured() -> None:
