@@ -241,26 +241,28 @@ class Dispatcher:
 
     def _try_to_place(self, entry: QueueEntry[RequestState]) -> RequestError | None:
         """Sends the request to its workers, or returns why that is impossible at present."""
-        state, now = entry.item, self._now
+        state, refusal = entry.item, None
+        # An entry that is not put back leaves the queue after the sweep, even after an unexpected error.
+        del self._entries[state]
+        with self._costs_only(state):
+            if (refusal := self._place(state, self._now)) is not None:
+                self._entries[state] = entry
+        return refusal
+
+    def _place(self, state: RequestState, now: float) -> RequestError | None:
         if no_place := self._shares.refusal(state, now):
             return no_place
         if not self.suspects.may_run(state.identity, now):
             return WorkerUnavailable(TAKES_TURNS)
-        refusal: RequestError | None = None
-        del self._entries[state]
-        with self._costs_only(state):
-            avoided, refusal_at = self.avoided_pairs.at(now), partial(self._shares.refusal_at, state, now)
-            is_suspect = self.suspects.is_suspect(state.identity)
-            placement = state.retry.route(state.output_token_ids, avoided, refusal_at, is_suspect=is_suspect)
-            if not isinstance(placement, Placement):
-                refusal = placement
-            elif too_many_prompts := self._shares.too_many_prompts(placement, now):
-                refusal = too_many_prompts
-            else:
-                self._begin_attempt(state, placement)
-        if refusal is not None:
-            self._entries[state] = entry
-        return refusal
+        avoided, refusal_at = self.avoided_pairs.at(now), partial(self._shares.refusal_at, state, now)
+        is_suspect = self.suspects.is_suspect(state.identity)
+        placement = state.retry.route(state.output_token_ids, avoided, refusal_at, is_suspect=is_suspect)
+        if not isinstance(placement, Placement):
+            return placement
+        if too_many_prompts := self._shares.too_many_prompts(placement, now):
+            return too_many_prompts
+        self._begin_attempt(state, placement)
+        return None
 
     # attempts
 
