@@ -85,9 +85,10 @@ class Dispatcher:
         self._placement_timeout_s = placement_timeout_s
         self._must_not_fall_back = must_not_fall_back
         self._shares = shares = CallerShares(router, max_in_flight)
-        self._queue = RequestQueue[RequestState](
+        self.queue = RequestQueue[RequestState](
             max_queued, self._try_to_place, placement_timeout_s, shares.over_share
         )
+        """The waiting requests. Other code may only read it."""
         self._entries: dict[RequestState, QueueEntry[RequestState]] = {}
         """The queue entries of waiting requests."""
         self._placed: dict[str, RequestState] = {}
@@ -120,33 +121,26 @@ class Dispatcher:
             case Tick():
                 self._refuse_overdue()
         must_sweep, self._must_sweep = self._must_sweep, False
-        if must_sweep and len(self._queue):
-            self._queue.sweep(now)
+        if must_sweep and len(self.queue):
+            self.queue.sweep(now)
         effects, self._effects = self._effects, []
         return effects
 
     def next_deadline(self) -> float | None:
         """The latest time for the next Tick; None while no request waits."""
-        return self._queue.next_deadline()
+        return self.queue.next_deadline()
 
     # what observers read
 
     @property
     def num_in_flight(self) -> int:
         """Requests on workers, and requests whose clients have not read the end of the answer yet."""
-        return len(self._open) - len(self._queue)
+        return len(self._open) - len(self.queue)
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a worker with room."""
-        return len(self._queue)
-
-    def queued_since(self, *, for_worker: bool = False) -> float | None:
-        """See RequestQueue.oldest_since."""
-        return self._queue.oldest_since(for_worker=for_worker)
-
-    def without_prefill_since(self) -> float | None:
-        return self._queue.oldest_without_prefill_since()
+        return len(self.queue)
 
     def requests_of(self, call_id: str, caller: Caller) -> list[GatewayRequest]:
         """A caller's open requests under one call id."""
@@ -218,7 +212,7 @@ class Dispatcher:
             deadline=state.deadline,
             patience_s=max(0.0, state.retry.seeking_since + self._placement_timeout_s - now),
         )
-        if refusal := self._queue.join(entry, now):
+        if refusal := self.queue.join(entry, now):
             refused, error = refusal
             self._refuse(refused.item, error)
 
@@ -229,14 +223,14 @@ class Dispatcher:
 
     def _leave_queue(self, state: RequestState) -> None:
         if entry := self._entries.pop(state, None):
-            self._queue.leave(entry, self._now)
+            self.queue.leave(entry, self._now)
 
     def _refuse_overdue(self) -> None:
-        for entry in self._queue.past_deadline(self._now):
+        for entry in self.queue.past_deadline(self._now):
             self._refuse(entry.item, DeadlinePassed("the request's deadline passed while it waited"))
-        for entry in self._queue.out_of_patience(self._now):
+        for entry in self.queue.out_of_patience(self._now):
             reason = entry.reason or NoRoom("others came first")
-            retry, retry_after_s = entry.item.retry, self._queue.retry_after_s(entry)
+            retry, retry_after_s = entry.item.retry, self.queue.retry_after_s(entry)
             self._refuse(entry.item, retry.too_late(reason, self._placement_timeout_s, retry_after_s))
 
     def _try_to_place(self, entry: QueueEntry[RequestState]) -> RequestError | None:

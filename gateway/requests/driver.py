@@ -91,15 +91,15 @@ class RequestDriver:
 
     @property
     def oldest_queued_s(self) -> float:
-        return self._since(self.dispatcher.queued_since())
+        return self._since(self.dispatcher.queue.oldest_since())
 
     @property
     def oldest_waiting_for_worker_s(self) -> float:
-        return self._since(self.dispatcher.queued_since(for_worker=True))
+        return self._since(self.dispatcher.queue.oldest_since(for_worker=True))
 
     @property
     def oldest_without_prefill_s(self) -> float:
-        return self._since(self.dispatcher.without_prefill_since())
+        return self._since(self.dispatcher.queue.oldest_without_prefill_since())
 
     def _since(self, moment: float | None) -> float:
         return 0.0 if moment is None else self._clock.now() - moment

@@ -87,7 +87,7 @@ class RequestQueue(Generic[T]):
     def __contains__(self, entry: QueueEntry[T]) -> bool:
         return entry in self._queue
 
-    def oldest_since(self, *, for_worker: bool) -> float | None:
+    def oldest_since(self, *, for_worker: bool = False) -> float | None:
         """When the oldest waiting request joined. `for_worker`: of those that found no decode worker with room
         at the latest sweep. A request that this sweep did not try waits behind others, which count themselves."""
         entries = (e for e in self._queue if not for_worker or _waits_for_decode_worker(self._reason(e)))
