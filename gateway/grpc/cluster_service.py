@@ -4,9 +4,6 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
-from typing import Any
-
-import grpc.aio
 
 from baton.errors import ClusterError, FleetError, InvalidRequest
 from baton.fleet import MAX_DRAIN_NODE_S
@@ -23,6 +20,7 @@ from baton.v1 import cluster_service_pb2_grpc as pb_grpc
 from baton.worker import WorkerRole
 from gateway.auth import callers
 from gateway.grpc import fleet_messages
+from gateway.grpc.status import Context
 from gateway.model import ServedModel
 from gateway.places import Places
 from gateway.requests.driver import RequestDriver
@@ -41,8 +39,6 @@ _HEARD_WITHIN_S = 1.0
 shows this role."""
 
 DRAIN_NODE_S = 60.0
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterService(pb_grpc.ClusterServiceServicer):

@@ -5,9 +5,6 @@ The preprocessor and the request driver carry them out.
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
-
-import grpc.aio
 
 from baton.errors import InvalidRequest
 from baton.v1 import generation_service_pb2 as pb
@@ -17,13 +14,12 @@ from gateway.call_ids import CallIds
 from gateway.grpc import convert
 from gateway.grpc.chat_convert import CLIENT_NAMES, event_to_message, wants_events
 from gateway.grpc.guard import trace_of
+from gateway.grpc.status import Context
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
 from gateway.token_parts import ReasoningCount
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):

@@ -15,8 +15,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-import grpc.aio
-
 from baton.clock import Clock
 from baton.errors import Unsupported
 from baton.worker import WorkerRole
@@ -27,6 +25,7 @@ from gateway.grpc.convert import ids_to_abort
 from gateway.grpc.generated import common_pb2, vllm_engine_pb2_grpc
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.grpc.guard import trace_of
+from gateway.grpc.status import Context
 from gateway.grpc.vllm_whole import WholeResponse
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, samples
@@ -35,7 +34,6 @@ from gateway.requests.request import GatewayRequest
 
 CHUNK_BYTES = 64 * 1024
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Batches = AsyncIterator[Sequence[ChoiceDelta]]
 
 
