@@ -25,7 +25,7 @@ from gateway.http.openai.answers import (
     ModelCard,
     ModelList,
 )
-from gateway.http.openai.chat import ChatAnswer, ChatParts
+from gateway.http.openai.chat import ChatAnswer
 from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.choices import UsageCount
 from gateway.http.openai.completion_request import CompletionRequest
@@ -59,7 +59,8 @@ class OpenAIRoutes:
             UsageCount.of(gateway_requests, body.num_samples, counts_reasoning=body.says_usage),
             body.stream_options,
             self._chat_tokens if body.logprobs else None,
-            ChatParts.of(gateway_requests, body.include_reasoning is not False),
+            [request.new_parser() for request in gateway_requests],
+            includes_reasoning=body.include_reasoning is not False,
             may_call=bool(chat.callable_tools),
         )
         return GeneratedResponse(self._driver, gateway_requests, answer, names, is_stream=bool(body.stream))
