@@ -68,7 +68,8 @@ class Tracing:
 
     def ended(self, record: RequestRecord) -> None:
         """Makes the spans of a request that ended. Never raises, never blocks."""
-        arrived_ns = self._wall_ns() - round((record.ended_at - record.arrived_at) * 1e9)
+        ended_ns = self._wall_ns()
+        arrived_ns = ended_ns - round((record.ended_at - record.arrived_at) * 1e9)
         trace = record.trace
         carrier = {} if trace is None else {"traceparent": trace.parent, "tracestate": trace.state}
         parent = self._propagator.extract(carrier, Context())
@@ -85,7 +86,7 @@ class Tracing:
                 root.set_attribute("error.type", kind)
                 if kind not in CLIENTS_CHOICES:
                     root.set_status(Status(StatusCode.ERROR, kind))
-        root.end(arrived_ns + round((record.ended_at - record.arrived_at) * 1e9))
+        root.end(ended_ns)
 
     def close(self) -> None:
         """Sends the remaining spans, which may take EXPORT_TIMEOUT_S."""
