@@ -1,17 +1,19 @@
 """The routes of Anthropic's Messages API: turn a body into a valid request, and make the response."""
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.choices import check_whole_answer
-from gateway.http.anthropic.answers import Message, TokenCount
-from gateway.http.anthropic.description import ERRORS, HEADERS, MESSAGE_ANSWERS
+from gateway.http.anthropic.answers import Message, MessageErrorAnswer, StreamEvent, TokenCount
 from gateway.http.anthropic.message import MessageAnswer
 from gateway.http.anthropic.message_request import CountTokensRequest, MessagesRequest
 from gateway.http.anthropic.output import shows_thinking
 from gateway.http.anthropic.whole import MessageHead
 from gateway.http.call import HttpCall, TimeoutMs
+from gateway.http.description import errors_of, event_stream, json_text
 from gateway.http.dialects import MESSAGES_PATH
 from gateway.http.errors import in_terms_of
 from gateway.http.generated import GeneratedResponse
@@ -19,6 +21,29 @@ from gateway.http.json_route import JsonRoute
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
+
+ERRORS = errors_of(
+    MessageErrorAnswer, "No worker could serve the request, or not in time; 529: no room at present"
+)
+
+MESSAGE_ANSWERS = {200: event_stream(json_text(StreamEvent)), **ERRORS}
+
+HEADERS: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": name,
+            "in": "header",
+            "required": False,
+            "schema": {"type": "string"},
+            "description": description,
+        }
+        for name, description in (
+            ("anthropic-version", "Accepted and ignored: answers have the shape of 2023-06-01."),
+            ("anthropic-beta", "Accepted and ignored: fields decide, and unknown ones are refused."),
+            ("x-api-key", "The key, in place of `Authorization: Bearer`."),
+        )
+    ]
+}
 
 
 def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:
