@@ -13,11 +13,11 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import InvalidRequest, Overloaded, RequestAborted, StoreUnavailable
 from baton.request import FinishReason
 from gateway.choices import in_turns
-from gateway.error_codes import INTERNAL_MESSAGE, codes_of
+from gateway.http.errors import message_of
 from gateway.http.event_stream import EventStream, Write, while_connected
-from gateway.http.generated import answering
+from gateway.http.generated import answering, log_if_internal
 from gateway.http.openai.logprobs import ChatTokens
-from gateway.http.responses.answers import IncompleteDetails, ResponseError
+from gateway.http.responses.answers import ErrorCode, IncompleteDetails, ResponseError
 from gateway.http.responses.create_request import CLIENT_NAMES
 from gateway.http.responses.events import ResponseEvents
 from gateway.http.responses.history import History, context_pieces
@@ -144,16 +144,13 @@ class Responding(Response):
     def _failed_state(self, error: Exception) -> ResponseState:
         if type(error) is RequestAborted:
             return ResponseState(status="cancelled")
-        is_internal = codes_of(error).is_internal
-        if is_internal:
-            name = self._generation.request.request_id
-            logger.error("request %s failed", name, exc_info=error, extra={"request_id": name})
-        message = INTERNAL_MESSAGE if is_internal else str(error)
+        log_if_internal(error, self._generation.request.request_id)
+        code: ErrorCode = "server_error"
         if isinstance(error, Overloaded):
-            return ResponseState(status="failed", error=ResponseError("rate_limit_exceeded", message))
-        if isinstance(error, InvalidRequest):
-            return ResponseState(status="failed", error=ResponseError("invalid_prompt", message))
-        return ResponseState(status="failed", error=ResponseError("server_error", message))
+            code = "rate_limit_exceeded"
+        elif isinstance(error, InvalidRequest):
+            code = "invalid_prompt"
+        return ResponseState(status="failed", error=ResponseError(code, message_of(error)))
 
     async def _store_cancelled(self, error: RequestAborted) -> None:
         """Stores a cancelled response of which the client has seen nothing. RequestAborted has subclasses,
