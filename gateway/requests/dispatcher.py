@@ -71,15 +71,13 @@ class Dispatcher:
         max_queued: int,
         placement_timeout_s: float,
         must_not_fall_back: bool = False,
-        on_first_token: Callable[[float], None] | None = None,
     ) -> None:
-        """`draw_id(n)` returns a new unique id of n bytes, in hexadecimal. `on_first_token` gets each
-        client's time to first token in seconds, and must not raise."""
+        """`draw_id(n)` returns a new unique id of n bytes, in hexadecimal."""
         self.router = router
         self._fleet = FleetKnowledge(router)
         self.avoided_pairs = self._fleet.avoided_pairs
         self.tally = Tally()
-        self.latencies = LatencyWindow(on_first_token)
+        self.latencies = LatencyWindow()
         self._policy = policy
         self._draw_id = draw_id
         self._placement_timeout_s = placement_timeout_s

@@ -6,7 +6,7 @@ The driver passes each event to the dispatcher and carries out the effects at on
 import asyncio
 import secrets
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from baton.clock import Clock
@@ -63,12 +63,9 @@ class RequestDriver:
         load_failure_policy: LoadFailurePolicy,
         clock: Clock,
         on_end: Sequence[OnEnd] = (),
-        on_first_token: Callable[[float], None] | None = None,
         scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
     ) -> None:
-        """Each function of `on_end` gets the record of every request once, when the request ends.
-        `on_first_token` gets each client's time to first token in seconds. None of these functions may
-        raise."""
+        """Each function of `on_end` gets the record of every request once, when the request ends. None may raise."""
         self._clock = clock
         self._on_end = on_end
         self._max_unread_tokens = config.max_unread_tokens
@@ -86,7 +83,6 @@ class RequestDriver:
             max_queued=config.max_queued,
             placement_timeout_s=config.placement_timeout_s,
             must_not_fall_back=config.require_disaggregated,
-            on_first_token=on_first_token,
         )
 
     @property
