@@ -106,7 +106,7 @@ def _num_values(request: GatewayRequest) -> int:
 
 async def in_turns(batches: AsyncIterator[Sequence[ChoiceDelta]]) -> AsyncGenerator[ChoiceDelta, None]:
     """Yields deltas of at most PORTION_TOKENS tokens, one at a time. Other tasks run in between."""
-    budget = TurnBudget(asyncio.get_running_loop().time)
+    budget = TurnBudget()
     async for batch in batches:
         for index, delta in batch:
             for part in _parts(delta):

@@ -8,16 +8,15 @@ TURN_S = 0.002
 
 
 class TurnBudget:
-    """The budget of one task. Each time that the budget is spent, other tasks run."""
+    """The budget of one task of the running event loop. Each time that the budget is spent, other tasks run."""
 
-    def __init__(self, now: Callable[[], float], turn_s: float = TURN_S) -> None:
-        self._now = now
-        self._turn_s = turn_s
-        self._began_at = now()
+    def __init__(self) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._began_at = self._now()
 
     async def pause_if_spent(self) -> None:
         """Lets other tasks run if the budget is spent. Call this after every portion of work."""
-        if self._now() - self._began_at >= self._turn_s:
+        if self._now() - self._began_at >= TURN_S:
             await asyncio.sleep(0)
             self._began_at = self._now()
 

@@ -127,7 +127,7 @@ class RequestDriver:
         """Hashes a long prompt for the router. Pauses between portions, so that others are not delayed."""
         if len(request.prompt_token_ids) < LONG_PROMPT or request.skip_reading_prefix_cache:
             return
-        budget = TurnBudget(asyncio.get_running_loop().time)
+        budget = TurnBudget()
         for _ in self.router.hashing(request.prompt_token_ids, request.cache_salt, request.block_hashes):
             await budget.pause_if_spent()
 

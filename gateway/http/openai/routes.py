@@ -1,6 +1,5 @@
 """The routes of OpenAI's API: turn a body into valid requests, and make the responses."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -97,7 +96,7 @@ class OpenAIRoutes:
         with in_terms_of(names):
             params = body.sampling()
         gateway_requests: list[GatewayRequest] = []
-        budget = TurnBudget(asyncio.get_running_loop().time)
+        budget = TurnBudget()
         for number, prompt in enumerate(prompts):
             own_names = dict.fromkeys(("prompt", "token_ids"), f"prompt.{number}") if len(prompts) > 1 else {}
             with in_terms_of(names | own_names):

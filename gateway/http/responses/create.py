@@ -1,6 +1,5 @@
 """CreateResponse: turns the body of POST /v1/responses into a request, and its answer into the response."""
 
-import asyncio
 import time
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,6 @@ from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
-from gateway.turn_budget import TurnBudget
 
 
 class CreateResponse:
@@ -93,8 +91,7 @@ class CreateResponse:
     async def _read(self, body: PromptFields, call: HttpCall) -> tuple[History, list[KeptItem]]:
         """The history that the request continues, and the request's own items."""
         store = None if self._running is None else self._running.store
-        budget = TurnBudget(asyncio.get_running_loop().time)
-        reader = HistoryReader(store, call.caller.name, self._max_history_bytes, budget)
+        reader = HistoryReader(store, call.caller.name, self._max_history_bytes)
         history = await reader.before(body.previous_response_id)
         check_calls(body.items)
         return history, await reader.resolved(body.items, history)
