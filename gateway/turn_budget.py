@@ -23,16 +23,15 @@ class TurnBudget:
 
 class SharedTurns:
     """One budget for several tasks, which take turns in the order of their arrival. In one turn of the event
-    loop, they work together for at most `turn_s` and one more portion. A single task with little work never
+    loop, they work together for at most TURN_S and one more portion. A single task with little work never
     waits.
 
         async with turns:
             portion of work
     """
 
-    def __init__(self, now: Callable[[], float], turn_s: float = TURN_S) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._turn_s = turn_s
         self._lock = asyncio.Lock()
         """First come, first served."""
         self._began_at = 0.0
@@ -45,7 +44,7 @@ class SharedTurns:
     async def __aexit__(self, *_: object) -> None:
         try:
             self._spent_s += self._now() - self._began_at
-            if self._spent_s >= self._turn_s:
+            if self._spent_s >= TURN_S:
                 self._spent_s = 0.0
                 await asyncio.sleep(0)
         finally:
