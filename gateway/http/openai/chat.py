@@ -1,7 +1,6 @@
 """ChatAnswer: one chat completion, whole or as a stream."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from baton.request import FinishReason
 from gateway.call_ids import CallIds
@@ -50,11 +49,8 @@ class ChatAnswer(OpenAIAnswer):
     ) -> None:
         """`tokens` writes log-probabilities; None if the client does not want them. `parsers`: one for each
         choice; None if it is only text. `may_call`: answers may have calls."""
-        choices = [
-            Collected(None if parser is None else partial(self._events_of, index))
-            for index, parser in enumerate(parsers)
-        ]
-        super().__init__(head, count, options, choices, None if tokens is None else [tokens] * len(choices))
+        logprobs = None if tokens is None else [tokens] * len(parsers)
+        super().__init__(head, count, options, len(parsers), logprobs)
         self._parsers = parsers
         self._includes_reasoning = includes_reasoning
         self._role = ROLE_BEFORE_CALLS if may_call else ROLE
