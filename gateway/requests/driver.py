@@ -232,10 +232,10 @@ class UnreadAnswer:
         self._max_tokens = max_tokens
         self._token_ids = array("I")
         self._text: list[str] = []
+        """One text of each stored delta; empty if none is stored."""
         self._logprobs: list[TokenLogprobs] = []
         self._finish: Finish | None = None
         self._error: Exception | None = None
-        self._is_empty = True
         self._is_cut_short = False
         self._changed = asyncio.Event()
 
@@ -248,7 +248,6 @@ class UnreadAnswer:
         self._text.append(delta.text)
         self._logprobs.extend(delta.logprobs)
         self._finish = delta.finish
-        self._is_empty = False
         self._changed.set()
         if (num_tokens := len(self._token_ids)) <= self._max_tokens:
             return True
@@ -276,7 +275,7 @@ class UnreadAnswer:
         """Waits until something is stored. Returns all of it as one delta, or raises the stored error."""
         await self._changed.wait()
         self._changed.clear()
-        if not self._is_empty:
+        if self._text:
             if self._error is not None:
                 self._changed.set()
             return self._take_all()
@@ -290,7 +289,6 @@ class UnreadAnswer:
         self._text.clear()
         self._logprobs.clear()
         self._finish = None
-        self._is_empty = True
         return delta
 
 
