@@ -60,7 +60,7 @@ def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: S
     async def messages(body: MessagesRequest, request: Request, timeout_ms: TimeoutMs = None) -> Response:
         call = HttpCall.of(request, "messages", timeout_ms, body.request_id)
         model.check_name(body.model)
-        names = _client_names(body)
+        names = body.client_names
         with in_terms_of(names):
             generation = await call.preprocess(preprocessor, body, body.conversation, body.sampling())
         if not body.stream:
@@ -85,20 +85,8 @@ def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: S
     ) -> TokenCount:
         call = HttpCall.of(request, "messages", timeout_ms)
         model.check_name(body.model)
-        with in_terms_of(_client_names(body)):
+        with in_terms_of(body.client_names):
             token_ids = await preprocessor.tokenise(body.conversation, call.caller, call.time_left_s)
         return TokenCount(len(token_ids))
 
     return routes
-
-
-def _client_names(body: CountTokensRequest) -> dict[str, str]:
-    """This API's names of fields, by the names that errors may use."""
-    return {
-        "prompt": "messages",
-        "chat": "messages",
-        "token_ids": "messages",
-        "reasoning": "output_config.effort" if body.thinking is None else "thinking",
-        "stop": "stop_sequences",
-        "structured_output": "output_format" if body.output_format is not None else "output_config.format",
-    }

@@ -29,7 +29,6 @@ from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.choices import UsageCount
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.completions import CompletionAnswer
-from gateway.http.openai.fields import GenerationFields
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
 from gateway.http.openai.openai_answer import AnswerHead
 from gateway.model import ServedModel
@@ -50,8 +49,7 @@ class OpenAIRoutes:
         self._completion_tokens = CompletionTokens(preprocessor.pool.tokenizer)
 
     async def chat_completion(self, body: ChatCompletionRequest, call: HttpCall) -> GeneratedResponse:
-        names = _client_names(body, "messages") | body.client_names
-        chat = body.chat
+        chat, names = body.chat, body.client_names
         gateway_requests = await self._preprocess(body, call, [chat], names)
         answer = ChatAnswer(
             self._head("chatcmpl", call),
@@ -65,8 +63,7 @@ class OpenAIRoutes:
         return GeneratedResponse(self._driver, gateway_requests, answer, names, is_stream=bool(body.stream))
 
     async def completion(self, body: CompletionRequest, call: HttpCall) -> GeneratedResponse:
-        names = _client_names(body, "prompt")
-        prompts = body.prompts
+        prompts, names = body.prompts, body.client_names
         gateway_requests = await self._preprocess(body, call, prompts, names)
         echoes = [
             echo
@@ -168,12 +165,6 @@ def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: Serv
         return card
 
     return routes
-
-
-def _client_names(body: GenerationFields, prompt: str) -> dict[str, str]:
-    """This API's names of fields, by the names that errors may use."""
-    grammar = "response_format" if body.structured_outputs is None else "structured_outputs"
-    return {"prompt": prompt, "chat": prompt, "token_ids": prompt, "structured_output": grammar}
 
 
 def answers_of(chunk: type) -> Responses:
