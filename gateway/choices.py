@@ -6,7 +6,6 @@ from contextlib import aclosing
 from types import MappingProxyType
 
 from baton.errors import InvalidRequest
-from gateway.conversation import AnswerEvent, parsed
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.turn_budget import TurnBudget
@@ -78,22 +77,6 @@ async def _pump(
         await waiting.put(error)
 
 
-class AnswerParsers:
-    """Turns the text of each delta into events, for all answers to one call."""
-
-    def __init__(self, requests: Sequence[GatewayRequest]) -> None:
-        self._parsers = [request.new_parser() for request in requests]
-
-    @property
-    def are_needed(self) -> bool:
-        """Whether an answer may contain more than text."""
-        return any(parser is not None for parser in self._parsers)
-
-    def events(self, index: int, delta: Delta) -> list[AnswerEvent]:
-        """The events that are certain after this delta of answer `index`. Pass the deltas in order."""
-        return parsed(self._parsers[index], delta.text, delta.finish is not None)
-
-
 def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:
     """Raises InvalidRequest if all answers together could contain more than MAX_VALUES values.
 
@@ -123,7 +106,7 @@ def _num_values(request: GatewayRequest) -> int:
 
 async def in_turns(batches: AsyncIterator[Sequence[ChoiceDelta]]) -> AsyncGenerator[ChoiceDelta, None]:
     """Yields deltas of at most PORTION_TOKENS tokens, one at a time. Other tasks run in between."""
-    budget = TurnBudget(asyncio.get_running_loop().time)
+    budget = TurnBudget()
     async for batch in batches:
         for index, delta in batch:
             for part in _parts(delta):

@@ -30,6 +30,8 @@ KEEPALIVE_TIME_S = 20.0
 KEEPALIVE_TIMEOUT_S = 10.0
 """A gateway that has not answered a ping for this time is lost, and with it the calls."""
 
+MAX_RESPONSE_BYTES = 16 * 2**20
+
 ROUTING_MODES = {
     None: generation_pb.ROUTING_MODE_UNSPECIFIED,
     "disaggregated": generation_pb.ROUTING_MODE_DISAGGREGATED,
@@ -118,11 +120,9 @@ class RequestEvent:
 class GatewayClient:
     """An async context manager around one channel to HOST:PORT."""
 
-    def __init__(
-        self, target: str, max_message_mib: int = 16, credentials: Credentials = NO_CREDENTIALS
-    ) -> None:
+    def __init__(self, target: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         options = [
-            ("grpc.max_receive_message_length", max_message_mib * 2**20),
+            ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),
             # Without this, gRPC may need up to two minutes to reconnect to a gateway that restarted.
             ("grpc.max_reconnect_backoff_ms", 2_000),
             # Without these, a call waits for ever for a gateway that is stopped, or whose host is gone.

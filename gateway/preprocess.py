@@ -9,8 +9,7 @@ import json
 import logging
 import secrets
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import blake2b
@@ -20,7 +19,7 @@ from baton.errors import TOO_LONG, DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
-from gateway.conversation import Conversation, checked_answer
+from gateway.conversation import AnswerParser, Conversation, checked_answer
 from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
 from gateway.requests.request import GatewayRequest, no_parser
@@ -111,26 +110,30 @@ class Preprocessor:
         prompt_token_ids = await self.tokenise(prompt, caller, timeout_s)
         room = self._room(prompt_token_ids, max_model_len)
         params = replace(params, max_tokens=min(params.max_tokens, room))
-        new_parser, is_of_tools = no_parser, False
+        answer, new_parser = params.structured_output, no_parser
         if isinstance(prompt, Conversation):
-            answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
-            assert answer_format is not None, "without a chat template, a conversation is not tokenised"
-            answer = params.structured_output
-            grammar = answer_format.grammar(prompt, end, answer)
-            is_of_tools = bool(prompt.tools) and answer is None
-            if grammar is not None and answer is None:
-                _check_may_end(params, "tools" if prompt.tools else "a reasoning budget")
-            params = replace(params, structured_output=grammar)
-            new_parser = partial(answer_format.new_parser, prompt, end, answer)
+            params, new_parser = self._of_turn(prompt, prompt_token_ids, params)
         if params.structured_output is not None:
-            with _names_tools(is_of_tools):
-                left_s = _left(timeout_s, now() - began)
+            left_s = _left(timeout_s, now() - began)
+            try:
                 await self._grammars.check(params.structured_output, caller.name, left_s)
+            except InvalidRequest as error:
+                if answer is None and isinstance(prompt, Conversation) and prompt.tools:
+                    problem = f"their schemas cannot guide a model: {error.problem}"
+                    raise InvalidRequest("tools", problem) from error
+                raise
         return GatewayRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             sampling_params=params,
-            text=self._text(params, keep_special_tokens, prompt_token_ids, isinstance(prompt, Conversation)),
+            text=TextStream(
+                self._tokenizer.backend,
+                params.stop,
+                params.min_tokens,
+                not keep_special_tokens,
+                prompt_token_ids,
+                self._tokenizer.kept_tokens if isinstance(prompt, Conversation) else NO_TOKENS,
+            ),
             new_parser=new_parser,
             priority=_priority_for(caller, priority),
             cache_salt=_own_salt(caller, cache_salt) if self._isolate_prefix_cache else cache_salt,
@@ -176,43 +179,18 @@ class Preprocessor:
             )
         return room
 
-    def samples(
-        self, request: GatewayRequest, number: int, keep_special_tokens: bool
-    ) -> list[GatewayRequest]:
-        """`number` requests for independent answers: `request`, and copies with derived ids and seeds.
-
-        The same seed gives the same answers again. The first of several answers equals the answer to a single
-        request.
-        """
-        params = request.sampling_params
-        others = [
-            replace(
-                request,
-                request_id=f"{request.request_id}-{index}",
-                call_id=request.call_id or request.request_id,
-                repeats_prompt=True,
-                sampling_params=replace(params, seed=_derived(params.seed, index)),
-                text=self._text(params, keep_special_tokens, request.prompt_token_ids, request.is_chat),
-            )
-            for index in range(1, number)
-        ]
-        return [request, *others]
-
-    def _text(
-        self,
-        params: SamplingParams,
-        keep_special_tokens: bool,
-        prompt_token_ids: tuple[int, ...],
-        is_chat: bool,
-    ) -> TextStream:
-        return TextStream(
-            self._tokenizer.backend,
-            params.stop,
-            params.min_tokens,
-            not keep_special_tokens,
-            prompt_token_ids,
-            self._tokenizer.kept_tokens if is_chat else NO_TOKENS,
-        )
+    def _of_turn(
+        self, prompt: Conversation, prompt_token_ids: tuple[int, ...], params: SamplingParams
+    ) -> tuple[SamplingParams, Callable[[], AnswerParser | None]]:
+        """The parameters with the grammar of the turn that continues a conversation, and what creates its parsers."""
+        answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
+        assert answer_format is not None, "without a chat template, a conversation is not tokenised"
+        answer = params.structured_output
+        grammar = answer_format.grammar(prompt, end, answer)
+        if grammar is not None and answer is None:
+            _check_may_end(params, "tools" if prompt.tools else "a reasoning budget")
+        params = replace(params, structured_output=grammar)
+        return params, partial(answer_format.new_parser, prompt, end, answer)
 
     def _check_max_model_len(self, max_model_len: int | None) -> None:
         most = self._model.max_model_len
@@ -226,6 +204,27 @@ class Preprocessor:
         room = self.room_behind(len(token_ids), max_model_len)
         self._model.check_token_ids("token_ids", token_ids)
         return room
+
+
+def samples(request: GatewayRequest, number: int) -> list[GatewayRequest]:
+    """`number` requests for independent answers: `request`, and copies with derived ids and seeds.
+
+    The same seed gives the same answers again. The first of several answers equals the answer to a single
+    request.
+    """
+    params = request.sampling_params
+    others = [
+        replace(
+            request,
+            request_id=f"{request.request_id}-{index}",
+            call_id=request.call_id or request.request_id,
+            repeats_prompt=True,
+            sampling_params=replace(params, seed=_derived(params.seed, index)),
+            text=request.text.new_stream(),
+        )
+        for index in range(1, number)
+    ]
+    return [request, *others]
 
 
 def _log_prompt(request_id: str, prompt: Prompt) -> None:
@@ -246,17 +245,6 @@ def _log_prompt(request_id: str, prompt: Prompt) -> None:
 
 def _without_defaults(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in fields if value not in (None, False, ())}
-
-
-@contextmanager
-def _names_tools(is_of_tools: bool) -> Iterator[None]:
-    """If a grammar that was made for tools is refused, the error names the field `tools`."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if is_of_tools:
-            raise InvalidRequest("tools", f"their schemas cannot guide a model: {error.problem}") from error
-        raise
 
 
 def _check_may_end(params: SamplingParams, reason: str) -> None:

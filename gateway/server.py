@@ -96,9 +96,9 @@ class Gateway:
             load_failure_policy,
             clock,
             on_end=[self._metrics.ended, log_request, *traced],
-            on_first_token=self._metrics.first_token,
             scheduler=scheduler,
         )
+        self._driver.dispatcher.latencies.on_first_token = self._metrics.first_token
         self.workers = self._driver.workers
         """Add and remove the gateway's workers here."""
         self._metrics.collect_too(GatewayScrape(self._driver, model.name, self._not_ready).collect)

@@ -8,32 +8,30 @@ TURN_S = 0.002
 
 
 class TurnBudget:
-    """The budget of one task. Each time that the budget is spent, other tasks run."""
+    """The budget of one task of the running event loop. Each time that the budget is spent, other tasks run."""
 
-    def __init__(self, now: Callable[[], float], turn_s: float = TURN_S) -> None:
-        self._now = now
-        self._turn_s = turn_s
-        self._began_at = now()
+    def __init__(self) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._began_at = self._now()
 
     async def pause_if_spent(self) -> None:
         """Lets other tasks run if the budget is spent. Call this after every portion of work."""
-        if self._now() - self._began_at >= self._turn_s:
+        if self._now() - self._began_at >= TURN_S:
             await asyncio.sleep(0)
             self._began_at = self._now()
 
 
 class SharedTurns:
     """One budget for several tasks, which take turns in the order of their arrival. In one turn of the event
-    loop, they work together for at most `turn_s` and one more portion. A single task with little work never
+    loop, they work together for at most TURN_S and one more portion. A single task with little work never
     waits.
 
         async with turns:
             portion of work
     """
 
-    def __init__(self, now: Callable[[], float], turn_s: float = TURN_S) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._turn_s = turn_s
         self._lock = asyncio.Lock()
         """First come, first served."""
         self._began_at = 0.0
@@ -46,7 +44,7 @@ class SharedTurns:
     async def __aexit__(self, *_: object) -> None:
         try:
             self._spent_s += self._now() - self._began_at
-            if self._spent_s >= self._turn_s:
+            if self._spent_s >= TURN_S:
                 self._spent_s = 0.0
                 await asyncio.sleep(0)
         finally:

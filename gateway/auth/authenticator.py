@@ -37,7 +37,7 @@ class Authenticator:
         self._fixed = KeyStore(config.api_keys)
         if config.api_keys_file is not None:
             path = Path(config.api_keys_file).expanduser()
-            self._key_store = Watched([path], partial(_read_keyring, path, config.api_keys), clock)
+            self._key_store = Watched([path], partial(_read_key_store, path, config.api_keys), clock)
 
     def admit(self, caller: Caller, right: Right | None) -> None:
         """Checks that the caller has `right`, and room in its rate. Raises PermissionDenied or RateLimited.
@@ -107,7 +107,7 @@ class _KeyFile(Section):
     api_keys: tuple[ApiKey, ...] = Field(strict=False)
 
 
-def _read_keyring(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
+def _read_key_store(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
     source = f"gateway.api_keys_file {path}"
     try:
         with path.open("rb") as file:

@@ -1,11 +1,6 @@
 """A conversation and what a model answers in it: messages, tools, reasoning and calls; the same for every API."""
 
-from gateway.conversation.answer_format import (
-    NUM_PROMPT_END_TOKENS,
-    SPECIAL,
-    AnswerFormat,
-    parsed,
-)
+from gateway.conversation.answer_format import NUM_PROMPT_END_TOKENS, SPECIAL, AnswerFormat
 from gateway.conversation.answer_parser import AnswerParser
 from gateway.conversation.events import (
     AnswerEvent,
@@ -54,5 +49,4 @@ __all__ = [
     "Vocabulary",
     "answer_format_of",
     "checked_answer",
-    "parsed",
 ]

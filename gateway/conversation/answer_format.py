@@ -5,7 +5,6 @@ from typing import Any, Protocol
 
 from baton.sampling import StructuredOutput
 from gateway.conversation.answer_parser import AnswerParser
-from gateway.conversation.events import AnswerEvent, Text
 from gateway.conversation.messages import Conversation
 
 NUM_PROMPT_END_TOKENS = 32
@@ -47,13 +46,3 @@ class AnswerFormat(Protocol):
 
         `answer` is what `grammar` got. Text that must match it has no calls, whatever marks it spells.
         """
-
-
-def parsed(parser: AnswerParser | None, text: str, is_last: bool) -> list[AnswerEvent]:
-    """The events of a piece of an answer. `is_last`: no more text follows."""
-    if parser is None:
-        return [Text(text)] if text else []
-    events = [*parser.push(text)]
-    if is_last:
-        events += parser.flush()
-    return events

@@ -21,26 +21,27 @@ Results are sent to you within <tool_response> tags."""
 
 def described_turns(conversation: Conversation, *, has_system_role: bool) -> list[dict[str, Any]]:
     """The same conversation in system, user and assistant turns. Adjacent results of calls become one user
-    turn.
+    turn, and a user's message behind them joins it.
 
     `has_system_role`: whether the template knows the role `system`. If not, the system text moves to the
     first user turn.
     """
     turns: list[dict[str, Any]] = []
+    is_behind_result = False
     for message in conversation.messages:
         role, text = _as_text(message)
-        if role == "user" and turns and turns[-1]["is_result"]:
+        if role == "user" and is_behind_result:
             turns[-1]["content"] += "\n" + text
-            turns[-1]["is_result"] = message.role == "tool"
         else:
-            turns.append({"role": role, "content": text, "is_result": message.role == "tool"})
+            turns.append({"role": role, "content": text})
             if message.name is not None and message.role != "tool":
                 turns[-1]["name"] = message.name
+        is_behind_result = message.role == "tool"
     if conversation.tools:
         _introduce(turns, conversation.tools)
     if not has_system_role and turns and turns[0]["role"] == "system":
         _join_first(turns)
-    return [{key: value for key, value in turn.items() if key != "is_result"} for turn in turns]
+    return turns
 
 
 def _introduce(turns: list[dict[str, Any]], tools: Sequence[Tool]) -> None:
@@ -49,7 +50,7 @@ def _introduce(turns: list[dict[str, Any]], tools: Sequence[Tool]) -> None:
     if turns and turns[0]["role"] == "system":
         turns[0]["content"] = f"{turns[0]['content']}\n\n{text}".strip()
     else:
-        turns.insert(0, {"role": "system", "content": text, "is_result": False})
+        turns.insert(0, {"role": "system", "content": text})
 
 
 def _join_first(turns: list[dict[str, Any]]) -> None:

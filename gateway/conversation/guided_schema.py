@@ -66,9 +66,8 @@ def guided_schema(tool: Tool) -> str:
     check_parameters(tool)
     schema = {"type": "object", **_guided(tool.parameters, _may_close(tool.parameters)), SPACING_KEY: SPACING}
     source = json.dumps(schema, ensure_ascii=False)
-    if (
-        REFERENCE in source and len(source) <= MAX_GRAMMAR_CHARACTERS
-    ):  # larger ones mostly make too large a grammar
+    # A larger one mostly makes too large a grammar.
+    if REFERENCE in source and len(source) <= MAX_GRAMMAR_CHARACTERS:
         check_ends("tools", f"the parameters of '{tool.name}'", schema)
     return source
 
@@ -89,23 +88,21 @@ def checked_answer(answer: StructuredOutput) -> StructuredOutput:
     Raises InvalidRequest if a client's schema has a part that only an endless value would match. Also if it has
     SPACING_KEY: with it, answers may be no JSON. The compiler reads the key only at the schema's top.
     """
-    source = answer.source
-    has_idle = any(f'"{key}"' in source for key in ("format", "uniqueItems"))
-    has_sign = has_idle or any(sign in source for sign in (SPACING_KEY, REFERENCE, r"\u"))
+    has_idle = any(f'"{key}"' in answer.source for key in ("format", "uniqueItems"))
+    has_sign = has_idle or any(sign in answer.source for sign in (SPACING_KEY, REFERENCE, r"\u"))
     if answer.kind is not GrammarKind.JSON_SCHEMA or not has_sign:
         return answer
     try:
-        schema = json.loads(source)
+        schema = json.loads(answer.source)
         if not isinstance(schema, dict):
             return answer
         if SPACING_KEY in schema:
             raise InvalidRequest("structured_output", f"the schema has the key '{SPACING_KEY}'; remove it")
         check_ends("structured_output", "the schema", schema)
         if has_idle and (guided := _guided(schema, False)) != schema:
-            source = json.dumps(
-                guided, ensure_ascii=False, separators=(",", ":")
-            )  # in ASCII it may be too long
-            source.encode()  # half a pair of surrogates has no form but ASCII
+            # Not in ASCII, in which it may be too long.
+            source = json.dumps(guided, ensure_ascii=False, separators=(",", ":"))
+            source.encode()  # raises ValueError for half a pair of surrogates, which only ASCII can express
             return replace(answer, source=source)
     except (ValueError, RecursionError):
         pass  # the compiler says what is wrong

@@ -131,9 +131,8 @@ class _Literals:
 def _string(inside: str) -> str:
     """The string between the quotes, in Python's or JSON's notation. An unknown escape stays as it is."""
     text = _ESCAPE.sub(_escaped, inside)
-    return text.encode("utf-16", "surrogatepass").decode(
-        "utf-16"
-    )  # joins halves of characters; ValueError for others
+    # This joins halves of characters, and raises ValueError for a half alone.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 def _escaped(found: re.Match[str]) -> str:

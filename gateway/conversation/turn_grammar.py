@@ -11,6 +11,7 @@ If calls are required or a tool is strict, arguments match their schema. Otherwi
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.errors import InvalidRequest
@@ -57,17 +58,27 @@ def checked_grammar(lark: Lark) -> StructuredOutput:
     return StructuredOutput(GrammarKind.LARK, source)
 
 
-def _thought(lark: Lark, tags: ReasoningTags, has_begun: bool, budget: int | None) -> str:
+def thought_up_to(lark: Lark, end: str, budget: int | None, shunned: Sequence[str] = ()) -> str:
+    """Defines a rule: reasoning of at most `budget` tokens up to the marker `end`, without `shunned` markers. Raises
+    InvalidRequest if the model cannot limit its reasoning."""
     if budget is None:
-        rest = lark.up_to("thought", tags.end)
-    elif lark.is_token(tags.end):
-        rest = lark.tokens_up_to("thought", tags.end, budget)
-    else:
+        return lark.up_to("thinking", end, shunned)
+    if not lark.is_token(end):
         raise InvalidRequest(
             "reasoning",
-            f"this model's end of reasoning, {tags.end}, is not one token, so its length cannot be limited",
+            f"this model's end of reasoning, {end}, is not one token, so its length cannot be limited",
         )
-    rest += r" ( /\n{1,2}/ )?"
+    return lark.tokens_up_to("thinking", end, budget)
+
+
+def guided_tools(conversation: Conversation) -> list[GuidedTool]:
+    """The tools that the turn may call. Raises InvalidRequest if the schema of one is invalid."""
+    is_required = conversation.tool_choice.use is ToolUse.REQUIRED
+    return [_guided_tool(tool, is_required or tool.strict) for tool in conversation.callable_tools]
+
+
+def _thought(lark: Lark, tags: ReasoningTags, has_begun: bool, budget: int | None) -> str:
+    rest = thought_up_to(lark, tags.end, budget) + r" ( /\n{1,2}/ )?"
     return rest if has_begun else f"( {lark.marker(tags.begin)} {rest} )?"
 
 
@@ -102,9 +113,7 @@ def _calls(
 ) -> str:
     """The expression for all calls of the turn, without text. `answer`: what the model may write instead of
     calls."""
-    is_parallel = conversation.parallel_tool_calls
-    is_required = conversation.tool_choice.use is ToolUse.REQUIRED
-    tools = [guided_tool(tool, is_required or tool.strict) for tool in conversation.callable_tools]
+    is_parallel, tools = conversation.parallel_tool_calls, guided_tools(conversation)
     if syntax.bare_beginning is not None and answer is not None and answer.kind is GrammarKind.JSON_SCHEMA:
         tools = [replace(tool, is_beside_json=True) for tool in tools]
     lark.rule("section", syntax.section(lark, tools, is_parallel))
@@ -114,9 +123,8 @@ def _calls(
     return f"{begin} section"
 
 
-def guided_tool(tool: Tool, fits: bool) -> GuidedTool:
-    """The tool for a grammar. `fits`: arguments must match the tool's schema. Raises InvalidRequest if the
-    schema is invalid."""
+def _guided_tool(tool: Tool, fits: bool) -> GuidedTool:
+    """`fits`: arguments must match the tool's schema."""
     if not fits:
         check_parameters(tool)
     return GuidedTool(tool.name, guided_schema(tool) if fits else ANY_ARGUMENTS, tool if fits else None)

@@ -27,14 +27,10 @@ class CompileProcess:
     """One process from its start to its end. Use it from one event loop only."""
 
     def __init__(
-        self,
-        arguments: list[str],
-        on_message: Callable[[Message], None],
-        on_end: Callable[[], None],
-        module: str = "engine.grammars.process",
+        self, arguments: list[str], on_message: Callable[[Message], None], on_end: Callable[[], None]
     ) -> None:
         """`on_message` receives every message of the process; `on_end` is called once, when it has ended."""
-        self._command = [sys.executable, "-P", "-m", module, *arguments]
+        self._command = [sys.executable, "-P", "-m", "engine.grammars.process", *arguments]
         self._on_message = on_message
         self._on_end = on_end
         self._process: asyncio.subprocess.Process | None = None

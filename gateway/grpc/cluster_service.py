@@ -4,9 +4,6 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
-from typing import Any
-
-import grpc.aio
 
 from baton.errors import ClusterError, FleetError, InvalidRequest
 from baton.fleet import MAX_DRAIN_NODE_S
@@ -23,6 +20,8 @@ from baton.v1 import cluster_service_pb2_grpc as pb_grpc
 from baton.worker import WorkerRole
 from gateway.auth import callers
 from gateway.grpc import fleet_messages
+from gateway.grpc.convert import filled
+from gateway.grpc.status import Context
 from gateway.model import ServedModel
 from gateway.places import Places
 from gateway.requests.driver import RequestDriver
@@ -41,8 +40,6 @@ _HEARD_WITHIN_S = 1.0
 shows this role."""
 
 DRAIN_NODE_S = 60.0
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterService(pb_grpc.ClusterServiceServicer):
@@ -108,13 +105,13 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         command = FlushCaches(tuple(request.workers), request.force)
         flushes = (await self._controller_api().call(command)).workers
-        return pb.FlushCacheResponse(workers=map(fleet_messages.flush_to_message, flushes))
+        return pb.FlushCacheResponse(workers=[filled(pb.CacheFlush, flush) for flush in flushes])
 
     async def RolloutFleet(
         self, request: pb.RolloutFleetRequest, context: Context
     ) -> AsyncIterator[pb.RolloutFleetResponse]:
         async for step in follow_rollout(self._controller_api(), tuple(request.workers)):
-            yield fleet_messages.step_to_message(step)
+            yield filled(pb.RolloutFleetResponse, step)
 
     async def _changes(self, interval_s: float) -> AsyncGenerator[pb.DescribeClusterResponse, None]:
         latest: pb.DescribeClusterResponse | None = None

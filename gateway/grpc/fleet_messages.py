@@ -1,6 +1,6 @@
 """Our own values -> protobuf, for fleets: workers' reports, joined with the controller's description."""
 
-from baton.fleet import CacheFlush, NodeDescription, ReplicaDescription, RolloutStep
+from baton.fleet import NodeDescription, ReplicaDescription
 from baton.v1 import cluster_service_pb2 as pb
 from baton.worker import KVPeerCounts, WorkerStatus
 from gateway.grpc.convert import filled
@@ -46,14 +46,6 @@ def node_to_message(node: NodeDescription) -> pb.Node:
         resources=dict(node.resources),
         workers=sorted(node.workers, key=in_order),
     )
-
-
-def step_to_message(step: RolloutStep) -> pb.RolloutFleetResponse:
-    return filled(pb.RolloutFleetResponse, step)
-
-
-def flush_to_message(flush: CacheFlush) -> pb.CacheFlush:
-    return filled(pb.CacheFlush, flush)
 
 
 def gateway_to_message(dispatcher: Dispatcher) -> pb.Gateway:

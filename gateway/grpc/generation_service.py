@@ -5,26 +5,21 @@ The preprocessor and the request driver carry them out.
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
-
-import grpc.aio
 
 from baton.errors import InvalidRequest
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from gateway.auth.callers import current_caller
 from gateway.call_ids import CallIds
-from gateway.choices import AnswerParsers
 from gateway.grpc import convert
 from gateway.grpc.chat_convert import CLIENT_NAMES, event_to_message, wants_events
 from gateway.grpc.guard import trace_of
+from gateway.grpc.status import Context
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
 from gateway.token_parts import ReasoningCount
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
@@ -40,12 +35,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         gateway_request = await self._preprocess(request, context)
         request_id = gateway_request.request_id
-        parsers = AnswerParsers([gateway_request]) if wants_events(request) else None
+        has_events, parser = wants_events(request), gateway_request.new_parser()
         call_ids = CallIds()
         reasoning = ReasoningCount(gateway_request)
         async with aclosing(self._driver.generate(gateway_request)) as deltas:
             async for delta in deltas:
-                events = parsers.events(0, delta) if parsers else ()
+                events = delta.events(parser) if has_events else ()
                 messages = [event_to_message(call_ids, event) for event in events]
                 reasoning.on_tokens(delta.token_ids)
                 yield convert.delta_to_response(request_id, delta, messages, reasoning.num_tokens)

@@ -46,8 +46,6 @@ OnCallEnded = Callable[[str, str], None]
 
 RpcMethod = Callable[[Any, Context], Any]
 Read = Callable[[bytes], Any]
-Receive = Callable[[Context], Awaitable[Any]]
-"""Reads what the method of a call accepts: one message, or a stream of messages."""
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -94,19 +92,16 @@ class Guard(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler":
         handler: Any = await continuation(handler_call_details) or _UNKNOWN
-        read = handler.request_deserializer
-        if handler.stream_stream is not None:  # gRPC's reflection, and unknown methods
-            method, receive = handler.stream_stream, partial(self._receive_many, read)
-        else:
-            method, receive = handler.unary_stream or handler.unary_unary, partial(_receive_one, read)
         # gRPC itself waits without limit for the one message of a call, and never ends calls that send no
         # message. A single answer is written as a stream of one message, since only streams are compressed.
-        call = self._guarded(method, receive, handler_call_details.method)
+        call = self._guarded(handler, handler_call_details.method)
         serialise = partial(_serialised, handler.response_serializer)
         return grpc.stream_stream_rpc_method_handler(call, None, serialise)
 
-    def _guarded(self, method: RpcMethod, receive: Receive, name: str) -> RpcMethod:
-        is_generator = inspect.isasyncgenfunction(method)
+    def _guarded(self, handler: Any, name: str) -> RpcMethod:
+        method = handler.stream_stream or handler.unary_stream or handler.unary_unary
+        takes_stream = handler.stream_stream is not None  # gRPC's reflection, and unknown methods
+        read, is_generator = handler.request_deserializer, inspect.isasyncgenfunction(method)
         counted_as = name if name in self._methods else OTHER
 
         # The context is an Any because gRPC's stub rejects functions as callbacks.
@@ -117,7 +112,7 @@ class Guard(grpc.aio.ServerInterceptor):
             request_id = request_id_for(offered)
             try:
                 admit(self._authenticator, name, context.invocation_metadata() or ())
-                request = await receive(context)
+                request = self._messages(read, context) if takes_stream else await _receive_one(read, context)
                 request_id = _named(request, request_id)
                 context.set_trailing_metadata(((REQUEST_ID, offered or request_id),))
                 if method is not _refuse:
@@ -135,9 +130,6 @@ class Guard(grpc.aio.ServerInterceptor):
                 await _end(context, error, name, request_id, offered)
 
         return call
-
-    async def _receive_many(self, read: Read, context: Context) -> AsyncIterator[Any]:
-        return self._messages(read, context)
 
     async def _messages(self, read: Read, context: Context) -> AsyncIterator[Any]:
         """Yields messages until the client sends no more or is silent too long, or the gateway is closing."""

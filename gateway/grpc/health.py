@@ -6,21 +6,18 @@ them. One client that does not read would block all other watchers, and the gate
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
 
 import grpc
-import grpc.aio
 from grpc_health.v1 import health_pb2 as pb
 
 from baton.errors import ClusterError
+from gateway.grpc.status import Context
 from gateway.places import Places
 
 MAX_WATCHES = 4096
 """Most watches at a time. These calls need no key, and each lasts until its client ends it."""
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Health"].full_name
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health:

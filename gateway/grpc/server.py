@@ -46,7 +46,7 @@ class GrpcServer:
         on_call_ended: OnCallEnded,
         on_call_error: OnCallError,
         authenticator: Authenticator,
-        certificates: Watched[Certificates] | None = None,
+        certificates: Watched[Certificates] | None,
     ) -> None:
         """`services` maps full names to the functions that add the services to a server.
 

@@ -37,9 +37,7 @@ NO_SUCH_METHOD = "Method not found!"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-async def abort_call(
-    context: Context, error: Exception, request_id: str, offered: str | None = None
-) -> NoReturn:
+async def abort_call(context: Context, error: Exception, request_id: str, offered: str | None) -> NoReturn:
     """Ends the call with the error's status; the text of an internal error is not sent.
 
     `request_id` is well-formed. If metadata `offered` an id, the trailer returns this id.

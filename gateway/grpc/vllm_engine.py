@@ -15,8 +15,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-import grpc.aio
-
 from baton.clock import Clock
 from baton.errors import Unsupported
 from baton.worker import WorkerRole
@@ -27,15 +25,15 @@ from gateway.grpc.convert import ids_to_abort
 from gateway.grpc.generated import common_pb2, vllm_engine_pb2_grpc
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.grpc.guard import trace_of
+from gateway.grpc.status import Context
 from gateway.grpc.vllm_whole import WholeResponse
 from gateway.model import ServedModel
-from gateway.preprocess import Preprocessor
+from gateway.preprocess import Preprocessor, samples
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
 
 CHUNK_BYTES = 64 * 1024
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Batches = AsyncIterator[Sequence[ChoiceDelta]]
 
 
@@ -170,22 +168,20 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             return self._archive
 
     async def _preprocess(self, request: pb.GenerateRequest, context: Context) -> list[GatewayRequest]:
-        self._preprocessor.room_behind(
-            len(request.tokenized.input_ids)
-        )  # before millions of ids become a tuple
+        # This comes before millions of ids become a tuple.
+        self._preprocessor.room_behind(len(request.tokenized.input_ids))
         params = request.sampling_params
-        keep_special_tokens = not params.skip_special_tokens
         gateway_request = await self._preprocessor.preprocess(
             convert.prompt_from(request),
             convert.sampling_params_from(params),
             request_id=request.request_id,
-            keep_special_tokens=keep_special_tokens,
+            keep_special_tokens=not params.skip_special_tokens,
             timeout_s=context.time_remaining(),
             caller=current_caller.get(),
             trace=trace_of(context),
             api="vllm",
         )
-        gateway_requests = self._preprocessor.samples(gateway_request, max(1, params.n), keep_special_tokens)
+        gateway_requests = samples(gateway_request, max(1, params.n))
         if not request.stream:
             check_whole_answer(gateway_requests)
         return gateway_requests

@@ -15,13 +15,12 @@ from baton.errors import BatonError
 from baton.sampling import SamplingParams
 from gateway.auth import callers
 from gateway.auth.callers import Caller
-from gateway.call_ids import TraceContext
 from gateway.conversation import ChatMessage, Conversation
+from gateway.http.call import HttpCall
 from gateway.http.description import ERRORS, event_stream
 from gateway.http.errors import body_of
 from gateway.http.event_stream import EventStream, event, stream_of
 from gateway.http.json_route import JsonRoute
-from gateway.http.request_ids import trace_of
 from gateway.preprocess import Preprocessor, Prompt
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, Finish, GatewayRequest
@@ -78,8 +77,7 @@ def cluster_routes(feed: LiveFeed, trial: "PageTrial") -> APIRouter:
         responses={**ERRORS, 200: _STREAM},
     )
     async def try_one(body: TrialRequest, request: Request) -> EventStream:
-        trace = trace_of(request.headers)
-        return stream_of(await trial.begin(body, _caller(request), request.state.request_id, trace))
+        return stream_of(await trial.begin(body, HttpCall.of(request, "page", timeout_ms=None)))
 
     return routes
 
@@ -108,9 +106,7 @@ class PageTrial:
         self._preprocessor = preprocessor
         self._clock = clock
 
-    async def begin(
-        self, request: TrialRequest, caller: Caller, request_id: str, trace: TraceContext | None
-    ) -> AsyncGenerator[bytes, None]:
+    async def begin(self, request: TrialRequest, call: HttpCall) -> AsyncGenerator[bytes, None]:
         """Server-sent events about the request. Raises InvalidRequest before the first event if the prompt
         cannot be served."""
         prompt: Prompt = request.prompt
@@ -119,11 +115,11 @@ class PageTrial:
         gateway_request = await self._preprocessor.preprocess(
             prompt,
             SamplingParams(max_tokens=request.max_tokens, temperature=request.temperature),
-            request_id=request_id,
+            request_id=call.request_id,
             mode=Mode(request.mode) if request.mode else None,
-            caller=caller,
-            api="page",
-            trace=trace,
+            caller=call.caller,
+            api=call.api,
+            trace=call.trace,
         )
         return self._events(gateway_request)
 

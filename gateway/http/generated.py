@@ -98,7 +98,7 @@ class GeneratedResponse(Response):
         except Exception as error:
             if not is_open:
                 raise
-            _log_if_internal(error, self._requests[0].request_id)
+            log_if_internal(error, self._requests[0].request_id)
             last = answer.failure(error)
         if last:
             await write(last)
@@ -125,7 +125,7 @@ async def answering(
         raise DeadlinePassed("the request's deadline passed") from None
 
 
-def _log_if_internal(error: Exception, request_id: str) -> None:
+def log_if_internal(error: Exception, request_id: str) -> None:
     """The client learns only that an internal error happened; the log says which."""
     if codes_of(error).is_internal:
         extra = {"request_id": request_id}

@@ -69,9 +69,10 @@ def _readings(
         yield (), value
         return
     part, *rest = parts
-    if part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int):
+    is_index = isinstance(value, list) and isinstance(part, int)
+    if is_index or (isinstance(value, dict) and part in value):
         yield from (((str(part), *place), found) for place, found in _readings(rest, value[part], is_missing))
-        if isinstance(value, list) or value.get("type") != part:
+        if is_index or value.get("type") != part:
             return
     elif is_missing and not rest:
         yield (str(part),), value

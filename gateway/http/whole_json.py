@@ -1,6 +1,5 @@
 """Writes a JSON answer in pieces while it is sent, so that no single step blocks the event loop for long."""
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, Iterable, Iterator
@@ -48,7 +47,7 @@ def _escaped(match: re.Match[str]) -> str:
 async def portions(pieces: Iterable[str]) -> AsyncGenerator[str, None]:
     """Joins pieces to portions of at least WRITE_CHARACTERS, but the last. Each piece must be quick to make: other
     tasks run in between."""
-    budget = TurnBudget(asyncio.get_running_loop().time)
+    budget = TurnBudget()
     waiting: list[str] = []
     num_waiting = 0
     for piece in pieces:

@@ -71,23 +71,22 @@ class Dispatcher:
         max_queued: int,
         placement_timeout_s: float,
         must_not_fall_back: bool = False,
-        on_first_token: Callable[[float], None] | None = None,
     ) -> None:
-        """`draw_id(n)` returns a new unique id of n bytes, in hexadecimal. `on_first_token` gets each
-        client's time to first token in seconds, and must not raise."""
+        """`draw_id(n)` returns a new unique id of n bytes, in hexadecimal."""
         self.router = router
         self._fleet = FleetKnowledge(router)
         self.avoided_pairs = self._fleet.avoided_pairs
         self.tally = Tally()
-        self.latencies = LatencyWindow(on_first_token)
+        self.latencies = LatencyWindow()
         self._policy = policy
         self._draw_id = draw_id
         self._placement_timeout_s = placement_timeout_s
         self._must_not_fall_back = must_not_fall_back
         self._shares = shares = CallerShares(router, max_in_flight)
-        self._queue = RequestQueue[RequestState](
+        self.queue = RequestQueue[RequestState](
             max_queued, self._try_to_place, placement_timeout_s, shares.over_share
         )
+        """The waiting requests. Other code may only read it."""
         self._entries: dict[RequestState, QueueEntry[RequestState]] = {}
         """The queue entries of waiting requests."""
         self._placed: dict[str, RequestState] = {}
@@ -120,33 +119,26 @@ class Dispatcher:
             case Tick():
                 self._refuse_overdue()
         must_sweep, self._must_sweep = self._must_sweep, False
-        if must_sweep and len(self._queue):
-            self._queue.sweep(now)
+        if must_sweep and len(self.queue):
+            self.queue.sweep(now)
         effects, self._effects = self._effects, []
         return effects
 
     def next_deadline(self) -> float | None:
         """The latest time for the next Tick; None while no request waits."""
-        return self._queue.next_deadline()
+        return self.queue.next_deadline()
 
     # what observers read
 
     @property
     def num_in_flight(self) -> int:
         """Requests on workers, and requests whose clients have not read the end of the answer yet."""
-        return len(self._open) - len(self._queue)
+        return len(self._open) - len(self.queue)
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a worker with room."""
-        return len(self._queue)
-
-    def queued_since(self, *, for_worker: bool = False) -> float | None:
-        """See RequestQueue.oldest_since."""
-        return self._queue.oldest_since(for_worker=for_worker)
-
-    def without_prefill_since(self) -> float | None:
-        return self._queue.oldest_without_prefill_since()
+        return len(self.queue)
 
     def requests_of(self, call_id: str, caller: Caller) -> list[GatewayRequest]:
         """A caller's open requests under one call id."""
@@ -218,7 +210,7 @@ class Dispatcher:
             deadline=state.deadline,
             patience_s=max(0.0, state.retry.seeking_since + self._placement_timeout_s - now),
         )
-        if refusal := self._queue.join(entry, now):
+        if refusal := self.queue.join(entry, now):
             refused, error = refusal
             self._refuse(refused.item, error)
 
@@ -229,38 +221,40 @@ class Dispatcher:
 
     def _leave_queue(self, state: RequestState) -> None:
         if entry := self._entries.pop(state, None):
-            self._queue.leave(entry, self._now)
+            self.queue.leave(entry, self._now)
 
     def _refuse_overdue(self) -> None:
-        for entry in self._queue.past_deadline(self._now):
+        for entry in self.queue.past_deadline(self._now):
             self._refuse(entry.item, DeadlinePassed("the request's deadline passed while it waited"))
-        for entry in self._queue.out_of_patience(self._now):
+        for entry in self.queue.out_of_patience(self._now):
             reason = entry.reason or NoRoom("others came first")
-            retry, retry_after_s = entry.item.retry, self._queue.retry_after_s(entry)
+            retry, retry_after_s = entry.item.retry, self.queue.retry_after_s(entry)
             self._refuse(entry.item, retry.too_late(reason, self._placement_timeout_s, retry_after_s))
 
     def _try_to_place(self, entry: QueueEntry[RequestState]) -> RequestError | None:
         """Sends the request to its workers, or returns why that is impossible at present."""
-        state, now = entry.item, self._now
+        state, refusal = entry.item, None
+        # An entry that is not put back leaves the queue after the sweep, even after an unexpected error.
+        del self._entries[state]
+        with self._costs_only(state):
+            if (refusal := self._place(state, self._now)) is not None:
+                self._entries[state] = entry
+        return refusal
+
+    def _place(self, state: RequestState, now: float) -> RequestError | None:
         if no_place := self._shares.refusal(state, now):
             return no_place
         if not self.suspects.may_run(state.identity, now):
             return WorkerUnavailable(TAKES_TURNS)
-        refusal: RequestError | None = None
-        del self._entries[state]
-        with self._costs_only(state):
-            avoided, refusal_at = self.avoided_pairs.at(now), partial(self._shares.refusal_at, state, now)
-            is_suspect = self.suspects.is_suspect(state.identity)
-            placement = state.retry.route(state.output_token_ids, avoided, refusal_at, is_suspect=is_suspect)
-            if not isinstance(placement, Placement):
-                refusal = placement
-            elif too_many_prompts := self._shares.too_many_prompts(placement, now):
-                refusal = too_many_prompts
-            else:
-                self._begin_attempt(state, placement)
-        if refusal is not None:
-            self._entries[state] = entry
-        return refusal
+        avoided, refusal_at = self.avoided_pairs.at(now), partial(self._shares.refusal_at, state, now)
+        is_suspect = self.suspects.is_suspect(state.identity)
+        placement = state.retry.route(state.output_token_ids, avoided, refusal_at, is_suspect=is_suspect)
+        if not isinstance(placement, Placement):
+            return placement
+        if too_many_prompts := self._shares.too_many_prompts(placement, now):
+            return too_many_prompts
+        self._begin_attempt(state, placement)
+        return None
 
     # attempts
 

@@ -6,7 +6,7 @@ The driver passes each event to the dispatcher and carries out the effects at on
 import asyncio
 import secrets
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from baton.clock import Clock
@@ -63,12 +63,9 @@ class RequestDriver:
         load_failure_policy: LoadFailurePolicy,
         clock: Clock,
         on_end: Sequence[OnEnd] = (),
-        on_first_token: Callable[[float], None] | None = None,
         scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
     ) -> None:
-        """Each function of `on_end` gets the record of every request once, when the request ends.
-        `on_first_token` gets each client's time to first token in seconds. None of these functions may
-        raise."""
+        """Each function of `on_end` gets the record of every request once, when the request ends. None may raise."""
         self._clock = clock
         self._on_end = on_end
         self._max_unread_tokens = config.max_unread_tokens
@@ -86,20 +83,19 @@ class RequestDriver:
             max_queued=config.max_queued,
             placement_timeout_s=config.placement_timeout_s,
             must_not_fall_back=config.require_disaggregated,
-            on_first_token=on_first_token,
         )
 
     @property
     def oldest_queued_s(self) -> float:
-        return self._since(self.dispatcher.queued_since())
+        return self._since(self.dispatcher.queue.oldest_since())
 
     @property
     def oldest_waiting_for_worker_s(self) -> float:
-        return self._since(self.dispatcher.queued_since(for_worker=True))
+        return self._since(self.dispatcher.queue.oldest_since(for_worker=True))
 
     @property
     def oldest_without_prefill_s(self) -> float:
-        return self._since(self.dispatcher.without_prefill_since())
+        return self._since(self.dispatcher.queue.oldest_without_prefill_since())
 
     def _since(self, moment: float | None) -> float:
         return 0.0 if moment is None else self._clock.now() - moment
@@ -131,7 +127,7 @@ class RequestDriver:
         """Hashes a long prompt for the router. Pauses between portions, so that others are not delayed."""
         if len(request.prompt_token_ids) < LONG_PROMPT or request.skip_reading_prefix_cache:
             return
-        budget = TurnBudget(asyncio.get_running_loop().time)
+        budget = TurnBudget()
         for _ in self.router.hashing(request.prompt_token_ids, request.cache_salt, request.block_hashes):
             await budget.pause_if_spent()
 
@@ -236,10 +232,10 @@ class UnreadAnswer:
         self._max_tokens = max_tokens
         self._token_ids = array("I")
         self._text: list[str] = []
+        """One text of each stored delta; empty if none is stored."""
         self._logprobs: list[TokenLogprobs] = []
         self._finish: Finish | None = None
         self._error: Exception | None = None
-        self._is_empty = True
         self._is_cut_short = False
         self._changed = asyncio.Event()
 
@@ -252,7 +248,6 @@ class UnreadAnswer:
         self._text.append(delta.text)
         self._logprobs.extend(delta.logprobs)
         self._finish = delta.finish
-        self._is_empty = False
         self._changed.set()
         if (num_tokens := len(self._token_ids)) <= self._max_tokens:
             return True
@@ -280,7 +275,7 @@ class UnreadAnswer:
         """Waits until something is stored. Returns all of it as one delta, or raises the stored error."""
         await self._changed.wait()
         self._changed.clear()
-        if not self._is_empty:
+        if self._text:
             if self._error is not None:
                 self._changed.set()
             return self._take_all()
@@ -294,7 +289,6 @@ class UnreadAnswer:
         self._text.clear()
         self._logprobs.clear()
         self._finish = None
-        self._is_empty = True
         return delta
 
 

@@ -57,9 +57,9 @@ class Second:
 class LatencyWindow:
     """Latencies of the last minute. Times must not run backwards."""
 
-    def __init__(self, on_first_token: Callable[[float], None] | None = None) -> None:
-        """`on_first_token` gets each time to first token, in seconds."""
-        self._on_first_token = on_first_token
+    def __init__(self) -> None:
+        self.on_first_token: Callable[[float], None] = lambda _waited_s: None
+        """Gets each time to first token, in seconds. Must not raise."""
         self.num_tokens = 0
         """Tokens since the start."""
         self._slices: deque[_Slice] = deque(maxlen=math.ceil(MAX_WINDOW_S / _SLICE_S) + 1)
@@ -71,8 +71,7 @@ class LatencyWindow:
     def first_token(self, waited_s: float, now: float) -> None:
         self.num_tokens += 1
         self._at(now).ttft[_bin(waited_s)] += 1
-        if self._on_first_token is not None:
-            self._on_first_token(waited_s)
+        self.on_first_token(waited_s)
 
     def next_tokens(self, waited_s: float, num_tokens: int, now: float) -> None:
         """`num_tokens` tokens can be sent together, `waited_s` after the previous token. All but the first of them

@@ -87,7 +87,7 @@ class RequestQueue(Generic[T]):
     def __contains__(self, entry: QueueEntry[T]) -> bool:
         return entry in self._queue
 
-    def oldest_since(self, *, for_worker: bool) -> float | None:
+    def oldest_since(self, *, for_worker: bool = False) -> float | None:
         """When the oldest waiting request joined. `for_worker`: of those that found no decode worker with room
         at the latest sweep. A request that this sweep did not try waits behind others, which count themselves."""
         entries = (e for e in self._queue if not for_worker or _waits_for_decode_worker(self._reason(e)))
@@ -118,13 +118,11 @@ class RequestQueue(Generic[T]):
             self.sweep(now)
         if entry not in self._queue:
             return None
-        if not entry.is_resumed and (refusal := self._too_late(entry, now) or self._too_many(entry)):
+        refusal = None if entry.is_resumed else self._too_late(entry, now) or self._too_many(entry)
+        if refusal is not None:
             self._queue.remove(refusal[0])
-            if refusal[0] is entry:
-                return refusal
-        else:
-            refusal = None
-        self._watch(entry, now)
+        if refusal is None or refusal[0] is not entry:
+            self._watch(entry, now)
         return refusal
 
     def leave(self, entry: QueueEntry[T], now: float) -> None:
@@ -195,9 +193,7 @@ class RequestQueue(Generic[T]):
         """Needs that no worker meets at present, with the reason."""
         self._over_share = self._find_over_share(self._queue.callers, now)
         for entry in self._queue.first_ones_of(self._over_share):
-            if not isinstance(
-                entry.reason, OverShare
-            ):  # the reason stays if a later sweep does not come so far
+            if not isinstance(entry.reason, OverShare):  # it stays if a later sweep does not come so far
                 entry.reason = self._place(entry)
         self._num_sweeps += 1
         for entry in self._queue.without(self._over_share):

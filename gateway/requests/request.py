@@ -7,7 +7,7 @@ from baton.request import FinishReason, TokenLogprobs
 from baton.sampling import SamplingParams
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import TraceContext
-from gateway.conversation import SPECIAL, AnswerParser
+from gateway.conversation import SPECIAL, AnswerEvent, AnswerParser, Text
 from gateway.requests.timing import Timing
 from gateway.routing.placement import BlockHashes, Mode, Placement
 from gateway.text import TextStream
@@ -82,7 +82,7 @@ class Delta:
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
-    """For the request's parser; clients get its events, or `shown_text`."""
+    """Clients get its `events`, or `shown_text`."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: Finish | None = None
 
@@ -90,6 +90,15 @@ class Delta:
     def shown_text(self) -> str:
         """The text without what only parsers need."""
         return self.text.replace(SPECIAL, "")
+
+    def events(self, parser: AnswerParser | None) -> list[AnswerEvent]:
+        """The events that are certain after this delta. `parser`: the answer's, which must get all deltas, in order."""
+        if parser is None:
+            return [Text(self.text)] if self.text else []
+        events = [*parser.push(self.text)]
+        if self.finish is not None:
+            events += parser.flush()
+        return events
 
     def without_reasons(self) -> "Delta":
         """A copy without workers' reasons, for clients that may not administer: reasons may name machines and

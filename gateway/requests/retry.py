@@ -85,10 +85,10 @@ class RetryState:
         """
         failed, refused = self._excluded()
         query = replace(self._query(output_token_ids), avoided=avoided, refusal_at=refusal_at)
-        placement = self._route(query, failed, refused)
+        placement = self._without(query, failed, refused)
         others_turn = self._router.busy_with_suspects() if is_suspect else frozenset()
         if others_turn and isinstance(placement, Placement):
-            free = self._route(query, failed, refused | others_turn)
+            free = self._without(query, failed, refused | others_turn)
             lacks_worker = isinstance(free, WorkerUnavailable)
             is_fallback = isinstance(free, Placement) and free.is_fallback and not placement.is_fallback
             return WorkerUnavailable(TAKES_TURNS) if lacks_worker or is_fallback else free
@@ -96,12 +96,13 @@ class RetryState:
             return NoRoom(self._disclosed(self._last_failure))
         return placement
 
-    def _route(
+    def _without(
         self, query: RouteQuery, failed: frozenset[str], excluded: frozenset[str]
     ) -> Placement | RequestError:
-        placement = _route(self._router, replace(query, excluded=failed | excluded))
-        if isinstance(placement, WorkerUnavailable) and (failed or excluded):
-            placement = _route(self._router, replace(query, excluded=excluded))
+        """A placement without any of these workers. If there is none, workers that `failed` may be used, too."""
+        placement = _routed(self._router, replace(query, excluded=failed | excluded))
+        if isinstance(placement, WorkerUnavailable) and failed:
+            placement = _routed(self._router, replace(query, excluded=excluded))
         return placement
 
     def lacking(self) -> dict[str, int]:
@@ -230,7 +231,7 @@ class RetryState:
         return str(failure) if self._request.caller.may_administer else failure.summary
 
 
-def _route(router: Router, query: RouteQuery) -> Placement | RequestError:
+def _routed(router: Router, query: RouteQuery) -> Placement | RequestError:
     try:
         return router.route(query)
     except RequestError as error:

@@ -79,54 +79,6 @@ class HandoverParts:
     """The network, and time that no worker reported."""
 
 
-@dataclass(slots=True)
-class FirstTokenClock:
-    """Follows one request's attempts until its first token; times count from the request's arrival."""
-
-    ttft_s: float | None = None
-    """None before the first token."""
-    _brought_by: str = ""
-    _queue_s: float = 0.0
-    _failed_s: float = 0.0
-    _waits_since_s: float = 0.0
-    _attempt_began_s: float | None = None
-    _placement: Placement | None = None
-
-    def waits_from(self, at_s: float) -> None:
-        """The request joined the queue."""
-        self._waits_since_s = at_s
-
-    def begin_attempt(self, placement: Placement, at_s: float) -> None:
-        if self.ttft_s is not None:
-            return
-        self.end_attempt(at_s)
-        self._queue_s += at_s - self._waits_since_s
-        self._attempt_began_s = at_s
-        self._placement = placement
-
-    def end_attempt(self, at_s: float) -> None:
-        """The attempt failed. Does nothing if no attempt is running."""
-        if self.ttft_s is None and self._attempt_began_s is not None:
-            self._failed_s += at_s - self._attempt_began_s
-            self._attempt_began_s, self._waits_since_s = None, at_s
-
-    def first_token(self, worker: str, at_s: float) -> None:
-        """This worker brought the first token. Later calls have no effect."""
-        if self.ttft_s is None:
-            self.ttft_s, self._brought_by = at_s, worker
-
-    def parts(self, stages: Mapping[str, StageTimes]) -> TtftParts | None:
-        """The parts of `ttft_s`; None before the first token.
-
-        `stages`: the stage times of the attempt that brought the first token, by worker.
-        """
-        if self.ttft_s is None:
-            return None
-        assert self._placement is not None
-        computed, waited_s = _who_computed(self._placement, self._brought_by, stages)
-        return _cut(self.ttft_s, self._queue_s, self._failed_s, computed, waited_s)
-
-
 class RequestTimes:
     """Collects the times of one request. Every `now` is the gateway's clock."""
 
@@ -135,12 +87,17 @@ class RequestTimes:
         self._arrived_at = arrived_at
         self._window = window
         self._delivered_at = array("d")
-        self._first_token = FirstTokenClock()
-        self._first_token.waits_from(preprocess_s)
+        self._queue_s = self._failed_s = 0.0
+        """Time in the queue and in failed attempts, until the first token."""
+        self._waits_since_s = preprocess_s
+        self._first_worker = ""
+        """The worker that brought the first token."""
+        self._first_placement: Placement | None = None
+        """The placement of the attempt that brought the first token; until then, of the latest attempt."""
+        self._first_stages: dict[str, StageTimes] = {}
+        """The same attempt's stages, by worker."""
         self._stages: dict[str, StageTimes] = {}
         """Stages of the latest attempt, by worker."""
-        self._first_token_stages: dict[str, StageTimes] | None = None
-        """Stages of the attempt that brought the first token, once another attempt has begun."""
         self._attempt = 0
         self._attempt_began_s = 0.0
         self._transfers: dict[tuple[int, str], tuple[SeenTransfer, ...]] = {}
@@ -149,8 +106,12 @@ class RequestTimes:
     @property
     def ttft_parts(self) -> TtftParts | None:
         """The parts of the time to first token; None before the first token."""
-        stages = self._stages if self._first_token_stages is None else self._first_token_stages
-        return self._first_token.parts(stages)
+        if not self._delivered_at:
+            return None
+        assert self._first_placement is not None
+        computed, waited_s = _who_computed(self._first_placement, self._first_worker, self._first_stages)
+        ttft_s = self._delivered_at[0] - self._arrived_at
+        return _cut(ttft_s, self._queue_s, self._failed_s, computed, waited_s)
 
     @property
     def transfers(self) -> tuple[SeenTransfer, ...]:
@@ -159,14 +120,16 @@ class RequestTimes:
 
     def begin_attempt(self, number: int, placement: Placement, now: float) -> None:
         self._attempt, self._attempt_began_s = number, now - self._arrived_at
-        self._first_token.begin_attempt(placement, self._attempt_began_s)
-        if self._delivered_at and self._first_token_stages is None:
-            self._first_token_stages = self._stages
         self._stages = {}
+        if not self._delivered_at:
+            self._queue_s += self._attempt_began_s - self._waits_since_s
+            self._first_placement, self._first_stages = placement, self._stages
 
     def end_attempt(self, now: float) -> None:
         """The attempt failed, and the request waits for another one."""
-        self._first_token.end_attempt(now - self._arrived_at)
+        if not self._delivered_at:
+            self._waits_since_s = now - self._arrived_at
+            self._failed_s += self._waits_since_s - self._attempt_began_s
 
     def note_stages(self, worker: str, stages: StageTimes) -> None:
         """A worker of the latest attempt reported its stages so far."""
@@ -182,7 +145,7 @@ class RequestTimes:
         if self._delivered_at:
             self._window.next_tokens(now - self._delivered_at[-1], num_tokens, now)
         else:
-            self._first_token.first_token(worker, now - self._arrived_at)
+            self._first_worker = worker
             self._window.first_token(now - self._arrived_at, now)
             if num_tokens > 1:
                 self._window.next_tokens(0.0, num_tokens - 1, now)

@@ -59,7 +59,7 @@ class Need:
 class CostModel:
     """The fleet's rates, and the terms of the cost that follow from them."""
 
-    def __init__(self, scheduler: SchedulerConfig = DEFAULT_SCHEDULER) -> None:
+    def __init__(self, scheduler: SchedulerConfig) -> None:
         """`scheduler`: the workers' configuration. With `policy: priority`, a prompt also waits on a prefill
         worker for all earlier prompts."""
         self._is_by_work = scheduler.policy == "fcfs"

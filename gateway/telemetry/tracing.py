@@ -13,7 +13,7 @@ configured.
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 from opentelemetry.context import Context
@@ -40,21 +40,13 @@ class Tracing:
     """The request driver calls `ended`. A separate thread sends the spans; they are dropped if no collector
     accepts them."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        sample_ratio: float,
-        model_name: str,
-        instance: str,
-        wall_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
+    def __init__(self, endpoint: str, sample_ratio: float, model_name: str, instance: str) -> None:
         """`endpoint`: the collector's base URL. `instance` distinguishes this gateway from others.
 
         `sample_ratio`: the share of requests without a trace context that are traced. If a client sends a
         trace context, the context decides.
         """
         self._model_name = model_name
-        self._wall_ns = wall_ns
         self._exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S)
         processor = BatchSpanProcessor(self._exporter, max_queue_size=MAX_QUEUED_SPANS)
         self._provider = TracerProvider(
@@ -68,7 +60,8 @@ class Tracing:
 
     def ended(self, record: RequestRecord) -> None:
         """Makes the spans of a request that ended. Never raises, never blocks."""
-        arrived_ns = self._wall_ns() - round((record.ended_at - record.arrived_at) * 1e9)
+        ended_ns = time.time_ns()
+        arrived_ns = ended_ns - round((record.ended_at - record.arrived_at) * 1e9)
         trace = record.trace
         carrier = {} if trace is None else {"traceparent": trace.parent, "tracestate": trace.state}
         parent = self._propagator.extract(carrier, Context())
@@ -85,7 +78,7 @@ class Tracing:
                 root.set_attribute("error.type", kind)
                 if kind not in CLIENTS_CHOICES:
                     root.set_status(Status(StatusCode.ERROR, kind))
-        root.end(arrived_ns + round((record.ended_at - record.arrived_at) * 1e9))
+        root.end(ended_ns)
 
     def close(self) -> None:
         """Sends the remaining spans, which may take EXPORT_TIMEOUT_S."""

@@ -193,6 +193,10 @@ class TextStream:
             Detokenizer, backend, skip_special_tokens, prompt_token_ids, kept_tokens
         )
         """Creates another Detokenizer, which gives the same text from the first token on."""
+        self.new_stream: Callable[[], TextStream] = partial(
+            TextStream, backend, stops, min_tokens, skip_special_tokens, prompt_token_ids, kept_tokens
+        )
+        """Creates another TextStream, which is empty."""
         self._detokenizer = self.new_detokenizer()
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens

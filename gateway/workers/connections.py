@@ -43,9 +43,8 @@ class WorkerConnections:
         self._connection_numbers = itertools.count(1)
         self._context = zmq.asyncio.Context()
         self._clients: dict[str, WorkerClient] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
-        """Connections of workers that were just removed, whose sockets are still open."""
+        self._tasks: dict[WorkerClient, asyncio.Task[None]] = {}
+        """Those of all connections whose sockets are open, also of workers that were just removed."""
 
     def add_worker(self, endpoint: WorkerEndpoint) -> None:
         """Connects to a worker, which gets requests from its first heartbeat on. Replaces an earlier incarnation of
@@ -63,8 +62,8 @@ class WorkerConnections:
             self._turns,
         )
         self._clients[client.name] = client
-        task = self._tasks[client.name] = asyncio.create_task(self._watch(client))
-        task.add_done_callback(lambda _: client.close())  # the task may be cancelled before it begins
+        task = self._tasks[client] = asyncio.create_task(self._watch(client))
+        task.add_done_callback(lambda _: self._close(client))  # the task may be cancelled before it begins
 
     def worker_died(self, name: str, reason: str) -> None:
         """Removes a worker whose death the controller has reported, and counts the loss. Unknown names are ignored."""
@@ -75,12 +74,8 @@ class WorkerConnections:
     def remove_worker(self, name: str, reason: str) -> None:
         """Removes a worker: it gets no more requests, and its running requests continue on other workers. Unknown
         names are ignored."""
-        if name in self._clients:
-            del self._clients[name]
-            task = self._tasks.pop(name)
-            task.cancel()
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+        if client := self._clients.pop(name, None):
+            self._tasks[client].cancel()
             self._listener.on_worker_lost(name, reason)
 
     def client(self, name: str) -> WorkerClient | None:
@@ -120,10 +115,8 @@ class WorkerConnections:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def stop(self) -> None:
-        tasks = [*self._tasks.values(), *self._ending]
-        await end_tasks(*tasks)
+        await end_tasks(*self._tasks.values())
         self._clients.clear()
-        self._tasks.clear()
         self._context.term()
 
     async def _watch(self, client: WorkerClient) -> None:
@@ -134,5 +127,8 @@ class WorkerConnections:
             reason = f"the connection failed: {error}"
         if self._clients.get(client.name) is client:
             del self._clients[client.name]
-            del self._tasks[client.name]
             self._listener.on_worker_lost(client.name, reason)
+
+    def _close(self, client: WorkerClient) -> None:
+        client.close()
+        del self._tasks[client]

@@ -72,9 +72,7 @@ class WorkerView:
     """None if no controller describes the worker."""
 
 
-def views_of(
-    clients: Iterable[WorkerClient], replicas: Iterable[ReplicaDescription] = ()
-) -> list[WorkerView]:
+def views_of(clients: Iterable[WorkerClient], replicas: Iterable[ReplicaDescription]) -> list[WorkerView]:
     """All workers that run, or that a controller wants to run, sorted by name: `w2` before `w10`."""
     missing = {replica.name: replica for replica in replicas}
     views = [_of_client(client, missing.pop(client.name, None)) for client in clients]

@@ -324,7 +324,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def the_queue_is_bounded_and_holds_those_that_wait(self) -> None:
         if not hasattr(self, "dispatcher"):
             return
-        entries = list(self.dispatcher._queue._queue)
+        entries = list(self.dispatcher.queue._queue)
         assert sum(not entry.is_resumed for entry in entries) <= MAX_QUEUED
         assert len(self.dispatcher._placed) <= MAX_IN_FLIGHT
         with_workers = {engine_id for _, engine_id in self.open}

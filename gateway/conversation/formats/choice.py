@@ -1,12 +1,13 @@
 """Chooses a model's format by signs in its chat template, or by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from gateway.conversation.answer_format import AnswerFormat
 from gateway.conversation.call_syntax import CallSyntax
-from gateway.conversation.formats import deepseek
+from gateway.conversation.formats.deepseek import BEGIN as DEEPSEEK_BEGIN
+from gateway.conversation.formats.deepseek import DeepSeekCalls
 from gateway.conversation.formats.harmony import HarmonyFormat
 from gateway.conversation.formats.harmony_parser import CHANNEL, MESSAGE
 from gateway.conversation.formats.hermes import HermesCalls
@@ -26,7 +27,7 @@ TAGS = (ReasoningTags("<think>", "</think>"), ReasoningTags("[THINK]", "[/THINK]
 class FormatFamily:
     """How one family of models writes calls."""
 
-    new_syntax: Callable[[], CallSyntax] | None
+    syntax: CallSyntax | None
     """None: answers are messages on channels, not text that contains calls."""
     style: TemplateStyle | None
     """The style of the family's chat templates; None: they know no tools."""
@@ -40,19 +41,15 @@ _DEEPSEEK = TemplateStyle(arguments_are_text=True, has_null_content=True)
 
 FAMILIES: Mapping[str, FormatFamily] = {
     "harmony": FormatFamily(None, _NATIVE, (CHANNEL, MESSAGE)),
-    "deepseek_v3": FormatFamily(
-        lambda: deepseek.DeepSeekCalls(is_fenced=True), _DEEPSEEK, (deepseek.BEGIN, "```json")
-    ),
-    "deepseek_v31": FormatFamily(
-        lambda: deepseek.DeepSeekCalls(is_fenced=False), _DEEPSEEK, (deepseek.BEGIN,)
-    ),
-    "mistral_named": FormatFamily(MistralNamedCalls, _MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
-    "mistral": FormatFamily(MistralCalls, _MISTRAL, ("[TOOL_CALLS]",)),
-    "qwen_coder": FormatFamily(QwenCoderCalls, _NATIVE, ("<tool_call>", "<function=", "<parameter=")),
-    "hermes": FormatFamily(HermesCalls, _NATIVE, ("<tool_call>",)),
-    "pythonic": FormatFamily(PythonicCalls, _NATIVE, ("[func_name",)),
-    "llama": FormatFamily(LlamaCalls, _NATIVE, ("ipython", '"parameters"')),
-    "generic": FormatFamily(HermesCalls, None, ()),
+    "deepseek_v3": FormatFamily(DeepSeekCalls(is_fenced=True), _DEEPSEEK, (DEEPSEEK_BEGIN, "```json")),
+    "deepseek_v31": FormatFamily(DeepSeekCalls(is_fenced=False), _DEEPSEEK, (DEEPSEEK_BEGIN,)),
+    "mistral_named": FormatFamily(MistralNamedCalls(), _MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
+    "mistral": FormatFamily(MistralCalls(), _MISTRAL, ("[TOOL_CALLS]",)),
+    "qwen_coder": FormatFamily(QwenCoderCalls(), _NATIVE, ("<tool_call>", "<function=", "<parameter=")),
+    "hermes": FormatFamily(HermesCalls(), _NATIVE, ("<tool_call>",)),
+    "pythonic": FormatFamily(PythonicCalls(), _NATIVE, ("[func_name",)),
+    "llama": FormatFamily(LlamaCalls(), _NATIVE, ("ipython", '"parameters"')),
+    "generic": FormatFamily(HermesCalls(), None, ()),
 }
 """Families by name. A model has the first family whose signs its template contains. If the template reads no
 tools, the model has the last family."""
@@ -65,10 +62,10 @@ def answer_format_of(chat_template: str, vocabulary: Vocabulary, name: str | Non
     cannot be used with the format called `name`."""
     template = ChatTemplate(chat_template)
     family = _chosen(template) if name is None else _named(template, name)
-    if family.new_syntax is None:
+    if family.syntax is None:
         return HarmonyFormat(template, vocabulary)
     tags = next((tags for tags in TAGS if tags.begin in chat_template or tags.end in chat_template), None)
-    return ModelFormat(template, vocabulary, family.new_syntax(), tags, family.style)
+    return ModelFormat(template, vocabulary, family.syntax, tags, family.style)
 
 
 def _chosen(template: ChatTemplate) -> FormatFamily:

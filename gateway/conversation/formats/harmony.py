@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from baton.errors import InvalidRequest
 from baton.sampling import StructuredOutput
 from gateway.conversation.answer_format import SPECIAL
 from gateway.conversation.call_syntax import GuidedTool
@@ -36,7 +35,7 @@ from gateway.conversation.json_call import one_of
 from gateway.conversation.lark import Lark, Vocabulary, quoted
 from gateway.conversation.messages import ChatMessage, Conversation, ToolUse
 from gateway.conversation.template import ChatTemplate, TemplateStyle, described
-from gateway.conversation.turn_grammar import answer_expression, checked_grammar, guided_tool
+from gateway.conversation.turn_grammar import answer_expression, checked_grammar, guided_tools, thought_up_to
 
 _OTHERS = tuple(token for token in TOKENS if token != END)
 """The tokens that a message of the grammar may not contain before its end."""
@@ -69,7 +68,31 @@ class HarmonyFormat:
         prompt_end: str,  # noqa: ARG002 - AnswerFormat's signature
         answer: StructuredOutput | None,
     ) -> StructuredOutput | None:
-        return _grammar(self._vocabulary, conversation, answer)
+        """Thoughts, then calls or a final message.
+
+        The tokens that end a turn, `<|call|>` and `<|return|>`, are end-of-sequence tokens to the engine, so no
+        rule has them.
+        """
+        budget = conversation.reasoning.max_tokens
+        if not conversation.tools and answer is None and budget is None:
+            return None
+        lark = Lark(self._vocabulary)
+        use = conversation.tool_choice.use if conversation.tools else ToolUse.NONE
+        again = lark.rule("again", f"{lark.marker(START)} {quoted(ASSISTANT)}")
+        content = thought_up_to(lark, END, budget, _OTHERS)
+        thought = lark.rule("thought", f"{_head(lark, ANALYSIS)} {content}")
+        before = f"( {thought} {again} ){'*' if budget is None else '?'}"
+        if use is not ToolUse.REQUIRED and answer is None:
+            remark = lark.up_to("remark", END, _OTHERS)
+            preamble = lark.rule("preamble", f"{_head(lark, COMMENTARY)} {remark}")
+            more = "thought | " if budget is None else ""
+            before += f" ( ( {more}{preamble} ) {again} )*"
+        last = [] if use is ToolUse.NONE else [_calls(lark, conversation, again)]
+        if use is not ToolUse.REQUIRED:
+            text = lark.text_without("TEXT", *TOKENS) if answer is None else answer_expression(lark, answer)
+            last.append(f"{_head(lark, FINAL)} {text}")
+        lark.rule("start", f"{before} {one_of(last)}")
+        return checked_grammar(lark)
 
     def new_parser(
         self,
@@ -113,56 +136,13 @@ def _calls_one_by_one(message: ChatMessage, results: Sequence[ChatMessage]) -> l
     return turns + [result for result in results if result.tool_call_id not in ids]
 
 
-def _grammar(
-    vocabulary: Vocabulary, conversation: Conversation, answer: StructuredOutput | None
-) -> StructuredOutput | None:
-    """Thoughts, then calls or a final message; None: the model may write anything. Raises InvalidRequest for a
-    field that cannot be satisfied.
-
-    The tokens that end a turn, `<|call|>` and `<|return|>`, are end-of-sequence tokens to the engine, so no
-    rule has them.
-    """
-    budget = conversation.reasoning.max_tokens
-    if not conversation.tools and answer is None and budget is None:
-        return None
-    lark = Lark(vocabulary)
-    use = conversation.tool_choice.use if conversation.tools else ToolUse.NONE
-    again = lark.rule("again", f"{lark.marker(START)} {quoted(ASSISTANT)}")
-    before = f"( {_thought(lark, budget)} {again} ){'*' if budget is None else '?'}"
-    if use is not ToolUse.REQUIRED and answer is None:
-        preamble = lark.rule("preamble", f"{_head(lark, COMMENTARY)} {lark.up_to('remark', END, _OTHERS)}")
-        more = "thought | " if budget is None else ""
-        before += f" ( ( {more}{preamble} ) {again} )*"
-    last = [] if use is ToolUse.NONE else [_calls(lark, conversation, again)]
-    if use is not ToolUse.REQUIRED:
-        content = lark.text_without("TEXT", *TOKENS) if answer is None else answer_expression(lark, answer)
-        last.append(f"{_head(lark, FINAL)} {content}")
-    lark.rule("start", f"{before} {one_of(last)}")
-    return checked_grammar(lark)
-
-
 def _head(lark: Lark, channel: str) -> str:
     return f"{lark.marker(CHANNEL)} {quoted(channel)} {lark.marker(MESSAGE)}"
 
 
-def _thought(lark: Lark, budget: int | None) -> str:
-    if budget is None:
-        content = lark.up_to("thinking", END, _OTHERS)
-    elif lark.is_token(END):
-        content = lark.tokens_up_to("thinking", END, budget)
-    else:
-        raise InvalidRequest(
-            "reasoning",
-            f"this model's end of reasoning, {END}, is not one token, so its length cannot be limited",
-        )
-    return lark.rule("thought", f"{_head(lark, ANALYSIS)} {content}")
-
-
 def _calls(lark: Lark, conversation: Conversation, again: str) -> str:
-    is_required = conversation.tool_choice.use is ToolUse.REQUIRED
-    tools = [guided_tool(tool, is_required or tool.strict) for tool in conversation.callable_tools]
     lark.rule("kind", f'" " {lark.marker(CONSTRAIN)}? "json"')
-    call = lark.rule("call", one_of([_call(lark, tool) for tool in tools]))
+    call = lark.rule("call", one_of([_call(lark, tool) for tool in guided_tools(conversation)]))
     if not conversation.parallel_tool_calls:
         return call
     return f"{call} ( {lark.marker(END)} {again} {call} )*"

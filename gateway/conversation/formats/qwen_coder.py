@@ -151,7 +151,7 @@ def _refuse(constant: str) -> None:
 
 def _parameters(tool: GuidedTool, free: str) -> str:
     if tool.tool is None:
-        return rf'( {quoted(PARAMETER)} /[^<>\n]{{1,64}}/ ">\n" {free} )*'.replace('">\n"', quoted(">\n"))
+        return rf'( {quoted(PARAMETER)} /[^<>\n]{{1,64}}/ ">\n" {free} )*'
     written = []
     for part in listed_properties(tool):
         text = f"{quoted(f'{PARAMETER}{part.name}>{chr(10)}')} {_value(part, free)}"

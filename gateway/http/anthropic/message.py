@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from baton.request import FinishReason
-from gateway.choices import AnswerParsers
 from gateway.http.anthropic.answers import MessageEnd, MessageTokensDetails, MessageUsage
 from gateway.http.anthropic.content import BlockStep, ContentBlocks
 from gateway.http.anthropic.events import EventWriter, error_event
@@ -33,7 +32,7 @@ class MessageAnswer:
         self._shown_id = shown_id
         self._is_capped = request.sampling_params.max_tokens < max_tokens
         self._blocks = ContentBlocks(shows_thinking)
-        self._parsers = AnswerParsers([request])
+        self._parser = request.new_parser()
         self._count = UsageCount.of([request], 1, counts_reasoning=True)
         self._events = EventWriter(head)
         self._message = CollectedMessage()
@@ -66,7 +65,7 @@ class MessageAnswer:
 
     def _steps(self, index: int, delta: Delta) -> list[BlockStep]:
         self._count.on_delta(index, delta)
-        return self._blocks.on_events(self._parsers.events(index, delta))
+        return self._blocks.on_events(delta.events(self._parser))
 
     @property
     def _usage(self) -> MessageUsage:

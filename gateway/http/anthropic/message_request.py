@@ -57,6 +57,18 @@ class CountTokensRequest(Body):
         )
 
     @property
+    def client_names(self) -> dict[str, str]:
+        """This API's names of fields, by the names that errors may use."""
+        return {
+            "prompt": "messages",
+            "chat": "messages",
+            "token_ids": "messages",
+            "reasoning": "output_config.effort" if self.thinking is None else "thinking",
+            "stop": "stop_sequences",
+            "structured_output": "output_format" if self.output_format else "output_config.format",
+        }
+
+    @property
     def reasoning(self) -> ReasoningOptions:
         effort = None if self.output_config is None else self.output_config.effort
         return reasoning_of(self.thinking, effort)

@@ -1,17 +1,19 @@
 """The routes of Anthropic's Messages API: turn a body into a valid request, and make the response."""
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.choices import check_whole_answer
-from gateway.http.anthropic.answers import Message, TokenCount
-from gateway.http.anthropic.description import ERRORS, HEADERS, MESSAGE_ANSWERS
+from gateway.http.anthropic.answers import Message, MessageErrorAnswer, StreamEvent, TokenCount
 from gateway.http.anthropic.message import MessageAnswer
 from gateway.http.anthropic.message_request import CountTokensRequest, MessagesRequest
 from gateway.http.anthropic.output import shows_thinking
 from gateway.http.anthropic.whole import MessageHead
 from gateway.http.call import HttpCall, TimeoutMs
+from gateway.http.description import errors_of, event_stream, json_text
 from gateway.http.dialects import MESSAGES_PATH
 from gateway.http.errors import in_terms_of
 from gateway.http.generated import GeneratedResponse
@@ -19,6 +21,29 @@ from gateway.http.json_route import JsonRoute
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
+
+ERRORS = errors_of(
+    MessageErrorAnswer, "No worker could serve the request, or not in time; 529: no room at present"
+)
+
+MESSAGE_ANSWERS = {200: event_stream(json_text(StreamEvent)), **ERRORS}
+
+HEADERS: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": name,
+            "in": "header",
+            "required": False,
+            "schema": {"type": "string"},
+            "description": description,
+        }
+        for name, description in (
+            ("anthropic-version", "Accepted and ignored: answers have the shape of 2023-06-01."),
+            ("anthropic-beta", "Accepted and ignored: fields decide, and unknown ones are refused."),
+            ("x-api-key", "The key, in place of `Authorization: Bearer`."),
+        )
+    ]
+}
 
 
 def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:
@@ -35,7 +60,7 @@ def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: S
     async def messages(body: MessagesRequest, request: Request, timeout_ms: TimeoutMs = None) -> Response:
         call = HttpCall.of(request, "messages", timeout_ms, body.request_id)
         model.check_name(body.model)
-        names = _client_names(body)
+        names = body.client_names
         with in_terms_of(names):
             generation = await call.preprocess(preprocessor, body, body.conversation, body.sampling())
         if not body.stream:
@@ -60,20 +85,8 @@ def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: S
     ) -> TokenCount:
         call = HttpCall.of(request, "messages", timeout_ms)
         model.check_name(body.model)
-        with in_terms_of(_client_names(body)):
+        with in_terms_of(body.client_names):
             token_ids = await preprocessor.tokenise(body.conversation, call.caller, call.time_left_s)
         return TokenCount(len(token_ids))
 
     return routes
-
-
-def _client_names(body: CountTokensRequest) -> dict[str, str]:
-    """This API's names of fields, by the names that errors may use."""
-    return {
-        "prompt": "messages",
-        "chat": "messages",
-        "token_ids": "messages",
-        "reasoning": "output_config.effort" if body.thinking is None else "thinking",
-        "stop": "stop_sequences",
-        "structured_output": "output_format" if body.output_format is not None else "output_config.format",
-    }

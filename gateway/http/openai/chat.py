@@ -1,14 +1,12 @@
-"""ChatAnswer: one chat completion, whole or as a stream. ChatParts: its text, reasoning and calls."""
+"""ChatAnswer: one chat completion, whole or as a stream."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Self
 
 from baton.request import FinishReason
 from gateway.call_ids import CallIds
-from gateway.choices import AnswerParsers
 from gateway.conversation import (
     AnswerEvent,
+    AnswerParser,
     AnswerParts,
     ArgumentsDelta,
     CallBegins,
@@ -22,7 +20,7 @@ from gateway.http.openai.fields import StreamOptions
 from gateway.http.openai.logprobs import ChatTokens
 from gateway.http.openai.openai_answer import FINISH_REASONS, AnswerHead, OpenAIAnswer
 from gateway.http.whole_json import ascii_json, json_string, string_pieces
-from gateway.requests.request import Delta, GatewayRequest
+from gateway.requests.request import Delta
 
 ROLE = '"delta":{"role":"assistant","content":""}'
 """The first delta of each choice of a stream."""
@@ -33,7 +31,7 @@ NOTHING_NEW = '"delta":{}'
 
 
 class ChatAnswer(OpenAIAnswer):
-    """Writes one chat completion."""
+    """Writes one chat completion: text, reasoning and calls."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -44,69 +42,42 @@ class ChatAnswer(OpenAIAnswer):
         count: UsageCount,
         options: StreamOptions | None,
         tokens: ChatTokens | None,
-        parts: "ChatParts | None" = None,
+        parsers: Sequence[AnswerParser | None],
+        *,
+        includes_reasoning: bool = True,
         may_call: bool = False,
     ) -> None:
-        """`tokens` writes log-probabilities; None if the client does not want them. `parts`: None if the
-        answers are only text. `may_call`: answers may have calls."""
-        indices = range(count.num_samples)
-        choices = [Collected() if parts is None else parts.collector(index) for index in indices]
-        super().__init__(head, count, options, choices, None if tokens is None else [tokens] * len(choices))
-        self._parts = parts
+        """`tokens` writes log-probabilities; None if the client does not want them. `parsers`: one for each
+        choice; None if it is only text. `may_call`: answers may have calls."""
+        logprobs = None if tokens is None else [tokens] * len(parsers)
+        super().__init__(head, count, options, len(parsers), logprobs)
+        self._parsers = parsers
+        self._includes_reasoning = includes_reasoning
         self._role = ROLE_BEFORE_CALLS if may_call else ROLE
+        self._call_ids = [CallIds() for _ in parsers]
+        self._ends_with_call = [False] * len(parsers)
+        """By choice: whether its last call is complete. Calls never overlap, so then all its calls are
+        complete."""
 
     def opening(self) -> bytes:
         return "".join(self._event(index, self._role) for index in range(len(self._choices))).encode("ascii")
 
     def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:
-        if self._parts is None:
+        if self._parsers[index] is None:
             reason = FINISH_REASONS[delta.finish.reason if delta.finish else None]
             content = f'"delta":{{"content":{ascii_json(delta.text)}}}'
             return self._event(index, content, logprobs, reason, usage)
         events = ""
-        for content, reason in self._parts.contents(index, delta):
+        for content, reason in self._contents(index, delta):
             events += self._event(index, content, logprobs, reason, usage)
             logprobs = "null"
         return events
 
-    def _whole_content(self, index: int, choice: Collected) -> Iterator[str]:
-        yield '"message":{"role":"assistant"'
-        if self._parts is None:
-            yield ',"content":"'
-            yield from choice.text()
-            yield '","refusal":null}'
-        else:
-            yield from self._parts.message(index, choice)
-
-    def _finish_reason(self, choice: Collected) -> str:
-        return choice.finish_reason if self._parts is None else self._parts.finish_reason(choice)
-
-
-class ChatParts:
-    """Writes text, reasoning and calls of all answers to one chat, as a stream's events or whole. Belongs to
-    one HTTP call. The deltas of each answer must be passed in order."""
-
-    def __init__(
-        self, requests: Sequence[GatewayRequest], parsers: AnswerParsers, includes_reasoning: bool
-    ) -> None:
-        self._call_ids = [CallIds() for _ in requests]
-        self._parsers = parsers
-        self._includes_reasoning = includes_reasoning
-        self._ends_with_call = [False] * len(requests)
-        """By answer: whether its last call is complete. Calls never overlap, so then all its calls are
-        complete."""
-
-    @classmethod
-    def of(cls, requests: Sequence[GatewayRequest], includes_reasoning: bool) -> Self | None:
-        """None if all answers are only text."""
-        parsers = AnswerParsers(requests)
-        return cls(requests, parsers, includes_reasoning) if parsers.are_needed else None
-
-    def contents(self, index: int, delta: Delta) -> list[tuple[str, str]]:
+    def _contents(self, index: int, delta: Delta) -> list[tuple[str, str]]:
         """The contents of the delta's events in JSON, each with its finish reason. There are none while the
         parser still waits for more text. The finish reason has a separate event, as in OpenAI's streams of
         calls."""
-        events = _joined(self._events(index, delta))
+        events = _joined(self._events_of(index, delta))
         contents = [(content, "null") for event in events if (content := self._content(index, event))]
         if delta.finish is not None:
             is_call = delta.finish.reason is FinishReason.STOP and self._ends_with_call[index]
@@ -115,18 +86,15 @@ class ChatParts:
             contents.append((NOTHING_NEW, "null"))
         return contents
 
-    def collector(self, index: int) -> Collected:
-        return Collected(partial(self._events, index))
-
-    def message(self, index: int, answer: Collected) -> Iterator[str]:
-        """The JSON of a whole answer's ChatMessageAnswer in pieces, without the beginning up to its role."""
-        parts = answer.parts
-        yield ',"content":'
+    def _whole_content(self, index: int, choice: Collected) -> Iterator[str]:
+        """The JSON of a ChatMessageAnswer."""
+        parts = choice.parts
+        yield '"message":{"role":"assistant","content":'
         if parts.calls and not parts.text:
             yield "null"
         else:
             yield '"'
-            yield from answer.text()
+            yield from choice.text()
             yield '"'
         yield ',"refusal":null'
         if reasoning := parts.reasoning:
@@ -137,9 +105,9 @@ class ChatParts:
         yield from self._calls(index, parts)
         yield "}"
 
-    def finish_reason(self, answer: Collected) -> str:
-        is_call = answer.finish_reason == "stop" and answer.parts.ends_with_calls
-        return "tool_calls" if is_call else answer.finish_reason
+    def _finish_reason(self, choice: Collected) -> str:
+        is_call = choice.finish_reason == "stop" and choice.parts.ends_with_calls
+        return "tool_calls" if is_call else choice.finish_reason
 
     def _calls(self, index: int, parts: AnswerParts) -> Iterator[str]:
         before = ',"tool_calls":['
@@ -153,8 +121,8 @@ class ChatParts:
         if parts.calls:
             yield "]"
 
-    def _events(self, index: int, delta: Delta) -> list[AnswerEvent]:
-        events = self._parsers.events(index, delta)
+    def _events_of(self, index: int, delta: Delta) -> list[AnswerEvent]:
+        events = delta.events(self._parsers[index])
         if self._includes_reasoning:
             return events
         return [event for event in events if not isinstance(event, Reasoning)]

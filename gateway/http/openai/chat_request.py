@@ -94,8 +94,8 @@ class ChatCompletionRequest(GenerationFields):
 
     @property
     def client_names(self) -> dict[str, str]:
-        """This API's names of fields, by the names that errors may use."""
-        names = {"logprobs": "top_logprobs", "template_options": "chat_template_kwargs"}
+        names = super().client_names | dict.fromkeys(("prompt", "chat", "token_ids"), "messages")
+        names |= {"logprobs": "top_logprobs", "template_options": "chat_template_kwargs"}
         if self.max_tokens is None:
             names["max_tokens"] = "max_completion_tokens"
         is_effort = self.reasoning_effort is not None

@@ -1,8 +1,7 @@
 """Collects all answers to one client request: their texts and their usage."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from io import StringIO
 from typing import Self
 
 from baton.request import FinishReason as Reason
@@ -63,32 +62,23 @@ class UsageCount:
         return sum(count.num_tokens for count in self.reasoning or ())
 
 
-EventsOf = Callable[[Delta], Iterable[AnswerEvent]]
-
-
 @dataclass(slots=True)
 class Collected:
     """Collects one whole answer from its deltas, in as little memory as possible."""
 
-    events_of: EventsOf | None = None
-    """None: the answer is only text."""
     logprobs: LogprobColumns = field(default_factory=LogprobColumns)
     finish: Finish | None = None
     parts: AnswerParts = field(default_factory=AnswerParts)
-    """The parts of the answer if it has `events_of`."""
-    _text: StringIO = field(default_factory=StringIO)
 
-    def on_delta(self, delta: Delta) -> None:
-        if self.events_of is None:
-            self._text.write(delta.text)
-        else:
-            self.parts.take_in(self.events_of(delta))
+    def on_delta(self, delta: Delta, events: Iterable[AnswerEvent]) -> None:
+        """`events`: the delta's."""
+        self.parts.take_in(events)
         self.logprobs.extend(delta.logprobs)
         self.finish = delta.finish
 
     def text(self) -> Iterator[str]:
         """The answer's text as a JSON string without quotes, in pieces."""
-        return string_pieces(self._text.getvalue() if self.events_of is None else self.parts.text)
+        return string_pieces(self.parts.text)
 
     @property
     def finish_reason(self) -> FinishReason:

@@ -26,7 +26,7 @@ class CompletionAnswer(OpenAIAnswer):
     ) -> None:
         """`echoes`: the text before each choice's text. `logprobs`: one writer for each choice; None if the
         client does not want log-probabilities."""
-        super().__init__(head, count, options, [Collected() for _ in echoes], logprobs)
+        super().__init__(head, count, options, len(echoes), logprobs)
         self._echoes = echoes
 
     def opening(self) -> bytes:

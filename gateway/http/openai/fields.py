@@ -74,6 +74,12 @@ class GenerationFields(SamplingFields):
         return self
 
     @property
+    def client_names(self) -> dict[str, str]:
+        """This API's names of fields, by the names that errors may use."""
+        grammar = "response_format" if self.structured_outputs is None else "structured_outputs"
+        return {"structured_output": grammar, "token_ids": "prompt"}
+
+    @property
     def says_usage(self) -> bool:
         """Whether the answer contains its usage."""
         options = self.stream_options

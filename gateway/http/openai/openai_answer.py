@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from baton.request import FinishReason
+from gateway.conversation import AnswerEvent
 from gateway.http.errors import body_of
 from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
@@ -61,11 +62,10 @@ class OpenAIAnswer(ABC):
         head: AnswerHead,
         count: UsageCount,
         options: StreamOptions | None,
-        choices: Sequence[Collected],
+        num_choices: int,
         logprobs: Sequence[ChatTokens] | Sequence[CompletionLogprobsStream] | None,
     ) -> None:
-        """`choices` collect the choices of a whole answer. `logprobs`: one writer for each choice; None if the
-        client does not want log-probabilities."""
+        """`logprobs`: one writer for each choice; None if the client does not want log-probabilities."""
         self._head = head
         self._count = count
         options = options or StreamOptions()
@@ -73,7 +73,8 @@ class OpenAIAnswer(ABC):
         self._no_usage = ',"usage":null' if self._says_usage else ""
         """Every chunk has the key `usage` if the client asks for usage, as in OpenAI's streams."""
         self._says_usage_so_far = self._says_usage and bool(options.continuous_usage_stats)
-        self._choices = choices
+        self._choices = [Collected() for _ in range(num_choices)]
+        """Those of a whole answer."""
         self._logprobs = logprobs
         self._start = in_ascii(f"data: {head.json(self.chunk_kind)}")
 
@@ -100,7 +101,7 @@ class OpenAIAnswer(ABC):
 
     def on_delta(self, index: int, delta: Delta) -> None:
         self._count.on_delta(index, delta)
-        self._choices[index].on_delta(delta)
+        self._choices[index].on_delta(delta, self._events_of(index, delta))
 
     def whole(self) -> Iterator[str]:
         yield self._head.json(self.kind)
@@ -123,6 +124,10 @@ class OpenAIAnswer(ABC):
         """`content`: the JSON between a choice's index and log-probabilities."""
         end = self._no_usage if usage is None else f',"usage":{usage_json(usage)}'
         return f'{self._start}{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":{reason}}}]{end}}}\n\n'
+
+    def _events_of(self, _index: int, delta: Delta) -> list[AnswerEvent]:
+        """The events of a delta of a choice; the delta's text by default."""
+        return delta.events(None)
 
     @abstractmethod
     def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:

@@ -1,6 +1,5 @@
 """The routes of OpenAI's API: turn a body into valid requests, and make the responses."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,16 +24,15 @@ from gateway.http.openai.answers import (
     ModelCard,
     ModelList,
 )
-from gateway.http.openai.chat import ChatAnswer, ChatParts
+from gateway.http.openai.chat import ChatAnswer
 from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.choices import UsageCount
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.completions import CompletionAnswer
-from gateway.http.openai.fields import GenerationFields
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
 from gateway.http.openai.openai_answer import AnswerHead
 from gateway.model import ServedModel
-from gateway.preprocess import Preprocessor, Prompt
+from gateway.preprocess import Preprocessor, Prompt, samples
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
 from gateway.turn_budget import TurnBudget
@@ -51,22 +49,21 @@ class OpenAIRoutes:
         self._completion_tokens = CompletionTokens(preprocessor.pool.tokenizer)
 
     async def chat_completion(self, body: ChatCompletionRequest, call: HttpCall) -> GeneratedResponse:
-        names = _client_names(body, "messages") | body.client_names
-        chat = body.chat
+        chat, names = body.chat, body.client_names
         gateway_requests = await self._preprocess(body, call, [chat], names)
         answer = ChatAnswer(
             self._head("chatcmpl", call),
             UsageCount.of(gateway_requests, body.num_samples, counts_reasoning=body.says_usage),
             body.stream_options,
             self._chat_tokens if body.logprobs else None,
-            ChatParts.of(gateway_requests, body.include_reasoning is not False),
+            [request.new_parser() for request in gateway_requests],
+            includes_reasoning=body.include_reasoning is not False,
             may_call=bool(chat.callable_tools),
         )
         return GeneratedResponse(self._driver, gateway_requests, answer, names, is_stream=bool(body.stream))
 
     async def completion(self, body: CompletionRequest, call: HttpCall) -> GeneratedResponse:
-        names = _client_names(body, "prompt")
-        prompts = body.prompts
+        prompts, names = body.prompts, body.client_names
         gateway_requests = await self._preprocess(body, call, prompts, names)
         echoes = [
             echo
@@ -96,7 +93,7 @@ class OpenAIRoutes:
         with in_terms_of(names):
             params = body.sampling()
         gateway_requests: list[GatewayRequest] = []
-        budget = TurnBudget(asyncio.get_running_loop().time)
+        budget = TurnBudget()
         for number, prompt in enumerate(prompts):
             own_names = dict.fromkeys(("prompt", "token_ids"), f"prompt.{number}") if len(prompts) > 1 else {}
             with in_terms_of(names | own_names):
@@ -111,9 +108,7 @@ class OpenAIRoutes:
             if number:
                 own_id = f"{call.request_id}-p{number}"
                 gateway_request = replace(gateway_request, request_id=own_id, call_id=call.request_id)
-            gateway_requests += self._preprocessor.samples(
-                gateway_request, body.num_samples, body.keep_special_tokens
-            )
+            gateway_requests += samples(gateway_request, body.num_samples)
             await budget.pause_if_spent()
         if not body.stream:
             check_whole_answer(gateway_requests, names)
@@ -170,12 +165,6 @@ def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: Serv
         return card
 
     return routes
-
-
-def _client_names(body: GenerationFields, prompt: str) -> dict[str, str]:
-    """This API's names of fields, by the names that errors may use."""
-    grammar = "response_format" if body.structured_outputs is None else "structured_outputs"
-    return {"prompt": prompt, "chat": prompt, "token_ids": prompt, "structured_output": grammar}
 
 
 def answers_of(chunk: type) -> Responses:

@@ -59,40 +59,30 @@ class StructuredOutputs(Body):
 def structured_output_of(
     response_format: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> StructuredOutput | None:
-    """The grammar of the answer. At most one argument may be set; InvalidRequest names its field."""
+    """The grammar of the answer. At most one argument may be set."""
     if outputs is not None:
-        return _checked("structured_outputs", *_grammar_of(outputs))
+        return _grammar_of(outputs)
     match response_format:
         case JsonObjectFormat():
             return StructuredOutput(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
         case JsonSchemaFormat(json_schema=schema):
-            return _checked("response_format", GrammarKind.JSON_SCHEMA, json.dumps(schema.schema_))
+            return StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema.schema_))
         case _:
             return None
 
 
-def _grammar_of(outputs: StructuredOutputs) -> tuple[GrammarKind, str]:
-    given = [
-        value
-        for value in (outputs.json_, outputs.regex, outputs.choice, outputs.grammar)
-        if value is not None
-    ]
+def _grammar_of(outputs: StructuredOutputs) -> StructuredOutput:
+    schema = outputs.json_
+    choice = None if outputs.choice is None else "|".join(f"({re.escape(each)})" for each in outputs.choice)
+    sources = (
+        (GrammarKind.JSON_SCHEMA, json.dumps(schema) if isinstance(schema, dict) else schema),
+        (GrammarKind.REGEX, outputs.regex),
+        (GrammarKind.REGEX, choice),
+        (GrammarKind.LARK, outputs.grammar),
+    )
+    given = [(kind, source) for kind, source in sources if source is not None]
     if len(given) != 1:
         raise InvalidRequest(
-            "structured_outputs", f"set exactly one of json, regex, choice and grammar, got {len(given)}"
+            "structured_output", f"set exactly one of json, regex, choice and grammar, got {len(given)}"
         )
-    if outputs.json_ is not None:
-        schema = outputs.json_
-        return GrammarKind.JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema)
-    if outputs.choice is not None:
-        return GrammarKind.REGEX, "|".join(f"({re.escape(choice)})" for choice in outputs.choice)
-    if outputs.regex is not None:
-        return GrammarKind.REGEX, outputs.regex
-    return GrammarKind.LARK, outputs.grammar or ""
-
-
-def _checked(field: str, kind: GrammarKind, source: str) -> StructuredOutput:
-    try:
-        return StructuredOutput(kind, source)
-    except InvalidRequest as error:
-        raise InvalidRequest(field, error.problem) from error
+    return StructuredOutput(*given[0])

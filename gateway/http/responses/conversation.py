@@ -50,41 +50,39 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
     """
     messages: list[ChatMessage] = []
     names: dict[str, str] = {}
-    turn_of: dict[str, int] = {}  # of each call, how many messages precede its turn
-    turn: ChatMessage | None = None  # the assistant's turn, to which further items may be added
+    turn_of: dict[str, int] = {}  # of each call, the number of messages up to its turn
     for item in items:
+        turn = messages[-1] if messages and messages[-1].role == "assistant" else None
         match item:
             case FunctionCallItem(status="incomplete"):
-                continue
-            case FunctionCallItem():
-                call = ToolCall(item.call_id, item.name, item.arguments)
-                turn = turn or ChatMessage("assistant", "")
-                if turn_of.get(call.id) == len(messages):
+                pass
+            case FunctionCallItem(call_id=call_id):
+                turn = turn or _new_turn(messages)
+                if turn_of.get(call_id) == len(messages):
                     raise InvalidRequest(
                         "input",
-                        f"two function_calls of one turn have the call_id '{call.id[:60]}'; give each its own",
+                        f"two function_calls of one turn have the call_id '{call_id[:60]}'; give each its own",
                     )
-                names[call.id], turn_of[call.id] = call.name, len(messages)
-                turn = replace(turn, tool_calls=(*turn.tool_calls, call))
+                names[call_id], turn_of[call_id] = item.name, len(messages)
+                call = ToolCall(call_id, item.name, item.arguments)
+                messages[-1] = replace(turn, tool_calls=(*turn.tool_calls, call))
             case ReasoningItem():
-                if turn is not None and (turn.content or turn.tool_calls):
-                    messages.append(turn)
-                    turn = None
-                turn = turn or ChatMessage("assistant", "")
-                turn = replace(turn, reasoning=(turn.reasoning or "") + item.text)
+                if turn is None or turn.content or turn.tool_calls:
+                    turn = _new_turn(messages)
+                messages[-1] = replace(turn, reasoning=(turn.reasoning or "") + item.text)
             case MessageItem(role="assistant"):
-                if (
-                    turn is not None and turn.content
-                ):  # a text behind a call stays in its turn, before its result
-                    messages.append(turn)
-                    turn = None
-                turn = replace(turn or ChatMessage("assistant", ""), content=item.text)
+                if turn is None or turn.content:  # a text behind a call stays in its turn, before its result
+                    turn = _new_turn(messages)
+                messages[-1] = replace(turn, content=item.text)
             case MessageItem() | FunctionCallOutputItem():
-                if turn is not None:
-                    messages.append(turn)
-                    turn = None
                 messages.append(_of_others(item, names))
-    return (*messages, *((turn,) if turn is not None else ()))
+    return tuple(messages)
+
+
+def _new_turn(messages: list[ChatMessage]) -> ChatMessage:
+    """Adds a turn of the assistant, which is still empty."""
+    messages.append(ChatMessage("assistant", ""))
+    return messages[-1]
 
 
 def _of_others(item: MessageItem | FunctionCallOutputItem, names: dict[str, str]) -> ChatMessage:

@@ -1,6 +1,5 @@
 """CreateResponse: turns the body of POST /v1/responses into a request, and its answer into the response."""
 
-import asyncio
 import time
 from dataclasses import replace
 from functools import partial
@@ -15,29 +14,21 @@ from gateway.http.errors import in_terms_of
 from gateway.http.openai.logprobs import ChatTokens
 from gateway.http.responses.answers import InputTokensAnswer
 from gateway.http.responses.conversation import check_calls, conversation_of, shortened
-from gateway.http.responses.create_request import InputTokensRequest, PromptFields, ResponseRequest
+from gateway.http.responses.create_request import (
+    CLIENT_NAMES,
+    InputTokensRequest,
+    PromptFields,
+    ResponseRequest,
+)
 from gateway.http.responses.history import History, HistoryReader, input_json
 from gateway.http.responses.items import KeptItem
 from gateway.http.responses.respond import Generation, Responding
 from gateway.http.responses.response_json import ResponseJson
-from gateway.http.responses.store import ResponseStore, RunningResponses
+from gateway.http.responses.store import RunningResponses
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
-from gateway.token_parts import TokenParts
-from gateway.turn_budget import TurnBudget
-
-NAMES = {
-    "prompt": "input",
-    "chat": "input",
-    "token_ids": "input",
-    "max_tokens": "max_output_tokens",
-    "logprobs": "top_logprobs",
-    "structured_output": "text.format",
-    "reasoning": "reasoning.effort",
-}
-"""This API's names of fields, by the names that errors may use."""
 
 
 class CreateResponse:
@@ -64,11 +55,11 @@ class CreateResponse:
         """Makes the response. If it will be stored, an unreachable store raises an error before anything is
         computed."""
         self._model.check_name(body.model)
-        store = self._store_for(body)
-        if store is not None:
-            await store.check()
+        stored_by = self._stored_by(body)
+        if stored_by is not None:
+            await stored_by.store.check()
         history, own = await self._read(body, call)
-        with in_terms_of(NAMES):
+        with in_terms_of(CLIENT_NAMES):
             conversation = await self._conversation(body, call, (*history.items, *own))
             request = await call.preprocess(
                 self._preprocessor, body, conversation, body.sampling(), affinity_key=body.prompt_cache_key
@@ -76,41 +67,31 @@ class CreateResponse:
         request = replace(request, timeout_s=call.time_left_s)
         _check_size(request)
         response_id = f"resp_{request.request_id}"
-        response = ResponseJson(body, response_id, int(time.time()), is_stored=store is not None)
-        stored_by = None if store is None else self._running
+        response = ResponseJson(body, response_id, int(time.time()), is_stored=stored_by is not None)
         own_json = input_json(own, request.request_id)
-        generation = Generation(request, response, history, own_json, NAMES, stored_by)
-        return Responding(
-            self._driver,
-            generation,
-            TokenParts(request),
-            self._tokens if body.has_logprobs else None,
-            is_stream=bool(body.stream),
-        )
+        generation = Generation(request, response, history, own_json, stored_by)
+        tokens = self._tokens if body.has_logprobs else None
+        return Responding(self._driver, generation, tokens, is_stream=bool(body.stream))
 
     async def count(self, body: InputTokensRequest, call: HttpCall) -> InputTokensAnswer:
         """The number of prompt tokens that such a request would have."""
         self._model.check_name(body.model)
         history, own = await self._read(body, call)
-        with in_terms_of(NAMES):
+        with in_terms_of(CLIENT_NAMES):
             conversation = await self._conversation(body, call, (*history.items, *own))
             return InputTokensAnswer("response.input_tokens", await self._num_tokens(conversation, call))
 
-    def _store_for(self, body: ResponseRequest) -> ResponseStore | None:
-        if self._running is None:
-            if body.store:
-                raise InvalidRequest(
-                    "store",
-                    "this gateway keeps no responses (gateway.response_store: none); send store: false",
-                )
-            return None
-        return None if body.store is False else self._running.store
+    def _stored_by(self, body: ResponseRequest) -> RunningResponses | None:
+        if self._running is None and body.store:
+            raise InvalidRequest(
+                "store", "this gateway keeps no responses (gateway.response_store: none); send store: false"
+            )
+        return None if body.store is False else self._running
 
     async def _read(self, body: PromptFields, call: HttpCall) -> tuple[History, list[KeptItem]]:
         """The history that the request continues, and the request's own items."""
         store = None if self._running is None else self._running.store
-        budget = TurnBudget(asyncio.get_running_loop().time)
-        reader = HistoryReader(store, call.caller.name, self._max_history_bytes, budget)
+        reader = HistoryReader(store, call.caller.name, self._max_history_bytes)
         history = await reader.before(body.previous_response_id)
         check_calls(body.items)
         return history, await reader.resolved(body.items, history)

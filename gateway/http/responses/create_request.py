@@ -18,6 +18,17 @@ from gateway.preprocess import UNLIMITED
 MAX_PAIRS = 16
 LOGPROBS = "message.output_text.logprobs"
 
+CLIENT_NAMES = {
+    "prompt": "input",
+    "chat": "input",
+    "token_ids": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "structured_output": "text.format",
+    "reasoning": "reasoning.effort",
+}
+"""This API's names of fields, by the names that errors may use."""
+
 
 class PlainText(Body):
     """Any text, which is the default."""

@@ -61,12 +61,12 @@ class History:
 class HistoryReader:
     """Reads one caller's stored responses for one request."""
 
-    def __init__(self, store: ResponseStore | None, caller: str, max_bytes: int, budget: TurnBudget) -> None:
+    def __init__(self, store: ResponseStore | None, caller: str, max_bytes: int) -> None:
         """`max_bytes`: most bytes that may be read for this request."""
         self._store = store
         self._caller = caller
         self._bytes_left = max_bytes
-        self._budget = budget
+        self._budget = TurnBudget()
 
     async def before(self, previous_response_id: str | None) -> History:
         """The history up to and including a stored response. Raises UnknownPreviousResponse if a part is

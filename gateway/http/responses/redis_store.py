@@ -10,10 +10,10 @@ so a Redis cluster stores them on one node:
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
@@ -23,8 +23,6 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from baton.errors import StoreUnavailable
 from gateway.http.responses.store import MAX_RESPONSES, StoreBounds, StoredResponse
-
-T = TypeVar("T")
 
 REDIS_TIMEOUT_S = 2.0
 """How long to wait for a connection, and for each answer."""
@@ -133,7 +131,7 @@ class RedisStore:
             total -= int(num_bytes.get(response_id, 0))
         return dropped
 
-    async def _asked(self, answer: Awaitable[T] | Any) -> Any:
+    async def _asked(self, answer: Any) -> Any:
         """Redis' answer. Raises StoreUnavailable if Redis fails. The error does not contain Redis' address,
         which may contain a password."""
         try:

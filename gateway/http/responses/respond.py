@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import InvalidRequest, Overloaded, RequestAborted, StoreUnavailable
 from baton.request import FinishReason
-from gateway.choices import AnswerParsers, in_turns
-from gateway.error_codes import INTERNAL_MESSAGE, codes_of
+from gateway.choices import in_turns
+from gateway.http.errors import message_of
 from gateway.http.event_stream import EventStream, Write, while_connected
-from gateway.http.generated import answering
+from gateway.http.generated import answering, log_if_internal
 from gateway.http.openai.logprobs import ChatTokens
-from gateway.http.responses.answers import IncompleteDetails, ResponseError
+from gateway.http.responses.answers import ErrorCode, IncompleteDetails, ResponseError
+from gateway.http.responses.create_request import CLIENT_NAMES
 from gateway.http.responses.events import ResponseEvents
 from gateway.http.responses.history import History, context_pieces
 from gateway.http.responses.output import Change, ResponseOutput
@@ -39,8 +40,6 @@ class Generation:
     response: ResponseJson
     history: History
     own_items: Sequence[dict[str, Any]]
-    names: Mapping[str, str]
-    """The client's names of fields, by the names that errors use."""
     stored_by: RunningResponses | None
     """None: the response is not stored."""
 
@@ -54,22 +53,16 @@ class Responding(Response):
     """
 
     def __init__(
-        self,
-        driver: RequestDriver,
-        generation: Generation,
-        parts: TokenParts,
-        tokens: ChatTokens | None,
-        *,
-        is_stream: bool,
+        self, driver: RequestDriver, generation: Generation, tokens: ChatTokens | None, *, is_stream: bool
     ) -> None:
         """`tokens` writes log-probabilities; None if the client does not want them."""
         super().__init__()
         self._driver = driver
         self._generation = generation
         self._is_stream = is_stream
-        self._parts = parts
+        self._parts = TokenParts(generation.request)
         self._output = ResponseOutput(generation.request.request_id, tokens)
-        self._parser = AnswerParsers([generation.request])
+        self._parser = generation.request.new_parser()
         self._num_tokens = 0
         self._finish: Finish | None = None
         self._running: RunningResponse | None = None
@@ -89,7 +82,7 @@ class Responding(Response):
 
     async def _send_whole(self, send: Send) -> None:
         try:
-            async with self._answering() as batches:
+            async with answering(self._driver, [self._generation.request], CLIENT_NAMES) as batches:
                 async for _, delta in in_turns(batches):
                     for _change in self._changes(delta):
                         pass
@@ -105,7 +98,7 @@ class Responding(Response):
         events = ResponseEvents(self._generation.response)
         is_open = False
         try:
-            async with self._answering() as batches:
+            async with answering(self._driver, [self._generation.request], CLIENT_NAMES) as batches:
                 async for _, delta in in_turns(batches):
                     if not is_open:
                         is_open = True
@@ -124,16 +117,13 @@ class Responding(Response):
                 await self._store_if_possible(state)
         await self._write(write, events.ending(state, self._output.items))
 
-    def _answering(self) -> Any:
-        return answering(self._driver, [self._generation.request], self._generation.names)
-
     def _changes(self, delta: Delta) -> Iterator[Change]:
         """The changes of a delta. Use up this iterator before the next delta."""
         self._num_tokens += len(delta.token_ids)
         logprobs = self._parts.on_tokens(delta.token_ids, delta.logprobs)
         if delta.finish is not None:
             logprobs += self._parts.flush()
-        yield from self._output.on_events(self._parser.events(0, delta), logprobs)
+        yield from self._output.on_events(delta.events(self._parser), logprobs)
         if delta.finish is not None:
             self._finish = delta.finish
             yield from self._output.end(is_cut=delta.finish.reason is FinishReason.LENGTH)
@@ -154,16 +144,13 @@ class Responding(Response):
     def _failed_state(self, error: Exception) -> ResponseState:
         if type(error) is RequestAborted:
             return ResponseState(status="cancelled")
-        is_internal = codes_of(error).is_internal
-        if is_internal:
-            name = self._generation.request.request_id
-            logger.error("request %s failed", name, exc_info=error, extra={"request_id": name})
-        message = INTERNAL_MESSAGE if is_internal else str(error)
+        log_if_internal(error, self._generation.request.request_id)
+        code: ErrorCode = "server_error"
         if isinstance(error, Overloaded):
-            return ResponseState(status="failed", error=ResponseError("rate_limit_exceeded", message))
-        if isinstance(error, InvalidRequest):
-            return ResponseState(status="failed", error=ResponseError("invalid_prompt", message))
-        return ResponseState(status="failed", error=ResponseError("server_error", message))
+            code = "rate_limit_exceeded"
+        elif isinstance(error, InvalidRequest):
+            code = "invalid_prompt"
+        return ResponseState(status="failed", error=ResponseError(code, message_of(error)))
 
     async def _store_cancelled(self, error: RequestAborted) -> None:
         """Stores a cancelled response of which the client has seen nothing. RequestAborted has subclasses,

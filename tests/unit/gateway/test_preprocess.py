@@ -177,6 +177,24 @@ def test_what_contradicts_the_grammar_of_tools_is_refused_with_the_reason(
         take_in(preprocessor, chat, params)
 
 
+def test_a_grammar_that_does_not_compile_is_blamed_on_the_field_that_asked_for_it(
+    preprocessor: Preprocessor,
+) -> None:
+    tool = Tool(
+        "f", parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "(yes"}}}
+    )
+    chat = Conversation((ChatMessage("user", "hi"),), (tool,), ToolChoice(ToolUse.REQUIRED))
+    answer = StructuredOutput(GrammarKind.REGEX, "(yes")
+
+    with (
+        patch.object(preprocessor, "room_behind", return_value=50),
+        pytest.raises(InvalidRequest, match="tools: their schemas cannot guide a model: "),
+    ):
+        take_in(preprocessor, chat)
+    with pytest.raises(InvalidRequest, match="structured_output: "):
+        take_in(preprocessor, (5,), SamplingParams(structured_output=answer))
+
+
 @pytest.mark.parametrize("key", ["x-guidance", r"x-guid\u0061nce"])
 def test_a_schema_that_says_how_the_compiler_writes_json_is_refused(
     preprocessor: Preprocessor, key: str

@@ -24,20 +24,19 @@ from gateway.model import ServedModel
 from gateway.requests.request import GatewayRequest
 from gateway.telemetry.loop_lag import LONGEST_S, LOOK_INTERVAL_S, LoopLag
 from gateway.text import TextStream
-from gateway.turn_budget import SharedTurns
+from gateway.turn_budget import TURN_S, SharedTurns
 from gateway.workers.worker_client import OUTPUTS_AT_ONCE, WorkerClient
 from tests.factories.gateway import NETWORK
 from tests.factories.models import make_tokenizer
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 
-TURN_S = 0.002
 PORTION_S = 0.0005
 
 
 @in_virtual_time
 async def test_c58_all_tasks_together_work_no_longer_in_a_turn_of_the_loop_than_their_budget() -> None:
     loop = virtual_loop()
-    turns = SharedTurns(loop.time, TURN_S)
+    turns = SharedTurns(loop.time)
     order: list[str] = []
 
     async def work(name: str, num_portions: int) -> None:
@@ -59,7 +58,7 @@ async def test_c58_all_tasks_together_work_no_longer_in_a_turn_of_the_loop_than_
 @in_virtual_time
 async def test_a_single_task_with_little_to_do_never_waits() -> None:
     loop = virtual_loop()
-    turns = SharedTurns(loop.time, TURN_S)
+    turns = SharedTurns(loop.time)
     num_turns = 0
 
     def count() -> None:
@@ -100,7 +99,7 @@ def client_of(listener: Listener) -> Iterator[WorkerClient]:
     context = zmq.asyncio.Context()
     ref = WorkerRef("w0", "w0-incarnation", ("tcp://127.0.0.1:1",), 16)
     endpoint = WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:1", "here", 1)
-    turns = SharedTurns(virtual_loop().time, TURN_S)
+    turns = SharedTurns(virtual_loop().time)
     client = WorkerClient(endpoint, context, "cafe", 1, NETWORK, None, listener, Counter(), turns)
     try:
         yield client

@@ -16,10 +16,10 @@ from gateway.conversation import (
     Tool,
     Vocabulary,
     answer_format_of,
-    parsed,
 )
 from gateway.conversation.formats.choice import FAMILIES
 from gateway.conversation.model_format import ModelFormat
+from gateway.requests.request import Delta
 from tests.factories.conversations import (
     ASKED,
     TEMPLATES,
@@ -40,9 +40,7 @@ def test_a_template_shows_its_family(family: str) -> None:
 
     assert isinstance(by_template, ModelFormat)
     assert isinstance(by_name, ModelFormat)
-    new_syntax = FAMILIES[family].new_syntax
-    assert new_syntax is not None
-    assert type(by_template.syntax) is type(by_name.syntax) is type(new_syntax())
+    assert by_template.syntax is by_name.syntax is FAMILIES[family].syntax
 
 
 def test_every_format_has_a_template_here_and_can_be_configured() -> None:
@@ -110,7 +108,7 @@ def test_a_plain_conversation_is_what_it_was() -> None:
             "conversation": [{"role": "user", "content": "Hello"}]
         }
         assert answer_format.new_parser(HELLO, "") is None
-    assert parsed(None, "<tool_call>", is_last=True) == [Text("<tool_call>")]
+    assert Delta(text="<tool_call>").events(None) == [Text("<tool_call>")]
 
 
 def test_ids_arguments_and_content_are_as_the_family_expects() -> None:

@@ -141,7 +141,8 @@ def test_a_chat_in_pieces_equals_one_that_is_written_at_once(
     answers = [long_answer(tokenizer, num_tokens + more, num_top, 7) for more in (0, 1)]
     count = UsageCount(len(PROMPT), num_samples=2)
     pieces = pieces_of(
-        ChatAnswer(HEAD, count, None, None if num_top is None else ChatTokens(tokenizer)), answers
+        ChatAnswer(HEAD, count, None, None if num_top is None else ChatTokens(tokenizer), [None, None]),
+        answers,
     )
     assert "".join(pieces).encode() == one_go_chat(tokenizer, answers, usage_of(answers))
     assert max(map(len, pieces)) < MAX_PIECE
@@ -210,7 +211,7 @@ def test_no_turn_of_the_event_loop_collects_or_writes_much(
     monkeypatch.setattr(LogprobColumns, "extend", noted)
     generations = [generation_of(tokenizer) for _ in range(2)]
     count = UsageCount.of(generations, 2, counts_reasoning=True)
-    answer = Watched(HEAD, count, None, ChatTokens(tokenizer))
+    answer = Watched(HEAD, count, None, ChatTokens(tokenizer), [None, None])
     answer.clock = clock
     driver: Any = Answering(deltas)
     response = GeneratedResponse(driver, generations, answer, {}, is_stream=False)

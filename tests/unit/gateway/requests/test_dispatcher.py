@@ -317,7 +317,7 @@ def test_c56_a_suspect_waits_while_it_is_anothers_turn_and_delays_nobody(busy: s
         dispatcher.handle(WorkerLost("d0", "killed"), now)
         dispatcher.handle(WorkerReported(replace(status_of("d0"), takes_suspects=busy != "d0")), now)
     assert dispatcher.num_queued == 1
-    assert dispatcher.queued_since(for_worker=True) is None
+    assert dispatcher.queue.oldest_since(for_worker=True) is None
     bystander = replace(make_request("bystander"), prompt_token_ids=(9,))
     assert submitted(dispatcher.handle(Submitted(bystander), 2.5))
     assert submitted(dispatcher.handle(WorkerReported(status_of(busy)), 3.0))

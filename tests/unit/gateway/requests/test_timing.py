@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from baton.request import StageTimes
 from gateway.requests.latency_window import LatencyWindow
-from gateway.requests.timing import FirstTokenClock, RequestTimes, TtftParts, split_handover
+from gateway.requests.timing import RequestTimes, TtftParts, split_handover
 from gateway.routing.placement import Mode, Placement
 
 PAIR = Placement(Mode.DISAGGREGATED, "p0", "d0")
@@ -23,17 +23,21 @@ def total(parts: TtftParts) -> float:
 
 def parts_of(placement: Placement, bringer: str, reported: dict[str, StageTimes]) -> TtftParts:
     """Preprocessing 1 s, queue 2 s, a failed attempt 4 s, queue again 8 s; the token arrives at 31 s."""
-    clock = FirstTokenClock()
-    clock.waits_from(1.0)
-    clock.begin_attempt(PAIR, 3.0)
-    clock.end_attempt(7.0)
-    clock.begin_attempt(placement, 15.0)
-    assert clock.parts(reported) is None
-    clock.first_token(bringer, 31.0)
-    clock.first_token("another", 32.0)
-    clock.end_attempt(40.0)
-    clock.begin_attempt(ALONE, 41.0)
-    parts = clock.parts(reported)
+    times = RequestTimes(0.0, 1.0, LatencyWindow())
+    times.begin_attempt(0, PAIR, 3.0)
+    times.note_stages("p0", StageTimes(prefill_s=2.0))
+    times.end_attempt(7.0)
+    times.begin_attempt(1, placement, 15.0)
+    for worker, stage_times in reported.items():
+        times.note_stages(worker, stage_times)
+    before = times.ttft_parts
+    assert before is None
+    times.note_tokens(bringer, 1, 31.0)
+    times.note_tokens("another", 1, 32.0)
+    times.end_attempt(40.0)
+    times.begin_attempt(2, ALONE, 41.0)
+    times.note_stages("d0", StageTimes(prefill_s=3.0))
+    parts = times.ttft_parts
     assert parts is not None
     assert (parts.queue_s, parts.failed_attempts_s) == (10.0, 4.0)
     assert total(parts) == pytest.approx(31.0)

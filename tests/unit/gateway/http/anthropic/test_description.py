@@ -8,8 +8,8 @@ from fastapi import FastAPI
 
 from gateway.http.anthropic.answers import Message
 from gateway.http.anthropic.blocks import AssistantTurn, ToolResultBlock, UserTurn
-from gateway.http.anthropic.description import HEADERS, MESSAGE_ANSWERS
 from gateway.http.anthropic.message_request import CountTokensRequest, MessagesRequest
+from gateway.http.anthropic.routes import HEADERS, MESSAGE_ANSWERS
 from gateway.http.anthropic.tools import ToolDefinition
 from gateway.http.body import Body
 

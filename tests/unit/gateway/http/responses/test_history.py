@@ -20,13 +20,12 @@ from gateway.http.responses.history import (
 from gateway.http.responses.items import MessageItem
 from gateway.http.responses.output import ResponseOutput
 from gateway.http.responses.store import MemoryStore, StoreBounds, StoredResponse
-from gateway.turn_budget import TurnBudget
 
 MIB = 2**20
 
 
 def reader(store: MemoryStore, max_bytes: int = MIB, caller: str = "alice") -> HistoryReader:
-    return HistoryReader(store, caller, max_bytes, TurnBudget(lambda: 0.0))
+    return HistoryReader(store, caller, max_bytes)
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ async def test_references_stand_for_stored_items(store: MemoryStore) -> None:
 
 async def test_without_a_store_a_reference_is_what_is_wrong() -> None:
     with pytest.raises(UnknownResponse, match=r"input\.1\.id: this gateway keeps no responses"):
-        await HistoryReader(None, "alice", MIB, TurnBudget(lambda: 0.0)).resolved(
+        await HistoryReader(None, "alice", MIB).resolved(
             items_of(user("one"), {"type": "item_reference", "id": "msg_a_0"}), History()
         )
 
