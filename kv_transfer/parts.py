@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from baton.kv import KVTransferParams, TransferRole
 from baton.step import FailedKV, ReceivedKV
-from kv_transfer.pool import KVPool, PieceView
+from kv_transfer.pool import PieceView, RankPool
 from kv_transfer.protocol.effects import RankTransfer
 from kv_transfer.protocol.geometry import RankLayout
 from kv_transfer.protocol.messages import TransferKey
@@ -38,7 +38,7 @@ class RankTransferEnd:
 class RankTransfers:
     """The rank transfers of all requests on one side of their hand-overs."""
 
-    def __init__(self, incarnation: str, pool: KVPool) -> None:
+    def __init__(self, incarnation: str, pool: RankPool) -> None:
         self._incarnation = incarnation
         self._pool = pool
         self._views: dict[RankLayout, PieceView] = {}

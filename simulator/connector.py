@@ -26,7 +26,7 @@ from kv_transfer.commands import (
     WithdrawBlocks,
 )
 from kv_transfer.connector.endpoint import COUNTERS, TransferCommand, TransferEndpoint, make_endpoint
-from kv_transfer.pool import KVPool
+from kv_transfer.pool import RankPool
 from kv_transfer.protocol.transports import TransportOffer
 from kv_transfer.transport.base import Arrival, PoolReader
 from simulator.leases import Leases
@@ -67,7 +67,7 @@ class SimConnector:
         config: KVTransferConfig,
         incarnation: str,
         fingerprint: KVFingerprint,
-        pool: KVPool,
+        pool: RankPool,
         channel: SimChannel,
         readers: Mapping[str, PoolReader],
         host: str,

@@ -16,7 +16,7 @@ from baton.errors import WireError
 from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
 from kv_transfer.consumer.endpoint import ConsumerCommand, ConsumerEndpoint
-from kv_transfer.pool import KVPool
+from kv_transfer.pool import RankPool
 from kv_transfer.producer.endpoint import ProducerCommand, ProducerEndpoint
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.incoming import ConsumerIdentity
@@ -153,7 +153,7 @@ def make_endpoint(
     config: KVTransferConfig,
     incarnation: str,
     fingerprint: KVFingerprint,
-    pool: KVPool,
+    pool: RankPool,
     channel: Channel,
     readers: Mapping[str, PoolReader],
     offer: TransportOffer,

@@ -15,7 +15,7 @@ from kv_transfer.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.consumer.block_writer import BlockWriter, WrittenPieces
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
 from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiet, Loads, RankTransfers
-from kv_transfer.pool import KVPool, PieceView
+from kv_transfer.pool import PieceView, RankPool
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import (
     CanLoad,
@@ -45,7 +45,7 @@ class ConsumerEndpoint:
     def __init__(
         self,
         incarnation: str,
-        pool: KVPool,
+        pool: RankPool,
         channel: Channel,
         readers: Mapping[str, PoolReader],
         consumer: Consumer,
