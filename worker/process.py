@@ -1,4 +1,4 @@
-"""One worker as a process: builds the role on its engine; knows neither Ray nor its parent.
+"""One worker as a process; knows neither Ray nor its parent.
 
 Ray actors use `build_worker`. Without Ray, for tests, benchmarks and manual set-ups:
 
@@ -31,15 +31,12 @@ from baton.system.paced import paced
 from baton.system.secret import load_secret
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerRole
-from decode_worker import DecodeWorker
 from engine.loading.dtype import with_chosen_dtype
 from engine.loading.pretrained import default_cache_dir, resolve
-from prefill_worker import PrefillWorker
 from worker.control_calls import WorkerControl
 from worker.control_channel import StdioControlServer
 from worker.host import EngineHost
 from worker.ready_line import endpoint_to_json, failure_to_json
-from worker.role import Role
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +52,12 @@ def build_worker(
     name: str,
     share: CpuShare | None = None,
 ) -> EngineHost:
-    """A worker that is not started yet. Its queue holds as many requests as one gateway admits.
-
-    With a `share`, this process runs on the CPUs of that share only, from now on.
-    """
-    if share is not None:
-        pin(share.cpus)
-        config = config.model_copy(
-            update={"engine": config.engine.with_values("engine", num_threads=share.num_threads)}
-        )
-    max_waiting = config.gateway.max_in_flight
-    roles: dict[WorkerRole, Role] = {
-        WorkerRole.PREFILL: PrefillWorker(max_waiting),
-        WorkerRole.DECODE: DecodeWorker(max_waiting),
-    }
-    own = roles.pop(role)
-    cpus = share.cpus if share is not None else ()
-    return EngineHost(config, keys, model_path, own, name, tuple(roles.values()), cpus=cpus)
+    """A worker that is not started yet. With a `share`, this process runs on its CPUs only, from now on."""
+    if share is None:
+        return EngineHost(config, keys, model_path, role, name)
+    pin(share.cpus)
+    engine = config.engine.with_values("engine", num_threads=share.num_threads)
+    return EngineHost(config.model_copy(update={"engine": engine}), keys, model_path, role, name, share.cpus)
 
 
 def main(arguments: list[str] | None = None) -> int:
