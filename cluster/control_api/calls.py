@@ -28,9 +28,8 @@ from baton.messages.control import (
     WaitView,
 )
 from baton.messages.control_codec import CallFrame, ControlCodec, Reply
-from cluster.control_api.configuration import unpack_configuration
+from cluster.control_api.configuration import differences, unpack_configuration
 from cluster.controller.controller import Controller
-from cluster.controller.desired import differences
 from cluster.controller.supervisor import Patience
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,8 @@ from baton.system.loading import Loading
 from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, unless
 from cluster.control_api.calls import ControlClient
-from cluster.control_api.configuration import keys_digest, unpack_configuration
+from cluster.control_api.configuration import differences, keys_digest, unpack_configuration
 from cluster.control_api.zmq_carrier import ZmqCarrier, control_client
-from cluster.controller.desired import differences
 from cluster.serve.following_gateway import FollowingGateway, WhileReady, stopping_text
 from cluster.serve.gateway import check_access, load_tokenizer, make_gateway
 from cluster.serve.screen import Screen, ScreenStage, workers_text
