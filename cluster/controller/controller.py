@@ -60,16 +60,7 @@ class Controller:
         self._autoscaler: Autoscaler | None = None
         if config.autoscaling.mode != "off":
             bounds = {role: config.worker_bounds(role) for role in WorkerRole}
-            self._autoscaler = Autoscaler(
-                config.autoscaling,
-                bounds,
-                self._has_equal_ranks,
-                clock,
-                self._replicas_to_scale,
-                self.scale,
-                self.set_role,
-                lambda: self._desired.leaving,
-            )
+            self._autoscaler = Autoscaler(config.autoscaling, bounds, self._has_equal_ranks, clock, self)
         self._scaling: asyncio.Task[None] | None = None
         self._was_whole = False
         """Whether all workers once served at the same moment, under this controller or a former one."""
@@ -252,6 +243,20 @@ class Controller:
         now = self._clock.now()
         return tuple(supervisor.replica.describe(now) for supervisor in self._supervisors.values())
 
+    # what the autoscaler sees, beside `scale` and `set_role`: see ScaledFleet
+
+    def replicas_to_scale(self) -> list[ReplicaDescription]:
+        return [
+            replace(each, role=self._desired.replicas[each.name].role, state=ReplicaState.STARTING)
+            if each.name in self._role_changes
+            else each
+            for each in self.replicas()
+        ]
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        return self._desired.leaving
+
     # calls of the fleet's owner
 
     async def orphaned(self, timeout_s: float) -> None:
@@ -277,15 +282,6 @@ class Controller:
             async with asyncio.timeout(timeout_s):
                 while not has_changed():
                     await self._changed.wait()
-
-    def _replicas_to_scale(self) -> list[ReplicaDescription]:
-        """The replicas for the autoscaler: a worker that changes its role is about to start in its new role."""
-        return [
-            replace(each, role=self._desired.replicas[each.name].role, state=ReplicaState.STARTING)
-            if each.name in self._role_changes
-            else each
-            for each in self.replicas()
-        ]
 
     def _supervise(self, desired: DesiredReplica, found: Found | None) -> None:
         role = desired.role if found is None else found.endpoint.role
