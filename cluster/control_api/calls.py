@@ -230,6 +230,11 @@ class Carrier(Protocol):
         """The number of the connection: a new connection may lead to another fleet."""
         ...
 
+    @property
+    def refusal(self) -> str | None:
+        """Why one end refuses the other, e.g. another secret. Only a restart of the controller can change this."""
+        ...
+
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
         """The reply. A controller hangs if it takes `hangs_after_s` longer than `frame.timeout_s`."""
         ...
