@@ -38,9 +38,9 @@ class RankPool:
     """A rank's pool, in any memory."""
 
     def __init__(self, block_nbytes: int, fingerprint: KVFingerprint, rank: int) -> None:
+        self.fingerprint = fingerprint
         self.layout = RankLayout(fingerprint.block_size, fingerprint.num_ranks, rank, fingerprint.groups)
         self.block_nbytes = block_nbytes
-        self._num_divided_heads = fingerprint.num_divided_heads
         num_planes = fingerprint.num_planes // fingerprint.groups.num_groups
         num_heads = self._heads_on(fingerprint.num_ranks)
         cell_nbytes = block_nbytes // (num_planes * num_heads * fingerprint.block_size)
@@ -51,13 +51,17 @@ class RankPool:
 
     def mismatch(self, theirs: RankLayout) -> str | None:
         """Why no KV can be exchanged with a peer of this layout; None if it can."""
-        return mismatch(self._num_divided_heads, self.layout, theirs)
+        return mismatch(self.fingerprint.num_divided_heads, self.layout, theirs)
 
     def peers_of(self, num_peer_ranks: int, *, is_producer: bool) -> range:
         """The ranks of a worker with `num_peer_ranks` ranks with which this rank exchanges KV."""
         ours = self.layout
         return peers_of(
-            self._num_divided_heads, ours.rank, ours.num_ranks, num_peer_ranks, is_producer=is_producer
+            self.fingerprint.num_divided_heads,
+            ours.rank,
+            ours.num_ranks,
+            num_peer_ranks,
+            is_producer=is_producer,
         )
 
     def pieces(self, theirs: RankLayout) -> "PieceView":
@@ -66,11 +70,12 @@ class RankPool:
 
     def _heads_on(self, num_ranks: int) -> int:
         """Number of heads in the blocks of one rank, if a worker has `num_ranks` ranks."""
-        return 1 if self._num_divided_heads is None else self._num_divided_heads // num_ranks
+        num_heads = self.fingerprint.num_divided_heads
+        return 1 if num_heads is None else num_heads // num_ranks
 
     def _ends(self, theirs: RankLayout) -> tuple["PiecesInBlocks", "PiecesInBlocks"]:
         """Our end of a rank transfer, and the end of a rank of layout `theirs`."""
-        num_heads, heads_there = self._num_divided_heads, self._heads_on(theirs.num_ranks)
+        num_heads, heads_there = self.fingerprint.num_divided_heads, self._heads_on(theirs.num_ranks)
         blocks_there = replace(self._block, num_heads=heads_there, block_size=theirs.block_size)
         return (
             PiecesInBlocks(self._block, piece_shape(num_heads, self.layout, theirs)),

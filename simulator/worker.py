@@ -353,7 +353,6 @@ class Worker(Process):
         self.connector.attach(
             site.transfer,
             self.incarnation,
-            fingerprint,
             KVBytes(self._pool.reshape(len(self._pool), -1), fingerprint),
             self.channel,
             self.readers,

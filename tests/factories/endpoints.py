@@ -98,7 +98,6 @@ class Worker:
             connector.attach(
                 CONFIG,
                 self.ref.incarnation,
-                fingerprint,
                 pool,
                 channel,
                 readers,
