@@ -76,9 +76,9 @@ class ConsumerEndpoint:
                 self._load(command)
             case AbortLoad():
                 self._abort(command)
-            case GiveUpLoad(request_id, reason, is_cancelled, is_postponed):
-                for end in self._rank_transfers.of(request_id):
-                    self._give_up(end.rank_transfer, GiveUp((), reason, is_cancelled, is_postponed))
+            case GiveUpLoad():
+                for end in self._rank_transfers.of(command.request_id):
+                    self._give_up(end.rank_transfer, command)
 
     def on_message(self, peer: Peer, message: ToConsumer) -> None:
         """Handles a producer's message; the channel still has the payload of `Pieces`."""
@@ -167,7 +167,7 @@ class ConsumerEndpoint:
             self._rank_transfers.close(command.request_id)
             self._timelines.forget(command.request_id)
 
-    def _give_up(self, rank_transfer: RankTransfer, why: GiveUp[RankTransfer]) -> None:
+    def _give_up(self, rank_transfer: RankTransfer, why: GiveUpLoad | GiveUp[RankTransfer]) -> None:
         if why.is_postponed:
             self._do(self._consumer.postpone(rank_transfer, why.reason, self._clock.now()))
         else:
