@@ -52,13 +52,15 @@ class RankTransfers:
 
         Empty if the workers cannot exchange KV (see `refusal`), or if other ranks of this producer send it all.
         """
-        peer, is_producer = transfer.peer, transfer.role is TransferRole.PRODUCER
-        num_peers = len(peer.kv_addresses)
-        ends: list[RankTransferEnd] = []
+        peer, num_peers = transfer.peer, len(transfer.peer.kv_addresses)
         if reason := self._pool.mismatch(RankLayout(peer.block_size, num_peers)):
             self._refusals[request_id] = reason
-            num_peers = 0
-        for rank in self._pool.peers_of(num_peers, is_producer=is_producer) if num_peers else ():
+            ranks = range(0)
+        else:
+            is_producer = transfer.role is TransferRole.PRODUCER
+            ranks = self._pool.peers_of(num_peers, is_producer=is_producer)
+        ends: list[RankTransferEnd] = []
+        for rank in ranks:
             key = self._key(transfer, rank)
             view = self._view(RankLayout(peer.block_size, num_peers, rank))
             end = RankTransferEnd(
