@@ -62,44 +62,9 @@ def build_worker(
 
 def main(arguments: list[str] | None = None) -> int:
     """Serves until told to stop. Exit codes: 0 stopped cleanly, 1 could not start, or its engine ended by itself."""
-    parser = argparse.ArgumentParser(prog="python -m worker", description="One worker without Ray.")
-    parser.add_argument("--role", required=True, choices=[role.value for role in WorkerRole])
-    parser.add_argument("--name", required=True)
-    parser.add_argument(
-        "--log-level",
-        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
-        help="overrides the configuration's logging.level",
-    )
-    parser.add_argument("--config", type=Path, help="YAML file, like that of `baton serve`")
-    parser.add_argument(
-        "--threads", type=int, help="compute threads of each rank; default: the configuration's"
-    )
-    parser.add_argument("--cpus", type=cpus_in_text, default=(), help="CPUs to run on, e.g. 0-3,8")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        level = options.log_level  # a worker logs no prompts at any level
-        overrides = {"logging": {"level": level.lower(), "log_prompts": False}} if level else {}
-        config = (
-            BatonConfig.from_yaml(options.config, overrides)
-            if options.config
-            else BatonConfig.from_mapping(overrides)
-        )
-        write_logs(config.logging, component="worker", fleet=config.cluster.name, worker=options.name)
-        raise_open_files(NUM_FILES)
-        keys = derive_keys(load_secret(config.network, os.environ, may_create=False))
-        model_path = resolve(
-            config.model.path,
-            default_cache_dir(os.environ),
-            paced(logger.info),
-            weights=config.model.load_format == "auto",
-        )
-        config = with_chosen_dtype(config, model_path)
-        role = WorkerRole(options.role)
-        num_threads = options.threads or config.num_threads(role)
-        if options.cpus and num_threads is None:
-            raise ConfigError("--cpus needs --threads, or a configuration that says how many")
-        share = None if num_threads is None else CpuShare(num_threads, options.cpus)
-        worker = build_worker(config, keys, model_path, role, options.name, share)
+        worker = _worker_of(options)
         endpoint = worker.start()
         settle()
     except BatonError as error:
@@ -120,6 +85,49 @@ def main(arguments: list[str] | None = None) -> int:
         failure = worker.status().failure
         worker.stop()
     return 1 if failure else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m worker", description="One worker without Ray.")
+    parser.add_argument("--role", required=True, choices=[role.value for role in WorkerRole])
+    parser.add_argument("--name", required=True)
+    parser.add_argument(
+        "--log-level",
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+        help="overrides the configuration's logging.level",
+    )
+    parser.add_argument("--config", type=Path, help="YAML file, like that of `baton serve`")
+    parser.add_argument(
+        "--threads", type=int, help="compute threads of each rank; default: the configuration's"
+    )
+    parser.add_argument("--cpus", type=cpus_in_text, default=(), help="CPUs to run on, e.g. 0-3,8")
+    return parser
+
+
+def _worker_of(options: argparse.Namespace) -> EngineHost:
+    """The worker that the options ask for, not started yet. Sets up the log and the limits of this process."""
+    level = options.log_level  # a worker logs no prompts at any level
+    overrides = {"logging": {"level": level.lower(), "log_prompts": False}} if level else {}
+    if options.config is None:
+        config = BatonConfig.from_mapping(overrides)
+    else:
+        config = BatonConfig.from_yaml(options.config, overrides)
+    write_logs(config.logging, component="worker", fleet=config.cluster.name, worker=options.name)
+    raise_open_files(NUM_FILES)
+    keys = derive_keys(load_secret(config.network, os.environ, may_create=False))
+    model_path = resolve(
+        config.model.path,
+        default_cache_dir(os.environ),
+        paced(logger.info),
+        weights=config.model.load_format == "auto",
+    )
+    config = with_chosen_dtype(config, model_path)
+    role = WorkerRole(options.role)
+    num_threads = options.threads or config.num_threads(role)
+    if options.cpus and num_threads is None:
+        raise ConfigError("--cpus needs --threads, or a configuration that says how many")
+    share = None if num_threads is None else CpuShare(num_threads, options.cpus)
+    return build_worker(config, keys, model_path, role, options.name, share)
 
 
 def _print(line: str) -> None:
