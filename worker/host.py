@@ -135,15 +135,15 @@ class EngineHost:
             self._begin(parts)
             on_failure.pop_all()
         return WorkerEndpoint(
-            self._ref,
-            self._role,
-            parts.server.address,
-            socket.gethostname(),
-            os.getpid(),
-            metrics_address,
-            executor.device_engine.num_threads,
-            self._cpus,
-            executor.device_engine.model.quantization or "",
+            ref=self._ref,
+            role=self._role,
+            request_address=parts.server.address,
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            metrics_address=metrics_address,
+            num_threads=executor.device_engine.num_threads,
+            cpus=self._cpus,
+            quantization=executor.device_engine.model.quantization or "",
         )
 
     def _compose(
@@ -252,18 +252,18 @@ class EngineHost:
             "request_denied_peers": self._parts.server.num_denied,
         }
         return WorkerStatus(
-            self._ref,
-            snapshot.role,
-            state,
-            snapshot.kv_blocks,
-            snapshot.requests,
-            {**snapshot.counters, **planes},
-            self._parts.executor.connector.peers(),
-            hang or ("" if failure is None else str(failure)),
-            self._load(snapshot),
-            self._config.scheduler.max_num_seqs,
-            self._config.scheduler.max_num_batched_tokens,
-            self._parts.executor.device_engine.model.layer_groups.groups,
+            ref=self._ref,
+            role=snapshot.role,
+            state=state,
+            kv_blocks=snapshot.kv_blocks,
+            requests=snapshot.requests,
+            counters={**snapshot.counters, **planes},
+            kv_peers=self._parts.executor.connector.peers(),
+            failure=hang or ("" if failure is None else str(failure)),
+            load=self._load(snapshot),
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self._config.scheduler.max_num_batched_tokens,
+            kv_groups=self._parts.executor.device_engine.model.layer_groups.groups,
         )
 
     def _load(self, snapshot: EngineSnapshot) -> WorkerLoad:

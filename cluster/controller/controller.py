@@ -112,14 +112,16 @@ class Controller:
         supervisors = self._supervisors.values()
         serving = {supervisor.replica.role for supervisor in supervisors if supervisor.is_serving}
         return StartReport(
-            self._start_version,
-            tuple((each.replica.name, each.progress) for each in supervisors if each.progress),
-            tuple(each.replica.name for each in supervisors if each.replica.state is ReplicaState.PLACING),
-            tuple(
+            version=self._start_version,
+            progress=tuple((each.replica.name, each.progress) for each in supervisors if each.progress),
+            placing=tuple(
+                each.replica.name for each in supervisors if each.replica.state is ReplicaState.PLACING
+            ),
+            unready=tuple(
                 (each.replica.name, each.replica.last_failure) for each in supervisors if not each.is_serving
             ),
-            tuple({each.replica.role for each in supervisors} - serving),
-            None if self._failure is None else CallFailure.of(self._failure),
+            lacking=tuple({each.replica.role for each in supervisors} - serving),
+            failure=None if self._failure is None else CallFailure.of(self._failure),
         )
 
     async def report(self, report: GatewayReport) -> None:

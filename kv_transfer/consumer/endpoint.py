@@ -271,10 +271,10 @@ class ConsumerEndpoint:
         arrived = ReceivedKV(
             rank_transfer.request_id,
             received.first_token,
-            received.num_pieces * end.view.nbytes,
-            received.elapsed_s,
-            received.moving_s,
-            transport,
+            num_bytes=received.num_pieces * end.view.nbytes,
+            elapsed_s=received.elapsed_s,
+            moving_s=received.moving_s,
+            transport=transport,
         )
         self._conclude(rank_transfer.request_id, self._loads.arrived(rank_transfer, arrived))
 

@@ -338,11 +338,11 @@ class Producer:
         return SendPieces(
             transfer.peer,
             transfer.key,
-            transfer.version,
-            indices,
-            tuple([transfer.ready[index] for index in indices]),
-            transfer.open.checksums.applies(self._identity.offer.host, transfer.open.host),
-            transfer.transport,
+            version=transfer.version,
+            indices=indices,
+            piece_ids=tuple([transfer.ready[index] for index in indices]),
+            has_checksums=transfer.open.checksums.applies(self._identity.offer.host, transfer.open.host),
+            transport=transfer.transport,
         )
 
     def _end(self, transfer: OutgoingTransfer) -> list[Effect]:
@@ -381,9 +381,9 @@ class Producer:
         freed = Freed(
             transfer.rank_transfer,
             transfer.transport,
-            transfer.exposed_s,
-            transfer.is_needed,
-            transfer.end_reason,
+            exposed_s=transfer.exposed_s,
+            is_needed=transfer.is_needed,
+            reason=transfer.end_reason,
         )
         return [*effects, freed]
 
