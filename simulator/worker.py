@@ -219,7 +219,7 @@ class Worker(Process):
     def abort_client(self, gateway: str) -> None:
         """The gateway's session is over."""
         self._drop_suspects(gateway)
-        self._command(lambda: self._deliver(self.requests.abort(gateway, self.requests.of_client(gateway))))
+        self._command(lambda: self._deliver(self.requests.abort_client(gateway)))
 
     def give_back(self) -> None:
         """Gives back every request that has not ended."""
