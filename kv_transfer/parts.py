@@ -193,9 +193,6 @@ class Loads(Generic[P]):
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loads
 
-    def __len__(self) -> int:
-        return len(self._loads)
-
     def _close(self, request_id: str, part: P) -> _Load[P] | None:
         """The load that a part reports on. None if it is unknown, or if the part reported before."""
         load = self._loads.get(request_id)
