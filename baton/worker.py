@@ -94,22 +94,22 @@ class KVPeerCounts:
     """The peer's name."""
     transport: str
     """Empty for rank transfers that ended before the two ends agreed on a transport."""
-    done: int
-    failed: int
+    done: int = 0
+    failed: int = 0
     """Rank transfers that ended in any other way, while the request continued: prefill failed, refused,
     expired, given up."""
-    not_needed: int
+    not_needed: int = 0
     """The request itself ended first: cancelled, past its deadline, or answered by the prefill worker alone."""
-    num_bytes: int
-    queued_s: float
+    num_bytes: int = 0
+    queued_s: float = 0.0
     """Consumer: seconds from the request for pieces to the first piece; overlaps the prefill."""
-    moving_s: float
+    moving_s: float = 0.0
     """Consumer: seconds from the first piece to the last."""
-    exposed_s: float
+    exposed_s: float = 0.0
     """Producer: seconds from the end of the prefill until the consumer had verified everything."""
 
     def __add__(self, other: "KVPeerCounts") -> "KVPeerCounts":
-        """Adds the counts of two ranks of one worker."""
+        """The sum of two counts with the same peer over the same transport."""
         assert (self.role, self.peer, self.transport) == (other.role, other.peer, other.transport)
         return KVPeerCounts(
             self.role,

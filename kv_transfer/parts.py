@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from baton.kv import KVTransferParams, TransferRole
 from baton.step import FailedKV, ReceivedKV
-from kv_transfer.pool import KVPool, PieceView
+from kv_transfer.pool import PieceView, RankPool
 from kv_transfer.protocol.effects import RankTransfer
 from kv_transfer.protocol.geometry import RankLayout
 from kv_transfer.protocol.messages import TransferKey
@@ -38,7 +38,7 @@ class RankTransferEnd:
 class RankTransfers:
     """The rank transfers of all requests on one side of their hand-overs."""
 
-    def __init__(self, incarnation: str, pool: KVPool) -> None:
+    def __init__(self, incarnation: str, pool: RankPool) -> None:
         self._incarnation = incarnation
         self._pool = pool
         self._views: dict[RankLayout, PieceView] = {}
@@ -52,13 +52,15 @@ class RankTransfers:
 
         Empty if the workers cannot exchange KV (see `refusal`), or if other ranks of this producer send it all.
         """
-        peer, is_producer = transfer.peer, transfer.role is TransferRole.PRODUCER
-        num_peers = len(peer.kv_addresses)
-        ends: list[RankTransferEnd] = []
+        peer, num_peers = transfer.peer, len(transfer.peer.kv_addresses)
         if reason := self._pool.mismatch(RankLayout(peer.block_size, num_peers)):
             self._refusals[request_id] = reason
-            num_peers = 0
-        for rank in self._pool.peers_of(num_peers, is_producer=is_producer) if num_peers else ():
+            ranks = range(0)
+        else:
+            is_producer = transfer.role is TransferRole.PRODUCER
+            ranks = self._pool.peers_of(num_peers, is_producer=is_producer)
+        ends: list[RankTransferEnd] = []
+        for rank in ranks:
             key = self._key(transfer, rank)
             view = self._view(RankLayout(peer.block_size, num_peers, rank))
             end = RankTransferEnd(
@@ -190,9 +192,6 @@ class Loads(Generic[P]):
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loads
-
-    def __len__(self) -> int:
-        return len(self._loads)
 
     def _close(self, request_id: str, part: P) -> _Load[P] | None:
         """The load that a part reports on. None if it is unknown, or if the part reported before."""

@@ -34,13 +34,13 @@ class BlockShape:
         return self.num_planes * self.num_heads * self.block_size * self.cell_nbytes
 
 
-class _Pool:
-    """What all pools share, in any memory."""
+class RankPool:
+    """A rank's pool, in any memory."""
 
     def __init__(self, block_nbytes: int, fingerprint: KVFingerprint, rank: int) -> None:
+        self.fingerprint = fingerprint
         self.layout = RankLayout(fingerprint.block_size, fingerprint.num_ranks, rank, fingerprint.groups)
         self.block_nbytes = block_nbytes
-        self._num_divided_heads = fingerprint.num_divided_heads
         num_planes = fingerprint.num_planes // fingerprint.groups.num_groups
         num_heads = self._heads_on(fingerprint.num_ranks)
         cell_nbytes = block_nbytes // (num_planes * num_heads * fingerprint.block_size)
@@ -51,22 +51,31 @@ class _Pool:
 
     def mismatch(self, theirs: RankLayout) -> str | None:
         """Why no KV can be exchanged with a peer of this layout; None if it can."""
-        return mismatch(self._num_divided_heads, self.layout, theirs)
+        return mismatch(self.fingerprint.num_divided_heads, self.layout, theirs)
 
     def peers_of(self, num_peer_ranks: int, *, is_producer: bool) -> range:
         """The ranks of a worker with `num_peer_ranks` ranks with which this rank exchanges KV."""
         ours = self.layout
         return peers_of(
-            self._num_divided_heads, ours.rank, ours.num_ranks, num_peer_ranks, is_producer=is_producer
+            self.fingerprint.num_divided_heads,
+            ours.rank,
+            ours.num_ranks,
+            num_peer_ranks,
+            is_producer=is_producer,
         )
+
+    def pieces(self, theirs: RankLayout) -> "PieceView":
+        """This pool, cut into the pieces of a rank transfer with a rank of layout `theirs`."""
+        return PieceView(*self._ends(theirs))
 
     def _heads_on(self, num_ranks: int) -> int:
         """Number of heads in the blocks of one rank, if a worker has `num_ranks` ranks."""
-        return 1 if self._num_divided_heads is None else self._num_divided_heads // num_ranks
+        num_heads = self.fingerprint.num_divided_heads
+        return 1 if num_heads is None else num_heads // num_ranks
 
     def _ends(self, theirs: RankLayout) -> tuple["PiecesInBlocks", "PiecesInBlocks"]:
         """Our end of a rank transfer, and the end of a rank of layout `theirs`."""
-        num_heads, heads_there = self._num_divided_heads, self._heads_on(theirs.num_ranks)
+        num_heads, heads_there = self.fingerprint.num_divided_heads, self._heads_on(theirs.num_ranks)
         blocks_there = replace(self._block, num_heads=heads_there, block_size=theirs.block_size)
         return (
             PiecesInBlocks(self._block, piece_shape(num_heads, self.layout, theirs)),
@@ -74,7 +83,7 @@ class _Pool:
         )
 
 
-class KVBytes(_Pool):
+class KVBytes(RankPool):
     """A pool in this process's memory: uint8 [num_blocks, bytes of a block]."""
 
     def __init__(self, blocks: Bytes, fingerprint: KVFingerprint, rank: int = 0) -> None:
@@ -83,7 +92,6 @@ class KVBytes(_Pool):
         self.blocks = blocks
 
     def pieces(self, theirs: RankLayout) -> "HostPieces":
-        """This pool, cut into the pieces of a rank transfer with a rank of layout `theirs`."""
         return HostPieces(self.blocks, *self._ends(theirs))
 
 
@@ -95,22 +103,15 @@ class DeviceBlocks:
     block_nbytes: int
 
 
-class DeviceKVBytes(_Pool):
+class DeviceKVBytes(RankPool):
     """A pool in a device's memory."""
 
     def __init__(self, blocks: DeviceBlocks, fingerprint: KVFingerprint, rank: int = 0) -> None:
         super().__init__(blocks.block_nbytes, fingerprint, rank)
         self.memory = blocks.memory
 
-    def pieces(self, theirs: RankLayout) -> "DevicePieces":
-        """This pool, cut into the pieces of a rank transfer with a rank of layout `theirs`."""
-        return DevicePieces(*self._ends(theirs))
 
-
-KVPool = KVBytes | DeviceKVBytes
-
-
-def make_pool(blocks: Bytes | DeviceBlocks, fingerprint: KVFingerprint, rank: int) -> KVPool:
+def make_pool(blocks: Bytes | DeviceBlocks, fingerprint: KVFingerprint, rank: int) -> RankPool:
     if isinstance(blocks, DeviceBlocks):
         return DeviceKVBytes(blocks, fingerprint, rank)
     return KVBytes(blocks, fingerprint, rank)
@@ -162,7 +163,7 @@ class PiecesInBlocks:
         return _Grid(block.nbytes, part_nbytes, pieces.pieces_per_block, run_offsets)
 
 
-class RankTransferGeometry:
+class PieceView:
     """Where the bytes of a rank transfer's pieces are on both ends, in runs that are contiguous on both."""
 
     def __init__(self, ours: PiecesInBlocks, peers: PiecesInBlocks) -> None:
@@ -189,7 +190,7 @@ class RankTransferGeometry:
         return Runs(np.arange(len(local)) * self._run_nbytes, local, lengths).coalesced()
 
 
-class HostPieces(RankTransferGeometry):
+class HostPieces(PieceView):
     """A rank transfer's pieces in a KVBytes. A piece's bytes are in the same order on both ends."""
 
     def __init__(self, blocks: Bytes, ours: PiecesInBlocks, peers: PiecesInBlocks) -> None:
@@ -241,10 +242,3 @@ def _runs_of_neighbours(piece_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         previous = piece_id
     if first is not None and previous is not None:
         yield first, previous
-
-
-class DevicePieces(RankTransferGeometry):
-    """A rank transfer's pieces in a DeviceKVBytes: only their places, for devices that copy them."""
-
-
-PieceView = HostPieces | DevicePieces

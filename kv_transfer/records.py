@@ -30,25 +30,25 @@ class PeerMetrics:
 
     def moved(self, role: TransferRole, peer: str, transport: str, num_bytes: int) -> None:
         """Counts bytes sent, offered to be read, or received."""
-        self._add(replace(_nothing(role, peer, transport), num_bytes=num_bytes))
+        self._add(KVPeerCounts(role, peer, transport, num_bytes=num_bytes))
 
     def sent(self, peer: str, transport: str, exposed_s: float | None, is_needed: bool) -> None:
         """Counts a rank transfer sent: released `exposed_s` after its prefill, or, if None, ended in another way."""
-        nothing = _nothing(TransferRole.PRODUCER, peer, transport)
+        where = TransferRole.PRODUCER, peer, transport
         if exposed_s is not None:
-            self._add(replace(nothing, done=1, exposed_s=exposed_s))
+            self._add(KVPeerCounts(*where, done=1, exposed_s=exposed_s))
         else:
-            self._add(replace(nothing, failed=int(is_needed), not_needed=int(not is_needed)))
+            self._add(KVPeerCounts(*where, failed=int(is_needed), not_needed=int(not is_needed)))
 
     def received(self, peer: str, transport: str, queued_s: float, moving_s: float) -> None:
         """Counts a rank transfer that arrived: the time before its first piece, and the time since."""
-        nothing = _nothing(TransferRole.CONSUMER, peer, transport)
-        self._add(replace(nothing, done=1, queued_s=queued_s, moving_s=moving_s))
+        where = TransferRole.CONSUMER, peer, transport
+        self._add(KVPeerCounts(*where, done=1, queued_s=queued_s, moving_s=moving_s))
 
     def missed(self, peer: str, transport: str, is_needed: bool) -> None:
         """Counts a rank transfer whose load failed, or, if it is not needed, whose request ended."""
-        nothing = _nothing(TransferRole.CONSUMER, peer, transport)
-        self._add(replace(nothing, failed=int(is_needed), not_needed=int(not is_needed)))
+        where = TransferRole.CONSUMER, peer, transport
+        self._add(KVPeerCounts(*where, failed=int(is_needed), not_needed=int(not is_needed)))
 
     def snapshot(self) -> tuple[KVPeerCounts, ...]:
         """The current sums; the same tuple until something changes."""
@@ -66,10 +66,6 @@ class PeerMetrics:
             if len(self._counts) > MAX_ROWS:
                 # Not added to another row: a rate of that row would count it again.
                 del self._counts[next(iter(self._counts))]
-
-
-def _nothing(role: TransferRole, peer: str, transport: str) -> KVPeerCounts:
-    return KVPeerCounts(role, peer, transport, 0, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
 ENDS = (

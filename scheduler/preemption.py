@@ -55,14 +55,16 @@ class Preemption:
         else:
             self._put_back(victim, 0)
 
-    def preempt_all(self, running: list[Request]) -> None:
-        """Between steps: preempts all requests and drops their KV.
+    def preempt_all(self, running: list[Request]) -> set[str]:
+        """Between steps: preempts all requests and drops their KV. Returns their ids.
 
         The youngest is preempted first, so that the oldest is first in the queue. No request is given back:
         this worker has room for all of them.
         """
+        request_ids = {request.request_id for request in running}
         while running:
             self._put_back(running.pop(), 0)
+        return request_ids
 
     def forget_swapped(self, requests: Iterable[Request]) -> None:
         """Discards what preempted requests have in host memory."""

@@ -295,8 +295,7 @@ class Scheduler:
         """Forgets every cached prefix. Refuses (False) while blocks are in use; `force` preempts running requests."""
         if not force and self._kv.num_free != self._kv.num_usable:
             return False
-        self._preempted_between_steps.update(request.request_id for request in self._running.requests)
-        self._preemption.preempt_all(self._running.requests)
+        self._preempted_between_steps |= self._preemption.preempt_all(self._running.requests)
         self._preemption.forget_swapped(self._requests.values())
         self._kv.forget_prefixes()
         return True
@@ -352,8 +351,7 @@ class Scheduler:
     def _go_on_trying(self, computed: SchedulerOutput) -> None:
         """Makes requests that passed wait until all are tried, so that a failed step is due to the others."""
         if self._trial.step_computed(computed.step, ends_of(computed), self._num_steps + 1):
-            self._preempted_between_steps.update(request.request_id for request in self._running.requests)
-            self._preemption.preempt_all(self._running.requests)
+            self._preempted_between_steps |= self._preemption.preempt_all(self._running.requests)
 
     def _take_tokens(
         self,

@@ -11,7 +11,7 @@ from functools import partial
 
 from baton.clock import Clock
 from baton.config import KVTransferConfig
-from baton.kv import KVFingerprint, KVTransferParams
+from baton.kv import KVTransferParams
 from baton.step import KVConnectorOutput
 from baton.worker import KVPeerCounts
 from kv_transfer import KVConnectorMetadata
@@ -25,8 +25,8 @@ from kv_transfer.commands import (
     NoteStarvation,
     WithdrawBlocks,
 )
-from kv_transfer.connector.endpoint import COUNTERS, TransferCommand, TransferEndpoint, make_endpoint
-from kv_transfer.pool import KVPool
+from kv_transfer.connector.endpoint import TransferCommand, TransferEndpoint, make_endpoint
+from kv_transfer.pool import RankPool
 from kv_transfer.protocol.transports import TransportOffer
 from kv_transfer.transport.base import Arrival, PoolReader
 from simulator.leases import Leases
@@ -58,7 +58,7 @@ class SimConnector:
         self._timer: float | None = None
         self.endpoint: TransferEndpoint
         self._leases: Leases
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str]
         self.holds: dict[str, HeldBlocks] = {}
         self.max_command_delay_s = 0.0
 
@@ -66,21 +66,18 @@ class SimConnector:
         self,
         config: KVTransferConfig,
         incarnation: str,
-        fingerprint: KVFingerprint,
-        pool: KVPool,
+        pool: RankPool,
         channel: SimChannel,
         readers: Mapping[str, PoolReader],
         host: str,
         transports: tuple[str, ...],
     ) -> None:
         """Creates the endpoint, whose messages pass through `channel`."""
-        self.counts = Counter(dict.fromkeys(COUNTERS, 0))
         offer = TransportOffer(
             host, transports, {name: reader.describe() or b"" for name, reader in readers.items()}
         )
-        self.endpoint = make_endpoint(
-            config, incarnation, fingerprint, pool, channel, readers, offer, self.counts, self._clock
-        )
+        self.endpoint = make_endpoint(config, incarnation, pool, channel, readers, offer, self._clock)
+        self.counts = self.endpoint.counters
         self._leases = Leases(self._world, self._process, config.lease_s)
         channel.on_arrival = self._on_arrival
 

@@ -121,10 +121,10 @@ class QueueingFleet:
             {role: config.worker_bounds(role) for role in WorkerRole},
             True,
             self._world.clock(0.0),
-            self.replicas,
-            self.scale,
-            self.change_role,
+            self,
         )
+        self.leaving: tuple[str, ...] = ()
+        """Nothing drains here: a worker that is not wanted any more is gone at once."""
         self._window = LatencyWindow()
         self._config, self._speed, self._num_placeable = config, speed, num_placeable
         self._workers: list[_Worker] = []
@@ -178,9 +178,9 @@ class QueueingFleet:
         num_paid = sum(worker.state is not ReplicaState.PLACING for worker in self._workers)
         return Moment(now - STEP_S, num_prefill, num_decode, num_paid, report, decision)
 
-    # changes by the autoscaler
+    # what the autoscaler sees and changes
 
-    def replicas(self) -> list[ReplicaDescription]:
+    def replicas_to_scale(self) -> list[ReplicaDescription]:
         return [ReplicaDescription(name=w.name, role=w.role, state=w.state) for w in self._workers]
 
     async def scale(self, role: WorkerRole, count: int) -> None:
@@ -193,7 +193,7 @@ class QueueingFleet:
         for worker in mine[: max(0, len(mine) - count)]:
             self._remove(worker)
 
-    async def change_role(self, worker: str, role: WorkerRole) -> None:
+    async def set_role(self, worker: str, role: WorkerRole) -> None:
         (found,) = (w for w in self._workers if w.name == worker)
         self._requeue(found)
         found.role, found.state = role, ReplicaState.STARTING

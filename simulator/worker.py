@@ -219,7 +219,7 @@ class Worker(Process):
     def abort_client(self, gateway: str) -> None:
         """The gateway's session is over."""
         self._drop_suspects(gateway)
-        self._command(lambda: self._deliver(self.requests.abort(gateway, self.requests.of_client(gateway))))
+        self._command(lambda: self._deliver(self.requests.abort_client(gateway)))
 
     def give_back(self) -> None:
         """Gives back every request that has not ended."""
@@ -353,7 +353,6 @@ class Worker(Process):
         self.connector.attach(
             site.transfer,
             self.incarnation,
-            fingerprint,
             KVBytes(self._pool.reshape(len(self._pool), -1), fingerprint),
             self.channel,
             self.readers,

@@ -60,14 +60,8 @@ class WorkerLinks:
         self._sessions: dict[str, GatewaySession] = {}
         self._num_connections = 0
 
-    def __getitem__(self, name: str) -> Worker:
-        return self._workers[name]
-
     def reaches(self, name: str) -> bool:
         return name in self._workers and name not in self._silent
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._workers
 
     # workers come and go
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from baton.system.curve import ClusterKeys, PlaneKeys
 from baton.system.progress import Progress
 from baton.system.progress_watch import ProgressWatch
 from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
+from decode_worker import DecodeWorker
 from engine.build import DeviceEngine, OnProgress, build_device_engine
 from engine.collectives import Collectives
 from engine.device import device_memory
@@ -35,6 +36,7 @@ from engine.executor import Executor, start_executor
 from engine.grammars.compiler import GrammarCompiler
 from engine.ranks.processes import RankProcesses
 from kv_transfer.connector.worker import KVConnectorWorker
+from prefill_worker import PrefillWorker
 from scheduler import Scheduler
 from worker.commands import CommandQueue
 from worker.core import EngineCore
@@ -81,13 +83,12 @@ class EngineHost:
         config: BatonConfig,
         keys: ClusterKeys,
         model_path: Path,
-        role: Role,
+        role: WorkerRole,
         name: str,
-        other_roles: Sequence[Role] = (),
         cpus: tuple[int, ...] = (),
     ) -> None:
-        """`keys` of both planes; None if `network.security` is `none`. `other_roles`: roles it may change to.
-        `cpus`: the CPUs that this process is pinned to, for its status.
+        """`keys` of both planes; None if `network.security` is `none`. `cpus`: the CPUs that this process is pinned to,
+        for its status. Its queue holds as many requests as one gateway admits.
         """
         assert (keys.request is None) == (keys.kv is None) == (config.network.security == "none")
         self._config = config
@@ -95,7 +96,11 @@ class EngineHost:
         self._model_path = model_path
         self._role = role
         """The role in which the worker starts; the loop knows the present role."""
-        self._roles = {each.kind: each for each in (role, *other_roles)}
+        max_waiting = config.gateway.max_in_flight
+        self._roles: dict[WorkerRole, Role] = {
+            WorkerRole.PREFILL: PrefillWorker(max_waiting),
+            WorkerRole.DECODE: DecodeWorker(max_waiting),
+        }
         self._name = name
         self._incarnation = secrets.token_hex(8)
         self._cpus = cpus
@@ -111,8 +116,8 @@ class EngineHost:
         commands = CommandQueue()
         with ExitStack() as on_failure:
             executor = compose_executor(
-                self._config.for_worker(self._role.kind),
-                self._config.num_ranks(self._role.kind),
+                self._config.for_worker(self._role),
+                self._config.num_ranks(self._role),
                 self._keys.kv,
                 self._model_path,
                 self._incarnation,
@@ -130,15 +135,15 @@ class EngineHost:
             self._begin(parts)
             on_failure.pop_all()
         return WorkerEndpoint(
-            self._ref,
-            self._role.kind,
-            parts.server.address,
-            socket.gethostname(),
-            os.getpid(),
-            metrics_address,
-            executor.device_engine.num_threads,
-            self._cpus,
-            executor.device_engine.model.quantization or "",
+            ref=self._ref,
+            role=self._role,
+            request_address=parts.server.address,
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            metrics_address=metrics_address,
+            num_threads=executor.device_engine.num_threads,
+            cpus=self._cpus,
+            quantization=executor.device_engine.model.quantization or "",
         )
 
     def _compose(
@@ -173,7 +178,7 @@ class EngineHost:
         network = self._config.network
         server = RequestServer(network, self._keys.request, self._incarnation, self.status, clock)
         lease_s = self._config.kv_transfer.lease_s
-        loop = EngineLoop(core, self._role, server, clock, lease_s, commands)
+        loop = EngineLoop(core, self._roles[self._role], server, clock, lease_s, commands)
         watched = steps, grammars.progress, server.progress, executor.device_engine.connector.progress
         watch = ProgressWatch(watched, clock, server.beat)
         return _Parts(executor, core, loop, server, watch, metrics)
@@ -223,7 +228,7 @@ class EngineHost:
         header = TraceHeader(
             worker=self._name,
             incarnation=self._incarnation,
-            role=self._role.kind,
+            role=self._role,
             began_unix_s=time.time(),
             max_num_batched_tokens=config.max_num_batched_tokens,
             num_blocks=config.num_blocks - 1,
@@ -247,18 +252,18 @@ class EngineHost:
             "request_denied_peers": self._parts.server.num_denied,
         }
         return WorkerStatus(
-            self._ref,
-            snapshot.role,
-            state,
-            snapshot.kv_blocks,
-            snapshot.requests,
-            {**snapshot.counters, **planes},
-            self._parts.executor.connector.peers(),
-            hang or ("" if failure is None else str(failure)),
-            self._load(snapshot),
-            self._config.scheduler.max_num_seqs,
-            self._config.scheduler.max_num_batched_tokens,
-            self._parts.executor.device_engine.model.layer_groups.groups,
+            ref=self._ref,
+            role=snapshot.role,
+            state=state,
+            kv_blocks=snapshot.kv_blocks,
+            requests=snapshot.requests,
+            counters={**snapshot.counters, **planes},
+            kv_peers=self._parts.executor.connector.peers(),
+            failure=hang or ("" if failure is None else str(failure)),
+            load=self._load(snapshot),
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self._config.scheduler.max_num_batched_tokens,
+            kv_groups=self._parts.executor.device_engine.model.layer_groups.groups,
         )
 
     def _load(self, snapshot: EngineSnapshot) -> WorkerLoad:
@@ -283,9 +288,7 @@ class EngineHost:
         """
         if self._parts.loop.is_settled_as(role):
             return
-        if role not in self._roles:
-            raise FleetError(f"it cannot become a {role.value} worker")
-        ours, theirs = self._config.num_ranks(self._role.kind), self._config.num_ranks(role)
+        ours, theirs = self._config.num_ranks(self._role), self._config.num_ranks(role)
         if ours != theirs:
             raise FleetError(
                 f"it has {ours} tensor-parallel ranks, but {role.value} workers have {theirs} "

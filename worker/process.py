@@ -1,4 +1,4 @@
-"""One worker as a process: builds the role on its engine; knows neither Ray nor its parent.
+"""One worker as a process; knows neither Ray nor its parent.
 
 Ray actors use `build_worker`. Without Ray, for tests, benchmarks and manual set-ups:
 
@@ -31,15 +31,12 @@ from baton.system.paced import paced
 from baton.system.secret import load_secret
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerRole
-from decode_worker import DecodeWorker
 from engine.loading.dtype import with_chosen_dtype
 from engine.loading.pretrained import default_cache_dir, resolve
-from prefill_worker import PrefillWorker
 from worker.control_calls import WorkerControl
 from worker.control_channel import StdioControlServer
 from worker.host import EngineHost
 from worker.ready_line import endpoint_to_json, failure_to_json
-from worker.role import Role
 
 logger = logging.getLogger(__name__)
 
@@ -55,65 +52,19 @@ def build_worker(
     name: str,
     share: CpuShare | None = None,
 ) -> EngineHost:
-    """A worker that is not started yet. Its queue holds as many requests as one gateway admits.
-
-    With a `share`, this process runs on the CPUs of that share only, from now on.
-    """
-    if share is not None:
-        pin(share.cpus)
-        config = config.model_copy(
-            update={"engine": config.engine.with_values("engine", num_threads=share.num_threads)}
-        )
-    max_waiting = config.gateway.max_in_flight
-    roles: dict[WorkerRole, Role] = {
-        WorkerRole.PREFILL: PrefillWorker(max_waiting),
-        WorkerRole.DECODE: DecodeWorker(max_waiting),
-    }
-    own = roles.pop(role)
-    cpus = share.cpus if share is not None else ()
-    return EngineHost(config, keys, model_path, own, name, tuple(roles.values()), cpus=cpus)
+    """A worker that is not started yet. With a `share`, this process runs on its CPUs only, from now on."""
+    if share is None:
+        return EngineHost(config, keys, model_path, role, name)
+    pin(share.cpus)
+    engine = config.engine.with_values("engine", num_threads=share.num_threads)
+    return EngineHost(config.model_copy(update={"engine": engine}), keys, model_path, role, name, share.cpus)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serves until told to stop. Exit codes: 0 stopped cleanly, 1 could not start, or its engine ended by itself."""
-    parser = argparse.ArgumentParser(prog="python -m worker", description="One worker without Ray.")
-    parser.add_argument("--role", required=True, choices=[role.value for role in WorkerRole])
-    parser.add_argument("--name", required=True)
-    parser.add_argument(
-        "--log-level",
-        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
-        help="overrides the configuration's logging.level",
-    )
-    parser.add_argument("--config", type=Path, help="YAML file, like that of `baton serve`")
-    parser.add_argument(
-        "--threads", type=int, help="compute threads of each rank; default: the configuration's"
-    )
-    parser.add_argument("--cpus", type=cpus_in_text, default=(), help="CPUs to run on, e.g. 0-3,8")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        level = options.log_level  # a worker logs no prompts at any level
-        overrides = {"logging": {"level": level.lower(), "log_prompts": False}} if level else {}
-        config = (
-            BatonConfig.from_yaml(options.config, overrides)
-            if options.config
-            else BatonConfig.from_mapping(overrides)
-        )
-        write_logs(config.logging, component="worker", fleet=config.cluster.name, worker=options.name)
-        raise_open_files(NUM_FILES)
-        keys = derive_keys(load_secret(config.network, os.environ, may_create=False))
-        model_path = resolve(
-            config.model.path,
-            default_cache_dir(os.environ),
-            paced(logger.info),
-            weights=config.model.load_format == "auto",
-        )
-        config = with_chosen_dtype(config, model_path)
-        role = WorkerRole(options.role)
-        num_threads = options.threads or config.num_threads(role)
-        if options.cpus and num_threads is None:
-            raise ConfigError("--cpus needs --threads, or a configuration that says how many")
-        share = None if num_threads is None else CpuShare(num_threads, options.cpus)
-        worker = build_worker(config, keys, model_path, role, options.name, share)
+        worker = _worker_of(options)
         endpoint = worker.start()
         settle()
     except BatonError as error:
@@ -134,6 +85,49 @@ def main(arguments: list[str] | None = None) -> int:
         failure = worker.status().failure
         worker.stop()
     return 1 if failure else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m worker", description="One worker without Ray.")
+    parser.add_argument("--role", required=True, choices=[role.value for role in WorkerRole])
+    parser.add_argument("--name", required=True)
+    parser.add_argument(
+        "--log-level",
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+        help="overrides the configuration's logging.level",
+    )
+    parser.add_argument("--config", type=Path, help="YAML file, like that of `baton serve`")
+    parser.add_argument(
+        "--threads", type=int, help="compute threads of each rank; default: the configuration's"
+    )
+    parser.add_argument("--cpus", type=cpus_in_text, default=(), help="CPUs to run on, e.g. 0-3,8")
+    return parser
+
+
+def _worker_of(options: argparse.Namespace) -> EngineHost:
+    """The worker that the options ask for, not started yet. Sets up the log and the limits of this process."""
+    level = options.log_level  # a worker logs no prompts at any level
+    overrides = {"logging": {"level": level.lower(), "log_prompts": False}} if level else {}
+    if options.config is None:
+        config = BatonConfig.from_mapping(overrides)
+    else:
+        config = BatonConfig.from_yaml(options.config, overrides)
+    write_logs(config.logging, component="worker", fleet=config.cluster.name, worker=options.name)
+    raise_open_files(NUM_FILES)
+    keys = derive_keys(load_secret(config.network, os.environ, may_create=False))
+    model_path = resolve(
+        config.model.path,
+        default_cache_dir(os.environ),
+        paced(logger.info),
+        weights=config.model.load_format == "auto",
+    )
+    config = with_chosen_dtype(config, model_path)
+    role = WorkerRole(options.role)
+    num_threads = options.threads or config.num_threads(role)
+    if options.cpus and num_threads is None:
+        raise ConfigError("--cpus needs --threads, or a configuration that says how many")
+    share = None if num_threads is None else CpuShare(num_threads, options.cpus)
+    return build_worker(config, keys, model_path, role, options.name, share)
 
 
 def _print(line: str) -> None:

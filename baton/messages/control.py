@@ -249,6 +249,7 @@ class WaitRolloutStep(ControlRequest[RolloutProgress]):
     index: int
 
     def __post_init__(self) -> None:
+        ControlRequest.__post_init__(self)
         if self.index < 0:
             raise WireError(f"index: got {self.index}; steps count from 0")
 

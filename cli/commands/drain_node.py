@@ -58,7 +58,7 @@ async def _ask_gateway(target: Target, node: str, timeout_s: float) -> None:
 async def _ask_control_server(address: str, node: str, timeout_s: float, network: NetworkConfig) -> None:
     keys = derive_fleet_keys(load_secret(network, os.environ, may_create=False))
     problem = f"the control server at {address} has not answered"
-    async with control_client(address, keys, network) as (client, carrier):
+    async with control_client(address, keys, network) as client:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -69,8 +69,8 @@ async def _ask_control_server(address: str, node: str, timeout_s: float, network
                         return
                     except ClusterError as error:
                         problem = str(error)
-                    if carrier.refusal is not None:
-                        raise ClusterError(f"cannot ask the fleet at {address}: {carrier.refusal}")
+                    if (refusal := client.carrier.refusal) is not None:
+                        raise ClusterError(f"cannot ask the fleet at {address}: {refusal}")
                     await asyncio.sleep(_ASK_AGAIN_S)
         except TimeoutError:
             raise _too_late(node, timeout_s, problem) from None

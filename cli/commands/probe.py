@@ -118,7 +118,7 @@ async def _ask_control_server(address: str, timeout_s: float, network: NetworkCo
 
     keys = derive_fleet_keys(load_secret(network, os.environ, may_create=False))
     try:
-        async with asyncio.timeout(timeout_s), control_client(address, keys, network) as (client, _):
+        async with asyncio.timeout(timeout_s), control_client(address, keys, network) as client:
             await client.call(GetConfiguration())
     except TimeoutError:
         raise ClusterError(f"fleet://{address}: no answer within {timeout_s:g} s") from None

@@ -1,1 +1,1 @@
-"""The control API of a fleet: one table of calls, a typed client, and the carriers that know none of the calls."""
+"""The control API of a fleet: a table of calls, a client, carriers that know no call; what owners and gateways ask."""

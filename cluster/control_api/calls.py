@@ -28,9 +28,8 @@ from baton.messages.control import (
     WaitView,
 )
 from baton.messages.control_codec import CallFrame, ControlCodec, Reply
-from cluster.control_api.configuration import unpack_configuration
+from cluster.control_api.configuration import differences, unpack_configuration
 from cluster.controller.controller import Controller
-from cluster.controller.desired import differences
 from cluster.controller.supervisor import Patience
 
 logger = logging.getLogger(__name__)
@@ -229,6 +228,11 @@ class Carrier(Protocol):
     @property
     def connection(self) -> int:
         """The number of the connection: a new connection may lead to another fleet."""
+        ...
+
+    @property
+    def refusal(self) -> str | None:
+        """Why one end refuses the other, e.g. another secret. Only a restart of the controller can change this."""
         ...
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:

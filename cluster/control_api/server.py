@@ -30,8 +30,8 @@ from baton.system.awake_timer import awake_timeout
 from baton.system.curve import PlaneKeys
 from baton.system.tasks import end_tasks
 from cluster.control_api.calls import CALLS, CONTROL_CODEC, lost_reply
+from cluster.control_api.follower import ViewFollower
 from cluster.control_api.server_socket import MAX_CALLS_OF_ONE, ServerSocket
-from cluster.controller.follower import ViewFollower
 
 logger = logging.getLogger(__name__)
 

@@ -43,10 +43,10 @@ _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
 @asynccontextmanager
 async def control_client(
     address: str, keys: PlaneKeys | None, network: NetworkConfig
-) -> AsyncIterator[tuple[ControlClient, "ZmqCarrier"]]:
-    """A client of the control server at HOST:PORT, and its connection, until the block ends."""
+) -> AsyncIterator[ControlClient]:
+    """A client of the control server at HOST:PORT, connected until the block ends."""
     async with ZmqCarrier(address, keys, network) as carrier:
-        yield ControlClient(carrier, Patience.of(BatonConfig())), carrier
+        yield ControlClient(carrier, Patience.of(BatonConfig()))
 
 
 class ZmqCarrier:
@@ -57,7 +57,6 @@ class ZmqCarrier:
         self.address = address
         self.connection = 1
         self.refusal: str | None = None
-        """Why one end refuses the other, e.g. another secret. Only a server restart can change this."""
         self._keys = keys
         self._network = network
         self._waiting: dict[int, asyncio.Future[Reply]] = {}

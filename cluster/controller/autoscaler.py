@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from baton.clock import Clock
 from baton.config import AutoscalingConfig
@@ -26,6 +27,23 @@ _GRACE = 2.0
 """Intervals after the longest cool-down in which the planner repeats a wish that it still has."""
 
 
+class ScaledFleet(Protocol):
+    """What an autoscaler observes and changes. A change that fails raises FleetError or ClusterError."""
+
+    def replicas_to_scale(self) -> Sequence[ReplicaDescription]:
+        """All replicas. A worker that changes its role is about to start in its new role."""
+        ...
+
+    @property
+    def leaving(self) -> Collection[str]:
+        """Names of the replicas that drain for good. `scale` does not count these."""
+        ...
+
+    async def scale(self, role: WorkerRole, count: int) -> None: ...
+
+    async def set_role(self, worker: str, role: WorkerRole) -> None: ...
+
+
 class Autoscaler:
     """Decides again and again, and carries out what is decided. All methods belong to one event loop."""
 
@@ -35,21 +53,12 @@ class Autoscaler:
         bounds: Bounds,
         has_equal_ranks: bool,
         clock: Clock,
-        replicas: Callable[[], Sequence[ReplicaDescription]],
-        scale: Callable[[WorkerRole, int], Awaitable[None]],
-        set_role: Callable[[str, WorkerRole], Awaitable[None]],
-        leaving: Callable[[], Collection[str]] = tuple,
+        fleet: ScaledFleet,
     ) -> None:
-        """`has_equal_ranks`: workers of both roles have the same number of ranks, so roles may change.
-        `scale` and `set_role` act on the fleet, and raise FleetError or ClusterError on failure. `leaving` returns
-        the names of replicas that drain for good: `scale` does not count these.
-        """
+        """`has_equal_ranks`: workers of both roles have the same number of ranks, so roles may change."""
         self._config = config
         self._clock = clock
-        self._replicas = replicas
-        self._scale = scale
-        self._set_role = set_role
-        self._leaving = leaving
+        self._fleet = fleet
         self._standstill = Standstill(_PACE * config.interval_s)
         self._planner = Planner(config, bounds, config.may_change_roles and has_equal_ranks)
         self._reports: dict[str, tuple[float, GatewayReport]] = {}
@@ -82,7 +91,9 @@ class Autoscaler:
         now = self._running_s()
         self._forget_stale(now)
         reports = [report for _, report in self._reports.values()]
-        observation = merge(self._replicas(), reports, self._leaving()) if reports else None
+        observation = (
+            merge(self._fleet.replicas_to_scale(), reports, self._fleet.leaving) if reports else None
+        )
         decision = self._planner.observe(observation, now)
         if (sentence := self._log.decided(decision, now)) is not None:
             logger.info("%s", sentence)
@@ -104,13 +115,13 @@ class Autoscaler:
         """A refused change is logged, and tried again if the load still needs it."""
         try:
             if isinstance(change, ScaleDecision):
-                await self._scale(change.role, change.count)
+                await self._fleet.scale(change.role, change.count)
                 return
             if change.replaces_unplaced:
-                leaving = self._leaving()
-                count = sum(r.role is change.role and r.name not in leaving for r in self._replicas())
-                await self._scale(change.role, count - 1)
-            await self._set_role(change.worker, change.role)
+                replicas, leaving = self._fleet.replicas_to_scale(), self._fleet.leaving
+                count = sum(r.role is change.role and r.name not in leaving for r in replicas)
+                await self._fleet.scale(change.role, count - 1)
+            await self._fleet.set_role(change.worker, change.role)
         except Exception as error:  # an unexpected one must end neither later decisions nor the other changes
             if not isinstance(error, FleetError | ClusterError):
                 logger.exception("a change failed unexpectedly")

@@ -60,16 +60,7 @@ class Controller:
         self._autoscaler: Autoscaler | None = None
         if config.autoscaling.mode != "off":
             bounds = {role: config.worker_bounds(role) for role in WorkerRole}
-            self._autoscaler = Autoscaler(
-                config.autoscaling,
-                bounds,
-                self._has_equal_ranks,
-                clock,
-                self._replicas_to_scale,
-                self.scale,
-                self.set_role,
-                lambda: self._desired.leaving,
-            )
+            self._autoscaler = Autoscaler(config.autoscaling, bounds, self._has_equal_ranks, clock, self)
         self._scaling: asyncio.Task[None] | None = None
         self._was_whole = False
         """Whether all workers once served at the same moment, under this controller or a former one."""
@@ -121,14 +112,16 @@ class Controller:
         supervisors = self._supervisors.values()
         serving = {supervisor.replica.role for supervisor in supervisors if supervisor.is_serving}
         return StartReport(
-            self._start_version,
-            tuple((each.replica.name, each.progress) for each in supervisors if each.progress),
-            tuple(each.replica.name for each in supervisors if each.replica.state is ReplicaState.PLACING),
-            tuple(
+            version=self._start_version,
+            progress=tuple((each.replica.name, each.progress) for each in supervisors if each.progress),
+            placing=tuple(
+                each.replica.name for each in supervisors if each.replica.state is ReplicaState.PLACING
+            ),
+            unready=tuple(
                 (each.replica.name, each.replica.last_failure) for each in supervisors if not each.is_serving
             ),
-            tuple({each.replica.role for each in supervisors} - serving),
-            None if self._failure is None else CallFailure.of(self._failure),
+            lacking=tuple({each.replica.role for each in supervisors} - serving),
+            failure=None if self._failure is None else CallFailure.of(self._failure),
         )
 
     async def report(self, report: GatewayReport) -> None:
@@ -252,6 +245,20 @@ class Controller:
         now = self._clock.now()
         return tuple(supervisor.replica.describe(now) for supervisor in self._supervisors.values())
 
+    # what the autoscaler sees, beside `scale` and `set_role`: see ScaledFleet
+
+    def replicas_to_scale(self) -> list[ReplicaDescription]:
+        return [
+            replace(each, role=self._desired.replicas[each.name].role, state=ReplicaState.STARTING)
+            if each.name in self._role_changes
+            else each
+            for each in self.replicas()
+        ]
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        return self._desired.leaving
+
     # calls of the fleet's owner
 
     async def orphaned(self, timeout_s: float) -> None:
@@ -277,15 +284,6 @@ class Controller:
             async with asyncio.timeout(timeout_s):
                 while not has_changed():
                     await self._changed.wait()
-
-    def _replicas_to_scale(self) -> list[ReplicaDescription]:
-        """The replicas for the autoscaler: a worker that changes its role is about to start in its new role."""
-        return [
-            replace(each, role=self._desired.replicas[each.name].role, state=ReplicaState.STARTING)
-            if each.name in self._role_changes
-            else each
-            for each in self.replicas()
-        ]
 
     def _supervise(self, desired: DesiredReplica, found: Found | None) -> None:
         role = desired.role if found is None else found.endpoint.role

@@ -141,10 +141,8 @@ class Supervisor:
         reason, if the new incarnation fails. If it fails before the old one drains, the old one still serves.
         """
         async with self._commands:
-            former, incarnation = (
-                (await self._next_endpoint(except_for="")).ref.incarnation,
-                self._incarnation,
-            )
+            former = (await self._next_endpoint(except_for="")).ref.incarnation
+            incarnation = self._incarnation
             if await self._launcher.has_room(self.replica.role):
                 await self._next.prepare()
             if incarnation is not None and self._incarnation is incarnation:

@@ -28,6 +28,7 @@ class RayCarrier:
 
     address = "its name on this Ray cluster"
     connection = 0  # constant: an actor's handle never refers to another fleet
+    refusal = None  # Ray has already admitted this process
 
     def __init__(self, actor: Any, start_s: float = RESTART_S) -> None:
         """`start_s`: how long a call waits, beyond its own time, for a controller that has never answered.

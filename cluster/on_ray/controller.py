@@ -19,9 +19,13 @@ from baton.messages.control import EndFleet, GetConfiguration, WaitView
 from baton.messages.control_codec import failure, read_call
 from baton.system.logs import write_logs
 from cluster.control_api.calls import ControlClient, InProcessControl
-from cluster.control_api.configuration import for_actors, pack_configuration, unpack_configuration
+from cluster.control_api.configuration import (
+    differences,
+    for_actors,
+    pack_configuration,
+    unpack_configuration,
+)
 from cluster.controller.controller import Controller
-from cluster.controller.desired import differences
 from cluster.controller.supervisor import Patience
 from cluster.on_ray.actors import Introduce, whereabouts
 from cluster.on_ray.calls import as_actor

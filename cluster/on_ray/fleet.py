@@ -12,8 +12,8 @@ from baton.messages.control import ControlApi
 from baton.system.awake_timer import awake_timeout
 from baton.system.signals import unless
 from cluster.control_api.calls import ControlClient
+from cluster.control_api.owner import OnProgress, OnServing, first_start, scale_to
 from cluster.controller.desired import worker_names
-from cluster.controller.owner import OnProgress, OnServing, first_start, scale_to
 from cluster.on_ray.controller import OwnedController, begin_fleet, find_fleet
 from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
 from cluster.on_ray.session import lost_process

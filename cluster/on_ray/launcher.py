@@ -160,14 +160,14 @@ class RayLauncher:
         num_workers = Counter(incarnation.node_id for incarnation in self._alive)
         return [
             NodeRoom(
-                node["NodeID"],
-                _HEAD in node["Resources"],
-                free.get(node["NodeID"], {}),
-                node["Labels"],
-                num_workers[node["NodeID"]],
-                node_name(node["NodeManagerHostname"], node["NodeID"]) in self._avoided,
-                node["NodeManagerHostname"],
-                node["Resources"],
+                node_id=node["NodeID"],
+                is_head=_HEAD in node["Resources"],
+                free=free.get(node["NodeID"], {}),
+                labels=node["Labels"],
+                num_workers=num_workers[node["NodeID"]],
+                is_draining=node_name(node["NodeManagerHostname"], node["NodeID"]) in self._avoided,
+                host=node["NodeManagerHostname"],
+                total=node["Resources"],
             )
             for node in nodes
             if node["Alive"]

@@ -26,11 +26,11 @@ from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.control_api.calls import InProcessControl
 from cluster.control_api.configuration import keys_digest, pack_configuration
+from cluster.control_api.owner import OnProgress, OnServing, first_start
 from cluster.controller.controller import Controller
 from cluster.controller.cpu_shares import CpuShares
 from cluster.controller.desired import Memory
 from cluster.controller.launcher import Found, OnStartProgress
-from cluster.controller.owner import OnProgress, OnServing, first_start
 from cluster.processes.worker_process import WorkerProcess, how_it_ended
 from worker.control_channel import StdioControlClient
 

@@ -14,7 +14,7 @@ from baton.system.hosts import in_url
 from baton.system.signals import either, unless
 from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint, WorkerRole
-from cluster.controller.follower import POLL_S, ViewedWorkers, ViewFollower, keep_reporting
+from cluster.control_api.follower import POLL_S, ViewedWorkers, ViewFollower, keep_reporting
 
 if TYPE_CHECKING:
     from gateway import Gateway

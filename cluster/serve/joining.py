@@ -18,9 +18,8 @@ from baton.system.loading import Loading
 from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, unless
 from cluster.control_api.calls import ControlClient
-from cluster.control_api.configuration import keys_digest, unpack_configuration
-from cluster.control_api.zmq_carrier import ZmqCarrier, control_client
-from cluster.controller.desired import differences
+from cluster.control_api.configuration import differences, keys_digest, unpack_configuration
+from cluster.control_api.zmq_carrier import control_client
 from cluster.serve.following_gateway import FollowingGateway, WhileReady, stopping_text
 from cluster.serve.gateway import check_access, load_tokenizer, make_gateway
 from cluster.serve.screen import Screen, ScreenStage, workers_text
@@ -124,9 +123,9 @@ async def _source(config: BatonConfig, stack: AsyncExitStack) -> FleetSource:
         absence = f"no fleet named '{config.cluster.name}' (cluster.name) answers on this Ray cluster"
         return FleetSource(absence, partial(_find_on_ray, config))
     keys = derive_fleet_keys(load_secret(config.network, os.environ, may_create=False))
-    client, carrier = await stack.enter_async_context(control_client(address, keys, config.network))
+    client = await stack.enter_async_context(control_client(address, keys, config.network))
     absence = f"no fleet answers at {address} (cluster.fleet_address)"
-    return FleetSource(absence, partial(find_at_control_server, client, carrier))
+    return FleetSource(absence, partial(find_at_control_server, client))
 
 
 async def _find_on_ray(config: BatonConfig) -> Sighting:
@@ -139,11 +138,12 @@ async def _find_on_ray(config: BatonConfig) -> Sighting:
     return await _look_at(control)
 
 
-async def find_at_control_server(client: ControlClient, carrier: ZmqCarrier) -> Sighting:
-    """See FleetSource. `carrier`: the open connection of `client`."""
+async def find_at_control_server(client: ControlClient) -> Sighting:
+    """See FleetSource."""
     try:
         return await _look_at(client)
     except ClusterError:
+        carrier = client.carrier
         if carrier.refusal is None:
             raise
         raise AnotherFleet(

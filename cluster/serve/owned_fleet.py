@@ -15,8 +15,8 @@ from baton.messages.control import ControlApi, GetConfiguration
 from baton.system.curve import ClusterSecret, derive_keys
 from baton.worker import WorkerRole
 from cluster.control_api.configuration import keys_digest, unpack_configuration
+from cluster.control_api.owner import OnProgress, OnServing
 from cluster.controller.desired import worker_names
-from cluster.controller.owner import OnProgress, OnServing
 from cluster.serve.screen import Screen
 from engine.loading.commit import commit_of, pinned, source_of, with_commit
 from engine.loading.dtype import choose_dtype, dtype_of, with_chosen_dtype, with_dtype

@@ -18,9 +18,9 @@ from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, either, unless
 from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint
+from cluster.control_api.owner import follow_counts
 from cluster.control_api.server import FIRST_VIEW_S, ControlServer
 from cluster.controller.desired import worker_names
-from cluster.controller.owner import follow_counts
 from cluster.serve.following_gateway import FollowingGateway, WhileReady, stopping_text
 from cluster.serve.gateway import check_access, load_tokenizer, make_gateway
 from cluster.serve.owned_fleet import (

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from baton.clock import Clock
 from baton.config import KVTransferConfig
 from baton.errors import WireError
-from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
 from kv_transfer.consumer.endpoint import ConsumerCommand, ConsumerEndpoint
-from kv_transfer.pool import KVPool
+from kv_transfer.pool import RankPool
 from kv_transfer.producer.endpoint import ProducerCommand, ProducerEndpoint
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.incoming import ConsumerIdentity
@@ -83,7 +82,7 @@ class TransferEndpoint:
         self._producer_end = producer_end
         self._consumer_end = consumer_end
         self._channel = channel
-        self._counters = counters
+        self.counters = counters
         self.metrics = metrics
 
     def execute(self, command: TransferCommand) -> None:
@@ -101,8 +100,8 @@ class TransferEndpoint:
             else:
                 self._producer_end.on_message(arrival.peer, TO_PRODUCER.decode(arrival.header))
         except WireError as error:
-            self._counters["kv_bad_messages"] += 1
-            self._counters["kv_version_mismatches"] += isinstance(error, OtherVersion)
+            self.counters["kv_bad_messages"] += 1
+            self.counters["kv_version_mismatches"] += isinstance(error, OtherVersion)
             self._report(error)
             if not arrival.is_from_producer:
                 unreadable = Unreadable(str(error), isinstance(error, DamagedFrame))
@@ -112,7 +111,7 @@ class TransferEndpoint:
 
     def _report(self, error: WireError) -> None:
         """Logs the 1st, 2nd, 4th, 8th ... time: endless bad messages must not fill the log."""
-        num_bad = self._counters["kv_bad_messages"]
+        num_bad = self.counters["kv_bad_messages"]
         if num_bad.bit_count() == 1:
             logger.warning("dropped a KV-plane message (%d so far): %s", num_bad, error)
 
@@ -152,24 +151,23 @@ class TransferEndpoint:
 def make_endpoint(
     config: KVTransferConfig,
     incarnation: str,
-    fingerprint: KVFingerprint,
-    pool: KVPool,
+    pool: RankPool,
     channel: Channel,
     readers: Mapping[str, PoolReader],
     offer: TransportOffer,
-    counters: "Counter[str]",
     clock: Clock,
 ) -> TransferEndpoint:
     """An endpoint configured by `config`; `offer` names the `readers`, and the channel if bytes may use it."""
+    counters = Counter(dict.fromkeys(COUNTERS, 0))
     producer = Producer(
-        ProducerIdentity(incarnation, fingerprint, pool.layout, offer),
+        ProducerIdentity(incarnation, pool.fingerprint, pool.layout, offer),
         config.lease_s,
         config.max_inflight_mib * 2**20,
         counters,
     )
     consumer = Consumer(
         ConsumerIdentity(
-            fingerprint,
+            pool.fingerprint,
             offer,
             ChecksumPolicy(config.checksum),
             min(config.lease_s / HEARTBEATS_PER_LEASE, config.peer_timeout_s / HEARTBEATS_PER_TIMEOUT),

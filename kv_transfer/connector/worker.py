@@ -8,7 +8,6 @@ the end of a process whose pool is open.
 import logging
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence, Set
 
 from baton.clock import Clock
@@ -21,7 +20,7 @@ from baton.system.standstill import wait_awake
 from baton.system.wakeup import WakeUp
 from baton.worker import KVPeerCounts
 from kv_transfer.commands import KVConnectorMetadata, WithdrawBlocks
-from kv_transfer.connector.endpoint import COUNTERS, TransferCommand, make_endpoint
+from kv_transfer.connector.endpoint import TransferCommand, make_endpoint
 from kv_transfer.pool import DeviceBlocks, make_pool
 from kv_transfer.transport.base import Bytes
 from kv_transfer.transport.choice import make_offer, make_readers
@@ -74,17 +73,14 @@ class KVConnectorWorker:
             max_queued_bytes=2 * config.max_inflight_mib * 2**20,
             idle_s=max(IDLE_S, config.peer_timeout_s),  # heartbeats are more frequent than peer_timeout_s
         )
-        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         readers = make_readers(config, blocks, memory, clock)
         self._endpoint = make_endpoint(
             config,
             incarnation,
-            fingerprint,
             pool,
             self._channel,
             {reader.name: reader for reader in readers},
             make_offer(config, readers),
-            self._counters,
             clock,
         )
         self._clock = clock
@@ -137,7 +133,7 @@ class KVConnectorWorker:
     def counters(self) -> dict[str, int]:
         """Monotonic counts since the start; safe from any thread."""
         return {
-            **self._counters,
+            **self._endpoint.counters,
             "kv_dropped_frames": self._channel.num_dropped,
             "kv_denied_peers": self._channel.num_denied,
             "kv_disconnections": self._channel.num_disconnections,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kv_transfer.cuda.staging import Staged, Stager, make_stager
-from kv_transfer.pool import HostPieces, KVPool, PieceView
+from kv_transfer.pool import HostPieces, PieceView, RankPool
 from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.transport.base import Bytes
 
@@ -34,7 +34,7 @@ _Staging = tuple[WantedPieces, tuple[int, ...]]
 class BlockWriter:
     """Belongs to the transfer thread."""
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: RankPool) -> None:
         self._stager: Stager[_Staging] | None = make_stager(pool)
         self._written: list[WrittenPieces] = []
 

@@ -15,7 +15,7 @@ from kv_transfer.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.consumer.block_writer import BlockWriter, WrittenPieces
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
 from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiet, Loads, RankTransfers
-from kv_transfer.pool import KVPool, PieceView
+from kv_transfer.pool import PieceView, RankPool
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import (
     CanLoad,
@@ -45,7 +45,7 @@ class ConsumerEndpoint:
     def __init__(
         self,
         incarnation: str,
-        pool: KVPool,
+        pool: RankPool,
         channel: Channel,
         readers: Mapping[str, PoolReader],
         consumer: Consumer,
@@ -76,9 +76,9 @@ class ConsumerEndpoint:
                 self._load(command)
             case AbortLoad():
                 self._abort(command)
-            case GiveUpLoad(request_id, reason, is_cancelled, is_postponed):
-                for end in self._rank_transfers.of(request_id):
-                    self._give_up(end.rank_transfer, GiveUp((), reason, is_cancelled, is_postponed))
+            case GiveUpLoad():
+                for end in self._rank_transfers.of(command.request_id):
+                    self._give_up(end.rank_transfer, command)
 
     def on_message(self, peer: Peer, message: ToConsumer) -> None:
         """Handles a producer's message; the channel still has the payload of `Pieces`."""
@@ -167,7 +167,7 @@ class ConsumerEndpoint:
             self._rank_transfers.close(command.request_id)
             self._timelines.forget(command.request_id)
 
-    def _give_up(self, rank_transfer: RankTransfer, why: GiveUp[RankTransfer]) -> None:
+    def _give_up(self, rank_transfer: RankTransfer, why: GiveUpLoad | GiveUp[RankTransfer]) -> None:
         if why.is_postponed:
             self._do(self._consumer.postpone(rank_transfer, why.reason, self._clock.now()))
         else:
@@ -271,10 +271,10 @@ class ConsumerEndpoint:
         arrived = ReceivedKV(
             rank_transfer.request_id,
             received.first_token,
-            received.num_pieces * end.view.nbytes,
-            received.elapsed_s,
-            received.moving_s,
-            transport,
+            num_bytes=received.num_pieces * end.view.nbytes,
+            elapsed_s=received.elapsed_s,
+            moving_s=received.moving_s,
+            transport=transport,
         )
         self._conclude(rank_transfer.request_id, self._loads.arrived(rank_transfer, arrived))
 

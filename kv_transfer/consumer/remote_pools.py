@@ -100,7 +100,7 @@ class RemotePools:
 
     def finished(self) -> Iterator[tuple[WantedPieces, str | None]]:
         """Reads that ended since the last call, with the error of each that failed. Ends those that take too long."""
-        overdue = list(self._timeouts.pop_due(self._clock.now()))
+        overdue = self._timeouts.pop_due(self._clock.now())
         for read in overdue:
             self._close(self._under_way[read][0])
         for transport, done in self._poll():

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from kv_transfer.cuda.memory import CudaMemory, pinned_array, queue_copies
-from kv_transfer.pool import DeviceKVBytes, DevicePieces, KVPool
+from kv_transfer.pool import DeviceKVBytes, PieceView, RankPool
 from kv_transfer.protocol.outgoing import BYTES_PER_TURN
 from kv_transfer.transport.base import Bytes, Runs, TransportError
 
@@ -103,7 +103,7 @@ class Stager(Generic[T]):
         self._done: list[Staged[T]] = []
 
     def take_out(
-        self, what: T, view: DevicePieces, piece_ids: Sequence[int], *, has_bytes: bool, has_checksums: bool
+        self, what: T, view: PieceView, piece_ids: Sequence[int], *, has_bytes: bool, has_checksums: bool
     ) -> None:
         """Begins to copy pieces to the host; they must not change until `poll` reports them or `drop` is called."""
         self._begin(_Job(what, has_bytes, has_checksums), view, piece_ids, None)
@@ -111,7 +111,7 @@ class Stager(Generic[T]):
     def put_in(
         self,
         what: T,
-        view: DevicePieces,
+        view: PieceView,
         piece_ids: Sequence[int],
         pieces: Sequence[Bytes],
         *,
@@ -153,7 +153,7 @@ class Stager(Generic[T]):
             self._driver.drop_stream(self._stream)
 
     def _begin(
-        self, job: _Job[T], view: DevicePieces, piece_ids: Sequence[int], pieces: Sequence[Bytes] | None
+        self, job: _Job[T], view: PieceView, piece_ids: Sequence[int], pieces: Sequence[Bytes] | None
     ) -> None:
         num_per_batch = self._buffer_nbytes // view.nbytes
         assert num_per_batch, (
@@ -232,7 +232,7 @@ class Stager(Generic[T]):
             logger.warning("the CUDA device does not respond: %s", error)
 
 
-def make_stager(pool: KVPool) -> Stager[T] | None:
+def make_stager(pool: RankPool) -> Stager[T] | None:
     """None for a pool in host memory, whose pieces are used in place."""
     if not isinstance(pool, DeviceKVBytes):
         return None

@@ -24,7 +24,7 @@ from kv_transfer.commands import (
 )
 from kv_transfer.cuda.staging import Stager, make_stager
 from kv_transfer.parts import RankTransfers, Sends
-from kv_transfer.pool import HostPieces, KVPool
+from kv_transfer.pool import HostPieces, RankPool
 from kv_transfer.protocol.effects import Effect, Freed, Peer, RankTransfer, Send, SendPieces, Unwanted
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces, ToProducer, TransferKey
 from kv_transfer.protocol.producer import Producer
@@ -42,7 +42,7 @@ class ProducerEndpoint:
     def __init__(
         self,
         incarnation: str,
-        pool: KVPool,
+        pool: RankPool,
         channel: Channel,
         producer: Producer,
         counters: "Counter[str]",

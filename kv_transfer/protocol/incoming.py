@@ -151,24 +151,24 @@ class IncomingTransfer:
         return Open(
             self.key,
             identity.fingerprint,
-            self.num_tokens,
-            self.first_piece,
-            tuple(self.verified),
-            tuple(self.verified.values()),
-            identity.offer.host,
-            transports,
-            identity.checksums,
+            num_tokens=self.num_tokens,
+            first_piece=self.first_piece,
+            received=tuple(self.verified),
+            received_versions=tuple(self.verified.values()),
+            host=identity.offer.host,
+            transports=transports,
+            checksums=identity.checksums,
         )
 
     def failed(self, loss: Loss, *, is_postponed: bool = False) -> Failed:
         return Failed(
             self.rank_transfer,
-            0 if loss.from_producer else self.num_valid_tokens,
-            loss.reason,
-            loss.is_cancelled,
-            self.transport or "",
-            is_postponed,
-            loss.is_link_failure,
+            num_valid_tokens=0 if loss.from_producer else self.num_valid_tokens,
+            reason=loss.reason,
+            is_cancelled=loss.is_cancelled,
+            transport=self.transport or "",
+            is_postponed=is_postponed,
+            is_link_failure=loss.is_link_failure,
         )
 
     def received(self, now: float) -> Received:
@@ -178,8 +178,8 @@ class IncomingTransfer:
         return Received(
             self.rank_transfer,
             self.end.first_token,
-            len(self.targets),
-            self.transport or "",
+            num_pieces=len(self.targets),
+            transport=self.transport or "",
             elapsed_s=now - self.opened_at,
             moving_s=now - first_at,
         )

@@ -208,7 +208,7 @@ class Producer:
     def on_time(self, now: float) -> list[Effect]:
         """Ends expired leases, and notifies their consumers, which may be alive after all."""
         effects: list[Effect] = []
-        for key in list(self._leases.pop_due(now)):
+        for key in self._leases.pop_due(now):
             transfer = self._transfers[key]
             reason = f"the decode worker was silent for {self._lease_s:g} s"
             if transfer.rank_transfer is None:
@@ -276,8 +276,8 @@ class Producer:
         if isinstance(message, Cancel):
             early.is_needed, early.end_reason = not message.is_cancelled, message.reason
             return self._close(early)
-        if isinstance(message, Open):  # nothing was sent yet, so nothing can have arrived
-            early.open = replace(message, received=(), received_versions=())
+        if isinstance(message, Open):
+            return self._open(early, message, peer)
         return [Send(peer, self._opened(early))]
 
     def _on_late(self, peer: Peer, message: ToProducer) -> list[Effect]:
@@ -290,7 +290,7 @@ class Producer:
 
     def _open(self, transfer: OutgoingTransfer, message: Open, peer: Peer) -> list[Effect]:
         """The consumer has room. A repeated Open lists the arrived pieces; all others are offered again."""
-        if transfer.state is OutgoingState.EARLY:
+        if transfer.state is OutgoingState.EARLY:  # nothing was sent yet, so nothing can have arrived
             transfer.peer = peer
             transfer.open = replace(message, received=(), received_versions=())
             return [Send(peer, self._opened(transfer))]
@@ -338,11 +338,11 @@ class Producer:
         return SendPieces(
             transfer.peer,
             transfer.key,
-            transfer.version,
-            indices,
-            tuple([transfer.ready[index] for index in indices]),
-            transfer.open.checksums.applies(self._identity.offer.host, transfer.open.host),
-            transfer.transport,
+            version=transfer.version,
+            indices=indices,
+            piece_ids=tuple([transfer.ready[index] for index in indices]),
+            has_checksums=transfer.open.checksums.applies(self._identity.offer.host, transfer.open.host),
+            transport=transfer.transport,
         )
 
     def _end(self, transfer: OutgoingTransfer) -> list[Effect]:
@@ -381,9 +381,9 @@ class Producer:
         freed = Freed(
             transfer.rank_transfer,
             transfer.transport,
-            transfer.exposed_s,
-            transfer.is_needed,
-            transfer.end_reason,
+            exposed_s=transfer.exposed_s,
+            is_needed=transfer.is_needed,
+            reason=transfer.end_reason,
         )
         return [*effects, freed]
 

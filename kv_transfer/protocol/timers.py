@@ -1,7 +1,6 @@
 """Timers: many deadlines in one heap, so that none delays another and finding the next costs nothing."""
 
 import heapq
-from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from baton.system.standstill import Standstill
@@ -43,14 +42,16 @@ class Timers(Generic[K]):
             return when
         return min(when, self._standstill.next_look)
 
-    def pop_due(self, now: float) -> Iterator[K]:
+    def pop_due(self, now: float) -> list[K]:
         """Removes and returns every key whose deadline has come, earliest first."""
         if self._standstill is not None:
             self._standstill.look(now)
+        due: list[K] = []
         while (when := self._earliest()) is not None and when <= now:
             key = heapq.heappop(self._heap)[2]
             del self._when[key], self._queued[key]
-            yield key
+            due.append(key)
+        return due
 
     def __len__(self) -> int:
         return len(self._when)

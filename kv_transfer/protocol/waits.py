@@ -1,6 +1,5 @@
 """Waits: when a consumer asks its producers again, and when it stops waiting for them; does not read messages."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.system.adaptive_timeout import AdaptiveTimeout
@@ -83,18 +82,19 @@ class Waits:
 
     def pop_overdue(self, now: float) -> list[TransferKey]:
         """Removes and returns overdue loads. Call it every heartbeat: it also notices standstills."""
-        return list(self._deadlines.pop_due(now))
+        return self._deadlines.pop_due(now)
 
-    def pop_questions(self, now: float) -> Iterator[tuple[TransferKey, float, float]]:
-        """Yields rank transfers whose next question is due, with their producer's silence and its limit.
+    def pop_questions(self, now: float) -> list[tuple[TransferKey, float, float]]:
+        """Rank transfers whose next question is due, with their producer's silence and its limit.
 
-        A message about any rank transfer of the producer ends its silence. Consume this iterator at once.
+        A message about any rank transfer of the producer ends its silence.
         """
-        running_s = self._standstill.running(now)
-        for key in list(self._questions.pop_due(now)):
+        running_s, due = self._standstill.running(now), []
+        for key in self._questions.pop_due(now):
             heard = self._heard.get(_producer_of(key))
             limit_s = self._timeout_s if heard is None else heard.timeout.limit_s(running_s)
-            yield key, self._silent_s(key, running_s), limit_s
+            due.append((key, self._silent_s(key, running_s), limit_s))
+        return due
 
     def next(self) -> float | None:
         """The time of the next question or deadline."""

@@ -69,7 +69,7 @@ async def control_server(
 async def client_of(
     server: ControlServer, config: BatonConfig, keys: PlaneKeys | None = FLEET_KEYS
 ) -> AsyncIterator[ControlClient]:
-    async with control_client(server.address, keys, config.network) as (client, _):
+    async with control_client(server.address, keys, config.network) as client:
         yield client
 
 

@@ -26,7 +26,7 @@ from kv_transfer.commands import (
     SendBlocks,
     WithdrawBlocks,
 )
-from kv_transfer.connector.endpoint import COUNTERS, TransferCommand, make_endpoint
+from kv_transfer.connector.endpoint import TransferCommand, make_endpoint
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import (
@@ -107,12 +107,10 @@ class EndpointUnderFire:
         self.endpoint = make_endpoint(
             config,
             US,
-            FINGERPRINT,
             KVBytes(self._pool, FINGERPRINT),
             self._channel,
             {reader.name: reader for reader in readers},
             make_offer(config, readers),
-            Counter(dict.fromkeys(COUNTERS, 0)),
             self._clock,
         )
         self._keys = {"unknown": TransferKey("unknown", 0, US, "peer-1")}

@@ -13,7 +13,7 @@ from baton.step import KVConnectorOutput
 from kv_transfer.commands import ImmediateCommand, KVConnectorMetadata, LoadBlocks, SendBlocks
 from kv_transfer.connector.ranks import RankedConnector
 from kv_transfer.cuda.memory import CudaMemory
-from kv_transfer.pool import DeviceBlocks, DeviceKVBytes, KVBytes, KVPool
+from kv_transfer.pool import DeviceBlocks, DeviceKVBytes, KVBytes, RankPool
 from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY
 from kv_transfer.transport.base import Bytes, PoolReader
 from kv_transfer.transport.cuda_ipc import CudaIpcReader
@@ -98,7 +98,6 @@ class Worker:
             connector.attach(
                 CONFIG,
                 self.ref.incarnation,
-                fingerprint,
                 pool,
                 channel,
                 readers,
@@ -180,7 +179,7 @@ class Fabric:
 
     def make_pool(
         self, block_nbytes: int, fingerprint: KVFingerprint, rank: int
-    ) -> tuple[Bytes, KVPool, dict[str, PoolReader]]:
+    ) -> tuple[Bytes, RankPool, dict[str, PoolReader]]:
         """A rank's pool as an array and as endpoints see it, and its readers."""
         num_bytes, shape = NUM_BLOCKS * block_nbytes, (NUM_BLOCKS, block_nbytes)
         if self._host is not None:

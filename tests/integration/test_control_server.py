@@ -116,12 +116,12 @@ async def test_who_has_another_secret_is_refused_and_told_why(caplog: pytest.Log
     config = fleet_config()
     async with fleet(config) as tested, control_server(config, tested.controller) as server:
         for keys in (derive_fleet_keys(OTHER_SECRET), None):
-            async with control_client(server.address, keys, config.network) as (client, carrier):
+            async with control_client(server.address, keys, config.network) as client:
                 with pytest.raises(
                     AnotherFleet, match=r"cannot join the fleet at .*: it refused .* cluster secret"
                 ):
-                    await find_at_control_server(client, carrier)
-                assert carrier.refusal is not None
+                    await find_at_control_server(client)
+                assert client.carrier.refusal is not None
         async with client_of(server, config) as client:
             await client.call(DescribeFleet())
     assert "the control server denied 1 connection(s) so far" in caplog.text
@@ -132,10 +132,10 @@ async def test_a_control_server_without_a_secret_refuses_who_has_one() -> None:
     async with (
         fleet(config) as tested,
         control_server(config, tested.controller, keys=None) as server,
-        control_client(server.address, FLEET_KEYS, config.network) as (client, carrier),
+        control_client(server.address, FLEET_KEYS, config.network) as client,
     ):
         with pytest.raises(AnotherFleet, match=r"network\.security"):
-            await find_at_control_server(client, carrier)
+            await find_at_control_server(client)
 
 
 async def test_the_wait_for_an_absent_control_server_is_short(
@@ -143,7 +143,7 @@ async def test_the_wait_for_an_absent_control_server_is_short(
 ) -> None:
     monkeypatch.setattr(zmq_carrier, "CONNECT_S", 0.05)
     config = fleet_config()
-    async with control_client("127.0.0.1:1", None, config.network) as (client, _):
+    async with control_client("127.0.0.1:1", None, config.network) as client:
         with pytest.raises(
             ClusterError,
             match=r"no connection to the control server at 127\.0\.0\.1:1: no answer for 0\.05 s$",

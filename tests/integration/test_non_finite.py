@@ -21,7 +21,6 @@ from baton.sampling import SamplingParams
 from baton.worker import WorkerRole
 from cluster.processes.worker_process import WorkerProcess
 from cluster.serve.gateway import make_gateway
-from decode_worker import DecodeWorker
 from engine.loading.digest import model_digest
 from engine.models.decoder import Decoder
 from gateway import Tokenizer
@@ -128,7 +127,7 @@ async def test_c55_where_every_worker_is_wrong_the_client_gets_an_error(folder: 
 
 
 def test_c55_a_worker_whose_weights_are_wrong_from_the_start_serves_nothing(wrong_folder: Path) -> None:
-    host = EngineHost(CONFIG, KEYS, wrong_folder, DecodeWorker(1), "d0")
+    host = EngineHost(CONFIG, KEYS, wrong_folder, WorkerRole.DECODE, "d0")
     with pytest.raises(ModelError, match="a step with one known token failed: its logits are not finite"):
         host.start()
 

@@ -18,10 +18,8 @@ from baton.messages.request_plane import KVEvents
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
-from decode_worker import DecodeWorker
 from gateway.turn_budget import SharedTurns
 from gateway.workers.worker_client import WorkerClient
-from prefill_worker import PrefillWorker
 from tests.factories.models import make_model_dir
 from tests.factories.security import KEYS
 from worker.host import EngineHost
@@ -110,7 +108,7 @@ async def worker(
             "cluster": {"prefill_tensor_parallel": prefill_ranks},
         }
     )
-    host = EngineHost(config, KEYS, make_model_dir(folder), DecodeWorker(99), "w0", (PrefillWorker(99),))
+    host = EngineHost(config, KEYS, make_model_dir(folder), WorkerRole.DECODE, "w0")
     endpoint: WorkerEndpoint = await asyncio.to_thread(host.start)
     context, listener, turns = zmq.asyncio.Context(), Listener(), SharedTurns(time.monotonic)
     client = WorkerClient(endpoint, context, "cafe", 1, NETWORK, KEYS.request, listener, Counter(), turns)

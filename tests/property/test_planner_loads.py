@@ -50,7 +50,11 @@ def test_whatever_comes_the_bounds_hold_and_changes_are_few(
                 assert may_change_roles
         if faults.random() < 0.01:
             name = faults.choice(
-                [replica.name for replica in fleet.replicas() if replica.state is ReplicaState.SERVING]
+                [
+                    replica.name
+                    for replica in fleet.replicas_to_scale()
+                    if replica.state is ReplicaState.SERVING
+                ]
                 or [""]
             )
             if name:
@@ -98,5 +102,5 @@ def test_a_dry_run_sees_everything_and_changes_nothing() -> None:
     config = autoscaling_config(**BOUNDS, mode="dry_run")
     fleet = QueueingFleet(config, QUICK, seed=1)
     fleet.play(steps([12.0], 300.0), 300.0)
-    assert [replica.name for replica in fleet.replicas()] == ["w0", "w1"]
+    assert [replica.name for replica in fleet.replicas_to_scale()] == ["w0", "w1"]
     assert any(sentence.startswith("would do: decode +") for sentence in fleet.autoscaler.decisions)

@@ -6,7 +6,7 @@ from baton.kv import KVFingerprint
 from kv_transfer.commands import AbortLoad
 from kv_transfer.consumer.remote_pools import READ_TIMEOUT_S, RemotePools
 from kv_transfer.cuda import copy_kernel
-from kv_transfer.pool import KVPool
+from kv_transfer.pool import RankPool
 from kv_transfer.protocol.effects import Failed, Received
 from kv_transfer.protocol.transports import (
     CUDA_IPC,
@@ -102,7 +102,7 @@ class FragileFabric(Fabric):
 
     def make_pool(
         self, block_nbytes: int, fingerprint: KVFingerprint, rank: int
-    ) -> tuple[Bytes, KVPool, dict[str, PoolReader]]:
+    ) -> tuple[Bytes, RankPool, dict[str, PoolReader]]:
         blocks, pool, readers = super().make_pool(block_nbytes, fingerprint, rank)
         self.readers.append(FragileReader(readers[SHARED_MEMORY]))
         return blocks, pool, {SHARED_MEMORY: self.readers[-1]}

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from collections import Counter
 from dataclasses import replace
 
 import msgpack
@@ -17,7 +16,7 @@ from baton.kv import KVFingerprint, KVTransferParams, TransferRole, WorkerRef
 from baton.messages.wire import unpack
 from baton.request import FirstToken
 from kv_transfer.commands import BeginSend, FinishSend, SendBlocks
-from kv_transfer.connector.endpoint import COUNTERS, TransferEndpoint, make_endpoint
+from kv_transfer.connector.endpoint import TransferEndpoint, make_endpoint
 from kv_transfer.consumer.remote_pools import IDLE_S, RemotePools
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.geometry import RankLayout
@@ -50,8 +49,8 @@ OURS = TransferKey("t", 0, "us", "peer")
 
 def make_end(channel: RecordingChannel, clock: VirtualClock) -> TransferEndpoint:
     pool = KVBytes(np.zeros((8, BLOCK_NBYTES), np.uint8), FINGERPRINT)
-    offer, counters = TransportOffer("host", (ZMQ_TCP,)), Counter(dict.fromkeys(COUNTERS, 0))
-    return make_endpoint(KVTransferConfig(), "us", FINGERPRINT, pool, channel, {}, offer, counters, clock)
+    offer = TransportOffer("host", (ZMQ_TCP,))
+    return make_endpoint(KVTransferConfig(), "us", pool, channel, {}, offer, clock)
 
 
 def make_open(fingerprint: KVFingerprint = FINGERPRINT, transports: tuple[str, ...] = (ZMQ_TCP,)) -> Open:

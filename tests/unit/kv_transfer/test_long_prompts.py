@@ -1,7 +1,5 @@
 """A prompt's pieces can all be listed in one Open; a longer prompt fails by itself, and ends no thread."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from baton.clock import VirtualClock
 from baton.config import KVTransferConfig
 from baton.kv import KVTransferParams, TransferRole, WorkerRef
 from kv_transfer.commands import BeginLoad, LoadBlocks
-from kv_transfer.connector.endpoint import COUNTERS, make_endpoint
+from kv_transfer.connector.endpoint import make_endpoint
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.effects import Failed, RankTransfer, Send
 from kv_transfer.protocol.messages import (
@@ -79,8 +77,8 @@ def test_a_prompt_of_too_many_pieces_fails_at_once_with_the_reason() -> None:
 def test_the_transfer_thread_goes_on_behind_such_a_prompt() -> None:
     channel, clock = RecordingChannel(), VirtualClock()
     pool = KVBytes(np.zeros((8, BLOCK_NBYTES), np.uint8), FINGERPRINT)
-    offer, counters = TransportOffer("host", (ZMQ_TCP,)), Counter(dict.fromkeys(COUNTERS, 0))
-    end = make_endpoint(KVTransferConfig(), "us", FINGERPRINT, pool, channel, {}, offer, counters, clock)
+    offer = TransportOffer("host", (ZMQ_TCP,))
+    end = make_endpoint(KVTransferConfig(), "us", pool, channel, {}, offer, clock)
     peer = WorkerRef("p0", "peer", ("tcp://peer",), PIECE_TOKENS)
     transfer = KVTransferParams(TransferRole.CONSUMER, "t", 0, peer)
     end.execute(BeginLoad("r", transfer, (MAX_PIECES + 1) * PIECE_TOKENS))

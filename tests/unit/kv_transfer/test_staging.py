@@ -7,7 +7,7 @@ import xxhash
 from baton.kv import KVFingerprint
 from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.cuda.staging import NUM_BUFFERS, Staged, Stager
-from kv_transfer.pool import DeviceBlocks, DeviceKVBytes, DevicePieces
+from kv_transfer.pool import DeviceBlocks, DeviceKVBytes, PieceView
 from kv_transfer.protocol.geometry import RankLayout
 from kv_transfer.transport.base import Bytes
 from tests.factories.fake_cuda import FakeDriver, FakeHost
@@ -33,13 +33,13 @@ class Device:
         self.stager: Stager[str] = Stager(memory, 2 * BLOCK_NBYTES)
         self.driver.is_slow = is_slow
 
-    def piece(self, view: DevicePieces, piece_id: int) -> Bytes:
+    def piece(self, view: PieceView, piece_id: int) -> Bytes:
         """As it is in the pool."""
         runs = view.runs_of([piece_id])
         places = zip(runs.local.tolist(), runs.lengths.tolist(), strict=True)
         return np.concatenate([self.blocks[start : start + length] for start, length in places])
 
-    def take_out(self, name: str, view: DevicePieces, piece_ids: list[int]) -> None:
+    def take_out(self, name: str, view: PieceView, piece_ids: list[int]) -> None:
         self.stager.take_out(name, view, piece_ids, has_bytes=True, has_checksums=True)
 
 

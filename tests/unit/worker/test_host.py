@@ -15,8 +15,7 @@ from baton.config import BatonConfig
 from baton.errors import ClusterError, ConfigError
 from baton.kv import TransferRole
 from baton.system.curve import derive_keys
-from baton.worker import KVPeerCounts
-from decode_worker import DecodeWorker
+from baton.worker import KVPeerCounts, WorkerRole
 from engine.executor import Executor
 from tests.factories.security import KEYS
 from worker.host import EngineHost
@@ -62,7 +61,7 @@ def test_a_configuration_that_this_model_or_machine_cannot_serve(
     folder: Path, values: dict[str, dict[str, object]], complaint: str
 ) -> None:
     config = BatonConfig.from_mapping({"model": {"load_format": "dummy", "dtype": "float32"}} | values)
-    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, folder, WorkerRole.DECODE, "d0")
     with pytest.raises(ConfigError, match=complaint):
         host.start()
 
@@ -73,7 +72,7 @@ def test_a_pool_that_a_limit_of_the_process_forbids_is_a_config_error(
     error = OSError(errno.ENOMEM, "Cannot allocate memory")
     monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=error))
     config = BatonConfig.from_mapping({"model": {"load_format": "dummy", "dtype": "float32"}})
-    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, folder, WorkerRole.DECODE, "d0")
     with pytest.raises(
         ConfigError, match=r"the KV pool needs .* MiB, but the system refuses them \(Cannot allocate memory;"
     ):
@@ -84,7 +83,7 @@ def test_a_host_starts_reports_and_stops_cleanly(folder: Path) -> None:
     config = BatonConfig.from_mapping(
         {"model": {"dtype": "float32"}, "engine": {"num_threads": 1}, "scheduler": {"num_blocks": 20}}
     )
-    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, folder, WorkerRole.DECODE, "d0")
     endpoint = host.start()
     assert host._parts.core.progress._num_recent == 0, (
         "the check before it serves is not the engine's first step"
@@ -102,7 +101,7 @@ def test_a_host_counts_strangers_on_both_planes_even_while_it_is_idle(folder: Pa
     config = BatonConfig.from_mapping(
         {"model": {"dtype": "float32", "load_format": "dummy"}, "scheduler": {"num_blocks": 20}}
     )
-    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, folder, WorkerRole.DECODE, "d0")
     endpoint = host.start()
     names = ("kv_denied_peers", "request_denied_peers")
     assert [host.status().counters[name] for name in names] == [0, 0]
@@ -123,7 +122,7 @@ def test_a_host_says_what_its_ranks_have_handed_over_even_while_it_is_idle(
     config = BatonConfig.from_mapping(
         {"model": {"dtype": "float32", "load_format": "dummy"}, "scheduler": {"num_blocks": 20}}
     )
-    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, folder, WorkerRole.DECODE, "d0")
     host.start()
     assert host.status().kv_peers == ()
     counts = KVPeerCounts(TransferRole.CONSUMER, "p0", "zmq_tcp", 1, 0, 0, 10, 0.0, 0.0, 0.0)
@@ -140,7 +139,7 @@ def test_a_host_that_fails_while_it_begins_leaves_no_port_open_and_no_thread(
     config = BatonConfig.from_mapping(
         {"model": {"dtype": "float32", "load_format": "dummy"}, "scheduler": {"num_blocks": 20}}
     )
-    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, folder, WorkerRole.DECODE, "d0")
 
     def fail(*_: object) -> None:
         raise ClusterError("rank 1 failed")
@@ -160,7 +159,7 @@ def test_a_host_does_not_leave_a_plane_open_that_should_be_closed(tmp_path: Path
     config = BatonConfig.from_mapping({"network": {"security": security}})
     keys = derive_keys(None) if security == "curve" else KEYS
     with pytest.raises(AssertionError):
-        EngineHost(config, keys, tmp_path, DecodeWorker(1), "d0")
+        EngineHost(config, keys, tmp_path, WorkerRole.DECODE, "d0")
 
 
 def test_a_host_writes_its_steps_into_the_trace_folder(folder: Path, tmp_path: Path) -> None:
@@ -171,7 +170,7 @@ def test_a_host_writes_its_steps_into_the_trace_folder(folder: Path, tmp_path: P
             "scheduler": {"num_blocks": 20},
         }
     )
-    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, folder, WorkerRole.DECODE, "d0")
     endpoint = host.start()
     host.stop()
     trace = read_trace(tmp_path / "traces" / f"d0-{endpoint.ref.incarnation}.jsonl")

@@ -16,11 +16,11 @@ from baton.messages.control_codec import (
     read_reply,
     write_call,
 )
+from cluster.control_api import follower
 from cluster.control_api import server as module
 from cluster.control_api.calls import CONTROL_CODEC
 from cluster.control_api.server import OpenCalls, ViewCache
 from cluster.control_api.server_socket import MAX_CALLS_OF_ONE
-from cluster.controller import follower
 
 PEER, OTHER = b"peer", b"other"
 

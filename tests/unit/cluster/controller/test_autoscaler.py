@@ -25,9 +25,10 @@ class FakeFleet:
     def __init__(self, *roles: WorkerRole, problem: Exception | None = None) -> None:
         self.roles = {f"w{index}": role for index, role in enumerate(roles)}
         self.problem = problem
+        self.leaving: tuple[str, ...] = ()
         self.commands: list[tuple[Any, ...]] = []
 
-    def replicas(self) -> Sequence[ReplicaDescription]:
+    def replicas_to_scale(self) -> Sequence[ReplicaDescription]:
         return [
             ReplicaDescription(name=name, role=role, state=ReplicaState.SERVING)
             for name, role in self.roles.items()
@@ -60,7 +61,7 @@ SLOW: dict[str, Any] = {"itl_s": (0.05, 0.083)}
 def autoscaler_of(fleet: FakeFleet, clock: VirtualClock, **config: Any) -> Autoscaler:
     values = autoscaling_config(**config)
     bounds = {role: values.worker_bounds(role) for role in WorkerRole}
-    return Autoscaler(values.autoscaling, bounds, True, clock, fleet.replicas, fleet.scale, fleet.set_role)
+    return Autoscaler(values.autoscaling, bounds, True, clock, fleet)
 
 
 def look_often(
@@ -103,12 +104,9 @@ def test_a_refused_change_is_logged_and_not_tried_again_at_once(kind: type[Excep
 
 def test_a_worker_that_replaces_an_unplaced_one_leaves_the_number_of_those_that_stay() -> None:
     """A worker that drains for good does not count: `scale` does not count it either."""
-    clock, fleet = VirtualClock(), FakeFleet(P, P, D, D, D)
-    values = autoscaling_config(prefill=2, decode=3)
-    bounds = {role: values.worker_bounds(role) for role in WorkerRole}
-    autoscaler = Autoscaler(
-        values.autoscaling, bounds, True, clock, fleet.replicas, fleet.scale, fleet.set_role, lambda: ["w2"]
-    )
+    fleet = FakeFleet(P, P, D, D, D)
+    fleet.leaving = ("w2",)
+    autoscaler = autoscaler_of(fleet, VirtualClock(), prefill=2, decode=3)
     change = RoleChange("w0", D, replaces_unplaced=True)
     with patch.object(autoscaler._planner, "observe", return_value=Decision("a change", change)):
         asyncio.run(autoscaler.look())
@@ -177,7 +175,7 @@ def test_the_loop_looks_at_its_interval() -> None:
 
 def test_several_gateways_make_one_fleet() -> None:
     """The worst counts: each gateway has clients of its own."""
-    replicas = FakeFleet(P, D).replicas()
+    replicas = FakeFleet(P, D).replicas_to_scale()
     first = gateway_report("g0", ttft_s=(0.1, 3.0), oldest_queued_s=1.0, workers=(worker_status("w0", P),))
     second = gateway_report("g1", itl_s=(0.1, 0.4), workers=(worker_status("w1", D, running=3),))
     seen = merge(replicas, [first, second])

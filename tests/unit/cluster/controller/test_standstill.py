@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import ClusterError
 from baton.messages.control import ControlRequest, StartReport, WaitStart
-from cluster.controller.owner import first_start
+from cluster.control_api.owner import first_start
 from tests.factories.fleet import fleet, fleet_config
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 

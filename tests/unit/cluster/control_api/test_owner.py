@@ -18,7 +18,7 @@ from baton.messages.control import (
     WaitStart,
 )
 from baton.worker import StartProgress, WorkerRole
-from cluster.controller.owner import first_start, follow_counts, scale_to
+from cluster.control_api.owner import first_start, follow_counts, scale_to
 
 R = TypeVar("R")
 

@@ -12,8 +12,8 @@ from baton.fleet import FleetView
 from baton.kv import WorkerRef
 from baton.messages.control import ControlRequest, WaitView
 from baton.worker import WorkerEndpoint, WorkerRole
-from cluster.controller import follower
-from cluster.controller.follower import ViewedWorkers, ViewFollower
+from cluster.control_api import follower
+from cluster.control_api.follower import ViewedWorkers, ViewFollower
 
 R = TypeVar("R")
 

@@ -9,7 +9,7 @@ from baton.errors import BatonError, ClusterError
 from baton.messages.control import ControlApi, ScaleRole, StartReport, WaitStart
 from baton.system.awake_timer import awake_timeout
 from baton.worker import StartProgress, WorkerRole
-from cluster.controller.desired import differences
+from cluster.control_api.configuration import differences
 
 logger = logging.getLogger(__name__)
 
