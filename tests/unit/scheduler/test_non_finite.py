@@ -85,6 +85,16 @@ def test_c55_a_step_that_was_planned_meanwhile_brings_it_no_token_and_caches_not
     scheduler.check_integrity()
 
 
+def test_c55_a_request_that_lost_its_blocks_meanwhile_ends_in_the_queue() -> None:
+    scheduler, runner = make_scheduler(async_scheduling=True), WrongFor("wrong")
+    scheduler.add_request(make_request(request_id="wrong"))
+    plan = scheduler.schedule()
+    assert scheduler.reset_prefix_cache(force=True)
+    outputs = flatten(scheduler.update_from_output(plan, runner.execute(plan)))
+    assert [output.error for output in outputs] == [NON_FINITE]
+    assert_at_rest(scheduler)
+
+
 def test_c55_a_prefill_that_is_not_finite_hands_nothing_over() -> None:
     connector = KVConnectorScheduler(16)
     scheduler, runner = Scheduler(make_config(), connector, hash_key=b"k" * 16), WrongFor("wrong")
