@@ -79,9 +79,7 @@ class Preemption:
         return {request.request_id for request in preempted}
 
     def _can_swap(self, victim: Request) -> bool:
-        if self._mode == "recompute":
-            return False
-        if not 0 < len(self._kv.needed_entries(victim)) <= self._swap.num_free:
+        if self._mode == "recompute" or len(self._kv.needed_entries(victim)) > self._swap.num_free:
             return False
         if victim.num_output_placeholders:
             has_drafts = victim.num_computed_tokens >= victim.num_tokens + victim.num_output_placeholders
