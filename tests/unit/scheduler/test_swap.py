@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from baton.kv import TransferRole
 from scheduler import RequestStatus
 from scheduler.swap import SwapSpace
 from tests.factories.driving import Driver
-from tests.factories.scheduling import make_request, make_scheduler, token_at
+from tests.factories.scheduling import FakeConnector, FakeRunner, make_request, make_scheduler, token_at
 
 
 def make_driver(num_ahead: int = 0, **settings: Any) -> Driver:
@@ -52,6 +53,19 @@ def test_c20_blocks_that_the_prefix_cache_still_has_are_not_copied_back() -> Non
     driver.run_to_end()
     counters = driver.scheduler.counters()
     assert counters["swapped_in_blocks"] < counters["swapped_out_blocks"]
+
+
+def test_c20_a_producer_whose_token_is_under_way_is_not_swapped_out_and_samples_it_again() -> None:
+    connector = FakeConnector()
+    scheduler = make_scheduler(connector, preemption="swap", num_swap_blocks=8, num_blocks=5)
+    driver = Driver(scheduler, FakeRunner(memory=connector.memory), 1, connector)
+    producer = make_request(31, role=TransferRole.PRODUCER)
+    driver.add(make_request(32, max_tokens=3), producer)
+    plan = run_until_preemption(driver)
+    assert plan.preempted_req_ids == {producer.request_id}
+    assert not plan.swap_out
+    assert driver.run_to_end(max_steps=20)[producer.request_id] == [token_at(producer.request_id, 0)]
+    assert producer.status is RequestStatus.FINISHED_HANDED_OVER
 
 
 def test_c20_what_a_token_under_way_will_end_is_not_swapped_out() -> None:
