@@ -85,6 +85,14 @@ def test_c20_a_full_host_pool_means_recompute() -> None:
     assert "swap_preemptions" not in driver.scheduler.counters()
 
 
+def test_c20_host_blocks_that_were_copied_back_serve_the_next_victim() -> None:
+    driver = make_driver(num_swap_blocks=2)
+    for _ in range(2):
+        driver.add(make_request(32, max_tokens=3), make_request(31, max_tokens=20))
+        assert len(run_until_preemption(driver).swap_out) == 2
+        driver.run_to_end()
+
+
 def test_c20_an_abort_gives_the_host_blocks_back() -> None:
     driver = make_driver()
     old, young = make_request(32, max_tokens=9), make_request(31, max_tokens=20)
