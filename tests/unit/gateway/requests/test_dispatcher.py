@@ -33,7 +33,7 @@ from gateway.requests.events import (
 from gateway.requests.record import Outcome
 from gateway.requests.request import GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy, RetryState
-from gateway.routing.placement import Placement, RouteQuery
+from gateway.routing.placement import Mode, Placement, RouteQuery
 from gateway.routing.router import Router
 from simulator.driver import SilentText
 
@@ -146,6 +146,16 @@ def test_a_request_that_is_refused_on_arrival_is_recorded_as_rejected() -> None:
         assert isinstance(recorded, Record)
         assert recorded.record.outcome is Outcome.REJECTED
     assert dispatcher.requests_of("r", caller) == [first]
+
+
+def test_a_request_that_no_worker_can_run_delays_none_with_other_needs() -> None:
+    dispatcher = make_dispatcher("d0")
+    dispatcher.handle(WorkerReported(replace(status_of("d0"), state=WorkerState.DRAINING)), 0.0)
+    modes = {"needs a prefill worker": Mode.DISAGGREGATED, "needs none": Mode.LOCAL}
+    for name, mode in modes.items():
+        assert submitted(dispatcher.handle(Submitted(replace(make_request(name), mode=mode)), 0.0)) == {}
+    effects = dispatcher.handle(WorkerReported(status_of("d0")), 1.0)
+    assert [engine_id.partition(".")[0] for engine_id in submitted(effects).values()] == ["needs none"]
 
 
 def test_a_bug_in_routing_one_request_of_a_sweep_ends_that_request_alone(
