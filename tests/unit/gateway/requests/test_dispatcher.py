@@ -344,6 +344,7 @@ def test_c56_workers_that_drain_or_live_on_count_against_no_request(reason: str)
         (worker,) = submitted(dispatcher.handle(lost, now))
         dispatcher.handle(WorkerReported(status_of(former)), now)
     assert len(dispatcher.suspects) == 0
+    assert dispatcher.tally.counters["migrated_given_back" if reason == "drained" else "migrated_lost"] == 5
 
 
 def test_c56_a_worker_that_serves_again_after_a_drain_is_lost_as_any_other() -> None:
