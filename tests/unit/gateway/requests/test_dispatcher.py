@@ -292,6 +292,23 @@ def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_
     assert isinstance(again.error, HarmfulRequest)
 
 
+@pytest.mark.parametrize("are_others_lost", [False, True])
+def test_c56_a_request_is_not_stopped_if_as_many_workers_end_that_never_had_it(are_others_lost: bool) -> None:
+    names = [f"d{number}" for number in range(9)]
+    dispatcher, unused = make_dispatcher(*names), set(names)
+    effects = dispatcher.handle(Submitted(make_request()), 0.0)
+    for now in range(5):
+        ((worker, engine_id),) = submitted(effects).items()
+        unused.discard(worker)
+        dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), now)
+        if are_others_lost:
+            other = min(unused)
+            dispatcher.handle(WorkerLost(other, "killed"), now)
+            dispatcher.handle(WorkerReported(status_of(other)), now)
+        effects = dispatcher.handle(WorkerLost(worker, "killed"), now)
+    assert any(isinstance(effect, Refuse) for effect in effects) is not are_others_lost
+
+
 @pytest.mark.parametrize(("others", "num_shared"), [((), 0), (("another gateway's",), 1)])
 def test_c56_a_worker_that_ran_one_suspect_counts_even_if_the_other_worker_refused_it(
     others: tuple[str, ...], num_shared: int
