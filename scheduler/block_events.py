@@ -31,8 +31,6 @@ class BlockEvents:
 
     def cleared(self) -> None:
         """Notes that the cache was emptied, and drops earlier events, which no longer matter."""
-        if self._is_ignored:
-            return
         self._drop_pending()
         self._is_anew, self._is_overrun = True, False
 
@@ -46,8 +44,8 @@ class BlockEvents:
         return self.account() if is_overrun else events
 
     def ignore(self) -> None:
-        """Stops keeping events, until `begin`."""
-        self._is_ignored, self._is_anew, self._is_overrun = True, False, False
+        """Stops keeping events, until `begin`; nobody takes events before that."""
+        self._is_ignored = True
         self._drop_pending()
 
     def begin(self) -> list[KVEvent]:

@@ -81,18 +81,16 @@ class Preemption:
         return {request.request_id for request in preempted}
 
     def _can_swap(self, victim: Request) -> bool:
-        if self._mode == "recompute":
-            return False
-        if not 0 < len(self._kv.needed_entries(victim)) <= self._swap.num_free:
+        if self._mode == "recompute" or len(self._kv.needed_entries(victim)) > self._swap.num_free:
             return False
         if victim.num_output_placeholders:
             has_drafts = victim.num_computed_tokens >= victim.num_tokens + victim.num_output_placeholders
             if has_drafts and self._kv.groups.num_windowed:
                 return False  # wrong drafts: it would again need rows that have left the window
-            if victim.is_producer:
-                return False  # its sample will be dropped, so its last position must be recomputed
             if victim.num_tokens + victim.num_output_placeholders >= victim.max_num_tokens:
-                return False  # a token in flight will end it
+                return (
+                    False  # the token in flight will end it, or a producer computes its last position again
+                )
         return True
 
     def _put_back(self, victim: Request, num_kept_tokens: int) -> None:

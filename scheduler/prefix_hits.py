@@ -30,15 +30,13 @@ def cached_rows(
     def is_cached(row: int) -> bool:
         return all(pool.is_cached(block_hashes[row], group) for group in windowed)
 
-    if windowed:
-        if num_left is None:
-            num_rows = _end_of_last_run(is_cached, num_rows, groups.num_rows_of_window(block_size))
-            num_left = groups.num_left_rows(num_rows * block_size, block_size)
-        else:
-            num_left = min(num_left, num_rows)
-            num_rows = next((row for row in range(num_left, num_rows) if not is_cached(row)), num_rows)
-        needed = block_hashes[num_left:num_rows]
-        columns += [[pool.null] * num_left + pool.cached_prefix(needed, group) for group in windowed]
+    if num_left is None:
+        num_rows = _end_of_last_run(is_cached, num_rows, groups.num_rows_of_window(block_size))
+        num_left = groups.num_left_rows(num_rows * block_size, block_size)
+    else:
+        num_rows = next((row for row in range(num_left, num_rows) if not is_cached(row)), num_rows)
+    needed = block_hashes[num_left:num_rows]
+    columns += [[pool.null] * num_left + pool.cached_prefix(needed, group) for group in windowed]
     return list(chain.from_iterable(zip(*(column[:num_rows] for column in columns), strict=True)))
 
 

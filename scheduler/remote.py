@@ -105,13 +105,13 @@ class RemotePrompts:
 
     def announce(self, request: Request) -> None:
         """Announces a queued request to the connector, and so to the other worker."""
-        if self._connector is not None and request.kv_transfer is not None:
+        if request.kv_transfer is not None:
+            assert self._connector is not None, "hand-overs need a connector"
             self._connector.request_added(request)
 
     def num_tokens_to_load(self, request: Request, num_hit_tokens: int) -> tuple[int | None, bool]:
         """See KVConnector.get_num_new_matched_tokens."""
-        if self._connector is None:
-            return 0, False
+        assert self._connector is not None
         return self._connector.get_num_new_matched_tokens(request, num_hit_tokens)
 
     def start_load(self, request: Request, hits: list[Block], num_remote_tokens: int, num_spare: int) -> bool:

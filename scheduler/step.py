@@ -45,7 +45,7 @@ class StepPlan:
                 stop_token_ids=request.stop_token_ids,
                 block_ids=request.block_table.block_ids,
                 num_computed_tokens=request.num_computed_tokens,
-                is_loaded=request.is_consumer and request.first_token is not None,
+                is_loaded=request.first_token is not None,
             )
         )
         self.num_reused_tokens += request.num_computed_tokens

@@ -47,8 +47,8 @@ class Trial:
         return next(iter(names), None) if was_alone else None
 
     def step_computed(self, step: int, ends: Ends, next_step: int) -> bool:
-        """Notes a computed step. True if the group's turn ended and the turn of another group begins."""
-        if not self._groups or step < self._first_step:
+        """Notes a step that was computed during the trial. True if the turn of another group begins."""
+        if step < self._first_step:
             return False
         group = self._groups[0]
         tried = group.keys() & ends.keys()

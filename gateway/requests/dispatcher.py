@@ -347,10 +347,10 @@ class Dispatcher:
             self._count_ended(attempt)
 
     def _on_worker_lost(self, worker: str, reason: str, is_reachable: bool) -> None:
-        ready = self.router.ready_worker(worker)  # None if it accepts no requests
+        ready = self.router.ready_worker(worker)  # None if it accepts no requests, as in a drain
         num_requests = sum(worker in state.attempt.open_workers for state in self._placed.values())
         was_draining = self._fleet.on_worker_lost(worker, reason, num_requests)
-        if ready is not None and not was_draining and not is_reachable:
+        if ready is not None and not is_reachable:
             # This must come before the retries below, so that a harmful request is not retried.
             loss = self._open.lost_with(ready.status)
             if (stopped := self.suspects.worker_lost(loss, self._now)) is not None:

@@ -217,12 +217,12 @@ def _who_computed(
     if brought_by != placement.decode or placement.prefill is None or bringer.prefill_s:
         return bringer, bringer.transfer_s
     computed = stages.get(placement.prefill, StageTimes())
-    return computed, max(0.0, bringer.transfer_s - computed.queue_s - computed.prefill_s)
+    return computed, bringer.transfer_s - computed.queue_s - computed.prefill_s
 
 
 def _cut(ttft_s: float, queue_s: float, failed_s: float, computed: StageTimes, waited_s: float) -> TtftParts:
     """Divides `ttft_s`. The gateway's measurements are subtracted first, then each reported time, but never
-    more than is left."""
+    more than is left. A negative time counts as 0."""
     left_s = ttft_s - queue_s - failed_s
     fitting = []
     for reported_s in (computed.prefill_s, computed.queue_s, waited_s):

@@ -132,7 +132,7 @@ class Router:
     def sent(self, worker: str, placement: Placement) -> None:
         """A sub-request was sent to this worker of the placement. It counts at once, before the worker
         reports it."""
-        self._workers.setdefault(worker, WorkerEstimate(worker)).sent(placement)
+        self._workers[worker].sent(placement)
 
     def ended(self, worker: str, placement: Placement) -> None:
         """A sub-request that was `sent` has ended, in any way. Call this once for each sub-request."""

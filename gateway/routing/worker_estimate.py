@@ -145,20 +145,16 @@ class WorkerEstimate:
         return min(self.num_waiting_tokens, own + others)
 
     def _refresh(self) -> None:
-        if self._status is None:
-            return  # requests of a former incarnation
         self.num_requests = len(self.sub_requests) + self._num_others
         self.num_waiting_tokens = self._num_waiting_tokens()
         spoken_for = sum(
             sub_request.num_decode_blocks for sub_request in self._youngest(self._num_without_blocks())
         )
         growth = self.num_requests * self._groups.num_groups
-        self.room = self._status.kv_blocks.free - spoken_for + self._num_freed - growth
+        self.room = self.status.kv_blocks.free - spoken_for + self._num_freed - growth
 
     def _num_without_blocks(self) -> int:
-        if self._status is None:
-            return len(self.sub_requests)
-        counts = self._status.requests
+        counts = self.status.requests
         return max(
             len(self._since_report), len(self.sub_requests) - counts.running - counts.waiting_for_remote_kvs
         )

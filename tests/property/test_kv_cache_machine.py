@@ -32,6 +32,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         """Requests whose blocks are written by a transfer, with the number of hits before those."""
         self.held: dict[str, str] = {}
         """Request id to `leased` or `quarantined`."""
+        self.outdated: set[str] = set()
+        """Requests that had blocks when the prefixes were forgotten; nothing that they compute may be hit."""
         self.num_requests = 0
 
     @rule(
@@ -130,6 +132,8 @@ class KVCacheMachine(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         self.kv.forget_prefixes()
+        self.contents.clear()
+        self.outdated.update(r.request_id for r in [*self.open, *(request for request, _ in self.loading)])
         fresh = make_request(request_id="probe", prompt=[0] * 9)
         self.kv.tokens_arrived(fresh)
         assert self.kv.find_cached_prefix(fresh) == []
@@ -148,7 +152,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         for index, block_id in enumerate(self.kv.block_ids(request)):
             if block_id == NULL_BLOCK_ID:
                 continue
-            if (index // self.groups.num_groups + 1) * SIZE <= request.num_tokens:
+            is_full = (index // self.groups.num_groups + 1) * SIZE <= request.num_tokens
+            if is_full and request.request_id not in self.outdated:
                 self.contents[block_id] = self.prefix(request, index)
             else:
                 self.contents.pop(block_id, None)
@@ -162,7 +167,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         for index, block in enumerate(hits):
             row, group = divmod(index, self.groups.num_groups)
             if block.block_id != NULL_BLOCK_ID:
-                assert self.contents[block.block_id] == self.prefix(request, index), (
+                assert self.contents.get(block.block_id) == self.prefix(request, index), (
                     "a hit is the same prefix"
                 )
             else:

@@ -92,3 +92,14 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_requests_that_leave_take_their_entries_along_and_the_others_keep_their_places() -> None:
+    queue, requests = WaitingQueue(), [make_request() for _ in range(1_000)]
+    for number, request in enumerate(requests):
+        request.queue_key = (number * 37 % 1_000,)
+        queue.push(request)
+    for request in requests[10:]:
+        assert queue.remove(request)
+    assert len(queue._heap) < 100
+    assert [queue.pop() for _ in range(10)] == sorted(requests[:10], key=lambda request: request.queue_key)

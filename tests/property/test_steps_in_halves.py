@@ -124,14 +124,14 @@ def test_c56_a_request_that_breaks_its_steps_ends_alone_and_others_get_the_same_
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     ("num_requests", "culprits"),
-    [(14, range(8, 14)), (8, [0, 7]), (16, [0, 4, 8, 12]), (2, [0, 1]), (4, range(4))],
-    ids=["in one half", "in both halves", "in every quarter", "two alone", "four alone"],
+    [(14, range(8, 14)), (8, [0, 7]), (16, [0, 4, 8, 12]), (2, [0, 1]), (4, range(4)), (32, range(16, 32))],
+    ids=["in one half", "in both halves", "in every quarter", "two alone", "four alone", "a whole half"],
 )
 def test_c56_several_that_break_their_steps_end_and_the_device_goes_on(
     num_requests: int, culprits: Sequence[int], asynchronous: bool
 ) -> None:
     breaks = Breaks({f"r{i}": 3 for i in culprits})
-    core = make_core(StepHook(breaks), async_scheduling=asynchronous)
+    core = make_core(StepHook(breaks), async_scheduling=asynchronous, max_num_seqs=num_requests)
     for i in range(num_requests):
         core.add_request(make_engine_request(f"r{i}", max_tokens=5), "g")
     ends = ends_of(run(core))

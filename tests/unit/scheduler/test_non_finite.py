@@ -70,6 +70,20 @@ def test_c55_the_prefix_cache_keeps_nothing_of_it(budget: int) -> None:
     scheduler.check_integrity()
 
 
+def test_c55_what_a_bystander_computes_from_then_on_is_never_hit() -> None:
+    """It builds on blocks of earlier steps, which may be wrong."""
+    scheduler, runner = make_scheduler(), WrongFor("wrong")
+    bystander = make_request(20, max_tokens=20)
+    scheduler.add_request(bystander)
+    scheduler.add_request(make_request(request_id="wrong"))
+    run_to_end(scheduler, runner)
+    for prompt, num_computed in ((bystander.all_token_ids[:20], 20), (bystander.all_token_ids, 40 - 16)):
+        again = make_request(prompt=prompt, max_tokens=1)
+        scheduler.add_request(again)
+        plan, _ = run_step(scheduler, runner)
+        assert plan.num_scheduled_tokens == {again.request_id: num_computed}
+
+
 def test_c55_a_step_that_was_planned_meanwhile_brings_it_no_token_and_caches_nothing() -> None:
     scheduler, runner = make_scheduler(async_scheduling=True), WrongFor("wrong")
     scheduler.add_request(make_request(31, request_id="wrong", prompt=PROMPT[:31]))
@@ -83,6 +97,16 @@ def test_c55_a_step_that_was_planned_meanwhile_brings_it_no_token_and_caches_not
     scheduler.add_request(make_request(prompt=[*PROMPT[:31], 0, 0], request_id="again", max_tokens=1))
     assert scheduler.schedule().num_scheduled_tokens == {"again": 33}
     scheduler.check_integrity()
+
+
+def test_c55_a_request_that_lost_its_blocks_meanwhile_ends_in_the_queue() -> None:
+    scheduler, runner = make_scheduler(async_scheduling=True), WrongFor("wrong")
+    scheduler.add_request(make_request(request_id="wrong"))
+    plan = scheduler.schedule()
+    assert scheduler.reset_prefix_cache(force=True)
+    outputs = flatten(scheduler.update_from_output(plan, runner.execute(plan)))
+    assert [output.error for output in outputs] == [NON_FINITE]
+    assert_at_rest(scheduler)
 
 
 def test_c55_a_prefill_that_is_not_finite_hands_nothing_over() -> None:

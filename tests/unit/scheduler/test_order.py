@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from baton.kv import TransferRole
 from scheduler.order import FCFS, MAX_FUTILE_PREEMPTIONS, Order, Priority
 from tests.factories.driving import Driver
 from tests.factories.scheduling import make_config, make_request, make_scheduler
@@ -61,6 +62,13 @@ def test_the_victim_is_the_youngest_or_the_worst() -> None:
     assert victims(Priority(ageing_s=0.5)) == [3, 0, 1, 2], (
         "the others have waited ten steps of priority longer"
     )
+
+
+def test_a_prompt_does_not_age_by_steps_without_tokens() -> None:
+    order = FCFS()
+    first = order.key_of_new(make_request(50, role=TransferRole.PRODUCER))
+    order.planned(0)
+    assert order.key_of_new(make_request(49, role=TransferRole.PRODUCER)) < first
 
 
 def test_equals_do_not_preempt_each_other_in_turn_for_ever() -> None:

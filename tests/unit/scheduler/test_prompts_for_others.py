@@ -32,6 +32,15 @@ def test_a_short_prompt_overtakes_a_long_one_and_does_not_wait_for_a_part_of_it(
     assert driver.step().num_scheduled_tokens == {"long": 64}
 
 
+def test_a_prompt_that_has_overtaken_another_stays_before_it() -> None:
+    driver = make_prefill_worker()
+    driver.add(prompt("long", 300))
+    driver.step()
+    driver.add(prompt("shorter", 100))
+    assert driver.step().num_scheduled_tokens == {"shorter": 64}
+    assert driver.step().num_scheduled_tokens == {"shorter": 36}
+
+
 def test_where_a_step_takes_as_long_with_few_tokens_a_part_of_a_long_prompt_fills_it() -> None:
     connector = FakeConnector()
     config = make_config(max_num_batched_tokens=64)

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from baton.kv import TransferRole
 from scheduler import RequestStatus
 from scheduler.swap import SwapSpace
 from tests.factories.driving import Driver
-from tests.factories.scheduling import make_request, make_scheduler, token_at
+from tests.factories.scheduling import FakeConnector, FakeRunner, make_request, make_scheduler, token_at
 
 
 def make_driver(num_ahead: int = 0, **settings: Any) -> Driver:
@@ -54,6 +55,19 @@ def test_c20_blocks_that_the_prefix_cache_still_has_are_not_copied_back() -> Non
     assert counters["swapped_in_blocks"] < counters["swapped_out_blocks"]
 
 
+def test_c20_a_producer_whose_token_is_under_way_is_not_swapped_out_and_samples_it_again() -> None:
+    connector = FakeConnector()
+    scheduler = make_scheduler(connector, preemption="swap", num_swap_blocks=8, num_blocks=5)
+    driver = Driver(scheduler, FakeRunner(memory=connector.memory), 1, connector)
+    producer = make_request(31, role=TransferRole.PRODUCER)
+    driver.add(make_request(32, max_tokens=3), producer)
+    plan = run_until_preemption(driver)
+    assert plan.preempted_req_ids == {producer.request_id}
+    assert not plan.swap_out
+    assert driver.run_to_end(max_steps=20)[producer.request_id] == [token_at(producer.request_id, 0)]
+    assert producer.status is RequestStatus.FINISHED_HANDED_OVER
+
+
 def test_c20_what_a_token_under_way_will_end_is_not_swapped_out() -> None:
     driver = make_driver(num_ahead=1, num_blocks=7, enable_prefix_caching=False)
     driver.add(make_request(47, max_tokens=20), ending := make_request(47, max_tokens=2))
@@ -69,6 +83,14 @@ def test_c20_a_full_host_pool_means_recompute() -> None:
     assert run_until_preemption(driver).swap_out == ()
     driver.run_to_end()
     assert "swap_preemptions" not in driver.scheduler.counters()
+
+
+def test_c20_host_blocks_that_were_copied_back_serve_the_next_victim() -> None:
+    driver = make_driver(num_swap_blocks=2)
+    for _ in range(2):
+        driver.add(make_request(32, max_tokens=3), make_request(31, max_tokens=20))
+        assert len(run_until_preemption(driver).swap_out) == 2
+        driver.run_to_end()
 
 
 def test_c20_an_abort_gives_the_host_blocks_back() -> None:

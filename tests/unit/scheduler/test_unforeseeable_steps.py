@@ -5,10 +5,12 @@ A driver that plans ahead regardless shows what the scheduler plans then; `Engin
 
 import pytest
 
+from baton.kv_groups import KVGroups
 from baton.sampling import GrammarKind, StructuredOutput
 from baton.step import SchedulerOutput
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
+from tests.factories.paged_memory import PagedMemory
 from tests.factories.scheduling import FakeRunner, Guess, flatten, make_request, make_scheduler, token_at
 
 NUM_DRAFTS = 3
@@ -142,6 +144,20 @@ def test_c16_a_block_of_wrong_drafts_that_was_swapped_out_does_not_come_back(num
     while driver.scheduler.has_requests():
         swapped_in += driver.step().swap_in
     assert len(swapped_in) >= (2 if num_right < 3 else 3)
+    assert driver.tokens == {each.request_id: tokens_of(each) for each in (old, young)}
+
+
+def test_c16_a_victim_with_a_window_is_not_swapped_out_while_its_drafts_are_verified() -> None:
+    """If they are wrong, it needs a row again that has left the window."""
+    old, young, groups = make_request(31, max_tokens=9), make_request(30, max_tokens=12), KVGroups(1, 1, 3)
+    settings = {"kv_groups": groups, "num_blocks": 9, "preemption": "swap", "num_swap_blocks": 9}
+    scheduler = make_scheduler(num_speculative_tokens=NUM_DRAFTS, enable_prefix_caching=False, **settings)
+    driver = Driver(scheduler, FakeRunner(guess=right(0, young), memory=PagedMemory(16, groups)), num_ahead=1)
+    driver.add(old, young)
+    plan = [driver.step() for _ in range(4)][-1]
+    assert plan.preempted_req_ids == {young.request_id}
+    assert not plan.swap_out
+    driver.run_to_end()
     assert driver.tokens == {each.request_id: tokens_of(each) for each in (old, young)}
 
 

@@ -33,7 +33,7 @@ from gateway.requests.events import (
 from gateway.requests.record import Outcome
 from gateway.requests.request import GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy, RetryState
-from gateway.routing.placement import Placement, RouteQuery
+from gateway.routing.placement import Mode, Placement, RouteQuery
 from gateway.routing.router import Router
 from simulator.driver import SilentText
 
@@ -146,6 +146,16 @@ def test_a_request_that_is_refused_on_arrival_is_recorded_as_rejected() -> None:
         assert isinstance(recorded, Record)
         assert recorded.record.outcome is Outcome.REJECTED
     assert dispatcher.requests_of("r", caller) == [first]
+
+
+def test_a_request_that_no_worker_can_run_delays_none_with_other_needs() -> None:
+    dispatcher = make_dispatcher("d0")
+    dispatcher.handle(WorkerReported(replace(status_of("d0"), state=WorkerState.DRAINING)), 0.0)
+    modes = {"needs a prefill worker": Mode.DISAGGREGATED, "needs none": Mode.LOCAL}
+    for name, mode in modes.items():
+        assert submitted(dispatcher.handle(Submitted(replace(make_request(name), mode=mode)), 0.0)) == {}
+    effects = dispatcher.handle(WorkerReported(status_of("d0")), 1.0)
+    assert [engine_id.partition(".")[0] for engine_id in submitted(effects).values()] == ["needs none"]
 
 
 def test_a_bug_in_routing_one_request_of_a_sweep_ends_that_request_alone(
@@ -282,6 +292,23 @@ def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_
     assert isinstance(again.error, HarmfulRequest)
 
 
+@pytest.mark.parametrize("are_others_lost", [False, True])
+def test_c56_a_request_is_not_stopped_if_as_many_workers_end_that_never_had_it(are_others_lost: bool) -> None:
+    names = [f"d{number}" for number in range(9)]
+    dispatcher, unused = make_dispatcher(*names), set(names)
+    effects = dispatcher.handle(Submitted(make_request()), 0.0)
+    for now in range(5):
+        ((worker, engine_id),) = submitted(effects).items()
+        unused.discard(worker)
+        dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), now)
+        if are_others_lost:
+            other = min(unused)
+            dispatcher.handle(WorkerLost(other, "killed"), now)
+            dispatcher.handle(WorkerReported(status_of(other)), now)
+        effects = dispatcher.handle(WorkerLost(worker, "killed"), now)
+    assert any(isinstance(effect, Refuse) for effect in effects) is not are_others_lost
+
+
 @pytest.mark.parametrize(("others", "num_shared"), [((), 0), (("another gateway's",), 1)])
 def test_c56_a_worker_that_ran_one_suspect_counts_even_if_the_other_worker_refused_it(
     others: tuple[str, ...], num_shared: int
@@ -334,6 +361,7 @@ def test_c56_workers_that_drain_or_live_on_count_against_no_request(reason: str)
         (worker,) = submitted(dispatcher.handle(lost, now))
         dispatcher.handle(WorkerReported(status_of(former)), now)
     assert len(dispatcher.suspects) == 0
+    assert dispatcher.tally.counters["migrated_given_back" if reason == "drained" else "migrated_lost"] == 5
 
 
 def test_c56_a_worker_that_serves_again_after_a_drain_is_lost_as_any_other() -> None:

@@ -11,7 +11,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, 
 from gateway.requests.attempt import Attempt, AttemptFailure, Cause
 from gateway.requests.request import GatewayRequest
 from gateway.requests.retry import MAX_ATTEMPTS, MAX_FAILURES, MAX_LOSSES, LoadFailurePolicy, RetryState
-from gateway.routing.placement import Mode, NoRoom
+from gateway.routing.placement import Mode, NoRoom, RouteQuery
 from gateway.routing.router import Router
 from simulator.driver import SilentText
 
@@ -39,7 +39,14 @@ class Fleet:
 class Trip:
     """Drives a request from attempt to attempt; `num_tokens` is what the client has."""
 
-    def __init__(self, fleet: Fleet, policy: LoadFailurePolicy = "retry", mode: Mode | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: LoadFailurePolicy = "retry",
+        mode: Mode | None = None,
+        *,
+        must_not_fall_back: bool = False,
+    ) -> None:
         self.fleet = fleet
         request = GatewayRequest(
             request_id="r",
@@ -48,7 +55,7 @@ class Trip:
             text=SilentText(),
             mode=mode,
         )
-        self.retry = RetryState(request, fleet.router, policy, 0.0)
+        self.retry = RetryState(request, fleet.router, policy, 0.0, must_not_fall_back=must_not_fall_back)
         self.num_tokens = 0
 
     def begin(self, now: float = 0.0) -> Attempt:
@@ -160,10 +167,42 @@ def test_c53_the_prompt_is_computed_by_the_decode_worker_after_two_failures_unle
     assert trip.begin().placement.mode is Mode.DISAGGREGATED
     trip.fail(Cause.FAILED, prompt=True)
     assert trip.begin().placement.mode is Mode.LOCAL
-    trip = Trip(Fleet("p0", "p1", "p2", "d0"), mode=Mode.DISAGGREGATED)
-    for _ in range(2):
-        trip.fail(Cause.FAILED, prompt=True)
-    assert trip.begin().placement.mode is Mode.DISAGGREGATED
+    fleet = Fleet("p0", "p1", "p2", "d0")
+    for trip in (Trip(fleet, mode=Mode.DISAGGREGATED), Trip(fleet, must_not_fall_back=True)):
+        for _ in range(2):
+            trip.fail(Cause.FAILED, prompt=True)
+        assert trip.begin().placement.mode is Mode.DISAGGREGATED
+
+
+@pytest.mark.parametrize(
+    ("policy", "must_not_fall_back", "recomputes"),
+    [("recompute", False, True), ("recompute", True, False), ("retry", False, False)],
+)
+def test_c53_a_decode_worker_computes_a_lost_prompt_itself_only_by_policy_and_unless_that_is_forbidden(
+    policy: LoadFailurePolicy, must_not_fall_back: bool, recomputes: bool
+) -> None:
+    trip = Trip(Fleet("p0", "d0"), policy, must_not_fall_back=must_not_fall_back)
+    assert trip.begin().decode_recomputes is recomputes
+
+
+def test_the_router_learns_what_the_request_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries: list[RouteQuery] = []
+    router = Fleet("d0").router
+    monkeypatch.setattr(router, "lacking", queries.append)
+    request = GatewayRequest(
+        request_id="r",
+        prompt_token_ids=(1, 2, 3),
+        sampling_params=SamplingParams(max_tokens=9),
+        text=SilentText(),
+        cache_salt="salt",
+        affinity_key="key",
+        skip_reading_prefix_cache=True,
+    )
+    RetryState(request, router, "retry", 0.0).lacking()
+    (query,) = queries
+    assert (query.token_ids, query.max_new_tokens) == ((1, 2, 3), 9)
+    assert (query.cache_salt, query.affinity_key) == ("salt", "key")
+    assert query.skip_reading_prefix_cache
 
 
 def test_c34_under_the_policy_fail_a_lost_prompt_ends_it_but_not_one_that_was_given_back() -> None:

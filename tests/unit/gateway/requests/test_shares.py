@@ -202,6 +202,13 @@ def test_c57_slots_and_blocks_of_a_decode_worker_are_shared(room: dict[str, Any]
     assert under_test.held("b") == 1
 
 
+@pytest.mark.parametrize(("room", "most"), [({"slots": 32}, 28), ({"blocks": 320}, 150)])
+def test_c57_a_caller_alone_may_have_a_decode_worker_to_itself(room: dict[str, Any], most: int) -> None:
+    under_test = UnderTest(places=500, **room)
+    under_test.ask("a", 400)
+    assert under_test.held("a") > most
+
+
 def test_c57_a_caller_whose_answers_grow_gives_back_its_youngest_but_never_its_oldest() -> None:
     under_test = UnderTest(blocks=320)
     under_test.ask("b")

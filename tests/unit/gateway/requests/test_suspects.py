@@ -155,6 +155,15 @@ def test_c56_it_is_remembered_for_minutes_after_it_last_came_and_memory_is_bound
     assert len(suspects) == 2 * MAX_KEPT
 
 
+def test_c56_a_suspect_is_forgotten_minutes_after_its_latest_loss() -> None:
+    suspects = Suspects()
+    for now in (0.0, REMEMBERED_S - 1):
+        lose(suspects, now, poison=0)
+    for now, num_known in ((2 * REMEMBERED_S - 2, 2), (2 * REMEMBERED_S - 1, 1)):
+        lose(suspects, now, other=0)
+        assert len(suspects) == num_known
+
+
 def test_c56_equal_is_what_has_callers_name_prompt_and_grammar() -> None:
     def identity(caller: Caller = ANYBODY, prompt: tuple[int, ...] = (1, 2), grammar: str = "") -> bytes:
         output = StructuredOutput(GrammarKind.REGEX, grammar) if grammar else None

@@ -114,6 +114,19 @@ def test_the_first_token_counts_from_the_arrival_and_the_others_from_the_one_bef
     assert window.num_tokens == 100
 
 
+def test_parts_are_those_of_the_attempt_that_brought_the_first_token() -> None:
+    times = RequestTimes(0.0, 0.0, LatencyWindow())
+    times.begin_attempt(0, ALONE, 1.0)
+    times.note_stages("d0", StageTimes(prefill_s=3.0))
+    times.note_tokens("d0", 1, 5.0)
+    parts = times.ttft_parts
+    for number in (1, 2):
+        times.end_attempt(6.0)
+        times.begin_attempt(number, ALONE, 7.0)
+        times.note_stages("d0", StageTimes(prefill_s=1.0))
+        assert times.ttft_parts == parts
+
+
 def test_of_tokens_that_come_together_one_was_waited_for() -> None:
     window = LatencyWindow()
     times = RequestTimes(0.0, 0.0, window)
