@@ -85,7 +85,7 @@ def test_an_index_names_only_files_of_its_folder(tmp_path: Path, name: str) -> N
 
 def test_json_that_nests_too_deep_is_an_error_like_others(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ModelError, match="cannot read .*config.json: maximum recursion"):
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json: maximum recursion"):
         read_json(tmp_path / "config.json")
 
 

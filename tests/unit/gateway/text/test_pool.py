@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded
-from gateway.conversation import ChatMessage, Conversation
+from gateway.conversation import ChatMessage, Conversation, ToolCall
 from gateway.text import Tokenizer, TokenizerPool
 from gateway.text.pool import MAX_INLINE_CHARACTERS, MAX_WAITING, NUM_THREADS
 from gateway.text.time_limit import run_within
@@ -35,6 +35,18 @@ async def pool_of(tokenizer: Tokenizer, template_timeout_s: float = 5.0) -> Asyn
         yield pool
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": [' + "[]," * 90_000 + "0]}", '{"a": [' + '"",' * 600_000 + "0]}"]
+)
+async def test_arguments_with_very_many_values_are_not_parsed(tmp_path: Path, arguments: str) -> None:
+    """No other thread runs while a text is parsed, so that would take time from all streams."""
+    call = ToolCall("c", "f", arguments)
+    conversation = Conversation((*HELLO.messages, ChatMessage("assistant", "", None, (call, call))))
+    async with pool_of(tokenizer(tmp_path)) as pool:
+        with pytest.raises(InvalidRequest, match=r"^chat: the arguments of .* more than 262144 values"):
+            await pool.encode_chat("alice", conversation)
 
 
 async def test_long_texts_and_short_ones_become_the_librarys_tokens(tmp_path: Path) -> None:
