@@ -252,6 +252,23 @@ async def test_a_template_that_does_not_end_is_ended_and_others_go_on(tmp_path: 
         assert await pool.encode_chat("alice", HELLO) == own.encode("fine")
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ ('{0.__class__.__mro__}'|attr('format'))(messages) }}",  # CVE-2025-27516
+        "{% include '/etc/hostname' %}",
+        "{{ messages.append(1) }}",
+    ],
+)
+async def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, template: str) -> None:
+    """Its author may be a stranger."""
+    async with pool_of(tokenizer(tmp_path, template)) as pool:
+        with pytest.raises(InvalidRequest, match="chat template refused the conversation"):
+            await pool.encode_chat("alice", HELLO)
+
+
 def test_work_that_ends_in_time_is_left_alone() -> None:
     assert run_within(0.05, lambda: 7) == 7
     time.sleep(0.1)  # the interruption would arrive here
