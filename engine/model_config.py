@@ -154,7 +154,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; expected a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path}: expected a JSON object, got {type(values).__name__}")

@@ -62,6 +62,15 @@ def parse(body: bytes) -> Any:
     return value
 
 
+def count_values(body: bytes) -> int:
+    """At least the number of values, without parsing the text. Raises NotStrict if there are very many."""
+    return _num_values(_without_strings(body))
+
+
+def _num_values(structure: bytes) -> int:
+    return structure.count(b",") + structure.count(b"[") + structure.count(b"{")
+
+
 def _without_strings(body: bytes) -> bytes:
     """The body's brackets, commas, colons, numbers and literals. In JSON, backslashes appear only in
     strings."""
@@ -73,8 +82,7 @@ def _without_strings(body: bytes) -> bytes:
 
 def _check_size(structure: bytes) -> None:
     """Checks the number of values and the depth before the body is parsed."""
-    num_values = structure.count(b",") + structure.count(b"[") + structure.count(b"{")
-    if num_values > MAX_VALUES:
+    if _num_values(structure) > MAX_VALUES:
         raise NotStrict(f"there are more than {MAX_VALUES} values")
     if structure.count(b"[") + structure.count(b"{") <= MAX_DEPTH:
         return

@@ -98,6 +98,12 @@ def test_every_module_says_what_it_is() -> None:
     assert no_sentences == [], "no sentence"
 
 
+def test_only_one_module_knows_how_python_is_started() -> None:
+    """Others would forget `-P`, and Python would import from a folder of strangers: see `module_command`."""
+    found = [relative(file) for file in modules(*PACKAGES) if "sys.executable" in file.read_text()]
+    assert found == ["baton/system/module_command.py"]
+
+
 def test_files_stay_readable() -> None:
     files = modules(*PACKAGES, "benchmarks", "tests")
     assert len(files) > 1_000

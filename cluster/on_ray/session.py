@@ -370,10 +370,24 @@ def _restore_handler() -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
+class _NoFolders(list[str]):
+    """Stays empty. Ray adds the current folder, from which workers would import first: it may be a folder of
+    strangers, such as a downloaded model with a `torch.py`."""
+
+    def extend(self, _folders: object) -> None:
+        """Ignores the folders."""
+
+
 def _init(ray: ModuleType, address: str, **options: Any) -> None:
+    from ray.job_config import JobConfig
+
+    job = JobConfig()
+    job._py_driver_sys_path = _NoFolders()
     try:
         with _own_signals():
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+            ray.init(
+                address=address, job_config=job, log_to_driver=False, logging_level=logging.ERROR, **options
+            )
     except Exception as error:  # Ray raises a bare Exception if a busy machine takes too long
         what = "start Ray" if address == "local" else f"join the Ray cluster at {address}"
         raise ClusterError(f"could not {what} (cluster.ray_address): {_root_cause(error)}") from error

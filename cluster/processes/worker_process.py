@@ -5,13 +5,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 from baton.config import BatonConfig
 from baton.errors import WorkerUnavailable
 from baton.system.cpus import CpuShare, cpus_text
 from baton.system.curve import ClusterSecret
+from baton.system.module_command import module_command
 from baton.system.secret import SECRET_VARIABLE
 from baton.worker import WorkerEndpoint, WorkerRole
 from worker.control_channel import StdioControlClient
@@ -43,7 +43,7 @@ class WorkerProcess:
         environment = dict(os.environ)
         if secret is not None:
             environment[SECRET_VARIABLE] = secret.text
-        command = [sys.executable, "-m", "worker", "--role", role.value, "--name", name]
+        command = module_command("worker", "--role", role.value, "--name", name)
         if log_level is not None:
             command += ["--log-level", log_level]
         if share is not None:

@@ -34,7 +34,10 @@ def indexed_files(folder: Path) -> list[str]:
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{folder / INDEX_NAME}: expected a 'weight_map' from tensor names to files")
-    return sorted({str(name) for name in weight_map.values()})
+    names = sorted({str(name) for name in weight_map.values()})
+    if outside := [name for name in names if name.startswith("/") or ".." in name.split("/")]:
+        raise ModelError(f"{folder / INDEX_NAME}: {outside[0]!r:.80} is not a file of this folder")
+    return names
 
 
 def has_safetensors(paths: Collection[str]) -> bool:
@@ -115,7 +118,7 @@ def read_safetensors_header(file: Path) -> dict[str, TensorEntry]:
         end = max((entry.offset + entry.num_bytes for entry in tensors.values()), default=first)
         if end != size:
             raise ValueError(f"it has {size:,} bytes, but its header describes {end:,}; download it again")
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise ModelError(f"{file} is not a readable safetensors file: {error}") from error
     return tensors
 

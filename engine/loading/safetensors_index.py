@@ -158,7 +158,7 @@ def _parts_of(name: str, whole: TensorEntry) -> Iterator[tuple[str, StoredTensor
     """The tensor, or each expert's part of it."""
     file, dtype, offset = whole.file, whole.dtype, whole.offset
     stack = _STACK.fullmatch(name)
-    if stack is None or len(whole.shape) < 2 or dtype not in types_for(None):
+    if stack is None or len(whole.shape) < 2 or not whole.num_values or dtype not in types_for(None):
         yield name, StoredTensor(file, dtype, whole.shape, offset)
         return
     experts, projection, suffix = stack.groups()

@@ -3,11 +3,11 @@
 import logging
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 
+from baton.system.module_command import module_command
 from engine.native.instructions import machine_instructions
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ def compilers(environment: Mapping[str, str]) -> list[list[str]]:
     """The commands of installed compilers, in the order in which they are tried."""
     commands = [_words(environment.get("CXX", "")), ["c++"], ["g++"], ["clang++"]]
     found = [command for command in commands if command and shutil.which(command[0])]
-    return [*found, [sys.executable, "-m", "ziglang", "c++"]] if find_spec("ziglang") else found
+    return [*found, module_command("ziglang", "c++")] if find_spec("ziglang") else found
 
 
 @cache

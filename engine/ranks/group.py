@@ -19,6 +19,7 @@ from functools import partial
 
 from baton.errors import BatonError, ClusterError, ConfigError, ModelError, WireError
 from baton.step import KVConnectorOutput
+from baton.system.module_command import module_command
 from baton.system.standstill import wait_awake
 from engine.ranks.channel import RankChannel, frame_of
 from engine.ranks.messages import (
@@ -63,7 +64,7 @@ class RankLink:
         self.channel: RankChannel[ToRank, FromRank] = RankChannel(ours, TO_RANK, FROM_RANK)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                module_command(module, str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # stdout is reserved for the worker's messages to its parent
                 pass_fds=(theirs.fileno(), setup.meeting_file),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from baton.errors import InvalidRequest
 from gateway.conversation.messages import ChatMessage, Tool, ToolCall
 from gateway.conversation.template import is_object
+from gateway.strict_json import MAX_VALUES, NotStrict, count_values
 
 MAX_TOOLS = 128
 """OpenAI's limit."""
@@ -46,6 +47,18 @@ def check_arguments(placed: Iterable[tuple[str, str]]) -> None:
             return
         if not is_object(arguments):
             raise InvalidRequest(place, "must be a JSON object as text; leave out a call that was cut off")
+
+
+def check_num_values(messages: Iterable[ChatMessage]) -> None:
+    """Raises InvalidRequest if the arguments of all calls together have more values than one body may have. While
+    a text is parsed, no other thread runs: millions of values would take seconds."""
+    calls = (call for turn in messages for call in turn.tool_calls)
+    try:
+        num_values = sum(count_values(call.arguments.encode(errors="surrogatepass")) for call in calls)
+    except NotStrict as error:
+        raise InvalidRequest("chat", f"the arguments of a call: {error}") from error
+    if num_values > MAX_VALUES:
+        raise InvalidRequest("chat", f"the arguments of its calls have more than {MAX_VALUES} values")
 
 
 def _names_of(calls: Sequence[ToolCall], place: str) -> dict[str, str]:

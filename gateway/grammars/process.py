@@ -10,6 +10,7 @@ from pathlib import Path
 
 from baton.errors import WireError
 from baton.messages.grammar_check import HEADER_BYTES, Message, TryGrammar, pack, unpack
+from baton.system.module_command import module_command
 from gateway.model import ServedModel
 
 STOP_TIMEOUT_S = 2.0
@@ -30,7 +31,7 @@ class CompileProcess:
         self, arguments: list[str], on_message: Callable[[Message], None], on_end: Callable[[], None]
     ) -> None:
         """`on_message` receives every message of the process; `on_end` is called once, when it has ended."""
-        self._command = [sys.executable, "-P", "-m", "engine.grammars.process", *arguments]
+        self._command = module_command("engine.grammars.process", *arguments)
         self._on_message = on_message
         self._on_end = on_end
         self._process: asyncio.subprocess.Process | None = None
@@ -42,7 +43,7 @@ class CompileProcess:
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**_kept(os.environ), "PYTHONPATH": os.pathsep.join(sys.path), **ONE_THREAD},
+            env={**_kept(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **ONE_THREAD},
             start_new_session=True,  # so that it and its forks can be killed together
         )
         self._reading = asyncio.create_task(self._read())

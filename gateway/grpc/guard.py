@@ -39,7 +39,7 @@ ENCODING = "baton-response-encoding"
 understands, and it breaks calls of clients that understand none."""
 
 OTHER = "(other)"
-"""Replaces the names of unknown methods in counts, since clients could send any number of different names."""
+"""Replaces the names of unknown methods in counts and logs. Clients could send any number of names, with line ends."""
 
 OnCallEnded = Callable[[str, str], None]
 """Called with the names of the method and of the status code."""
@@ -102,11 +102,11 @@ class Guard(grpc.aio.ServerInterceptor):
         method = handler.stream_stream or handler.unary_stream or handler.unary_unary
         takes_stream = handler.stream_stream is not None  # gRPC's reflection, and unknown methods
         read, is_generator = handler.request_deserializer, inspect.isasyncgenfunction(method)
-        counted_as = name if name in self._methods else OTHER
+        shown = name if name in self._methods else OTHER
 
         # The context is an Any because gRPC's stub rejects functions as callbacks.
         async def call(_messages: Any, context: Any) -> None:
-            context.add_done_callback(lambda ended: self._on_ended(counted_as, _code_of(ended)))
+            context.add_done_callback(lambda ended: self._on_ended(shown, _code_of(ended)))
             responses = _Responses(context, self._write_timeout_s)
             offered = offered_id(_metadata(context, REQUEST_ID))
             request_id = request_id_for(offered)
@@ -125,9 +125,9 @@ class Guard(grpc.aio.ServerInterceptor):
                     await responses.write(await method(request, context))
             except Exception as error:
                 if not _is_over(context, error):
-                    self._on_error(_seen(error, name, request_id))
+                    self._on_error(_seen(error, shown, request_id))
                 await responses.wait_for_headers()
-                await _end(context, error, name, request_id, offered)
+                await _end(context, error, shown, request_id, offered)
 
         return call
 

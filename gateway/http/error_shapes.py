@@ -35,8 +35,8 @@ ANTHROPIC_TYPES = {
 }
 """Anthropic's `type` of an error by status. Other statuses are `invalid_request_error` or `api_error`."""
 
-OPENAI_CODES = {413: "request_entity_too_large"}
-"""`code` by status, where Python's name of the status depends on its version (3.13 renamed 413)."""
+OPENAI_CODES = {413: "request_entity_too_large", 429: "rate_limit_exceeded"}
+"""`code` by status, where it is not Python's name of the status. The name of 413 depends on Python's version."""
 
 ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 """Anthropic's `details` of a refusal, by field. The tool runner of the `anthropic` package asks for a thread. With

@@ -38,6 +38,7 @@ HTTP_ERRORS = {
     408: "SlowBody",
     413: "TooLarge",
     415: "UnsupportedMediaType",
+    429: "RateLimited",
     431: "TooLarge",
 }
 """Names, by status, of errors that the web framework or a middleware found before our routes ran."""

@@ -1,6 +1,7 @@
-"""RequestLimits: bounds a request's size, and the time until its body has arrived."""
+"""RequestLimits: bounds a request's size, the time until its body has arrived, and one caller's bodies together."""
 
 import asyncio
+from collections import Counter
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -14,17 +15,26 @@ MAX_HEADER_BYTES = 32 * 1024
 """Most bytes of the request's line and all headers together. uvicorn bounds headers that are still
 incomplete."""
 BODY_TIMEOUT_S = 60.0
+MAX_BODIES = 32
+"""All requests of one caller whose answers have not begun hold at most so many bodies of the largest size. A caller
+may have a thousand connections: without this limit, its bodies could take all memory before any other limit applies."""
 
 
 class RequestLimits:
-    """ASGI middleware: answers with 431 for too large headers, 413 for a too large body, and 408 for a late
-    body."""
+    """ASGI middleware: answers with 431 for too large headers, 413 for a too large body, 408 for a late body, and 429
+    if the caller's bodies are too large together. `HttpAuthentication` must have set the caller."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._held: Counter[str] = Counter()
+        """Bytes by caller's name, of requests whose answers have not begun."""
         self._too_large = f"the body may have at most {max_bytes} bytes (gateway.max_message_mib)"
+        self._too_many = (
+            f"your requests whose answers have not begun may have bodies of at most {MAX_BODIES * max_bytes} bytes "
+            f"together ({MAX_BODIES} x gateway.max_message_mib); send fewer at once"
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem = self._problem(scope)
@@ -33,7 +43,16 @@ class RequestLimits:
             note_error(scope, HTTP_ERRORS.get(status, InvalidRequest.__name__))
             await error_response(scope, status, message)(scope, receive, send)
             return
-        await self._app(scope, self._limited(receive), send)
+        held = _HeldBytes(self._held, scope["state"]["caller"].name)
+
+        async def send_releasing(message: Message) -> None:
+            held.release()
+            await send(message)
+
+        try:
+            await self._app(scope, self._limited(receive, held), send_releasing)
+        finally:
+            held.release()
 
     def _problem(self, scope: Scope) -> tuple[int, str] | None:
         """The problem of the request's headers: a status and the reason. None if there is no problem."""
@@ -48,7 +67,7 @@ class RequestLimits:
             return 413, self._too_large
         return None
 
-    def _limited(self, receive: Receive) -> Receive:
+    def _limited(self, receive: Receive, held: "_HeldBytes") -> Receive:
         """A `receive` with limits for the body; FastAPI turns its exceptions into responses. After the body,
         it waits without a deadline until the client disconnects.
         """
@@ -68,9 +87,33 @@ class RequestLimits:
             is_whole = not message.get("more_body", False)
             if num_bytes > self._max_bytes:
                 raise HTTPException(413, self._too_large)
+            if held.add(len(message.get("body", b""))) > MAX_BODIES * self._max_bytes:
+                raise HTTPException(429, self._too_many, {"retry-after": "1", "retry-after-ms": "1000"})
             return message
 
         return receive_limited
+
+
+class _HeldBytes:
+    """The bytes of one request's body. They count until the answer begins."""
+
+    def __init__(self, by_caller: Counter[str], caller: str) -> None:
+        self._by_caller = by_caller
+        self._caller = caller
+        self._number = 0
+
+    def add(self, number: int) -> int:
+        """Returns the bytes of all bodies of the caller."""
+        self._number += number
+        self._by_caller[self._caller] += number
+        return self._by_caller[self._caller]
+
+    def release(self) -> None:
+        if self._number:
+            self._by_caller[self._caller] -= self._number
+            self._number = 0
+            if not self._by_caller[self._caller]:
+                del self._by_caller[self._caller]
 
 
 def _header_bytes(scope: Scope) -> int:

@@ -13,6 +13,7 @@ from gateway.conversation import (
     Vocabulary,
     answer_format_of,
 )
+from gateway.conversation.checks import check_num_values
 from gateway.text.plain_tokenizer import PlainTokenizer
 from gateway.text.token_bytes import TokenBytes
 
@@ -106,6 +107,7 @@ class Tokenizer:
             raise InvalidRequest(
                 "chat", "this model's tokenizer has no chat template; send text or token ids"
             )
+        check_num_values(conversation.messages)
         arguments = self.answer_format.template_arguments(conversation)
         try:
             text = self._tokenizer.apply_chat_template(

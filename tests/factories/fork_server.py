@@ -96,7 +96,7 @@ def forks_workers(server: ForkServer) -> Iterator[None]:
     class Popen(original):  # type: ignore[misc, valid-type]
         def _execute_child(self, *given: Any) -> None:
             named = signature.bind(self, *given).arguments
-            command = list(named["args"])
+            command = [part for part in named["args"] if part != "-P"]
             if command[:2] != [sys.executable, "-m"] or command[2] not in PROGRAMS:
                 super()._execute_child(*given)
                 return

@@ -24,7 +24,8 @@ START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
 """The time limit for a start. It is also enough for a command that fails while it starts, on a busy
 machine."""
-COMMAND = [sys.executable, "-m", "cli.main"]
+COMMAND = [sys.executable, "-P", "-m", "cli.main"]
+"""Like the installed command, it imports nothing from the current folder."""
 FORKING_COMMAND = [sys.executable, "-m", "tests.factories.fork_server", "cli.main"]
 """Its workers are forks of one process, instead of importing PyTorch."""
 OPTIONS = ["--grpc-port", "0", "--http-port", "0", "--routing-mode", "disaggregated", "--json"]

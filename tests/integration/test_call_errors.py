@@ -101,6 +101,22 @@ def test_calls_that_were_refused_are_counted_by_reason_and_caller(
     assert not [line for line in lines if "wrong" in line.getMessage() or ALICE in line.getMessage()]
 
 
+async def test_the_name_of_an_unknown_method_is_not_logged(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC passes line ends in names on, with which a stranger could write lines of the log."""
+    async with (
+        gateway_with(folder, {}, {}, api_keys=KEYS) as under_test,
+        grpc.aio.insecure_channel(under_test.grpc_target) as typed_channel,
+    ):
+        channel: Any = typed_channel
+        for service in ("baton.v1.ClusterService", "some.Other"):
+            with caplog.at_level(logging.INFO, "gateway"), pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary(f"/{service}/x\n2026-01-01 INFO forged")(b"")
+    lines: list[Any] = [record for record in caplog.records if record.name == "gateway.telemetry.call_log"]
+    assert [line.call for line in lines] == ["(other)", "(other)"]
+
+
 async def test_connections_that_become_no_call_are_counted(folder: Path) -> None:
     async with gateway_with(folder, {}, {}, max_connections=1) as under_test:
         port = under_test.gateway.http_port

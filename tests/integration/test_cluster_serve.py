@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, chdir
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def shared(model: str) -> Iterator[tuple[ServeProcess, dict[str, Any]]]:
-    """One deployment for the tests that only talk to it, and for the one that ends it."""
+def shared(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ServeProcess, dict[str, Any]]]:
+    """One deployment for the tests that only talk to it, and for the one that ends it.
+
+    It starts in a folder of strangers, from which nothing may be imported. By default, Ray's workers would do so.
+    """
+    folder = tmp_path_factory.mktemp("strangers")
+    (folder / "torch.py").write_text("raise ImportError('imported from the current folder')")
     shared_memory = set(os.listdir("/dev/shm"))
-    with serving("--model", model, *SMALL) as serve:
+    with ExitStack() as stack:
+        with chdir(folder):
+            serve = stack.enter_context(serving("--model", model, *SMALL))
         ready = serve.wait_ready()
         yield serve, ready | {"shared_memory_before": shared_memory}
 

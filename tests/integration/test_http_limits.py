@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from gateway.http.protocol import BoundedH11
-from gateway.http.request_limits import RequestLimits
+from gateway.http.request_limits import MAX_BODIES, RequestLimits
+from tests.factories.api_keys import ALICE, API_KEYS, BOB
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
 
 MIB = 2**20
@@ -141,6 +142,28 @@ async def test_a_body_that_does_not_arrive_ends_its_request(folder: Path) -> Non
             status, error = await ask(under_test, HEAD + b"content-length: 10\r\n\r\n{")
             assert (status, error["type"]) == (408, "invalid_request_error")
             assert "within 0.2 s" in error["message"]
+
+
+async def test_the_bodies_of_one_caller_are_bounded_together(folder: Path) -> None:
+    """Each is within its limit, and none ends. Another caller's requests are served meanwhile."""
+    authorization = [b"authorization: Bearer " + key.encode() for key in (ALICE, BOB)]
+    part = HEAD + authorization[0] + b"\r\ncontent-length: %d\r\n\r\n" % MIB + b" " * (MIB - 1)
+    config: dict[str, Any] = {"api_keys": API_KEYS, "max_message_mib": 1}
+    async with gateway_with(folder, {}, {}, **config) as under_test, AsyncExitStack() as stack:
+        held = [await stack.enter_async_context(connection(under_test)) for _ in range(MAX_BODIES + 1)]
+        for _, writer in held:
+            writer.write(part)
+        answers = {asyncio.create_task(answer_of(reader)): writer for reader, writer in held}
+        (refused,), _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        status, error = await refused
+        assert (status, error["code"]) == (429, "rate_limit_exceeded")
+        assert "at most 33554432 bytes together (32 x gateway.max_message_mib)" in error["message"]
+        assert (await ask(under_test, with_body(b"{}", authorization[1])))[0] == 400
+        for answer, writer in answers.items():
+            if answer is not refused:
+                writer.write(b" ")
+                assert (await answer)[0] == 400, "the body is blank"
+        assert (await ask(under_test, part + b" "))[0] == 400, "there is room again"
 
 
 async def test_connections_that_owe_a_request_are_cut_off_and_those_that_wait_for_an_answer_are_not(

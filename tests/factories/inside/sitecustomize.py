@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-is_worker = sys.orig_argv[1:3] == ["-m", "worker"] or any(
+is_worker = sys.orig_argv[1:4] == ["-P", "-m", "worker"] or any(
     argument.endswith("default_worker.py") for argument in sys.orig_argv
 )
 if is_worker:

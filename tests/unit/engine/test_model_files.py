@@ -7,6 +7,8 @@ import pytest
 
 from baton.errors import ModelError
 from engine.loading.model_files import gguf_file, indexed_files, read_safetensors_header
+from engine.loading.safetensors_index import CheckpointIndex
+from engine.model_config import read_json
 
 FILES = ["README.md", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf", "sub/m-BF16.gguf", "mmproj-m-F16.gguf"]
 
@@ -74,6 +76,27 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
         indexed_files(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["/etc/x.safetensors", "../x.safetensors", "a/../../x.safetensors", ".."])
+def test_an_index_names_only_files_of_its_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(ModelError, match=rf"index\.json: '{name}' is not a file of this folder"):
+        indexed_files(tmp_path)
+
+
+def test_json_that_nests_too_deep_is_an_error_like_others(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json: maximum recursion"):
+        read_json(tmp_path / "config.json")
+
+
+def test_a_stack_without_numbers_is_not_divided_into_experts(tmp_path: Path) -> None:
+    """A few bytes could name any number of experts."""
+    entry = {"dtype": "U8", "shape": [10**12, 0], "data_offsets": [0, 0]}
+    header = json.dumps({"x.experts.down_proj": entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert list(CheckpointIndex.read(tmp_path).names) == ["x.experts.down_proj"]
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -81,6 +104,7 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
         b"\xff" * 8,
         (2**20).to_bytes(8, "little") + b"{}",
         b"\x02" + bytes(7) + b"[]",
+        (100_000).to_bytes(8, "little") + b"[" * 100_000,
         b"\x02" + bytes(7) + b"{}more",
         b"\x08" + bytes(7) + b'{"a": 1}',
         b"\x40" + bytes(7) + b'{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}    123',

@@ -302,3 +302,12 @@ def test_the_root_cause_is_one_line() -> None:
     error.__cause__ = RuntimeError("Last error: Traceback\n  File ...\nInvalidAuthToken: missing\n\n")
     assert _root_cause(error) == "InvalidAuthToken: missing"
     assert _root_cause(ValueError()) == "ValueError"
+
+
+def test_workers_import_nothing_from_the_current_folder() -> None:
+    """Ray adds the folder to this list. A downloaded model there may have a `torch.py`."""
+    ray = Mock(spec=["init"])
+    _init(ray, address="local")
+    job = ray.init.call_args.kwargs["job_config"]
+    job._py_driver_sys_path.extend([os.getcwd()])
+    assert list(job._get_proto_job_config().py_driver_sys_path) == []

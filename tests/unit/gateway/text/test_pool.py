@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded
-from gateway.conversation import ChatMessage, Conversation
+from gateway.conversation import ChatMessage, Conversation, ToolCall
 from gateway.text import Tokenizer, TokenizerPool
 from gateway.text.pool import MAX_INLINE_CHARACTERS, MAX_WAITING, NUM_THREADS
 from gateway.text.time_limit import run_within
@@ -35,6 +35,18 @@ async def pool_of(tokenizer: Tokenizer, template_timeout_s: float = 5.0) -> Asyn
         yield pool
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": [' + "[]," * 90_000 + "0]}", '{"a": [' + '"",' * 600_000 + "0]}"]
+)
+async def test_arguments_with_very_many_values_are_not_parsed(tmp_path: Path, arguments: str) -> None:
+    """No other thread runs while a text is parsed, so that would take time from all streams."""
+    call = ToolCall("c", "f", arguments)
+    conversation = Conversation((*HELLO.messages, ChatMessage("assistant", "", None, (call, call))))
+    async with pool_of(tokenizer(tmp_path)) as pool:
+        with pytest.raises(InvalidRequest, match=r"^chat: the arguments of .* more than 262144 values"):
+            await pool.encode_chat("alice", conversation)
 
 
 async def test_long_texts_and_short_ones_become_the_librarys_tokens(tmp_path: Path) -> None:
@@ -238,6 +250,23 @@ async def test_a_template_that_does_not_end_is_ended_and_others_go_on(tmp_path: 
         errors = await asyncio.wait_for(asyncio.gather(*loops, return_exceptions=True), 30)
         assert {str(error) for error in errors} == {"chat: the model's chat template took longer than 0.2 s"}
         assert await pool.encode_chat("alice", HELLO) == own.encode("fine")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ ('{0.__class__.__mro__}'|attr('format'))(messages) }}",  # CVE-2025-27516
+        "{% include '/etc/hostname' %}",
+        "{{ messages.append(1) }}",
+    ],
+)
+async def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, template: str) -> None:
+    """Its author may be a stranger."""
+    async with pool_of(tokenizer(tmp_path, template)) as pool:
+        with pytest.raises(InvalidRequest, match="chat template refused the conversation"):
+            await pool.encode_chat("alice", HELLO)
 
 
 def test_work_that_ends_in_time_is_left_alone() -> None:
