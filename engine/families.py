@@ -240,7 +240,7 @@ READ: Mapping[Family, frozenset[str]] = {
     Family.LLAMA: frozenset(),
     Family.MISTRAL: frozenset({"layer_types", "sliding_window"}),
     Family.QWEN2: _WINDOWS_ON_SOME,
-    Family.QWEN3: _WINDOWS_ON_SOME,
+    Family.QWEN3: _WINDOWS_ON_SOME | {"use_qk_norm"},
     Family.QWEN3_MOE: _EXPERTS
     | {
         "decoder_sparse_step",
@@ -248,6 +248,7 @@ READ: Mapping[Family, frozenset[str]] = {
         "moe_intermediate_size",
         "norm_topk_prob",
         "sliding_window",
+        "use_qk_norm",
         "use_sliding_window",
     },
     Family.MIXTRAL: _EXPERTS | {"sliding_window"},

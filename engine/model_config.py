@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from baton.errors import ModelError
-from engine.config_values import count_of, flag_of, positive_of
+from engine.config_values import count_of, flag_of, positive_of, refuse_other
 from engine.families import DEFAULTS, READ, Family, family_of, refuse_unsupported
 from engine.latent_config import MAX_GPU_RANK, MAX_GPU_ROTARY_DIM, LatentAttention, read_latent
 from engine.mixture_config import Mixture, read_mixtures
@@ -180,6 +180,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelArchitecture:
     family = family_of(given)
     refuse_unsupported(given, family)
+    if "use_qk_norm" in READ[family]:
+        refuse_other(given, "use_qk_norm", True)  # Qwen3-Coder has this key; the norms are always there
     read_quantization(given)  # refuses quantizations that the loader could not read
     config = {**DEFAULTS[family], **given}
     num_layers, num_heads = count_of(config, "num_hidden_layers"), count_of(config, "num_attention_heads")

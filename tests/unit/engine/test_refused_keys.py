@@ -101,6 +101,8 @@ EFFECTIVE: dict[str, Any] = {
 }
 """For each key a value that changes what a model computes."""
 ONE_VALUE: dict[Family, dict[str, tuple[Any, Any]]] = {
+    Family.QWEN3: {"use_qk_norm": (True, False)},
+    Family.QWEN3_MOE: {"use_qk_norm": (True, False)},
     Family.DEEPSEEK_V2: {
         "moe_layer_freq": (1, 2),
         "norm_topk_prob": (False, True),
