@@ -168,6 +168,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "final_logit_softcapping": (),
     "first_k_dense_replace": (),
     "index_topk": (),
+    "is_causal": (True,),
     "kv_lora_rank": (),
     "layer_types": ("full_attention",),
     "logit_scale": (1.0,),

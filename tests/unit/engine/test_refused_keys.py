@@ -57,6 +57,7 @@ EFFECTIVE: dict[str, Any] = {
     "final_logit_softcapping": 5.0,
     "first_k_dense_replace": 2,
     "index_topk": 2048,
+    "is_causal": False,
     "kv_lora_rank": 32,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     "logit_scale": 0.0625,
