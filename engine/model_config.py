@@ -302,12 +302,25 @@ def _sliding_windows(config: Mapping[str, Any], family: Family, num_layers: int)
     window = config.get("sliding_window") if "sliding_window" in READ[family] else None
     is_switched = family in (Family.QWEN2, Family.QWEN3, Family.QWEN3_MOE, Family.SMOLLM3)
     if window is None or (is_switched and not flag_of(config, "use_sliding_window")):
+        _refuse_sliding_layers(config)
         return (None,) * num_layers
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ModelError(f"sliding_window must be a positive integer or null, got {window!r}")
     if "layer_types" not in READ[family]:
         return (window,) * num_layers
     return tuple(window if kind == SLIDING else None for kind in _kinds(config, family, num_layers))
+
+
+def _refuse_sliding_layers(config: Mapping[str, Any]) -> None:
+    """ModelError if `layer_types` names a layer with a window, though other keys switch windows off.
+
+    transformers computes SmolLM3 with these windows, and fails for other families.
+    """
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and SLIDING in kinds:
+        raise ModelError(
+            f"layer_types has {SLIDING!r}, but sliding_window is null, or use_sliding_window is not true"
+        )
 
 
 def _kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
