@@ -37,6 +37,7 @@ class ModelArchitecture:
     head_dim: int
     """Length of a query and a key in attention; with `latent`, of what the cache stores of a token."""
     max_position_embeddings: int
+    """The number of positions: config.json's, or more if YaRN extends them."""
     rms_norm_eps: float
     ropes: tuple[RopeConfig | None, ...]
     """The rotation of each layer; None: queries and keys are not rotated (NoPE)."""
@@ -199,6 +200,8 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
         raise ModelError(
             f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
         )
+    ropes = _ropes(config, family, num_layers, rope_dim, max_length, max_model_len or max_length)
+    extended = [rope.extended_length for rope in ropes if rope is not None]
     has_bias = flag_of(config, "attention_bias") and family not in _WITHOUT_ATTENTION_BIAS
     architecture = ModelArchitecture(
         family=family,
@@ -209,9 +212,9 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=max_length,
+        max_position_embeddings=max([max_length, *extended]),
         rms_norm_eps=positive_of(config, "rms_norm_eps", DEFAULTS[family].get("rms_norm_eps", 1e-6)),
-        ropes=_ropes(config, family, num_layers, rope_dim, max_length, max_model_len or max_length),
+        ropes=ropes,
         sliding_windows=_sliding_windows(config, family, num_layers),
         mixtures=read_mixtures(config, family, num_layers),
         attention_scale=head_dim**-0.5,

@@ -354,6 +354,7 @@ def test_a_sparse_gpt_oss_has_what_transformers_takes(tmp_path: Path) -> None:
         theta=150_000.0,
         factor=32.0,
         original_max_position_embeddings=4096,
+        extended_length=32 * 4096,
         truncate=False,
     )
     assert a.mixtures[0] == Mixture(
