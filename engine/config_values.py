@@ -46,3 +46,10 @@ def object_of(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ModelError(f"{key} must be an object, got {value!r:.80}")
     return dict(value)
+
+
+def refuse_other(config: Mapping[str, Any], key: str, *supported: object) -> None:
+    """ModelError if this key has another value than these, or null."""
+    value = config.get(key)
+    if value is not None and value not in supported:
+        raise ModelError(f"{key} {value!r:.80} is not supported; only {', '.join(map(repr, supported))} is")

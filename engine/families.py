@@ -168,6 +168,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "final_logit_softcapping": (),
     "first_k_dense_replace": (),
     "index_topk": (),
+    "is_causal": (True,),
     "kv_lora_rank": (),
     "layer_types": ("full_attention",),
     "logit_scale": (1.0,),
@@ -240,7 +241,7 @@ READ: Mapping[Family, frozenset[str]] = {
     Family.LLAMA: frozenset(),
     Family.MISTRAL: frozenset({"layer_types", "sliding_window"}),
     Family.QWEN2: _WINDOWS_ON_SOME,
-    Family.QWEN3: _WINDOWS_ON_SOME,
+    Family.QWEN3: _WINDOWS_ON_SOME | {"use_qk_norm"},
     Family.QWEN3_MOE: _EXPERTS
     | {
         "decoder_sparse_step",
@@ -248,6 +249,7 @@ READ: Mapping[Family, frozenset[str]] = {
         "moe_intermediate_size",
         "norm_topk_prob",
         "sliding_window",
+        "use_qk_norm",
         "use_sliding_window",
     },
     Family.MIXTRAL: _EXPERTS | {"sliding_window"},

@@ -82,6 +82,7 @@ def read_latent(config: Mapping[str, Any], family: Family) -> LatentAttention | 
         query_rank=None if config.get("q_lora_rank") is None else count_of(config, "q_lora_rank"),
         is_interleaved=is_interleaved,
     )
-    if latent.rotary_dim % 2:
-        raise ModelError(f"qk_rope_head_dim must be even, got {latent.rotary_dim}")
+    for key, size in (("kv_lora_rank", latent.rank), ("qk_rope_head_dim", latent.rotary_dim)):
+        if size % 2:
+            raise ModelError(f"{key} must be even, got {size}")
     return latent

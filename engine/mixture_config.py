@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.errors import ModelError
 from engine.activation import Activation, ClampedSwiglu, Gate
-from engine.config_values import count_of, flag_of, positive_of
+from engine.config_values import count_of, flag_of, positive_of, refuse_other
 from engine.families import READ, Family
 
 LEAST_SUM = 1e-20
@@ -103,13 +103,13 @@ def _check_equal(config: Mapping[str, Any], *names: str) -> None:
 
 def _deepseek(config: Mapping[str, Any], family: Family) -> Mixture:
     is_v3 = family is Family.DEEPSEEK_V3
-    _refuse_other(config, "moe_layer_freq", 1)
-    _refuse_other(config, "scoring_func", "sigmoid" if is_v3 else "softmax")
+    refuse_other(config, "moe_layer_freq", 1)
+    refuse_other(config, "scoring_func", "sigmoid" if is_v3 else "softmax")
     if is_v3:
-        _refuse_other(config, "topk_method", "noaux_tc")
+        refuse_other(config, "topk_method", "noaux_tc")
     else:
-        _refuse_other(config, "norm_topk_prob", False)
-        _refuse_other(config, "topk_method", "greedy", "group_limited_greedy")
+        refuse_other(config, "norm_topk_prob", False)
+        refuse_other(config, "topk_method", "greedy", "group_limited_greedy")
     is_grouped = is_v3 or config.get("topk_method") == "group_limited_greedy"
     size, num_experts = count_of(config, "moe_intermediate_size"), count_of(config, "n_routed_experts")
     num_groups, num_chosen_groups, num_chosen = _groups(config, num_experts, is_grouped=is_grouped)
@@ -146,9 +146,3 @@ def _groups(config: Mapping[str, Any], num_experts: int, *, is_grouped: bool) ->
             f"num_experts_per_tok must be at most the {most} experts of a choice, got {num_chosen}"
         )
     return num_groups, num_chosen_groups, num_chosen
-
-
-def _refuse_other(config: Mapping[str, Any], key: str, *supported: object) -> None:
-    value = config.get(key)
-    if value is not None and value not in supported:
-        raise ModelError(f"{key} {value!r:.80} is not supported; only {', '.join(map(repr, supported))} is")

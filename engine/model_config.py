@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from baton.errors import ModelError
-from engine.config_values import count_of, flag_of, positive_of
+from engine.config_values import count_of, flag_of, positive_of, refuse_other
 from engine.families import DEFAULTS, READ, Family, family_of, refuse_unsupported
 from engine.latent_config import MAX_GPU_RANK, MAX_GPU_ROTARY_DIM, LatentAttention, read_latent
 from engine.mixture_config import Mixture, read_mixtures
@@ -37,6 +37,7 @@ class ModelArchitecture:
     head_dim: int
     """Length of a query and a key in attention; with `latent`, of what the cache stores of a token."""
     max_position_embeddings: int
+    """The number of positions: config.json's, or more if YaRN extends them."""
     rms_norm_eps: float
     ropes: tuple[RopeConfig | None, ...]
     """The rotation of each layer; None: queries and keys are not rotated (NoPE)."""
@@ -164,6 +165,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelArchitecture:
     family = family_of(given)
     refuse_unsupported(given, family)
+    if "use_qk_norm" in READ[family]:
+        refuse_other(given, "use_qk_norm", True)  # Qwen3-Coder has this key; the norms are always there
     read_quantization(given)  # refuses quantizations that the loader could not read
     config = {**DEFAULTS[family], **given}
     num_layers, num_heads = count_of(config, "num_hidden_layers"), count_of(config, "num_attention_heads")
@@ -181,6 +184,8 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
         raise ModelError(
             f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
         )
+    ropes = _ropes(config, family, num_layers, rope_dim, max_length, max_model_len or max_length)
+    extended = [rope.extended_length for rope in ropes if rope is not None]
     has_bias = flag_of(config, "attention_bias") and family not in _WITHOUT_ATTENTION_BIAS
     architecture = ModelArchitecture(
         family=family,
@@ -191,9 +196,9 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=max_length,
+        max_position_embeddings=max([max_length, *extended]),
         rms_norm_eps=positive_of(config, "rms_norm_eps", DEFAULTS[family].get("rms_norm_eps", 1e-6)),
-        ropes=_ropes(config, family, num_layers, rope_dim, max_length, max_model_len or max_length),
+        ropes=ropes,
         sliding_windows=_sliding_windows(config, family, num_layers),
         mixtures=read_mixtures(config, family, num_layers),
         attention_scale=head_dim**-0.5,
@@ -284,12 +289,25 @@ def _sliding_windows(config: Mapping[str, Any], family: Family, num_layers: int)
     window = config.get("sliding_window") if "sliding_window" in READ[family] else None
     is_switched = family in (Family.QWEN2, Family.QWEN3, Family.QWEN3_MOE, Family.SMOLLM3)
     if window is None or (is_switched and not flag_of(config, "use_sliding_window")):
+        _refuse_sliding_layers(config)
         return (None,) * num_layers
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ModelError(f"sliding_window must be a positive integer or null, got {window!r}")
     if "layer_types" not in READ[family]:
         return (window,) * num_layers
     return tuple(window if kind == SLIDING else None for kind in _kinds(config, family, num_layers))
+
+
+def _refuse_sliding_layers(config: Mapping[str, Any]) -> None:
+    """ModelError if `layer_types` names a layer with a window, though other keys switch windows off.
+
+    transformers computes SmolLM3 with these windows, and fails for other families.
+    """
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and SLIDING in kinds:
+        raise ModelError(
+            f"layer_types has {SLIDING!r}, but sliding_window is null, or use_sliding_window is not true"
+        )
 
 
 def _kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:

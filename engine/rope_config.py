@@ -32,6 +32,8 @@ class RopeConfig:
     """How many of a head's first dimensions are rotated; None: all."""
     factor: float = 1.0
     original_max_position_embeddings: int = 0
+    extended_length: int = 0
+    """To how many positions YaRN extends the model; 0 if the original number is not given."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -199,10 +201,12 @@ def _scaled(
     low, high = positive_of(values, "low_freq_factor", 1.0), positive_of(values, "high_freq_factor", 4.0)
     if low >= high:
         raise ModelError(f"high_freq_factor ({high:g}) must be greater than low_freq_factor ({low:g})")
+    factor = positive_of(values, "factor", length_factor)
     return replace(
         plain,
-        factor=positive_of(values, "factor", length_factor),
+        factor=factor,
         original_max_position_embeddings=original or max_length,
+        extended_length=int(factor * original) if plain.rope_type is RopeType.YARN and original else 0,
         low_freq_factor=low,
         high_freq_factor=high,
         beta_fast=positive_or_zero_of(values, "beta_fast") or plain.beta_fast,

@@ -215,6 +215,15 @@ def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
             },
             "layer_types must list",
         ),
+        (
+            {
+                "architectures": ["SmolLM3ForCausalLM"],
+                "num_key_value_heads": 4,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention"] * 3,
+            },
+            "layer_types has 'sliding_attention', but sliding_window is null, or use_sliding_window is not true",
+        ),
     ],
 )
 def test_what_would_change_results_is_refused_by_name(

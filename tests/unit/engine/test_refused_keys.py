@@ -57,6 +57,7 @@ EFFECTIVE: dict[str, Any] = {
     "final_logit_softcapping": 5.0,
     "first_k_dense_replace": 2,
     "index_topk": 2048,
+    "is_causal": False,
     "kv_lora_rank": 32,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     "logit_scale": 0.0625,
@@ -101,6 +102,8 @@ EFFECTIVE: dict[str, Any] = {
 }
 """For each key a value that changes what a model computes."""
 ONE_VALUE: dict[Family, dict[str, tuple[Any, Any]]] = {
+    Family.QWEN3: {"use_qk_norm": (True, False)},
+    Family.QWEN3_MOE: {"use_qk_norm": (True, False)},
     Family.DEEPSEEK_V2: {
         "moe_layer_freq": (1, 2),
         "norm_topk_prob": (False, True),
@@ -175,6 +178,7 @@ def test_deepseek_v2_chooses_by_groups_only_if_it_says_so(tmp_path: Path) -> Non
         ("num_key_value_heads", 2, "num_key_value_heads (2) must equal num_attention_heads (4)"),
         ("qk_rope_head_dim", 7, "qk_rope_head_dim must be even, got 7"),
         ("kv_lora_rank", 0, "kv_lora_rank must be a positive integer, got 0"),
+        ("kv_lora_rank", 7, "kv_lora_rank must be even, got 7"),
         ("q_lora_rank", "x", "q_lora_rank must be a positive integer, got 'x'"),
         ("first_k_dense_replace", -1, "first_k_dense_replace must be an integer of at least 0, got -1"),
         ("n_group", 7, "n_group must divide the 256 experts into groups of two or more, got 7"),
@@ -351,6 +355,7 @@ def test_a_sparse_gpt_oss_has_what_transformers_takes(tmp_path: Path) -> None:
         theta=150_000.0,
         factor=32.0,
         original_max_position_embeddings=4096,
+        extended_length=32 * 4096,
         truncate=False,
     )
     assert a.mixtures[0] == Mixture(

@@ -50,6 +50,23 @@ def test_rope_scaling_replaces_rope_parameters(tmp_path: Path, theta: dict[str, 
     assert theirs(tmp_path) == YARN | {"rope_theta": rope.theta}
 
 
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        (YARN | {"factor": 8.0}, 2048),
+        (YARN | {"factor": 2.0}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0}, 1024),
+        ({"rope_type": "linear", "factor": 8.0}, 1024),
+        (None, 1024),
+    ],
+    ids=str,
+)
+def test_yarn_extends_the_model(tmp_path: Path, scaling: dict[str, Any] | None, positions: int) -> None:
+    """Qwen's model cards tell users to add the scaling, and to leave `max_position_embeddings` as it is."""
+    extended = read(tmp_path, QWEN3, max_position_embeddings=1024, rope_scaling=scaling)
+    assert extended.max_position_embeddings == positions
+
+
 def test_an_empty_rope_scaling_replaces_nothing(tmp_path: Path) -> None:
     saved = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
     plain = read(tmp_path, QWEN3, rope_parameters=saved)

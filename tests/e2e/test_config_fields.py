@@ -1,0 +1,88 @@
+"""No field of a family's config in transformers changes logits without Baton: it is read or refused, never ignored.
+
+A new version of transformers may have new fields; this test names those that Baton does not know yet.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from baton.errors import ModelError
+from engine.families import Family
+from engine.model_config import ModelArchitecture, read_architecture
+from tests.factories.families import CASES
+from tests.factories.models import make_model_dir
+
+pytestmark = pytest.mark.slow
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+OVERRIDES: dict[Family, dict[str, Any]] = {
+    Family.LLAMA: {},
+    Family.MISTRAL: {"sliding_window": 7},
+    Family.QWEN2: WINDOWS,
+    Family.QWEN3: WINDOWS | {"head_dim": 16},
+}
+"""Families whose models are not in `CASES`."""
+NAMES = {"architectures", "model_type", "dtype", "transformers_version"}
+GENERIC = {"is_causal": True}
+"""Fields that no config class declares, but transformers' code reads."""
+PROMPT = [(37 * i + 11) % 290 + 3 for i in range(24)]
+
+
+def changed(value: object) -> list[object]:
+    """Other values of a field."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value, value // 2]
+    if isinstance(value, float):
+        return [1.7 * value + 0.01]
+    if isinstance(value, list):
+        return [value[::-1], value[:1] * len(value)]
+    return [True, 2, 0.5] if value is None else []
+
+
+def logits(path: Path) -> torch.Tensor | None:
+    """Those of transformers; None if it refuses the folder."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.inference_mode():
+            found: torch.Tensor = model(torch.tensor([PROMPT])).logits
+    except Exception:  # a folder that transformers cannot load proves nothing
+        return None
+    return found
+
+
+def architecture(path: Path) -> ModelArchitecture | None:
+    """Baton's; None if it refuses the folder."""
+    try:
+        return read_architecture(path)
+    except ModelError:
+        return None
+
+
+@pytest.mark.parametrize("family", Family)
+def test_a_field_that_changes_logits_is_read_or_refused(tmp_path: Path, family: Family) -> None:
+    cases = [case.overrides for case in CASES.values() if case.family is family]
+    path = make_model_dir(tmp_path, family.value, **(cases[0] if cases else OVERRIDES[family]))
+    fields: dict[str, Any] = GENERIC | json.loads(
+        AutoConfig.from_pretrained(path).to_json_string(use_diff=False)
+    )
+    (path / "config.json").write_text(json.dumps(fields))
+    own, expected = architecture(path), logits(path)
+    assert own is not None
+    assert expected is not None
+    ignored = []
+    for key in fields.keys() - NAMES:
+        for value in changed(fields[key]):
+            (path / "config.json").write_text(json.dumps(fields | {key: value}))
+            if architecture(path) != own:
+                continue
+            found = logits(path)
+            if found is not None and not torch.allclose(found, expected, rtol=0, atol=1e-4):
+                ignored.append(f"{key}: {value!r}")
+    assert not ignored
