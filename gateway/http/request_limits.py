@@ -16,7 +16,7 @@ MAX_HEADER_BYTES = 32 * 1024
 incomplete."""
 BODY_TIMEOUT_S = 60.0
 MAX_BODIES = 32
-"""All requests of one caller whose answers have not begun hold at most so many bodies of the largest size. A caller
+"""All requests of one caller that are not being answered yet hold at most so many bodies of the largest size. A caller
 may have a thousand connections: without this limit, its bodies could take all memory before any other limit applies."""
 
 
@@ -29,10 +29,10 @@ class RequestLimits:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._held: Counter[str] = Counter()
-        """Bytes by caller's name, of requests whose answers have not begun."""
+        """Bytes by caller's name, of requests that are not being answered yet."""
         self._too_large = f"the body may have at most {max_bytes} bytes (gateway.max_message_mib)"
         self._too_many = (
-            f"your requests whose answers have not begun may have bodies of at most {MAX_BODIES * max_bytes} bytes "
+            f"your requests that are not being answered yet may have bodies of at most {MAX_BODIES * max_bytes} bytes "
             f"together ({MAX_BODIES} x gateway.max_message_mib); send fewer at once"
         )
 
@@ -44,13 +44,8 @@ class RequestLimits:
             await error_response(scope, status, message)(scope, receive, send)
             return
         held = _HeldBytes(self._held, scope["state"]["caller"].name)
-
-        async def send_releasing(message: Message) -> None:
-            held.release()
-            await send(message)
-
         try:
-            await self._app(scope, self._limited(receive, held), send_releasing)
+            await self._app(scope, self._limited(receive, held), send)
         finally:
             held.release()
 
@@ -77,6 +72,7 @@ class RequestLimits:
         async def receive_limited() -> Message:
             nonlocal num_bytes, is_whole
             if is_whole:
+                held.release()
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -95,7 +91,8 @@ class RequestLimits:
 
 
 class _HeldBytes:
-    """The bytes of one request's body. They count until the answer begins."""
+    """The bytes of one request's body. They count until the application waits for the client to disconnect, which it
+    does while it answers, or until it has answered."""
 
     def __init__(self, by_caller: Counter[str], caller: str) -> None:
         self._by_caller = by_caller
