@@ -134,7 +134,7 @@ class QueueingFleet:
         """For each prompt at a prefill worker: the decode worker that keeps room for it."""
         self._next_look = 0.0
         for role in WorkerRole:
-            for _ in range(getattr(config.cluster, role.value)):
+            for _ in range(config.num_workers(role)):
                 self._add(role, ReplicaState.SERVING)
 
     def play(

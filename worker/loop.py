@@ -4,7 +4,6 @@ Knows the current role, exchanges it, and passes outputs to an outbox; knows no 
 """
 
 import logging
-import math
 import queue
 import threading
 from collections.abc import Callable
@@ -90,7 +89,8 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: BaseException | None = None
         """The error that ended the loop, if it ended by itself: the device is unusable."""
-        self._load_due_at = -math.inf
+        self._load, self._oldest_arrival = core.load()
+        self._load_due_at = clock.now() + LOAD_INTERVAL_S
         self.snapshot = self._take_snapshot()
 
     def start(self) -> None:
@@ -262,15 +262,16 @@ class EngineLoop:
         requests, blocks = self._scheduler.request_counts(), self._scheduler.kv_block_counts()
         now = self._clock.now()
         if now >= self._load_due_at or not self._core.may_progress:
-            self._load, self._load_due_at = self._core.load(), now + LOAD_INTERVAL_S
+            self._load, self._oldest_arrival = self._core.load()
+            self._load_due_at = now + LOAD_INTERVAL_S
         return EngineSnapshot(
             role=self._role.kind,
             is_draining=self._drain_state is not None,
             kv_blocks=blocks,
             requests=requests,
             counters=self._core.counters(),
-            load=self._load[0],
-            oldest_arrival=self._load[1],
+            load=self._load,
+            oldest_arrival=self._oldest_arrival,
         )
 
     def _leave(self, target: Role | None, timeout_s: float) -> DrainState:

@@ -131,7 +131,7 @@ class BatonConfig(Section):
 
     def _check_bounds(self) -> None:
         for role in WorkerRole:
-            (low, high), start = self.worker_bounds(role), getattr(self.cluster, role.value)
+            (low, high), start = self.worker_bounds(role), self.num_workers(role)
             if not low <= start <= high:
                 raise ValueError(
                     f"cluster.{role.value} ({start}) must be between autoscaling.min_{role.value} ({low}) and "
@@ -142,6 +142,10 @@ class BatonConfig(Section):
                 f"autoscaling.mode '{self.autoscaling.mode}' has nothing to change, because all bounds "
                 "are equal; raise autoscaling.max_decode, or change another bound"
             )
+
+    def num_workers(self, role: WorkerRole) -> int:
+        """Workers of this role that a fleet begins with; without autoscaling, that it keeps."""
+        return self.cluster.prefill if role is WorkerRole.PREFILL else self.cluster.decode
 
     def num_ranks(self, role: WorkerRole) -> int:
         """Tensor-parallel ranks of a worker started in this role."""
@@ -176,7 +180,7 @@ class BatonConfig(Section):
 
     def worker_bounds(self, role: WorkerRole) -> tuple[int, int]:
         """The fewest and the most workers of this role under autoscaling."""
-        start, bounds = getattr(self.cluster, role.value), self.autoscaling
+        start, bounds = self.num_workers(role), self.autoscaling
         low, high = getattr(bounds, f"min_{role.value}"), getattr(bounds, f"max_{role.value}")
         return start if low is None else low, start if high is None else high
 

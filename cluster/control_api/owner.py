@@ -85,8 +85,8 @@ async def scale_to(config: BatonConfig, before: BatonConfig | None, control: Con
     if config.autoscaling.mode == "on":
         return
     for role in WorkerRole:
-        count = getattr(config.cluster, role.value)
-        if before is None or count != getattr(before.cluster, role.value):
+        count = config.num_workers(role)
+        if before is None or count != before.num_workers(role):
             logger.info("the configuration asks for %d %s workers", count, role.value)
             await control.call(ScaleRole(role, count))
 

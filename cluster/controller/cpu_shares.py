@@ -83,5 +83,5 @@ def divide(config: BatonConfig, role: WorkerRole, num_cores: int, num_nodes: int
 def most_workers(config: BatonConfig, role: WorkerRole) -> int:
     """The number of workers of this role that the fleet begins with; with autoscaling, the maximum."""
     if config.autoscaling.mode == "off":
-        return int(getattr(config.cluster, role.value))
+        return config.num_workers(role)
     return config.worker_bounds(role)[1]
