@@ -99,6 +99,16 @@ def test_c39_a_consumer_that_came_early_learns_that_the_prompt_is_aborted_and_do
     assert sent(wire, Cancel) == []
 
 
+def test_a_producer_is_known_as_long_as_any_rank_transfer_comes_from_it() -> None:
+    """Its pool stays open that long."""
+    wire = Wire()
+    for name in ("one", "other"):
+        wire.begin_load(make_key(name), 16, name)
+    for name, is_known in (("one", True), ("other", False)):
+        wire.at_consumer(wire.consumer.abort(RankTransfer(name), "its client left"))
+        assert wire.consumer.knows(KEY.producer) is is_known
+
+
 def test_c38_one_long_lease_does_not_delay_another() -> None:
     wire = Wire()
     for name in ("long", "short"):
