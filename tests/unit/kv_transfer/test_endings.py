@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.protocol.effects import Failed, Freed, Quiesced, RankTransfer, Received
-from kv_transfer.protocol.messages import Cancel, End, Hold, Pieces, Refused, Release
+from kv_transfer.protocol.messages import Aborted, Cancel, End, Hold, Pieces, Refused, Release
 from kv_transfer.protocol.producer import ENDS, MAX_EARLY_LEASES
 from tests.factories.hand_overs import send_all
 from tests.factories.transfer import (
@@ -16,6 +16,7 @@ from tests.factories.transfer import (
     LOAD_TIMEOUT_S,
     Wire,
     make_key,
+    sent,
     start,
 )
 
@@ -73,6 +74,39 @@ def test_c38_signs_of_life_lengthen_a_lease_and_the_readers_death_ends_it() -> N
     wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
     wire.advance(LEASE_S)
     assert wire.notifications == [Freed(RankTransfer("r"))]
+
+
+def test_c38_a_consumer_learns_at_once_that_its_lease_is_over() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.begin_load(KEY, 16)
+    wire.ready(0, 1)
+    wire.finish_send()
+    wire.deliver()
+    wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
+    wire.advance(LEASE_S)
+    assert sent(wire, Aborted) == [Aborted(KEY, f"the decode worker was silent for {LEASE_S:g} s", False)]
+
+
+def test_c39_a_consumer_that_came_early_learns_that_the_prompt_is_aborted_and_does_not_answer() -> None:
+    wire = Wire()
+    wire.begin_load(KEY, 16)
+    wire.deliver()
+    wire.begin_send(KEY, 16)
+    wire.at_producer(wire.producer.abort(RankTransfer("r"), "it failed", is_cancelled=False))
+    wire.deliver()
+    assert sent(wire, Aborted) == [Aborted(KEY, "it failed", False)]
+    assert sent(wire, Cancel) == []
+
+
+def test_a_producer_is_known_as_long_as_any_rank_transfer_comes_from_it() -> None:
+    """Its pool stays open that long."""
+    wire = Wire()
+    for name in ("one", "other"):
+        wire.begin_load(make_key(name), 16, name)
+    for name, is_known in (("one", True), ("other", False)):
+        wire.at_consumer(wire.consumer.abort(RankTransfer(name), "its client left"))
+        assert wire.consumer.knows(KEY.producer) is is_known
 
 
 def test_c38_one_long_lease_does_not_delay_another() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from kv_transfer.protocol.effects import Freed, RankTransfer, Received
-from kv_transfer.protocol.messages import Ack, Hold, Release
+from kv_transfer.protocol.messages import Ack, Hold, Pieces, Release
 from kv_transfer.protocol.outgoing import (
     BYTES_PER_TURN,
     BYTES_PER_TURN_BY_DEVICE,
@@ -14,7 +14,7 @@ from kv_transfer.protocol.outgoing import (
 )
 from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, ZMQ_TCP
 from tests.factories.hand_overs import send_all
-from tests.factories.transfer import HEARTBEAT_S, KEY, Wire, make_key, start
+from tests.factories.transfer import HEARTBEAT_S, KEY, Wire, make_key, sent, start
 
 
 def test_c33_an_ack_counts_for_a_piece_that_was_about_to_be_offered_again() -> None:
@@ -93,3 +93,18 @@ def test_each_way_to_move_bytes_has_its_turn_and_its_window(transport: str, turn
     assert sum(turns) == window // MIB
     assert sends.acknowledged(transfer, 0)
     assert [len(indices) for _, indices in sends.next_turns()] == [1], "room for one more"
+
+
+def test_a_rank_transfer_that_ended_before_its_turn_gets_none() -> None:
+    other = make_key("other")
+    wire = Wire(lambda frame: [] if isinstance(frame.message, Pieces) else [frame], window_blocks=1)
+    start(wire)
+    wire.ready(0, 3)
+    wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "its client left"))
+    wire.deliver()
+    wire.begin_send(other, 16, "other")
+    wire.begin_load(other, 16, "other")
+    wire.load(0, 1, "other")
+    wire.deliver()
+    wire.ready(0, 1, "other")
+    assert [pieces.key for pieces in sent(wire, Pieces)] == [KEY, other]

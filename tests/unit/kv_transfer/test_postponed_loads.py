@@ -72,6 +72,14 @@ def test_c31_nothing_is_put_off_while_a_complete_prompt_is_on_its_way() -> None:
     assert [type(notification) for notification in wire.notifications] == [Received]
 
 
+def test_c31_nothing_is_put_off_while_no_prompt_is_complete() -> None:
+    wire = Wire()
+    start(wire)
+    starve(wire)
+    wire.advance(5 * HEARTBEAT_S)
+    assert wire.notifications == []
+
+
 def test_c31_nothing_is_put_off_while_others_compute() -> None:
     wire = start_stuck()
     wire.advance(5 * HEARTBEAT_S)

@@ -1,9 +1,11 @@
 """Behaviour 47: a hand-over of several rank transfers is over when all of them are, and failed when one is."""
 
+from unittest.mock import create_autospec
+
 import pytest
 
 from baton.kv import KVTransferParams, TransferRole, WorkerRef
-from baton.step import KVConnectorOutput
+from baton.step import FailedKV, KVConnectorOutput
 from baton.transfer import TransferEventKind
 from kv_transfer.commands import (
     AbortLoad,
@@ -14,6 +16,8 @@ from kv_transfer.commands import (
     LoadBlocks,
     SendBlocks,
 )
+from kv_transfer.connector.ranks import ConnectorWorker, RankedConnector
+from kv_transfer.parts import GiveUp, Loads
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces
 from tests.factories.endpoints import (
     CELL_BYTES,
@@ -209,3 +213,20 @@ def test_c34_a_rank_that_is_gone_is_missed_while_the_others_talk_on() -> None:
     assert 2 * CONFIG.peer_timeout_s < LOAD_TIMEOUT_S
     (failed,) = decode.output().failed_recving
     assert "silent" in failed.reason
+
+
+@pytest.mark.parametrize("are_postponed", [(True, False), (False, True), (True, True)])
+def test_c31_a_load_is_postponed_only_if_all_ranks_postponed_it(are_postponed: tuple[bool, bool]) -> None:
+    loads: Loads[int] = Loads()
+    loads.begin("r", range(2))
+    first, second = (FailedKV("r", 1, "why", is_postponed=is_postponed) for is_postponed in are_postponed)
+    assert isinstance(loads.failed(0, first), GiveUp)
+    assert loads.failed(1, second) == FailedKV("r", 1, "why", is_postponed=all(are_postponed))
+
+
+def test_c31_what_every_rank_says_of_postponed_and_of_unwanted_prompts_is_passed_on() -> None:
+    says = [KVConnectorOutput(can_load=("a",)), KVConnectorOutput(can_load=("b",), unwanted=("c",))]
+    ranks = [create_autospec(ConnectorWorker, instance=True) for _ in says]
+    for rank, output in zip(ranks, says, strict=True):
+        rank.get_finished.return_value = output
+    assert RankedConnector(ranks).get_finished() == KVConnectorOutput(can_load=("a", "b"), unwanted=("c",))
