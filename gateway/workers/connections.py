@@ -115,8 +115,9 @@ class WorkerConnections:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def stop(self) -> None:
-        await end_tasks(*self._tasks.values())
-        self._clients.clear()
+        while self._tasks:  # workers may come and leave until all connections have ended
+            self._clients.clear()
+            await end_tasks(*self._tasks.values())
         self._context.term()
 
     async def _watch(self, client: WorkerClient) -> None:

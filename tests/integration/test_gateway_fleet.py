@@ -58,8 +58,8 @@ async def until(listener: Listener, state: WorkerState) -> None:
             pass
 
 
-def nowhere() -> WorkerEndpoint:
-    ref = WorkerRef("w0", "w0-incarnation", ("tcp://127.0.0.1:1",), 16)
+def nowhere(name: str = "w0") -> WorkerEndpoint:
+    ref = WorkerRef(name, f"{name}-incarnation", ("tcp://127.0.0.1:1",), 16)
     return WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:1", "here", 1)
 
 
@@ -73,6 +73,23 @@ async def test_a_worker_that_is_replaced_in_the_moment_it_came_leaves_nothing_op
     fleet.remove_worker("w0", "the test says so")
     assert first._socket.closed, "an open socket would keep the context from ending"
     await fleet.stop()
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_workers_may_come_and_leave_while_the_connections_end(num_turns: int) -> None:
+    """A gateway follows its fleet until it has stopped. An open socket would keep the context from ending."""
+    fleet = WorkerConnections(NETWORK, KEYS.request, Listener())
+    fleet.add_worker(nowhere("w0"))
+    fleet.add_worker(nowhere("w1"))
+    await asyncio.sleep(0.01)
+    stop = asyncio.create_task(fleet.stop())
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    fleet.remove_worker("w0", "it left")
+    if not stop.done():
+        fleet.add_worker(nowhere("w2"))
+    await stop
+    assert fleet.clients == []
 
 
 async def test_the_connection_to_a_replaced_worker_cannot_take_the_place_of_the_next_one() -> None:
