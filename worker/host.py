@@ -87,8 +87,8 @@ class EngineHost:
         name: str,
         cpus: tuple[int, ...] = (),
     ) -> None:
-        """`keys` of both planes; None if `network.security` is `none`. `cpus`: the CPUs that this process is pinned to,
-        for its status. Its queue holds as many requests as one gateway admits.
+        """The worker's queue holds as many requests as one gateway admits. `keys` of both planes; None if
+        `network.security` is `none`. `cpus`: the CPUs that this process is pinned to, for its status.
         """
         assert (keys.request is None) == (keys.kv is None) == (config.network.security == "none")
         self._config = config

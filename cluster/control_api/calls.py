@@ -232,7 +232,7 @@ class Carrier(Protocol):
 
     @property
     def refusal(self) -> str | None:
-        """Why one end refuses the other, e.g. another secret. Only a restart of the controller can change this."""
+        """Why one end refuses the other, e.g. another secret. Only a restart of the other end can change this."""
         ...
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
