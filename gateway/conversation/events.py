@@ -84,6 +84,10 @@ class AnswerParts:
     _text: StringIO = field(default_factory=StringIO)
     _reasoning: StringIO = field(default_factory=StringIO)
 
+    def add_text(self, text: str) -> None:
+        """Does what `take_in` does with one Text."""
+        self._text.write(text)
+
     def take_in(self, events: Iterable[AnswerEvent]) -> None:
         for event in events:
             match event:

@@ -63,22 +63,23 @@ class ChatAnswer(OpenAIAnswer):
         return "".join(self._event(index, self._role) for index in range(len(self._choices))).encode("ascii")
 
     def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:
-        if self._parsers[index] is None:
+        events = self._events_of(index, delta)
+        if events is None:
             reason = FINISH_REASONS[delta.finish.reason if delta.finish else None]
             content = f'"delta":{{"content":{ascii_json(delta.text)}}}'
             return self._event(index, content, logprobs, reason, usage)
-        events = ""
-        for content, reason in self._contents(index, delta):
-            events += self._event(index, content, logprobs, reason, usage)
+        written = ""
+        for content, reason in self._contents(index, delta, events):
+            written += self._event(index, content, logprobs, reason, usage)
             logprobs = "null"
-        return events
+        return written
 
-    def _contents(self, index: int, delta: Delta) -> list[tuple[str, str]]:
+    def _contents(self, index: int, delta: Delta, events: Sequence[AnswerEvent]) -> list[tuple[str, str]]:
         """The contents of the delta's events in JSON, each with its finish reason. There are none while the
         parser still waits for more text. The finish reason has a separate event, as in OpenAI's streams of
         calls."""
-        events = _joined(self._events_of(index, delta))
-        contents = [(content, "null") for event in events if (content := self._content(index, event))]
+        joined = _joined(events)
+        contents = [(content, "null") for event in joined if (content := self._content(index, event))]
         if delta.finish is not None:
             is_call = delta.finish.reason is FinishReason.STOP and self._ends_with_call[index]
             contents.append((NOTHING_NEW, TOOL_CALLS if is_call else FINISH_REASONS[delta.finish.reason]))
@@ -121,8 +122,11 @@ class ChatAnswer(OpenAIAnswer):
         if parts.calls:
             yield "]"
 
-    def _events_of(self, index: int, delta: Delta) -> list[AnswerEvent]:
-        events = delta.events(self._parsers[index])
+    def _events_of(self, index: int, delta: Delta) -> list[AnswerEvent] | None:
+        parser = self._parsers[index]
+        if parser is None:
+            return None
+        events = delta.events(parser)
         if self._includes_reasoning:
             return events
         return [event for event in events if not isinstance(event, Reasoning)]

@@ -70,9 +70,12 @@ class Collected:
     finish: Finish | None = None
     parts: AnswerParts = field(default_factory=AnswerParts)
 
-    def on_delta(self, delta: Delta, events: Iterable[AnswerEvent]) -> None:
-        """`events`: the delta's."""
-        self.parts.take_in(events)
+    def on_delta(self, delta: Delta, events: Iterable[AnswerEvent] | None) -> None:
+        """`events`: the delta's; None if it is only text."""
+        if events is None:
+            self.parts.add_text(delta.text)
+        else:
+            self.parts.take_in(events)
         self.logprobs.extend(delta.logprobs)
         self.finish = delta.finish
 

@@ -125,9 +125,9 @@ class OpenAIAnswer(ABC):
         end = self._no_usage if usage is None else f',"usage":{usage_json(usage)}'
         return f'{self._start}{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":{reason}}}]{end}}}\n\n'
 
-    def _events_of(self, _index: int, delta: Delta) -> list[AnswerEvent]:
-        """The events of a delta of a choice; the delta's text by default."""
-        return delta.events(None)
+    def _events_of(self, _index: int, _delta: Delta) -> list[AnswerEvent] | None:
+        """The events of a delta of a choice; None if the choice is only text, as it is by default."""
+        return None
 
     @abstractmethod
     def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:
