@@ -195,6 +195,8 @@ class RequestQueue(Generic[T]):
         for entry in self._queue.first_ones_of(self._over_share):
             if not isinstance(entry.reason, OverShare):  # it stays if a later sweep does not come so far
                 entry.reason = self._place(entry)
+                if entry.reason is None:
+                    placed.append(entry)
         self._num_sweeps += 1
         for entry in self._queue.without(self._over_share):
             entry.tried_in, needs = self._num_sweeps, entry.needs()

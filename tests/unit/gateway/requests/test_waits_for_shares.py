@@ -4,8 +4,9 @@ import pytest
 
 from baton.errors import Overloaded, RequestError, WorkerUnavailable
 from gateway.requests.queue import LOOK_AHEAD
-from gateway.requests.shares import HeldBack
-from gateway.routing.placement import NoDecodeWorker
+from gateway.requests.request_state import RequestState
+from gateway.requests.shares import CallerShares, HeldBack
+from gateway.routing.placement import NoDecodeWorker, NoRoom
 from tests.factories.queue_under_test import OVER_SHARE, QueueUnderTest, Request
 from tests.unit.gateway.requests.test_shares import UnderTest
 from tests.unit.gateway.routing.test_router import POLICIES
@@ -109,3 +110,23 @@ def test_requests_wait_for_their_callers_share_without_a_limit_also_while_every_
     assert under_test.held("e") == places - 4
     under_test.wait(40.0)
     assert under_test.dispatcher.num_queued == 1, "a newcomer without a place is refused, a waits"
+
+
+def test_a_bug_in_refusing_a_request_of_a_caller_that_holds_its_share_ends_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    under_test = UnderTest(places=8)
+    under_test.ask("a", 12)
+    refusal, bugs = CallerShares.refusal, [ZeroDivisionError("a bug")]
+
+    def fail_once(shares: CallerShares, state: RequestState, now: float) -> NoRoom | None:
+        if bugs and state.request.caller.name == "a":
+            raise bugs.pop()
+        return refusal(shares, state, now)
+
+    monkeypatch.setattr(CallerShares, "refusal", fail_once)
+    under_test.ask("b")
+    assert bugs == []
+    for _ in range(2):
+        under_test.report()
+        assert (under_test.held("a"), under_test.held("b"), under_test.dispatcher.num_queued) == (6, 1, 5)
