@@ -62,7 +62,7 @@ def test_a_child_gets_the_secret_but_not_as_an_argument(model: Path) -> None:
     try:
         endpoint = worker.wait_until_ready()
         arguments = Path(f"/proc/{worker.pid}/cmdline").read_bytes()
-        assert arguments.split(b"\0")[1:3] == [b"-m", b"worker"]
+        assert arguments.split(b"\0")[1:4] == [b"-P", b"-m", b"worker"]
         assert secret.text.encode() not in arguments
         assert answers(endpoint, secret, PATIENCE_S)
         assert not answers(endpoint, None)
