@@ -19,6 +19,8 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_LOGIT_BIAS = 1_024
 """Limit for tokens with a bias."""
 MAX_GRAMMAR_CHARACTERS = 100_000
+MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Settings for which a model's generation_config.json may name a default, as in vLLM."""
 
 
 class GrammarKind(Enum):

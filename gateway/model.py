@@ -1,9 +1,10 @@
 """ServedModel: the properties of the served model that clients may know."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.errors import InvalidRequest, UnknownModel
+from baton.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class ServedModel:
     """Data type of weights and activations."""
     kv_cache_dtype: str
     """Data type of keys and values."""
+    sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
+    """The values of `MODEL_DEFAULTS` for requests that do not set them."""
 
     def check_name(self, name: str | None) -> None:
         """Raises UnknownModel if `name` is another model's. None: the request names no model."""

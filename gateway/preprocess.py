@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import blake2b
@@ -71,6 +71,7 @@ class Preprocessor:
         prompt: Prompt,
         params: SamplingParams,
         *,
+        unset: Iterable[str] = (),
         request_id: str | None = None,
         keep_special_tokens: bool = False,
         priority: int = 0,
@@ -86,6 +87,7 @@ class Preprocessor:
     ) -> GatewayRequest:
         """Tokenises the prompt, and checks all values against the model. InvalidRequest names the field.
 
+        `unset`: settings in `params` that the client did not choose; they become the model's defaults.
         An answer gets at most `params.max_tokens` tokens. It also gets at most the room that the prompt
         leaves in `max_model_len` tokens, or in the model's context. If `request_id` is None, an id is
         generated. If `timeout_s` is None, the client waits without limit.
@@ -109,7 +111,8 @@ class Preprocessor:
             params = replace(params, structured_output=checked_answer(params.structured_output))
         prompt_token_ids = await self.tokenise(prompt, caller, timeout_s)
         room = self._room(prompt_token_ids, max_model_len)
-        params = replace(params, max_tokens=min(params.max_tokens, room))
+        defaults = {name: getattr(self._model.sampling_defaults, name) for name in unset}
+        params = replace(params, max_tokens=min(params.max_tokens, room), **defaults)
         answer, new_parser = params.structured_output, no_parser
         if isinstance(prompt, Conversation):
             params, new_parser = self._of_turn(prompt, prompt_token_ids, params)

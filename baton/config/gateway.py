@@ -57,6 +57,9 @@ class GatewayConfig(Section):
     answer_format: AnswerFormatName = "auto"
     """How the model writes tool calls: `auto`: as its chat template shows. `generic`: for templates that know no tools;
     a system message describes them. All names are in docs/agents.md."""
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """Where `temperature`, `top_p`, `top_k` and the like come from if a request does not set them. `model`: from the
+    model's generation_config.json, as in vLLM and SGLang. `openai`: the defaults of OpenAI's API, for every model."""
     routing_policy: Literal["round_robin", "least_loaded", "kv_aware"] = "kv_aware"
     """How workers are chosen. `round_robin`: in turn. `least_loaded`: those with the fewest requests. `kv_aware`:
     those that cost the least time, given their prefix caches, their load, and how fast KV moves between them."""

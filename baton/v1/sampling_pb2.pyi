@@ -20,7 +20,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are chosen and when a request stops. An unset field has the default that its comment names."""
+    """How tokens are chosen and when a request stops. An unset field has the default that its comment names. "The model's"
+    is what its generation_config.json names, unless gateway.sampling_defaults is openai.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -66,16 +68,17 @@ class SamplingParams(_message.Message):
     """Default: as many as fit in the model's context."""
     min_tokens: _builtins.int
     temperature: _builtins.float
-    """Default 1; 0 is greedy."""
+    """Default: the model's, else 1. 0 is greedy."""
     top_k: _builtins.int
-    """Default 0: no limit."""
+    """Default 0: no limit. The model's default does not apply, since an unset field reads as 0."""
     top_p: _builtins.float
-    """Default 1."""
+    """Default: the model's, else 1."""
     min_p: _builtins.float
+    """Default 0. The model's default does not apply, as for top_k."""
     presence_penalty: _builtins.float
     frequency_penalty: _builtins.float
     repetition_penalty: _builtins.float
-    """Default 1."""
+    """Default: the model's, else 1."""
     seed: _builtins.int
     """Default: drawn at random, once per request."""
     logprobs: _builtins.int

@@ -10,6 +10,7 @@ from baton.config import BatonConfig, GatewayConfig
 from baton.errors import ConfigError
 from baton.hub_name import HubName
 from baton.messages.control import ControlApi
+from baton.sampling import SamplingParams
 from baton.system.curve import ClusterKeys
 from baton.system.hosts import in_url
 from engine.eos_tokens import read_eos_token_ids
@@ -17,6 +18,7 @@ from engine.loading.commit import commit_of, source_of
 from engine.loading.dtype import dtype_of
 from engine.loading.pretrained import PRETRAINED
 from engine.model_config import read_architecture
+from engine.sampling_defaults import read_sampling_defaults
 from gateway import ServedModel
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates
@@ -126,6 +128,7 @@ def _served_model(config: BatonConfig, model_path: Path) -> ServedModel:
     dtype = dtype_of(config)
     architecture = read_architecture(model_path)
     hub_name = HubName.parse(config.model.path) if commit_of(model_path) is not None else None
+    follows_model = config.gateway.sampling_defaults == "model"
     known_name = config.model.path if config.model.path in PRETRAINED else model_path.name
     return ServedModel(
         name=known_name if hub_name is None else hub_name.served_name,
@@ -135,4 +138,5 @@ def _served_model(config: BatonConfig, model_path: Path) -> ServedModel:
         eos_token_ids=read_eos_token_ids(model_path),
         dtype=dtype.dtype,
         kv_cache_dtype=dtype.of_kv,
+        sampling_defaults=read_sampling_defaults(model_path) if follows_model else SamplingParams(),
     )

@@ -12,6 +12,7 @@ from baton.sampling import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MODEL_DEFAULTS,
     GrammarKind,
     SamplingParams,
     StructuredOutput,
@@ -93,6 +94,13 @@ def common_sampling(message: Any, **others: Any) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         **others,
     )
+
+
+def unset_in(message: Any) -> list[str]:
+    """The settings that become the model's defaults. A field that is not `optional` is none of them: it reads as 0
+    whether it was set to 0 or not set."""
+    fields = message.DESCRIPTOR.fields_by_name
+    return [name for name in MODEL_DEFAULTS if fields[name].has_presence and not message.HasField(name)]
 
 
 def check_counts(message: Any) -> None:

@@ -69,6 +69,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             return await self._preprocessor.preprocess(
                 convert.prompt_from(request),
                 convert.sampling_params_from(request.sampling_params),
+                unset=convert.unset_in(request.sampling_params),
                 request_id=request.request_id,
                 keep_special_tokens=request.keep_special_tokens,
                 priority=request.priority,

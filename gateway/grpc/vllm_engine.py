@@ -21,7 +21,7 @@ from baton.worker import WorkerRole
 from gateway.auth.callers import current_caller
 from gateway.choices import ChoiceDelta, batches_of, check_whole_answer, in_turns
 from gateway.grpc import vllm_convert as convert
-from gateway.grpc.convert import ids_to_abort
+from gateway.grpc.convert import ids_to_abort, unset_in
 from gateway.grpc.generated import common_pb2, vllm_engine_pb2_grpc
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.grpc.guard import trace_of
@@ -174,6 +174,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         gateway_request = await self._preprocessor.preprocess(
             convert.prompt_from(request),
             convert.sampling_params_from(params),
+            unset=unset_in(params),
             request_id=request.request_id,
             keep_special_tokens=not params.skip_special_tokens,
             timeout_s=context.time_remaining(),

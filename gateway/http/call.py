@@ -77,6 +77,7 @@ class HttpCall:
         return await preprocessor.preprocess(
             prompt,
             params,
+            unset=body.unset,
             request_id=self.request_id,
             keep_special_tokens=keep_special_tokens,
             priority=body.priority or 0,

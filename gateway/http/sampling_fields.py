@@ -13,6 +13,7 @@ from baton.sampling import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
+    MODEL_DEFAULTS,
     SamplingParams,
     StructuredOutput,
 )
@@ -56,7 +57,9 @@ class SamplingFields(Body):
     """Fields with OpenAI's names and meanings, then fields with vLLM's."""
 
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    temperature: float | None = Field(None, ge=0.0, le=100.0, description="Default 1; 0 is greedy.")
+    temperature: float | None = Field(
+        None, ge=0.0, le=100.0, description="Default: the model's, else 1; 0 is greedy."
+    )
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -95,6 +98,11 @@ class SamplingFields(Body):
     @property
     def mode(self) -> Mode | None:
         return None if self.routing_mode is None else Mode(self.routing_mode)
+
+    @property
+    def unset(self) -> list[str]:
+        """The settings that become the model's defaults."""
+        return [name for name in MODEL_DEFAULTS if getattr(self, name) is None]
 
     def params_with(
         self, max_tokens: int, logprobs: int | None, structured_output: StructuredOutput | None

@@ -28,6 +28,7 @@ from baton.worker import (
     WorkerState,
     WorkerStatus,
 )
+from engine.sampling_defaults import read_sampling_defaults
 from gateway import Gateway, GatewayClient, GatewayError, ServedModel, Tokenizer
 from gateway.auth.credentials import NO_CREDENTIALS, Credentials
 from gateway.client import RequestEvent
@@ -264,7 +265,16 @@ async def gateway_with(
     tokenizer = Tokenizer(folder)
     if answer_format is not None:
         tokenizer.answer_format = answer_format
-    model = ServedModel("tiny", str(folder), max_model_len, tokenizer.vocab_size, (2,), "float32", "float32")
+    model = ServedModel(
+        "tiny",
+        str(folder),
+        max_model_len,
+        tokenizer.vocab_size,
+        (2,),
+        "float32",
+        "float32",
+        read_sampling_defaults(folder),
+    )
     base = {"grpc_port": 0, "http_port": 0, "placement_timeout_s": 20.0, "routing_mode": "disaggregated"}
     settings = GatewayConfig(**{**base, **config})  # type: ignore[arg-type]
     gateway = Gateway(

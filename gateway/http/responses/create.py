@@ -67,7 +67,9 @@ class CreateResponse:
         request = replace(request, timeout_s=call.time_left_s)
         _check_size(request)
         response_id = f"resp_{request.request_id}"
-        response = ResponseJson(body, response_id, int(time.time()), is_stored=stored_by is not None)
+        response = ResponseJson(
+            body, request.sampling_params, response_id, int(time.time()), is_stored=stored_by is not None
+        )
         own_json = input_json(own, request.request_id)
         generation = Generation(request, response, history, own_json, stored_by)
         tokens = self._tokens if body.has_logprobs else None

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from baton.sampling import SamplingParams
 from gateway.http.responses.answers import (
     IncompleteDetails,
     InputTokensDetails,
@@ -34,11 +35,19 @@ BEGUN = ResponseState()
 class ResponseJson:
     """Writes one response. The JSON of the request's own fields is made once."""
 
-    def __init__(self, body: ResponseRequest, response_id: str, created_at: int, *, is_stored: bool) -> None:
+    def __init__(
+        self,
+        body: ResponseRequest,
+        params: SamplingParams,
+        response_id: str,
+        created_at: int,
+        *,
+        is_stored: bool,
+    ) -> None:
         self.id = response_id
         head = {"id": response_id, "object": "response", "created_at": created_at}
         self._head = json.dumps(head)[:-1]
-        self._fields = json.dumps(_repeated(body) | {"store": is_stored})[1:]
+        self._fields = json.dumps(_repeated(body, params) | {"store": is_stored})[1:]
 
     def pieces(self, state: ResponseState, items: Sequence[OutputItem]) -> Iterator[str]:
         """The JSON of a ResponseObject, in pieces."""
@@ -62,8 +71,8 @@ def usage_of(num_input: int, num_cached: int, num_output: int, num_reasoning: in
     )
 
 
-def _repeated(body: ResponseRequest) -> dict[str, Any]:
-    """The request's fields that every response repeats, with OpenAI's defaults."""
+def _repeated(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
+    """The request's fields that every response repeats, with the defaults of those that it did not set."""
     text, reasoning, choice = body.text, body.reasoning, body.tool_choice
     shown_format = None if text is None else text.format
     return {
@@ -75,8 +84,8 @@ def _repeated(body: ResponseRequest) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
         "top_logprobs": body.top_logprobs or 0,
         "text": {
             "format": {"type": "text"} if shown_format is None else shown_format.model_dump(by_alias=True)

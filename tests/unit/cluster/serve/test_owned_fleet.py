@@ -187,6 +187,16 @@ def test_clients_ask_for_a_model_by_its_name(
     assert _served_model(config, place).name == name
 
 
+@pytest.mark.parametrize(("source", "temperature"), [("model", 0.6), ("openai", 1.0)])
+def test_sampling_defaults_are_the_models_or_openais(
+    source: str, temperature: float, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
+    config = BatonConfig.from_mapping({"gateway": {"sampling_defaults": source}})
+    assert _served_model(config, tmp_path).sampling_defaults.temperature == temperature
+
+
 FORBIDDEN = (
     "use an address of this machine as gateway.host, and a port that is free and that this user may use"
 )

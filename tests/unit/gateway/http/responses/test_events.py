@@ -11,6 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from baton.request import TokenLogprobs
+from baton.sampling import SamplingParams
 from gateway.conversation import AnswerEvent, ArgumentsDelta, CallBegins, CallEnds, Reasoning, Text
 from gateway.http.openai.logprobs import ChatTokens
 from gateway.http.responses.answers import IncompleteDetails, ResponseError, ResponseObject
@@ -62,7 +63,7 @@ CALLS: list[AnswerEvent] = [
 
 
 def response(**fields: Any) -> ResponseJson:
-    return ResponseJson(BODY.model_copy(update=fields), "resp_r", 7, is_stored=True)
+    return ResponseJson(BODY.model_copy(update=fields), SamplingParams(), "resp_r", 7, is_stored=True)
 
 
 def streamed(
