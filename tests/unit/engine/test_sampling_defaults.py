@@ -20,6 +20,15 @@ def test_the_file_names_the_defaults(tmp_path: Path) -> None:
     assert read_sampling_defaults(tmp_path) == SamplingParams(repetition_penalty=1.05)
 
 
+def test_all_tokens_may_be_written_in_two_ways_and_the_log_tells_the_defaults(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    write(tmp_path, {"top_k": -1, "temperature": 0.6})
+    assert read_sampling_defaults(tmp_path) == SamplingParams(temperature=0.6)
+    assert caplog.messages == ["sampling defaults of generation_config.json: temperature 0.6, top_k 0"]
+
+
 def test_null_is_no_default_and_0_is_one(tmp_path: Path) -> None:
     write(tmp_path, {"temperature": 0, "top_p": None, "top_k": None})
     defaults = read_sampling_defaults(tmp_path)
@@ -36,7 +45,7 @@ def test_null_is_no_default_and_0_is_one(tmp_path: Path) -> None:
         ("temperature", float("nan"), "must be a finite number, got nan"),
         ("temperature", 10**400, "must be from 0 to 100, got 1000"),
         ("top_p", 0.0, "must be above 0 and up to 1, got 0.0"),
-        ("top_k", -1, "must be 0 (every token) or more, got -1"),
+        ("top_k", -2, "must be 0 (every token) or more, got -2"),
         ("top_k", 20.0, "must be an integer, got 20.0"),
         ("min_p", [0.1], "must be a number, got [0.1]"),
         ("repetition_penalty", 0, "must be from 0.01 to 100, got 0"),
