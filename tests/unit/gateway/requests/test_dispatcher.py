@@ -2,25 +2,20 @@
 
 import logging
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import pytest
 
-from baton.config import GatewayConfig
-from baton.errors import HarmfulRequest, InvalidRequest, RateLimited
+from baton.errors import InvalidRequest, RateLimited
 from baton.fleet import LEFT
-from baton.kv import TransferRole, WorkerRef
-from baton.request import ErrorKind, FinishReason, RequestOutput, StageTimes
-from baton.sampling import SamplingParams
+from baton.kv import TransferRole
+from baton.request import ErrorKind, FinishReason, StageTimes
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
-from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
-from gateway.auth.callers import ANYBODY, Caller
-from gateway.requests.dispatcher import Dispatcher
+from baton.worker import WorkerRole, WorkerState
+from gateway.auth.callers import Caller
 from gateway.requests.events import (
     AbortAt,
     Deliver,
-    Effect,
     Record,
     Refuse,
     StreamEnded,
@@ -31,57 +26,9 @@ from gateway.requests.events import (
     WorkerReported,
 )
 from gateway.requests.record import Outcome
-from gateway.requests.request import GatewayRequest
-from gateway.requests.retry import LoadFailurePolicy, RetryState
+from gateway.requests.retry import RetryState
 from gateway.routing.placement import Mode, Placement, RouteQuery
-from gateway.routing.router import Router
-from simulator.driver import SilentText
-
-
-def make_dispatcher(*workers: str, policy: LoadFailurePolicy = "retry") -> Dispatcher:
-    """Workers whose names begin with p prefill."""
-    ids = count()
-    dispatcher = Dispatcher(
-        Router(GatewayConfig(routing_policy="round_robin", routing_mode="disaggregated"), b"key"),
-        policy,
-        lambda _: str(next(ids)),
-        max_in_flight=9,
-        max_queued=9,
-        placement_timeout_s=30.0,
-    )
-    for name in workers:
-        dispatcher.handle(WorkerReported(status_of(name)), 0.0)
-    return dispatcher
-
-
-def status_of(name: str) -> WorkerStatus:
-    role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
-    ref = WorkerRef(name, f"{name}-incarnation", ("tcp://here:1",), 16)
-    return WorkerStatus(ref, role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
-
-
-def make_request(request_id: str = "r", caller: Caller = ANYBODY) -> GatewayRequest:
-    """Its salt is its id."""
-    return GatewayRequest(
-        request_id=request_id,
-        prompt_token_ids=(1, 2, 3),
-        sampling_params=SamplingParams(max_tokens=3, seed=0),
-        text=SilentText(),
-        cache_salt=request_id,
-        caller=caller,
-    )
-
-
-def submitted(effects: list[Effect]) -> dict[str, str]:
-    """Workers that get a sub-request, with its id."""
-    return {
-        effect.worker: effect.sub_request.request_id for effect in effects if isinstance(effect, SubmitTo)
-    }
-
-
-def outputs(worker: str, engine_id: str, *token_ids: int, end: FinishReason | None = None) -> WorkerOutputs:
-    output = RequestOutput(request_id=engine_id, first_position=0, token_ids=token_ids, finish_reason=end)
-    return WorkerOutputs(worker, (output,))
+from tests.factories.dispatching import make_dispatcher, make_request, outputs, status_of, submitted
 
 
 def test_a_token_that_comes_with_the_failure_of_its_attempt_is_delivered() -> None:
@@ -266,133 +213,6 @@ def test_c42_a_failure_that_two_outputs_report_counts_once() -> None:
     dispatcher.avoided_pairs.works(("p0", "d0"))
     dispatcher.handle(link_failure(engine_id, 7, 8), 50.0)
     assert len(dispatcher.avoided_pairs) == 0
-
-
-def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_later() -> None:
-    dispatcher, caller = make_dispatcher("d0", "d1", "d2", "d3", "d4", "d5"), Caller("mallory")
-    poison, equal = (replace(make_request(name, caller), cache_salt="same") for name in ("poison", "equal"))
-    bystander = replace(make_request("bystander"), prompt_token_ids=(9,))
-    (worker,) = submitted(dispatcher.handle(Submitted(poison), 0.0))
-    for now in (1.0, 2.0):
-        ((worker, engine_id),) = submitted(dispatcher.handle(WorkerLost(worker, "killed"), now)).items()
-    assert submitted(dispatcher.handle(Submitted(bystander), 2.5)), "only suspects wait for each other"
-    assert dispatcher.handle(Submitted(equal), 2.5) == [], "one at a time"
-    for now in (2.7, 2.8):
-        dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), now)
-        ((worker, engine_id),) = submitted(dispatcher.handle(WorkerLost(worker, "killed"), now)).items()
-    dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), 2.9)
-    effects = dispatcher.handle(WorkerLost(worker, "killed"), 3.0)
-    refused = {effect.request: effect.error for effect in effects if isinstance(effect, Refuse)}
-    assert refused.keys() == {poison, equal}
-    assert {type(error) for error in refused.values()} == {HarmfulRequest}
-    for request, error in refused.items():
-        dispatcher.handle(StreamEnded(request, error), 3.0)
-    (again,) = dispatcher.handle(Submitted(equal), 4.0)
-    assert isinstance(again, Refuse)
-    assert isinstance(again.error, HarmfulRequest)
-
-
-@pytest.mark.parametrize("are_others_lost", [False, True])
-def test_c56_a_request_is_not_stopped_if_as_many_workers_end_that_never_had_it(are_others_lost: bool) -> None:
-    names = [f"d{number}" for number in range(9)]
-    dispatcher, unused = make_dispatcher(*names), set(names)
-    effects = dispatcher.handle(Submitted(make_request()), 0.0)
-    for now in range(5):
-        ((worker, engine_id),) = submitted(effects).items()
-        unused.discard(worker)
-        dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), now)
-        if are_others_lost:
-            other = min(unused)
-            dispatcher.handle(WorkerLost(other, "killed"), now)
-            dispatcher.handle(WorkerReported(status_of(other)), now)
-        effects = dispatcher.handle(WorkerLost(worker, "killed"), now)
-    assert any(isinstance(effect, Refuse) for effect in effects) is not are_others_lost
-
-
-@pytest.mark.parametrize(("others", "num_shared"), [((), 0), (("another gateway's",), 1)])
-def test_c56_a_worker_that_ran_one_suspect_counts_even_if_the_other_worker_refused_it(
-    others: tuple[str, ...], num_shared: int
-) -> None:
-    dispatcher = make_dispatcher("p0", "p1", "d0", "d1")
-    request = make_request()
-    placed = submitted(dispatcher.handle(Submitted(request), 0.0))
-    for now in (1.0, 2.0):
-        placed = submitted(dispatcher.handle(WorkerLost(next(iter(placed)), "killed"), now))
-        for name in ("d0", "d1"):
-            dispatcher.handle(WorkerReported(status_of(name)), now)
-    (suspect,) = dispatcher.suspects._suspects.values()
-    decode, prefill = placed
-    dispatcher.handle(WorkerReported(replace(status_of(prefill), suspects=(placed[prefill], *others))), 3.0)
-    refused = RequestOutput(
-        request_id=placed[decode],
-        first_position=0,
-        finish_reason=FinishReason.ERROR,
-        error="another suspect's turn",
-        error_kind=ErrorKind.OVERLOADED,
-    )
-    dispatcher.handle(WorkerOutputs(decode, (refused,)), 3.1)
-    dispatcher.handle(WorkerLost(prefill, "killed"), 3.2)
-    assert (suspect.num_losses, suspect.num_shared) == (3, num_shared)
-
-
-@pytest.mark.parametrize("busy", ["p0", "d0"])
-def test_c56_a_suspect_waits_while_it_is_anothers_turn_and_delays_nobody(busy: str) -> None:
-    dispatcher = make_dispatcher("p0", "d0")
-    dispatcher.handle(Submitted(make_request()), 0.0)
-    for now in (1.0, 2.0):
-        dispatcher.handle(WorkerReported(replace(status_of(busy), takes_suspects=now < 2.0)), now)
-        dispatcher.handle(WorkerLost("d0", "killed"), now)
-        dispatcher.handle(WorkerReported(replace(status_of("d0"), takes_suspects=busy != "d0")), now)
-    assert dispatcher.num_queued == 1
-    assert dispatcher.queue.oldest_since(for_worker=True) is None
-    bystander = replace(make_request("bystander"), prompt_token_ids=(9,))
-    assert submitted(dispatcher.handle(Submitted(bystander), 2.5))
-    assert submitted(dispatcher.handle(WorkerReported(status_of(busy)), 3.0))
-
-
-@pytest.mark.parametrize("reason", ["drained", "reachable"])
-def test_c56_workers_that_drain_or_live_on_count_against_no_request(reason: str) -> None:
-    dispatcher, request = make_dispatcher("d0", "d1", "d2"), make_request()
-    (worker,) = submitted(dispatcher.handle(Submitted(request), 0.0))
-    for now in range(5):
-        if reason == "drained":
-            dispatcher.handle(WorkerReported(replace(status_of(worker), state=WorkerState.DRAINING)), now)
-        lost, former = WorkerLost(worker, reason, is_reachable=reason == "reachable"), worker
-        (worker,) = submitted(dispatcher.handle(lost, now))
-        dispatcher.handle(WorkerReported(status_of(former)), now)
-    assert len(dispatcher.suspects) == 0
-    assert dispatcher.tally.counters["migrated_given_back" if reason == "drained" else "migrated_lost"] == 5
-
-
-def test_c56_a_worker_that_serves_again_after_a_drain_is_lost_as_any_other() -> None:
-    dispatcher, request = make_dispatcher("d0", "d1"), make_request()
-    for worker in ("d0", "d1"):  # drained to change its role
-        dispatcher.handle(WorkerReported(replace(status_of(worker), state=WorkerState.DRAINING)), 0.0)
-        dispatcher.handle(WorkerReported(status_of(worker)), 1.0)
-    (worker,) = submitted(dispatcher.handle(Submitted(request), 2.0))
-    dispatcher.handle(WorkerLost(worker, "killed"), 3.0)
-    assert len(dispatcher.suspects) == 1
-
-
-@pytest.mark.parametrize(("have_answered", "num_attempts"), [(True, 2), (False, 3)])
-def test_c56_a_request_that_two_workers_cannot_compute_is_stopped_if_they_can_compute_others(
-    have_answered: bool, num_attempts: int
-) -> None:
-    dispatcher, request = make_dispatcher("d0", "d1", "d2"), make_request()
-    if have_answered:
-        for number in range(3):
-            other = replace(make_request(f"other {number}"), prompt_token_ids=(number,))
-            ((worker, engine_id),) = submitted(dispatcher.handle(Submitted(other), 0.0)).items()
-            effects = dispatcher.handle(outputs(worker, engine_id, 1, 2, 3, end=FinishReason.LENGTH), 0.5)
-            assert any(isinstance(effect, Deliver) for effect in effects)
-    effects = dispatcher.handle(Submitted(request), 1.0)
-    for now in range(num_attempts):
-        ((worker, engine_id),) = submitted(effects).items()
-        failed = outputs(worker, engine_id, end=FinishReason.ERROR)
-        failed.outputs[0].error_kind = ErrorKind.STEP_FAILED
-        effects = dispatcher.handle(failed, 2.0 + now)
-    (refused,) = [effect for effect in effects if isinstance(effect, Refuse)]
-    assert isinstance(refused.error, HarmfulRequest) is have_answered
 
 
 @pytest.mark.parametrize(
