@@ -9,7 +9,7 @@ from baton.errors import ModelError
 def count_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """The positive integer of this key; ModelError names the key and its value if it is another value."""
     value = default if config.get(key) is None else config[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
         raise ModelError(f"{key} must be a positive integer, got {value!r:.80}")
     return value
 

@@ -88,9 +88,7 @@ class Preemption:
             if has_drafts and self._kv.groups.num_windowed:
                 return False  # wrong drafts: it would again need rows that have left the window
             if victim.num_tokens + victim.num_output_placeholders >= victim.max_num_tokens:
-                return (
-                    False  # the token in flight will end it, or a producer computes its last position again
-                )
+                return False  # that token will end it; a producer's last position must be computed again
         return True
 
     def _put_back(self, victim: Request, num_kept_tokens: int) -> None:

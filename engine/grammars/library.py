@@ -46,7 +46,8 @@ class GrammarLibrary:
         """The file is read with the first grammar, or by `load_tokenizer`."""
         self._tokenizer_file = tokenizer_file
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        # A tokenizer may have more tokens than the model; llguidance would refuse these, and no model samples them.
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._tokenizer: Any = None
 
     def load_tokenizer(self) -> Any:
@@ -61,7 +62,7 @@ class GrammarLibrary:
             import llguidance
 
             self._tokenizer = llguidance.LLTokenizer(
-                tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
+                tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
             )
         return self._tokenizer
 

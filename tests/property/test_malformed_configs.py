@@ -26,6 +26,7 @@ WRONG: tuple[Any, ...] = (
     0,
     1,
     1.5,
+    10**400,
     float("nan"),
     float("inf"),
     [],

@@ -32,3 +32,14 @@ def test_alternatives_that_may_overlap_are_refused_without_naming_an_option_that
 ) -> None:
     with pytest.raises(ValueError, match=r"^oneOf constraints are not supported\. Use anyOf, or give"):
         library_in(folder).compile(StructuredOutput(GrammarKind.JSON_SCHEMA, '{"oneOf": [{}, {}]}'))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_end_token_that_the_model_does_not_have_prevents_no_grammar(folder: Path, order: int) -> None:
+    """Some fine-tuned models' tokenizers have more tokens than the model."""
+    size = make_tokenizer().get_vocab_size()
+    library = GrammarLibrary(folder / "tokenizer.json", size, (EOS_TOKEN_ID, size)[::order])
+    assert library.compile(StructuredOutput(GrammarKind.REGEX, "(yes|no)")).num_bytes
+    none = GrammarLibrary(folder / "tokenizer.json", size, (size,))
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        none.load_tokenizer()

@@ -1,4 +1,4 @@
-"""Behaviour 56 in the dispatcher: which losses and failures of workers stop a request; see also test_suspects.py."""
+"""Behaviour 56 at the dispatcher: requests that end workers, or break their steps, and those that only seem to."""
 
 from dataclasses import replace
 
@@ -17,13 +17,7 @@ from gateway.requests.events import (
     WorkerOutputs,
     WorkerReported,
 )
-from tests.unit.gateway.requests.test_dispatcher import (
-    make_dispatcher,
-    make_request,
-    outputs,
-    status_of,
-    submitted,
-)
+from tests.factories.dispatching import make_dispatcher, make_request, outputs, status_of, submitted
 
 
 def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_later() -> None:

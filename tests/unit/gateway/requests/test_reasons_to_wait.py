@@ -3,7 +3,7 @@
 from baton.errors import WorkerUnavailable
 from baton.request import ErrorKind, FinishReason, RequestOutput
 from gateway.requests.events import Refuse, Submitted, Tick, WorkerLost, WorkerOutputs
-from tests.unit.gateway.requests.test_dispatcher import make_dispatcher, make_request, submitted
+from tests.factories.dispatching import make_dispatcher, make_request, submitted
 
 
 def test_a_request_whose_full_worker_died_waits_for_a_worker_and_no_longer_for_room() -> None:
