@@ -13,8 +13,11 @@ from baton.errors import ModelError
 from engine.config_values import object_of
 from engine.quantization_scheme import MXFP4_BLOCK, Layout, Scheme
 
-QUANTIZATION_KEYS = KEY, OLD_KEY = "quantization_config", "compression_config"
-"""The key of a config.json, and its name in the first checkpoints of compressed-tensors."""
+KEY = "quantization_config"
+OLD_KEY = "compression_config"
+"""The key in the first checkpoints of compressed-tensors."""
+QUANTIZATION_KEYS = (KEY, OLD_KEY)
+"""The keys under which a config.json may declare a quantization; the first that is set counts."""
 FIRST_WITH_FP8 = (8, 9)
 """Compute capability of Ada, the first GPUs with 8-bit floats."""
 
