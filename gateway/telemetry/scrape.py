@@ -9,7 +9,7 @@ from baton.system.exposition import counter, gauge
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from gateway.requests.attempt import Cause
 from gateway.requests.driver import RequestDriver
-from gateway.workers.worker_client import LossCause, WorkerClient
+from gateway.workers.worker_client import LossCause
 
 
 class GatewayScrape:
@@ -79,7 +79,7 @@ class GatewayScrape:
         states = Counter[tuple[str, ...]](
             {(role.value, state.value): 0 for role in WorkerRole for state in WorkerState}
         )
-        states.update(_state(client) for client in clients)
+        states.update((client.role.value, client.state.value) for client in clients)
         yield gauge("fleet_workers", "Workers, as this gateway sees them", ["role", "state"], states)
         losses = self._driver.workers.losses
         yield counter(
@@ -101,15 +101,6 @@ class GatewayScrape:
             ["worker", "role", "state"],
             {key: count for status in statuses for key, count in _blocks_of(status)},
         )
-
-
-def _state(client: WorkerClient) -> tuple[str, str]:
-    """The worker's role and state. A silent worker is `dead`."""
-    if client.status is None:
-        state = WorkerState.DEAD if client.is_silent else WorkerState.STARTING
-        return client.endpoint.role.value, state.value
-    state = WorkerState.DEAD if client.is_silent else client.status.state
-    return client.status.role.value, state.value
 
 
 def _requests_on(status: WorkerStatus) -> Iterator[tuple[tuple[str, str, str], int]]:

@@ -87,20 +87,17 @@ def in_order(name: str) -> tuple[str, int, str]:
 
 
 def _of_client(client: WorkerClient, replica: ReplicaDescription | None) -> WorkerView:
-    endpoint, status = client.endpoint, client.status
-    if status is not None and not client.is_silent:
-        state = status.state.value
-    elif replica is not None and replica.state in _WITHOUT_PROCESS:
+    state = client.state.value
+    is_heard = client.status is not None and not client.is_silent
+    if not is_heard and replica is not None and replica.state in _WITHOUT_PROCESS:
         state = replica.state.value
-    else:
-        state = "starting" if status is None else "dead"
     return WorkerView(
         name=client.name,
-        role=status.role if status else endpoint.role,
+        role=client.role,
         state=state,
-        node=endpoint.node,
-        endpoint=endpoint,
-        status=status,
+        node=client.endpoint.node,
+        endpoint=client.endpoint,
+        status=client.status,
         replica=replica,
     )
 

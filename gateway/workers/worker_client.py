@@ -31,7 +31,7 @@ from baton.system.addresses import connect
 from baton.system.awake_timer import AwakeTimer
 from baton.system.curve import FAILED_HANDSHAKES, REFUSED, PlaneKeys, connection_events, secure_client
 from baton.system.standstill import Standstill, pace_of
-from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
+from baton.worker import WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from gateway.turn_budget import SharedTurns
 
 logger = logging.getLogger(__name__)
@@ -175,6 +175,18 @@ class WorkerClient:
         self._socket.disable_monitor()
         self._connection.close()
         self._socket.close()
+
+    @property
+    def role(self) -> WorkerRole:
+        """As of the latest heartbeat: a worker may have changed it since it began."""
+        return self.endpoint.role if self.status is None else self.status.role
+
+    @property
+    def state(self) -> WorkerState:
+        """As of the latest heartbeat; DEAD if the worker is silent."""
+        if self.is_silent:
+            return WorkerState.DEAD
+        return WorkerState.STARTING if self.status is None else self.status.state
 
     def note_death(self) -> None:
         """The controller has reported the worker's death. Counts a loss, unless it was noticed here before."""

@@ -10,7 +10,7 @@ from baton.fleet import NodeDescription, ReplicaState, RolloutStep
 from baton.worker import WorkerRole
 from gateway.workers.fleet_view import TIMEOUT_S
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
-from tests.factories.gateway import gateway_with, refusal, silent
+from tests.factories.gateway import IMPATIENT, gateway_with, refusal, silent
 
 NODES = (
     NodeDescription(name="head", address="10.0.0.1", is_alive=True, is_head=True, resources=(("CPU", 2.0),)),
@@ -103,6 +103,19 @@ async def test_a_worker_that_fell_silent_is_dead_unless_its_controller_knows_mor
         await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 0)
         (worker,) = (await under_test.client.describe())["workers"]
     assert worker["state"] == shown
+
+
+async def test_a_worker_that_was_never_heard_starts_at_first_and_then_is_dead(folder: Path) -> None:
+    control = FakeFleetControl(fleet_of(replica("w1", state=ReplicaState.SERVING)))
+    async with gateway_with(folder, {}, {}, control=control, network=IMPATIENT) as under_test:
+        mute = under_test.add("w1", silent)
+        mute.stop()
+        (worker,) = (await under_test.client.describe())["workers"]
+        assert worker["state"] == "starting"
+        (client,) = under_test.gateway.workers.clients
+        await under_test.until(lambda: client.is_silent)
+        (worker,) = (await under_test.client.describe())["workers"]
+        assert worker["state"] == "dead"
 
 
 async def test_without_a_controller_the_gateway_describes_what_it_knows(folder: Path) -> None:

@@ -27,9 +27,7 @@ def test_the_metric_has_a_series_for_every_state_and_counts_the_worker_in_its_ow
 ) -> None:
     monkeypatch.setattr(scrape, "_requests_on", lambda _: ())
     monkeypatch.setattr(scrape, "_blocks_of", lambda _: ())
-    status = SimpleNamespace(state=seen, role=WorkerRole.DECODE)
-    client = SimpleNamespace(status=status, is_silent=False)
-    clients = [] if seen is None else [client]
+    clients = [] if seen is None else [SimpleNamespace(state=seen, role=WorkerRole.DECODE)]
     workers: Any = SimpleNamespace(clients=clients, statuses=[], losses=dict.fromkeys(LossCause, 0))
     driver: Any = SimpleNamespace(workers=workers)
     family = next(iter(GatewayScrape(driver, "tiny", lambda: None)._workers()))
