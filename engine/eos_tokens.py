@@ -31,7 +31,9 @@ def _named(folder: Path, name: str) -> tuple[int, ...]:
 def _of_tokenizer(folder: Path) -> int | None:
     """The id of `eos_token`; None if there is none, or if it is no token of the vocabulary."""
     config = _read(folder / "tokenizer_config.json")
-    token = _content(config.get("eos_token"))
+    # Older folders name special tokens in a file of their own.
+    named = config if "eos_token" in config else _read(folder / "special_tokens_map.json")
+    token = _content(named.get("eos_token"))
     if token is None:
         return None
     return next((token_id for token_id, content in _added_tokens(folder, config) if content == token), None)

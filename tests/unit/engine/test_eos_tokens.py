@@ -61,6 +61,15 @@ def test_the_tokenizers_end_token_ends_an_answer_too(
     assert read_eos_token_ids(tmp_path) == ids
 
 
+def test_older_folders_name_it_in_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(ADDED))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    assert read_eos_token_ids(tmp_path) == (2, 8)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    assert read_eos_token_ids(tmp_path) == (2, 6), "tokenizer_config.json has the last word"
+
+
 def test_a_broken_tokenizer_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text("{")
