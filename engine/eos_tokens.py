@@ -1,4 +1,4 @@
-"""read_eos_token_ids: the tokens that end an answer, as the files of a model folder name them."""
+"""read_eos_token_ids, named_eos_token_ids: the tokens that end an answer, as the files of a model folder name them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +13,14 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
 
     As in vLLM, the tokenizer's counts, too: fine-tuned models often name the end of a turn only there.
     """
-    named = _named(folder, "generation_config.json") or _named(folder, "config.json")
+    named = named_eos_token_ids(folder)
     of_tokenizer = _of_tokenizer(folder)
     return named if of_tokenizer is None or of_tokenizer in named else (*named, of_tokenizer)
+
+
+def named_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """As `read_eos_token_ids`, but without the tokenizer, whose file may have 30 MB."""
+    return _named(folder, "generation_config.json") or _named(folder, "config.json")
 
 
 def _named(folder: Path, name: str) -> tuple[int, ...]:
@@ -40,7 +45,7 @@ def _of_tokenizer(folder: Path) -> int | None:
 
 
 def _added_tokens(folder: Path, config: dict[str, Any]) -> Iterator[tuple[int, str | None]]:
-    """Special tokens and their ids. tokenizer.json, which may have 30 MB, is read only if needed."""
+    """Special tokens and their ids. tokenizer.json is read only if needed."""
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         yield from ((int(key), _content(token)) for key, token in decoder.items() if key.isdecimal())

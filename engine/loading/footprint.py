@@ -9,7 +9,7 @@ from baton.config import BatonConfig
 from baton.errors import ModelError
 from baton.worker import WorkerRole
 from engine.allocator import available_memory
-from engine.eos_tokens import read_eos_token_ids
+from engine.eos_tokens import named_eos_token_ids
 from engine.layer_groups import group_layers
 from engine.loading.demands import check_demands, check_groups
 from engine.loading.dtype import dtype_of
@@ -133,7 +133,7 @@ def check_small_files(config: BatonConfig, folder: Path) -> ModelArchitecture:
     architecture = read_architecture(folder)
     check_demands(config, architecture)
     check_tokenizer(folder)
-    read_eos_token_ids(folder)
+    named_eos_token_ids(folder)
     if config.engine.kv_cache_dtype == "fp8":
         check_kv_scales(folder)
     return architecture

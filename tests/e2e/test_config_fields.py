@@ -76,13 +76,15 @@ def test_a_field_that_changes_logits_is_read_or_refused(tmp_path: Path, family: 
     own, expected = architecture(path), logits(path)
     assert own is not None
     assert expected is not None
-    ignored = []
+    ignored, num_compared = [], 0
     for key in fields.keys() - NAMES:
         for value in changed(fields[key]):
             (path / "config.json").write_text(json.dumps(fields | {key: value}))
             if architecture(path) != own:
                 continue
             found = logits(path)
+            num_compared += found is not None
             if found is not None and not torch.allclose(found, expected, rtol=0, atol=1e-4):
                 ignored.append(f"{key}: {value!r}")
     assert not ignored
+    assert num_compared >= len(fields) / 4, "most values were refused, so this test proves little"
