@@ -80,6 +80,7 @@ class SimConnector:
         self.counts = self.endpoint.counters
         self._leases = Leases(self._world, self._process, config.lease_s)
         channel.on_arrival = self._on_arrival
+        channel.on_gone = self._on_gone
 
     # the engine's calls, as worker/core.py makes them
 
@@ -132,6 +133,11 @@ class SimConnector:
         self._world.log(self._name, f"<- {arrival.peer!r} {arrival.header[:8].hex()}")
         self._leases.on_arrival(arrival)
         self.endpoint.on_arrival(arrival)
+        self.turn()
+
+    def _on_gone(self, address: str) -> None:
+        self._world.log(self._name, f"{address} is gone")
+        self.endpoint.on_gone(address)
         self.turn()
 
     def _post(self, commands: Sequence[TransferCommand]) -> None:

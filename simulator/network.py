@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import numpy as np
 
@@ -10,6 +11,9 @@ from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import PREFIX_BYTES, SEAL_BYTES, TO_CONSUMER, TO_PRODUCER
 from kv_transfer.transport.base import Arrival, Bytes
 from simulator.world import Process, World
+
+REFUSAL_S = 0.3
+"""After this time, enough attempts to connect to an ended process have been refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,8 @@ class SimChannel:
         self.address = f"sim://{name}"
         self.num_dropped = 0
         self.on_arrival: Callable[[Arrival], None] = lambda _: None
+        self.on_gone: Callable[[str], None] = lambda _: None
+        """Called with the address of a process that has ended, if its host still runs and refuses connections."""
         self._peers: dict[bytes, SimChannel] = {}
         """The channel behind each identity that connected to our ROUTER."""
         self._payload = Payload(())
@@ -174,9 +180,22 @@ class SimChannel:
         listener = self._network.listening.get(address)
         if listener is None:
             return
+        if listener._process.is_dead and _has_host(listener):
+            self._network.world.after(REFUSAL_S, lambda: self._find_gone(address, listener), self._process)
         identity = f"{id_of(self)}>{id_of(listener)}".encode()
         listener._peers[identity] = self
         listener.receive(Arrival(identity, is_from_producer=False, header=header), payload)
+
+    def _find_gone(self, address: str, listener: "SimChannel") -> None:
+        """Several attempts to connect to the ended process have failed, unless another one listens there now."""
+        if self._network.listening[address] is listener:
+            self._network.world.counts["path peer gone"] += 1
+            self.on_gone(address)
+
+
+def _has_host(channel: SimChannel) -> bool:
+    """Whether only the process ended, not its host. Each is true of half of all incarnations."""
+    return bool(crc32(id_of(channel).encode()) % 2)
 
 
 def id_of(channel: SimChannel) -> str:

@@ -21,8 +21,7 @@ class KVTransferConfig(Section):
     short, as soon as 2/5 of it."""
     load_failure_policy: Literal["retry", "recompute", "fail"] = "retry"
     """What happens if a prompt's KV does not arrive. `retry`: another prefill worker computes it or, without one, the
-    decode worker. `recompute`: the decode worker computes it once it has noticed; if the prefill worker died, `retry`
-    is faster. `fail`: the request fails."""
+    decode worker. `recompute`: the decode worker computes it. `fail`: the request fails."""
     max_inflight_mib: int = Field(64, ge=1)
     """Bytes that may be on their way to one peer without acknowledgement; with `cuda_ipc` at least 512 MiB."""
     checksum: Literal["auto", "on", "off"] = "auto"

@@ -109,6 +109,10 @@ class TransferEndpoint:
             elif isinstance(error, OtherVersion):
                 self._consumer_end.give_up_on(arrival.peer, str(error))
 
+    def on_gone(self, address: str) -> None:
+        """Nothing listens at this producer's address any more: its process has ended, or refuses connections."""
+        self._consumer_end.on_gone(address)
+
     def _report(self, error: WireError) -> None:
         """Logs the 1st, 2nd, 4th, 8th ... time: endless bad messages must not fill the log."""
         num_bad = self.counters["kv_bad_messages"]

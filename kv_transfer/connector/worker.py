@@ -180,6 +180,8 @@ class KVConnectorWorker:
                     self.progress.begin()
                     self._endpoint.on_arrival(arrival)
                 self.progress.begin()
+                for address in self._channel.collect_gone():
+                    self._endpoint.on_gone(address)
                 self._wakeup.clear()
                 self._execute_commands()
                 self._endpoint.on_time()

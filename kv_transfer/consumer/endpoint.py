@@ -95,6 +95,10 @@ class ConsumerEndpoint:
         why = f"protocol mismatch with the prefill worker: {reason}"
         self._do(self._consumer.on_other_language(peer, why))
 
+    def on_gone(self, address: str) -> None:
+        """Nothing listens at this producer's address any more: loads from it fail at once."""
+        self._do(self._consumer.on_gone(address))
+
     def fileno(self) -> int:
         """This file descriptor is readable while `on_time` has something to do at once."""
         return self._pools.fileno()

@@ -171,11 +171,13 @@ class Consumer:
 
     def on_other_language(self, address: str, reason: str) -> list[Effect]:
         """The producer at this address has an incompatible protocol: fails everything that waits for it."""
-        loss = link_failure(reason, from_producer=True)
-        live = (IncomingState.HOLDING, IncomingState.LOADING)
-        transfers = [known for known in self._transfers.values() if known.address == address]
-        lost = [transfer for transfer in transfers if transfer.state in live]
-        return [effect for transfer in lost for effect in self._lose(transfer, loss)]
+        return self._lose_all_from(address, link_failure(reason, from_producer=True))
+
+    def on_gone(self, address: str) -> list[Effect]:
+        """Nothing listens at this address any more: fails everything that waits for the producer there."""
+        return self._lose_all_from(
+            address, link_failure("the prefill worker accepts no connections any more")
+        )
 
     def wanted(self, message: Pieces, now: float) -> WantedPieces | None:
         """The announced pieces to write now, or None. The caller must then call `on_arrived` or `on_unread`.
@@ -329,6 +331,12 @@ class Consumer:
         self._forget(transfer)
         self._counters["kv_loads_received"] += 1
         return [Send(transfer.address, Release(transfer.key)), transfer.received(now)]
+
+    def _lose_all_from(self, address: str, loss: Loss) -> list[Effect]:
+        live = (IncomingState.HOLDING, IncomingState.LOADING)
+        transfers = [known for known in self._transfers.values() if known.address == address]
+        lost = [transfer for transfer in transfers if transfer.state in live]
+        return [effect for transfer in lost for effect in self._lose(transfer, loss)]
 
     def _lose(self, transfer: IncomingTransfer, loss: Loss) -> list[Effect]:
         """No more pieces will arrive: fails the load, or remembers the loss for a later load."""

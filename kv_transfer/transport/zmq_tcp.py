@@ -39,6 +39,9 @@ LINGER_MS = 1000
 RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
 """Delay before reconnecting to an unresponsive peer; doubles up to the second value."""
 
+NUM_REFUSALS = 2
+"""A peer is gone if this many attempts to connect to it have failed since it last sent something."""
+
 UNDELIVERABLE = {zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.EINVAL, zmq.EPROTONOSUPPORT, errno.EMFILE}
 """The queue is full, the peer is gone, its address (from another process) is invalid, or no socket is left."""
 
@@ -58,8 +61,17 @@ class _Connection:
     """A connection to a worker."""
 
     socket: "zmq.Socket[bytes]"
+    monitor: "zmq.Socket[bytes]"
+    """Reports attempts to connect that have failed."""
     used_at: float
     """Time of the last message sent."""
+    num_refusals: int = 0
+    """Attempts to connect that have failed since something arrived."""
+
+    def close(self, linger_ms: int) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close(linger_ms)
 
 
 class ZmqChannel:
@@ -98,6 +110,7 @@ class ZmqChannel:
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._authenticator.register(self._poller)
+        self._gone: set[str] = set()
         self._reading: zmq.Socket[bytes] | None = None
         self._queued: dict[Peer, deque[tuple[zmq.MessageTracker, int]]] = {}
         """Payloads that ZMQ may still read, with their sizes, oldest first."""
@@ -129,7 +142,15 @@ class ZmqChannel:
             yield from self._arrivals(self._router, None)
         for address, connection in list(self._connections.items()):
             if connection.socket in ready:
+                connection.num_refusals = 0
                 yield from self._arrivals(connection.socket, address)
+            if connection.monitor in ready and self._is_refused(connection):
+                self._gone.add(address)
+
+    def collect_gone(self) -> set[str]:
+        """Addresses at which nothing listens any more, as `wait` has found since the last call."""
+        gone, self._gone = self._gone, set()
+        return gone
 
     def read_payload(self) -> Iterator[Bytes]:
         """The payload of the current arrival, in ZMQ's memory."""
@@ -166,8 +187,9 @@ class ZmqChannel:
 
     def close(self) -> None:
         self._authenticator.close()
-        for socket in [self._router, *(connection.socket for connection in self._connections.values())]:
-            socket.close()
+        self._router.close()
+        for connection in self._connections.values():
+            connection.close(linger_ms=0)
         self._context.term()
 
     def _num_queued_bytes(self, peer: Peer) -> int:
@@ -181,23 +203,26 @@ class ZmqChannel:
         return sum(num_bytes for _, num_bytes in self._queued.get(peer, ()))
 
     def _connected(self, address: str) -> "zmq.Socket[bytes]":
-        connection = self._connections.pop(address, None)
-        socket = connection.socket if connection is not None else self._connect(address)
-        self._connections[address] = _Connection(socket, self._clock.now())  # last in the dict
-        return socket
+        connection = self._connections.pop(address, None) or self._connect(address)
+        connection.used_at = self._clock.now()
+        self._connections[address] = connection  # last in the dict
+        return connection.socket
 
-    def _connect(self, address: str) -> "zmq.Socket[bytes]":
+    def _connect(self, address: str) -> _Connection:
         dealer = self._configured(zmq.DEALER, self._max_payload_bytes)
         dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         secure_client(dealer, self._keys)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_CLOSED)
+        connection = _Connection(dealer, monitor, self._clock.now())
         try:
             connect(dealer, address)
         except zmq.ZMQError:
-            dealer.close()
+            connection.close(linger_ms=0)
             raise
-        self._poller.register(dealer, zmq.POLLIN)
-        return dealer
+        for socket in (dealer, monitor):
+            self._poller.register(socket, zmq.POLLIN)
+        return connection
 
     def _close_unused(self) -> None:
         """Closes unused connections. Call it between turns: in a turn, one may have the current arrival."""
@@ -206,8 +231,16 @@ class ZmqChannel:
             if position >= num_surplus and now < connection.used_at + self._idle_s:
                 break
             del self._connections[address]
-            self._poller.unregister(connection.socket)
-            connection.socket.close(LINGER_MS)
+            for socket in (connection.socket, connection.monitor):
+                self._poller.unregister(socket)
+            connection.close(LINGER_MS)
+
+    def _is_refused(self, connection: _Connection) -> bool:
+        """Counts the failed attempts that the monitor has reported. Whether there were too many."""
+        while connection.monitor.poll(0):
+            connection.monitor.recv_multipart()
+            connection.num_refusals += 1
+        return connection.num_refusals >= NUM_REFUSALS
 
     def _longest_sleep(self, timeout_s: float | None) -> float | None:
         """The time to sleep, cut so that unused connections are closed in time."""

@@ -252,10 +252,56 @@ def test_c48_a_peer_that_is_gone_is_tried_again_ever_more_seldom(
     with listen() as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     consumer.send(address, b"hello")
-    with consumer._connections[address].socket.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED) as monitor:
+    dealer = consumer._connections[address].socket
+    dealer.disable_monitor()  # the channel's own monitor reports other events
+    with dealer.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED, "inproc://retries") as monitor:
         pauses_ms = []
         for _ in range(6):
             assert monitor.poll(10_000)
             pauses_ms.append(recv_monitor_message(monitor)["value"])
-        consumer._connections[address].socket.disable_monitor()
+        dealer.disable_monitor()
     assert pauses_ms[-1] >= 80, pauses_ms
+
+
+def refuse_once(consumer: ZmqChannel, address: str) -> None:
+    """Waits for one more failed attempt to connect to the address."""
+    connection, end = consumer._connections[address], time.monotonic() + 60.0
+    num_before = connection.num_refusals
+    while connection.num_refusals == num_before:
+        assert time.monotonic() < end
+        assert list(consumer.wait(0.1)) == []
+
+
+@pytest.mark.parametrize("has_listened", [True, False])
+def test_c42_a_peer_is_gone_after_two_failed_attempts_to_connect(
+    consumer: ZmqChannel, monkeypatch: pytest.MonkeyPatch, has_listened: bool
+) -> None:
+    monkeypatch.setattr(zmq_tcp, "RECONNECT_MS", 10)
+    with listen() as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        if has_listened:
+            consumer.send(address, b"hello")
+            accept(server).close()
+    if not has_listened:
+        consumer.send(address, b"hello")
+    refuse_once(consumer, address)
+    assert consumer.collect_gone() == (
+        set() if consumer._connections[address].num_refusals < 2 else {address}
+    )
+    refuse_once(consumer, address)
+    assert consumer.collect_gone() == {address}
+    assert consumer.collect_gone() == set()
+
+
+def test_c42_a_peer_that_comes_back_is_not_gone(consumer: ZmqChannel) -> None:
+    with listen() as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    consumer.send(address, b"hello")
+    refuse_once(consumer, address)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(address)
+        identity, header = router.recv_multipart()
+        router.send_multipart([identity, b"here"])
+        assert (header, headers(consumer)) == (b"hello", [b"here"])
+        assert consumer._connections[address].num_refusals == 0
+    assert consumer.collect_gone() == set()

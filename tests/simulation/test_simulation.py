@@ -32,7 +32,7 @@ PATHS = (
     "attempt 3 local", "attempt 4 disaggregated", "attempt failed", "lost", "failed", "given_back", "refused",
     "resumed", "waited", "deadline passed", "ended with token 0", "handed over", "recomputed on decode",
     "Overloaded", "session lost", "command missed", "command of another session", "gateway lost",
-    "asked another gateway", "stopped", "unfit",
+    "asked another gateway", "stopped", "unfit", "peer gone",
 )  # fmt: skip
 COUNTERS = (
     "forced_tokens", "kv_bad_messages", "kv_checksum_failures", "kv_duplicate_messages", "kv_foreign_messages",

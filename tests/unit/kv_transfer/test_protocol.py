@@ -9,6 +9,7 @@ from kv_transfer.protocol.messages import Aborted, Cancel, End, Opened, Pieces, 
 from kv_transfer.protocol.transports import SHARED_MEMORY, ZMQ_TCP
 from tests.factories.hand_overs import send_all
 from tests.factories.transfer import (
+    ADDRESS,
     FINGERPRINT,
     FIRST_TOKEN,
     HEARTBEAT_S,
@@ -127,6 +128,28 @@ def test_c42_a_silent_producer_is_noticed_by_heartbeat() -> None:
     assert isinstance(wire.notifications[0], Failed)
     assert "silent" in wire.notifications[0].reason
     assert wire.notifications[0].num_valid_tokens == 16
+
+
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_c42_a_producer_that_is_gone_is_not_waited_for(is_loading: bool) -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 48)
+    wire.begin_load(KEY, 48)
+    if is_loading:
+        wire.load(0, 3)
+        wire.ready(0, 1)
+    wire.deliver()
+    for address in ("another", ADDRESS):
+        assert wire.notifications == []
+        wire.at_consumer(wire.consumer.on_gone(address))
+    if not is_loading:
+        wire.load(0, 3)  # the loss is remembered
+    (failed,) = wire.notifications
+    assert isinstance(failed, Failed)
+    assert (failed.num_valid_tokens, failed.reason) == (
+        16 * is_loading,
+        "the prefill worker accepts no connections any more",
+    )
 
 
 def test_c43_different_workers_are_refused_before_a_byte_moves_and_the_field_is_named() -> None:
