@@ -16,7 +16,7 @@ from baton.clock import SystemClock
 from baton.config import KVTransferConfig
 from baton.kv import KVFingerprint, WorkerRef
 from baton.request import FirstToken
-from baton.step import FailedKV, KVConnectorOutput
+from baton.step import KVConnectorOutput
 from baton.system.curve import secure_client
 from kv_transfer import KVConnectorMetadata, SharedMemory
 from kv_transfer.commands import (
@@ -276,33 +276,23 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_waited_for(
     assert failed.is_cancelled
 
 
-def lose_after_the_first_block(prefill: Worker, decode: Worker, lose: Callable[[], None]) -> FailedKV:
+@pytest.mark.parametrize("dies", [True, False])
+def test_c42_a_lost_prefill_worker_is_noticed(
+    prefill: Worker, decode: Worker, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
     start(prefill, decode)
     prefill.command(after=(SendBlocks("r", 0, (1,)),))
     deadline = time.monotonic() + 60.0
     while not decode.connector.counters()["kv_bytes_received"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    lose()
-    failed = decode.until(lambda news: news.failed_recving)
-    assert isinstance(failed, FailedKV)
-    assert (failed.num_valid_blocks, failed.is_cancelled) == (1, False)
-    return failed
-
-
-def test_c42_a_prefill_worker_that_dies_is_not_waited_for(prefill: Worker, decode: Worker) -> None:
-    failed = lose_after_the_first_block(prefill, decode, prefill.stop)
-    assert failed.reason == "the prefill worker accepts no connections any more"
-
-
-def test_c42_a_silent_prefill_worker_is_noticed_by_heartbeat(
-    prefill: Worker, decode: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fall_silent() -> None:
+    if dies:
+        prefill.stop()
+    else:
         monkeypatch.setattr(prefill.connector._endpoint, "on_arrival", lambda _: None)
-
-    failed = lose_after_the_first_block(prefill, decode, fall_silent)
-    assert "the prefill worker was silent for" in failed.reason
+    failed = decode.until(lambda news: news.failed_recving)
+    assert (failed.num_valid_blocks, failed.is_cancelled) == (1, False)
+    assert ("accepts no connections" if dies else "was silent for") in failed.reason
 
 
 def test_c39_a_decode_worker_that_dies_frees_the_lease(prefill: Worker) -> None:
