@@ -48,21 +48,21 @@ Refusal = tuple[QueueEntry[T], RequestError]
 
 
 class RequestQueue(Generic[T]):
-    """The waiting requests. `place` sends a request to its workers and returns None, or returns why it
-    cannot: NoRoom, or another error if no available worker can run the request."""
+    """The waiting requests. `try_to_place` sends a request to its workers and returns None, or returns why
+    it cannot: NoRoom, or another error if no available worker can run the request."""
 
     def __init__(
         self,
         max_queued: int,
-        place: Callable[[QueueEntry[T]], RequestError | None],
+        try_to_place: Callable[[QueueEntry[T]], RequestError | None],
         patience_s: float,
         over_share: Callable[[Iterable[str], float], set[str]] = lambda _callers, _now: set(),
     ) -> None:
         """`patience_s`: the patience of most requests. It sets how often the queue looks at the clock. `over_share`
-        returns those callers whose requests `place` would all refuse with OverShare at this time. Each sweep asks once,
-        since a thousand callers may wait."""
+        returns those callers whose requests `try_to_place` would all refuse with OverShare at this time. Each sweep
+        asks once, since a thousand callers may wait."""
         self._max_queued = max_queued
-        self._place = place
+        self._try_to_place = try_to_place
         self._find_over_share = over_share
         self._queue = FairQueue[T]()
         self._rate = QueueRate()
@@ -194,7 +194,7 @@ class RequestQueue(Generic[T]):
         self._over_share = self._find_over_share(self._queue.callers, now)
         for entry in self._queue.first_ones_of(self._over_share):
             if not isinstance(entry.reason, OverShare):  # it stays if a later sweep does not come so far
-                entry.reason = self._place(entry)
+                entry.reason = self._try_to_place(entry)
                 if entry.reason is None:
                     placed.append(entry)
         self._num_sweeps += 1
@@ -203,7 +203,7 @@ class RequestQueue(Generic[T]):
             if (reason := hopeless.get(needs)) is not None:
                 entry.reason = reason
                 continue
-            entry.reason = self._place(entry)
+            entry.reason = self._try_to_place(entry)
             if entry.reason is None:
                 placed.append(entry)
                 for passed in held_up:
