@@ -100,7 +100,11 @@ def unset_in(message: Any) -> list[str]:
     """The settings that become the model's defaults. A field that is not `optional` is none of them: it reads as 0
     whether it was set to 0 or not set."""
     fields = message.DESCRIPTOR.fields_by_name
-    return [name for name in MODEL_DEFAULTS if fields[name].has_presence and not message.HasField(name)]
+    return [
+        name
+        for name in MODEL_DEFAULTS
+        if name not in fields or (fields[name].has_presence and not message.HasField(name))
+    ]
 
 
 def check_counts(message: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.request import FinishReason
-from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MODEL_DEFAULTS
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import sampling_pb2
 from gateway.conversation import ChatMessage, Conversation
@@ -34,6 +34,13 @@ def test_unset_fields_take_their_defaults() -> None:
         1.0,
     )
     assert (params.seed, params.logprobs) == (None, None)
+
+
+def test_a_field_that_a_message_does_not_have_is_unset() -> None:
+    assert convert.unset_in(pb.TokenIds()) == list(MODEL_DEFAULTS)
+    assert convert.unset_in(sampling_pb2.SamplingParams(top_k=0, min_p=0.0)) == [
+        name for name in MODEL_DEFAULTS if name not in ("top_k", "min_p")
+    ]
 
 
 def test_set_fields_arrive_as_they_were_meant() -> None:
