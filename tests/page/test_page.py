@@ -114,7 +114,7 @@ async def test_a_page_in_a_background_tab_watches_once_it_is_visible(folder: Pat
         page = await running.open(f"{under_test.http_url}/")
         await page.call("Page.addScriptToEvaluateOnNewDocument", source=IN_BACKGROUND)
         await page.call("Page.reload")
-        await page.until("window.numFetches === 0 && document.documentElement.dataset.theme")
+        await page.until("window.numFetches === 0 && document.documentElement?.dataset.theme")
         await page.evaluate("isVisible = true; document.dispatchEvent(new Event('visibilitychange'))")
         await page.until("document.querySelector('#connection').innerText === '● live'")
 
