@@ -10,13 +10,13 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 from baton.errors import TOO_LONG, DeadlinePassed, InvalidRequest, PromptTooLong
-from baton.sampling import MAX_SEED, SamplingParams
+from baton.sampling import MAX_SEED, SamplingParams, StructuredOutput
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
 from gateway.conversation import AnswerParser, Conversation, checked_answer
@@ -35,6 +35,32 @@ UNLIMITED = sys.maxsize
 """The value of `max_tokens` if the answer may fill all the room after its prompt."""
 
 MAX_SALT_CHARACTERS = 1_024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientRequest:
+    """What a client asks for, over any API; nothing is checked yet."""
+
+    prompt: Prompt
+    params: SamplingParams
+    """An answer also gets at most the room that the prompt leaves in the context."""
+    unset: Iterable[str] = ()
+    """Settings in `params` that the client did not choose; they become the model's defaults."""
+    request_id: str | None = None
+    """None: an id is generated."""
+    keep_special_tokens: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+    affinity_key: str | None = None
+    max_model_len: int | None = None
+    """The most tokens of prompt and answer; None: as many as the model's context has."""
+    mode: Mode | None = None
+    timeout_s: float | None = None
+    """None: the client waits without limit."""
+    caller: Caller = ANYBODY
+    api: str = "grpc"
+    trace: TraceContext | None = None
 
 
 class Preprocessor:
@@ -66,65 +92,21 @@ class Preprocessor:
         """The files that a client needs to tokenise in the same way as this gateway."""
         return await asyncio.to_thread(self._tokenizer.files)
 
-    async def preprocess(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        unset: Iterable[str] = (),
-        request_id: str | None = None,
-        keep_special_tokens: bool = False,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        skip_reading_prefix_cache: bool = False,
-        affinity_key: str | None = None,
-        max_model_len: int | None = None,
-        mode: Mode | None = None,
-        timeout_s: float | None = None,
-        caller: Caller = ANYBODY,
-        api: str = "grpc",
-        trace: TraceContext | None = None,
-    ) -> GatewayRequest:
-        """Tokenises the prompt, and checks all values against the model. InvalidRequest names the field.
-
-        `unset`: settings in `params` that the client did not choose; they become the model's defaults.
-        An answer gets at most `params.max_tokens` tokens. It also gets at most the room that the prompt
-        leaves in `max_model_len` tokens, or in the model's context. If `request_id` is None, an id is
-        generated. If `timeout_s` is None, the client waits without limit.
-        """
-        if request_id is not None and not is_well_formed(request_id):
-            raise InvalidRequest("request_id", f"must be {WELL_FORMED}, got {request_id[:60]!r}")
-        for field, text in (("cache_salt", cache_salt), ("affinity_key", affinity_key)):
-            if text is not None and len(text) > MAX_SALT_CHARACTERS:
-                raise InvalidRequest(
-                    field, f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(text)}"
-                )
-        request_id = request_id or secrets.token_hex(16)
+    async def preprocess(self, asked: ClientRequest) -> GatewayRequest:
+        """Tokenises the prompt, and checks all values against the model. InvalidRequest names the field."""
+        prompt, caller = asked.prompt, asked.caller
+        if asked.request_id is not None and not is_well_formed(asked.request_id):
+            raise InvalidRequest("request_id", f"must be {WELL_FORMED}, got {asked.request_id[:60]!r}")
+        request_id = asked.request_id or secrets.token_hex(16)
         if self._log_prompts:
             _log_prompt(request_id, prompt)
+        params = self._checked(asked)
         now = asyncio.get_running_loop().time
         began = now()
-        self._check_max_model_len(max_model_len)
-        self._model.check_token_ids("logit_bias", params.logit_bias)
-        self._model.check_token_ids("stop_token_ids", params.stop_token_ids)
-        if params.structured_output is not None:
-            params = replace(params, structured_output=checked_answer(params.structured_output))
-        prompt_token_ids = await self.tokenise(prompt, caller, timeout_s)
-        room = self._room(prompt_token_ids, max_model_len)
-        defaults = {name: getattr(self._model.sampling_defaults, name) for name in unset}
-        params = replace(params, max_tokens=min(params.max_tokens, room), **defaults)
-        answer, new_parser = params.structured_output, no_parser
-        if isinstance(prompt, Conversation):
-            params, new_parser = self._of_turn(prompt, prompt_token_ids, params)
-        if params.structured_output is not None:
-            left_s = _left(timeout_s, now() - began)
-            try:
-                await self._grammars.check(params.structured_output, caller.name, left_s)
-            except InvalidRequest as error:
-                if answer is None and isinstance(prompt, Conversation) and prompt.tools:
-                    problem = f"their schemas cannot guide a model: {error.problem}"
-                    raise InvalidRequest("tools", problem) from error
-                raise
+        prompt_token_ids = await self.tokenise(prompt, caller, asked.timeout_s)
+        params, new_parser = self._completed(params, asked, prompt_token_ids)
+        await self._check_grammar(asked, params.structured_output, _left(asked.timeout_s, now() - began))
+        is_chat, isolates = isinstance(prompt, Conversation), self._isolate_prefix_cache
         return GatewayRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -133,22 +115,22 @@ class Preprocessor:
                 self._tokenizer.backend,
                 params.stop,
                 params.min_tokens,
-                not keep_special_tokens,
+                not asked.keep_special_tokens,
                 prompt_token_ids,
-                self._tokenizer.kept_tokens if isinstance(prompt, Conversation) else NO_TOKENS,
+                self._tokenizer.kept_tokens if is_chat else NO_TOKENS,
             ),
             new_parser=new_parser,
-            priority=_priority_for(caller, priority),
-            cache_salt=_own_salt(caller, cache_salt) if self._isolate_prefix_cache else cache_salt,
-            skip_reading_prefix_cache=skip_reading_prefix_cache,
-            affinity_key=None if affinity_key is None else _own_salt(caller, affinity_key),
-            mode=mode,
-            timeout_s=_left(timeout_s, now() - began),
+            priority=_priority_for(caller, asked.priority),
+            cache_salt=_own_salt(caller, asked.cache_salt) if isolates else asked.cache_salt,
+            skip_reading_prefix_cache=asked.skip_reading_prefix_cache,
+            affinity_key=None if asked.affinity_key is None else _own_salt(caller, asked.affinity_key),
+            mode=asked.mode,
+            timeout_s=_left(asked.timeout_s, now() - began),
             caller=caller,
             preprocess_s=now() - began,
-            api=api,
-            trace=trace,
-            is_chat=isinstance(prompt, Conversation),
+            api=asked.api,
+            trace=asked.trace,
+            is_chat=is_chat,
         )
 
     async def tokenise(self, prompt: Prompt, caller: Caller, timeout_s: float | None) -> tuple[int, ...]:
@@ -182,6 +164,32 @@ class Preprocessor:
             )
         return room
 
+    def _checked(self, asked: ClientRequest) -> SamplingParams:
+        """The parameters with a checked structured output. Checks all that needs no tokens of the prompt."""
+        for field, text in (("cache_salt", asked.cache_salt), ("affinity_key", asked.affinity_key)):
+            if text is not None and len(text) > MAX_SALT_CHARACTERS:
+                raise InvalidRequest(
+                    field, f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(text)}"
+                )
+        most, max_model_len = self._model.max_model_len, asked.max_model_len
+        if max_model_len is not None and not 1 <= max_model_len <= most:
+            raise InvalidRequest("max_model_len", f"must be 1 to the model's {most}, got {max_model_len}")
+        params, answer = asked.params, asked.params.structured_output
+        self._model.check_token_ids("logit_bias", params.logit_bias)
+        self._model.check_token_ids("stop_token_ids", params.stop_token_ids)
+        return params if answer is None else replace(params, structured_output=checked_answer(answer))
+
+    def _completed(
+        self, params: SamplingParams, asked: ClientRequest, prompt_token_ids: tuple[int, ...]
+    ) -> tuple[SamplingParams, Callable[[], AnswerParser | None]]:
+        """The parameters with the model's defaults, the answer's room and its grammar, and what creates its parsers."""
+        room = self._room(prompt_token_ids, asked.max_model_len)
+        defaults = {name: getattr(self._model.sampling_defaults, name) for name in asked.unset}
+        params = replace(params, max_tokens=min(params.max_tokens, room), **defaults)
+        if isinstance(asked.prompt, Conversation):
+            return self._of_turn(asked.prompt, prompt_token_ids, params)
+        return params, no_parser
+
     def _of_turn(
         self, prompt: Conversation, prompt_token_ids: tuple[int, ...], params: SamplingParams
     ) -> tuple[SamplingParams, Callable[[], AnswerParser | None]]:
@@ -195,10 +203,20 @@ class Preprocessor:
         params = replace(params, structured_output=grammar)
         return params, partial(answer_format.new_parser, prompt, end, answer)
 
-    def _check_max_model_len(self, max_model_len: int | None) -> None:
-        most = self._model.max_model_len
-        if max_model_len is not None and not 1 <= max_model_len <= most:
-            raise InvalidRequest("max_model_len", f"must be 1 to the model's {most}, got {max_model_len}")
+    async def _check_grammar(
+        self, asked: ClientRequest, grammar: StructuredOutput | None, timeout_s: float | None
+    ) -> None:
+        """InvalidRequest if the grammar of the answer does not compile. It may come from the request's tools."""
+        if grammar is None:
+            return
+        try:
+            await self._grammars.check(grammar, asked.caller.name, timeout_s)
+        except InvalidRequest as error:
+            prompt = asked.prompt
+            if asked.params.structured_output is None and isinstance(prompt, Conversation) and prompt.tools:
+                problem = f"their schemas cannot guide a model: {error.problem}"
+                raise InvalidRequest("tools", problem) from error
+            raise
 
     def _room(self, token_ids: tuple[int, ...], max_model_len: int | None) -> int:
         """Checks the prompt's tokens. Returns how many tokens an answer may have, which is at least one."""

@@ -16,7 +16,7 @@ from gateway.grpc.chat_convert import CLIENT_NAMES, event_to_message, wants_even
 from gateway.grpc.guard import trace_of
 from gateway.grpc.status import Context
 from gateway.model import ServedModel
-from gateway.preprocess import Preprocessor
+from gateway.preprocess import ClientRequest, Preprocessor
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
 from gateway.token_parts import ReasoningCount
@@ -66,9 +66,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     async def _preprocess(self, request: pb.GenerateRequest, context: Context) -> GatewayRequest:
         self._preprocessor.room_behind(len(request.token_ids.ids))  # before millions of ids become a tuple
         try:
-            return await self._preprocessor.preprocess(
-                convert.prompt_from(request),
-                convert.sampling_params_from(request.sampling_params),
+            asked = ClientRequest(
+                prompt=convert.prompt_from(request),
+                params=convert.sampling_params_from(request.sampling_params),
                 unset=convert.unset_in(request.sampling_params),
                 request_id=request.request_id,
                 keep_special_tokens=request.keep_special_tokens,
@@ -82,5 +82,6 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 caller=current_caller.get(),
                 trace=trace_of(context),
             )
+            return await self._preprocessor.preprocess(asked)
         except InvalidRequest as error:
             raise type(error)(CLIENT_NAMES.get(error.field, error.field), error.problem) from error

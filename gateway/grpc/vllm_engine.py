@@ -28,7 +28,7 @@ from gateway.grpc.guard import trace_of
 from gateway.grpc.status import Context
 from gateway.grpc.vllm_whole import WholeResponse
 from gateway.model import ServedModel
-from gateway.preprocess import Preprocessor, samples
+from gateway.preprocess import ClientRequest, Preprocessor, samples
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
 
@@ -171,9 +171,9 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         # This comes before millions of ids become a tuple.
         self._preprocessor.room_behind(len(request.tokenized.input_ids))
         params = request.sampling_params
-        gateway_request = await self._preprocessor.preprocess(
-            convert.prompt_from(request),
-            convert.sampling_params_from(params),
+        asked = ClientRequest(
+            prompt=convert.prompt_from(request),
+            params=convert.sampling_params_from(params),
             unset=unset_in(params),
             request_id=request.request_id,
             keep_special_tokens=not params.skip_special_tokens,
@@ -182,7 +182,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             trace=trace_of(context),
             api="vllm",
         )
-        gateway_requests = samples(gateway_request, max(1, params.n))
+        gateway_requests = samples(await self._preprocessor.preprocess(asked), max(1, params.n))
         if not request.stream:
             check_whole_answer(gateway_requests)
         return gateway_requests

@@ -12,7 +12,7 @@ from gateway.auth.callers import Caller
 from gateway.call_ids import TraceContext
 from gateway.http.request_ids import shown_id, trace_of
 from gateway.http.sampling_fields import SamplingFields
-from gateway.preprocess import Preprocessor, Prompt
+from gateway.preprocess import ClientRequest, Preprocessor, Prompt
 from gateway.requests.request import GatewayRequest
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -74,9 +74,9 @@ class HttpCall:
     ) -> GatewayRequest:
         """A request with this prompt, and with the fields of `body` that are not in `params`; see
         Preprocessor."""
-        return await preprocessor.preprocess(
-            prompt,
-            params,
+        asked = ClientRequest(
+            prompt=prompt,
+            params=params,
             unset=body.unset,
             request_id=self.request_id,
             keep_special_tokens=keep_special_tokens,
@@ -91,3 +91,4 @@ class HttpCall:
             api=self.api,
             trace=self.trace,
         )
+        return await preprocessor.preprocess(asked)

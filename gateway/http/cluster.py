@@ -21,7 +21,7 @@ from gateway.http.description import ERRORS, event_stream
 from gateway.http.errors import body_of
 from gateway.http.event_stream import EventStream, event, stream_of
 from gateway.http.json_route import JsonRoute
-from gateway.preprocess import Preprocessor, Prompt
+from gateway.preprocess import ClientRequest, Preprocessor, Prompt
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.timing import SeenTransfer
@@ -112,16 +112,16 @@ class PageTrial:
         prompt: Prompt = request.prompt
         if self._preprocessor.has_chat_template:
             prompt = Conversation((ChatMessage("user", request.prompt),))
-        gateway_request = await self._preprocessor.preprocess(
-            prompt,
-            SamplingParams(max_tokens=request.max_tokens, temperature=request.temperature),
+        asked = ClientRequest(
+            prompt=prompt,
+            params=SamplingParams(max_tokens=request.max_tokens, temperature=request.temperature),
             request_id=call.request_id,
             mode=Mode(request.mode) if request.mode else None,
             caller=call.caller,
             api=call.api,
             trace=call.trace,
         )
-        return self._events(gateway_request)
+        return self._events(await self._preprocessor.preprocess(asked))
 
     async def _events(self, gateway_request: GatewayRequest) -> AsyncGenerator[bytes, None]:
         arrived_at = self._clock.now() - gateway_request.preprocess_s

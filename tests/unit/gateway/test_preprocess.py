@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -16,7 +17,7 @@ from gateway.auth.callers import Caller
 from gateway.conversation import ChatMessage, Conversation, Tool, ToolChoice, ToolUse
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.model import ServedModel
-from gateway.preprocess import UNLIMITED, Preprocessor, Prompt
+from gateway.preprocess import UNLIMITED, ClientRequest, Preprocessor, Prompt
 from gateway.requests.request import GatewayRequest
 from gateway.text import Tokenizer
 from tests.factories.models import make_tokenizer
@@ -35,15 +36,18 @@ def preprocessor(folder: Path) -> Preprocessor:
 def take_in(
     preprocessor: Preprocessor, prompt: Prompt, params: SamplingParams | None = None
 ) -> GatewayRequest:
-    return asyncio.run(preprocessor.preprocess(prompt, params or SamplingParams(max_tokens=UNLIMITED)))
+    params = params or SamplingParams(max_tokens=UNLIMITED)
+    return asyncio.run(preprocessor.preprocess(ClientRequest(prompt=prompt, params=params)))
 
 
 def test_c22_isolated_callers_have_no_salt_in_common_whatever_they_send(
     preprocessor: Preprocessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def salt_of(name: str, cache_salt: str | None) -> str | None:
-        asked = preprocessor.preprocess((5,), SamplingParams(), caller=Caller(name), cache_salt=cache_salt)
-        return asyncio.run(asked).cache_salt
+        asked = ClientRequest(
+            prompt=(5,), params=SamplingParams(), caller=Caller(name), cache_salt=cache_salt
+        )
+        return asyncio.run(preprocessor.preprocess(asked)).cache_salt
 
     sent = (None, "", "a", "b", '["a", null]', '["b", "a"]')
     assert [salt_of("a", salt) for salt in sent] == [*sent], "without isolation, salts are the callers' own"
@@ -101,8 +105,9 @@ def test_fewer_tokens_than_fit_are_left_alone_and_more_must_still_make_sense(
 def test_c63_a_requests_own_context_bounds_prompt_and_answer_and_is_named(preprocessor: Preprocessor) -> None:
     def max_tokens(num_prompt_tokens: int, max_model_len: int, params: SamplingParams | None = None) -> int:
         params = params or SamplingParams(max_tokens=UNLIMITED)
-        asked = preprocessor.preprocess((5,) * num_prompt_tokens, params, max_model_len=max_model_len)
-        return asyncio.run(asked).sampling_params.max_tokens
+        prompt = (5,) * num_prompt_tokens
+        asked = ClientRequest(prompt=prompt, params=params, max_model_len=max_model_len)
+        return asyncio.run(preprocessor.preprocess(asked)).sampling_params.max_tokens
 
     assert max_tokens(40, 50) == 10
     assert max_tokens(40, 50, SamplingParams(max_tokens=7)) == 7
@@ -247,15 +252,14 @@ async def test_a_deadline_counts_from_before_the_prompt_is_tokenised(preprocesso
         return "hi"
 
     with patch.object(preprocessor.pool.tokenizer, "render_chat", slow):
-        generation = await preprocessor.preprocess(
-            Conversation((ChatMessage("user", "hi"),)), SamplingParams(), timeout_s=30.0
+        asked = ClientRequest(
+            prompt=Conversation((ChatMessage("user", "hi"),)), params=SamplingParams(), timeout_s=30.0
         )
+        generation = await preprocessor.preprocess(asked)
         assert generation.timeout_s is not None
         assert 0.0 < generation.timeout_s <= 29.8
         with pytest.raises(DeadlinePassed, match="before its prompt was tokenised"):
-            await preprocessor.preprocess(
-                Conversation((ChatMessage("user", "hi"),)), SamplingParams(), timeout_s=0.05
-            )
+            await preprocessor.preprocess(replace(asked, timeout_s=0.05))
 
 
 def test_a_conversation_is_rendered_with_the_models_own_template(preprocessor: Preprocessor) -> None:

@@ -14,13 +14,13 @@ import zmq.asyncio
 from baton.kv import WorkerRef
 from baton.messages.request_plane import TO_GATEWAY, KVEvents, Outputs
 from baton.request import RequestOutput
-from baton.sampling import SamplingParams
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 from gateway.auth.callers import ANYBODY
 from gateway.http.call import HttpCall
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.routes import OpenAIRoutes
 from gateway.model import ServedModel
+from gateway.preprocess import ClientRequest
 from gateway.requests.request import GatewayRequest
 from gateway.telemetry.loop_lag import LONGEST_S, LOOK_INTERVAL_S, LoopLag
 from gateway.text import TextStream
@@ -162,15 +162,16 @@ class SlowPreprocessor:
 
     pool = SimpleNamespace(tokenizer=None)
 
-    async def preprocess(self, prompt: str, params: SamplingParams, **others: Any) -> GatewayRequest:
+    async def preprocess(self, asked: ClientRequest) -> GatewayRequest:
         virtual_loop().stand_still(0.001)
         text = TextStream(make_tokenizer(), (), 0, True)
         return GatewayRequest(
-            request_id="r", prompt_token_ids=(5,), sampling_params=params, text=text, caller=others["caller"]
+            request_id="r",
+            prompt_token_ids=(5,),
+            sampling_params=asked.params,
+            text=text,
+            caller=asked.caller,
         )
-
-    def samples(self, request: GatewayRequest, *_: object) -> list[GatewayRequest]:
-        return [request]
 
 
 @in_virtual_time
