@@ -320,7 +320,10 @@ def test_c42_a_peer_is_gone_after_two_failed_attempts_to_connect(
     assert consumer.collect_gone() == set()
 
 
-def test_c42_a_peer_that_comes_back_is_not_gone(consumer: ZmqChannel) -> None:
+def test_c42_a_peer_that_comes_back_is_not_gone(
+    consumer: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_tcp, "RECONNECT_MS", 1000)  # it comes back before the second attempt
     with listen() as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     consumer.send(address, b"hello")
