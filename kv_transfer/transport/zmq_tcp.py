@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,16 +214,15 @@ class ZmqChannel:
         dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         secure_client(dealer, self._keys)
-        monitor = dealer.get_monitor_socket(zmq.EVENT_CLOSED)
-        connection = _Connection(dealer, monitor, self._clock.now())
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(dealer.close)
+            on_failure.callback(dealer.disable_monitor)
+            monitor = on_failure.enter_context(dealer.get_monitor_socket(zmq.EVENT_CLOSED))
             connect(dealer, address)
-        except zmq.ZMQError:
-            connection.close(linger_ms=0)
-            raise
+            on_failure.pop_all()
         for socket in (dealer, monitor):
             self._poller.register(socket, zmq.POLLIN)
-        return connection
+        return _Connection(dealer, monitor, self._clock.now())
 
     def _close_unused(self) -> None:
         """Closes unused connections. Call it between turns: in a turn, one may have the current arrival."""

@@ -1,8 +1,10 @@
 """ZmqChannel over loopback: what is sent is what is read, whatever is left unread."""
 
+import errno
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,6 +235,31 @@ def test_c48_an_idle_channel_wakes_to_close_unused_connections_and_then_sleeps()
     consumer.close()
 
 
+def test_c48_a_connection_is_closed_if_no_file_is_left_for_its_monitor(
+    consumer: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dealers: list[zmq.Socket[bytes]] = []
+    socket_of = zmq.Context.socket
+
+    def socket_while_files_last(context: zmq.Context[Any], kind: int) -> Any:
+        if kind == zmq.PAIR:
+            raise zmq.ZMQError(errno.EMFILE)
+        dealers.append(socket_of(context, kind))
+        return dealers[-1]
+
+    with listen() as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with monkeypatch.context() as few_files:
+            few_files.setattr(zmq.Context, "socket", socket_while_files_last)
+            assert not consumer.send(address, b"hello")
+        were_closed = [dealer.closed for dealer in dealers]
+        for dealer in dealers:
+            dealer.close()
+        assert (were_closed, consumer.num_dropped) == ([True], 1)
+        assert consumer.send(address, b"hello")
+        accept(server).close()
+
+
 def test_what_arrives_between_short_waits_is_found(producer: ZmqChannel, consumer: ZmqChannel) -> None:
     """ZeroMQ itself counts whole milliseconds."""
     assert list(producer.wait(0.0001)) == []
@@ -293,7 +320,10 @@ def test_c42_a_peer_is_gone_after_two_failed_attempts_to_connect(
     assert consumer.collect_gone() == set()
 
 
-def test_c42_a_peer_that_comes_back_is_not_gone(consumer: ZmqChannel) -> None:
+def test_c42_a_peer_that_comes_back_is_not_gone(
+    consumer: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_tcp, "RECONNECT_MS", 1000)  # it comes back before the second attempt
     with listen() as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     consumer.send(address, b"hello")
