@@ -180,5 +180,5 @@ class WorkerStatus:
 
     @property
     def num_decoding(self) -> int:
-        """Requests of a step that only decodes; with `scheduler.batching: prefill_first` more may run."""
+        """Number of running requests, but at most those of one step; with `prefill_first`, more may run."""
         return min(self.requests.running, self.max_num_seqs or self.requests.running)

@@ -107,7 +107,10 @@ def derive_fleet_keys(secret: ClusterSecret | None) -> PlaneKeys | None:
 
 
 def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
-    """Lets a socket connect to this plane's servers only. Call before `connect`, after setting MAXMSGSIZE."""
+    """Lets a socket connect only to servers with this plane's keys; without keys, does nothing.
+
+    Call before `connect`, after setting MAXMSGSIZE.
+    """
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)

@@ -146,7 +146,7 @@ def make_device_parts(
     limits: StepLimits,
     num_multiprocessors: int | None = None,
 ) -> DeviceParts:
-    """`num_multiprocessors`: how many programs run side by side; None: as many as the model's GPU has."""
+    """`num_multiprocessors` decides how many programs attention launches; None: the number that the model's GPU has."""
     if num_multiprocessors is None:
         num_multiprocessors = torch.cuda.get_device_properties(model.device).multi_processor_count
     attention = TritonAttention(
