@@ -111,7 +111,7 @@ class KVConnectorWorker:
             self._post(metadata.at_once)
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
-        """Call it when all steps before the planned one are computed: none writes the blocks to load."""
+        """Call it when all steps before the planned one are computed, so that no step writes the blocks to load."""
         if metadata is not None and metadata.loads:
             self._post(metadata.loads)
 

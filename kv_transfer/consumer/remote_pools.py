@@ -25,7 +25,7 @@ IDLE_S = 30.0
 """A pool without hand-overs is closed after this long; its process may have ended unnoticed."""
 
 READ_TIMEOUT_S = 10.0
-"""A read that takes this long never ends by itself. Closing its pool ends the read."""
+"""A read that takes longer counts as stuck. Its pool is closed, which ends the read."""
 
 PoolKey = tuple[str, int, str]
 """The producer's incarnation, its rank, and the transport."""
