@@ -164,7 +164,7 @@ class EngineLoop:
         return not self._ended.done()
 
     def is_settled_as(self, role: WorkerRole) -> bool:
-        """Whether it serves in this role, as of the last step."""
+        """Whether the worker served in this role after the last step."""
         return self.snapshot.role is role and not self.snapshot.is_draining
 
     def when_ended(self, callback: Callable[[], None]) -> None:
