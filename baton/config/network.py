@@ -15,9 +15,9 @@ class NetworkConfig(Section):
     """Where workers listen, each on free ports: an IPv4 or IPv6 address, or the name of an interface, which stands
     for another address on each machine; `0.0.0.0` and `::` listen on all interfaces."""
     advertise_host: str | None = Field(None, min_length=1)
-    """Address that workers tell others to connect to, if it differs from the one they listen on (address
-    translation). If unset: the address they listen on. With `0.0.0.0` or `::`: the node's address in Ray or, without
-    Ray, the address of its route to others."""
+    """Address that workers tell others to connect to, if it differs from the one they listen on (address translation).
+    If unset: the address they listen on. With `0.0.0.0` or `::`: the node's address in Ray or, without Ray, the
+    machine's address on its route to other machines."""
     security: Literal["curve", "none"] = "curve"
     """`curve`: both planes are encrypted, and admit only processes that know the cluster's secret. `none`: everyone
     who can connect may send commands and read KV; allowed on loopback only."""
@@ -31,11 +31,11 @@ class NetworkConfig(Section):
     heartbeat_interval_s: float = Field(0.5, gt=0.0)
     """How often gateways and workers send a sign of life; at most half of `peer_timeout_s`."""
     peer_timeout_s: float = Field(5.0, gt=0.0)
-    """A worker or gateway that is silent for this long counts as dead; a worker whose pauses are short, as soon as 2/5
-    of it."""
+    """A worker or gateway that is silent for this long counts as dead. For a worker whose pauses were short, 2/5 of
+    this time may be enough."""
     reconnect_grace_s: float = Field(0.5, gt=0.0)
     """A worker whose connection broke, as it does when its process is killed, counts as dead if it does not reconnect
-    within this time; at once if its port refuses that."""
+    within this time; at once if its port refuses connections."""
 
     @field_validator("bind_host", "advertise_host")
     @classmethod
