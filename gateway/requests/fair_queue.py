@@ -37,7 +37,7 @@ class QueueEntry(Generic[T]):
     """The request's likely cost, at least 1."""
     priority: int = 0
     is_resumed: bool = False
-    """The request ran before. The queue never refuses it in favour of others."""
+    """The request ran before. The queue never refuses it in favour of other requests."""
     gave_way: bool = False
     """The request ran, and was taken back since its caller held more than its share. Now it waits for the
     caller's turn, before the caller's other requests."""
