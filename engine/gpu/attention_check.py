@@ -50,7 +50,7 @@ class AttentionCase:
 
     name: str
     run: Callable[[], torch.Tensor]
-    """Computes it by the kernels: T x Q x D, for latents without the rotated part."""
+    """Computes the attention by the kernels: T x Q x D, for latents without the rotated part."""
     expect: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     """Computes it by torch in float64; also returns each number's tolerance. Both are float32 with the same
     shape."""

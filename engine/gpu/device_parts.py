@@ -91,7 +91,7 @@ class DeviceParts:
             self.forward.rehearse(num_requests, min(-(-num_tokens // num_requests), most_each))
 
     def choose_products(self) -> None:
-        """Times the products of few rows that steps have used; torch's library computes those where it is faster.
+        """Times the products of few rows that steps have used; torch's library computes those that it computes faster.
 
         A choice is final. Nothing is timed without a GPU, or if the switch is off.
         """
