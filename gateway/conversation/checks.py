@@ -39,7 +39,7 @@ def with_tools_named(messages: Sequence[ChatMessage], place: str, arguments: str
 
 
 def check_arguments(placed: Iterable[tuple[str, str]]) -> None:
-    """Raises InvalidRequest if the arguments of a call are not a JSON object. `placed`: their fields, and they."""
+    """InvalidRequest if the arguments of a call are not a JSON object. `placed`: each call's field and arguments."""
     num_characters = 0
     for place, arguments in placed:
         num_characters += len(arguments)
