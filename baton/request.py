@@ -37,7 +37,7 @@ class ErrorKind(Enum):
 
 
 class OnPreemption(Enum):
-    """What a worker does with a request that must give up its blocks to others."""
+    """What a worker does with a request that must give up its blocks to other requests."""
 
     RESUME = "resume"
     """The request stays here, and continues when there is room again."""

@@ -17,8 +17,8 @@ class WorkerRole(Enum):
 class WorkerState(Enum):
     """STARTING -> READY -> DRAINING -> STOPPED; a change of role goes from DRAINING back to READY.
 
-    Other processes infer DEAD from silence. HUNG: a thread of the worker makes no progress, and its process
-    is about to end.
+    DEAD: the worker reported a failure that ended it, or other processes infer its end from silence or a broken
+    connection. HUNG: a thread of the worker makes no progress, and its process is about to end.
     """
 
     STARTING = "starting"

@@ -11,7 +11,7 @@ from engine.model_config import read_json
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """The tokens that generation_config.json names or, if it names none, config.json; and the tokenizer's.
 
-    The tokenizer's end token counts, too, like in vLLM: fine-tuned models often name the end of a turn only there.
+    The tokenizer's end token counts, too, as in vLLM: fine-tuned models often name the end of a turn only there.
     """
     named = named_eos_token_ids(folder)
     of_tokenizer = _of_tokenizer(folder)

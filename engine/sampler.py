@@ -60,7 +60,7 @@ class Sampler(Protocol):
 
 
 class TorchSampler:
-    """Samples at once on rank 0, which sends its tokens to the others. Log-probabilities stay on rank 0."""
+    """Samples at once on rank 0, which sends its tokens to the other ranks. Log-probabilities stay on rank 0."""
 
     def __init__(self, collectives: Collectives = SINGLE_RANK) -> None:
         self._collectives = collectives

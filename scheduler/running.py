@@ -13,7 +13,7 @@ from scheduler.step import StepPlan
 
 
 class Running:
-    """The running requests: at most `max_num_seqs` (with `prefill_first`: at most so many in a step)."""
+    """The running requests: at most `max_num_seqs` (with `prefill_first`: at most this many in a step)."""
 
     def __init__(
         self,

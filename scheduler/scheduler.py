@@ -349,7 +349,7 @@ class Scheduler:
     # update_from_output()
 
     def _go_on_trying(self, computed: SchedulerOutput) -> None:
-        """Makes requests that passed wait, so that only requests not yet tried can break a step."""
+        """Makes requests that passed wait, so that only requests that have not passed can break a step."""
         if self._trial.step_computed(computed.step, ends_of(computed), self._num_steps + 1):
             self._preempted_between_steps |= self._preemption.preempt_all(self._running.requests)
 

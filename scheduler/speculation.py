@@ -49,7 +49,7 @@ class Speculation:
         self._is_active |= request.is_unforeseeable
 
     def awaits_output(self, under_way: Mapping[int, Iterable[Request]]) -> bool:
-        """Whether a step planned now would omit a request because it may get several tokens before."""
+        """Whether a step planned now would omit a request, since a current step may bring several tokens for it."""
         return self._is_active and any(
             request.is_unforeseeable and request.num_output_placeholders
             for request in chain.from_iterable(under_way.values())

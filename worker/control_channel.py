@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 class StdioControlServer:
-    """The worker's end. Each call has a thread, so that a long one does not delay others.
+    """The worker's end. Each call has a thread, so that a long call does not delay other calls.
 
     The threads start when the server is created: later, the system may have no free thread, and a worker that cannot
     answer is ended.

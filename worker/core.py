@@ -42,8 +42,8 @@ from worker.step_trace_writer import MAX_WAITING_IDS, QueueSnapshot, StepTraceWr
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
-"""After so many failed steps in a row, the device is at fault. A request that breaks its steps fails up to
-two steps before any step is computed, even if such requests arrive one after another at an idle device."""
+"""After this many failed steps in a row, the device is at fault. A request that breaks its steps fails up to two steps
+before any step is computed, even if such requests arrive one after another at an idle device."""
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ class EngineSnapshot:
     kv_blocks: KVBlockCounts
     requests: RequestCounts
     counters: dict[str, int]
-    """Those of EngineCore."""
+    """The counters of EngineCore."""
     load: WorkerLoad
     """Recent, unless nothing has happened since; without `oldest_waiting_s`, which grows between two snapshots."""
     oldest_arrival: float | None

@@ -15,9 +15,9 @@ class NetworkConfig(Section):
     """Where workers listen, each on free ports: an IPv4 or IPv6 address, or the name of an interface, which stands
     for another address on each machine; `0.0.0.0` and `::` listen on all interfaces."""
     advertise_host: str | None = Field(None, min_length=1)
-    """Address that workers tell others to connect to, if it differs from the one they listen on (address translation).
-    If unset: the address they listen on. With `0.0.0.0` or `::`: the node's address in Ray or, without Ray, the
-    machine's address on its route to other machines."""
+    """Address that workers tell other processes to connect to, if it differs from the address they listen on (address
+    translation). If unset: the address they listen on. With `0.0.0.0` or `::`: the node's address in Ray or, without
+    Ray, the machine's address on its route to other machines."""
     security: Literal["curve", "none"] = "curve"
     """`curve`: both planes are encrypted, and admit only processes that know the cluster's secret. `none`: everyone
     who can connect may send commands and read KV; allowed on loopback only."""

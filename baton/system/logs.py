@@ -80,7 +80,7 @@ def _usual_keys(factory: Callable[..., logging.LogRecord]) -> frozenset[str]:
 
 
 def _for_people(process: dict[str, str]) -> logging.Formatter:
-    """Workers share a screen with others, so each line names its process."""
+    """Workers share a screen with other processes, so each line names its process."""
     keys = [key for key in ("worker", "rank") if key in process]
     names = [process[key] if key == "worker" else f"{key} {process[key]}" for key in keys]
     if not names:

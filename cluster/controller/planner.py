@@ -77,7 +77,7 @@ class Decision:
 
 @dataclass(slots=True)
 class _Role:
-    """One role in the latest observation. Its workers are those that stay; `leaving` are the others."""
+    """One role in the latest observation. `all` has the workers that stay, `leaving` the workers that leave."""
 
     role: WorkerRole
     low: int

@@ -8,9 +8,9 @@
       |________/           \\______________    below for `shrink_after_s`, and the work of that time fits on
       +---------------------------------- t    one worker fewer: one worker is spare
 
-Whether the work fits is learned. A role that was short remembers the work of each worker at that time. No
-worker is spare as long as each of the others would have more than 0.7 of that work. Requests change, so the
-limit fades: with each hour, it grows by the factor 1 / 0.7.
+Whether the work fits is learned. A role that was short remembers the work of each worker at that time. No worker is
+spare as long as each of the other workers would have more than 0.7 of that work. Requests change, so the limit fades:
+with each hour, it grows by the factor 1 / 0.7.
 """
 
 from collections import deque

@@ -83,7 +83,7 @@ class DeviceParts:
         self.choose_products()
 
     def _rehearse_prompts(self, num_tokens: int) -> None:
-        """Runs a step of about so many tokens, in as few prompts of one length as possible, if there can be one."""
+        """Runs a step of about `num_tokens` tokens, if possible, in as few prompts of one length as possible."""
         limits = self.limits
         num_requests = -(-num_tokens // limits.max_model_len)
         if num_requests <= limits.max_num_seqs:

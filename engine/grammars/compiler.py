@@ -242,7 +242,7 @@ class GrammarCompiler:
         return not self._is_evicted and self._num_bytes > MAX_KEPT_BYTES
 
     def evict(self, in_use: Set[StructuredOutput]) -> None:
-        """Keeps the grammars that unfinished requests use, and MAX_KEPT_BYTES of the most recently used others."""
+        """Keeps grammars that unfinished requests use, and MAX_KEPT_BYTES of the most recently used other ones."""
         with self._lock:
             self._is_evicted = True
             num_used = sum(self._compiled[output].num_bytes for output in in_use if output in self._compiled)

@@ -13,7 +13,7 @@ MAX_TOOLS = 128
 MAX_SCHEMA_CHARACTERS = 2**20
 """Most characters of the schemas of all tools together. Each schema is part of the prompt."""
 MAX_PARSED_CHARACTERS = 2**18
-"""Most characters of the calls' arguments that are parsed on the event loop. The others are parsed with the chat
+"""Most characters of the calls' arguments that are parsed on the event loop. Further arguments are parsed with the chat
 template, where an error does not name the call's field."""
 
 

@@ -1,8 +1,8 @@
 """FairQueue: waiting requests, in the order in which to serve them; pure, and does not know which workers have room.
 
-Lower priority values come first. Within one priority, requests that ran before come first, in order of
-arrival. For the others, callers share by start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair
-Queueing", SIGCOMM 1996). All callers have the same weight:
+Lower priority values come first. Within one priority, requests that ran before come first, in order of arrival. For all
+other requests, callers share by start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996).
+All callers have the same weight:
 
     each served token moves the start of its caller's next request to a later virtual time
     the current virtual time is the start of the request that was served last

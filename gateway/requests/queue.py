@@ -8,7 +8,7 @@ Two limits apply:
     LOOK_AHEAD  a sweep ends after this many requests that do not fit, which limits the cost of the sweep
     MAX_PASSED  once this many requests have passed another, no more may pass it, so that it gets enough room
 
-Two kinds of requests never delay others: requests that no available worker can run, and requests of a caller
+Two kinds of requests never delay other requests: requests that no available worker can run, and requests of a caller
 that holds its share (gateway/requests/shares.py). A sweep skips this caller's later requests.
 
 A refusal contains the time after which the client should try again. See docs/admission.md.
@@ -69,10 +69,10 @@ class RequestQueue(Generic[T]):
         self._num_joined = 0
         self._num_sweeps = 0
         self._is_any_hopeless = False
-        """Whether the latest sweep found requests that no worker can run. They do not delay others."""
+        """Whether the latest sweep found requests that no worker can run. They do not delay other requests."""
         self._over_share: set[str] = set()
         """Callers that held their shares at the latest sweep, including callers that it did not reach. Their requests
-        do not delay others."""
+        do not delay other requests."""
         self._pace_s = pace_of(patience_s)
         self._standstill = Standstill(self._pace_s)
         self._looked_at = 0.0

@@ -37,9 +37,9 @@ Identity = bytes
 
 SUSPECT_LOSSES = 2
 MAX_LOSSES_AT_ONE_PLACE = 5
-"""After so many lost workers, a request is stopped. All its attempts and repetitions count together."""
+"""After this many lost workers, a request is stopped. All its attempts and repetitions count together."""
 MAX_LOSSES_IN_ALL = 8
-"""After so many lost workers, a request is stopped even if it was not the only suspect on them."""
+"""After this many lost workers, a request is stopped even if it was not the only suspect on them."""
 MAX_FAILURES_OF_STEPS = 2
 """How many different workers must fail to compute a request before it is stopped."""
 MAX_BLAMED = 3

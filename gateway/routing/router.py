@@ -29,7 +29,7 @@ from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.worker_estimate import WorkerEstimate
 
 HASHED_AT_ONCE = 1024
-"""In blocks. Hashing so many takes about a millisecond."""
+"""In blocks. Hashing this many takes about a millisecond."""
 
 
 class Router:

@@ -75,7 +75,7 @@ class _Connection:
 
 
 class ZmqChannel:
-    """Belongs to one thread. `address` is where others connect, on a port of the system's choosing."""
+    """Belongs to one thread. Peers connect to `address`, on a port that the system chooses."""
 
     def __init__(
         self,
