@@ -30,9 +30,9 @@ from engine.request_table import NONE, IntArray
 from engine.sampler import Sampler
 
 CATCH_UP = 64
-"""How many tokens (or one block, if that is more) a step computes for requests that must catch up in the small model's
-own pool: they lack more tokens there than a step with right drafts brings. On a CPU these tokens take as long as one or
-two decode steps."""
+"""How many tokens a step computes for requests that must catch up; one block, if that is more. Such a request lacks
+more tokens in the small model's own pool than a step with right drafts brings. On a CPU these tokens take as long as
+one or two decode steps."""
 
 MOST_CAUGHT_UP = 8
 """A request is caught up only if it lacks at most this many tokens for each token that it may still get.

@@ -21,8 +21,8 @@ CHECKING = "device check"
 """The request id; no id of a gateway contains a space."""
 MAX_NON_FINITE_STEPS = 8
 NON_FINITE_WINDOW_S = 600.0
-"""After MAX_NON_FINITE_STEPS steps with logits that are not finite within this time, the device is at fault even if it
-passes its checks: the known token may not use the damaged part of its memory."""
+"""If MAX_NON_FINITE_STEPS steps within this time have logits that are not finite, the device is at fault, even if it
+passes its checks. The known token may not use the damaged part of the device's memory."""
 _NOTHING = SchedulerOutput((), CachedRequestData(), {}, 0, frozenset(), frozenset())
 
 

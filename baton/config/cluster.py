@@ -45,8 +45,8 @@ class ClusterConfig(Section):
     ray_timeout_s: float = Field(0.0, ge=0.0)
     """How long to wait for an external Ray cluster to start; 0 means it is already up."""
     allow_ray_without_token: bool = False
-    """A Ray cluster that other hosts can reach is refused if it asks for no token, unless this is set: everyone who can
-    connect to such a cluster can run programs on its nodes."""
+    """A Ray cluster that other hosts can reach, but that asks for no token, is refused: everyone who can connect to
+    such a cluster can run programs on its nodes. If true, Baton uses it nevertheless."""
     fleet_port: int = Field(0, ge=0, le=65535)
     """Port on `network.bind_host` where `baton fleet` serves gateways; 0 picks a free port."""
     fleet_address: str | None = None

@@ -25,17 +25,17 @@ class NetworkConfig(Section):
     """File of the cluster's secret, of mode 0600; `baton serve` creates it if it does not exist. If unset:
     $XDG_CONFIG_HOME/baton/cluster.secret. The environment variable BATON_CLUSTER_SECRET overrides both."""
     metrics_port: int | None = Field(0, ge=0, le=65535)
-    """Port on `bind_host` where each worker serves Prometheus metrics, unencrypted and without authentication: counts
-    and times, never what users write. 0: a free port each, listed by the gateway's /metrics/targets. `null`: no
-    metrics."""
+    """Port on `bind_host` where each worker serves Prometheus metrics, unencrypted and without authentication. Metrics
+    are counts and times, never what users write. 0: each worker picks a free port; the gateway's /metrics/targets lists
+    the ports. `null`: no metrics."""
     heartbeat_interval_s: float = Field(0.5, gt=0.0)
     """How often gateways and workers send a sign of life; at most half of `peer_timeout_s`."""
     peer_timeout_s: float = Field(5.0, gt=0.0)
     """A worker or gateway that is silent for this long counts as dead. For a worker whose pauses were short, 2/5 of
     this time may be enough."""
     reconnect_grace_s: float = Field(0.5, gt=0.0)
-    """A worker whose connection broke, as it does when its process is killed, counts as dead if it does not reconnect
-    within this time; at once if its port refuses connections."""
+    """A worker whose connection broke counts as dead if it does not reconnect within this time. If its port refuses
+    connections, as after the end of its process, it counts as dead at once."""
 
     @field_validator("bind_host", "advertise_host")
     @classmethod

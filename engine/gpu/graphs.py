@@ -92,7 +92,7 @@ weights, so padding is free."""
 LARGER_SIZES = (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 """Further numbers, for models whose steps take Python longer to queue than the GPU to compute."""
 WEIGHTS_PER_LAYER = 1.3e11
-"""While Python queues a layer, an H200 multiplies about this many weights, each with one token: Python queues some ten
+"""While Python queues a layer, an H200 multiplies about this many weights, each with one token. Python queues some ten
 launches in 0.4 ms, and the GPU computes 600 TFLOP/s. A slower GPU has less use for larger graphs, whose padding costs
 time."""
 
