@@ -19,9 +19,9 @@ class ModelConfig(Section):
     host. A name of the Hub is resolved to one commit, which all workers load, now and after restarts."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of weights, activations and, unless `engine.kv_cache_dtype` says otherwise, the KV cache. `auto` on a
-    CPU: bfloat16 if the CPU has AMX or AVX512-BF16, else float32, with KV in bfloat16 if it has Baton's own kernels.
-    `auto` on a GPU: the checkpoint's own 16-bit type, or else bfloat16. The command that starts the fleet decides for
-    all workers."""
+    CPU: bfloat16 if the CPU has AMX or AVX512-BF16, else float32, with KV in bfloat16 if the CPU has Baton's own
+    kernels. `auto` on a GPU: the checkpoint's own 16-bit type, or else bfloat16. The command that starts the fleet
+    decides for all workers."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = "auto"
     """How matrices are stored. `auto`: a quantized matrix keeps the model's bits if a kernel can multiply it in that
     form. On CPUs, Baton's own kernels, which need a C++ compiler, multiply the 4 to 8 bits of a GGUF file or

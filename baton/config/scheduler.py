@@ -41,8 +41,8 @@ class SchedulerConfig(Section):
     `max_num_batched_tokens`."""
     prefill_first_rules: Literal["nano_vllm", "mini_vllm"] = "nano_vllm"
     """Variants of `prefill_first`. `nano_vllm`: a prompt uses as much of the step's budget as it has tokens to compute.
-    `mini_vllm`: a prompt uses its whole length, cached or not. The first request that has no place in a decode step
-    also gets room for its next token, even if another request is preempted for that."""
+    `mini_vllm`: a prompt uses its whole length, cached or not; and the first request that has no place in a decode step
+    gets room for its next token, even if another request is preempted for that."""
     preemption: Literal["recompute", "swap"] = "recompute"
     """How a preempted request's KV is restored: computed again or, while host memory has room, copied there and
     back."""
