@@ -89,8 +89,8 @@ class UnknownModel(InvalidRequest):
 class PromptTooLong(InvalidRequest):
     """Clients that know this kind shorten their prompt and try again.
 
-    Many know it by the words of its message only: TOO_LONG is Anthropic's, and "this model's maximum context length
-    is" OpenAI's and vLLM's.
+    Many clients recognise this error only by the words of its message: TOO_LONG is Anthropic's, and "this model's
+    maximum context length is" OpenAI's and vLLM's.
     """
 
 

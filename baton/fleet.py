@@ -116,9 +116,9 @@ class GatewayReport:
     gateway: str
     """The gateway's incarnation. After a restart, it has a new one, and reports only what happened since."""
     oldest_queued_s: float
-    """The longest wait of those that wait for a worker with room, not for their turn at the gateway."""
+    """The longest wait of requests that wait for a worker with room, not only for their turn at the gateway."""
     oldest_without_prefill_s: float
-    """The longest wait of those that require a prefill worker, while there is none for them."""
+    """The longest wait of requests that require a prefill worker, while there is none for them."""
     num_first_tokens: int
     ttft_s: tuple[float, float]
     """Median and 99th percentile of the time to first token; zeros without a measurement."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from baton.errors import ConfigError
 
 NULL_BLOCK_ID = 0
-"""The null block. No request owns it; it fills a table where a group has no block, or none any more. It is
-never written, so it reads as zeros."""
+"""The null block. No request owns it. It fills a table where a group has no block, or none any more. Only the device
+check writes to it (worker/device_check.py), so it holds finite numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class ErrorKind(Enum):
     """Whose fault an error is. The kind decides what the gateway may do."""
 
     INVALID_REQUEST = "invalid_request"
-    """No worker could serve it; do not retry."""
+    """No worker could serve the request; do not retry."""
     OVERLOADED = "overloaded"
     """Retry on another worker, or on this one later."""
     INTERNAL = "internal"
@@ -33,11 +33,11 @@ class ErrorKind(Enum):
     KV_LOAD_FAILED = "kv_load_failed"
     """The prompt did not arrive from the prefill worker; this worker is healthy."""
     GIVEN_BACK = "given_back"
-    """This worker is healthy, but drains, changes its role or ran out of blocks: the request continues elsewhere."""
+    """This worker is healthy, but drains, changes its role or lacks blocks. Another worker continues the request."""
 
 
 class OnPreemption(Enum):
-    """What a worker does with a request that must give up its blocks to others."""
+    """What a worker does with a request that must give up its blocks to other requests."""
 
     RESUME = "resume"
     """The request stays here, and continues when there is room again."""

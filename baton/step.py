@@ -21,7 +21,7 @@ class NewRequestData:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
-    """Tokens already sampled elsewhere: those the request came with, and those that arrived with a hand-over."""
+    """Tokens already sampled: on other workers, or here before the runner had to forget the request."""
     sampling_params: SamplingParams
     stop_token_ids: frozenset[int]
     """Includes EOS; masked until `min_tokens`."""

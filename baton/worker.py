@@ -17,8 +17,8 @@ class WorkerRole(Enum):
 class WorkerState(Enum):
     """STARTING -> READY -> DRAINING -> STOPPED; a change of role goes from DRAINING back to READY.
 
-    Other processes infer DEAD from silence. HUNG: a thread of the worker makes no progress, and its process
-    is about to end.
+    DEAD: the worker reported a failure that ended it, or other processes infer its end from silence or a broken
+    connection. HUNG: a thread of the worker makes no progress, and its process is about to end.
     """
 
     STARTING = "starting"
@@ -147,14 +147,14 @@ class WorkerLoad:
     oldest_waiting_s: float = 0.0
     """Age of the request that has waited longest for its first step."""
     prefill_tokens_per_s: float = 0.0
-    """Speed of steps that computed prompts."""
+    """Prompt tokens per second of all steps but decode steps; see worker/load.py."""
     decode_step_s: float = 0.0
-    """Time of a step that only decoded: about the time between two tokens of a request."""
+    """Time of a decode step: about the time between two tokens of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A heartbeat, sent at a fixed pace by a thread of its own, however long a step takes."""
+    """What a worker reports in each heartbeat. Heartbeats keep a fixed pace, however long a step takes."""
 
     ref: WorkerRef
     role: WorkerRole
@@ -176,9 +176,9 @@ class WorkerStatus:
     suspects: tuple[str, ...] = ()
     """Heartbeats to gateways name the suspects that run on the worker; see worker/suspect_turns.py."""
     takes_suspects: bool = True
-    """Whether it is no suspect's turn at present. The worker may keep the next turn for a gateway that it refused."""
+    """Whether no suspect has its turn at present. The worker may keep the next turn for a gateway that it refused."""
 
     @property
     def num_decoding(self) -> int:
-        """Requests of a step that only decodes; with `scheduler.batching: prefill_first` more may run."""
+        """Number of running requests, but at most those of one step; with `prefill_first`, more may run."""
         return min(self.requests.running, self.max_num_seqs or self.requests.running)

@@ -28,11 +28,10 @@ class KVConsumerScheduler:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """The rest of the prompt, once; 0 after a failed load or preemption; None while a load is postponed.
+        """The rest of the prompt; 0 after a failed load or a preemption; None while a load is postponed.
 
-        A producer always computes the whole prompt, so no lookup is needed. Blocks are reserved before the
-        producer has computed any. If the producer is lost or never had the request, the load ends with that
-        report.
+        A producer always computes the whole prompt, so no lookup is needed. Blocks are reserved before the producer has
+        computed any. If the producer is lost or never had the request, the load fails.
         """
         if request.request_id in self._postponed:
             return None, False
@@ -50,7 +49,7 @@ class KVConsumerScheduler:
         self._loads.append(LoadBlocks(request.request_id, first_row * self._num_groups, needed))
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Removes loads that arrived or failed; postponed ones wait again."""
+        """Removes loads that arrived or failed; postponed loads wait again."""
         postponed = {load.request_id for load in output.failed_recving if load.is_postponed} & self._loading
         self._waiting_to_load |= postponed
         self._postponed |= postponed

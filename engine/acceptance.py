@@ -11,8 +11,8 @@ PROBE_COST = 0.01
 """If a request's drafts are rarely right, this share of a token's time is still spent on drafts. So the
 request gets drafts again if its text becomes easier to guess."""
 MAX_STEPS_WITHOUT = 8
-"""After more steps in a row without a draft, none is expected. Waiting for so many outputs costs about as much as
-losing the next draft, for which the following step was planned too early: one step (decision 0022)."""
+"""After more steps in a row without a draft, no draft is expected. Waiting for this many outputs costs about one step.
+So does losing the next draft because its step was planned too early (decision 0022)."""
 
 
 class Acceptance:

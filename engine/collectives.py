@@ -32,7 +32,7 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_g
 class Collectives(Protocol):
     """One rank's end.
 
-    If another rank has ended or is late, a call raises RuntimeError, which names this rank.
+    If another rank has ended or is late, a call raises RuntimeError, which names the calling rank.
     """
 
     @property

@@ -30,8 +30,9 @@ from engine.request_table import NONE, IntArray
 from engine.sampler import Sampler
 
 CATCH_UP = 64
-"""How many tokens a step computes, in all or one block, for requests that lack more tokens in the small model's
-own pool than a step with right drafts brings. On a CPU these tokens take as long as one or two decode steps."""
+"""How many tokens a step computes for requests that must catch up; one block, if that is more. Such a request lacks
+more tokens in the small model's own pool than a step with right drafts brings. On a CPU these tokens take as long as
+one or two decode steps."""
 
 MOST_CAUGHT_UP = 8
 """A request is caught up only if it lacks at most this many tokens for each token that it may still get.
@@ -52,7 +53,7 @@ class DraftModel:
         *,
         shares_kv: bool,
     ) -> None:
-        """`spare_blocks`: those of the pool of `forward`; see `SpeculationConfig.num_spare_blocks`.
+        """`spare_blocks`: the spare blocks of the pool of `forward`; see `SpeculationConfig.num_spare_blocks`.
 
         `num_drafts`: the most drafts of a request. `cost`: the time of one pass of the small model, divided
         by that of the served model. `shares_kv`: the small model consists of the served model's first layers,
@@ -65,8 +66,8 @@ class DraftModel:
         self._num_spare_blocks = -(-num_drafts // block_size)
         """Spare blocks of each request."""
         self._most_new_tokens = max(1 + num_drafts, block_size)
-        """About as many tokens as a request lacks after a few steps without drafts, as are those with a first token
-        of some request."""
+        """About as many tokens as a request lacks after a few steps without drafts, for example steps with another
+        request's first token."""
         self._shares_kv = shares_kv
         self.cost = cost
 
@@ -97,10 +98,10 @@ class DraftModel:
     def _catch_up(self, sequences: "list[_Sequence]") -> "list[_Sequence]":
         """Returns the sequences of which this step computes tokens in the small model's own pool.
 
-        A request that lacks only the tokens of the last steps gets drafts. The others share the step's CATCH_UP
-        tokens; those that lack the fewest come first. A request for which too few are left catches up in
-        several steps, and then gets drafts. Each of these steps ends at the end of a block: slots after the
-        computed tokens are cleared, and other requests may share full blocks.
+        A request that lacks only the tokens of the last steps gets drafts. All other requests share the step's CATCH_UP
+        tokens; those that lack the fewest come first. A request for which too few tokens are left catches up in several
+        steps, and then gets drafts. Each of these steps ends at the end of a block: slots after the computed tokens are
+        cleared, and other requests may share full blocks.
         """
         left, under_way = max(CATCH_UP, self._block_size), []
         for sequence in sorted(sequences, key=lambda each: each.num_tokens):

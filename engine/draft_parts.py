@@ -56,7 +56,7 @@ def load_draft(
 ) -> Draft | None:
     """The draft model for `model`; None if none is configured, or on a rank that does not sample.
 
-    `model_path`: the folder of `model`. ConfigError or ModelError if the draft model does not fit to `model`.
+    `model_path`: the folder of `model`. ConfigError or ModelError if the draft model does not match `model`.
     """
     speculation = config.speculation
     if speculation.method != "draft_model" or model.collectives.rank > 0:
@@ -98,7 +98,7 @@ def make_drafter(
 ) -> Drafter | None:
     """`config`: the completed configuration.
 
-    `pool`: that of the served model; its last blocks are spare blocks.
+    `pool`: the served model's pool, whose last blocks are spare blocks.
     """
     proposer: Proposer
     if draft is not None:
@@ -169,7 +169,7 @@ def _tokens(path: Path) -> tuple[Any, Any]:
 
 
 def cost_of(draft: LoadedModel, model: LoadedModel) -> float:
-    """The time of a draft, in tokens of the served model. A token takes as long as reading the matrices."""
+    """The time of a draft, divided by the served model's time for a token: the times to read the matrices."""
     return _token_time(draft) / _token_time(model)
 
 

@@ -9,9 +9,9 @@ from engine.model_config import read_json
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Those of generation_config.json, or if it names none, of config.json; and that of the tokenizer.
+    """The tokens that generation_config.json names or, if it names none, config.json; and the tokenizer's.
 
-    As in vLLM, the tokenizer's counts, too: fine-tuned models often name the end of a turn only there.
+    The tokenizer's end token counts, too, as in vLLM: fine-tuned models often name the end of a turn only there.
     """
     named = named_eos_token_ids(folder)
     of_tokenizer = _of_tokenizer(folder)
@@ -19,7 +19,7 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def named_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """As `read_eos_token_ids`, but without the tokenizer, whose file may have 30 MB."""
+    """Like `read_eos_token_ids`, but without the tokenizer, whose file may have 30 MB."""
     return _named(folder, "generation_config.json") or _named(folder, "config.json")
 
 
@@ -57,7 +57,7 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> Iterator[tuple[int, s
 
 
 def _content(token: object) -> str | None:
-    """A token is written as its text, or as an object with it."""
+    """A file has a token as its text, or as an object that has its text."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -65,7 +65,7 @@ def group_blocks(
 
 
 def _are_last_blocks_new(table: RequestTable, rows_B: IntArray, entries_B: IntArray) -> IntArray:
-    """Whether each sequence's last block has changed since the last call.
+    """Whether each sequence's last block is a different block than at the previous call.
 
     `entries_B`: the index of this block in the first group. A request gets new blocks of all groups at the
     same time, so the first group is enough."""

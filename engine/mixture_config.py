@@ -84,7 +84,7 @@ def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) ->
 
 
 def _num_experts(config: Mapping[str, Any], family: Family) -> int:
-    """transformers has two names for it, and takes either."""
+    """transformers has two names for this number, and takes either."""
     _check_equal(config, "num_experts", "num_local_experts")
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
     return count_of(config, key, 8 if family is Family.MIXTRAL else 128)

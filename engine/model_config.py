@@ -83,7 +83,7 @@ class ModelArchitecture:
 
     @property
     def weights_per_token(self) -> int:
-        """With about how many weights of all layers a token is multiplied, on all ranks together."""
+        """About how many weights, of all layers and ranks together, are multiplied with each token."""
         if self.latent is not None:
             of_attention = self.latent.num_weights(self.num_heads, self.hidden_size)
         else:

@@ -24,8 +24,7 @@ MIN_TEMPERATURE = 1e-30
 """Lower temperatures are raised to this one, since float32 cannot divide by them; the result is the arg
 max."""
 CANDIDATES = 256
-"""How many of the likeliest tokens top_p considers at first; as long as the nucleus is larger, 16 times as
-many."""
+"""How many of the likeliest tokens top_p considers at first; if the nucleus is larger, 16 times as many, and so on."""
 PART_SIZE = 256
 """Size of the parts in which `arg_max` searches a row, if the vocabulary is a multiple of this size."""
 SMALLEST_PART = 16
@@ -61,7 +60,7 @@ class Sampler(Protocol):
 
 
 class TorchSampler:
-    """Samples at once on rank 0, which sends its tokens to the others. Log-probabilities stay on rank 0."""
+    """Samples at once on rank 0, which sends its tokens to the other ranks. Log-probabilities stay on rank 0."""
 
     def __init__(self, collectives: Collectives = SINGLE_RANK) -> None:
         self._collectives = collectives

@@ -29,7 +29,7 @@ class ServedModel:
             raise UnknownModel("model", f"{name!r} is not served here; use {self.name!r}")
 
     def check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
-        """Raises InvalidRequest for `field` if one of these, which a request contains, is no token of the model."""
+        """Raises InvalidRequest for `field` if one of the request's token ids is no token of the model."""
         size = self.vocab_size
         if token_ids and (largest := max(token_ids)) >= size:
             problem = f"{largest} is not one of the model's {size} tokens; ids are 0 to {size - 1}"

@@ -206,7 +206,7 @@ class Preprocessor:
     async def _check_grammar(
         self, asked: ClientRequest, grammar: StructuredOutput | None, timeout_s: float | None
     ) -> None:
-        """InvalidRequest if the grammar of the answer does not compile. It may come from the request's tools."""
+        """InvalidRequest if the answer's grammar does not compile. The grammar may come from the request's tools."""
         if grammar is None:
             return
         try:

@@ -63,7 +63,7 @@ def parse(body: bytes) -> Any:
 
 
 def count_values(body: bytes) -> int:
-    """At least the number of values, without parsing the text. Raises NotStrict if there are very many."""
+    """The number of values or a larger number, without parsing the text. Raises NotStrict if there are very many."""
     return _num_values(_without_strings(body))
 
 

@@ -24,7 +24,7 @@ class NoteStarvation:
 
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
-    """This step fills the blocks of the prompt's table from entry `first_index` on; None: no consumer needs it."""
+    """This step fills blocks of the prompt's table from entry `first_index` on; None: no consumer needs that block."""
 
     request_id: str
     first_index: int
@@ -50,7 +50,7 @@ class FinishSend:
 
 @dataclass(frozen=True, slots=True)
 class AbortSend:
-    """The producer ended in another way. `is_held`: its blocks are freed only once no transfer reads them."""
+    """The producer ended without handing over. `is_held`: its blocks are freed only once no transfer reads them."""
 
     request_id: str
     reason: str

@@ -50,7 +50,7 @@ class RankTransfers:
     def open(self, request_id: str, transfer: KVTransferParams) -> tuple[RankTransferEnd, ...]:
         """The rank transfers of a new request; `close` must follow.
 
-        Empty if the workers cannot exchange KV (see `refusal`), or if other ranks of this producer send it all.
+        Empty if the workers cannot exchange KV (see `refusal`), or if other ranks of this producer send all of the KV.
         """
         peer, num_peers = transfer.peer, len(transfer.peer.kv_addresses)
         if reason := self._pool.mismatch(RankLayout(peer.block_size, num_peers)):
@@ -133,7 +133,7 @@ class _Load(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class LoadQuiet:
-    """The load was given up by its own worker, and has ended."""
+    """This worker gave the load up, and the load has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def _sum(one: ReceivedKV, other: ReceivedKV) -> ReceivedKV:
 
 
 def _least(one: FailedKV, other: FailedKV) -> FailedKV:
-    """The blocks that both have, and the first reason."""
+    """The blocks that are valid in both failures, and the first failure's reason."""
     return replace(
         one,
         num_valid_blocks=min(one.num_valid_blocks, other.num_valid_blocks),
@@ -232,7 +232,7 @@ def _least(one: FailedKV, other: FailedKV) -> FailedKV:
 
 
 class Sends(Generic[P]):
-    """Hand-overs sent, and the parts of each that may still be read."""
+    """The sends that are not finished, and for each the parts that the peer may still read."""
 
     def __init__(self) -> None:
         self._open: dict[str, set[P]] = {}

@@ -50,11 +50,11 @@ class RankPool:
         )
 
     def mismatch(self, theirs: RankLayout) -> str | None:
-        """Why no KV can be exchanged with a peer of this layout; None if it can."""
+        """Why no KV can be exchanged with a peer of this layout; None if KV can be exchanged."""
         return mismatch(self.fingerprint.num_divided_heads, self.layout, theirs)
 
     def peers_of(self, num_peer_ranks: int, *, is_producer: bool) -> range:
-        """The ranks of a worker with `num_peer_ranks` ranks with which this rank exchanges KV."""
+        """The peer ranks with which this rank exchanges KV, if the peer has `num_peer_ranks` ranks."""
         ours = self.layout
         return peers_of(
             self.fingerprint.num_divided_heads,
@@ -184,7 +184,7 @@ class PieceView:
         return Runs(self._peers.offsets(peers), local, np.full(len(local), self._run_nbytes)).coalesced()
 
     def runs_of(self, piece_ids: Sequence[int]) -> Runs:
-        """Our pieces as runs from or to one span of them in order: `remote` is the offset within that span."""
+        """The runs between our pieces and one span that has them in order; `remote` is the offset in that span."""
         local = self._ours.offsets(piece_ids)
         lengths = np.full(len(local), self._run_nbytes)
         return Runs(np.arange(len(local)) * self._run_nbytes, local, lengths).coalesced()

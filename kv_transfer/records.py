@@ -74,7 +74,7 @@ ENDS = (
     TransferEventKind.NOT_NEEDED,
     TransferEventKind.FAILED,
 )
-"""The ends of a part, in rising order. The hand-over's end is the highest of its parts' ends."""
+"""The ways in which a part can end, in rising order. The hand-over's end is the highest of its parts' ends."""
 
 
 @dataclass(slots=True)

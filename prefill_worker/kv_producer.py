@@ -122,7 +122,7 @@ class KVProducerScheduler:
         return SendBlocks(request_id, first, self._needed(sending, first, num_full))
 
     def _needed(self, sending: Sending, first: int, end: int) -> tuple[int | None, ...]:
-        """Replaces blocks by None that are out of the consumer's window once the prompt is complete."""
+        """Replaces by None the blocks that are out of the consumer's window once the prompt is complete."""
         block_ids = sending.block_ids[first:end]
         num_left = self._groups.num_left_rows(sending.num_tokens, self._block_size)
         num_groups, num_full = self._groups.num_groups, self._groups.num_full
@@ -135,7 +135,7 @@ class KVProducerScheduler:
 
 
 def _abort_reason(request: Request) -> str:
-    """The reason, for the consumer's report, why a producer hands nothing over."""
+    """Why a producer hands nothing over, for the consumer's report."""
     if request.is_given_back:
         return "the prefill worker gave the request back"
     return "the prefill failed" if request.is_failed else "the request ended on the prefill worker"

@@ -32,12 +32,12 @@ class AdmissionOutcome(Enum):
 
     DONE = auto()
     NOT_YET = auto()
-    """Its last token is still in flight, or a current trial excludes it. It keeps its place and blocks no
-    other."""
+    """The request's last token is still in flight, or a current trial excludes it. Requests behind it may overtake
+    it."""
     UNKNOWN = auto()
-    """The connector does not know yet; the next step asks again. It keeps its place and blocks no other."""
+    """The connector cannot tell yet whether the prompt can be loaded. Requests behind this one may overtake it."""
     NO_ROOM = auto()
-    """It does not fit. No request behind it may overtake it."""
+    """The request does not fit. No request behind it may overtake it."""
 
 
 class Admission:
@@ -78,7 +78,7 @@ class Admission:
         return len(self._waiting) + len(self._to_load) + len(self._compiling) + len(self._unknown)
 
     def add(self, request: Request) -> None:
-        """Queues a request behind its equals; while its grammar compiles, only its place is kept."""
+        """Queues a request behind its equals. While its grammar compiles, it only keeps its place."""
         hits = self._kv.find_cached_prefix(request) if request.is_producer else ()
         request.queue_key = self._order.key_of_new(request, self._kv.num_tokens_in(hits))
         if request.status is RequestStatus.WAITING_FOR_FSM:
@@ -201,7 +201,7 @@ class Admission:
         return self._to_load
 
     def _num_ahead(self) -> int:
-        """Requests that have a slot or will take one as soon as their load ends."""
+        """Number of requests that have a slot, or will take one as soon as their load ends."""
         return len(self._running.requests) + self._remote.num_loading + self._remote.num_received
 
     def _load(self, request: Request, step: StepPlan, fit: Fit) -> AdmissionOutcome:
@@ -220,7 +220,7 @@ class Admission:
         return AdmissionOutcome.DONE
 
     def _num_reserved_blocks(self) -> int:
-        """Blocks that running requests in mid-prefill still need. A load must leave so many blocks free.
+        """Number of blocks that unfinished running prompts still need. A load must leave this many blocks free.
 
         Otherwise two loads, or a load and a prefill, could each hold blocks that the other waits for.
         """
@@ -262,7 +262,7 @@ class Admission:
         return AdmissionOutcome.DONE
 
     def _num_computed(self, request: Request, hits: list[Block]) -> int:
-        """Tokens whose KV comes from the prefix cache or from host memory, whichever has more of them."""
+        """Number of tokens whose KV is in the prefix cache, or in host memory if more are there."""
         num_hit_tokens = self._kv.num_tokens_in(hits)
         if not request.swapped_block_ids or num_hit_tokens >= request.num_computed_tokens:
             return num_hit_tokens
@@ -280,7 +280,7 @@ class Admission:
     def _count_hits(self, request: Request, hits: list[Block]) -> None:
         """Counts the hits of a request at its first admission, as V1 does.
 
-        Later, it may hit blocks that were computed or received for itself.
+        Later, the request may hit blocks that were computed or received for the request itself.
         """
         if request.was_admitted:
             return

@@ -19,9 +19,9 @@ class Batching(Protocol):
 class Unified:
     """Prompts and outputs share every step: running requests continue first, waiting ones get the rest of the budget.
 
-    Prompts that do not fit are split. A step that preempts a request admits no other, since that one would
-    soon be preempted, too. On a prefill worker, waiting prompts with lower keys are admitted before the
-    running prompts continue.
+    Prompts that do not fit are split. A step that preempts a request admits none: an admitted request would soon be
+    preempted, too. On a prefill worker, waiting prompts with lower keys are admitted before the running prompts
+    continue.
     """
 
     def __init__(self, config: SchedulerConfig, running: Running, admission: Admission) -> None:
@@ -48,9 +48,9 @@ class Unified:
 class PromptsFirst:
     """The classical schedulers: whole prompts come before outputs, and every waiting request before every running one.
 
-    As in nano-vLLM, a whole prompt must fit into the budget and the free blocks. Prefix-cache hits do not
-    change this check, but the budget is then charged only for computed tokens. With miniVLLM's rules it is
-    charged for the whole prompt.
+    As in nano-vLLM, a whole prompt must fit into the budget and the free blocks. This check counts the whole prompt,
+    even tokens that are prefix-cache hits. An admitted prompt then uses only as much of the budget as it has tokens to
+    compute. With miniVLLM's rules, it uses its whole length.
     """
 
     def __init__(self, config: SchedulerConfig, running: Running, admission: Admission, kv: KVCache) -> None:

@@ -1,7 +1,7 @@
 """BlockEvents: changes of the prefix cache, for routers that follow it; knows no pool and no reader.
 
-Unread events are bounded: beyond the bound, one full listing replaces them, from which a reader can start
-again. A reader that applies all events in order knows exactly the hashes that can be hit.
+The number of unread events is bounded. Beyond the bound, one full listing replaces them. A reader can start again from
+this listing. A reader that applies all events in order knows exactly the hashes that can be hit.
 """
 
 from collections.abc import Callable, Iterable
@@ -44,7 +44,7 @@ class BlockEvents:
         return self.account() if is_overrun else events
 
     def ignore(self) -> None:
-        """Stops keeping events, until `begin`; nobody takes events before that."""
+        """Drops all events until `begin`: before, no reader takes them."""
         self._is_ignored = True
         self._drop_pending()
 

@@ -118,7 +118,7 @@ class BlockPool:
             block.ref_count += 1
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """Drops a reference of each block, in eviction order; dropping the last one frees the block."""
+        """Drops one reference of each block, in eviction order. A block without references is free."""
         for block in blocks:
             assert block.ref_count > 0, f"{block} was freed twice"
             block.ref_count -= 1

@@ -65,7 +65,7 @@ class Ending:
                 self.end(request, RequestStatus.FINISHED_ERROR, outputs, failed[request.request_id], kind)
 
     def end_given_back(self, outputs: ClientOutputs) -> None:
-        """Ends victims that continue elsewhere, once none of their tokens is in flight."""
+        """Ends victims that continue on other workers, once none of their tokens is in flight."""
         for request in list(self._preemption.given_back.values()):
             if not request.num_output_placeholders:
                 status = RequestStatus.FINISHED_GIVEN_BACK

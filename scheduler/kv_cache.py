@@ -93,8 +93,7 @@ class KVCache:
     def find_cached_prefix(self, request: Request, num_loaded: int | None = None) -> list[Block]:
         """The longest cached prefix in full rows, leaving at least one token to compute. Changes nothing.
 
-        `num_loaded`: another worker sends the KV of the first `num_loaded` tokens, as far as the prefix lacks
-        it.
+        `num_loaded`: another worker sends the KV of the first `num_loaded` tokens, except for this prefix.
         """
         if not self.may_hit(request):
             return []
@@ -111,7 +110,7 @@ class KVCache:
     def num_missing(
         self, request: Request, num_tokens: int, hits: Sequence[Block] = (), num_ready: int = 0
     ) -> int:
-        """Free blocks needed for `num_tokens` tokens, including free ones of `hits`. See `open_table`."""
+        """Number of free blocks that `num_tokens` tokens need, counting free blocks in `hits`. See `open_table`."""
         num_held = len(request.block_table.blocks) if request.block_table else 0
         num_revived = [block.ref_count for block in hits].count(0)
         num_new = max(0, self.num_blocks_for(num_tokens) - num_held - len(hits))
@@ -133,10 +132,9 @@ class KVCache:
     ) -> bool:
         """Allocates a table for the first `num_tokens` tokens of a request: `hits` first, then new blocks.
 
-        Full blocks of the first `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. The first
-        `num_ready` tokens are not computed here. So a windowed group gets blocks only for those of them that
-        later tokens need. Returns False, and changes nothing, if fewer than `num_spare` blocks would be left
-        free.
+        Full blocks of the first `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. The first `num_ready`
+        tokens are not computed here. So of their rows, a windowed group gets blocks only for those that later tokens
+        need. Returns False, and changes nothing, if fewer than `num_spare` blocks would be left free.
         """
         assert request.block_table is None, f"{request.request_id} has blocks"
         num_left = 0
@@ -210,8 +208,8 @@ class KVCache:
     def free(self, request: Request) -> None:
         """Gives the request's blocks back, tail first, so that the head of its chain is evicted last.
 
-        Its computed blocks become available for hits, even a block whose last token was in flight until now.
-        Blocks that unfinished steps compute do not.
+        Its computed blocks become available for hits, even a block whose last token was in flight until now. Blocks
+        that unfinished steps still compute do not become available.
         """
         if request.block_table is not None:
             num_of_use = request.num_computed_tokens - request.num_output_placeholders

@@ -21,7 +21,7 @@ class WaitingLoad:
 
 
 def waiting_load(requests: Iterable[Request]) -> WaitingLoad:
-    """Work of all unfinished requests, without prompts that other workers compute."""
+    """Work of all unfinished requests, except for prompts that other workers compute."""
     num_prompt_tokens, oldest = 0, None
     for request in requests:
         if request.may_load or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:

@@ -11,7 +11,7 @@ from baton.config import SchedulerConfig
 from scheduler.request import QueueKey, Request
 
 MAX_FUTILE_PREEMPTIONS = 32
-"""How often a request may lose its blocks without sampling a token in between, before it is spared."""
+"""How often a request may lose its blocks without a new token in between; then `Priority.victims` spares it."""
 
 LEAST_STEP_TOKENS = 16
 """A step with fewer tokens takes about as long as a step with this many."""
@@ -44,13 +44,13 @@ class FCFS:
     wait behind a long one. Time is measured in computed tokens, and each step counts as LEAST_STEP_TOKENS at
     least.
 
-    A prompt's key is the time at which the prompt would be done if it ran alone from its arrival on. A later
-    prompt overtakes it only if the later prompt is shorter than the earlier one's remaining work. Waiting
-    reduces this remaining work as computing does. So a prompt of N tokens can only be overtaken by prompts
-    that arrive before N more tokens are computed.
+    A prompt's key is the time at which the prompt would be done if it ran alone from its arrival on. A later prompt
+    overtakes it only if the later prompt is shorter than the earlier one's remaining work. Waiting reduces this
+    remaining work as much as computing. So a prompt of N tokens can only be overtaken by prompts that arrive before N
+    more tokens are computed.
 
-    Such a prompt keeps its key when it is preempted. With a lower key, it would run before the prompt that took
-    its blocks, and take them back: two prompts could preempt each other for ever.
+    A prompt for another worker keeps its key when it is preempted. With a lower key, it would run before the prompt
+    that took its blocks, and take them back: two prompts could preempt each other for ever.
     """
 
     def __init__(self) -> None:
@@ -101,9 +101,9 @@ class Priority:
     def victims(self, running: Sequence[Request]) -> Iterator[Request]:
         """Worst priority first. Among equals, the longest-running request is preempted first, as in vLLM V1.
 
-        An exception prevents equals from preempting one another without progress. Requests that lost their
-        blocks repeatedly, without a new token in between, are spared while other equals remain. After that,
-        the last by id is preempted first, so that at least the first by id makes progress.
+        An exception prevents equals from preempting one another without progress. Requests that lost their blocks
+        repeatedly, without a new token in between, are spared while other equals remain. If only such requests remain,
+        the one with the highest id is preempted first. So at least the request with the lowest id makes progress.
         """
         usual = [request for request in running if request.num_futile_preemptions < MAX_FUTILE_PREEMPTIONS]
         if len(usual) < len(running):

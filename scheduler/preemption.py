@@ -67,7 +67,7 @@ class Preemption:
         return request_ids
 
     def forget_swapped(self, requests: Iterable[Request]) -> None:
-        """Discards what preempted requests have in host memory."""
+        """Discards the KV that preempted requests have in host memory."""
         for request in requests:
             if request.swapped_block_ids:
                 self._swap.discard(request)
@@ -86,7 +86,7 @@ class Preemption:
         if victim.num_output_placeholders:
             has_drafts = victim.num_computed_tokens >= victim.num_tokens + victim.num_output_placeholders
             if has_drafts and self._kv.groups.num_windowed:
-                return False  # wrong drafts: it would again need rows that have left the window
+                return False  # if drafts are wrong, it needs rows again that left the window
             if victim.num_tokens + victim.num_output_placeholders >= victim.max_num_tokens:
                 return False  # that token will end it; a producer's last position must be computed again
         return True

@@ -19,7 +19,7 @@ from scheduler.request import Request, RequestStatus
 
 
 class KVConnector(Protocol):
-    """All calls but `build_connector_meta` and `update_connector_output` concern requests with `kv_transfer` only.
+    """Except for `build_connector_meta` and `update_connector_output`, calls concern only requests with `kv_transfer`.
 
     No call blocks, and no call raises because of a peer. `worker/host.py` connects the scheduler and the
     connector.
@@ -43,7 +43,7 @@ class KVConnector(Protocol):
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
     ) -> None:
-        """Blocks were granted for a load of `num_external_tokens` > 0; `block_ids` are those still to be filled."""
+        """A load of `num_external_tokens` > 0 has its blocks; `block_ids` are the blocks that it must fill."""
         ...
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:

@@ -13,7 +13,7 @@ from scheduler.step import StepPlan
 
 
 class Running:
-    """The running requests: at most `max_num_seqs` (with `prefill_first`: at most so many in a step)."""
+    """The running requests: at most `max_num_seqs` (with `prefill_first`: at most this many in a step)."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Running:
     def make_room_for_next(self, step: StepPlan) -> None:
         """After `go_on`: makes room for the next token of the first request that is not in the step.
 
-        This rule is miniVLLM's, which looks for a block before it checks whether the step is full.
+        miniVLLM has this rule: it looks for a block before it checks whether the step is full.
         """
         left_out = [r for r in self._not_in(step) if self.num_wanted_tokens(r, r.num_computed_tokens)]
         for victim in self._order.victims(left_out):
@@ -112,11 +112,11 @@ class Running:
     def num_fitting_tokens(
         self, request: Request, num_wanted: int, num_computed_tokens: int, step: StepPlan
     ) -> int:
-        """How many of the request's wanted tokens the step computes; it may be part of a prompt, or nothing.
+        """How many of the request's wanted tokens the step computes: all, part of a prompt, or none.
 
-        Part of a producer's prompt does not share a step with a producer's prompt that ends in this step: the
-        second would have to wait for the part. With `joins_parts`, a step with the part takes no longer, so
-        both may share it.
+        Part of a producer's prompt does not share a step with a producer's prompt that ends in this step: the prompt
+        that ends would have to wait for the part. With `joins_parts`, they may share a step, since the part hardly
+        makes the step longer.
         """
         num_tokens = min(num_wanted, step.token_budget)
         is_whole = num_computed_tokens + num_tokens >= request.num_tokens
@@ -127,7 +127,7 @@ class Running:
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """The request's uncomputed tokens and its drafts, limited to one step's share.
 
-        0 if a token in flight will certainly end the request, or if more than this token may be in flight.
+        0 if a token in flight will certainly end the request, or if a step under way may sample several tokens.
         """
         num_tokens = len(request.all_token_ids)
         if request.num_output_placeholders:
@@ -148,7 +148,7 @@ class Running:
     def _make_room(
         self, request: Request, num_tokens: int, victims: Iterator[Request], step: StepPlan
     ) -> Sequence[Block] | None:
-        """Preempts victims until the request's blocks can be allocated. None if it was preempted itself."""
+        """Preempts victims until the request's blocks can be allocated. None if the request itself was preempted."""
         for victim in victims:
             self._preemption.preempt(victim, step)
             if victim is request:

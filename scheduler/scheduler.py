@@ -349,7 +349,7 @@ class Scheduler:
     # update_from_output()
 
     def _go_on_trying(self, computed: SchedulerOutput) -> None:
-        """Makes requests that passed wait until all are tried, so that a failed step is due to the others."""
+        """Makes requests that passed wait, so that only requests that have not passed can break a step."""
         if self._trial.step_computed(computed.step, ends_of(computed), self._num_steps + 1):
             self._preempted_between_steps |= self._preemption.preempt_all(self._running.requests)
 
@@ -386,5 +386,5 @@ class Scheduler:
         return num_taken
 
     def _must_sample_again(self, preempted: Request) -> bool:
-        """Whether to drop the sample: a preempted producer computes all again, unless it is given back."""
+        """Whether to drop the sample: a preempted producer computes its prompt again, unless it is given back."""
         return preempted.is_producer and preempted.request_id not in self._preemption.given_back

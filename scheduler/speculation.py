@@ -49,7 +49,7 @@ class Speculation:
         self._is_active |= request.is_unforeseeable
 
     def awaits_output(self, under_way: Mapping[int, Iterable[Request]]) -> bool:
-        """Whether a step planned now would omit a request, since more than its token in flight may come."""
+        """Whether a step planned now would omit a request, since a current step may bring several tokens for it."""
         return self._is_active and any(
             request.is_unforeseeable and request.num_output_placeholders
             for request in chain.from_iterable(under_way.values())
@@ -88,7 +88,7 @@ class Speculation:
         wrong.
         """
         num_accepted = num_sampled - 1
-        if request.num_computed_tokens:  # else it has been preempted since, and computes all again
+        if request.num_computed_tokens:  # else it was preempted since then, and computes all again
             request.num_computed_tokens -= num_drafts - num_accepted
         self._outcomes[num_drafts, num_accepted] += 1
 
@@ -118,8 +118,8 @@ class Speculation:
     def counters(self) -> Counter[str]:
         """Counts since the start.
 
-        They count requests' steps with drafts, the drafts, accepted drafts (in all, and by place from 0 on),
-        and forced tokens.
+        Counted are requests' steps with drafts, drafts, accepted drafts (in all, and by place from 0 on), and forced
+        tokens.
         """
         counts = Counter[str](forced_tokens=self._num_forced)
         for (num_drafts, num_accepted), times in self._outcomes.items():

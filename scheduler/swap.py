@@ -53,7 +53,7 @@ class SwapSpace:
         return list(zip(held, block_ids, strict=False))[num_hit_blocks:]
 
     def discard(self, request: Request) -> None:
-        """Drops the request's KV; does nothing if it has none here."""
+        """Drops the request's KV; does nothing if no host block holds any."""
         self._free += self._take(request)
 
     def check_integrity(self) -> None:
@@ -70,7 +70,7 @@ class SwapSpace:
 
 
 def num_swap_blocks(config: SchedulerConfig) -> int:
-    """Number of host blocks by the configuration. Raises ConfigError if it is needed but not set."""
+    """Number of host blocks. Raises ConfigError if the policy of preemption needs host blocks, but none are set."""
     if config.preemption == "recompute":
         return 0
     if config.num_swap_blocks is None:

@@ -16,7 +16,10 @@ from worker.role import Role
 
 
 class ClientRequests:
-    """Adds the clients' requests to the core, and ends them. The caller delivers, and notes, what each call returns."""
+    """Adds the clients' requests to the core, and ends them.
+
+    The caller delivers the outputs that a call returns, and passes them to `note`.
+    """
 
     def __init__(self, core: EngineCore, clock: Clock) -> None:
         self._core = core
@@ -72,7 +75,7 @@ class ClientRequests:
         for output in outputs:
             if output.finish_reason is not None:
                 self._clients.pop(output.request_id, None)
-        if not self._clients or len(self._deadlines) > 2 * len(self._clients) + 64:  # most finished in time
+        if not self._clients or len(self._deadlines) > 2 * len(self._clients) + 64:  # most have ended
             self._deadlines = [each for each in self._deadlines if each[1] in self._clients]
             heapq.heapify(self._deadlines)
 

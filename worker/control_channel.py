@@ -30,7 +30,7 @@ MAX_LINE_BYTES = 64 * 1024
 """The longest call."""
 
 MAX_CALLS = 8
-"""Calls that may be open at a time; one more is answered with an error."""
+"""Calls that may be open at a time; any further call is answered with an error."""
 
 CODEC = ControlCodec(WORKER_CALLS)
 
@@ -38,9 +38,10 @@ R = TypeVar("R")
 
 
 class StdioControlServer:
-    """The worker's end. Each call has a thread, so that a long one does not delay others.
+    """The worker's end. Each call has a thread, so that a long call does not delay other calls.
 
-    The threads start here: later, the system may have no free one, and a worker that cannot answer is ended.
+    The threads start when the server is created: later, the system may have no free thread, and a worker that cannot
+    answer is ended.
     """
 
     def __init__(

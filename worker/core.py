@@ -1,8 +1,8 @@
 """EngineCore: connects scheduler, device, connector and grammars, and advances them by one step at a time.
 
-Knows no thread, no socket and no role; `worker/loop.py` owns the thread it runs on. With asynchronous scheduling one
-step is computed while the next is planned, unless the next one depends on what it brings, or (on a CPU) it has
-part of a prompt:
+Knows no thread, no socket and no role; `worker/loop.py` owns the thread it runs on. With asynchronous scheduling, one
+step is computed while the next step is planned. The next plan waits if it depends on the computed step's output. On a
+CPU, it also waits for a step with part of a prompt:
 
     plan      | step 2 |            | step 3 |            | step 4 |
     device    |  step 1 ............|  step 2 ............|  step 3 ....
@@ -42,8 +42,8 @@ from worker.step_trace_writer import MAX_WAITING_IDS, QueueSnapshot, StepTraceWr
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
-"""After so many failed steps in a row, the device is at fault. A request that breaks its steps fails up to
-two steps before any step is computed, even if such requests arrive one after another at an idle device."""
+"""After this many failed steps in a row, the device is at fault. A request that breaks its steps fails up to two steps
+before any step is computed, even if such requests arrive one after another at an idle device."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class EngineCore:
         self._stages = StageTimer(clock)
         self._under_way: deque[StepUnderWay] = deque()
         self._results: deque[StepResult] = deque()
-        """Results of the oldest of these steps that were taken early, for a device check."""
+        """Results of the oldest steps under way, taken early for a device check."""
         self._num_failed_steps = 0
         self.health = DeviceHealth(self._check_device, clock)
         """If the device is unfit, this engine must get no further requests."""
@@ -168,7 +168,7 @@ class EngineCore:
     def give_back_requests(
         self, request_ids: Iterable[str] | None = None, error: str = "this worker gives its requests back"
     ) -> ClientOutputs:
-        """Ends these requests (None: all) in any state with ErrorKind.GIVEN_BACK; others continue them.
+        """Ends these requests (None: all) in any state with ErrorKind.GIVEN_BACK; other workers continue them.
 
         They get no further output here. Another worker samples again what a current step samples for them.
         """
@@ -276,7 +276,7 @@ class EngineCore:
         return self._give_back_if_unfit(NON_FINITE, request_ids)
 
     def _give_back_if_unfit(self, failure: str, request_ids: Iterable[str]) -> ClientOutputs:
-        """After a failure: if the device is at fault, nothing is known against these requests."""
+        """Gives these requests back if the device caused the failure: they may be harmless."""
         if self.health.is_fit_after(failure):
             return ClientOutputs()
         status, error = RequestStatus.FINISHED_GIVEN_BACK, "the device of this worker is at fault"

@@ -1,7 +1,7 @@
 """Whether a device can be trusted. The device check is a step with one known token.
 
-It runs before a worker serves. It also runs after another step has failed: if the device cannot compute this step
-either, the device is at fault, and not the request that failed before.
+It runs before a worker serves. It also runs after another step has failed. If the check fails, too, the device is at
+fault, not a request of the failed step.
 """
 
 import logging
@@ -21,8 +21,8 @@ CHECKING = "device check"
 """The request id; no id of a gateway contains a space."""
 MAX_NON_FINITE_STEPS = 8
 NON_FINITE_WINDOW_S = 600.0
-"""After so many steps with logits that are not finite within this time, the device is at fault even if it passes its
-checks: a part of its memory may be damaged that the known token does not need."""
+"""If MAX_NON_FINITE_STEPS steps within this time have logits that are not finite, the device is at fault, even if it
+passes its checks. The known token may not use the damaged part of the device's memory."""
 _NOTHING = SchedulerOutput((), CachedRequestData(), {}, 0, frozenset(), frozenset())
 
 
@@ -60,9 +60,9 @@ class DeviceHealth:
 def fault_of_device(pipeline: Pipeline, kv_groups: KVGroups) -> str | None:
     """Runs the check and returns why it failed; None if the device works. No step may be under way.
 
-    The token's KV is stored in the null block, so the check needs no free block. Attention masks this block wherever
-    it reads it, which is only right for finite values: a worker whose check left others there ends.
-    `kv_groups`: the model's. Raises DeviceLostError.
+    The token's KV is stored in the null block, so the check needs no free block. Attention reads this block only
+    masked, which is right only for finite values. So a worker ends if its check left other values there. `kv_groups`:
+    the model's. Raises DeviceLostError.
     """
     request = NewRequestData(
         request_id=CHECKING,

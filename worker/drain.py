@@ -1,4 +1,4 @@
-"""DrainState: a worker's way out of its role, for good or into the other one; knows no request and no clock.
+"""DrainState: how a worker leaves its role, for good or for the other role; knows no request and no clock.
 
                   time is up:                     nothing is left to lose: it has left,
                   what is left is given back      and stays so, or serves in its new role
@@ -70,7 +70,7 @@ class DrainState:
         return self.give_up_at + ANSWER_TIMEOUT_S
 
     def may_join(self, other: "DrainState") -> bool:
-        """Whether this drain, which is not over, leads where `other` should lead."""
+        """Whether this drain is not over and has the same target as `other`."""
         return self.stage is not DrainStage.OVER and self._next_kind is other._next_kind
 
     def join(self, other: "DrainState") -> None:

@@ -4,7 +4,7 @@ request plane thread   frames <-> messages, heartbeats            worker/request
 engine thread          admit, schedule, run, deliver              worker/loop.py, worker/core.py
 transfer thread        KV blocks in and out, leases               kv_transfer/
 
-With tensor parallelism this process is rank 0, and starts one for each other rank: engine/ranks/processes.py.
+With tensor parallelism, this process is rank 0, and starts a process for each other rank (engine/ranks/processes.py).
 """
 
 import logging
@@ -111,7 +111,7 @@ class EngineHost:
     def start(self, on_progress: Callable[[StartProgress], None] = log_progress) -> WorkerEndpoint:
         """Loads the model, binds both planes to free ports and begins to serve; returns once it serves.
 
-        `on_progress` is called on this thread for whatever takes long.
+        `on_progress` is called on this thread, for stages that take long.
         """
         commands = CommandQueue()
         with ExitStack() as on_failure:
@@ -337,8 +337,8 @@ def compose_executor(
     on_kv_output: Callable[[], None],
     on_progress: OnProgress,
 ) -> Executor:
-    """What computes and moves KV, on every rank; raises like `start_executor`. `on_kv_output` runs on any thread, after
-    `Executor.start`; `on_progress` reports rank 0's progress.
+    """The executor, which computes steps and moves KV on every rank. Raises like `start_executor`. `on_kv_output` runs
+    on any thread, after `Executor.start`; `on_progress` reports rank 0's progress.
     """
     connect = partial(
         KVConnectorWorker,

@@ -42,7 +42,7 @@ def net(events: Iterable[KVEvent]) -> KVChange | None:
 
 
 def parts(change: KVChange) -> Iterator[KVChange]:
-    """The change in parts that fit into a message; if it is a full listing, the first part begins it. No hash is in
+    """The change in parts that fit into a message. Of a full listing, only the first part has `is_anew`. No hash is in
     two parts.
     """
     size = MAX_HASHES_PER_MESSAGE * SHORT_HASH_BYTES

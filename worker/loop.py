@@ -38,7 +38,7 @@ class EngineSnapshot:
     kv_blocks: KVBlockCounts
     requests: RequestCounts
     counters: dict[str, int]
-    """Those of EngineCore."""
+    """The counters of EngineCore."""
     load: WorkerLoad
     """Recent, unless nothing has happened since; without `oldest_waiting_s`, which grows between two snapshots."""
     oldest_arrival: float | None
@@ -164,7 +164,7 @@ class EngineLoop:
         return not self._ended.done()
 
     def is_settled_as(self, role: WorkerRole) -> bool:
-        """Whether it serves in this role, as of the last step."""
+        """Whether the worker served in this role after the last step."""
         return self.snapshot.role is role and not self.snapshot.is_draining
 
     def when_ended(self, callback: Callable[[], None]) -> None:

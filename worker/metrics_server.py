@@ -1,4 +1,4 @@
-"""MetricsServer: answers GET /metrics over HTTP on its own threads; a silent reader delays no other one."""
+"""MetricsServer: answers GET /metrics over HTTP on its own threads; a silent reader delays no other reader."""
 
 import io
 import logging
@@ -40,7 +40,7 @@ class MetricsServer:
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._readers: dict[socket.socket, threading.Thread] = {}
-        """The oldest comes first. This server's thread adds them; each removes itself."""
+        """Oldest first. The server's thread adds readers; each reader removes itself."""
 
     def start(self) -> None:
         self._thread.start()
@@ -54,7 +54,7 @@ class MetricsServer:
             self._thread.join(PATIENCE_S)
         deadline = time.monotonic() + PATIENCE_S
         for reader, thread in list(self._readers.items()):
-            _shut(reader, socket.SHUT_RD)  # ends it unless its request has arrived
+            _shut(reader, socket.SHUT_RD)  # ends the reader unless its request has arrived
             thread.join(max(0.0, deadline - time.monotonic()))
         self._listener.close()
 

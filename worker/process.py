@@ -4,11 +4,11 @@ Ray actors use `build_worker`. Without Ray, for tests, benchmarks and manual set
 
     python -m worker --role prefill --name w0 --config FILE
 
-prints the worker's endpoint as one line of JSON once it serves, or why it could not start, and stops cleanly on
-SIGTERM, SIGINT or when its stdin closes, so that it never outlives the process at the other end. Until then it takes
-control calls from stdin, and prints the replies: see worker/control_channel.py. A worker whose engine ends by itself
-ends the process with exit code 1. The cluster's secret comes from BATON_CLUSTER_SECRET, or from the file of
-`network.secret_file`, which must be there.
+This prints the worker's endpoint as one line of JSON once the worker serves, or prints why it could not start. The
+worker stops cleanly on SIGTERM, on SIGINT, or when its stdin closes, so it never outlives the process at the other end
+of stdin. Until then, it takes control calls from stdin, and prints the replies (worker/control_channel.py). If the
+engine ends by itself, the process ends with exit code 1. The cluster's secret comes from BATON_CLUSTER_SECRET, or from
+the file of `network.secret_file`, which must exist.
 """
 
 import argparse

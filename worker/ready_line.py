@@ -24,8 +24,9 @@ def failure_to_json(error: BatonError) -> str:
 def endpoint_from_json(line: str) -> WorkerEndpoint:
     """The inverse of `endpoint_to_json`, for the parent process.
 
-    Raises the error of a worker that could not start: ConfigError, ModelError, or WorkerUnavailable for the rest.
-    Also raises WorkerUnavailable for a worker of another version: Baton was updated after the parent had started.
+    Raises the error of a worker that could not start: ConfigError, ModelError, or WorkerUnavailable for all other
+    causes. Also raises WorkerUnavailable for a worker of another version: Baton was updated after the parent had
+    started.
     """
     values = json.loads(line)
     if "failure" in values:

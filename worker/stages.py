@@ -38,7 +38,7 @@ class StageTimer:
         self._clock = clock
         self._marks: dict[str, _Marks] = {}
         self._handed_over: dict[str, _HandedOver] = {}
-        """By request. The connector reports each of them once, when it frees their blocks; then the entry
+        """By request. The connector reports each request once, when it frees the request's blocks; then the entry
         ends."""
 
     def arrived(self, request_id: str, client_id: str) -> None:

@@ -1,4 +1,4 @@
-"""StepCounts: number, sizes and times of an engine's steps. PromptTokens: their number of prompt tokens."""
+"""StepCounts: number, sizes and times of an engine's steps. PromptTokens: the number of prompt tokens in each step."""
 
 from baton.step import SchedulerOutput
 from baton.system.histogram import Histogram
@@ -30,7 +30,7 @@ class StepCounts:
 class PromptTokens:
     """Distinguishes prompts from other work: decodes, drafts, and runs of forced tokens.
 
-    The tokens with which a request arrives count as its prompt, and so do all tokens of one that is resumed.
+    The tokens with which a request arrives count as its prompt. So do all tokens of a resumed request.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class TraceHeader:
     role: WorkerRole
     """The worker's initial role."""
     began_unix_s: float
-    """The time of day at the trace's second 0; aligns files of several workers as well as their clocks agree."""
+    """The time of day at the trace's second 0; aligns files of several workers, as far as their clocks agree."""
     max_num_batched_tokens: int
     num_blocks: int
     """Blocks for requests, without the null block."""

@@ -1,12 +1,13 @@
 """SuspectTurns: a worker begins one suspect at a time, whichever gateway sent it; pure.
 
-Workers have ended under a suspect (gateway/requests/suspects.py). If two suspects ran together, the end of their
-worker would be evidence against neither. A gateway runs its own suspects one at a time, but does not know those of
-other gateways. So a worker refuses suspects while it is the turn of another one. A turn ends when its suspect ends or
-its answer grows, or after SUSPECT_TURN_S; then the suspect may still run.
+Workers have ended under a suspect (gateway/requests/suspects.py). If two suspects ran together, the end of their worker
+would not show which of them caused it. A gateway runs its own suspects one at a time, but does not know those of other
+gateways. So a worker refuses suspects during the turn of another suspect. A turn ends when its suspect ends or its
+answer grows, or after SUSPECT_TURN_S; then the suspect may still run.
 
 The worker names the suspects that run in its heartbeats, and sends heartbeats when a turn begins. The suspect is held
-until its gateway has read one and says so. If the worker ends then, the gateway knows whether the suspect ran alone.
+until its gateway says that it has read such a heartbeat. If the worker ends then, the gateway knows whether the suspect
+ran alone.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from baton.request import SUSPECT_TURN_S, EngineRequest, RequestOutput
 from worker.client_requests import refusal
 
 RESERVED_S = 1.0
-"""For how long after a turn only the client may begin that was refused first: others may be faster each time."""
+"""After a turn, only the client that was refused first may begin for this long: others might always be faster."""
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class SuspectTurns:
         return held
 
     def drop(self, client_id: str, request_ids: Iterable[str] | None, now: float) -> bool:
-        """Ends the turns of the client's held suspects: of these, or of all. Returns whether there were any.
+        """Ends the turns of these held suspects of the client (None: of all). Returns whether there were any.
 
         The turns of suspects that run end with their last outputs.
         """

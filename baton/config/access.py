@@ -35,9 +35,9 @@ class ApiKey(Section):
     """Limit at each gateway. After a quiet minute, this many may come at once; further ones are refused with a retry
     hint. A request for `n` answers counts as one."""
     tokens_per_minute: int | None = Field(None, ge=1)
-    """Limit at each gateway, of prompt tokens and of the tokens of all `n` answers. After a quiet minute, this many
-    may be used at once. A request begins if any are left, and may use more: then further requests are refused
-    until that is made up for."""
+    """Limit at each gateway, of prompt tokens and of the tokens of all `n` answers. After a quiet minute, this many may
+    be used at once. A request begins if any are left, and may use more. Then further requests are refused until enough
+    time has passed for the excess."""
     max_concurrent: int | None = Field(None, ge=1)
     """Requests at once at each gateway, waiting ones included; each of a request's `n` answers counts as one."""
     best_priority: int = 0

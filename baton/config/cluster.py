@@ -45,16 +45,16 @@ class ClusterConfig(Section):
     ray_timeout_s: float = Field(0.0, ge=0.0)
     """How long to wait for an external Ray cluster to start; 0 means it is already up."""
     allow_ray_without_token: bool = False
-    """A Ray cluster that other hosts can reach is refused if it asks for no token, unless this is set: everyone who can
-    connect to such a cluster can run programs on its nodes."""
+    """A Ray cluster that other hosts can reach, but that asks for no token, is refused: everyone who can connect to
+    such a cluster can run programs on its nodes. If true, Baton uses it nevertheless."""
     fleet_port: int = Field(0, ge=0, le=65535)
     """Port on `network.bind_host` where `baton fleet` serves gateways; 0 picks a free port."""
     fleet_address: str | None = None
     """For `baton gateway`: HOST:PORT of a `baton fleet`. The gateway's machine then needs no Ray, and `ray_address`
     must be unset."""
     cpus_per_worker: float = Field(1.0, gt=0.0)
-    """CPUs that each rank of a worker requests from Ray, which places workers by it. `engine.num_threads` says with how
-    many threads a rank computes."""
+    """CPUs that each rank of a worker requests from Ray. Ray places workers by these requests. `engine.num_threads`
+    says with how many threads a rank computes."""
     prefill_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
     """Custom Ray resources that a worker started as a prefill worker requests from its node, e.g. `{prefill: 1}`."""
     decode_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
@@ -75,7 +75,7 @@ class ClusterConfig(Section):
     stable_after_s: float = Field(10.0, gt=0.0)
     """A worker that served for this long before it died is replaced at once; earlier deaths no longer count."""
     restart_delay_s: float = Field(1.0, gt=0.0)
-    """Delay before a worker is restarted after its second early death; doubles with each further one."""
+    """Delay before a worker is restarted after its second early death; doubles with each further early death."""
     restart_delay_max_s: float = Field(30.0, gt=0.0)
     """The longest restart delay; a worker in a crash loop always waits this long."""
     crash_loop_deaths: int = Field(5, ge=2)

@@ -18,17 +18,18 @@ class ModelConfig(Section):
     Hugging Face Hub, `s3://BUCKET/FOLDER`, `gs://BUCKET/FOLDER`, or `smollm2`. A named model is downloaded once to each
     host. A name of the Hub is resolved to one commit, which all workers load, now and after restarts."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of weights, activations and, unless `engine.kv_cache_dtype` says otherwise, the KV cache. `auto`: on a
-    CPU with AMX or AVX512-BF16 bfloat16; on another CPU float32, with KV in bfloat16 if it has Baton's own kernels; on
-    a GPU the checkpoint's own 16-bit type, or else bfloat16. The command that starts the fleet decides for all
-    workers."""
+    """Data type of weights, activations and, unless `engine.kv_cache_dtype` says otherwise, the KV cache. `auto` on a
+    CPU: bfloat16 if the CPU has AMX or AVX512-BF16, else float32, with KV in bfloat16 if the CPU has Baton's own
+    kernels. `auto` on a GPU: the checkpoint's own 16-bit type, or else bfloat16. The command that starts the fleet
+    decides for all workers."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = "auto"
-    """How matrices are stored. `auto`: a quantized matrix stays in the model's bits if a kernel can multiply it so: on
-    CPUs the 4 to 8 bits of a GGUF file or checkpoint, by Baton's own kernels, which need a C++ compiler; on GPUs 8-bit
-    floats. All other matrices are in `dtype`. `none`: all matrices are in `dtype`. `int8`, `int4` (on CPUs): at most 8
-    or 4 bits, with a scale for every 32 inputs, quantized while loading; with `int4`, embeddings and the projection to
-    logits have 8 bits. `fp8`: the layers' matrices are 8-bit floats (e4m3) with one scale per output. GPUs (only NVIDIA
-    Ada, Hopper and newer) then also quantize the inputs, token by token. All workers must use the same value."""
+    """How matrices are stored. `auto`: a quantized matrix keeps the model's bits if a kernel can multiply it in that
+    form. On CPUs, Baton's own kernels, which need a C++ compiler, multiply the 4 to 8 bits of a GGUF file or
+    checkpoint. On GPUs, kernels multiply 8-bit floats. All other matrices are in `dtype`. `none`: all matrices are in
+    `dtype`. `int8`, `int4` (on CPUs): at most 8 or 4 bits, with a scale for every 32 inputs, quantized while loading;
+    with `int4`, embeddings and the projection to logits have 8 bits. `fp8`: the layers' matrices are 8-bit floats
+    (e4m3) with one scale per output. GPUs (only NVIDIA Ada, Hopper and newer) then also quantize the inputs, token by
+    token. All workers must use the same value."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` makes random weights from config.json alone; they are the same in every process on the same kind of
     device."""
@@ -49,9 +50,9 @@ class EngineConfig(Section):
     rank_timeout_s: float = Field(60.0, gt=0.0)
     """A worker fails if one of its ranks waits this long for another."""
     progress_timeout_s: float = Field(120.0, gt=0.0)
-    """A worker reports `hung` and ends if a step takes this long. It learns a shorter limit from its own steps: 20
-    times the longest recent one (more for a larger step, in proportion), but at least 10 s on a CPU and 60 s on a GPU,
-    where a step may compile a kernel."""
+    """A worker reports `hung` and ends if a step takes this long. The worker learns a shorter limit from its own steps:
+    20 times the longest recent step, and more for a larger step, in proportion. This limit is at least 10 s on a CPU,
+    and 60 s on a GPU, where a step may compile a kernel."""
     num_threads: int | None = Field(None, ge=1)
     """Threads with which each rank computes on a CPU. If unset, the machine's cores are divided equally among all ranks
     of the fleet's workers there. `cluster.prefill_num_threads` and `cluster.decode_num_threads` override it."""
@@ -65,7 +66,7 @@ class EngineConfig(Section):
     """Record decode steps and small steps with prompts as CUDA graphs when a worker starts, and replay them, so that
     the GPU need not wait for Python."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """`auto`: as `model.dtype`; but `bfloat16` where `model.dtype: auto` chooses float32 and the CPU has Baton's own
+    """`auto`: like `model.dtype`, but `bfloat16` where `model.dtype: auto` chooses float32 and the CPU has Baton's own
     kernels. `bfloat16`, on CPUs with `model.dtype: float32`: keys and values are rounded to 16 bits, and all arithmetic
     stays in float32. `fp8`: 8-bit floats (e4m3), after a division by the checkpoint's `k_scale` and `v_scale`, if it
     has them. Each halving of the bits holds twice the tokens in the same memory, and halves the bytes of a hand-over.

@@ -87,8 +87,8 @@ class GatewayConfig(Section):
     max_message_mib: int = Field(16, ge=1)
     """Largest request that gRPC and HTTP accept."""
     max_connections: int = Field(2048, ge=1)
-    """Open connections to each of gRPC and HTTP, counted from the moment they are accepted. Further ones are refused
-    over gRPC; over HTTP, each replaces an idle connection of the address or the caller that holds the most."""
+    """Open connections to each of gRPC and HTTP, counted from the moment they are accepted. A further connection is
+    refused over gRPC. Over HTTP, it replaces an idle connection of the address or the caller that holds the most."""
     write_timeout_s: float = Field(60.0, gt=0.0)
     """A client that reads nothing for this long although data waits for it loses its call; over HTTP, its connection.
     """

@@ -17,8 +17,8 @@ class KVTransferConfig(Section):
     load_timeout_s: float = Field(120.0, gt=0.0)
     """A consumer gives up a load after this long, including the time in the prefill worker's queue."""
     peer_timeout_s: float = Field(5.0, gt=0.0)
-    """A peer that answers no heartbeats for this long counts as dead, and its loads fail; one whose pauses are
-    short, as soon as 2/5 of it."""
+    """A peer that answers no heartbeats for this long counts as dead, and its loads fail. If its pauses were short, 2/5
+    of this time may be enough."""
     load_failure_policy: Literal["retry", "recompute", "fail"] = "retry"
     """What happens if a prompt's KV does not arrive. `retry`: another prefill worker computes it or, without one, the
     decode worker. `recompute`: the decode worker computes it. `fail`: the request fails."""

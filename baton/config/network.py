@@ -15,9 +15,9 @@ class NetworkConfig(Section):
     """Where workers listen, each on free ports: an IPv4 or IPv6 address, or the name of an interface, which stands
     for another address on each machine; `0.0.0.0` and `::` listen on all interfaces."""
     advertise_host: str | None = Field(None, min_length=1)
-    """Address that workers tell others to connect to, if it differs from the one they listen on (address
+    """Address that workers tell other processes to connect to, if it differs from the address they listen on (address
     translation). If unset: the address they listen on. With `0.0.0.0` or `::`: the node's address in Ray or, without
-    Ray, the address of its route to others."""
+    Ray, the machine's address on its route to other machines."""
     security: Literal["curve", "none"] = "curve"
     """`curve`: both planes are encrypted, and admit only processes that know the cluster's secret. `none`: everyone
     who can connect may send commands and read KV; allowed on loopback only."""
@@ -25,17 +25,17 @@ class NetworkConfig(Section):
     """File of the cluster's secret, of mode 0600; `baton serve` creates it if it does not exist. If unset:
     $XDG_CONFIG_HOME/baton/cluster.secret. The environment variable BATON_CLUSTER_SECRET overrides both."""
     metrics_port: int | None = Field(0, ge=0, le=65535)
-    """Port on `bind_host` where each worker serves Prometheus metrics, unencrypted and without authentication: counts
-    and times, never what users write. 0: a free port each, listed by the gateway's /metrics/targets. `null`: no
-    metrics."""
+    """Port on `bind_host` where each worker serves Prometheus metrics, unencrypted and without authentication. Metrics
+    are counts and times, never what users write. 0: each worker picks a free port; the gateway's /metrics/targets lists
+    the ports. `null`: no metrics."""
     heartbeat_interval_s: float = Field(0.5, gt=0.0)
     """How often gateways and workers send a sign of life; at most half of `peer_timeout_s`."""
     peer_timeout_s: float = Field(5.0, gt=0.0)
-    """A worker or gateway that is silent for this long counts as dead; a worker whose pauses are short, as soon as 2/5
-    of it."""
+    """A worker or gateway that is silent for this long counts as dead. For a worker whose pauses were short, 2/5 of
+    this time may be enough."""
     reconnect_grace_s: float = Field(0.5, gt=0.0)
-    """A worker whose connection broke, as it does when its process is killed, counts as dead if it does not reconnect
-    within this time; at once if its port refuses that."""
+    """A worker whose connection broke counts as dead if it does not reconnect within this time. If its port refuses
+    connections, as after the end of its process, it counts as dead at once."""
 
     @field_validator("bind_host", "advertise_host")
     @classmethod

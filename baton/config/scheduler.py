@@ -17,7 +17,7 @@ class SchedulerConfig(Section):
     """Tokens that one step may compute. A prompt is handed over in parts of this size while the next part is
     computed, and a prompt that arrives meanwhile waits for the current part. If unset, at least `max_num_seqs`, and at
     least 512 and `max_model_len` where prompts are not split; with `batching: mixed` on a CPU, as many as the KV pool
-    holds. Default on a GPU: the fewest that keep it busy, at most 8192."""
+    holds. Default on a GPU: the fewest that keep the GPU busy, at most 8192."""
     max_model_len: int | None = Field(None, ge=1)
     """Prompt and output tokens of one request. If unset: the model's own limit."""
     long_prefill_token_threshold: int = Field(0, ge=0)
@@ -40,12 +40,12 @@ class SchedulerConfig(Section):
     first, and all decodes are in the same step. Neither splits a prompt, so a request is limited to
     `max_num_batched_tokens`."""
     prefill_first_rules: Literal["nano_vllm", "mini_vllm"] = "nano_vllm"
-    """Of `prefill_first`. `nano_vllm`: a prompt takes the tokens from the step's budget that it computes. `mini_vllm`:
-    it takes its whole length, cached or not; and the first request for which a decode step has no place gets room for
-    its next token, too, even if another is preempted for it."""
+    """Variants of `prefill_first`. `nano_vllm`: a prompt uses as much of the step's budget as it has tokens to compute.
+    `mini_vllm`: a prompt uses its whole length, cached or not; and the first request that has no place in a decode step
+    gets room for its next token, even if another request is preempted for that."""
     preemption: Literal["recompute", "swap"] = "recompute"
-    """How a preempted request's KV is restored: computed again, or copied to host memory and back while that has
-    room."""
+    """How a preempted request's KV is restored: computed again or, while host memory has room, copied there and
+    back."""
     num_swap_blocks: int | None = Field(None, ge=1)
     """Blocks in host memory for `swap`. If unset: as many as `engine.swap_space_mib` holds."""
     block_size: int = Field(16, ge=1)

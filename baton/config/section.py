@@ -58,7 +58,7 @@ _CONFIDENTIAL = {"api_keys", "response_store", "otlp_endpoint"}
 def describe(error: ValidationError, source: str, *, is_confidential: bool = False) -> str:
     """One line for each offending key: where it is, its value, and what is allowed.
 
-    `is_confidential`: no line quotes a text or an unknown key. So it is with keys that may hold secrets.
+    `is_confidential`: no line quotes a text or an unknown key. The same applies to keys that may hold secrets.
     """
     lines = []
     for problem in error.errors():

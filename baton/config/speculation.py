@@ -23,8 +23,8 @@ class SpeculationConfig(Section):
     forces, computed in one step. Every answer keeps its tokens."""
 
     method: Literal["off", "ngram", "draft_model"] = "off"
-    """`ngram`: where a request's last tokens occurred before in its prompt or answer, the tokens that followed them
-    there are its drafts. `draft_model`, on CPUs: a smaller model guesses; set the key `draft_model` or `draft_layers`.
+    """`ngram`: if a request's last tokens occurred before in its prompt or answer, the tokens that followed there are
+    its drafts. `draft_model`, on CPUs: a smaller model guesses; set the key `draft_model` or `draft_layers`.
     """
     num_speculative_tokens: int = Field(4, ge=1, le=16)
     """The most drafts of one request in one step. A request whose drafts are rarely right gets fewer."""
@@ -37,10 +37,10 @@ class SpeculationConfig(Section):
     the served model itself with another `draft_quantization`."""
     draft_quantization: Literal["auto", "none", "int8", "int4"] | None = None
     """`draft_model`: how the model of the key `draft_model` keeps its matrices, as in `model.quantization`. If unset:
-    as the served model."""
+    like the served model."""
     draft_layers: int | None = Field(None, ge=1)
-    """`draft_model`: instead of another model, the first layers of the served one guess. They take no memory. It needs
-    `engine.tensor_parallel` 1."""
+    """`draft_model`: the first layers of the served model guess, instead of another model. Their weights take no
+    further memory. It needs `engine.tensor_parallel` 1."""
     forced_tokens: bool | None = None
     """Append the tokens that a structured output's grammar forces, without a step for each. It needs a CPU. If unset:
     yes on a CPU, no on a GPU."""

@@ -25,10 +25,10 @@ MAY_BE_CARRIED_OUT = "the command may be carried out nevertheless: see `baton st
 """The end of an error's text if a command was sent, and its answer was lost."""
 
 FLEET_PLANE_VERSION = 13
-"""Increases whenever one of these messages, or a frame of control_codec.py, changes; and with REQUEST_PLANE_VERSION.
+"""Increases whenever one of these messages or a frame of control_codec.py changes, or REQUEST_PLANE_VERSION increases.
 
-So a gateway that a controller answers can talk to the workers that it names, and a controller takes over only workers
-that its gateways can use, and ends the others.
+So a gateway to which a controller answers can talk to the controller's workers. A controller takes over only workers
+that its gateways can use, and ends all others.
 """
 
 R = TypeVar("R")
@@ -152,8 +152,8 @@ class StartReport:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The worker has no requests left. `is_clean`: no transfers or leases either; other workers may have to compute
-    again what they did not read in time."""
+    """The worker has no requests left. `is_clean`: it also has no transfers and leases. Otherwise, other workers may
+    have to compute again what they did not read in time."""
 
     is_clean: bool
 
@@ -212,7 +212,7 @@ class DrainNode(ControlRequest[Done]):
 
 @dataclass(frozen=True, slots=True)
 class SetWorkerRole(ControlRequest[Done]):
-    """Changes a worker's role. Answered once it serves in it; FleetError if it keeps its old role."""
+    """Changes a worker's role. Answered once it serves in the new role; FleetError if it keeps its old role."""
 
     worker: str
     role: WorkerRole
@@ -228,7 +228,7 @@ class FlushCaches(ControlRequest[CachesFlushed]):
 
 @dataclass(frozen=True, slots=True)
 class ScaleRole(ControlRequest[Done]):
-    """Sets a role's number of workers: begins to start new ones, or drains the least busy ones and waits."""
+    """Sets a role's number of workers. Begins to start new ones, or waits until the least busy are drained."""
 
     role: WorkerRole
     count: int
@@ -297,7 +297,7 @@ class Drain(ControlRequest[Drained]):
 
 @dataclass(frozen=True, slots=True)
 class SetRole(ControlRequest[Done]):
-    """Changes the worker's role. Answered once it serves in this role; FleetError if it keeps its old one."""
+    """Changes the worker's role. Answered once it serves in this role; FleetError if it keeps its old role."""
 
     role: WorkerRole
     timeout_s: float

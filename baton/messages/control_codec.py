@@ -101,7 +101,7 @@ class ControlCodec:
         return value
 
     def carry_out(self, frame: bytes, run: Callable[[ControlRequest[Any]], Any]) -> bytes:
-        """The reply to one frame, even to an invalid frame. Raises only errors that are no BatonErrors."""
+        """The reply to one frame, even to an invalid frame. An error of `run` that is no BatonError is raised."""
         number = 0
         try:
             call = read_call(frame)

@@ -9,7 +9,7 @@ HEADER_BYTES = 4
 """Each message is preceded by its length, big-endian."""
 
 CPU_LIMIT_S = 1.0
-"""Limit for compiling one grammar. Ordinary ones take at most a hundredth of it."""
+"""Limit for compiling one grammar. Ordinary grammars take at most a hundredth of it."""
 FOLLOW_LIMIT_S = 0.25
 """Limit for a grammar's first tokens, whose masks a worker computes between two steps. Ordinary grammars take at most
 a hundredth of it."""
@@ -17,7 +17,7 @@ MEMORY_LIMIT_BYTES = 512 * 2**20
 """Memory that a compiling process may map beyond what it had at its start."""
 STACK_BYTES = 32 * 2**20
 COMPILED_LIMIT_BYTES = 64 * 2**20
-"""Memory that one compiled grammar may keep: ordinary ones a hundredth of it, a schema of 3,000 properties a fifth."""
+"""Memory for one compiled grammar. Ordinary grammars use a hundredth, a schema of 3,000 properties a fifth."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Hello:
     gateway: str
     """The gateway's id, the same on all its connections."""
     connection: int
-    """The gateway's number for this connection, greater than those of all former ones, whose session ends."""
+    """The gateway's number for this connection, greater than those of its former connections, whose sessions end."""
     session: int | None
     """The session number the worker last sent; None before the first. See baton/messages/session.py."""
     num_commands: int
@@ -52,7 +52,7 @@ class SubmitRequest:
 class RunSuspect:
     """Gateway -> worker: the gateway has read a heartbeat that names this suspect, so the suspect may run.
 
-    If the worker ends under it, the gateway knows which request ran.
+    If the worker ends while the suspect runs, the gateway knows which request ran.
     """
 
     request_id: str

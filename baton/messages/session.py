@@ -1,12 +1,12 @@
 """Sessions on the request plane: both ends notice lost messages; knows no socket.
 
-A connection may break and reconnect by itself, and the messages in transit are lost. So each end counts what
-it sends, and the other end compares. The gateway's Hello carries the number of its commands, the worker's
-Heartbeat that of its outputs. A worker that lost a gateway, or a command from it, ends all its work for that
-gateway and opens a new session. A gateway that sees a new session, or misses outputs, gives up everything it
-had at that worker. A gateway may connect again to a worker that it had given up. Each connection has a session of
-its own. The gateway numbers its connections, and at the first Hello of the latest one the worker ends the former one's
-session: the worker may not yet know that the former connection is closed.
+A connection may break and reconnect by itself, and the messages in transit are lost. So each end counts what it sends,
+and the other end compares. The gateway's Hello carries the number of its commands, the worker's Heartbeat the number of
+its outputs. A worker that lost a gateway, or a command from it, ends all its work for that gateway and opens a new
+session. A gateway that sees a new session, or misses outputs, gives up everything it had at that worker. A gateway may
+connect again to a worker that it had given up. Each connection has a session of its own. The gateway numbers its
+connections. At the first Hello of a newer connection, the worker ends the session of the former connection, since the
+worker may not yet know that it is closed.
 
     gateway                                        worker
       Hello(session None) ------------------------>  opens session 1

@@ -66,7 +66,7 @@ def unpack(data: bytes | memoryview) -> Any:
     """The plain values in `data`, in memory proportional to its size; WireError if it is not msgpack.
 
     msgpack allocates every array as soon as its length is read. Nested arrays that each announce as many items as one
-    frame could hold would take thousands of times its size. So this first checks that all announced items are
+    frame could hold would take thousands of times the frame's size. So this first checks that all announced items are
     present.
     """
     try:

@@ -1,4 +1,4 @@
-"""Where a socket listens, and the address under which others reach it; knows no plane and no message."""
+"""Where a socket listens, and the address under which peers reach it; knows no plane and no message."""
 
 import errno
 import socket
@@ -95,7 +95,7 @@ def _bound_host(listener: "zmq.Socket[Any]") -> str:
 
 
 def _own_address(family: socket.AddressFamily) -> str | None:
-    """The source address of this machine's packets to others, according to its routes."""
+    """The source address of this machine's packets to other machines, according to its routes."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_ELSEWHERE[family], 9))

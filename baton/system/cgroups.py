@@ -1,4 +1,4 @@
-"""The cgroups around this process, such as that of its container; knows no limit of theirs."""
+"""The cgroups around this process, such as that of its container; does not read their limits."""
 
 from collections.abc import Iterator
 from pathlib import Path

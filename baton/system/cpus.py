@@ -45,7 +45,8 @@ class CpuShare:
 def let_openmp_sleep() -> None:
     """Lets threads of OpenMP, with which PyTorch computes, sleep while they wait. Call this before PyTorch is imported.
 
-    Waiting busily, they would take cores from the threads of our own kernels, and from those that they wait for.
+    Threads that wait busily would take cores from the threads of our own kernels, and from the threads that they wait
+    for.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

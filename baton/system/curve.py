@@ -36,7 +36,7 @@ REFUSED = (
     "it refused the connection in the handshake; check that both use the same cluster secret and "
     "network.security"
 )
-"""What a client says of a server with which its handshake failed."""
+"""What a client reports about a server with which its handshake failed."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """A connection that has not proved knowledge of the secret is closed after this time. libzmq would allow 30 s."""
@@ -107,7 +107,10 @@ def derive_fleet_keys(secret: ClusterSecret | None) -> PlaneKeys | None:
 
 
 def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
-    """Lets a socket connect to this plane's servers only. Call before `connect`, after setting MAXMSGSIZE."""
+    """Lets a socket connect only to servers with this plane's keys; without keys, does nothing.
+
+    Call before `connect`, after setting MAXMSGSIZE.
+    """
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
@@ -195,8 +198,9 @@ class PeerAuthenticator:
 
 
 async def connection_events(monitor: "zmq.asyncio.Socket") -> AsyncIterator[int]:
-    """Events of a client's connection, as its monitor reports them. A handshake that fails without an explanation is
-    left out at first: a server that ends during it causes one such event, a wrong secret causes them again and again.
+    """Events of a client's connection, as its monitor reports them. The first handshake that fails without an
+    explanation is left out: a server that ends during a handshake causes one such event, but a wrong secret causes one
+    after another.
     """
     num_unexplained = 0
     while True:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """Within it, nothing is collected; later collections ignore what exists by then.
+    """Within this context, nothing is collected. Later collections ignore the objects that exist at its end.
 
     Importing PyTorch and its dependencies creates 400,000 objects. Collections meanwhile would find next to nothing,
     and take a tenth of the time.

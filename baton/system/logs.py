@@ -1,8 +1,8 @@
 """How a process writes its log: lines for people, or one JSON object per line for programs.
 
-Fields that a program may search for are passed as `extra` and become keys of the object. These are
-`request_id` for a client's request, `engine_request_id` for one attempt at it (which begins with the
-`request_id`), and the others in docs/observability.md.
+Fields that a program may search for are passed as `extra` and become keys of the object. These are `request_id` for a
+client's request, `engine_request_id` for one attempt at it (which begins with the `request_id`), and the keys in
+docs/observability.md.
 """
 
 import json
@@ -80,7 +80,7 @@ def _usual_keys(factory: Callable[..., logging.LogRecord]) -> frozenset[str]:
 
 
 def _for_people(process: dict[str, str]) -> logging.Formatter:
-    """Workers share a screen with others, so each line names its process."""
+    """Workers share a screen with other processes, so each line names its process."""
     keys = [key for key in ("worker", "rank") if key in process]
     names = [process[key] if key == "worker" else f"{key} {process[key]}" for key in keys]
     if not names:

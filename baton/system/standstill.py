@@ -1,4 +1,4 @@
-"""Standstill: time in which this process itself did not run, which must not count as silence of others; pure."""
+"""Standstill: time in which this process itself did not run, which must not count as silence of its peers; pure."""
 
 from collections.abc import Callable
 
@@ -50,7 +50,7 @@ class Standstill:
         return stood_s
 
     def running(self, now: float) -> float:
-        """Time without standstills, in which the silence of others is measured. Counts as a look."""
+        """Time without standstills, in which the silence of peers is measured. Counts as a look."""
         self.look(now)
         return now - self.total_s
 

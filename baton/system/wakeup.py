@@ -8,7 +8,7 @@ class WakeUp:
     """A level-triggered flag with a file descriptor, for poll loops that also watch sockets.
 
     `set` is safe from every thread and signal handler; `fileno` goes into a poller. The owner calls `clear` before it
-    looks for what it was woken for, so that nothing can slip in between.
+    looks for work, so that no wake-up is lost.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class WakeUp:
         """From now on, each signal with a handler in Python sets the flag. Only the main thread may call this.
 
         A handler that calls `set` is not enough: Python runs it between two instructions of the main thread. If the
-        signal comes right before that thread waits in a poller, it would run only after the wait.
+        signal comes right before that thread waits in a poller, the handler would run only after the wait.
         """
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 

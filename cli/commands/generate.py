@@ -124,7 +124,7 @@ def _parts_to_json(answer: GeneratedAnswer) -> dict[str, Any]:
 def _write(text: str) -> None:
     """Prints a model's text. Control characters are made visible, except line ends and tabs.
 
-    A terminal obeys control characters. So a model could otherwise move the cursor or rename the window.
+    Unchanged control characters would let a model move the terminal's cursor, or rename its window.
     """
     if sys.stdout.isatty():
         text = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

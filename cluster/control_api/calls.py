@@ -129,7 +129,7 @@ async def _done(work: Awaitable[None]) -> Done:
 
 
 def _leave_s(_: object, patience: Patience) -> float:
-    """Time for a drain or a change of role, which may first wait for another one of the same worker."""
+    """Time for a drain or a change of role, which may first wait for the end of another one on the same worker."""
     return 2 * patience.leave_s
 
 

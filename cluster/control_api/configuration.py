@@ -79,11 +79,11 @@ def differences(
     is_one_file: bool = False,
     places: tuple[str, str] = ("in the running fleet", "in this configuration"),
 ) -> list[str]:
-    """One line for each key whose two values mean different fleets; `places` say in it where each of the two is.
+    """One line for each key whose two values mean different fleets. `places`: the words after each value.
 
-    The sections `gateway` and `logging` may differ, and so may addresses, unless both are the file of the same command,
-    `is_one_file`: then only keys of gateways alone may. `only_set` compares only keys that are set in `here`, and skips
-    keys that concern only one command.
+    The sections `gateway` and `logging`, addresses and the initial numbers of workers may differ. `is_one_file`: both
+    are versions of one command's file. Then only those numbers and keys for gateways alone may differ. `only_set`
+    compares only keys that are set in `here`, and skips keys that concern only one command.
     """
     found = []
     may_differ = _COUNTS if is_one_file else _ADDRESSES | _COUNTS

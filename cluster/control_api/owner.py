@@ -101,8 +101,8 @@ async def follow_counts(
 
     `config`: this command's, with which it started the fleet or took it over.
 
-    When the file changes, logs all other differences: they take effect when the fleet is started again, also those of
-    `autoscaling`. A failed call is retried.
+    When the file changes, logs all other differences: they take effect when the fleet is started again, including
+    differences in `autoscaling`. A failed call is retried.
     """
     done = seen = config
     while True:

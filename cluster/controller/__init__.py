@@ -1,1 +1,1 @@
-"""Which workers there should be, and what to do about those there are; knows no Ray and no request."""
+"""Which workers should run, and what to do about the workers that run; knows no Ray and no request."""

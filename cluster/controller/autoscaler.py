@@ -122,7 +122,7 @@ class Autoscaler:
                 count = sum(r.role is change.role and r.name not in leaving for r in replicas)
                 await self._fleet.scale(change.role, count - 1)
             await self._fleet.set_role(change.worker, change.role)
-        except Exception as error:  # an unexpected one must end neither later decisions nor the other changes
+        except Exception as error:  # it must not end later decisions or other changes
             if not isinstance(error, FleetError | ClusterError):
                 logger.exception("a change failed unexpectedly")
             self._planner.refused(change, self._running_s())

@@ -319,7 +319,7 @@ class Controller:
             self._resumed.add(asyncio.create_task(self._finish_leaving(supervisor), name=f"finish {name}"))
 
     async def _finish_leaving(self, supervisor: Supervisor) -> None:
-        """Waits for the change of role, if the worker does that; replaces a worker that drains for good."""
+        """If the worker changes its role, waits for that. If it drains for good, replaces it."""
         name = supervisor.replica.name
         if name in self._role_changes:
             with contextlib.suppress(FleetError):

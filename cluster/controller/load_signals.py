@@ -50,12 +50,12 @@ def signals(
 def signals_of_fewer(
     config: AutoscalingConfig, observation: Observation, role: WorkerRole, may_have_prefill: bool
 ) -> list[Signal]:
-    """Signals that are no reason for more workers of the role, but must be within their targets before it loses one."""
+    """Signals that are no reason for more workers of the role, but that must meet their targets before it loses one."""
     if role is not _role_of_prompts(may_have_prefill):
         return []
     found = _ttft_signals(config, observation, observation.slowest_ttft_s)
     if role is WorkerRole.PREFILL and len(observation.of(role)) == 1:
-        found += _prompt_queue(config, observation, WorkerRole.DECODE)  # it counts once the last one has left
+        found += _prompt_queue(config, observation, WorkerRole.DECODE)  # decode workers compute prompts then
     return found
 
 
@@ -79,7 +79,7 @@ def _prompt_queue(config: AutoscalingConfig, observation: Observation, role: Wor
 
 
 def _ttft_signals(config: AutoscalingConfig, observation: Observation, ttft_s: float) -> list[Signal]:
-    """None while prompts wait for room on a decode worker: more prefill workers do not help these."""
+    """No signal while requests wait for room on a decode worker: more prefill workers do not help them."""
     queue_target, target = config.target_queue_time_s, config.target_ttft_p99_s
     waits_for_decode_room = queue_target is not None and observation.oldest_queued_s > queue_target
     if target is None or waits_for_decode_room:

@@ -99,7 +99,7 @@ class NextIncarnation:
             self._prepared = None
 
     async def stop(self) -> None:
-        """Ends what is being prepared, or was. From now on, `prepare` fails."""
+        """Ends an incarnation that is being prepared, or was prepared. From now on, `prepare` fails."""
         self._is_stopped = True
         if self._preparing is not None:
             await end_tasks(self._preparing)

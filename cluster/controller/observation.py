@@ -7,7 +7,7 @@ from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.worker import WorkerRole, WorkerStatus
 
 MIN_FOR_P99 = 5
-"""Of fewer times to first token, the median counts: the 99th percentile would be that of a single request."""
+"""With fewer times to first token, the median counts: the 99th percentile would be that of a single request."""
 MIN_FOR_MEDIAN = 2
 
 COMING = frozenset({ReplicaState.PLACING, ReplicaState.STARTING})
@@ -39,9 +39,9 @@ class Observation:
     oldest_without_prefill_s: float = 0.0
     """The longest wait of a request at a gateway that requires a prefill worker, while there is none for it."""
     ttft_p99_s: float = 0.0
-    """Of gateways with few first tokens, the median."""
+    """The worst gateway's 99th percentile, or median if the gateway had few first tokens."""
     slowest_ttft_s: float = 0.0
-    """The 99th percentile, however few first tokens a gateway had."""
+    """The worst gateway's 99th percentile, however few first tokens it had."""
     itl_p99_s: float = 0.0
 
     def of(self, role: WorkerRole) -> list[ObservedWorker]:

@@ -77,7 +77,7 @@ class Decision:
 
 @dataclass(slots=True)
 class _Role:
-    """One role in the latest observation. Its workers are those that stay; `leaving` are the others."""
+    """One role in the latest observation. `all` has the workers that stay, `leaving` the workers that leave."""
 
     role: WorkerRole
     low: int
@@ -198,7 +198,7 @@ class Planner:
         yield from waiting
 
     def _back_into_bounds(self, role: _Role) -> Iterator[Decision]:
-        """In a dry run only once: no change follows, and it must not hide what else would be decided."""
+        """In a dry run only once: no change follows, and this decision must not hide other decisions."""
         count = role.high if role.count > role.high else max(role.count, min(role.low, role.most))
         was_said = self._config.mode == "dry_run" and role.bounded_to == count
         role.bounded_to = None if count == role.count else count
@@ -234,7 +234,7 @@ class Planner:
         return _scale(role, min(role.count + max(1, step), role.most), why)
 
     def _no_help(self, role: _Role, shortage: Shortage) -> str | None:
-        """Why more workers would not help, or None. Prefill workers that are mostly idle need no others."""
+        """Why more workers would not help, or None. Prefill workers that are mostly idle need no help."""
         utilisation = role.watch.utilisation(len(role.serving))
         if role.role is WorkerRole.DECODE or shortage.worst.what != TTFT or utilisation >= BUSY:
             return None

@@ -8,9 +8,9 @@
       |________/           \\______________    below for `shrink_after_s`, and the work of that time fits on
       +---------------------------------- t    one worker fewer: one worker is spare
 
-Whether the work fits is learned. A role that was short remembers the work of each worker at that time. No
-worker is spare as long as each of the others would have more than 0.7 of that work. Requests change, so the
-limit fades: with each hour, it grows by the factor 1 / 0.7.
+Whether the work fits is learned. A role that was short remembers the work of each worker at that time. No worker is
+spare as long as each of the other workers would have more than 0.7 of that work. Requests change, so the limit fades:
+with each hour, it grows by the factor 1 / 0.7.
 """
 
 from collections import deque
@@ -81,7 +81,7 @@ class RoleWatch:
             self._earlier.popleft()
 
     def report_missing(self) -> None:
-        """There is no report of the fleet: what lasted until now begins anew with the next observation."""
+        """There is no report of the fleet. All durations begin anew with the next observation."""
         self._missed_since = self._calm_since = None
         self._work.clear()
         self._earlier.clear()
@@ -177,7 +177,7 @@ def _is_known(worker: ObservedWorker) -> bool:
 
 
 def held_since(since: float | None, holds: bool, now: float) -> float | None:
-    """Since when a condition has held, which held since `since` before; None if it does not hold now."""
+    """Since when a condition has held; None if it does not hold now. `since`: the result of the last call."""
     if not holds:
         return None
     return now if since is None else since

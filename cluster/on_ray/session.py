@@ -320,7 +320,7 @@ def lost_process() -> str | None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keeps Ray from replacing this process's handler of SIGTERM, which stops a start as Ctrl-C does.
+    """Keeps Ray from replacing this process's handler of SIGTERM, which stops a start like Ctrl-C.
 
     Ray's own handler in C++ prints a stack and aborts the process. `ray.init` installs it, unless it is installed
     already; so this function installs it first, and puts ours back. While Ray connects, signals wait, however many

@@ -48,7 +48,7 @@ def check_access(config: BatonConfig) -> None:
 
 
 def check_ports(config: GatewayConfig) -> None:
-    """Raises ConfigError if the gateway cannot listen on its ports, as when another process does.
+    """Raises ConfigError if the gateway cannot listen on its ports, for example because another process listens there.
 
     The ports are not kept. If two commands check at the same moment, one of them fails only when its gateway
     opens.

@@ -1,8 +1,8 @@
 """check_attention: compares a worker's assembled attention kernels with torch, on this GPU.
 
-Some assemblers silently make wrong code of the kernels (engine/gpu/compiler.py). Only a test on this GPU can
-detect this. So before a worker serves, it computes one prefill step and one decode step over random numbers
-in its own pool.
+Some assemblers silently make wrong code of the kernels (engine/gpu/compiler.py). Only a test on this GPU can detect
+this. So before a worker serves, it computes a prefill step and a decode step for each attention window, over random
+numbers in its own pool. Each step runs NUM_RUNS times.
 
 Shape suffixes: T tokens of the step, B its requests, M blocks of a table, Q query heads, P query, key and value heads,
 N blocks, K the pair (keys, values), H kv heads, S tokens of a block, D head dimension.
@@ -50,7 +50,7 @@ class AttentionCase:
 
     name: str
     run: Callable[[], torch.Tensor]
-    """Computes it by the kernels: T x Q x D, for latents without the rotated part."""
+    """Computes the attention by the kernels: T x Q x D, for latents without the rotated part."""
     expect: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     """Computes it by torch in float64; also returns each number's tolerance. Both are float32 with the same
     shape."""

@@ -16,14 +16,14 @@ from triton.backends.nvidia.compiler import get_ptxas
 from baton.errors import ConfigError
 
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
-"""Triton 3.6 reads the second for compute capability 10.0 and later, Triton 3.9 from 9.0 on; else the first."""
+"""Triton 3.6 reads the second variable from compute capability 10.0 on, Triton 3.9 from 9.0 on; else the first one."""
 FIXED_PTXAS = (13, 3)
 """Earlier versions may reuse registers that an asynchronous WGMMA still reads (Triton, issue 11781)."""
 HOPPER = 9
 """Major compute capability of the GPUs that have WGMMA."""
 TIMEOUT_S = 30.0
 FAULTS = ("CUDA error", "Triton Error [CUDA]")
-"""How texts of errors begin that PyTorch and Triton raise after a kernel has failed."""
+"""The first words of the errors that PyTorch and Triton raise after a kernel has failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class DeviceParts:
         self.choose_products()
 
     def _rehearse_prompts(self, num_tokens: int) -> None:
-        """Runs a step of about so many tokens, in as few prompts of one length as possible, if there can be one."""
+        """Runs a step of about `num_tokens` tokens, if possible, in as few prompts of one length as possible."""
         limits = self.limits
         num_requests = -(-num_tokens // limits.max_model_len)
         if num_requests <= limits.max_num_seqs:
@@ -91,7 +91,7 @@ class DeviceParts:
             self.forward.rehearse(num_requests, min(-(-num_tokens // num_requests), most_each))
 
     def choose_products(self) -> None:
-        """Times the products of few rows that steps have used; torch's library computes those where it is faster.
+        """Times the products of few rows that steps have used; torch's library computes those that it computes faster.
 
         A choice is final. Nothing is timed without a GPU, or if the switch is off.
         """
@@ -146,7 +146,7 @@ def make_device_parts(
     limits: StepLimits,
     num_multiprocessors: int | None = None,
 ) -> DeviceParts:
-    """`num_multiprocessors`: how many programs run side by side; None: as many as the model's GPU has."""
+    """`num_multiprocessors` decides how many programs attention launches; None: the number that the model's GPU has."""
     if num_multiprocessors is None:
         num_multiprocessors = torch.cuda.get_device_properties(model.device).multi_processor_count
     attention = TritonAttention(

@@ -176,7 +176,7 @@ class _Logprobs:
     top_logprobs_LN: torch.Tensor
 
     def by_row(self, token_ids: list[int]) -> dict[int, TokenLogprobs]:
-        """Those of the drawn tokens, once they have arrived."""
+        """The log-probabilities of the drawn tokens, by row. Call it only when the copies have ended."""
         columns = zip(
             self.num_top_tokens.items(),
             self.logprobs_L.tolist(),

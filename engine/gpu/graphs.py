@@ -48,10 +48,10 @@ class CudaGraphs:
 
 @contextmanager
 def _own_workspaces() -> Iterator[None]:
-    """Within it, cuBLAS allocates its workspaces anew: in the pool of the graph that is recorded.
+    """Within this context, cuBLAS allocates new workspaces, in the pool of the graph that is recorded.
 
-    PyTorch keeps one workspace for each stream. A graph has the address, but does not keep the memory. So it
-    would read and write others' memory once other code has cleared the workspaces, as torch.compile does. Meanwhile
+    PyTorch keeps one workspace for each stream. A graph has the address, but does not keep the memory. When other code,
+    such as torch.compile, clears the workspaces, a graph would then use memory that belongs to other tensors. Meanwhile
     no other thread may compute products.
     """
     torch._C._cuda_clearCublasWorkspaces()
@@ -90,15 +90,15 @@ MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
 """Numbers of tokens for which steps with prompts are recorded. With up to about 200 tokens, a step mostly reads
 weights, so padding is free."""
 LARGER_SIZES = (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-"""Such numbers for models whose steps take Python longer to queue than the GPU to compute."""
+"""Further numbers, for models whose steps take Python longer to queue than the GPU to compute."""
 WEIGHTS_PER_LAYER = 1.3e11
-"""While Python queues a layer, an H200 multiplies about so many weights, each with one token: Python queues some
-ten launches in 0.4 ms, and the GPU computes 600 TFLOP/s. A slower GPU has less use for larger graphs, whose
-padding costs time."""
+"""While Python queues a layer, an H200 multiplies about this many weights, each with one token. Python queues some ten
+launches in 0.4 ms, and the GPU computes 600 TFLOP/s. A slower GPU has less use for larger graphs, whose padding costs
+time."""
 
 
 def mixed_sizes(max_num_batched_tokens: int, architecture: ModelArchitecture, num_ranks: int) -> list[int]:
-    """Numbers of tokens to record: those that steps can have, and the largest step's size if it is not above them.
+    """Numbers of tokens to record: those below the largest step's size, and this size unless it is above all of them.
 
     A larger step takes the GPU longer than Python needs to queue it, so a graph would save nothing. For
     Llama-3.1-8B these are steps of more than 512 tokens. All ranks record the same sizes: a rank that pads a

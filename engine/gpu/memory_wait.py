@@ -26,7 +26,7 @@ released."""
 
 
 class MemoryWait:
-    """Retries calls that found too little memory, as long as other processes use some.
+    """Retries calls that found too little memory, as long as other processes use memory.
 
     A start of a worker has one MemoryWait, and its limit applies to all calls together.
     """

@@ -58,7 +58,7 @@ class StagedForward:
         *,
         has_chunks: bool,
     ) -> None:
-        """Records steps of these numbers of tokens, the largest first; the others share its memory.
+        """Records steps of these numbers of tokens, the largest first; the other steps share its memory.
 
         `has_chunks`: steps that contain prompts, else steps of decodes only. `on_progress` receives the number of
         recorded sizes. The recording reads the pool's null block and writes nothing.

@@ -122,7 +122,7 @@ class Matcher:
     def _forced(self) -> list[int]:
         """The next forced tokens.
 
-        Only the first is certain: after it, the library may divide the text differently.
+        Only the first token is certain: after it, the library may divide the text differently.
         """
         if not self._matcher.is_stopped():
             return list(self._matcher.compute_ff_tokens())
@@ -215,7 +215,7 @@ class GrammarCompiler:
     def compile(self, output: StructuredOutput, caller: int = 0) -> None:
         """Queues a grammar and returns at once; `take_compiled` returns the grammar when it is done.
 
-        Grammars of other callers delay it by one compilation at most.
+        Callers take turns: one other caller with many grammars delays it by about one compilation.
         """
         self.start()
         self._wanted |= {output}
@@ -242,7 +242,7 @@ class GrammarCompiler:
         return not self._is_evicted and self._num_bytes > MAX_KEPT_BYTES
 
     def evict(self, in_use: Set[StructuredOutput]) -> None:
-        """Keeps the grammars that unfinished requests use, and MAX_KEPT_BYTES of the most recently used others."""
+        """Keeps grammars that unfinished requests use, and MAX_KEPT_BYTES of the most recently used other ones."""
         with self._lock:
             self._is_evicted = True
             num_used = sum(self._compiled[output].num_bytes for output in in_use if output in self._compiled)

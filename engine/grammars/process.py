@@ -208,7 +208,7 @@ def read_grammar() -> TryGrammar | None:
 def read(num_bytes: int) -> bytes:
     """Reads exactly this many bytes from stdin; returns no bytes if stdin ends before.
 
-    It has no buffer, whose content would be lost with this process.
+    Reads without a buffer, since a buffer's content would be lost with this process.
     """
     data = b""
     while len(data) < num_bytes and (part := os.read(0, num_bytes - len(data))):
@@ -217,7 +217,7 @@ def read(num_bytes: int) -> bytes:
 
 
 def write(data: bytes) -> None:
-    """Writes all of it to stdout."""
+    """Writes all of `data` to stdout."""
     while data:
         data = data[os.write(1, data) :]
 

@@ -19,9 +19,10 @@ def route_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of each row, best first (int32), and their weights (float32): two tensors of T x K.
 
-    The same as `engine.layers.mixture.route`; of experts with equal scores the first ones are chosen. A NaN counts as
-    the largest score, and its weight is NaN; so are all weights of the row if they are normalised, or a softmax. No
-    expert is chosen twice for a row. `places_X` (int32): numbers that take the place of the experts' own.
+    Like `engine.layers.mixture.route`, but among experts with equal scores, this kernel always chooses those with the
+    lowest numbers. A NaN counts as the largest score, and its weight is NaN. If the weights are normalised, or a
+    softmax, all weights of that row are NaN. No expert is chosen twice for a row. `places_X` (int32): numbers that take
+    the place of the experts' own.
     """
     num_tokens, num_experts = logits_TX.shape
     assert num_experts == mixture.num_experts

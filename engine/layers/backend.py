@@ -140,7 +140,7 @@ class Backend(Protocol):
         ...
 
     def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> Activations:
-        """RMSNorm. The weights of all norms are in the activations' dtype, or in float32."""
+        """RMSNorm. `weight_E`, here and in the other norms, has the activations' dtype, or float32."""
         ...
 
     def normed_rows(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:

@@ -29,9 +29,9 @@ def saturate(x: torch.Tensor) -> torch.Tensor:
 def quantize_rows(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns quantized_TI and scale_T1 with x_TI close to quantized_TI x scale_T1.
 
-    The largest magnitude of each row becomes 448. Scales are float32. The result is the same, bit for bit, as
-    that of engine/kernels/quantize_fp8.py, on every device. To get it, the code divides by a tensor: on a
-    GPU, torch would multiply by the reciprocal of a Python number, which is off by one unit in many rows.
+    The largest magnitude of each row becomes 448. Scales are float32. The result is the same, bit for bit, as that of
+    engine/kernels/quantize_fp8.py, on every device. For this, the code divides by a tensor: on a GPU, torch would
+    multiply by the reciprocal of a Python number, which is off by one unit in many rows.
     """
     largest_T1 = x_TI.abs().amax(-1, keepdim=True).to(torch.float32).clamp_(min=MIN_MAGNITUDE)
     scale_T1 = largest_T1.div_(torch.full_like(largest_T1, FP8_MAX))

@@ -15,8 +15,8 @@ from engine.rope_config import RopeConfig, RopeType, mscale
 class RotaryEmbedding:
     """Rotates pairs (i, i + D/2) of every head by position x frequency i, as most Hugging Face weights expect.
 
-    If fewer dimensions are rotated (see `head_order`), the last pairs have frequency 0. If none is rotated,
-    all have.
+    If fewer dimensions are rotated (see `head_order`), the last pairs have frequency 0. If no dimension is rotated, all
+    pairs have frequency 0.
     """
 
     def __init__(self, config: RopeConfig | None, head_dim: int, device: torch.device) -> None:

@@ -6,9 +6,9 @@ A layer needs two or three launches:
 * `paged_attention`: attention
 * `merge_partials`: merges the parts of contexts that are split, in steps with chunks
 
-With latents, the first two are `latent_store` and `latent_attention`, and steps of decodes have the merge,
-too. The host cuts the work into items once per step and window. All KV groups of a step share these items,
-but each group has its own block tables.
+With latents, the first two launches are `latent_store` and `latent_attention`, and steps of decodes also have the
+third. The host cuts the work into items once per step and window. All KV groups of a step share these items, but each
+group has its own block tables.
 
 Shape suffixes: T tokens of a step, B its requests, G KV groups, Q query heads, P query, key and value heads or
 positions, D head dimension, C latent, I items of work, R merged rows, F their fields, X block ids of all requests and

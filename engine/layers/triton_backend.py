@@ -37,9 +37,9 @@ from engine.mixture_config import Mixture
 class TritonBackend:
     """Satisfies `engine.layers.backend.Backend`.
 
-    If it has made 8-bit linears, the kernels that compute their inputs also quantise these inputs, which
-    saves a pass. In steps of few tokens, 8-bit linears use unquantised inputs instead. They are fused with
-    the operations before and after them, as far as `KernelSwitches` allow.
+    If the backend has made 8-bit linears, the kernels that compute their inputs also quantise these inputs, which saves
+    a pass. In steps of few tokens, 8-bit linears use unquantised inputs instead. They are fused with the operations
+    before and after them, as far as `KernelSwitches` allow.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class TritonBackend:
         return silu_mul(gate_up_TM, gate)
 
     def _quantizes(self, x_TE: torch.Tensor, width: int) -> bool:
-        """Whether kernels quantise these rows: not if few, float32, or too wide for a program's registers."""
+        """Whether kernels quantise these rows. They must be many, 16-bit, and fit into a program's registers."""
         is_taken = len(x_TE) > MAX_TOKENS and x_TE.dtype is not torch.float32
         return self._has_fp8_linears and is_taken and width <= MAX_WIDTH
 

@@ -2,9 +2,9 @@
 
     CACHE/buckets/DIGEST/NAME/      DIGEST is of the URL and of the names, sizes and versions of its files
 
-Each file appears by a rename when it is complete. A partial file is continued; on a volume without locks each
-process has partial files of its own, which are not. s3fs and gcsfs find credentials in the environment or on
-the machine.
+Each file appears by a rename when it is complete. A partial file is continued. On a volume without locks, each process
+has its own partial files, which are not continued. s3fs and gcsfs find credentials in the environment or on the
+machine.
 """
 
 import fnmatch
@@ -87,7 +87,7 @@ def _fetch(url: str, cache_dir: Path, on_progress: Progress, weights: bool) -> P
 
 
 def _digest(url: str, files: dict[str, dict[str, Any]]) -> str:
-    """Changes if a file of the folder is replaced, if the store reports the files' versions."""
+    """Changes if a file of the folder is replaced, provided that the store reports the files' versions."""
     versions = ("ETag", "etag", "md5Hash", "crc32c", "LastModified", "updated", "mtime", "created")
     listing = [
         [name, info["size"], *(str(info[key]) for key in versions if key in info)]

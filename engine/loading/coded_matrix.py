@@ -19,8 +19,8 @@ from engine.layers.grouped_weight import GROUP_SIZES, GroupedWeight, decoded_e2m
 CHUNK_VALUES = 2**24
 """How many values are converted to floats at a time, so that a large matrix is never in memory in float32."""
 MAX_SPAN = 2.0**38
-"""The kernels keep scales in 16 bits, beside a factor for the whole matrix. Powers of two stay what they are
-if the largest is at most this multiple of the smallest."""
+"""The kernels keep scales in 16 bits, beside a factor for the whole matrix. Scales that are powers of two stay exact if
+the largest is at most this multiple of the smallest."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The position of each of the 8 outputs in an int32 of AWQ's GEMM format, in units of 4 bits (AutoAWQ,
 awq/utils/packing_utils.py)."""

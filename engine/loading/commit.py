@@ -26,7 +26,7 @@ def version_of(folder: Path) -> str | None:
 
 
 def _name_below(above: str, num_digits: int, folder: Path) -> str | None:
-    """The part of a folder's path that has so many hexadecimal digits, below a part named `above`."""
+    """The part of a folder's path that has `num_digits` hexadecimal digits, below a part named `above`."""
     for parent, name in reversed(list(pairwise(source_of(folder).parts))):
         if parent == above and re.fullmatch(f"[0-9a-f]{{{num_digits}}}", name):
             return name

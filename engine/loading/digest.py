@@ -28,14 +28,14 @@ def model_digest(
 ) -> str:
     """Identifies the model that a folder contains, with everything that changes its keys and values.
 
-    Copies of a folder have the same digest. Two commits of the Hub, two versions of an object store's folder,
-    and two fine-tunes of a model have different ones. In other folders, a change may go unnoticed if it
-    leaves the first and last 4 KiB of every tensor as they were.
+    Copies of a folder have the same digest. Two commits of the Hub, two versions of an object store's folder, and two
+    fine-tunes of a model have different digests. In other folders, a change may go unnoticed if it leaves the first and
+    last 4 KiB of every tensor as they were.
 
-    `dummy_device`: the device of dummy weights, if the model has no other weights; different GPUs make
-    different numbers. `quantization`: how weights are stored in memory, if not as in the folder.
-    `activations`: the data type of activations, if the KV cache has another one. `rotation`: which of
-    config.json's factors LongRoPE uses. `kv_scales`: identifies the divisors of keys and values.
+    `dummy_device`: the device of dummy weights, if the model has no other weights; different GPUs make different
+    numbers. `quantization`: how weights are stored in memory, if not as in the folder. `activations`: the data type of
+    activations, if the KV cache has another data type. `rotation`: which of config.json's factors LongRoPE uses.
+    `kv_scales`: identifies the divisors of keys and values.
 
     The digest is the SHA-256 over config.json and, for each weight file, its name, its size, its header, 64
     windows of 4 KiB that are spread evenly over the content, and 4 KiB before and behind each border between

@@ -18,7 +18,7 @@ class ChosenDtype(NamedTuple):
 
     dtype: str
     kv_cache_dtype: KVCacheDtype = "auto"
-    """`auto`: as `dtype`."""
+    """`auto`: the same as `dtype`."""
     reason: str = ""
 
     @property

@@ -29,7 +29,7 @@ CPU_KV_CACHE_MIB = 1024
 """Size of a CPU's pool for keys and values of 16 or 8 bits. In float32 the pool is twice as large, so that it
 has room for as many tokens as with 16 bits."""
 BITS_KEPT = {"fp8": 8.0, "int8": 9.0, "int4": 5.0}
-"""At most so many bits of a weight by `model.quantization`: 32 weights share a scale and a minimum of 16 bits.
+"""The most bits that a weight takes, by `model.quantization`: 32 weights share a scale and a minimum of 16 bits.
 Weights that are rounded to int8 while loading need no minimum."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 GPU_BLOCK_SIZE = 64

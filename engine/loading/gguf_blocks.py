@@ -42,18 +42,18 @@ def _q4_0(b_NB: torch.Tensor) -> Groups:
 
 
 def _q4_1(b_NB: torch.Tensor) -> Groups:
-    """As Q4_0, with a float16 minimum after the scale."""
+    """Like Q4_0, with a float16 minimum after the scale."""
     return _half_bytes(b_NB[:, 4:]), _halves(b_NB[:, :2]), _halves(b_NB[:, 2:4])
 
 
 def _q5_0(b_NB: torch.Tensor) -> Groups:
-    """As Q4_0, with 5 bits per value: 4 bytes before the half bytes have the fifth bits. 16 means zero."""
+    """Like Q4_0, with 5 bits per value: 4 bytes before the half bytes have the fifth bits. 16 means zero."""
     scales_N1 = _halves(b_NB[:, :2])
     return _half_bytes(b_NB[:, 6:]) | _fifth_bits(b_NB[:, 2:6]), scales_N1, scales_N1 * -16.0
 
 
 def _q5_1(b_NB: torch.Tensor) -> Groups:
-    """As Q5_0, with a float16 minimum after the scale."""
+    """Like Q5_0, with a float16 minimum after the scale."""
     values_NS = _half_bytes(b_NB[:, 8:]) | _fifth_bits(b_NB[:, 4:8])
     return values_NS, _halves(b_NB[:, :2]), _halves(b_NB[:, 2:4])
 
@@ -71,7 +71,7 @@ def _q4_k(b_NB: torch.Tensor) -> Groups:
 
 
 def _q5_k(b_NB: torch.Tensor) -> Groups:
-    """As Q4_K, with 32 more bytes before the runs: bit g of byte i is the fifth bit of value i of group g."""
+    """Like Q4_K, with 32 more bytes before the runs: bit g of byte i is the fifth bit of value i of group g."""
     scales_NG, mins_NG = _scales_and_mins(b_NB)
     shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
     fifth = (b_NB[:, 16:48].unsqueeze(1) >> shifts) & 1

@@ -114,7 +114,7 @@ def _weight_paths(name: HubName, folder: Path) -> tuple[list[str], bool]:
 def _paths(repo: str, folder: Path) -> tuple[list[str], bool]:
     """The repository's files at this commit, and whether these are all.
 
-    If the cache has no list of them, as when an older huggingface_hub filled it: the files in the cache.
+    If the cache has no list of them, because an older huggingface_hub filled it, these are the files in the cache.
     """
     try:
         return [file.path for file in get_cached_repo_tree(repo, revision=folder.name)], True

@@ -63,9 +63,9 @@ def download(
 ) -> None:
     """Completes `folder/SHA256`. The caller must exclude other writers.
 
-    After a broken connection, or an answer of another size, it tries again, as long as tries bring new bytes.
-    Then it raises the last error. It raises Stopped soon after `stop` is set. In both cases the partial file
-    stays for the next call. If the sha256 is wrong, it deletes the file and raises ModelError.
+    After a broken connection, or an answer of another size, it tries again. If MAX_FRUITLESS tries in a row bring no
+    new byte, it raises the last error. It raises Stopped soon after `stop` is set. In both cases the partial file stays
+    for the next call. If the sha256 is wrong, it deletes the file and raises ModelError.
     """
     target, partial = folder / file.sha256, partial_of(file, folder)
     if target.exists():

@@ -299,7 +299,7 @@ def kv_dtype_of(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch
 
 
 def check_fp8(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch.device) -> None:
-    """ConfigError if a key asks for 8-bit floats of a GPU whose kernels cannot have them."""
+    """ConfigError if a key asks for 8-bit floats that the kernels of this GPU do not support."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

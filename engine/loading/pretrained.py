@@ -8,9 +8,9 @@ Baton knows by name are a GGUF file in a PyPI package. The cache contains:
     CACHE/.NAME.partial*     work in progress; the next process that gets the lock removes leftovers
     CACHE/gguf/DIGEST/STEM/  the same files for DIR/STEM.gguf, and a link to it; DIGEST: its path, size, time
 
-Each folder appears by one rename, so it is either complete or absent. Versions of Baton that write different
-files use different folders (the first versions CACHE/NAME/). So no version reads or replaces a folder that
-another version serves. All versions share the GGUF file.
+Each folder appears by one rename, so it is either complete or absent. Versions of Baton that write different files have
+different LAYOUTs (the first versions: CACHE/NAME/). So no version replaces a folder in which another version wrote
+different files. From such a folder, a version takes only the GGUF file.
 """
 
 import hashlib

@@ -42,7 +42,7 @@ def download_wheel(requirement: str, folder: Path, progress: Progress) -> Path:
 def _run(command: list[str], read_line: Callable[[str], None]) -> str | None:
     """Runs a command; calls `read_line` for each line of output; returns the end of stderr if it fails.
 
-    If reading is interrupted, as by Ctrl-C, the child is killed.
+    If reading is interrupted, for example by Ctrl-C, the child is killed.
     """
     with (
         tempfile.TemporaryFile("w+") as errors,

@@ -18,7 +18,7 @@ from engine.quantization_config import Quantization, read_quantization
 from engine.quantization_scheme import Scheme
 
 BITS_OF_FLOATS = 16
-"""Of float32, too: a CPU keeps such weights in 16 bits if these are exact, as in most checkpoints."""
+"""Even for float32: a CPU keeps such weights in 16 bits if these represent them exactly, as in most checkpoints."""
 ROUNDED: dict[str | None, int] = {None: BITS_OF_FLOATS, "fp8": 8, "int8": 8, "int4": 4}
 EXPERTS = ".experts."
 """Part of the names of tensors of a mixture's experts."""
@@ -140,7 +140,7 @@ def is_quantized(folder: Path) -> bool:
 def keeps_bits(folder: Path, quantization: Quantization, *, in_groups: bool, in_fp8: bool) -> bool:
     """Whether any matrix of a checkpoint keeps its bits on a device that keeps groups or 8-bit floats.
 
-    Whatever the number of ranks: they divide the inputs of a few matrices only.
+    The number of ranks does not matter: ranks divide the inputs of only a few matrices.
     """
     modules = _modules(stored_tensors(folder), quantization)
     return any(

@@ -1,14 +1,14 @@
 """vocabulary: a worker's bytes for the embeddings and for the projection to logits; imports no torch.
 
-The embeddings are looked up, and the projection is multiplied. Kernels of a CPU multiply a matrix in a layout
-of their own, so a CPU holds a matrix that does both twice.
+The embeddings are looked up, and the projection is multiplied. Kernels of a CPU multiply a matrix in a layout of their
+own, so a CPU holds a matrix twice if it is both looked up and multiplied.
 """
 
 from dataclasses import dataclass
 
 ROUNDED_BITS = 9.0
-"""At most so many bits of a number of the projection with `model.quantization` int8 or int4, in the kernels' layout.
-Both of these matrices get 8 bits at least."""
+"""The most bits of a number of the projection with `model.quantization` int8 or int4, in the kernels' layout. Both of
+these matrices get 8 bits at least."""
 ROUNDED_GROUP_SIZE = 32
 """Inputs of a group of a matrix that is rounded to int8 or int4."""
 

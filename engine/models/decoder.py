@@ -1,9 +1,9 @@
 """Decoder: computes logits from token ids with the layers of any family; knows no request and no block table.
 
-With tensor parallelism (Megatron-LM, 2019) every rank has a share of the heads, of the MLP's columns and of
-the vocabulary, of which the last ranks may have fewer tokens. Every rank has the whole residual stream, and
-the ranks add up their parts twice in each layer. With expert parallelism each rank has whole experts; the
-ranks add up their parts at the same two places.
+With tensor parallelism (Megatron-LM, 2019) every rank has a share of the heads, of the MLP's columns and of the
+vocabulary. The last ranks may have fewer tokens of the vocabulary. Every rank has the whole residual stream, and the
+ranks add up their parts twice in each layer. With expert parallelism each rank has whole experts; the ranks add up
+their parts at the same two places.
 
 Shape suffixes: T tokens of a step, R rows that sample, V vocabulary (a rank's share), E hidden size.
 """

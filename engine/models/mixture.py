@@ -1,4 +1,4 @@
-"""Layers of Qwen3-MoE and Mixtral: as Llama's, but with experts instead of an MLP; tensors' names differ.
+"""Layers of Qwen3-MoE and Mixtral: like Llama's, but with experts instead of an MLP; tensors' names differ.
 
 Suffixes: T tokens of a step, P query, key and value heads of this rank, D head dimension, E hidden size.
 """

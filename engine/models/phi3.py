@@ -1,4 +1,4 @@
-"""Layers of Phi-3 and Phi-4: as Llama's, but with merged projections; part of each head may be unrotated.
+"""Layers of Phi-3 and Phi-4: like Llama's, but with merged projections; part of each head may be unrotated.
 
 Suffixes: T tokens of a step, P query, key and value heads of this rank, D head dimension, E hidden size.
 """

@@ -168,7 +168,7 @@ class Projections:
         )
 
     def _experts_here(self, mixture: Mixture) -> range:
-        """Of which this rank has something."""
+        """The experts that are on this rank, wholly or in part."""
         if not self.expert_parallel:
             return range(mixture.num_experts)
         return mixture.experts_on(self.collectives.rank, self.collectives.size)
@@ -221,7 +221,7 @@ def qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None = None) -
 
 
 def merged_qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None = None) -> list[Columns]:
-    """The same of a checkpoint that has them as one projection."""
+    """The same for a checkpoint that has them as one projection."""
     name, (q_size, kv_size) = f"{heads}.qkv_proj", _sizes(a)
     total = q_size + 2 * kv_size
     return [
@@ -237,7 +237,7 @@ def gate_up(mlp: str, size: int) -> list[Columns]:
 
 
 def merged_gate_up(a: ModelArchitecture, mlp: str) -> list[Columns]:
-    """The same of a checkpoint that has them as one projection."""
+    """The same for a checkpoint that has them as one projection."""
     size = a.intermediate_size
     return [
         Columns(name=f"{mlp}.gate_up_proj", size=size, first=first, num_outputs=2 * size)

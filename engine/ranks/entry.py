@@ -25,7 +25,7 @@ def main(serve: Callable[[], None]) -> None:
 
 
 def _end_with(line: int) -> None:
-    """Ends this process when the connection closes. It reads nothing: `serve` does."""
+    """Ends this process when the connection closes. Only `serve` reads from the connection."""
     poll = select.poll()
     poll.register(line, 0)  # only the end of the connection
     poll.poll()

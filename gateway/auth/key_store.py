@@ -24,9 +24,8 @@ def hash_of(key: str) -> str:
 
 
 class KeyStore:
-    """Finds a key's owner. The time that a lookup takes reveals nothing about other keys: a lookup hashes the
-    key with a secret of this process, so an attacker cannot make a key whose hash resembles that of another
-    key."""
+    """Finds a key's owner. The time that a lookup takes reveals nothing about other keys. A lookup hashes the key with
+    a secret of this process. So an attacker cannot make a key whose hash resembles the hash of another key."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         """Raises ConfigError if two keys contradict each other."""

@@ -57,9 +57,9 @@ class GuidedTool:
     tool: Tool | None
     """The tool whose schema this is; None: its arguments may be any object."""
     is_beside_json: bool = False
-    """True if the answer may also be JSON that is no call, and no marker tells the two apart. Then the
-    grammar must divide a call into the same literals as that JSON: the lexer prefers the longest literal, and
-    does not go back to a shorter one."""
+    """True if the answer may also be JSON that is no call, and no marker distinguishes a call from that JSON. Then the
+    grammar must divide a call into the same literals as that JSON: the lexer prefers the longest literal, and does not
+    go back to a shorter one."""
 
 
 class CallSyntax(Protocol):

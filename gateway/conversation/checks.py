@@ -13,7 +13,7 @@ MAX_TOOLS = 128
 MAX_SCHEMA_CHARACTERS = 2**20
 """Most characters of the schemas of all tools together. Each schema is part of the prompt."""
 MAX_PARSED_CHARACTERS = 2**18
-"""Most characters of the calls' arguments that are parsed on the event loop. The others are parsed with the chat
+"""Most characters of the calls' arguments that are parsed on the event loop. Further arguments are parsed with the chat
 template, where an error does not name the call's field."""
 
 
@@ -39,7 +39,7 @@ def with_tools_named(messages: Sequence[ChatMessage], place: str, arguments: str
 
 
 def check_arguments(placed: Iterable[tuple[str, str]]) -> None:
-    """Raises InvalidRequest if the arguments of a call are not a JSON object. `placed`: their fields, and they."""
+    """InvalidRequest if the arguments of a call are not a JSON object. `placed`: each call's field and arguments."""
     num_characters = 0
     for place, arguments in placed:
         num_characters += len(arguments)

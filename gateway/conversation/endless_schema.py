@@ -29,9 +29,9 @@ def check_ends(field: str, whose: str, schema: dict[str, Any]) -> None:
 def endless_part(schema: dict[str, Any]) -> dict[str, Any] | None:
     """A part that only an endless value would match, among those that an answer may contain. None: there is none.
 
-    This is the search for unproductive symbols of a grammar (Hopcroft and Ullman, 1979, lemma 4.1): a part can end
-    once all that it needs can end. Keywords whose effect takes more than a look are taken as if they could end. The
-    search is given up at a part with an `$id` of its own, since references within are relative to this part.
+    This is the search for unproductive symbols of a grammar (Hopcroft and Ullman, 1979, lemma 4.1): a part can end once
+    all that it needs can end. Keywords whose effect is hard to follow count as parts that can end. The search is given
+    up at a part with an `$id` of its own, since references within are relative to this part.
     """
     parts: dict[int, Any] = {}
     num_missing: dict[int, int] = {}
@@ -78,7 +78,7 @@ def resolved(schema: Any, reference: object) -> Any:
 
 
 def _needs(part: Any, schema: dict[str, Any]) -> list[Any]:
-    """The parts of which a value of this part has all. For a list of alternatives: of which it has one."""
+    """The parts that a value of this part needs: all of them or, for a list of alternatives, one of them."""
     if isinstance(part, list):
         return part
     if not isinstance(part, dict) or _WITH_PARTS.isdisjoint(part):

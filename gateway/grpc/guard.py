@@ -63,8 +63,8 @@ class Guard(grpc.aio.ServerInterceptor):
     Every call is counted with its status, also a call of an unknown method, or one whose caller is refused. A caller
     is refused before the first message is read.
 
-    A call ends if its client reads nothing for `write_timeout_s`, or if its message does not arrive. If the client
-    does not even read the first message, what the call did ends, but its status waits until then. Once the
+    A call ends if its client reads nothing for `write_timeout_s`, or if its message does not arrive. If the client does
+    not even read the first message, the call's work ends, but its status waits until that message is read. Once the
     gateway is closing, a call also ends if the gateway waits for another message of the client.
     """
 
@@ -163,7 +163,7 @@ class _Responses:
         writing: Awaitable[None] = self._context.write(response)
         if self._first is None:
             self._first = asyncio.ensure_future(writing)
-            # Retrieves the error of a write that fails when nobody waits for it any more.
+            # Retrieves the error of a write that fails after its waiter has given up.
             self._first.add_done_callback(lambda first: first.cancelled() or first.exception())
             writing = asyncio.shield(self._first)
         try:

@@ -19,8 +19,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """Longest time from the accept of a connection to the end of its TLS handshake."""
 
 MAX_REFUSALS = 16
-"""At most so many connections beyond the limit stay open until the refusal is sent. Further ones close at
-once."""
+"""At most this many connections beyond the limit stay open until the refusal is sent. Further ones close at once."""
 REFUSAL_TIMEOUT_S = 2.0
 """How long a connected client may take to read its refusal."""
 

@@ -44,7 +44,7 @@ HTTP_ERRORS = {
 """Names, by status, of errors that the web framework or a middleware found before our routes ran."""
 
 MAX_PATH_CHARACTERS = 200
-"""An error message repeats at most so many characters of a path."""
+"""An error message repeats at most this many characters of a path."""
 
 
 def body_of(error: BaseException) -> dict[str, Any]:

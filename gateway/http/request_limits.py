@@ -16,8 +16,9 @@ MAX_HEADER_BYTES = 32 * 1024
 incomplete."""
 BODY_TIMEOUT_S = 60.0
 MAX_BODIES = 32
-"""All requests of one caller that are not being answered yet hold at most so many bodies of the largest size. A caller
-may have a thousand connections: without this limit, its bodies could take all memory before any other limit applies."""
+"""All requests of one caller that are not being answered yet hold at most as much as this many bodies of the largest
+size. A caller may have a thousand connections: without this limit, its bodies could take all memory before any other
+limit applies."""
 
 
 class RequestLimits:

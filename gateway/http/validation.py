@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 MAX_VALUE_CHARACTERS = 60
-"""An error message repeats at most so many characters of a wrong value, and of each key on the way to it."""
+"""An error message repeats at most this many characters of a wrong value, and of each key on the way to it."""
 
 WORDS = {
     "extra_forbidden": "unknown field; remove it",

@@ -45,8 +45,8 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 async def portions(pieces: Iterable[str]) -> AsyncGenerator[str, None]:
-    """Joins pieces to portions of at least WRITE_CHARACTERS, but the last. Each piece must be quick to make: other
-    tasks run in between."""
+    """Joins pieces to portions. Only the last one may have fewer than WRITE_CHARACTERS. Each piece must be quick to
+    make: other tasks run in between."""
     budget = TurnBudget()
     waiting: list[str] = []
     num_waiting = 0

@@ -326,7 +326,7 @@ class Dispatcher:
         is_in_prefill = state.num_output_tokens == attempt.num_tokens_before
         result = state.on_output(worker, output, now)
         if isinstance(result, Delta):
-            self._must_sweep |= is_in_prefill  # the prompt is computed, so others may fit
+            self._must_sweep |= is_in_prefill  # the prompt is computed: other requests may fit
             self._open.count_answer(state.request, len(result.token_ids), now)
             self._effects.append(Deliver(state.request, result))
             if self.suspects and attempt.has_progressed(state.num_output_tokens):

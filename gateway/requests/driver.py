@@ -124,7 +124,7 @@ class RequestDriver:
             raise
 
     async def _hash_prompt(self, request: GatewayRequest) -> None:
-        """Hashes a long prompt for the router. Pauses between portions, so that others are not delayed."""
+        """Hashes a long prompt for the router. Pauses between portions, so that other requests are not delayed."""
         if len(request.prompt_token_ids) < LONG_PROMPT or request.skip_reading_prefix_cache:
             return
         budget = TurnBudget()

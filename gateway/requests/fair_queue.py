@@ -1,8 +1,8 @@
 """FairQueue: waiting requests, in the order in which to serve them; pure, and does not know which workers have room.
 
-Lower priority values come first. Within one priority, requests that ran before come first, in order of
-arrival. For the others, callers share by start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair
-Queueing", SIGCOMM 1996). All callers have the same weight:
+Lower priority values come first. Within one priority, requests that ran before come first, in order of arrival. For all
+other requests, callers share by start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996).
+All callers have the same weight:
 
     each served token moves the start of its caller's next request to a later virtual time
     the current virtual time is the start of the request that was served last
@@ -37,7 +37,7 @@ class QueueEntry(Generic[T]):
     """The request's likely cost, at least 1."""
     priority: int = 0
     is_resumed: bool = False
-    """The request ran before. The queue never refuses it in favour of others."""
+    """The request ran before. The queue never refuses it in favour of other requests."""
     gave_way: bool = False
     """The request ran, and was taken back since its caller held more than its share. Now it waits for the
     caller's turn, before the caller's other requests."""

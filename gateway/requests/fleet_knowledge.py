@@ -47,11 +47,11 @@ class FleetKnowledge:
         return was_draining
 
     def _without_old_step(self, status: WorkerStatus, now: float) -> WorkerStatus:
-        """The report as of a worker without measured steps, if it has had no request for MEMORY_S.
+        """The report, without the time of a decode step if the worker has had no request for MEMORY_S.
 
-        An idle worker repeats the time of its last steps. If they were slow by chance, it would get no request that
-        shows its present speed. Prefill rates stay: requests queue at the faster workers until the slower ones cost
-        less.
+        An idle worker repeats the time of its last steps. If these steps were slow by chance, the worker would get no
+        request that could show its present speed. Prefill rates stay: requests queue at the faster workers until the
+        slower ones cost less.
         """
         step_s = status.load.decode_step_s
         known, changed_at = self._decode_steps.get(status.ref.name, (0.0, now))

@@ -6,9 +6,9 @@ a request that does not fit yet. So a long prompt does not delay short prompts u
 Two limits apply:
 
     LOOK_AHEAD  a sweep ends after this many requests that do not fit, which limits the cost of the sweep
-    MAX_PASSED  once this many others have passed a request, no more may pass, so that it gets enough room
+    MAX_PASSED  once this many requests have passed another, no more may pass it, so that it gets enough room
 
-Two kinds of requests never delay others: requests that no available worker can run, and requests of a caller
+Two kinds of requests never delay other requests: requests that no available worker can run, and requests of a caller
 that holds its share (gateway/requests/shares.py). A sweep skips this caller's later requests.
 
 A refusal contains the time after which the client should try again. See docs/admission.md.
@@ -69,10 +69,10 @@ class RequestQueue(Generic[T]):
         self._num_joined = 0
         self._num_sweeps = 0
         self._is_any_hopeless = False
-        """Whether the latest sweep found requests that no worker can run. They do not delay others."""
+        """Whether the latest sweep found requests that no worker can run. They do not delay other requests."""
         self._over_share: set[str] = set()
-        """Callers that held their shares at the latest sweep, also those to which it did not come. Their requests do
-        not delay others."""
+        """Callers that held their shares at the latest sweep, including callers that it did not reach. Their requests
+        do not delay other requests."""
         self._pace_s = pace_of(patience_s)
         self._standstill = Standstill(self._pace_s)
         self._looked_at = 0.0
@@ -88,8 +88,8 @@ class RequestQueue(Generic[T]):
         return entry in self._queue
 
     def oldest_since(self, *, for_worker: bool = False) -> float | None:
-        """When the oldest waiting request joined. `for_worker`: of those that found no decode worker with room
-        at the latest sweep. A request that this sweep did not try waits behind others, which count themselves."""
+        """When the oldest waiting request joined. `for_worker`: of requests that found no decode worker with room at
+        the latest sweep. Requests that this sweep did not reach wait behind requests that count themselves."""
         entries = (e for e in self._queue if not for_worker or _waits_for_decode_worker(self._reason(e)))
         return min((entry.since for entry in entries), default=None)
 
@@ -103,7 +103,8 @@ class RequestQueue(Generic[T]):
         return entry.reason if entry.tried_in == self._num_sweeps else None
 
     def join(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
-        """Places the request if it fits and none goes before it. Otherwise queues it, or refuses one request.
+        """Places the request if it fits and no other request goes before it. Otherwise queues it, or refuses one
+        request.
 
         The new request is refused if it would wait beyond its deadline. If the queue is full,
         `last_of_largest` is refused, which may be the new request. A request that ran before is never
@@ -171,8 +172,8 @@ class RequestQueue(Generic[T]):
         return [entry for entry in over if entry not in resting]
 
     def _holds_share(self, entry: QueueEntry[T]) -> bool:
-        """Whether the entry's caller held its share at the latest sweep, or the entry when it was last tried: a
-        sweep may end before it comes to the caller."""
+        """Whether the entry's caller held its share at the latest sweep, or when the entry was last tried: a sweep may
+        end before it reaches the caller's entries."""
         return entry.caller in self._over_share or isinstance(entry.reason, OverShare)
 
     def next_deadline(self) -> float | None:
@@ -193,7 +194,7 @@ class RequestQueue(Generic[T]):
         """Needs that no worker meets at present, with the reason."""
         self._over_share = self._find_over_share(self._queue.callers, now)
         for entry in self._queue.first_ones_of(self._over_share):
-            if not isinstance(entry.reason, OverShare):  # it stays if a later sweep does not come so far
+            if not isinstance(entry.reason, OverShare):  # it stays if a later sweep ends before
                 entry.reason = self._try_to_place(entry)
                 if entry.reason is None:
                     placed.append(entry)
@@ -228,8 +229,8 @@ class RequestQueue(Generic[T]):
         return len(list(islice(held_up, LOOK_AHEAD))) < LOOK_AHEAD
 
     def _too_late(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
-        """Refuses a request that would start too late in the best case: the queue moves much faster than
-        lately, and no other request passes this one."""
+        """Refuses a request that would start too late even if the queue moved much faster than lately, and no other
+        request passed this one."""
         if entry.begin_by is None or self._is_any_hopeless or self._over_share:
             return None
         left_s = max(0.0, entry.begin_by - now)

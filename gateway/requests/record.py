@@ -111,7 +111,7 @@ OUTCOMES = ("received", *(outcome.value for outcome in Outcome))
 class Tally:
     """received = finished + failed + rejected + aborted + waiting + running, at every moment.
 
-    A `rejected` request was never placed on workers, a `failed` request was. An `aborted` request was ended
+    A `rejected` request was never placed on workers. A `failed` request was placed. An `aborted` request was ended
     through its id, by its client's disconnect, by its deadline, or since its client read too slowly.
     """
 

@@ -8,7 +8,8 @@ prompts. A caller's room is what it holds plus what is free:
                  oldest request stays
     prompts      a prompt may wait at a worker behind at most MAX_PROMPTS_S of other prompts. Otherwise it
                  waits in the fair queue. A prefill worker computes shorter prompts first, so longer prompts
-                 there do not count, also with `scheduler.policy: priority`, where this is not its order
+                 there do not count. They do not count with `scheduler.policy: priority` either, although
+                 workers use another order then
 
 So each of k callers that want everything gets 7 / (7k + 1), and 1 / (7k + 1) stays free for the next caller
 (dynamic thresholds: Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet switches",
@@ -238,9 +239,9 @@ def _may_take(number: int, held: int, free: int) -> bool:
 
 
 def _before(placement: Placement, others: Iterable[RequestState]) -> Iterator[RequestState]:
-    """Those of the others whose prompts the placement's worker computes first: a decode worker computes prompts
-    in order of arrival, a prefill worker shorter ones first. With `scheduler.policy: priority`, workers use
-    another order, which does not count here."""
+    """Those of the other requests whose prompts the placement's worker computes first: a decode worker computes prompts
+    in order of arrival, a prefill worker shorter ones first. With `scheduler.policy: priority`, workers use another
+    order, which does not count here."""
     for other in others:
         num_tokens = other.attempt.placement.num_prefill_tokens
         if placement.prefill is None or num_tokens <= placement.num_prefill_tokens:

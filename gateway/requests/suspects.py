@@ -5,10 +5,10 @@ becomes suspect when a second worker ends under it, and its answer has not grown
 The answer of a bystander usually grows in between. Suspects take turns: those of this gateway, and those of all
 gateways on one worker (worker/suspect_turns.py).
 
-A request is stopped when a fifth worker ends under it at the same token. From the third on, a worker counts only if
-its last heartbeat named this suspect and no other. If a worker may have ended because of another suspect, or before
-this one ran, it counts only towards the eighth loss, which also stops a request. It is not stopped if another request
-on that worker has also lost too many, or if at least as many workers ended without it lately.
+A request is stopped when a fifth worker ends under it at the same token. From the third on, a worker counts only if its
+last heartbeat named this suspect and no other. If a worker may have ended because of another suspect, or before this
+suspect ran, it counts only towards the eighth loss, which also stops a request. A request is not stopped if another
+request on that worker has also lost too many workers, or if at least as many workers ended lately without the request.
 
     lost once ----> lost again at the same token: suspect ----> lost three times more, alone: stopped
          <--- the request finishes, or its answer grows ---
@@ -37,9 +37,9 @@ Identity = bytes
 
 SUSPECT_LOSSES = 2
 MAX_LOSSES_AT_ONE_PLACE = 5
-"""After so many lost workers, a request is stopped. All its attempts and repetitions count together."""
+"""After this many lost workers, a request is stopped. All its attempts and repetitions count together."""
 MAX_LOSSES_IN_ALL = 8
-"""After so many lost workers, a request is stopped even if it was not the only suspect on them."""
+"""After this many lost workers, a request is stopped even if it was not the only suspect on them."""
 MAX_FAILURES_OF_STEPS = 2
 """How many different workers must fail to compute a request before it is stopped."""
 MAX_BLAMED = 3
@@ -62,7 +62,7 @@ class _Suspect:
     num_losses: int = 0
     """How many workers ended in a row while the answer did not grow."""
     num_shared: int = 0
-    """How many of them may have run another suspect instead."""
+    """How many of these workers may have run another suspect instead."""
     place: int = 0
     """How many tokens the client had at the latest loss."""
     failed_at: set[str] = field(default_factory=set)
@@ -74,9 +74,9 @@ class WorkerLoss:
     """Which requests a worker had when it ended."""
 
     places: Mapping[Identity, int]
-    """Those that ran, each with the number of tokens that its client had."""
+    """Requests that ran, each with the number of tokens that its client had."""
     had: frozenset[Identity]
-    """These, and those that were on the worker in an earlier attempt."""
+    """These requests, and requests that were on the worker in an earlier attempt."""
     ran_alone: Identity | None = None
     """The suspect that ran there, if it was the only one of all gateways."""
 
@@ -112,7 +112,7 @@ class Suspects:
         return suspect is not None and suspect.num_losses >= SUSPECT_LOSSES
 
     def may_run(self, identity: Identity, now: float) -> bool:
-        """Whether the request may run now. Suspects take turns, so that the loss of a worker proves something."""
+        """Whether the request may run now. Suspects take turns, so that a loss shows which suspect caused it."""
         return not self.is_suspect(identity) or self._at_turn is None or now >= self._turn_ends_at
 
     def placed(self, identity: Identity, now: float) -> bool:

@@ -83,7 +83,7 @@ class RequestTimes:
     """Collects the times of one request. Every `now` is the gateway's clock."""
 
     def __init__(self, arrived_at: float, preprocess_s: float, window: LatencyWindow) -> None:
-        """`window`: of all requests; gets the times of this one's tokens."""
+        """`window`: of all requests; gets the times of this request's tokens."""
         self._arrived_at = arrived_at
         self._window = window
         self._delivered_at = array("d")
@@ -208,7 +208,7 @@ def split_handover(gap_s: float, stages: StageTimes, exposed_s: float | None) ->
 def _who_computed(
     placement: Placement, brought_by: str, stages: Mapping[str, StageTimes]
 ) -> tuple[StageTimes, float]:
-    """The stage times of the worker that computed the prompt, and how long the other then waited for KV.
+    """The stage times of the worker that computed the prompt, and how long the other worker then waited for KV.
 
     The other worker's reported wait began earlier. So the times of the computing worker are subtracted from
     it.

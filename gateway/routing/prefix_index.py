@@ -22,7 +22,7 @@ Key = int
 """60 bits of a block's hash."""
 
 MAX_SHARED_SETS = 65_536
-"""How many sets of workers are stored only once. More sets cost memory, nothing else."""
+"""How many sets of workers are stored only once. More sets only cost more memory."""
 
 MAX_NAMED_SETS = 1024
 
@@ -37,11 +37,11 @@ class _Place:
     name: str
     bit: int
     log: "array[int]" = field(default_factory=lambda: array("Q"))
-    """Keys of all blocks that the worker stored. Removed blocks stay in it until they are too many."""
+    """Keys of all blocks that the worker stored. Removed blocks stay in the log until there are too many of them."""
     former_log: "array[int]" = field(default_factory=lambda: array("Q"))
     """The rest of a log that had too many; the keys of stored blocks go from it to `log`, a few at a time."""
     copied: set[Key] = field(default_factory=set)
-    """Those that went already. Empty while `former_log` is empty."""
+    """The keys that were copied already. Empty while `former_log` is empty."""
     num_blocks: int = 0
     next_number: int | None = None
     """Number of the next expected KVEvents. None after a gap: then the index needs a new listing."""

@@ -29,7 +29,7 @@ from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.worker_estimate import WorkerEstimate
 
 HASHED_AT_ONCE = 1024
-"""In blocks. Hashing so many takes about a millisecond."""
+"""In blocks. Hashing this many takes about a millisecond."""
 
 
 class Router:
@@ -167,7 +167,7 @@ class Router:
         """
         placement = self._allowed(query)
         if query.affinity_key is None:
-            # Also if the placement is not sent: other prompts wait at its worker, so the next try takes another.
+            # Also if the placement is not sent: other prompts wait at its worker, so the next try takes another worker.
             self._turn += 1
         return placement
 
@@ -304,8 +304,8 @@ class Router:
         """Workers of a role that may get the request, in the order of the affinity key, or starting with the
         next in turn.
 
-        If the pool of no such worker can ever hold the request, but the request needs one, it may get any:
-        the worker refuses it at once, and says why.
+        If the request needs such a worker, but none has a pool that can ever hold the request, it may get any of them.
+        That worker refuses it at once, and says why.
         """
         able, num_tokens = self._able[role], len(query.token_ids) + 1
         large = [worker for worker in able if worker.may_ever_hold(num_tokens)]

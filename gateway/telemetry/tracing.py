@@ -41,7 +41,7 @@ class Tracing:
     accepts them."""
 
     def __init__(self, endpoint: str, sample_ratio: float, model_name: str, instance: str) -> None:
-        """`endpoint`: the collector's base URL. `instance` distinguishes this gateway from others.
+        """`endpoint`: the collector's base URL. `instance` distinguishes this gateway from other gateways.
 
         `sample_ratio`: the share of requests without a trace context that are traced. If a client sends a
         trace context, the context decides.

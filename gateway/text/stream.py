@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 NUM_CONTEXT_TOKENS = 4
 """How many tokens serve as context for decoding the tokens after them."""
 MAX_PENDING_TOKENS = 64
-"""So many tokens without text cannot belong to one incomplete character. DecodeStream decodes all pending
-tokens again at every further token, so more of them would cost time."""
+"""This many tokens without text cannot belong to one incomplete character. DecodeStream decodes all pending tokens
+again at every further token, so more of them would cost time."""
 MAX_CHARACTER_TOKENS = 4
 """A character has at most four bytes, and a token at least one."""
 

@@ -12,7 +12,7 @@ FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet of byte-level vocabularies: printable bytes map to themselves, the others to the characters
+    """GPT-2's alphabet of byte-level vocabularies: printable bytes map to themselves, all other bytes to the characters
     from 256 on (`bytes_to_unicode` of openai/gpt-2, encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -44,7 +44,7 @@ class WorkerConnections:
         self._context = zmq.asyncio.Context()
         self._clients: dict[str, WorkerClient] = {}
         self._tasks: dict[WorkerClient, asyncio.Task[None]] = {}
-        """Those of all connections whose sockets are open, also of workers that were just removed."""
+        """The tasks of all connections whose sockets are open, even of workers that were just removed."""
 
     def add_worker(self, endpoint: WorkerEndpoint) -> None:
         """Connects to a worker, which gets requests from its first heartbeat on. Replaces an earlier incarnation of

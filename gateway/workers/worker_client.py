@@ -132,8 +132,8 @@ class WorkerClient:
         """False while messages wait for a turn. No heartbeat is read then, so this is no silence."""
         self._socket = context.socket(zmq.DEALER)
         # An identity for each connection. A worker that restarts on its own port may accept the old connection, which
-        # libzmq restores, after the new one. With one identity, the old one would take the new one's place and end with
-        # its socket, and then libzmq never reads the new connection.
+        # libzmq restores, after the new one. With a shared identity, the old connection would take the new one's place
+        # and end with its socket. Then libzmq would never read the new connection.
         self._socket.setsockopt(zmq.IDENTITY, bytes.fromhex(gateway_id) + connection_number.to_bytes(8))
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -178,12 +178,12 @@ class WorkerClient:
 
     @property
     def role(self) -> WorkerRole:
-        """As of the latest heartbeat: a worker may have changed it since it began."""
+        """The role in the latest heartbeat: a worker may change its role."""
         return self.endpoint.role if self.status is None else self.status.role
 
     @property
     def state(self) -> WorkerState:
-        """As of the latest heartbeat; DEAD if the worker is silent."""
+        """The state in the latest heartbeat; DEAD if the worker is silent."""
         if self.is_silent:
             return WorkerState.DEAD
         return WorkerState.STARTING if self.status is None else self.status.state
@@ -192,7 +192,7 @@ class WorkerClient:
         """The controller has reported the worker's death. Counts a loss, unless it was noticed here before."""
         if not self.is_silent:
             self._losses[LossCause.DIED] += 1
-            self.is_silent = True  # so what else shows this death is not counted
+            self.is_silent = True  # later signs of this death are not counted
 
     def submit(self, request: EngineRequest) -> None:
         self._send_command(self._session.submit(request))
@@ -231,8 +231,8 @@ class WorkerClient:
                     self._refuse(REFUSED)
 
     def _begin_grace(self) -> None:
-        """Gives libzmq time to reconnect, which it does after 0.1 to 0.2 s. The port of a killed process
-        refuses it."""
+        """Gives libzmq time to reconnect, which it does after 0.1 to 0.2 s. The port of a killed process refuses the
+        attempt."""
         if self._grace is None:
             grace_s = self._network.reconnect_grace_s
             reason = f"and was not restored within {grace_s:g} s"
@@ -332,7 +332,7 @@ class WorkerClient:
                 self.num_bad_messages += 1
                 logger.warning("dropped a message from worker %s: %s", self.name, error)
             return None
-        # While the connection is broken, a message is an old one, and does not show that the worker is alive.
+        # While the connection is broken, only old messages arrive. They do not show that the worker is alive.
         self.is_silent = not self._is_connected
         return message
 

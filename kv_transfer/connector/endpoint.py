@@ -93,7 +93,7 @@ class TransferEndpoint:
             self._producer_end.execute(command)
 
     def on_arrival(self, arrival: Arrival) -> None:
-        """Handles a peer's message. Counts and drops bad ones; answers a consumer's with `Unreadable`."""
+        """Handles a peer's message. Counts and drops bad messages; answers those of consumers with `Unreadable`."""
         try:
             if arrival.is_from_producer:
                 self._consumer_end.on_message(arrival.peer, TO_CONSUMER.decode(arrival.header))

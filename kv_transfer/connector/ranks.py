@@ -19,7 +19,7 @@ from kv_transfer.records import combine
 
 
 class ConnectorWorker(Protocol):
-    """The half of the KV connector that moves bytes, of one rank or of all. No call raises because of a peer."""
+    """The half of the KV connector that moves bytes, for one rank or for all. No call raises because of a peer."""
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
         """Called as soon as a step is planned: announces, hands over, or gives up blocks.
@@ -29,7 +29,7 @@ class ConnectorWorker(Protocol):
         ...
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
-        """Called when all steps before the planned step are computed, so none writes the blocks to load."""
+        """Called when all steps before the planned step are computed, so no step writes the blocks to load."""
         ...
 
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:

@@ -1,8 +1,8 @@
 """KVConnectorWorker: the half of the connector that moves bytes, on its own thread.
 
-The scheduler's half is worker/kv_connector.py. The engine calls this half around each step. One queue brings
-commands to the thread, another returns output. The thread wakes only for a command, a message, a deadline, or
-the end of a process whose pool is open.
+The scheduler's half is worker/kv_connector.py. The engine calls this half around each step. One queue brings commands
+to the thread, another returns output. The thread sleeps until there is a command, traffic of a peer, a deadline, or the
+end of a process whose pool is open.
 """
 
 import logging
@@ -111,7 +111,7 @@ class KVConnectorWorker:
             self._post(metadata.at_once)
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
-        """Call it when all steps before the planned one are computed: none writes the blocks to load."""
+        """Call it when all steps before the planned one are computed, so that no step writes the blocks to load."""
         if metadata is not None and metadata.loads:
             self._post(metadata.loads)
 

@@ -1,7 +1,7 @@
 """BlockWriter: writes arriving pieces and computes their checksums.
 
-In host memory it does so at once, on a device asynchronously. It knows no peer, and does not compare
-checksums: its owner knows which are right.
+In host memory, pieces are written at once; on a device, asynchronously. BlockWriter knows no peer. It does not compare
+checksums: its owner knows the right ones.
 """
 
 import logging
@@ -99,7 +99,7 @@ class BlockWriter:
 def _pieces(
     payload: Iterable[Bytes], piece_nbytes: int, places: dict[int, int]
 ) -> Iterator[tuple[int, Bytes]]:
-    """Each piece's target, and its bytes. `places`, by positions in the message, keeps those that do not arrive."""
+    """Each piece's target, and its bytes. Removes it from `places` (targets by position)."""
     position = 0
     for span in payload:
         if len(span) % piece_nbytes:

@@ -158,7 +158,7 @@ class ConsumerEndpoint:
         layout = self._pool.layout
         first_position = command.first_index // layout.groups.num_groups * layout.block_size
         effects: list[Effect] = []
-        for end in ends:  # begin all first: one that fails at once ends the others
+        for end in ends:  # begin all first: a failed one ends the others
             effects += self._consumer.load(end.rank_transfer, first_position, command.block_ids, now)
         self._do(effects)
 

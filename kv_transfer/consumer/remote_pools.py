@@ -25,7 +25,7 @@ IDLE_S = 30.0
 """A pool without hand-overs is closed after this long; its process may have ended unnoticed."""
 
 READ_TIMEOUT_S = 10.0
-"""A read that takes this long never ends by itself. Closing its pool ends the read."""
+"""A read that takes longer counts as stuck. Its pool is closed, which ends the read."""
 
 PoolKey = tuple[str, int, str]
 """The producer's incarnation, its rank, and the transport."""
@@ -99,7 +99,7 @@ class RemotePools:
         self._timeouts.set(read, now + READ_TIMEOUT_S)
 
     def finished(self) -> Iterator[tuple[WantedPieces, str | None]]:
-        """Reads that ended since the last call, with the error of each that failed. Ends those that take too long."""
+        """Reads that ended since the last call, with the error of each failed one. Ends reads that take too long."""
         overdue = self._timeouts.pop_due(self._clock.now())
         for read in overdue:
             self._close(self._under_way[read][0])
@@ -134,7 +134,7 @@ class RemotePools:
         for key, pool in list(self._open.items()):
             if is_needed(key[0]):
                 pool.used_at = now
-            elif now >= pool.used_at + IDLE_S:  # summed as in `next_deadline`, or the two may disagree
+            elif now >= pool.used_at + IDLE_S:  # summed as in `next_deadline`, or the times may differ
                 self._close(key)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ device, each leaves more than half of its multiprocessor to the kernels of a ste
 
 ENTRY_WORDS = 4
 MAX_RUNS = 1022
-"""Of one launch. With the last entry, they fill a kernel's arguments, which may have almost 32 KiB."""
+"""The most runs of one launch. With the last entry, they fill a kernel's arguments, which may have almost 32 KiB."""
 
 TABLE_WORDS = 2 + ENTRY_WORDS * (MAX_RUNS + 1)
 NO_CHUNK = np.uint64(2**64 - 1)
@@ -45,7 +45,7 @@ class CopyKernel:
 
         The device must reach both, and no byte may be both read and written.
 
-        CudaError if a launch is refused; those before it are queued.
+        CudaError if a launch is refused; the launches before it are queued.
         """
         for first in range(0, len(runs.lengths), MAX_RUNS):
             part = slice(first, first + MAX_RUNS)

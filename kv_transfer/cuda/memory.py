@@ -22,17 +22,16 @@ MAX_PITCH = 2**31 - 1
 """CU_DEVICE_ATTRIBUTE_MAX_PITCH of every existing device."""
 
 MIN_ROWS = 4
-"""The fewest rows that are merged into one copy. Any two runs are at equal distances, and plain copies are
-fastest."""
+"""The fewest runs that are merged into one copy. Fewer runs are copied faster one by one."""
 
 
 class CudaMemory:
     """`num_bytes` zeroed bytes on a device that other processes of this host may open. PyTorch accepts them as a
     tensor.
 
-    Only `free` and the end of the process release it. Its owner calls `free` last, after the tensors over it,
-    readers, stagers and NIXL's agents are gone. CUDA does not define what a peer with the memory still open reads
-    then; the protocol accepts none of that, since no `End` follows.
+    Only `free` and the end of the process release it. Its owner calls `free` last, after the tensors over it, readers,
+    stagers and NIXL's agents are gone. CUDA does not define what a peer reads then, if it still has the memory open.
+    The protocol accepts none of these bytes, since no `End` follows.
     """
 
     def __init__(self, num_bytes: int, device: int, driver: CudaDriver | None = None) -> None:
@@ -86,7 +85,7 @@ class Rows:
 def queue_copies(driver: CudaDriver, runs: Runs, source: Address, to: Address, stream: int) -> None:
     """Queues copies from `runs.remote` after `source` to `runs.local` after `to`; the device must reach both.
 
-    CudaError if one is refused; those before it are queued.
+    CudaError if a copy is refused; the copies before it are queued.
     """
     for rows in in_rows(runs):
         if rows.num_rows >= MIN_ROWS:

@@ -1,7 +1,7 @@
 """Stager: moves pieces between device memory and the host through a few pinned buffers; knows no peer, no message.
 
-Nothing here waits: copies are queued on a stream of their own, and `poll` checks whether they are done. While the
-processor handles one buffer's content, the device fills or empties the next.
+Copies are queued on a stream of their own, and `poll` checks whether they are done. No call waits for copies, except
+for `close`, and after an error. While the processor handles one buffer's content, the device fills or empties the next.
 
     take out    device --> pinned buffer --> checksums, and a copy that the sender may keep
     put in      bytes that came --> pinned buffer, checksums --> device
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Staged(Generic[T]):
-    """Pieces that were taken out or put in, or failed to be (see `error`). No copy of them runs any more."""
+    """Pieces that were taken out or put in; `error` says why that failed. No copy of them runs any more."""
 
     what: T
-    """The caller's name for them."""
+    """The caller's name for these pieces."""
     spans: list[Bytes]
     """After taking out: the bytes of whole pieces in order, if requested."""
     checksums: list[int]
@@ -168,7 +168,7 @@ class Stager(Generic[T]):
         self._start()
 
     def _start(self) -> None:
-        """Queues the copies of waiting batches, as far as there are buffers."""
+        """Queues the copies of waiting batches while buffers are free."""
         while self._waiting and self._free:
             batch, buffer = self._waiting.popleft(), self._free.pop()
             try:

@@ -130,7 +130,7 @@ class ProducerEndpoint:
             )
 
     def _end_without_transfers(self, command: FinishSend | AbortSend) -> None:
-        """Ends a hand-over without rank transfers: the workers do not match, or other ranks send it all."""
+        """Ends a hand-over without rank transfers: the workers do not match, or other ranks send all of the KV."""
         reason = self._rank_transfers.refusal(command.request_id)
         if reason is not None:
             kind = TransferEventKind.FAILED
@@ -194,7 +194,7 @@ class ProducerEndpoint:
                 logger.warning("cannot copy KV from the device: %s", staged.error)
 
     def _drop_staged(self, key: TransferKey) -> None:
-        """Drops pending copies: other requests will overwrite the blocks, and a later checksum would fit."""
+        """Drops pending copies: other requests will overwrite the blocks, and checksums would fit the wrong bytes."""
         if self._stager is not None:
             self._stager.drop(lambda effect: effect.key == key)
 

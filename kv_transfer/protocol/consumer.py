@@ -1,8 +1,8 @@
 """Consumer: every rank transfer that this rank receives, as one sans-IO state machine; see incoming.py for its states.
 
-Hold and Open are repeated at a fixed pace while nothing arrives. A producer that is silent for too long
-(waits.py) counts as dead. A load that takes longer than `load_timeout_s` fails. Messages about unknown rank
-transfers are counted.
+Hold and Open are repeated at a fixed pace while nothing arrives. A producer counts as dead if it is silent for too long
+(waits.py), or if nothing listens at its address any more (`on_gone`). A load that takes longer than `load_timeout_s`
+fails. Messages about unknown rank transfers are counted.
 """
 
 from collections import Counter
@@ -111,7 +111,7 @@ class Consumer:
         return self._ask(transfer, now)
 
     def abort(self, rank_transfer: RankTransfer, reason: str) -> list[Effect]:
-        """The request ended here: notifies the producer. A Received outcome that is already due stands."""
+        """The request ended here: notifies the producer. If Received is already due, it is still reported."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return []
@@ -288,7 +288,7 @@ class Consumer:
         assert self._transfers.num_bound == len(self._transfers)
 
     def _transports_to(self, transfer: IncomingTransfer, now: float) -> tuple[str, ...]:
-        """Transports still open to this rank transfer. Only later rank transfers retry those that failed."""
+        """Transports that this rank transfer may still use. Only later rank transfers retry failed transports."""
         left = self._choices.to(transfer.key.producer, transfer.key.producer_rank, now)
         transfer.choices = tuple(name for name in transfer.choices if name in left)
         return transfer.choices
@@ -306,7 +306,8 @@ class Consumer:
         if message.is_complete and transfer.state is IncomingState.HOLDING:
             return self._can_load(transfer)
         if not transfer.is_loading or message.transport is None:
-            # No transport: the answer to a Hold, or to an Open that the producer's engine did not know yet.
+            # No transport: the answer to a Hold, or to an Open for a request that the producer's engine did not know
+            # yet.
             return []
         if message.transport not in self._transports_to(transfer, now):
             return []  # an answer to an older Open

@@ -15,7 +15,7 @@ Peer = bytes | str
 
 
 class RankTransfer(NamedTuple):
-    """One request's part of a hand-over between two ranks; see geometry.py."""
+    """The part of a request's hand-over between this rank and one rank of the peer; see geometry.py."""
 
     request_id: str
     peer_rank: int = 0

@@ -1,8 +1,8 @@
 """Which bytes two workers exchange if their block sizes or tensor-parallel ranks differ; pure arithmetic.
 
-A *rank transfer* joins one rank of the producer to one rank of the consumer that needs some of its heads. It is cut
-into *pieces*: its heads, and the tokens of the smaller of both block sizes. With equal sizes, the usual case, a piece
-is a block.
+A *rank transfer* joins one rank of the producer to one rank of the consumer that needs some of its heads. Its KV is cut
+into *pieces*. A piece has all heads of the rank transfer, and as many tokens as the smaller of both workers' blocks.
+With equal sizes, the usual case, a piece is a block.
 
 With several KV groups, the pieces of a prompt count up row by row, as the blocks of a request's table do.
 

@@ -72,7 +72,7 @@ class ChecksumPolicy(Enum):
 class Hold:
     key: TransferKey
     is_postponed: bool = False
-    """There was room, but it was given back: no piece may be offered before the next Open."""
+    """The consumer had room, but gave it back: no piece may be offered before the next Open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ class Opened:
     is_complete: bool = False
     """The whole prompt is computed."""
     is_stuck: bool = False
-    """The producer computes nothing until a complete prompt is loaded. Room reserved for this incomplete
-    prompt may prevent that."""
+    """The producer computes nothing until a complete prompt is loaded. The room reserved for this incomplete prompt may
+    prevent such a load."""
 
 
 @dataclass(frozen=True, slots=True)

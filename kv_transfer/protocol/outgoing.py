@@ -165,7 +165,7 @@ class OutgoingTransfer:
                     self._offer(index)
 
     def reopen(self, message: Open, peer: Peer, transport: str) -> None:
-        """Accepts those of the consumer's arrived pieces that can be valid, and offers all others again."""
+        """Accepts the consumer's arrived pieces that can be valid, and offers all others again."""
         self.peer, self.open, self.transport = peer, message, transport
         claims = zip(message.received, message.received_versions, strict=True)
         self.acked = {index for index, version in claims if version == self.version or index in self.acked}

@@ -281,7 +281,7 @@ class Producer:
         return [Send(peer, self._opened(early))]
 
     def _on_late(self, peer: Peer, message: ToProducer) -> list[Effect]:
-        """Tells a consumer that still asks how its rank transfer ended. All other messages are counted."""
+        """If a consumer still asks, tells it how its rank transfer ended. All other messages are counted."""
         farewell = self._farewells.get(message.key)
         if farewell is not None and isinstance(message, Open | Hold):
             return [Send(peer, farewell)]
@@ -356,7 +356,7 @@ class Producer:
         return [Send(transfer.peer, end)]
 
     def _count_end(self, transfer: OutgoingTransfer, counter: str, reason: str = "") -> None:
-        """Counts an end once, without those counted as cancelled, and those that our engine never began."""
+        """Counts an end once, except for transfers that are counted as cancelled or that our engine never began."""
         transfer.end_reason = transfer.end_reason or reason
         if transfer.rank_transfer is not None and not transfer.is_cancelled:
             self._counters[counter] += 1

@@ -36,7 +36,7 @@ class RankTransferTable(Generic[T]):
         self._num_by_producer[transfer.key.producer] += 1
 
     def bind(self, transfer: T) -> None:
-        """Makes it available under our engine's name, too."""
+        """Makes the transfer available under our engine's name, too."""
         assert transfer.rank_transfer is not None
         self._by_rank_transfer[transfer.rank_transfer] = transfer
 
@@ -63,7 +63,7 @@ class RankTransferTable(Generic[T]):
         return self._by_rank_transfer.get(rank_transfer)
 
     def has_from(self, producer: str) -> bool:
-        """Whether any comes from this incarnation."""
+        """Whether any rank transfer comes from this incarnation."""
         return producer in self._num_by_producer
 
     def values(self) -> Collection[T]:

@@ -20,8 +20,7 @@ class Timers(Generic[K]):
         self._standstill = standstill
         self._when: dict[K, float] = {}
         self._queued: dict[K, float] = {}
-        """By key: the time of its entry in the heap, at or before its deadline. Other entries of it are
-        stale."""
+        """By key: the time of its entry in the heap, at or before its deadline. Other entries of that key are stale."""
         self._heap: list[tuple[float, int, K]] = []
         """Entries by time. These times, like all others here, exclude standstills."""
         self._num_pushed = 0

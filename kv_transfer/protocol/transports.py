@@ -23,7 +23,7 @@ class TransportOffer:
     transports: tuple[str, ...]
     """Transports that the worker can use, the best first."""
     pools: Mapping[str, bytes] = field(default_factory=dict)
-    """By transport: how others can read the worker's pool."""
+    """By transport: how other workers can read this worker's pool."""
 
     def choose(self, host: str, wanted: tuple[str, ...]) -> str | None:
         """The first of a consumer's transports that this worker can serve; None if there is none."""
@@ -54,7 +54,7 @@ class TransportChoices:
         return tuple(name for name in self._transports if now >= until.get((producer, rank, name), now))
 
     def has_failed(self, producer: str, rank: int, transport: str, now: float) -> None:
-        """Remembers the failure, and forgets those that do not count any more."""
+        """Remembers the failure, and forgets failures that do not count any more."""
         self._failed_until = {end: when for end, when in self._failed_until.items() if when > now}
         pause_s = RETRY_S if len(self._transports) > 1 else ONLY_RETRY_S
         self._failed_until[producer, rank, transport] = now + pause_s

@@ -116,7 +116,7 @@ class RemotePool(Protocol):
 
 
 class PoolReader(Protocol):
-    """Reads other workers' pools, and lets others read ours."""
+    """Reads other workers' pools, and lets other workers read ours."""
 
     @property
     def name(self) -> str: ...
@@ -141,5 +141,5 @@ class PoolReader(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends every read, and stops others from reading our pool. TransportError if something cannot be released."""
+        """Ends every read; other workers can no longer read our pool. TransportError if a release fails."""
         ...

@@ -67,7 +67,7 @@ class CudaIpcReader:
         return CudaPool(self, pid, address, num_bytes, lambda: self._driver.close(address))
 
     def begin(self, source: Address, num_bytes: int, runs: Runs) -> int:
-        """Queues the copies; see `RemotePool.read`. If only some can be queued, it waits until those have ended."""
+        """Queues the copies; see `RemotePool.read`. If only some can be queued, waits until these copies have ended."""
         runs.check_within(num_bytes, self._memory.nbytes)
         try:
             self._kernel.queue(runs.coalesced(), source, self._memory.address, self._stream)

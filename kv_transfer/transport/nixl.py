@@ -140,7 +140,7 @@ class NixlReader:
         return pool
 
     def poll(self) -> list[ReadDone]:
-        """Advances reads, and returns those that ended since the last call."""
+        """Advances reads, and returns the reads that ended since the last call."""
         for number in list(self._reads):
             if number in self._reads:  # else it ended with its agent
                 self._advance(number)
@@ -148,7 +148,7 @@ class NixlReader:
         return done
 
     def close(self) -> None:
-        """Ends every read, and stops others from reading our pool."""
+        """Ends every read, and stops other workers from reading our pool."""
         if self._is_closed:
             return
         self._is_closed = True

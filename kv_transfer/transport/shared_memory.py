@@ -1,7 +1,7 @@
 """Shared memory: on one host, a consumer maps the producer's pool and copies out of it; one copy, no socket.
 
-The pool lives in a sealed memfd. It has no name in any file system, so it disappears with the last process that maps
-it. It cannot shrink, so reading it cannot fail half-way.
+The pool is in a sealed memfd. A memfd has no name in any file system, so it disappears with the last process that maps
+it. A sealed memfd cannot shrink, so reading it cannot fail half-way.
 """
 
 import fcntl
@@ -34,8 +34,8 @@ def host_id() -> str:
 class SharedMemory:
     """`num_bytes` zeroed bytes that other processes of this host and user may map.
 
-    All of it is allocated at once: a block's first page faults, in the middle of a hand-over, cost several times the
-    copy. OSError if the system has too little memory.
+    All of it is allocated at once. Otherwise, the first use of a block during a hand-over would cause page faults,
+    which take several times as long as the copy. OSError if the system has too little memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -59,7 +59,8 @@ class SharedMemoryReader:
         self._pool = pool.reshape(-1)
         self._memory = memory
         self._copier = ThreadPoolExecutor(1, "kv-copy")
-        # The executor's first call starts its thread: without one, the first large read would end the worker.
+        # The executor's first call starts its thread. If no thread can start, the worker ends now, not at its first
+        # large read.
         self._copier.submit(int)
         self._done: list[ReadDone] = []
         self._num_reads = 0

@@ -76,7 +76,7 @@ class _Connection:
 
 
 class ZmqChannel:
-    """Belongs to one thread. `address` is where others connect, on a port of the system's choosing."""
+    """Belongs to one thread. Peers connect to `address`, on a port that the system chooses."""
 
     def __init__(
         self,
@@ -132,9 +132,9 @@ class ZmqChannel:
         self._poller.register(fd, zmq.POLLIN)
 
     def wait(self, timeout_s: float | None) -> Iterator[Arrival]:
-        """Sleeps until something arrives or the time has passed, rarely less, then yields the arrivals.
+        """Sleeps until something arrives or the time has passed, then yields the arrivals. May wake earlier.
 
-        Within DEAF_S it sleeps on, whatever arrives.
+        A sleep of at most DEAF_S does not end when something arrives.
         """
         self._close_unused()
         ready = self._poll(self._longest_sleep(timeout_s))
@@ -225,7 +225,7 @@ class ZmqChannel:
         return _Connection(dealer, monitor, self._clock.now())
 
     def _close_unused(self) -> None:
-        """Closes unused connections. Call it between turns: in a turn, one may have the current arrival."""
+        """Closes unused connections. Call it between turns: in a turn, a connection may have the current arrival."""
         now, num_surplus = self._clock.now(), len(self._connections) - MAX_PEERS
         for position, (address, connection) in enumerate(list(self._connections.items())):
             if position >= num_surplus and now < connection.used_at + self._idle_s:
@@ -236,7 +236,7 @@ class ZmqChannel:
             connection.close(LINGER_MS)
 
     def _is_refused(self, connection: _Connection) -> bool:
-        """Counts the failed attempts that the monitor has reported. Whether there were too many."""
+        """Counts the failed attempts that the monitor has reported. Returns whether there were too many."""
         while connection.monitor.poll(0):
             connection.monitor.recv_multipart()
             connection.num_refusals += 1
@@ -251,7 +251,7 @@ class ZmqChannel:
         return timeout_s
 
     def _poll(self, timeout_s: float | None) -> dict[Any, int]:
-        """Events by socket or file descriptor, once there are some or the time has passed."""
+        """Events by socket or file descriptor. Waits until there is one, or the time has passed."""
         if timeout_s is None:
             return dict(self._poller.poll())
         if timeout_s > DEAF_S:

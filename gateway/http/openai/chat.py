@@ -75,9 +75,9 @@ class ChatAnswer(OpenAIAnswer):
         return written
 
     def _contents(self, index: int, delta: Delta, events: Sequence[AnswerEvent]) -> list[tuple[str, str]]:
-        """The contents of the delta's events in JSON, each with its finish reason. There are none while the
-        parser still waits for more text. The finish reason has a separate event, as in OpenAI's streams of
-        calls."""
+        """The contents of the delta's events in JSON, each with its finish reason. While the parser waits for more
+        text, there are none, or with logprobs an empty one. The finish reason has a separate event, as in OpenAI's
+        streams of calls."""
         joined = _joined(events)
         contents = [(content, "null") for event in joined if (content := self._content(index, event))]
         if delta.finish is not None:

@@ -27,7 +27,7 @@ MAX_REMEMBERED = 2**14
 class LogprobColumns:
     """Log-probabilities at many positions: first the sampled token's, then those of the most likely tokens.
 
-    Each takes 12 bytes.
+    Each log-probability takes 12 bytes, with its token id.
     """
 
     __slots__ = ("_begins", "_logprobs", "_token_ids")

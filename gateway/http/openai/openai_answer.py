@@ -74,7 +74,7 @@ class OpenAIAnswer(ABC):
         """Every chunk has the key `usage` if the client asks for usage, as in OpenAI's streams."""
         self._says_usage_so_far = self._says_usage and bool(options.continuous_usage_stats)
         self._choices = [Collected() for _ in range(num_choices)]
-        """Those of a whole answer."""
+        """The choices of a whole answer."""
         self._logprobs = logprobs
         self._start = in_ascii(f"data: {head.json(self.chunk_kind)}")
 

@@ -146,7 +146,7 @@ class RedisStore:
             ) from error
 
     async def _drop_idle_connections(self) -> None:
-        """They may be as dead as the one that timed out, and each would cost a request."""
+        """Idle connections may be as dead as the one that timed out, and each would cost a request."""
         with suppress(RedisError, OSError, TimeoutError):
             await self._redis.connection_pool.disconnect(inuse_connections=False)
 

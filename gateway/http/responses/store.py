@@ -1,4 +1,4 @@
-"""ResponseStore: stores responses after they were sent. RunningResponses: those that will be stored.
+"""ResponseStore: stores responses after they were sent. RunningResponses: running responses that will be stored.
 
 MemoryStore is a ResponseStore in this process' memory. To a store, a response is two texts, whatever they contain.
 """
