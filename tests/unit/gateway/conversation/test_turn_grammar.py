@@ -19,6 +19,7 @@ from gateway.conversation import (
     ToolUse,
     answer_format_of,
 )
+from gateway.conversation.lark import ranges
 from gateway.grammars.depth import check_depth
 from tests.factories.conversations import (
     ASKED,
@@ -206,6 +207,19 @@ def test_an_answer_in_a_given_form_is_never_read_as_a_call(family: str, form: st
     assert num_whole >= 1
 
 
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ("a name that is no text", '{"name": 5}'),
+        ("names that are no tools", '{"name": "a", "parameters": {}}'),
+    ],
+)
+def test_beside_calls_an_answer_that_begins_like_one_may_be_written(form: str, answer: str) -> None:
+    assert GUIDES["markers are text"].accepts(
+        grammar_of(GUIDES["markers are text"], "llama", ASKED, APART[form]), answer
+    )
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_json_that_may_look_like_a_bare_call_is_refused(name: str) -> None:
     guide = GUIDES["markers are text"]
@@ -351,6 +365,7 @@ def test_reasoning_ends_at_its_budget_of_tokens() -> None:
     assert guide.accepts(grammar, "<think></think>Hello there.")
     assert guide.accepts(grammar, "Hello there.")
     assert not guide.accepts(grammar, "<think>" + "#" * 6 + "</think>Hello there.")
+    assert ranges([7, 0, 1, 2, 8, 5]) == "0-2,5-5,7-8", "no id between them"
 
 
 def test_a_plain_conversation_has_no_grammar() -> None:
