@@ -274,3 +274,6 @@ def test_work_that_ends_in_time_is_left_alone() -> None:
     time.sleep(0.1)  # the interruption would arrive here
     with pytest.raises(ZeroDivisionError):
         run_within(0.05, lambda: 1 // 0)
+    run_within(60.0, lambda: 1)
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers), "none runs on"
