@@ -36,11 +36,18 @@ def test_how_long_prompts_take_is_learned_from_first_tokens_alone() -> None:
     router = router_of("kv_aware", "disaggregated", measured("p0"), measured("d0"))
     knowledge, attempt = FleetKnowledge(router), Attempt("r.0", Placement(Mode.DISAGGREGATED, "p0", "d0"), 0)
     knowledge.on_report(measured("p0"), 0.0)
-    times = StageTimes(prefill_s=2.0)
-    for first_position, token_ids in [(1, (7,)), (0, ())] * MIN_SEEN + [(0, (7,))] * MIN_SEEN:
+    no_first_tokens = [
+        (1, (7,), 2.0),
+        (0, (), 2.0),
+        (0, (7,), 0.0),
+    ]  # the last one from a worker that got the KV
+    for first_position, token_ids, prefill_s in no_first_tokens * MIN_SEEN + [(0, (7,), 2.0)] * MIN_SEEN:
         assert knowledge.prefill_times.least_s({"p0": 90_000}, 0.0) == 0.0
         output = RequestOutput(
-            request_id="r.0", first_position=first_position, token_ids=token_ids, stage_times=times
+            request_id="r.0",
+            first_position=first_position,
+            token_ids=token_ids,
+            stage_times=StageTimes(prefill_s=prefill_s),
         )
         knowledge.on_stage_times(attempt, "p0", output, 90_000, 0.0)
     assert knowledge.prefill_times.least_s({"p0": 90_000}, 0.0) == SHARE * 2.0
