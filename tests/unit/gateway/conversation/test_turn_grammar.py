@@ -207,19 +207,6 @@ def test_an_answer_in_a_given_form_is_never_read_as_a_call(family: str, form: st
     assert num_whole >= 1
 
 
-@pytest.mark.parametrize(
-    ("form", "answer"),
-    [
-        ("a name that is no text", '{"name": 5}'),
-        ("names that are no tools", '{"name": "a", "parameters": {}}'),
-    ],
-)
-def test_beside_calls_an_answer_that_begins_like_one_may_be_written(form: str, answer: str) -> None:
-    assert GUIDES["markers are text"].accepts(
-        grammar_of(GUIDES["markers are text"], "llama", ASKED, APART[form]), answer
-    )
-
-
 @pytest.mark.parametrize("name", ALIKE)
 def test_json_that_may_look_like_a_bare_call_is_refused(name: str) -> None:
     guide = GUIDES["markers are text"]
