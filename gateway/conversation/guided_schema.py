@@ -165,9 +165,9 @@ def _lists_required(schema: Mapping[str, Any]) -> bool:
 
 
 def _levels(schema: object) -> int:
-    """The number of levels of nested values. Counts at most to MAX_NESTED + 1."""
+    """The number of levels of nested values."""
     level, values = 0, [schema]
-    while values and level <= MAX_NESTED:
+    while values:
         level += 1
         below: list[object] = []
         for value in values:

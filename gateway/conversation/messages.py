@@ -102,6 +102,7 @@ class Conversation:
         number."""
         return sum(
             len(message.content)
+            + len(message.reasoning or "")
             + len(message.name or "")
             + sum(len(call.arguments) for call in message.tool_calls)
             for message in self.messages

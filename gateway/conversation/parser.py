@@ -106,9 +106,7 @@ class TurnParser(AnswerParser):
         self.part = AnswerPart.CALL
         is_call = yield from syntax.read(self._reader, self._calls)
         self.part = AnswerPart.TEXT
-        if is_call:
-            self._reader.commit()
-        else:
+        if not is_call:
             self._reader.rewind()
         if self._calls.has_begun or self._must_call:
             self._reader.drop_unfinished()

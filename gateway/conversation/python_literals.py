@@ -56,12 +56,10 @@ class _Literals:
 
     def __init__(self, source: str) -> None:
         self._tokens: list[tuple[str, str]] = []
-        at = 0
+        source, at = source.strip(), 0
         while at < len(source):
             found = _TOKEN.match(source, at)
             if found is None or found.lastgroup is None:
-                if not source[at:].strip():
-                    break
                 raise ValueError("no token")
             self._tokens.append((found.lastgroup, found[found.lastgroup]))
             at = found.end()

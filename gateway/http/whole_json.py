@@ -57,7 +57,6 @@ async def portions(pieces: Iterable[str]) -> AsyncGenerator[str, None]:
         if num_waiting >= WRITE_CHARACTERS:
             yield "".join(waiting)
             waiting, num_waiting = [], 0
-            await budget.pause_if_spent()
     if waiting:
         yield "".join(waiting)
 

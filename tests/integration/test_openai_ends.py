@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,10 +13,11 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from baton.errors import DeadlinePassed, Overloaded, RequestAborted, SlowReader
 from baton.request import ErrorKind
-from gateway.error_codes import codes_of
+from gateway.error_codes import INTERNAL_MESSAGE, codes_of
 from gateway.http.errors import headers_of
 from gateway.text import TokenizerPool
 from tests.factories.gateway import (
+    answering,
     beginning,
     failing,
     outputs_of,
@@ -48,6 +50,28 @@ async def test_an_error_in_mid_stream_is_an_event_and_the_end(folder: Path) -> N
         assert caught.value.param == "response_format", "by the client's name for it"
         *_, last = await raw_events(under_test, HELLO)
         assert json.loads(last)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "breaks"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}, "openai.openai_answer.OpenAIAnswer.ending"),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 9}, "anthropic.message.MessageAnswer.ending"),
+        ("/v1/responses", {"input": "Hello"}, "responses.respond.Responding._end_state"),
+    ],
+)
+async def test_a_bug_in_mid_stream_tells_the_client_nothing_and_the_log_everything(
+    folder: Path, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, object], breaks: str
+) -> None:
+    bug = patch(f"gateway.http.{breaks}", side_effect=RuntimeError("at 10.0.0.7"))
+    async with openai_with(folder, answering(ANSWER)) as (under_test, _), under_test.http() as http:
+        with bug, caplog.at_level(logging.ERROR):
+            answer = await http.post(path, json={"model": "tiny", "stream": True} | body)
+    assert INTERNAL_MESSAGE in answer.text
+    assert "10.0.0.7" not in answer.text
+    (record,) = [record for record in caplog.records if record.name == "gateway.http.generated"]
+    assert answer.headers["x-request-id"] in record.getMessage()
+    assert record.exc_info is not None
 
 
 async def test_an_error_before_the_first_token_has_its_status(folder: Path) -> None:

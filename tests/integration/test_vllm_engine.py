@@ -135,6 +135,8 @@ async def test_constraints_reach_the_worker(folder: Path) -> None:
             assert params.structured_output is not None
             assert (params.structured_output.kind, params.structured_output.source) == (kind, source)
             assert params.seed == 2**32 - 1
+        await responses_to(stub, request_of(sampling={"json_object": False}))
+        assert (await under_test.workers["d0"].next_request()).sampling_params.structured_output is None
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [

@@ -26,6 +26,7 @@ from tests.factories.conversations import (
     THINKING,
     called,
     format_of,
+    parts_of,
     rendered,
     written_answer,
 )
@@ -144,6 +145,12 @@ def test_a_switch_of_the_template_turns_reasoning_off_and_on() -> None:
     assert rendered(answer_format, THINKING, same) == prompt
     with pytest.raises(InvalidRequest, match="reasoning: asks for enable_thinking=False"):
         rendered(answer_format, THINKING, replace(off, template_options={"enable_thinking": True}))
+
+
+def test_a_template_that_only_reads_the_end_of_reasoning_is_of_a_model_that_reasons() -> None:
+    template = TEMPLATES["hermes"].replace("m.content or ''", "m.content.split('</think>')[-1]")
+    parts = parts_of(answer_format_of(template, Vocabulary()), ["<think>Hm.</think>Yes."], HELLO)
+    assert (parts.reasoning, parts.text) == ("Hm.", "Yes.")
 
 
 def test_only_variables_that_the_template_reads_are_passed() -> None:

@@ -60,6 +60,15 @@ def test_the_grammar_lets_a_string_spell_marks(family: str) -> None:
         assert GUIDE.accepts(grammar, json.dumps({"a": spelled}, ensure_ascii=False))
 
 
+def test_beside_calls_without_a_mark_an_answer_may_begin_like_one() -> None:
+    properties = {"name": {"enum": ["a"]}, "parameters": {"type": "object"}}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    grammar = format_of("llama", GUIDE.vocabulary).grammar(ASKED, "", answer)
+    assert grammar is not None
+    assert GUIDE.accepts(grammar, '{"name": "a", "parameters": {}}')
+
+
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_calls_instead_of_the_formatted_answer_are_calls(family: str) -> None:
     answer_format = format_of(family)

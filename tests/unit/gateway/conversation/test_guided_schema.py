@@ -123,6 +123,7 @@ ENDLESS: dict[str, dict[str, Any]] = {
     "a property that is not listed needs the object": {"required": ["a"], "additionalProperties": AGAIN},
     "a list of itself": {"properties": {"a": {"$ref": "#/$defs/list"}}},
     "a list that begins with itself": {"properties": {"a": {"$ref": "#/$defs/pair"}}},
+    "in a schema with an address of its own": {"$id": "urn:a", "properties": {"a": LOOP}},
 }
 DEFINITIONS = {
     "loop": LOOP,
@@ -151,6 +152,7 @@ def test_a_part_that_only_an_endless_value_would_match_is_refused(schema: dict[s
             "$defs": {"b": {"$anchor": "named"}},
         },
         {"properties": {"$ref": {"const": LOOP}}, "required": {}, "$defs": {"loop": LOOP}},
+        {"properties": {"a": {"$ref": "#/minItems/0"}}, "minItems": 1},
         {
             "properties": {"a": {"type": "array", "prefixItems": [LOOP], "items": LOOP, "maxItems": 0}},
             "$defs": DEFINITIONS,

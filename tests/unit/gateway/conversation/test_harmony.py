@@ -87,6 +87,7 @@ def test_several_calls_and_messages_of_one_kind() -> None:
     [
         ("Yes.", "Yes."),
         ("  to be", "  to be"),
+        ("to", "to"),
         ("<|channel|>poem<|message|>Ah", "Ah"),
         ("<|message|>Ah<|constrain|>!", "Ah!"),
         ("<|start|>assistant<|message|>Ah", "Ah"),

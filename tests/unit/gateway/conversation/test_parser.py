@@ -4,18 +4,20 @@ import json
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from gateway.conversation import Text, Vocabulary, answer_format_of
 from gateway.conversation.formats import deepseek
 from gateway.conversation.formats.pythonic import MAX_CALL_CHARACTERS
-from gateway.conversation.messages import ToolChoice, ToolUse
+from gateway.conversation.messages import Tool, ToolChoice, ToolUse
 from gateway.conversation.reader import MAX_ATTEMPT_CHARACTERS
 from tests.factories.conversations import (
     ASKED,
     TEMPLATES,
     THINKING,
+    TOOLS,
     called,
     calls_in,
     format_of,
@@ -85,6 +87,10 @@ def test_text_alone_stays_as_it_is(family: str) -> None:
         "a < b",
         "<tool_call>",
         '{"name": "no_tool", "x": {}}',
+        '<tool_call>{"arguments": {}, "name": "f"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "x"}',
+        "[TOOL_CALLS]f [1]",
+        '[TOOL_CALLS]{"a": 1}',
         "",
     ):
         assert parts_of(format_of(family), [text]).text == text
@@ -197,6 +203,30 @@ def test_the_beginning_of_reasoning_is_text_unless_a_call_is_required() -> None:
     assert parts_of(answer_format, [*"<thi"], required).text == ""
 
 
+def test_behind_reasoning_what_is_no_call_is_text() -> None:
+    parts = parts_of(answer_format_of(THINKING, Vocabulary()), ["<think>Hm.</think><tool_call>{no}"])
+    assert (parts.reasoning, parts.text) == ("Hm.", "<tool_call>{no}")
+
+
+@pytest.mark.parametrize(
+    ("value", "json_"),
+    [
+        ("True", "true"),
+        ("NaN", '"NaN"'),
+        ("[1,2]", "[1, 2]"),
+        ("['x']", "\"['x']\""),
+        ('"a\\"</parameter>"', '"a\\"</parameter>"'),
+    ],
+)
+def test_values_without_quotes_become_json_by_what_they_are(value: str, json_: str) -> None:
+    """Whether or not there is such a tool, and whatever is wrong with its schema."""
+    call = f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>"
+    schemas: tuple[dict[str, Any], ...] = ({}, {"properties": []}, {"properties": {"a": 1}})
+    for tools in (TOOLS, *((Tool("f", None, schema),) for schema in schemas)):
+        parts = parts_of(format_of("qwen_coder"), [*call], replace(ASKED, tools=tools))
+        assert calls_in(parts) == [("f", f'{{"a": {json_}}}', True)]
+
+
 @pytest.mark.parametrize(
     ("family", "answer", "text"),
     [
@@ -204,6 +234,8 @@ def test_the_beginning_of_reasoning_is_text_unless_a_call_is_required() -> None:
         ("hermes", '<tool_call>{"name": "f"}</tool_call> a <tool', "a <tool"),
         ("hermes", '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "f f"', '<tool_call>{"name": "f f"'),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>\n<p', "<p"),
+        ("hermes", '<tool_call>{"name": "f" , "arguments": {}}</tool_call> a', "a"),
+        ("mistral_named", "[TOOL_CALLS]f{}[TOOL_CALLS]g( x", "[TOOL_CALLS]g( x"),
         ("llama", '{"name": "search", "parameters": {}}; and', "; and"),
         ("pythonic", "[search(query='x'), no_tool", ""),
         ("pythonic", "[search(query='x'), no_tool()", ", no_tool()"),

@@ -19,6 +19,7 @@ from gateway.conversation import (
     ToolUse,
     answer_format_of,
 )
+from gateway.conversation.lark import ranges
 from gateway.grammars.depth import check_depth
 from tests.factories.conversations import (
     ASKED,
@@ -351,6 +352,7 @@ def test_reasoning_ends_at_its_budget_of_tokens() -> None:
     assert guide.accepts(grammar, "<think></think>Hello there.")
     assert guide.accepts(grammar, "Hello there.")
     assert not guide.accepts(grammar, "<think>" + "#" * 6 + "</think>Hello there.")
+    assert ranges([7, 0, 1, 2, 8, 5]) == "0-2,5-5,7-8", "no id between them"
 
 
 def test_a_plain_conversation_has_no_grammar() -> None:

@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.request import FinishReason
-from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MODEL_DEFAULTS
+from baton.request import FinishReason, TokenLogprobs
+from baton.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MODEL_DEFAULTS,
+    GrammarKind,
+    StructuredOutput,
+)
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import sampling_pb2
 from gateway.conversation import ChatMessage, Conversation
@@ -55,6 +62,26 @@ def test_set_fields_arrive_as_they_were_meant() -> None:
         0,
     )
     assert (params.logit_bias, params.stop) == ({3: -1.1}, ("x",))
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"),
+    [
+        ("json_schema", GrammarKind.JSON_SCHEMA),
+        ("regex", GrammarKind.REGEX),
+        ("lark_grammar", GrammarKind.LARK),
+    ],
+)
+def test_each_kind_of_grammar(field: str, kind: GrammarKind) -> None:
+    assert params_of().structured_output is None
+    assert params_of(**{field: "x"}).structured_output == StructuredOutput(kind, "x")
+
+
+def test_log_probabilities_arrive_as_they_are() -> None:
+    delta = Delta((3,), logprobs=(TokenLogprobs(3, -0.5, 2, ((4, -0.25), (3, -0.5))),))
+    (sent,) = convert.delta_to_response("r", delta).logprobs
+    assert (sent.token_id, sent.logprob, sent.rank) == (3, -0.5, 2)
+    assert [(each.token_id, each.logprob) for each in sent.top] == [(4, -0.25), (3, -0.5)]
 
 
 @pytest.mark.parametrize(

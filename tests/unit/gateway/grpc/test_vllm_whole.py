@@ -4,7 +4,7 @@ import pytest
 
 from baton.request import FinishReason
 from gateway.grpc.generated import vllm_engine_pb2 as pb
-from gateway.grpc.vllm_convert import to_complete
+from gateway.grpc.vllm_convert import delta_to_chunk, to_complete, to_end
 from gateway.grpc.vllm_whole import TOKENS_PER_PIECE, WholeResponse
 from gateway.requests.request import Delta
 from tests.factories.answers import finish_of, logprobs_of
@@ -30,3 +30,11 @@ def test_pieces_make_one_message(num_tokens: int, num_top: int | None, tokens_ea
             whole.on_delta(Delta(token_ids[begin:end], logprobs=logprobs[begin:end]))
         at_once = to_complete(number, Delta(token_ids, logprobs=logprobs), finish)
         assert pb.GenerateResponse.FromString(whole.serialised(finish)) == at_once
+
+
+def test_only_the_last_chunk_has_what_only_an_ended_answer_has() -> None:
+    chunks = [delta_to_chunk(1, Delta((7,), finish=finish), 5).chunk for finish in (None, *ENDS)]
+    assert [chunk.cached_tokens for chunk in chunks] == [0, 3, 0, 3]
+    ends = [to_end(1, 1, finish) for finish in ENDS]
+    assert [end.WhichOneof("matched_stop") for end in ends] == [None, "matched_stop_str", "matched_token_id"]
+    assert ends[2].matched_token_id == 2

@@ -57,6 +57,27 @@ def test_a_stop_ends_the_other_sub_request_and_an_end_is_recorded_once() -> None
     assert dispatcher.num_in_flight == 0
 
 
+def test_nothing_counts_or_is_kept_of_a_request_that_no_worker_got() -> None:
+    dispatcher, caller, refused = make_dispatcher(), Caller("a", tokens_per_minute=3), []
+    for has_worker in (False, True, True):
+        if has_worker:
+            dispatcher.handle(WorkerReported(status_of("d0")), 0.0)
+        effects = dispatcher.handle(Submitted(request := make_request(caller=caller)), 0.0)
+        refused.append([type(effect.error) for effect in effects if isinstance(effect, Refuse)])
+        dispatcher.handle(StreamEnded(request, GeneratorExit()), 0.0)
+        assert not dispatcher._open._admitted
+    assert refused == [[], [], [RateLimited]], "the second one used up the rate"
+
+
+def test_a_request_ran_on_a_worker_until_its_part_there_ended() -> None:
+    dispatcher, request = make_dispatcher("p0", "d0"), make_request()
+    engine_id = submitted(dispatcher.handle(Submitted(request), 0.0))["d0"]
+    dispatcher.handle(outputs("p0", engine_id, 7, end=FinishReason.HANDED_OVER), 1.0)
+    lost = [dispatcher._open.lost_with(status_of(worker)) for worker in ("p0", "d0")]
+    assert [len(loss.places) for loss in lost] == [0, 1]
+    assert lost[0].had == lost[1].had
+
+
 def test_a_request_moves_when_the_loss_of_its_prefill_worker_leaves_it_without_any() -> None:
     """Its decode worker had ended the decode request, and sent a token late."""
     dispatcher, request = make_dispatcher("p0", "d0", "d1"), make_request()

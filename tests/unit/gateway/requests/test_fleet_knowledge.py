@@ -8,7 +8,7 @@ from baton.request import FinishReason, RequestOutput, StageTimes
 from gateway.requests.attempt import Attempt
 from gateway.requests.fleet_knowledge import FleetKnowledge
 from gateway.routing.placement import Mode, Placement
-from gateway.routing.prefill_times import MEMORY_S
+from gateway.routing.prefill_times import MEMORY_S, MIN_SEEN, SHARE
 from tests.unit.gateway.routing.test_kv_aware import chosen, hand_over, measured
 from tests.unit.gateway.routing.test_router import router_of
 
@@ -30,6 +30,27 @@ def test_a_decode_worker_that_was_slow_before_it_became_idle_is_tried_again() ->
     assert report_for(MEMORY_S - 1, 0.1) == {"d1"}
     assert report_for(16, 0.1) == {"d0"}, "it has no requests"
     assert report_for(1, 0.09) == {"d1"}, "it is still slow"
+
+
+def test_how_long_prompts_take_is_learned_from_first_tokens_alone() -> None:
+    router = router_of("kv_aware", "disaggregated", measured("p0"), measured("d0"))
+    knowledge, attempt = FleetKnowledge(router), Attempt("r.0", Placement(Mode.DISAGGREGATED, "p0", "d0"), 0)
+    knowledge.on_report(measured("p0"), 0.0)
+    no_first_tokens = [
+        (1, (7,), 2.0),
+        (0, (), 2.0),
+        (0, (7,), 0.0),
+    ]  # the last one from a worker that got the KV
+    for first_position, token_ids, prefill_s in no_first_tokens * MIN_SEEN + [(0, (7,), 2.0)] * MIN_SEEN:
+        assert knowledge.prefill_times.least_s({"p0": 90_000}, 0.0) == 0.0
+        output = RequestOutput(
+            request_id="r.0",
+            first_position=first_position,
+            token_ids=token_ids,
+            stage_times=StageTimes(prefill_s=prefill_s),
+        )
+        knowledge.on_stage_times(attempt, "p0", output, 90_000, 0.0)
+    assert knowledge.prefill_times.least_s({"p0": 90_000}, 0.0) == SHARE * 2.0
 
 
 @pytest.mark.parametrize("is_successor", [False, True])

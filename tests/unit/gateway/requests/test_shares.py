@@ -226,6 +226,15 @@ def test_c57_a_caller_whose_answers_grow_gives_back_its_youngest_but_never_its_o
     assert names[0] in under_test.placed
 
 
+def test_c57_blocks_that_requests_share_count_once() -> None:
+    under_test = UnderTest(blocks=320)
+    under_test.ask("b")
+    under_test.ask("a", 10)
+    under_test.answer(*(name for name in under_test.placed if name.startswith("a")), number=100 * BLOCK_SIZE)
+    under_test.report(free=40)
+    assert under_test.held("a") == 10, "of 320 blocks, 40 are free"
+
+
 def test_c57_prompts_wait_for_their_callers_turn_while_others_are_there() -> None:
     under_test = UnderTest(rate=10_000.0)
     under_test.ask("a", 40, prompt=400)

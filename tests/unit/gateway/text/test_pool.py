@@ -206,6 +206,12 @@ async def test_the_event_loop_goes_on_while_long_prompts_are_tokenised(tmp_path:
     assert num_turns > 10, f"{num_turns} turns of the loop beside 4 texts, each of {took_s:.3f} s"
 
 
+def test_c57_every_text_of_a_conversation_counts_for_its_callers_turn() -> None:
+    call = ToolCall("c", "f", "x" * 16)
+    turn = ChatMessage("assistant", "x", reasoning="x" * 2, name="x" * 4, tool_calls=(call, call))
+    assert Conversation((turn, ChatMessage("user", "x" * 64))).num_characters == 1 + 2 + 4 + 2 * 16 + 64
+
+
 async def test_a_conversation_is_rendered_and_its_special_tokens_stand_once(tmp_path: Path) -> None:
     own = tokenizer(tmp_path)
 
@@ -274,3 +280,6 @@ def test_work_that_ends_in_time_is_left_alone() -> None:
     time.sleep(0.1)  # the interruption would arrive here
     with pytest.raises(ZeroDivisionError):
         run_within(0.05, lambda: 1 // 0)
+    run_within(60.0, lambda: 1)
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers), "none runs on"
