@@ -294,7 +294,7 @@ def _prepare(config: BatonConfig) -> None:
 
 def _at_gateway(options: argparse.Namespace) -> int:
     """Runs a command that calls a running gateway. The gateway may refuse the call."""
-    from cli.target import target_from
+    from cli.target import advice_on_proxy, target_from
     from gateway import GatewayError
 
     try:
@@ -303,6 +303,8 @@ def _at_gateway(options: argparse.Namespace) -> int:
         advice = [error.advice] if error.advice else []
         if error.code == "UNAUTHENTICATED":
             advice.append(KEY_ADVICE)
+        if error.code == "UNAVAILABLE" and not error.details.reason:  # no gateway made this error
+            advice += advice_on_proxy(options.target, os.environ)
         for line in (error, *advice):
             _fail(options, line, REFUSED)
         return REFUSED
