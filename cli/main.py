@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from baton.clock import SystemClock
 from baton.config import BatonConfig, NetworkConfig, Section, merge
 from baton.errors import BatonError, ConfigError
+from baton.system.home import ensure_home
 from baton.system.hosts import is_address
 from baton.system.watched import Watched
 from cli.command_flags import (
@@ -63,6 +64,7 @@ _DEMO: dict[str, Any] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; error messages go to stderr."""
     replace_closed_streams()
+    ensure_home(os.environ)
     if (wrong := _not_a_text(sys.argv[1:] if arguments is None else arguments)) is not None:
         print(f"baton: an argument is not valid UTF-8: {wrong!a}", file=sys.stderr)
         return USAGE
