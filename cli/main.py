@@ -35,7 +35,7 @@ from cli.flags import (
     for_one_fleet,
     overrides_from,
 )
-from cli.output import Output, OutputError, discard_output, replace_closed_streams
+from cli.output import Output, OutputError, discard_output, replace_closed_streams, replace_unencodable
 
 if TYPE_CHECKING:
     from cli.target import Target
@@ -64,6 +64,7 @@ _DEMO: dict[str, Any] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; error messages go to stderr."""
     replace_closed_streams()
+    replace_unencodable()
     ensure_home(os.environ)
     if (wrong := _not_a_text(sys.argv[1:] if arguments is None else arguments)) is not None:
         print(f"baton: an argument is not valid UTF-8: {wrong!a}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Output: stdout, whose failures `main` can tell from other errors."""
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,12 @@ def replace_closed_streams() -> None:
     next file or socket would take its number."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
+def replace_unencodable() -> None:
+    """Writes `?` for characters that the terminal's encoding lacks, such as an emoji of an answer in Latin-1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def discard_output() -> None:
