@@ -30,6 +30,19 @@ class Output:
         return getattr(self._stream, name)
 
 
+class LossyOutput(Output):
+    """For the lines of a service: a full disk loses lines, and does not end the service."""
+
+    def write(self, text: str) -> int:
+        with suppress(OutputError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OutputError):
+            super().flush()
+
+
 @contextmanager
 def _named_failures() -> Iterator[None]:
     try:
