@@ -18,6 +18,7 @@ from baton.config import BatonConfig, NetworkConfig, Section, merge
 from baton.errors import BatonError, ConfigError
 from baton.system.home import ensure_home
 from baton.system.hosts import is_address
+from baton.system.logs import PACKAGES
 from baton.system.watched import Watched
 from cli.command_flags import (
     add_command,
@@ -89,7 +90,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(options, error, REFUSED)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except ImportError as error:
+        if (foreign := _foreign_package(error.name or "")) is None:
+            raise
+        return _fail(
+            options,
+            f"{foreign} is imported in place of Baton's own; remove its folder from PYTHONPATH",
+            REFUSED,
+        )
     return code
+
+
+def _foreign_package(module: str) -> str | None:
+    """The file of a foreign package that hides the package of Baton to which this module belongs."""
+    package = module.partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if package not in PACKAGES or file is None or Path(file).is_relative_to(Path(__file__).parents[1]):
+        return None
+    return str(file)
 
 
 def _not_a_text(arguments: Sequence[str]) -> str | None:

@@ -164,6 +164,22 @@ def test_characters_that_stdout_lacks_become_question_marks(monkeypatch: pytest.
 
 
 @pytest.mark.slow
+def test_a_foreign_package_in_place_of_our_own_is_named(tmp_path: Path) -> None:
+    (foreign := tmp_path / "gateway" / "__init__.py").parent.mkdir()
+    foreign.touch()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "cli.main", "status"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == REFUSED
+    assert done.stderr.startswith(f"baton status: {foreign} is imported in place of Baton's own; ")
+
+
+@pytest.mark.slow
 def test_the_default_target_is_where_serve_listens_by_default() -> None:
     options = build_parser().parse_args(["generate", "hello"])
     assert options.target == DEFAULT_TARGET == "127.0.0.1:50051"
