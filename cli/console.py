@@ -1,6 +1,11 @@
 """The consoles that commands print to."""
 
+import sys
+from typing import IO, cast
+
 from rich.console import Console
+
+from cli.output import LossyOutput
 
 WIDTH_OF_FILES = 160
 """Width of a picture or table in columns if stdout is not a terminal."""
@@ -13,6 +18,11 @@ class CommandConsole(Console):
         """Leaves the error to `main`. rich would end the process with exit code 1."""
         self.quiet = True  # nothing is printed while the command ends
         raise BrokenPipeError
+
+
+def service_console() -> CommandConsole:
+    """A console on stderr for a command that serves."""
+    return CommandConsole(file=cast("IO[str]", LossyOutput(sys.stderr)))
 
 
 def wide_console() -> CommandConsole:

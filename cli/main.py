@@ -16,7 +16,9 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from baton.clock import SystemClock
 from baton.config import BatonConfig, NetworkConfig, Section, merge
 from baton.errors import BatonError, ConfigError
+from baton.system.home import ensure_home
 from baton.system.hosts import is_address
+from baton.system.logs import PACKAGES
 from baton.system.watched import Watched
 from cli.command_flags import (
     add_command,
@@ -34,7 +36,7 @@ from cli.flags import (
     for_one_fleet,
     overrides_from,
 )
-from cli.output import Output, OutputError, discard_output, replace_closed_streams
+from cli.output import Output, OutputError, discard_output, replace_closed_streams, replace_unencodable
 
 if TYPE_CHECKING:
     from cli.target import Target
@@ -63,6 +65,8 @@ _DEMO: dict[str, Any] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; error messages go to stderr."""
     replace_closed_streams()
+    replace_unencodable()
+    ensure_home(os.environ)
     if (wrong := _not_a_text(sys.argv[1:] if arguments is None else arguments)) is not None:
         print(f"baton: an argument is not valid UTF-8: {wrong!a}", file=sys.stderr)
         return USAGE
@@ -86,7 +90,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(options, error, REFUSED)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except ImportError as error:
+        if (foreign := _foreign_package(error.name or "")) is None:
+            raise
+        return _fail(
+            options,
+            f"{foreign} is imported in place of Baton's own; remove its folder from PYTHONPATH",
+            REFUSED,
+        )
     return code
+
+
+def _foreign_package(module: str) -> str | None:
+    """The file of a foreign package that hides the package of Baton to which this module belongs."""
+    package = module.partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if package not in PACKAGES or file is None or Path(file).is_relative_to(Path(__file__).parents[1]):
+        return None
+    return str(file)
 
 
 def _not_a_text(arguments: Sequence[str]) -> str | None:
@@ -294,7 +315,7 @@ def _prepare(config: BatonConfig) -> None:
 
 def _at_gateway(options: argparse.Namespace) -> int:
     """Runs a command that calls a running gateway. The gateway may refuse the call."""
-    from cli.target import target_from
+    from cli.target import advice_on_proxy, target_from
     from gateway import GatewayError
 
     try:
@@ -303,6 +324,8 @@ def _at_gateway(options: argparse.Namespace) -> int:
         advice = [error.advice] if error.advice else []
         if error.code == "UNAUTHENTICATED":
             advice.append(KEY_ADVICE)
+        if error.code == "UNAVAILABLE" and not error.details.reason:  # no gateway made this error
+            advice += advice_on_proxy(options.target, os.environ)
         for line in (error, *advice):
             _fail(options, line, REFUSED)
         return REFUSED

@@ -1,5 +1,6 @@
 """Output: stdout, whose failures `main` can tell from other errors."""
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,19 @@ class Output:
         return getattr(self._stream, name)
 
 
+class LossyOutput(Output):
+    """For the lines of a service: a full disk loses lines, and does not end the service."""
+
+    def write(self, text: str) -> int:
+        with suppress(OutputError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OutputError):
+            super().flush()
+
+
 @contextmanager
 def _named_failures() -> Iterator[None]:
     try:
@@ -44,6 +58,12 @@ def replace_closed_streams() -> None:
     next file or socket would take its number."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
+def replace_unencodable() -> None:
+    """Writes `?` for characters that the terminal's encoding lacks, such as an emoji of an answer in Latin-1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def discard_output() -> None:

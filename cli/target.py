@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.system.hosts import host_of, is_loopback
 from gateway import GatewayClient
 from gateway.auth.credentials import NO_CREDENTIALS, Credentials
 
 KEY_VARIABLE = "BATON_API_KEY"
+PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""gRPC uses the proxy that the first of these names."""
 
 _MAX_FILE_BYTES = 1024 * 1024
 
@@ -44,6 +47,17 @@ def target_from(options: argparse.Namespace, environment: Mapping[str, str]) -> 
         key_pem=_read("--tls-key", key),
     )
     return Target(options.target, credentials)
+
+
+def advice_on_proxy(address: str, environment: Mapping[str, str]) -> list[str]:
+    """For a gateway that cannot be reached, perhaps because gRPC calls it through a proxy."""
+    if is_loopback(host_of(address)):
+        return []
+    set_ones = [name for name in PROXY_VARIABLES if environment.get(name)]
+    return [
+        f"{name} is set; add the gateway's host to no_proxy to call it without a proxy"
+        for name in set_ones[:1]
+    ]
 
 
 def _api_key(options: argparse.Namespace, environment: Mapping[str, str]) -> str | None:

@@ -381,10 +381,13 @@ def _num_known(position: int, size: int, num_known: int) -> int:
 
 
 def _channel(target: str, tls: TLS | None) -> grpc.aio.Channel:
+    # Or gRPC asks the proxy that http_proxy names for a gateway on this machine.
+    is_remote = not target.startswith(("127.", "[::1]:", "localhost:"))
+    options = [*_CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(is_remote))]
     if tls is None:
-        return grpc.aio.insecure_channel(target, _CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(target, options)
     credentials = grpc.ssl_channel_credentials(tls.authorities, tls.key, tls.certificate)
-    return grpc.aio.secure_channel(target, credentials, _CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(target, credentials, options)
 
 
 def _chat(messages: Sequence[tuple[str, str]]) -> pb.Chat:

@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2 as details_pb
 from grpc_status import rpc_status
 
 from baton.fleet import CacheFlush, RolloutStep
+from baton.system.hosts import host_of, is_loopback
 from baton.v1 import cluster_service_pb2 as cluster_pb
 from baton.v1 import cluster_service_pb2_grpc as cluster_grpc
 from baton.v1 import generation_service_pb2 as generation_pb
@@ -130,6 +131,8 @@ class GatewayClient:
             ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
             ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
             ("grpc.http2.max_pings_without_data", 0),  # else gRPC stops after two pings
+            # A proxy cannot reach this machine's loopback. gRPC would use the one that http_proxy names.
+            ("grpc.enable_http_proxy", int(not is_loopback(host_of(target)))),
         ]
         self._target = target
         self._channel = credentials.channel(target, options)

@@ -31,6 +31,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Clusters that tests start share a secret of their own instead of making one in the user's home.
 os.environ[SECRET_VARIABLE] = SECRET.text
 
+# Servers of tests are on this machine, where no proxy leads.
+for variable in [name for name in os.environ if name.lower().endswith("_proxy")]:
+    del os.environ[variable]
+
 # Tensors of tests only lose by threads, and lose much where other tests run beside them. Read when PyTorch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -7,7 +7,7 @@ from typing import Any
 import zmq
 
 from baton.errors import ConfigError
-from baton.system.hosts import WILDCARDS, in_url
+from baton.system.hosts import WILDCARDS, host_of, in_url
 
 # Reserved for documentation (RFC 5737, RFC 3849). No packet is sent there; the route to it starts at our own address.
 _ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
@@ -91,7 +91,7 @@ def _bound_host(listener: "zmq.Socket[Any]") -> str:
     """The host that the socket is bound to, as an address, which may be a wildcard."""
     endpoint = listener.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
-    return endpoint.rstrip(b"\0").decode().removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return host_of(endpoint.rstrip(b"\0").decode().removeprefix("tcp://"))
 
 
 def _own_address(family: socket.AddressFamily) -> str | None:

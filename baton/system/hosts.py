@@ -29,6 +29,11 @@ def in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def host_of(address: str) -> str:
+    """The host of HOST:PORT, without the brackets of an IPv6 address."""
+    return address.rpartition(":")[0].strip("[]")
+
+
 def is_address(text: str) -> bool:
     """Whether it is HOST:PORT, with a host as in `is_host`; an IPv6 address needs brackets."""
     host, colon, port = text.rpartition(":")

@@ -10,6 +10,7 @@ from pathlib import Path
 from baton.config import NetworkConfig
 from baton.errors import ConfigError
 from baton.system.curve import ClusterSecret
+from baton.system.home import expanded
 
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
 
@@ -34,7 +35,7 @@ def load_secret(
     if SECRET_VARIABLE in environment:
         return _checked(environment[SECRET_VARIABLE], SECRET_VARIABLE)
     given = network.secret_file
-    path = default_secret_path(environment) if given is None else Path(given).expanduser()
+    path = default_secret_path(environment) if given is None else expanded(given)
     try:
         if may_create and not path.exists():
             _create(path)

@@ -41,7 +41,7 @@ def run(target: Target, options: argparse.Namespace) -> int:
     on_text = _ignore if options.json else _write
     limits = {key: getattr(options, key) for key in ("max_model_len", "skip_reading_prefix_cache", "mode")}
     answer = asyncio.run(ask(target, on_text, sampling=sampling, **limits, **prompt))
-    _write(json.dumps(to_json(answer), ensure_ascii=False) + "\n" if options.json else _end_of(answer))
+    _write(json.dumps(to_json(answer)) + "\n" if options.json else _end_of(answer))
     return 0
 
 

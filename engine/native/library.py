@@ -76,7 +76,9 @@ def _load(environment: Mapping[str, str]) -> ctypes.CDLL:
         return _loaded(_kept_in(folder, instructions))
     except OSError as error:  # the folder is read-only, full or forbids execution; or its file is damaged
         logger.warning(
-            "native kernels are compiled at every start, since %s is not usable: %s", folder, error
+            "native kernels are compiled at every start, since %s is not usable (XDG_CACHE_HOME moves it): %s",
+            folder,
+            error,
         )
     with tempfile.TemporaryDirectory(dir=_scratch_folder()) as scratch:
         library = Path(scratch) / _file_name(instructions)

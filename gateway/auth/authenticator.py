@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from baton.clock import Clock
 from baton.config import ANONYMOUS, ApiKey, GatewayConfig, Section, describe
 from baton.errors import ConfigError, KeysUnavailable, PermissionDenied, Unauthenticated
+from baton.system.home import expanded
 from baton.system.watched import Lost, Watched
 from gateway.auth.callers import ANYBODY, Caller, Right
 from gateway.auth.key_store import KeyStore
@@ -36,7 +37,7 @@ class Authenticator:
         self._key_store: Watched[KeyStore] | None = None
         self._fixed = KeyStore(config.api_keys)
         if config.api_keys_file is not None:
-            path = Path(config.api_keys_file).expanduser()
+            path = expanded(config.api_keys_file)
             self._key_store = Watched([path], partial(_read_key_store, path, config.api_keys), clock)
 
     def admit(self, caller: Caller, right: Right | None) -> None:

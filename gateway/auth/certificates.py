@@ -3,11 +3,11 @@
 import ssl
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from baton.clock import Clock
 from baton.config import Tls
 from baton.errors import ConfigError
+from baton.system.home import expanded
 from baton.system.watched import Watched
 
 
@@ -30,7 +30,7 @@ def watched_certificates(tls: Tls, clock: Clock) -> Watched[Certificates]:
     """Watches the files. Raises ConfigError if they cannot be used now. Later, the last usable version stays
     in use."""
     names = (tls.cert_file, tls.key_file, tls.client_ca_file)
-    paths = [Path(name).expanduser() for name in names if name is not None]
+    paths = [expanded(name) for name in names if name is not None]
     return Watched(paths, partial(_read_all, tls), clock)
 
 
@@ -50,7 +50,7 @@ def _read_all(tls: Tls) -> Certificates:
 
 def _read(field: str, name: str, mark: bytes) -> bytes:
     try:
-        content = Path(name).expanduser().read_bytes()
+        content = expanded(name).read_bytes()
     except OSError as error:
         raise ConfigError(f"gateway.tls.{field} {name}: cannot be read: {error.strerror}") from error
     if mark not in content:
@@ -65,7 +65,7 @@ def _context(tls: Tls, client_ca_pem: bytes | None) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(Path(tls.cert_file).expanduser(), Path(tls.key_file).expanduser())
+        context.load_cert_chain(expanded(tls.cert_file), expanded(tls.key_file))
     except (ssl.SSLError, OSError) as error:
         raise ConfigError(f"gateway.tls: {_why(error, tls)}") from error
     if client_ca_pem is not None:

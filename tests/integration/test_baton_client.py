@@ -294,6 +294,12 @@ async def test_a_real_gateway_answers_and_notices_clients_that_leave(folder: Pat
         assert (parts[-1].finish.reason, parts[-1].finish.decode_worker) == ("length", "d0")
 
 
+async def test_a_gateway_on_this_machine_is_called_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("grpc_proxy", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    assert (await ask(Gateway(WHOLE)))[1] == "abcd"
+
+
 @pytest.mark.parametrize("leave", ["cancel", "close"])
 async def test_leaving_ends_the_request_on_the_workers(folder: Path, leave: str) -> None:
     def one_token(request: Any) -> Any:

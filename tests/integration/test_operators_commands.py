@@ -277,6 +277,18 @@ async def test_top_outlives_its_gateway_and_finds_its_successor(folder: Path) ->
         await asyncio.to_thread(shown.close)
 
 
+async def test_a_gateway_on_this_machine_is_called_without_a_proxy(
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable in ("grpc_proxy", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
+        assert (await command(under_test, "status")).returncode == DONE
+    code = await asyncio.to_thread(main, ["status", "--target", "192.0.2.1:50051"])
+    assert code == REFUSED
+    assert "grpc_proxy is set" in capsys.readouterr().err
+
+
 def test_top_of_no_gateway_is_refused_before_the_screen_changes() -> None:
     with terminal("top", "--target", "127.0.0.1:9") as shown:
         assert shown.process.wait(30) == REFUSED

@@ -279,7 +279,7 @@ NO_URL = "is no valid URL of a Redis"
         ("{folder}/none", None, "cannot be read: No such file or directory$"),
         ("{folder}", None, "cannot be read: Is a directory$"),
         ("{folder}/\0", None, "cannot be read: .*null"),
-        ("~nosuchuser/url", None, "cannot be read: .*home directory"),
+        ("~nosuchuser/url", None, "cannot be read: ~nosuchuser/url: there is no user"),
         ("{folder}/url", "redis://:hush\udcff@127.0.0.1", "cannot be read: 'utf-8' codec"),
         ("{folder}/url", "redis://:hush@127.0.0.1:port\n", NO_URL),
         ("{folder}/url", "redis://:hush@127.0.0.1\nredis://:hush@127.0.0.2\n", NO_URL),

@@ -2,11 +2,11 @@
 
 import re
 from contextlib import suppress
-from pathlib import Path
 
 from baton.clock import Clock
 from baton.config import GatewayConfig
 from baton.errors import ConfigError
+from baton.system.home import expanded
 from gateway.http.responses.store import MemoryStore, ResponseStore, StoreBounds
 
 _URL = re.compile(r"rediss?://\S+")
@@ -42,8 +42,8 @@ def store_for(config: GatewayConfig, clock: Clock) -> ResponseStore | None:
 
 def _read(key: str, path: str) -> str:
     try:
-        return Path(path).expanduser().read_text().strip()
+        return expanded(path).read_text().strip()
     except OSError as error:
         raise ConfigError(f"{key}: cannot be read: {error.strerror}") from None
-    except (ValueError, RuntimeError) as error:  # text that is not UTF-8, a path with a NUL, an unknown ~user
+    except (ValueError, ConfigError) as error:  # text that is not UTF-8, a path with a NUL, an unknown ~user
         raise ConfigError(f"{key}: cannot be read: {error}") from None

@@ -1,5 +1,6 @@
 """The command's edge: exit codes, messages, and what it does not import."""
 
+import io
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import grpc
 import pytest
 
 from cli.main import DEFAULT_TARGET, DONE, READER_LEFT, REFUSED, UNWRITABLE, USAGE, build_parser, main
+from cli.output import replace_unencodable
 from tests.factories.traces import CHUNKED
 from worker.step_trace import encode_end, encode_header, encode_step
 
@@ -151,6 +153,30 @@ def test_an_output_that_cannot_be_written_is_one_line(arguments: str, tmp_path: 
 def test_without_stdout_the_output_is_discarded(arguments: str, tmp_path: Path) -> None:
     done = run_with_stdout(arguments, ">&-", tmp_path)
     assert (done.returncode, done.stderr) == (DONE, "")
+
+
+def test_characters_that_stdout_lacks_become_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
+    replace_unencodable()
+    print("é 🎉", flush=True)
+    assert written.getvalue() == b"\xe9 ?\n"
+
+
+@pytest.mark.slow
+def test_a_foreign_package_in_place_of_our_own_is_named(tmp_path: Path) -> None:
+    (foreign := tmp_path / "gateway" / "__init__.py").parent.mkdir()
+    foreign.touch()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "cli.main", "status"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == REFUSED
+    assert done.stderr.startswith(f"baton status: {foreign} is imported in place of Baton's own; ")
 
 
 @pytest.mark.slow

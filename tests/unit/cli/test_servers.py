@@ -3,11 +3,13 @@
 import io
 import json
 import shlex
+import sys
 
 import pytest
 from rich.console import Console
 
 from cli.commands.servers import announce
+from cli.console import service_console
 from cluster.serve.following_gateway import Service
 from cluster.serve.screen import Screen
 
@@ -30,3 +32,10 @@ def test_without_http_there_is_no_curl_line() -> None:
     said = io.StringIO()
     announce(Service("127.0.0.1:5", None, (), "tiny"), Screen(Console(file=said, width=80)))
     assert "curl http" not in said.getvalue()
+
+
+def test_a_full_disk_loses_lines_and_does_not_end_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    with io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        announce(Service("127.0.0.1:5", None, (), "tiny"), Screen(service_console()))
+        monkeypatch.undo()

@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import ConfigError
 from cli.command_flags import add_target_flags
-from cli.target import KEY_VARIABLE, Target, target_from
+from cli.target import KEY_VARIABLE, Target, advice_on_proxy, target_from
 
 
 def target(*arguments: str, environment: dict[str, str] | None = None) -> Target:
@@ -58,3 +58,12 @@ def test_certificates_imply_tls(tmp_path: Path) -> None:
         target("--tls-cert", str(pem))
     with pytest.raises(ConfigError, match="--tls-ca /none: cannot be read: No such file"):
         target("--tls-ca", "/none")
+
+
+def test_a_proxy_is_named_only_where_grpc_uses_it() -> None:
+    proxies = {"http_proxy": "http://p:3128", "https_proxy": "http://q:3128", "HTTP_PROXY": "http://p:3128"}
+    (advice,) = advice_on_proxy("10.0.0.1:50051", proxies)
+    assert advice.startswith("https_proxy is set; add the gateway's host to no_proxy")
+    assert advice_on_proxy("10.0.0.1:50051", {"http_proxy": "", "HTTP_PROXY": "http://p:3128"}) == []
+    for own in ("127.0.0.1:50051", "localhost:50051", "[::1]:50051"):
+        assert advice_on_proxy(own, proxies) == []
