@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.messages.request_plane import TO_GATEWAY, Outputs
 from baton.request import EngineRequest, RequestOutput
 from baton.worker import WorkerRole
 from gateway.workers.worker_client import LossCause, WorkerClient
@@ -194,3 +195,13 @@ async def test_after_a_break_the_worker_serves_again(folder: Path) -> None:
             line.cut()
             assert (await d0.next_abort()).startswith("client "), "its heartbeat finds no connection"
             line.mend()
+
+
+async def test_what_arrived_before_a_break_revives_no_worker(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": silent}) as under_test:
+        [client] = under_test.gateway.workers.clients
+        message = TO_GATEWAY.encode(Outputs(()))
+        for is_connected in (True, False):
+            client._is_connected = is_connected
+            client._decode(message)
+            assert client.is_silent is not is_connected
