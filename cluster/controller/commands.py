@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from baton.errors import BatonError, FleetError
+from baton.errors import FleetError
 from baton.fleet import NodeDescription, RolloutStep
 from baton.messages.control import RolloutBegun, RolloutProgress
 from baton.system.tasks import end_tasks
@@ -210,9 +210,8 @@ def _failure(move: asyncio.Task[None]) -> str | None:
         return None
     if move.cancelled():
         return "the fleet is ending"
-    if (error := move.exception()) is None:
-        return None
-    return str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+    error = move.exception()
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _text(nodes: Iterable[NodeDescription]) -> str:
