@@ -83,8 +83,6 @@ class RoleWatch:
     def report_missing(self) -> None:
         """There is no report of the fleet: what lasted until now begins anew with the next observation."""
         self._missed_since = self._calm_since = None
-        self._work.clear()
-        self._earlier.clear()
 
     def remember_limit(self, num_serving: int) -> None:
         """Records that the recent work was too much for these workers."""
@@ -119,7 +117,7 @@ class RoleWatch:
 
         None if they could not do this work, or if a target was nearly missed in that time.
         """
-        if self.calm_for() < over_s or num_left < 0:
+        if self.calm_for() < over_s:
             return None
         amount, blocks = self._mean(over_s)
         if num_left == 0:

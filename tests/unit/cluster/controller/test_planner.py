@@ -67,9 +67,24 @@ def test_what_workers_say_of_themselves_makes_their_role_grow(
     assert words in decision.sentence
 
 
-def test_a_target_that_is_none_is_not_watched() -> None:
-    planner = make_planner(autoscaling_config(target_itl_p99_s=None))
-    assert changes(look(planner, fleet(1, 1, busy=True, itl_p99_s=9.0), 0.0, 60.0)) == []
+@pytest.mark.parametrize(
+    ("target", "observed"),
+    [
+        ("target_itl_p99_s", {"itl_p99_s": 9.0}),
+        ("target_ttft_p99_s", {"ttft_p99_s": 9.0}),
+        ("target_queue_time_s", {"oldest_queued_s": 9.0, "oldest_without_prefill_s": 9.0}),
+    ],
+)
+def test_a_target_that_is_none_is_not_watched(target: str, observed: dict[str, float]) -> None:
+    none: dict[str, Any] = {target: None}
+    planner = make_planner(autoscaling_config(**none))
+    assert changes(look(planner, fleet(1, 1, busy=True, **observed), 0.0, 60.0)) == []
+
+
+def test_prompts_that_wait_for_room_on_a_decode_worker_need_no_prefill_worker() -> None:
+    planner = make_planner(autoscaling_config(max_decode=1))
+    seen = fleet(1, 1, busy=True, ttft_p99_s=9.0, oldest_queued_s=1.5)
+    assert changes(look(planner, seen, 0.0, 60.0)) == []
 
 
 def test_a_role_that_is_far_off_gets_half_as_many_again() -> None:
@@ -177,6 +192,18 @@ def test_a_load_that_was_too_much_is_remembered_and_fades(running: int, hours: f
     ((at, change), *_) = changes(look(planner, Observation(workers=tuple(three)), 15.0, 10_000.0))
     assert change == ScaleDecision(D, 2)
     assert at == pytest.approx(max(75.0, 10.0 + hours * 3600.0), abs=5.0)
+
+
+def test_a_shortage_without_work_sets_no_limit() -> None:
+    planner = make_planner(autoscaling_config(decode=2))
+    look(planner, fleet(1, 2, oldest_queued_s=9.0), 0.0, 10.0)
+    assert changes(look(planner, fleet(1, 3, busy=True), 15.0, 60.0)) == [(75.0, ScaleDecision(D, 2))]
+
+
+def test_a_worker_whose_speed_is_not_measured_keeps_its_role_from_shrinking() -> None:
+    planner = make_planner(autoscaling_config(decode=2))
+    workers = worker("w0", P), worker("w1", D), worker("w2", D, running=1, decode_step_s=0.0)
+    assert changes(look(planner, Observation(workers=workers), 0.0, 600.0)) == []
 
 
 def test_a_worker_that_is_silent_keeps_its_role_from_shrinking() -> None:
@@ -309,6 +336,8 @@ def test_few_slow_first_tokens_are_no_time_with_room_to_spare() -> None:
     assert changes(look(planner, fleet(2, 1, slowest_ttft_s=1.5), 605.0, 60.0)) == [
         (665.0, ScaleDecision(P, 1))
     ]
+    decode = make_planner(autoscaling_config(decode=2))
+    assert changes(look(decode, fleet(1, 2, slowest_ttft_s=3.0), 0.0, 60.0)) == [(60.0, ScaleDecision(D, 1))]
 
 
 def test_a_dry_run_asks_once_to_be_back_in_its_bounds_and_goes_on() -> None:
