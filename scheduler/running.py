@@ -77,8 +77,6 @@ class Running:
             if self._kv.num_missing(first, first.num_computed_tokens + 1) <= self._kv.num_free:
                 break
             self._preemption.preempt(victim, step)
-            if victim is first:
-                break
         self.drop_gone()
 
     def begin(self, request: Request) -> None:
@@ -91,7 +89,7 @@ class Running:
 
     def first_for_others(self) -> Request | None:
         """The first unfinished prompt, if all running requests are prompts for other workers; else None."""
-        if not self.requests or not all(request.is_producer for request in self.requests):
+        if not all(request.is_producer for request in self.requests):
             return None
         return next((request for request in self.requests if request.is_prefilling), None)
 
