@@ -177,10 +177,11 @@ def test_no_prefill_worker_goes_if_the_others_would_be_busy_most_of_the_time() -
     assert changes(look(planner, fleet(2, 1, busy=True), 0.0, 600.0)) == []
 
 
-def test_no_decode_worker_goes_if_its_blocks_would_be_missed() -> None:
+@pytest.mark.parametrize(("blocks_used", "goes"), [(35, False), (25, True)])
+def test_no_decode_worker_goes_if_its_blocks_would_be_missed(blocks_used: int, goes: bool) -> None:
     planner = make_planner(autoscaling_config(decode=2))
-    workers = [worker("w0", P), worker("w1", D, blocks_used=35), worker("w2", D, blocks_used=35)]
-    assert changes(look(planner, Observation(workers=tuple(workers)), 0.0, 600.0)) == []
+    workers = [worker("w0", P), *(worker(f"w{n}", D, blocks_used=blocks_used) for n in (1, 2))]
+    assert any(changes(look(planner, Observation(workers=tuple(workers)), 0.0, 600.0))) is goes
 
 
 @pytest.mark.parametrize(("running", "hours"), [(4, 0.0), (6, 1.0), (9, 2.0)])
