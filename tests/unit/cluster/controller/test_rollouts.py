@@ -44,6 +44,8 @@ async def test_with_room_the_new_incarnation_is_ready_before_the_old_one_drains(
         rolling = asyncio.ensure_future(anext(tested.controller.rollout()))
         await state_becomes(tested, "w0", "draining")
         assert launcher.alive == [old, launcher.latest("w0")]
+        with pytest.raises(FleetError, match="a rollout is under way, at worker w0"):
+            await anext(tested.controller.rollout())
         old.may_drain.set()
         assert (await rolling).incarnation == launcher.latest("w0").endpoint.ref.incarnation
         assert len(launcher.incarnations) == 2
