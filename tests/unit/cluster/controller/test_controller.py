@@ -10,7 +10,7 @@ from baton.messages.control import CallFailure, WaitStart, WaitView
 from baton.worker import WorkerRole
 from cluster.controller.desired import Memory
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
-from tests.factories.virtual_loop import in_virtual_time
+from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 
@@ -89,6 +89,7 @@ async def test_a_role_without_a_serving_worker_is_lacking() -> None:
         assert (await tested.controller.wait_start(WaitStart(-1, 1.0))).lacking == (WorkerRole.PREFILL,)
 
 
+@in_virtual_time
 async def test_a_configuration_that_cannot_work_is_known_from_the_first_start() -> None:
     def broken(incarnation: FakeIncarnation) -> None:
         incarnation.start_error = ConfigError("no such thing") if incarnation.name == "w2" else None
@@ -99,6 +100,7 @@ async def test_a_configuration_that_cannot_work_is_known_from_the_first_start() 
             report = await tested.controller.wait_start(WaitStart(version, 1.0))
             version, failure = report.version, report.failure
         assert failure == CallFailure("ConfigError", "no such thing")
+        assert virtual_loop().now() < 0.5, "each report is new, and none is waited for"
 
 
 async def test_a_fleet_that_was_whole_once_has_a_configuration_that_can_work() -> None:

@@ -25,12 +25,25 @@ async def test_a_rollout_restarts_one_worker_after_the_other() -> None:
         for incarnation in tested.launcher.incarnations[:3]:
             assert incarnation.commands[:2] == ["drain 0", "stop 5"]
         assert len(tested.launcher.incarnations) == 6
-        tested.launcher.latest("w1").may_drain.clear()
+        twice = [step.worker async for step in tested.controller.rollout(("w2", "w0", "w2"))]
+        assert twice == ["w2", "w0"]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+async def test_a_rollout_leaves_out_who_is_drained_meanwhile(is_gone: bool) -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        rolling = tested.controller.rollout()
+        assert (await anext(rolling)).worker == "w0"
+        leaving = tested.launcher.latest("w1")
+        leaving.may_drain.clear()
         draining = asyncio.create_task(tested.controller.drain("w1"))
         await asyncio.sleep(0)
-        twice = [step.worker async for step in tested.controller.rollout(("w2", "w1", "w0", "w2"))]
-        assert twice == ["w2", "w0"], "each once, and none that drains"
-        tested.launcher.latest("w1").may_drain.set()
+        if is_gone:
+            leaving.may_drain.set()
+            await draining
+        assert [step.worker async for step in rolling] == ["w2"]
+        leaving.may_drain.set()
         await draining
 
 
@@ -65,7 +78,9 @@ async def test_a_rollout_stops_with_an_error_when_a_new_incarnation_fails() -> N
         launcher.prepare = broken
         rolling = tested.controller.rollout()
         assert (await anext(rolling)).worker == "w0"
-        with pytest.raises(FleetError, match=r"stopped after 1 of 3 workers: worker w1 .*driver is too old"):
+        with pytest.raises(
+            FleetError, match=r"1 of 3 workers: worker w1 does not serve \(\w+ \w+\): the driver"
+        ):
             await anext(rolling)
         assert virtual_loop().now() < 1.0, "it does not wait for the next try"
         assert launcher.latest("w2").number == 1
