@@ -43,7 +43,7 @@ class _Work:
     at: float
     amount: float
     blocks_used: float
-    """KV blocks in use, counted in workers: 1.0 means all blocks of one worker."""
+    """KV blocks in use by decode workers, counted in workers: 1.0 means all blocks of one worker."""
 
 
 class RoleWatch:
@@ -126,7 +126,7 @@ class RoleWatch:
         if each > self._bearable():
             return None
         target = self._config.target_block_use
-        if self._role is WorkerRole.DECODE and target is not None and use > ROOM_TO_SPARE * target:
+        if target is not None and use > ROOM_TO_SPARE * target:
             return None
         noun = "1 worker" if num_left == 1 else f"{num_left} workers"
         if self._role is WorkerRole.PREFILL:

@@ -61,10 +61,12 @@ class FakeFleet:
 SLOW: dict[str, Any] = {"itl_s": (0.05, 0.083)}
 
 
-def autoscaler_of(fleet: FakeFleet, clock: VirtualClock, **config: Any) -> Autoscaler:
+def autoscaler_of(
+    fleet: FakeFleet, clock: VirtualClock, has_equal_ranks: bool = True, **config: Any
+) -> Autoscaler:
     values = autoscaling_config(**config)
     bounds = {role: values.worker_bounds(role) for role in WorkerRole}
-    return Autoscaler(values.autoscaling, bounds, True, clock, fleet)
+    return Autoscaler(values.autoscaling, bounds, has_equal_ranks, clock, fleet)
 
 
 def look_often(
@@ -104,6 +106,13 @@ def test_a_refused_change_is_logged_and_not_tried_again_at_once(kind: type[Excep
     look_often(autoscaler, fleet, clock, 7, running=0, **SLOW)
     assert fleet.commands == [("set_role", "w0", D), ("scale", D, 2)]
     assert "the change failed: w0 still holds leased blocks" in autoscaler.decisions
+
+
+def test_no_role_changes_if_the_workers_of_the_roles_have_other_ranks() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, P, D)
+    autoscaler = autoscaler_of(fleet, clock, has_equal_ranks=False, prefill=2)
+    look_often(autoscaler, fleet, clock, 3, running=0, **SLOW)
+    assert fleet.commands == [("scale", D, 2)]
 
 
 def test_a_worker_that_replaces_an_unplaced_one_leaves_the_number_of_those_that_stay() -> None:

@@ -174,9 +174,13 @@ def test_a_target_that_is_nearly_missed_keeps_the_fleet_as_it_is() -> None:
     assert changes(look(planner, fleet(1, 2, itl_p99_s=0.045), 0.0, 600.0)) == []
 
 
-def test_no_prefill_worker_goes_if_the_others_would_be_busy_most_of_the_time() -> None:
-    planner = make_planner(autoscaling_config(prefill=2))
-    assert changes(look(planner, fleet(2, 1, busy=True), 0.0, 600.0)) == []
+@pytest.mark.parametrize(("num_busy", "goes"), [(2, False), (1, True)])
+def test_no_prefill_worker_goes_if_the_others_would_be_busy_most_of_the_time(
+    num_busy: int, goes: bool
+) -> None:
+    planner = make_planner(autoscaling_config(prefill=3))
+    workers = [*(worker(f"w{n}", P, running=int(n < num_busy)) for n in range(3)), worker("w3", D, running=1)]
+    assert any(changes(look(planner, Observation(workers=tuple(workers)), 0.0, 600.0))) is goes
 
 
 @pytest.mark.parametrize(("blocks_used", "goes"), [(35, False), (25, True)])
