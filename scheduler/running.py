@@ -77,6 +77,8 @@ class Running:
             if self._kv.num_missing(first, first.num_computed_tokens + 1) <= self._kv.num_free:
                 break
             self._preemption.preempt(victim, step)
+            if victim is first:
+                break
         self.drop_gone()
 
     def begin(self, request: Request) -> None:
