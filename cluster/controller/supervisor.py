@@ -137,6 +137,8 @@ class Supervisor:
 
         If there is room, the new incarnation starts before the old one drains. Raises FleetError, with the
         reason, if the new incarnation fails. If it fails before the old one drains, the old one still serves.
+
+        `run` must not end during this call: cancel this call first.
         """
         async with self._commands:
             former = (await self._next_endpoint(except_for="")).ref.incarnation
