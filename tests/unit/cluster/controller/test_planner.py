@@ -307,10 +307,13 @@ def test_whatever_others_did_to_the_fleet_the_bounds_hold(decode: int, count: in
     assert decision.change == ScaleDecision(D, count)
 
 
-def test_a_worker_that_leaves_during_a_rollout_is_not_replaced() -> None:
+def test_a_worker_that_begins_anew_is_not_replaced_and_counts_towards_the_bounds() -> None:
     planner = make_planner(autoscaling_config())
-    leaving = Observation(workers=(worker("w0", P), worker("w1", D, ReplicaState.DRAINING)))
-    assert changes(look(planner, leaving, 0.0, 60.0)) == []
+    begins_anew = worker("w9", D, ReplicaState.DRAINING)
+    assert changes(look(planner, Observation(workers=(worker("w0", P), begins_anew)), 0.0, 60.0)) == []
+    crowded = fleet(1, 4)
+    crowded = replace(crowded, workers=(*crowded.workers, begins_anew))
+    assert changes(look(planner, crowded, 65.0, 0.0)) == [(65.0, ScaleDecision(D, 4))]
 
 
 @pytest.mark.parametrize(("may_change_roles", "expected"), [(True, []), (False, [ScaleDecision(P, 1)])])
