@@ -91,7 +91,7 @@ class Running:
 
     def first_for_others(self) -> Request | None:
         """The first unfinished prompt, if all running requests are prompts for other workers; else None."""
-        if not self.requests or not all(request.is_producer for request in self.requests):
+        if not all(request.is_producer for request in self.requests):
             return None
         return next((request for request in self.requests if request.is_prefilling), None)
 

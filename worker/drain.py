@@ -98,7 +98,7 @@ class DrainState:
             return self._end(True)
         if self.stage is DrainStage.FINISHING and now >= self.give_back_at:
             return self._move_to(DrainStage.ENDING)
-        if self.stage is DrainStage.ENDING and now >= self.give_up_at:
+        if now >= self.give_up_at:
             return self._end(False)
         return None
 

@@ -83,17 +83,14 @@ class ViewedWorkers:
     def apply(self, view: FleetView) -> None:
         reasons = dict(view.deaths)
         present = {endpoint.ref.name: endpoint for endpoint in view.endpoints}
-        for name, known in list(self._known.items()):
-            now = present.get(name)
-            if now is not None and now.ref == known.ref:
-                continue
+        for name, known in self._known.items():
             reason = reasons.get(known.ref.incarnation)
             if reason is not None:
                 if not self._is_beside_controller:
                     extra = {"worker": name}
                     logger.error("worker %s (%s) died: %s", name, known.role.value, reason, extra=extra)
                 self._registry.worker_died(name, reason)
-            elif now is None:
+            elif name not in present:
                 self._registry.remove_worker(name, LEFT)
         for name, endpoint in present.items():
             former = self._known.get(name)

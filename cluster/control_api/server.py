@@ -209,9 +209,8 @@ class ViewCache:
         self._notify()
 
     def _show(self, view: FleetView) -> None:
-        if self._view is None or _version_of(view) != _version_of(self._view):
-            self._view = view
-            self._notify()
+        self._view = view
+        self._notify()
 
     def _notify(self) -> None:
         self._changed.set()

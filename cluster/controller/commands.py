@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from baton.errors import BatonError, FleetError
+from baton.errors import FleetError
 from baton.fleet import NodeDescription, RolloutStep
 from baton.messages.control import RolloutBegun, RolloutProgress
 from baton.system.tasks import end_tasks
@@ -29,9 +29,12 @@ class Rollouts:
     def __init__(self, begin: Callable[[tuple[str, ...]], AsyncIterator[RolloutStep]]) -> None:
         self._begin = begin
         self._rollouts: dict[str, _Rollout] = {}
+        self._is_stopped = False
 
     async def begin_rollout(self, workers: tuple[str, ...]) -> RolloutBegun:
-        """Begins a rollout. The rollout continues even if its caller disconnects."""
+        """Begins a rollout, which continues even if its caller disconnects. Raises FleetError after `stop`."""
+        if self._is_stopped:
+            raise FleetError("the fleet is ending, so no rollout can begin")
         rollout_id = secrets.token_hex(4)
         ended = [known for known, rollout in self._rollouts.items() if rollout.is_over]
         for known in ended[:-_NUM_ENDED]:
@@ -46,7 +49,8 @@ class Rollouts:
         return RolloutProgress(await rollout.step(index))
 
     async def stop(self) -> None:
-        """Ends all running rollouts."""
+        """Ends all running rollouts, and lets no other one begin: it might start a worker when all have ended."""
+        self._is_stopped = True
         await asyncio.gather(*[rollout.stop() for rollout in self._rollouts.values()])
 
 
@@ -210,9 +214,8 @@ def _failure(move: asyncio.Task[None]) -> str | None:
         return None
     if move.cancelled():
         return "the fleet is ending"
-    if (error := move.exception()) is None:
-        return None
-    return str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+    error = move.exception()
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _text(nodes: Iterable[NodeDescription]) -> str:

@@ -3,12 +3,10 @@
 Its incarnations serve only once its caller has taken them: it watches none, and knows no delay after a death.
 """
 
-import asyncio
 from collections.abc import Callable, Collection
 
 from baton.errors import BatonError, ClusterError, FleetError
 from baton.system.awake_timer import awake_timeout
-from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint
 from cluster.controller.launcher import Found, Incarnation, Launcher, NodeDrains, OnStartProgress
 from cluster.controller.replica import Replica
@@ -41,8 +39,6 @@ class NextIncarnation:
         """The incarnation of `prepare`, from its placement until it is taken or has ended."""
         self._ready: Found | None = None
         """`_prepared`, once it could serve."""
-        self._preparing: asyncio.Task[None] | None = None
-        self._is_stopped = False
 
     async def place(self) -> Incarnation:
         """See Launcher.place."""
@@ -60,21 +56,24 @@ class NextIncarnation:
         return endpoint
 
     async def prepare(self) -> None:
-        """Returns once `take_prepared` has an incarnation. Raises FleetError, with the reason, if it fails or after
-        `stop`."""
-        if self._is_stopped:
-            raise self._stopped()
-        preparing = self._preparing = asyncio.create_task(
-            self._prepare(), name=f"next incarnation of {self._replica.name}"
-        )
+        """Returns once `take_prepared` has an incarnation. Raises FleetError, with the reason, if it fails.
+
+        A cancelled call leaves nothing behind.
+        """
         try:
-            await asyncio.wait([preparing])
+            while self._ready is None:
+                try:
+                    async with awake_timeout(self._start_timeout_s):
+                        self._prepared = await self.place()
+                    self._ready = Found(self._prepared, await self.start(self._prepared))
+                except NodeDrains:
+                    await self.discard()
+        except (TimeoutError, BatonError) as error:
+            reason = str(error) or "no room became free"
+            raise FleetError(f"no new incarnation of worker {self._replica.name}: {reason}") from None
         finally:
-            await end_tasks(preparing)
-            self._preparing = None
-        if preparing.cancelled():
-            raise self._stopped()
-        preparing.result()
+            if self._ready is None:
+                await self.discard()
 
     def take_prepared(self) -> Found | None:
         """The prepared incarnation, which now belongs to the caller; None if there is none."""
@@ -98,29 +97,6 @@ class NextIncarnation:
             await self._prepared.stop(0.0)
             self._prepared = None
 
-    async def stop(self) -> None:
-        """Ends an incarnation that is being prepared, or was prepared. From now on, `prepare` fails."""
-        self._is_stopped = True
-        if self._preparing is not None:
-            await end_tasks(self._preparing)
-        await self.discard()
-
-    async def _prepare(self) -> None:
-        try:
-            while self._ready is None:
-                try:
-                    async with awake_timeout(self._start_timeout_s):
-                        self._prepared = await self.place()
-                    self._ready = Found(self._prepared, await self.start(self._prepared))
-                except NodeDrains:
-                    await self.discard()
-        except (TimeoutError, BatonError) as error:
-            reason = str(error) or "no room became free"
-            raise FleetError(f"no new incarnation of worker {self._replica.name}: {reason}") from None
-        finally:
-            if self._ready is None:
-                await self.discard()
-
     async def _load(self, incarnation: Incarnation) -> WorkerEndpoint:
         timeout_s = self._start_timeout_s
         try:
@@ -134,6 +110,3 @@ class NextIncarnation:
             raise NodeDrains(
                 f"its node {incarnation.node} began to drain while the worker started there"
             ) from None
-
-    def _stopped(self) -> FleetError:
-        return FleetError(f"worker {self._replica.name} was stopped")

@@ -1,6 +1,6 @@
 """Observation: the planner's input, merged from gateways' reports and the controller's replicas; pure."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
@@ -53,25 +53,25 @@ class Observation:
 
 
 def merge(
-    replicas: Sequence[ReplicaDescription], reports: Iterable[GatewayReport], leaving: Collection[str] = ()
+    replicas: Sequence[ReplicaDescription], reports: Sequence[GatewayReport], leaving: Collection[str] = ()
 ) -> Observation:
-    """Merges the reports of all gateways: the worst latencies and queues count, since each gateway has its own clients.
+    """Merges the reports of all gateways, of which there is at least one. The worst latencies and queues count, since
+    each gateway has its own clients.
 
     All gateways receive the same status of a worker, so the status from any gateway is used. `leaving`: the names of
     leaving workers.
     """
-    reports = list(reports)
     status_by_name = {status.ref.name: status for report in reports for status in report.workers}
     return Observation(
         workers=tuple(
             ObservedWorker(replica, status_by_name.get(replica.name), replica.name in leaving)
             for replica in replicas
         ),
-        oldest_queued_s=max((report.oldest_queued_s for report in reports), default=0.0),
-        oldest_without_prefill_s=max((report.oldest_without_prefill_s for report in reports), default=0.0),
-        ttft_p99_s=max(map(_ttft_p99_s, reports), default=0.0),
-        slowest_ttft_s=max((report.ttft_s[1] for report in reports), default=0.0),
-        itl_p99_s=max((report.itl_s[1] for report in reports), default=0.0),
+        oldest_queued_s=max(report.oldest_queued_s for report in reports),
+        oldest_without_prefill_s=max(report.oldest_without_prefill_s for report in reports),
+        ttft_p99_s=max(map(_ttft_p99_s, reports)),
+        slowest_ttft_s=max(report.ttft_s[1] for report in reports),
+        itl_p99_s=max(report.itl_s[1] for report in reports),
     )
 
 

@@ -178,8 +178,7 @@ class Planner:
     def _decisions(self, now: float) -> Iterator[Decision]:
         """All decisions that have a reason, the most urgent first."""
         for role in self._roles:
-            if not any(worker.replica.state is ReplicaState.DRAINING for worker in role.all):
-                yield from self._back_into_bounds(role)
+            yield from self._back_into_bounds(role)
         short = [(role, role.watch.shortage) for role in self._roles]
         waiting = []
         for role, shortage in sorted(short, key=lambda pair: -pair[1].worst.ratio if pair[1] else 0.0):

@@ -43,7 +43,7 @@ class _Work:
     at: float
     amount: float
     blocks_used: float
-    """KV blocks in use, counted in workers: 1.0 means all blocks of one worker."""
+    """KV blocks in use by decode workers, counted in workers: 1.0 means all blocks of one worker."""
 
 
 class RoleWatch:
@@ -83,8 +83,6 @@ class RoleWatch:
     def report_missing(self) -> None:
         """There is no report of the fleet. All durations begin anew with the next observation."""
         self._missed_since = self._calm_since = None
-        self._work.clear()
-        self._earlier.clear()
 
     def remember_limit(self, num_serving: int) -> None:
         """Records that the recent work was too much for these workers."""
@@ -119,7 +117,7 @@ class RoleWatch:
 
         None if they could not do this work, or if a target was nearly missed in that time.
         """
-        if self.calm_for() < over_s or num_left < 0:
+        if self.calm_for() < over_s:
             return None
         amount, blocks = self._mean(over_s)
         if num_left == 0:
@@ -128,7 +126,7 @@ class RoleWatch:
         if each > self._bearable():
             return None
         target = self._config.target_block_use
-        if self._role is WorkerRole.DECODE and target is not None and use > ROOM_TO_SPARE * target:
+        if target is not None and use > ROOM_TO_SPARE * target:
             return None
         noun = "1 worker" if num_left == 1 else f"{num_left} workers"
         if self._role is WorkerRole.PREFILL:

@@ -89,7 +89,6 @@ class Supervisor:
         """Whether an incarnation has served. A found one serves before `run` waits for the first time."""
         self._next = NextIncarnation(replica, launcher, patience.start_s, on_incarnation, self._note_progress)
         self._serves_since = 0.0
-        self._is_over = False
         self._changed = asyncio.Event()
         self._commands = asyncio.Lock()
 
@@ -120,8 +119,7 @@ class Supervisor:
                     await self._end_incarnation(str(failure), timeout_s=0.0)
                     await self._back_off(failure, served_s)
         finally:
-            self._is_over = True
-            await self._next.stop()
+            await self._next.discard()
             await self._end_incarnation(
                 "it was stopped", _STOP_TIMEOUT_S if self.endpoint is not None else 0.0
             )
@@ -139,6 +137,8 @@ class Supervisor:
 
         If there is room, the new incarnation starts before the old one drains. Raises FleetError, with the
         reason, if the new incarnation fails. If it fails before the old one drains, the old one still serves.
+
+        `run` must not end during this call: cancel this call first.
         """
         async with self._commands:
             former = (await self._next_endpoint(except_for="")).ref.incarnation
@@ -325,12 +325,12 @@ class Supervisor:
         """Waits until an incarnation other than `except_for` serves; FleetError if it fails or is late."""
         with contextlib.suppress(TimeoutError):
             async with awake_timeout(self._patience.start_s):
-                while self.is_serving and self.endpoint is None and not self._is_over:
+                while self.is_serving and self.endpoint is None:
                     self._changed.clear()  # the end of the former incarnation is no failure of the next one
                     await self._changed.wait()
                 failure_before = self.failure
                 while not (self.is_serving and self.endpoint and self.endpoint.ref.incarnation != except_for):
-                    if self.failure is not failure_before or self._is_over:
+                    if self.failure is not failure_before:
                         break
                     self._changed.clear()
                     await self._changed.wait()

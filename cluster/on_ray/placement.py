@@ -62,10 +62,9 @@ def labels_text(config: BatonConfig) -> str:
 def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeRoom]) -> str | None:
     """The preferred node: the one with the fewest workers of the fleet, and the head only if no other has room.
 
-    None leaves the choice to Ray: no node has room at present, or the labels are conditions that only Ray understands.
+    None leaves the choice to Ray: no node has room at present, or the labels are conditions that only Ray understands,
+    which are the labels of no node.
     """
-    if _are_conditions(labels):
-        return None
     fitting = [
         room
         for room in rooms

@@ -69,6 +69,8 @@ class FakeIncarnation:
         self.role = role
         self.death: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.is_frozen = False
+        self.engine_failure = ""
+        """Why its engine has ended, which leaves its process running."""
         self.num_hops = 0
         """How many hops of 0.1 s its status takes to arrive here."""
         self.start_error: Exception | None = None
@@ -78,6 +80,8 @@ class FakeIncarnation:
         self.may_start.set()
         self.may_drain = asyncio.Event()
         self.may_drain.set()
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
         self.commands: list[str] = []
         self.is_draining = False
         """Whether it refuses requests: for good after a drain, for a while during a change of role."""
@@ -144,7 +148,9 @@ class FakeIncarnation:
     def status(self) -> WorkerStatus:
         counts = RequestCounts(self.running, 0, 0)
         state = WorkerState.DRAINING if self.is_draining else WorkerState.READY
-        return WorkerStatus(self.endpoint.ref, self.role, state, KVBlockCounts(9, 9, 0, 0), counts, {})
+        state = WorkerState.DEAD if self.engine_failure else state
+        blocks = KVBlockCounts(9, 9, 0, 0)
+        return WorkerStatus(self.endpoint.ref, self.role, state, blocks, counts, {}, (), self.engine_failure)
 
     async def _drain(self, timeout_s: float) -> bool:
         self.commands.append(f"drain {timeout_s:g}")
@@ -180,6 +186,7 @@ class FakeIncarnation:
             return
         self.commands.append(f"stop {timeout_s:g}")
         self.kill("stopped")
+        await self.may_stop.wait()
 
 
 class FakeLauncher:

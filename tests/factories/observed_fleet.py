@@ -40,6 +40,8 @@ def worker_status(
     blocks_used: int = 0,
     decode_step_s: float = 0.02,
 ) -> WorkerStatus:
+    """A prefill worker has no time of a decode step, since it computes none."""
+    decode_step_s = decode_step_s if role is WorkerRole.DECODE else 0.0
     return WorkerStatus(
         WorkerRef(name, "1", ("tcp://127.0.0.1:1",), 16),
         role,

@@ -93,6 +93,26 @@ def test_c59_mini_vllm_makes_room_for_the_first_request_that_has_no_place() -> N
     assert steps["mini_vllm"] == [{"A": 1}, {"C": 11}, {"A": 1}], "C gives way at once, and comes back"
 
 
+def test_c59_mini_vllm_preempts_no_one_for_a_request_that_gave_way_itself() -> None:
+    """Of its swapped blocks, it now lacks all."""
+    driver = make_driver(
+        prefill_first_rules="mini_vllm",
+        policy="priority",
+        preemption="swap",
+        num_swap_blocks=8,
+        max_num_seqs=1,
+        num_blocks=4,
+        enable_prefix_caching=False,
+    )
+    for name, num_tokens, priority in (("A", 10, 0), ("B", 16, 9), ("C", 10, 5)):
+        driver.add(make_request(num_tokens, request_id=name, priority=priority, max_tokens=3))
+        driver.step()
+    plan = driver.step()
+    assert set(plan.num_scheduled_tokens) == {"A"}
+    assert driver.scheduler.request_counts().running == 2, "only B has given way"
+    driver.run_to_end()
+
+
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [

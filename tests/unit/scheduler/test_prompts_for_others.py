@@ -11,25 +11,36 @@ from tests.factories.driving import Driver
 from tests.factories.scheduling import FakeConnector, make_config, make_request, make_scheduler
 
 
-def make_prefill_worker(**settings: Any) -> Driver:
+def make_prefill_worker(num_ahead: int = 0, **settings: Any) -> Driver:
     connector = FakeConnector()
-    return Driver(
-        make_scheduler(connector, **{"max_num_batched_tokens": 64, **settings}), connector=connector
-    )
+    scheduler = make_scheduler(connector, **{"max_num_batched_tokens": 64, **settings})
+    return Driver(scheduler, num_ahead=num_ahead, connector=connector)
 
 
 def prompt(name: str, num_tokens: int, **options: Any) -> Request:
     return make_request(num_tokens, request_id=name, role=TransferRole.PRODUCER, **options)
 
 
-def test_a_short_prompt_overtakes_a_long_one_and_does_not_wait_for_a_part_of_it() -> None:
-    driver = make_prefill_worker()
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_a_short_prompt_overtakes_a_long_one_and_does_not_wait_for_a_part_of_it(num_ahead: int) -> None:
+    driver = make_prefill_worker(num_ahead)
     driver.add(prompt("long", 300))
     assert driver.step().num_scheduled_tokens == {"long": 64}
     driver.add(prompt("short", 20))
     assert driver.step().num_scheduled_tokens == {"short": 20}
-    assert driver.ends == {"short": FinishReason.HANDED_OVER}
+    driver.add(prompt("also short", 20))
+    assert driver.step().num_scheduled_tokens == {"also short": 20}
     assert driver.step().num_scheduled_tokens == {"long": 64}
+    assert driver.ends == {"short": FinishReason.HANDED_OVER, "also short": FinishReason.HANDED_OVER}
+
+
+def test_a_prompt_goes_between_two_that_have_begun() -> None:
+    driver = make_prefill_worker(max_num_batched_tokens=128, long_prefill_token_threshold=40)
+    driver.add(prompt("short", 200), prompt("long", 400))
+    driver.step()
+    driver.add(prompt("between", 250))
+    driver.step()
+    assert list(driver.step().num_scheduled_tokens) == ["short", "between", "long"]
 
 
 def test_a_prompt_that_has_overtaken_another_stays_before_it() -> None:

@@ -74,14 +74,17 @@ def test_c29_a_received_prompt_is_scheduled_in_the_next_step_and_nothing_is_reco
 
 def test_c29_a_received_prompt_does_not_wait_for_a_long_one_that_is_being_computed() -> None:
     scheduler, _, runner, request = start_load(40, max_num_batched_tokens=8)
-    long = make_request(100)
+    local, long = make_request(1), make_request(100)
+    scheduler.add_request(local)
     scheduler.add_request(long)
     run_step(scheduler, runner)
     scheduler.update_connector_output(received(request))
+    ids = local.request_id, request.request_id, long.request_id
     for _ in range(3):  # in every step from now on, not just in the first
         plan, outputs = run_step(scheduler, runner)
-        assert dict(plan.num_scheduled_tokens) == {request.request_id: 1, long.request_id: 7}
-        assert [output.request_id for output in outputs] == [request.request_id]
+        assert dict(plan.num_scheduled_tokens) == dict(zip(ids, (1, 1, 6), strict=True))
+        assert {output.request_id for output in outputs} == {*ids[:2]}
+    assert tuple(plan.num_scheduled_tokens) == ids, "behind what began before it"
 
 
 def test_c29_a_received_prompt_takes_the_next_slot_that_is_free() -> None:

@@ -55,10 +55,14 @@ def test_only_what_is_overdue_ends() -> None:
     assert requests.next_deadline() == began + 5.0
 
 
-def test_deadlines_of_ended_requests_do_not_pile_up_while_another_request_runs() -> None:
-    requests = ClientRequests(make_core(), VirtualClock())
-    requests.admit("a", make_engine_request("long"), ROLE)
+def test_deadlines_of_ended_requests_do_not_pile_up_while_others_run() -> None:
+    clock = VirtualClock()
+    requests = ClientRequests(make_core(), clock)
+    for timeout_s in (1.0, 3.0, 2.0, 4.0, 5.0, 2.5):
+        requests.admit("a", make_engine_request(f"{timeout_s}", timeout_s=timeout_s), ROLE)
+    requests.note(requests.abort("a", ["1.0"])["a"])
     for number in range(200):
         requests.admit("a", make_engine_request(str(number), timeout_s=86_400.0), ROLE)
         requests.note(requests.abort("a", [str(number)])["a"])
     assert len(requests._deadlines) < 100
+    assert requests.next_deadline() == clock.now() + 2.0, "the earliest of those that run"

@@ -50,9 +50,10 @@ def test_the_more_urgent_of_two_drains_decides_for_both() -> None:
     assert way.look(101.0, has_left=False) is DrainStage.ENDING
     assert way.next_deadline() == 111.0
     assert way.look(102.0, has_left=True) is DrainStage.OVER
+    way.obstacle = "1 blocks are leased"
     way.settle()
-    assert way.outcome.result(0)
-    assert hasty.outcome.result(0)
+    for each in (way, hasty):
+        assert (each.outcome.result(0), each.obstacle) == (True, "1 blocks are leased")
 
 
 def test_only_what_leads_to_the_same_role_may_join() -> None:

@@ -138,6 +138,15 @@ def test_a_part_of_one_token_is_part_of_a_prompt() -> None:
     driver.run_to_end()
 
 
+def test_a_prompt_that_ends_halfway_is_forgotten() -> None:
+    driver, counts = Driver(make_scheduler(max_num_batched_tokens=4), FakeRunner()), PromptTokens()
+    driver.add(make_request(10, request_id="aborted"))
+    assert counts.count(driver.step()) == 4
+    driver.note(flatten(driver.scheduler.finish_requests(["aborted"], RequestStatus.FINISHED_ABORTED)))
+    assert counts.count(driver.step()) == 0
+    assert counts._lacking == {}
+
+
 def test_the_token_behind_a_received_or_swapped_in_prompt_is_no_prompt() -> None:
     connector = FakeConnector()
     scheduler = make_scheduler(connector, num_blocks=6, preemption="swap", num_swap_blocks=8)

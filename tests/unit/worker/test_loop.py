@@ -328,6 +328,7 @@ def test_an_engine_that_ends_ends_every_wait_and_its_hand_overs() -> None:
         change.result(5)
     running.loop.join(60)
     assert str(running.loop.failure) == "the request plane ended"
+    assert not running.beats.empty(), "gateways learn of it at once"
     assert connector.is_shut_down, "so that peers need not wait for a deadline"
     with pytest.raises(FleetError, match="its engine has ended"):
         running.loop.set_role(DecodeWorker(9), 30.0)

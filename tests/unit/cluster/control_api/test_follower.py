@@ -14,6 +14,7 @@ from baton.messages.control import ControlRequest, WaitView
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.control_api import follower
 from cluster.control_api.follower import ViewedWorkers, ViewFollower
+from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 
 R = TypeVar("R")
 
@@ -133,8 +134,17 @@ def test_one_absence_is_logged_once(
     monkeypatch.setattr(follower, "RETRY_S", 0.0)
     away, back = ClusterError("away"), FleetView("c1", 7, (A1,))
     with caplog.at_level(logging.WARNING):
-        follow(back, away, away, away, back, away)
-    assert caplog.text.count("keeping the last known worker list: away") == 2
+        follow(away, back, away, away, away, back, away)
+    assert caplog.text.count("keeping the last known worker list: away") == 3
+
+
+@in_virtual_time
+async def test_a_controller_that_is_away_is_not_asked_without_a_pause() -> None:
+    script = Script(ClusterError("away"), ClusterError("away"))
+    following = asyncio.create_task(ViewFollower(script, lambda _: None).run())
+    await script.is_over.wait()
+    assert virtual_loop().now() == pytest.approx(2 * follower.RETRY_S, abs=0.1)
+    following.cancel()
 
 
 def test_a_fleet_that_has_ended_is_not_asked_again() -> None:

@@ -97,6 +97,22 @@ async def test_a_worker_that_a_former_controller_drained_is_replaced_as_soon_as_
             assert (await second.controller.describe()).replicas[1].last_failure == ""
 
 
+async def test_a_worker_that_ended_before_the_controller_restarted_is_not_started_again_to_be_drained() -> (
+    None
+):
+    launcher, store, config = FakeLauncher(), Memory(), fleet_config()
+    async with fleet(config, launcher, store) as first:
+        await first.all_serve(3)
+        launcher.latest("w1").may_drain.clear()
+        draining = asyncio.ensure_future(first.controller.drain("w1"))
+        await state_becomes(first, "w1", "draining")
+        await cut_off(first)
+        await asyncio.gather(draining, return_exceptions=True)
+        launcher.latest("w1").kill()
+        async with fleet(config, launcher, store) as second:
+            assert set(await second.all_serve(2)) == set(await second.states()) == {"w0", "w2"}
+
+
 @pytest.mark.parametrize("error", [None, FleetError("3 blocks are leased")])
 async def test_a_restarted_controller_continues_the_role_change_of_its_predecessor(
     error: FleetError | None, caplog: pytest.LogCaptureFixture
@@ -167,6 +183,9 @@ async def test_a_role_change_that_had_failed_before_the_controller_restarted_is_
             await second.all_serve(3)
             assert b'"name": "w2", "role": "decode"' in (store.load() or b"")
             assert changes.commands == ["prefill 0"]
+            changes.role = PREFILL  # the command reached it late
+            await second.until(lambda known: known["w2"].role is PREFILL)
+            assert b'"name": "w2", "role": "prefill"' in (store.load() or b"")
 
 
 async def test_a_worker_that_a_rollout_or_its_engine_drains_is_no_decode_worker_to_count_on() -> None:
@@ -241,12 +260,15 @@ async def test_a_drain_that_leaves_something_says_so(
     assert any("worker w1 has left, but" in message for message in caplog.messages) is not is_clean
 
 
-async def test_after_a_role_change_a_worker_counts_at_once() -> None:
+async def test_after_a_role_change_and_not_before_a_worker_counts_at_once() -> None:
     async with fleet(fleet_config(prefill=2, decode=1)) as tested:
         await tested.all_serve(3)
         changes = tested.launcher.latest("w0")
         changes.may_drain.clear()
         changing = asyncio.ensure_future(tested.controller.set_role("w0", DECODE))
+        await asyncio.sleep(0)
+        with pytest.raises(FleetError, match="w2 is drained, no decode worker serves"):
+            await tested.controller.drain("w2")
         await asyncio.sleep(0.05)  # its status says that it drains
         changes.may_drain.set()
         await changing
@@ -254,7 +276,8 @@ async def test_after_a_role_change_a_worker_counts_at_once() -> None:
 
 
 @in_virtual_time
-async def test_a_worker_that_changes_its_role_for_a_former_controller_is_not_replaced() -> None:
+async def test_a_worker_that_drains_for_a_former_controller_is_replaced_after_the_time_for_a_drain() -> None:
+    """Before that, it may also be changing its role."""
     async with fleet(fleet_config(), FakeLauncher()) as tested:
         before = await tested.all_serve(3)
         worker = tested.launcher.latest("w1")
@@ -267,6 +290,9 @@ async def test_a_worker_that_changes_its_role_for_a_former_controller_is_not_rep
             await asyncio.sleep(0.1)
         assert (await tested.states())["w1"] == "serving"
         assert tested.launcher.latest("w1").endpoint == before["w1"]
+        worker.is_draining = True
+        await tested.until(lambda known: "w1" in known and known["w1"] != before["w1"])
+        assert (await tested.controller.describe()).replicas[1].last_failure == "", "it is no crash"
 
 
 async def test_a_worker_that_is_no_longer_desired_is_ended_when_it_is_found() -> None:
@@ -278,49 +304,6 @@ async def test_a_worker_that_is_no_longer_desired_is_ended_when_it_is_found() ->
         async with fleet(config, launcher, store) as second:
             await second.all_serve(3)
             assert stranger.commands == ["stop 0"]
-
-
-async def test_a_worker_that_dies_while_its_next_incarnation_starts_leaves_no_orphan() -> None:
-    """The replica already starts a replacement when the rollout's new incarnation is ready."""
-    launcher = FakeLauncher()
-    async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
-        before = (await tested.all_serve(1))["w0"].ref.incarnation
-        launcher.has_spare_room = True
-        launcher.room.clear()
-        rolling = asyncio.ensure_future(anext(tested.controller.rollout()))
-        await asyncio.sleep(0.02)  # it waits for room
-        launcher.latest("w0").kill()
-        await state_becomes(tested, "w0", "placing")  # so does the replacement, behind it
-        launcher.room.set()
-        step = await rolling
-        known = await tested.until(lambda known: "w0" in known and known["w0"].ref.incarnation != before)
-        assert step.incarnation == known["w0"].ref.incarnation
-        await asyncio.sleep(0.05)
-        (alive,) = launcher.alive
-        assert alive.endpoint.ref.incarnation == step.incarnation
-        assert (await tested.states())["w0"] == "serving"
-
-
-async def test_a_fleet_that_ends_while_a_next_incarnation_starts_leaves_none() -> None:
-    launcher = FakeLauncher()
-    async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
-        await tested.all_serve(1)
-        launcher.has_spare_room = True
-        loads = asyncio.Event()
-
-        def slow(incarnation: FakeIncarnation) -> None:
-            incarnation.may_start = loads
-
-        launcher.prepare = slow
-        rolling = asyncio.ensure_future(anext(tested.controller.rollout()))
-        async with asyncio.timeout(60.0):
-            while len(launcher.incarnations) < 2:
-                await asyncio.sleep(0.005)
-        await tested.controller.shutdown(may_drain=False)
-        loads.set()
-        with pytest.raises(FleetError, match="rollout stopped after 0 of 1"):
-            await rolling
-        assert launcher.alive == []
 
 
 async def test_a_replica_survives_an_unexpected_error() -> None:

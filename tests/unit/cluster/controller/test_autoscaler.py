@@ -1,7 +1,8 @@
 """The autoscaler's loop: merges gateways' reports, and carries out or only logs the planner's decisions."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ class FakeFleet:
     def __init__(self, *roles: WorkerRole, problem: Exception | None = None) -> None:
         self.roles = {f"w{index}": role for index, role in enumerate(roles)}
         self.problem = problem
+        self.take_time: Callable[[], None] = lambda: None
         self.leaving: tuple[str, ...] = ()
         self.commands: list[tuple[Any, ...]] = []
 
@@ -48,6 +50,7 @@ class FakeFleet:
 
     def _obey(self, *command: Any) -> None:
         self.commands.append(command)
+        self.take_time()
         if self.problem is not None:
             raise self.problem
 
@@ -58,10 +61,12 @@ class FakeFleet:
 SLOW: dict[str, Any] = {"itl_s": (0.05, 0.083)}
 
 
-def autoscaler_of(fleet: FakeFleet, clock: VirtualClock, **config: Any) -> Autoscaler:
+def autoscaler_of(
+    fleet: FakeFleet, clock: VirtualClock, has_equal_ranks: bool = True, **config: Any
+) -> Autoscaler:
     values = autoscaling_config(**config)
     bounds = {role: values.worker_bounds(role) for role in WorkerRole}
-    return Autoscaler(values.autoscaling, bounds, True, clock, fleet)
+    return Autoscaler(values.autoscaling, bounds, has_equal_ranks, clock, fleet)
 
 
 def look_often(
@@ -96,10 +101,18 @@ def test_it_does_what_it_says_and_a_dry_run_only_says_it(
 def test_a_refused_change_is_logged_and_not_tried_again_at_once(kind: type[Exception]) -> None:
     """An unexpected error counts as a refusal, too: it must not end the autoscaler."""
     clock, fleet = VirtualClock(), FakeFleet(P, P, D, problem=kind("w0 still holds leased blocks"))
+    fleet.take_time = lambda: clock.advance(7.0)
     autoscaler = autoscaler_of(fleet, clock, prefill=2)
-    look_often(autoscaler, fleet, clock, 6, running=0, **SLOW)
-    assert fleet.commands == [("set_role", "w0", D)]
+    look_often(autoscaler, fleet, clock, 7, running=0, **SLOW)
+    assert fleet.commands == [("set_role", "w0", D), ("scale", D, 2)]
     assert "the change failed: w0 still holds leased blocks" in autoscaler.decisions
+
+
+def test_no_role_changes_if_the_workers_of_the_roles_have_other_ranks() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, P, D)
+    autoscaler = autoscaler_of(fleet, clock, has_equal_ranks=False, prefill=2)
+    look_often(autoscaler, fleet, clock, 3, running=0, **SLOW)
+    assert fleet.commands == [("scale", D, 2)]
 
 
 def test_a_worker_that_replaces_an_unplaced_one_leaves_the_number_of_those_that_stay() -> None:
@@ -177,9 +190,11 @@ def test_several_gateways_make_one_fleet() -> None:
     """The worst counts: each gateway has clients of its own."""
     replicas = FakeFleet(P, D).replicas_to_scale()
     first = gateway_report("g0", ttft_s=(0.1, 3.0), oldest_queued_s=1.0, workers=(worker_status("w0", P),))
+    first = replace(first, oldest_without_prefill_s=2.0)
     second = gateway_report("g1", itl_s=(0.1, 0.4), workers=(worker_status("w1", D, running=3),))
     seen = merge(replicas, [first, second])
     assert (seen.ttft_p99_s, seen.itl_p99_s, seen.oldest_queued_s) == (3.0, 0.4, 1.0)
+    assert seen.oldest_without_prefill_s == 2.0
     assert [worker.num_requests for worker in seen.workers] == [0, 3]
 
 
@@ -211,12 +226,15 @@ def test_a_wish_of_a_dry_run_is_logged_again_after_the_fleet_was_well_in_between
     assert [sentence.split(":")[0] for sentence in autoscaler.decisions] == 2 * once
 
 
-def test_a_dry_run_says_once_that_it_would_shrink() -> None:
+def test_a_dry_run_says_once_in_a_calm_time_that_it_would_shrink() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D, D)
     autoscaler = autoscaler_of(fleet, clock, decode=2, mode="dry_run")
     look_often(autoscaler, fleet, clock, 400, running=0)
-    said = [sentence.split(":")[0] for sentence in autoscaler.decisions]
-    assert said == ["nothing changes", "would do", "nothing changes"]
+    once = ["nothing changes", "would do", "nothing changes"]
+    assert [sentence.split(":")[0] for sentence in autoscaler.decisions] == once
+    look_often(autoscaler, fleet, clock, 20, running=1, itl_s=(0.01, 0.045))
+    look_often(autoscaler, fleet, clock, 400, running=0)
+    assert [sentence.split(":")[0] for sentence in autoscaler.decisions] == [*once, *once[1:]]
 
 
 def test_a_dry_run_of_a_fleet_out_of_its_bounds_says_what_else_it_would_do() -> None:

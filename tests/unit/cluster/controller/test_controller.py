@@ -1,4 +1,4 @@
-"""A controller whose workers are fakes: replacing, draining, changing roles, restarting all, and its own death."""
+"""A controller whose workers are fakes: replacing, draining, changing roles, and its own death."""
 
 import asyncio
 
@@ -10,6 +10,7 @@ from baton.messages.control import CallFailure, WaitStart, WaitView
 from baton.worker import WorkerRole
 from cluster.controller.desired import Memory
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
+from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 
@@ -32,10 +33,14 @@ async def test_all_workers_start_at_once() -> None:
         assert node.workers == ("w0", "w1", "w2")
 
 
-async def test_a_dead_worker_is_replaced_by_another_incarnation() -> None:
+@pytest.mark.parametrize("has_process", [False, True])
+async def test_a_dead_worker_is_replaced_by_another_incarnation(has_process: bool) -> None:
     async with fleet(fleet_config()) as tested:
         before = await tested.all_serve(3)
-        tested.launcher.latest("w1").kill("out of memory")
+        if has_process:
+            tested.launcher.latest("w1").engine_failure = "out of memory"
+        else:
+            tested.launcher.latest("w1").kill("out of memory")
         incarnation = before["w1"].ref.incarnation
         after = await tested.until(lambda known: "w1" in known and known["w1"].ref.incarnation != incarnation)
         assert after["w0"] == before["w0"]
@@ -84,6 +89,7 @@ async def test_a_role_without_a_serving_worker_is_lacking() -> None:
         assert (await tested.controller.wait_start(WaitStart(-1, 1.0))).lacking == (WorkerRole.PREFILL,)
 
 
+@in_virtual_time
 async def test_a_configuration_that_cannot_work_is_known_from_the_first_start() -> None:
     def broken(incarnation: FakeIncarnation) -> None:
         incarnation.start_error = ConfigError("no such thing") if incarnation.name == "w2" else None
@@ -94,6 +100,28 @@ async def test_a_configuration_that_cannot_work_is_known_from_the_first_start() 
             report = await tested.controller.wait_start(WaitStart(version, 1.0))
             version, failure = report.version, report.failure
         assert failure == CallFailure("ConfigError", "no such thing")
+        assert virtual_loop().now() < 0.5, "each report is new, and none is waited for"
+
+
+async def test_a_fleet_that_was_whole_once_has_a_configuration_that_can_work() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        tested.launcher.prepare = lambda each: setattr(each, "start_error", ConfigError("no such thing"))
+        tested.launcher.latest("w2").kill()
+        await state_becomes(tested, "w2", "crash_loop")
+        assert (await tested.controller.wait_start(WaitStart(-1, 1.0))).failure is None
+
+
+@in_virtual_time
+async def test_a_worker_that_is_not_ready_in_time_is_started_anew() -> None:
+    def slow(incarnation: FakeIncarnation) -> None:
+        if incarnation.name == "w1" and incarnation.number == 1:
+            incarnation.may_start.clear()
+
+    async with fleet(fleet_config(), FakeLauncher(slow)) as tested:
+        await tested.all_serve(3)
+        replica = (await tested.controller.describe()).replicas[1]
+        assert replica.last_failure == "it was not ready within 2 s (cluster.start_timeout_s)"
 
 
 async def test_who_knows_the_present_view_waits_for_the_next() -> None:
@@ -235,74 +263,6 @@ async def test_c63_every_worker_is_asked_to_flush_its_cache_and_its_refusal_is_p
         assert CacheFlush("w0") in answer.workers, "it has no cache before it serves"
 
 
-async def test_a_rollout_restarts_one_worker_after_the_other() -> None:
-    async with fleet(fleet_config()) as tested:
-        before = await tested.all_serve(3)
-        steps = [step async for step in tested.controller.rollout()]
-        assert [(step.worker, step.done, step.count) for step in steps] == [
-            ("w0", 1, 3),
-            ("w1", 2, 3),
-            ("w2", 3, 3),
-        ]
-        renewed = {step.worker: step.incarnation for step in steps}
-        after = await tested.until(lambda known: renewed == {n: e.ref.incarnation for n, e in known.items()})
-        assert all(before[name].pid != after[name].pid for name in before)
-        for incarnation in tested.launcher.incarnations[:3]:
-            assert incarnation.commands[:2] == ["drain 0", "stop 5"]
-        assert len(tested.launcher.incarnations) == 6
-        twice = [step.worker async for step in tested.controller.rollout(("w2", "w0", "w2"))]
-        assert twice == ["w2", "w0"]
-
-
-async def test_with_room_the_new_incarnation_is_ready_before_the_old_one_drains() -> None:
-    launcher = FakeLauncher()
-    async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
-        await tested.all_serve(1)
-        launcher.has_spare_room = True
-        old = launcher.latest("w0")
-        old.may_drain.clear()
-        rolling = asyncio.ensure_future(anext(tested.controller.rollout()))
-        await state_becomes(tested, "w0", "draining")
-        assert launcher.alive == [old, launcher.latest("w0")]
-        old.may_drain.set()
-        assert (await rolling).incarnation == launcher.latest("w0").endpoint.ref.incarnation
-        assert len(launcher.incarnations) == 2
-
-
-async def test_a_rollout_stops_with_an_error_when_a_new_incarnation_fails() -> None:
-    launcher = FakeLauncher()
-    async with fleet(fleet_config(restart_delay_s=5.0, restart_delay_max_s=5.0), launcher) as tested:
-        await tested.all_serve(3)
-
-        def broken(incarnation: FakeIncarnation) -> None:
-            incarnation.start_error = (
-                ClusterError("the driver is too old") if incarnation.name == "w1" else None
-            )
-
-        launcher.prepare = broken
-        rolling = tested.controller.rollout()
-        assert (await anext(rolling)).worker == "w0"
-        with pytest.raises(FleetError, match=r"stopped after 1 of 3 workers: worker w1 .*driver is too old"):
-            await anext(rolling)
-        assert launcher.latest("w2").number == 1
-
-
-async def test_a_new_incarnation_that_fails_beside_the_old_one_costs_nothing() -> None:
-    launcher = FakeLauncher()
-    async with fleet(fleet_config(), launcher) as tested:
-        before = await tested.all_serve(3)
-        launcher.has_spare_room = True
-        launcher.prepare = lambda incarnation: setattr(
-            incarnation, "start_error", ClusterError("bad weights")
-        )
-        with pytest.raises(
-            FleetError, match="after 0 of 3 workers: no new incarnation of worker w0: bad weights"
-        ):
-            await anext(tested.controller.rollout())
-        assert await tested.all_serve(3) == before
-        assert [incarnation.name for incarnation in launcher.alive] == ["w0", "w1", "w2"]
-
-
 async def test_a_fleet_grows_and_shrinks_by_the_least_busy() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
@@ -355,14 +315,18 @@ async def test_a_restarted_controller_adopts_serving_workers(caplog: pytest.LogC
     assert f"worker w3 (decode) is started anew: {reason}" in caplog.messages
 
 
+@in_virtual_time
 async def test_a_fleet_without_calls_is_an_orphan() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
         view = tested.view
         orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
         await tested.controller.wait_view(WaitView(view.controller_incarnation, view.version, 0.4))
+        await asyncio.sleep(0.1)
         assert not orphaned.done()
         await orphaned
+    async with fleet(fleet_config()) as never_called:
+        await never_called.controller.orphaned(0.2)
 
 
 async def test_a_fleet_whose_start_is_waited_for_is_no_orphan() -> None:

@@ -36,7 +36,7 @@ def shares_of(config: BatonConfig, machine: Machine) -> list[CpuShare]:
         ({"prefill": 1, "decode": 1}, 2, 1, (1, 1), (1, 1)),
         ({"prefill": 1, "decode": 1}, 8, 1, (4, 4), (4, 4)),
         ({"prefill": 1, "decode": 2}, 8, 1, (2, 2), (2, 2)),
-        ({"prefill": 0, "decode": 1}, 8, 1, None, (8, 8)),
+        ({"prefill": 0, "decode": 1}, 8, 1, (4, 4), (8, 8)),
         ({"prefill": 1, "decode": 1, "prefill_num_threads": 6}, 8, 1, (6, 6), (2, 2)),
         (
             {"prefill": 1, "decode": 1, "prefill_num_threads": 1, "decode_num_threads": 1},
@@ -56,13 +56,12 @@ def test_threads_and_cores_of_each_rank(
     cluster: dict[str, Any],
     num_cores: int,
     num_nodes: int,
-    prefill: tuple[int, int] | None,
+    prefill: tuple[int, int],
     decode: tuple[int, int],
 ) -> None:
     config = make_config(cluster)
     assert divide(config, D, num_cores, num_nodes) == decode
-    if prefill is not None:
-        assert divide(config, P, num_cores, num_nodes) == prefill
+    assert divide(config, P, num_cores, num_nodes) == prefill
 
 
 def test_num_threads_of_the_engine_are_those_of_both_roles() -> None:
@@ -73,6 +72,8 @@ def test_num_threads_of_the_engine_are_those_of_both_roles() -> None:
 def test_room_is_kept_for_workers_that_autoscaling_may_start() -> None:
     config = make_config({"prefill": 1, "decode": 1}, autoscaling={"mode": "on", "max_decode": 3})
     assert divide(config, D, 8) == (2, 2)
+    off = make_config({"prefill": 1, "decode": 1}, autoscaling={"mode": "off", "max_decode": 3})
+    assert divide(off, D, 8) == (4, 4)
 
 
 def test_workers_of_one_machine_get_cores_of_their_own() -> None:

@@ -245,11 +245,13 @@ async def test_a_node_that_is_gone_is_forgotten() -> None:
         await all_serve_on(tested, "n3")
 
 
-async def test_the_next_controller_continues_the_drain() -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_the_next_controller_continues_the_drain(has_begun: bool) -> None:
     launcher, store = two_nodes(), Memory()
     async with fleet(fleet_config(), launcher, store) as tested:
         await all_serve_on(tested, "n1")
-        launcher.latest("w1").may_drain.clear()
+        for worker in launcher.incarnations:
+            worker.may_drain.clear()
         with pytest.raises(FleetError):
             await tested.controller.drain_node("n1", 0.05)
         left = store.load()
@@ -258,7 +260,9 @@ async def test_the_next_controller_continues_the_drain() -> None:
         launcher.is_cut_off = False
         assert left is not None
         store.save(left)
-        launcher.latest("w1").may_drain.set()
+        for worker in launcher.incarnations:
+            worker.is_draining = has_begun  # if not, the controller was killed before it commanded this
+            worker.may_drain.set()
         async with fleet(fleet_config(), launcher, store) as heir:
             assert launcher.avoided == ("n1",)
             await heir.until(lambda known: {endpoint.node for endpoint in known.values()} == {"n2"})

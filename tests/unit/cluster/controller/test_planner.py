@@ -7,7 +7,7 @@ import pytest
 
 from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
-from cluster.controller.observation import Observation, ObservedWorker
+from cluster.controller.observation import Observation
 from cluster.controller.planner import Reason, RoleChange, ScaleDecision
 from tests.factories.observed_fleet import autoscaling_config, changes, fleet, look, make_planner, worker
 
@@ -67,9 +67,24 @@ def test_what_workers_say_of_themselves_makes_their_role_grow(
     assert words in decision.sentence
 
 
-def test_a_target_that_is_none_is_not_watched() -> None:
-    planner = make_planner(autoscaling_config(target_itl_p99_s=None))
-    assert changes(look(planner, fleet(1, 1, busy=True, itl_p99_s=9.0), 0.0, 60.0)) == []
+@pytest.mark.parametrize(
+    ("target", "observed"),
+    [
+        ("target_itl_p99_s", {"itl_p99_s": 9.0}),
+        ("target_ttft_p99_s", {"ttft_p99_s": 9.0}),
+        ("target_queue_time_s", {"oldest_queued_s": 9.0, "oldest_without_prefill_s": 9.0}),
+    ],
+)
+def test_a_target_that_is_none_is_not_watched(target: str, observed: dict[str, float]) -> None:
+    none: dict[str, Any] = {target: None}
+    planner = make_planner(autoscaling_config(**none))
+    assert changes(look(planner, fleet(1, 1, busy=True, **observed), 0.0, 60.0)) == []
+
+
+def test_prompts_that_wait_for_room_on_a_decode_worker_need_no_prefill_worker() -> None:
+    planner = make_planner(autoscaling_config(max_decode=1))
+    seen = fleet(1, 1, busy=True, ttft_p99_s=9.0, oldest_queued_s=1.5)
+    assert changes(look(planner, seen, 0.0, 60.0)) == []
 
 
 def test_a_role_that_is_far_off_gets_half_as_many_again() -> None:
@@ -99,6 +114,8 @@ def test_workers_that_are_coming_are_waited_for() -> None:
     assert looks[-1][1].sentence == (
         "decode stays 3: inter-token latency p99 is 83 ms, above the target of 50 ms for 300 s, but w3 is starting"
     )
+    looks = look(planner, fleet(1, 3, busy=True, itl_p99_s=0.083), 305.0, 20.0)
+    assert changes(looks) == [(320.0, ScaleDecision(D, 4))], "it has time to show what it does"
 
 
 def test_after_a_change_it_has_time_to_show() -> None:
@@ -157,15 +174,20 @@ def test_a_target_that_is_nearly_missed_keeps_the_fleet_as_it_is() -> None:
     assert changes(look(planner, fleet(1, 2, itl_p99_s=0.045), 0.0, 600.0)) == []
 
 
-def test_no_prefill_worker_goes_if_the_others_would_be_busy_most_of_the_time() -> None:
-    planner = make_planner(autoscaling_config(prefill=2))
-    assert changes(look(planner, fleet(2, 1, busy=True), 0.0, 600.0)) == []
+@pytest.mark.parametrize(("num_busy", "goes"), [(2, False), (1, True)])
+def test_no_prefill_worker_goes_if_the_others_would_be_busy_most_of_the_time(
+    num_busy: int, goes: bool
+) -> None:
+    planner = make_planner(autoscaling_config(prefill=3))
+    workers = [*(worker(f"w{n}", P, running=int(n < num_busy)) for n in range(3)), worker("w3", D, running=1)]
+    assert any(changes(look(planner, Observation(workers=tuple(workers)), 0.0, 600.0))) is goes
 
 
-def test_no_decode_worker_goes_if_its_blocks_would_be_missed() -> None:
+@pytest.mark.parametrize(("blocks_used", "goes"), [(35, False), (25, True)])
+def test_no_decode_worker_goes_if_its_blocks_would_be_missed(blocks_used: int, goes: bool) -> None:
     planner = make_planner(autoscaling_config(decode=2))
-    workers = [worker("w0", P), worker("w1", D, blocks_used=35), worker("w2", D, blocks_used=35)]
-    assert changes(look(planner, Observation(workers=tuple(workers)), 0.0, 600.0)) == []
+    workers = [worker("w0", P), *(worker(f"w{n}", D, blocks_used=blocks_used) for n in (1, 2))]
+    assert any(changes(look(planner, Observation(workers=tuple(workers)), 0.0, 600.0))) is goes
 
 
 @pytest.mark.parametrize(("running", "hours"), [(4, 0.0), (6, 1.0), (9, 2.0)])
@@ -177,6 +199,18 @@ def test_a_load_that_was_too_much_is_remembered_and_fades(running: int, hours: f
     ((at, change), *_) = changes(look(planner, Observation(workers=tuple(three)), 15.0, 10_000.0))
     assert change == ScaleDecision(D, 2)
     assert at == pytest.approx(max(75.0, 10.0 + hours * 3600.0), abs=5.0)
+
+
+def test_a_shortage_without_work_sets_no_limit() -> None:
+    planner = make_planner(autoscaling_config(decode=2))
+    look(planner, fleet(1, 2, oldest_queued_s=9.0), 0.0, 10.0)
+    assert changes(look(planner, fleet(1, 3, busy=True), 15.0, 60.0)) == [(75.0, ScaleDecision(D, 2))]
+
+
+def test_a_worker_whose_speed_is_not_measured_keeps_its_role_from_shrinking() -> None:
+    planner = make_planner(autoscaling_config(decode=2))
+    workers = worker("w0", P), worker("w1", D), worker("w2", D, running=1, decode_step_s=0.0)
+    assert changes(look(planner, Observation(workers=workers), 0.0, 600.0)) == []
 
 
 def test_a_worker_that_is_silent_keeps_its_role_from_shrinking() -> None:
@@ -273,10 +307,13 @@ def test_whatever_others_did_to_the_fleet_the_bounds_hold(decode: int, count: in
     assert decision.change == ScaleDecision(D, count)
 
 
-def test_a_worker_that_leaves_during_a_rollout_is_not_replaced() -> None:
+def test_a_worker_that_begins_anew_is_not_replaced_and_counts_towards_the_bounds() -> None:
     planner = make_planner(autoscaling_config())
-    leaving = Observation(workers=(worker("w0", P), worker("w1", D, ReplicaState.DRAINING)))
-    assert changes(look(planner, leaving, 0.0, 60.0)) == []
+    begins_anew = worker("w9", D, ReplicaState.DRAINING)
+    assert changes(look(planner, Observation(workers=(worker("w0", P), begins_anew)), 0.0, 60.0)) == []
+    crowded = fleet(1, 4)
+    crowded = replace(crowded, workers=(*crowded.workers, begins_anew))
+    assert changes(look(planner, crowded, 65.0, 0.0)) == [(65.0, ScaleDecision(D, 4))]
 
 
 @pytest.mark.parametrize(("may_change_roles", "expected"), [(True, []), (False, [ScaleDecision(P, 1)])])
@@ -309,6 +346,8 @@ def test_few_slow_first_tokens_are_no_time_with_room_to_spare() -> None:
     assert changes(look(planner, fleet(2, 1, slowest_ttft_s=1.5), 605.0, 60.0)) == [
         (665.0, ScaleDecision(P, 1))
     ]
+    decode = make_planner(autoscaling_config(decode=2))
+    assert changes(look(decode, fleet(1, 2, slowest_ttft_s=3.0), 0.0, 60.0)) == [(60.0, ScaleDecision(D, 1))]
 
 
 def test_a_dry_run_asks_once_to_be_back_in_its_bounds_and_goes_on() -> None:
@@ -320,51 +359,3 @@ def test_a_dry_run_asks_once_to_be_back_in_its_bounds_and_goes_on() -> None:
     ]
     look(planner, fleet(1, 3, busy=True), 20.0, 0.0)
     assert changes(look(planner, crowded, 25.0, 5.0)) == [(25.0, ScaleDecision(D, 3))]
-
-
-def leaving(name: str, role: WorkerRole) -> ObservedWorker:
-    """A worker that drains for good."""
-    return replace(worker(name, role, ReplicaState.DRAINING), is_leaving=True)
-
-
-def with_leaving(seen: Observation, role: WorkerRole) -> Observation:
-    return replace(seen, workers=(*seen.workers, leaving("w9", role)))
-
-
-def test_a_role_grows_while_one_of_its_workers_leaves() -> None:
-    planner = make_planner(autoscaling_config(decode=2))
-    seen = with_leaving(fleet(1, 2, busy=True, itl_p99_s=0.083), D)
-    looks = look(planner, seen, 0.0, 10.0)
-    assert looks[-1][1].change == ScaleDecision(D, 3)
-    assert looks[-1][1].sentence.startswith("decode +1 (2 -> 3): ")
-
-
-def test_a_worker_that_leaves_counts_against_the_maximum_until_it_has_ended() -> None:
-    planner = make_planner(autoscaling_config(decode=2, max_decode=3))
-    short = fleet(1, 2, busy=True, itl_p99_s=0.5)
-    looks = look(planner, with_leaving(short, D), 0.0, 30.0)
-    assert changes(looks) == []
-    assert looks[-1][1].sentence.endswith("but 3 is the maximum, of which w9 is not serving")
-    assert changes(look(planner, short, 35.0, 0.0)) == [(35.0, ScaleDecision(D, 3))]
-
-
-@pytest.mark.parametrize(("max_decode", "expected"), [(2, []), (3, [(0.0, ScaleDecision(D, 2))])])
-def test_a_role_below_its_minimum_grows_at_once_as_far_as_those_that_leave_have_room(
-    max_decode: int, expected: list[tuple[float, ScaleDecision]]
-) -> None:
-    planner = make_planner(autoscaling_config(decode=2, min_decode=2, max_decode=max_decode))
-    assert changes(look(planner, with_leaving(fleet(1, 1, busy=True), D), 0.0, 0.0)) == expected
-
-
-def test_a_role_loses_the_next_worker_only_some_time_after_the_last_one_has_left() -> None:
-    planner = make_planner(autoscaling_config(decode=3))
-    calm = fleet(1, 3)
-    assert changes(look(planner, with_leaving(calm, D), 0.0, 600.0)) == []
-    assert changes(look(planner, calm, 605.0, 35.0)) == [(640.0, ScaleDecision(D, 2))]
-
-
-def test_a_role_that_loses_a_worker_gives_no_other_one_to_the_other_role() -> None:
-    planner = make_planner(autoscaling_config(prefill=2, decode=2))
-    short = fleet(2, 2, itl_p99_s=0.083)
-    ((_, change),) = changes(look(planner, with_leaving(short, P), 0.0, 10.0))
-    assert change == ScaleDecision(D, 3)

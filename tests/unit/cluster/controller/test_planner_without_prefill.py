@@ -51,11 +51,14 @@ def test_once_a_prefill_worker_serves_only_its_own_queue_is_the_queue_of_prompts
     seen = decode_workers(oldest_waiting_s=1.5)
     mixed = Observation(workers=(*seen.workers, worker("p0", P)))
     assert changes(look(planner, mixed, 0.0, 600.0)) == []
+    two = Observation(workers=(*mixed.workers, worker("p1", P)))
+    assert changes(look(planner, two, 605.0, 60.0)) == [(665.0, ScaleDecision(P, 1))]
 
 
 def test_a_fleet_that_may_have_no_prefill_worker_grows_decode_and_says_nothing_of_prefill() -> None:
     planner = make_planner(autoscaling_config(prefill=0, decode=2, max_prefill=0))
-    looks = look(planner, decode_workers(oldest_waiting_s=1.5), 0.0, 10.0)
+    seen = decode_workers({"oldest_without_prefill_s": 30.0}, oldest_waiting_s=1.5)
+    looks = look(planner, seen, 0.0, 10.0)
     assert changes(looks) == [(10.0, ScaleDecision(D, 3))]
     assert looks[0][1].sentence.startswith("decode stays 2: queue time of prompts is 1.5 s")
 

@@ -75,20 +75,25 @@ def test_unequal_workers_find_room_side_by_side() -> None:
 
 
 @pytest.mark.parametrize(
-    ("resources", "message"),
+    ("resources", "bundle", "message"),
     [
-        ({"CPU": 8.0}, "engine.device: got 'cuda', but Ray finds no GPU on any node"),
-        ({"CPU": 8.0, "GPU": 1.0}, "no room for 2 workers of 1 CPU, 1 GPU each"),
+        (
+            {"CPU": 8.0},
+            {"CPU": 1.0, "GPU": 1.0},
+            "engine.device: got 'cuda', but Ray finds no GPU on any node",
+        ),
+        ({"CPU": 8.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}, "no room for 2 workers of 1 CPU, 1 GPU each"),
+        ({"CPU": 1.0}, {"CPU": 1.0}, "no room for 2 workers of 1 CPU each"),
     ],
 )
 def test_an_error_for_lack_of_room_names_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, resources: Bundle, message: str
+    monkeypatch: pytest.MonkeyPatch, resources: Bundle, bundle: Bundle, message: str
 ) -> None:
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": resources}])
     monkeypatch.setattr(ray, "available_resources", lambda: resources)
-    bundles: list[Bundle] = [{"CPU": 1.0, "GPU": 1.0}] * 2
     with pytest.raises(ClusterError, match=message):
-        check_room(bundles)
+        check_room([bundle] * 2)
+    check_room([{"CPU": 1.0}])
 
 
 def test_a_role_may_ask_for_resources_and_labels_of_its_own() -> None:
@@ -165,6 +170,7 @@ def node(host: str, cpus: float, *, is_draining: bool = False, **labels: str) ->
         ({"prefill": 4, "decode": 8}, [node("a", 5.0), node("b", 5.0)], 3),
         ({"decode_tensor_parallel": 2}, [node("a", 2.0)], 2),
         ({"prefill": 0}, [node("a", 1.0)], 1),
+        ({"prefill": 0, "decode_tensor_parallel": 2}, [node("a", 2.0), node("b", 1.0)], 1),
         ({}, [node("a", 2.0), node("b", 2.0), node("head", 0.0)], 2),
         ({}, [node("a", 2.0), node("b", 2.0, is_draining=True)], 1),
         ({}, [node("a", 1.0), node("a", 1.0)], 1),  # two nodes of Ray on one machine
