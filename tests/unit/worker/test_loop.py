@@ -38,6 +38,8 @@ def test_a_request_runs_to_its_end_and_its_client_gets_every_token() -> None:
         assert last.finish_reason is FinishReason.LENGTH
         assert last.stage_times is not None
         assert last.stage_times.prefill_s > 0.0
+        running.loop.submit("gateway", make_engine_request())
+        assert running.next_finish().finish_reason is FinishReason.LENGTH, "its id is free again"
 
 
 def test_an_abort_ends_only_the_clients_own_requests(caplog: pytest.LogCaptureFixture) -> None:
