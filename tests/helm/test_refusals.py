@@ -172,7 +172,7 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
                 }
             }
         },
-        ["security.apiKeys.keys: two keys of a differ in more than their sha256"],
+        ["security.apiKeys.keys: two keys have the name a, but differ in more than their sha256"],
     ),
     "Prometheus without a key": (
         {

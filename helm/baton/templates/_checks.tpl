@@ -198,7 +198,7 @@
 {{- end -}}
 {{- $granted := omit . "sha256" | toJson -}}
 {{- if ne $granted (get $grants .name | default $granted) -}}
-{{- fail (printf "security.apiKeys.keys: two keys of %s differ in more than their sha256; make them equal, or rename one" .name) -}}
+{{- fail (printf "security.apiKeys.keys: two keys have the name %s, but differ in more than their sha256; make their other fields equal, or rename one key" .name) -}}
 {{- end -}}
 {{- $_ := set $owners .sha256 .name -}}
 {{- $_ := set $grants .name $granted -}}

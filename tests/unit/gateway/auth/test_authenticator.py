@@ -244,7 +244,10 @@ def test_an_empty_key_file_admits_no_caller(tmp_path: Path) -> None:
         ("- name: a\n  sha256: baton-secret\n", "64 hexadecimal digits"),
         ("- baton-secret\n", "must be a mapping"),
         ("{baton-secret", "neither YAML nor JSON"),
-        ("- {name: anybody, sha256: " + "0" * 64 + "}", "'anybody' is the name of callers without a key"),
+        (
+            "- {name: anybody, sha256: " + "0" * 64 + "}",
+            "'anybody' is Baton's name for callers without a key",
+        ),
         ("- {name: a, sha256: " + "0" * 64 + ", scopes: [root]}", "scopes"),
         ("- {name: a, sha256: " + "0" * 64 + ", max_concurent: 1}", "0: has an unknown key"),
         ("- {name: a, sha256: " + "0" * 64 + ", baton-secret: 1}", "0: has an unknown key"),
