@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: install_helm.sh VENV
 # Puts helm, hadolint and Kubernetes' schemas into the virtual environment, for the tests of the chart. Exit code 1, with a
-# line that says so, where they are not to be had: the tests then say what they skip.
+# line that says why, if they cannot be downloaded: the tests then say what they skip.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1 python=$1/bin/python

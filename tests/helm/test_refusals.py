@@ -315,7 +315,7 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
             "gateway": {"resources": {"requests": {"cpu": None}}},
         },
         [
-            "autoscaling.gateway.enabled scales by shares of gateway.resources.requests.cpu; set gateway.resources.requests.cpu"
+            "autoscaling.gateway.enabled scales by shares of gateway.resources.requests.cpu; set gateway.resources"
         ],
     ),
     "a budget that no node gets past": (

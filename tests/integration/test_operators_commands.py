@@ -114,7 +114,7 @@ async def test_c63_a_flush_names_each_worker_that_keeps_its_cache(folder: Path, 
         done = await command(under_test, "flush-cache")
         assert (done.returncode, done.stderr) == (DONE, "")
         assert done.stdout.startswith("flush-cache 2 of 2 workers have emptied their prefix caches")
-        fake.in_use = {"w1": "blocks are in use (1 requests run); wait, or force it"}
+        fake.in_use = {"w1": "blocks are in use (1 requests run); wait, or use force"}
         refused = await command(
             under_test, "flush-cache", "--worker", "w0", "--worker", "w1", "--force", "--json"
         )

@@ -270,7 +270,7 @@ def test_a_url_that_cannot_be_read_is_refused_without_its_password(url: str) -> 
     assert "hush" not in str(caught.value)
 
 
-NO_URL = "is no valid URL of a Redis"
+NO_URL = "must be a Redis URL like redis://"
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,8 @@ def test_a_broken_key_file_changes_nothing_and_is_logged_without_its_content(
     [
         (lambda path: path.unlink(), "cannot be read: No such file"),
         (lambda path: (path.unlink(), path.mkdir()), "cannot be read: Is a directory"),
-        (lambda path: path.chmod(0o620), "other users may write it"),
-        (lambda path: path.chmod(0o602), "other users may write it"),
+        (lambda path: path.chmod(0o620), "other users may write this file"),
+        (lambda path: path.chmod(0o602), "other users may write this file"),
     ],
 )
 def test_a_key_file_that_is_gone_or_that_others_may_write_admits_no_caller(
@@ -224,7 +224,7 @@ def test_a_key_file_that_is_missing_or_that_others_may_write_is_refused_at_the_s
     path = tmp_path / "keys.yaml"
     write(path, new_key())
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=r"other users may write it.*run `chmod go-w"):
+    with pytest.raises(ConfigError, match=r"other users may write this file.*run `chmod go-w"):
         Authenticator(GatewayConfig(api_keys_file=str(path)), VirtualClock())
     with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
         Authenticator(GatewayConfig(api_keys_file=str(tmp_path / "none")), VirtualClock())
