@@ -32,8 +32,8 @@ class KVGroups:
             raise ConfigError(f"kv groups: got {self.num_full} full and {self.num_windowed} windowed groups")
         if self.window < 2 if self.num_windowed else self.window:
             raise ConfigError(
-                f"kv groups: a window of {self.window} tokens does not suit {self.num_windowed} windowed groups; "
-                "it must be at least 2 with such groups, and 0 without"
+                f"kv groups: a window of {self.window} tokens does not suit {self.num_windowed} windowed groups; the "
+                "window must be at least 2 with windowed groups, and 0 without them"
             )
 
     @property

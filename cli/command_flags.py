@@ -38,7 +38,7 @@ def add_target_flags(parser: argparse.ArgumentParser, default: str) -> None:
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "prompt", metavar="PROMPT", help="what to send, as a user's turn or, with --raw, as it is"
+        "prompt", metavar="PROMPT", help="the text to send: as a user's turn, or unchanged with --raw"
     )
     parser.add_argument("--max-tokens", type=_number, default=256, metavar="N", help="default %(default)s")
     parser.add_argument(
@@ -51,13 +51,16 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, default=0.0, metavar="T", help="default 0, which is greedy"
     )
     parser.add_argument(
-        "--seed", type=partial(_number, least=0, most=MAX_SEED), metavar="S", help="same seed, same answer"
+        "--seed",
+        type=partial(_number, least=0, most=MAX_SEED),
+        metavar="S",
+        help="the same seed gives the same answer",
     )
-    parser.add_argument("--raw", action="store_true", help="send the text as it is, without a chat template")
+    parser.add_argument("--raw", action="store_true", help="send the text unchanged, without a chat template")
     parser.add_argument(
         "--ignore-eos",
         action="store_true",
-        help="generate --max-tokens tokens, past any end-of-sequence token",
+        help="ignore end-of-sequence tokens: generate all --max-tokens tokens",
     )
     parser.add_argument(
         "--skip-reading-prefix-cache",
@@ -68,7 +71,10 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     grammar.add_argument("--json-schema", metavar="SCHEMA", help="constrain the answer to a JSON schema")
     grammar.add_argument("--regex", metavar="REGEX", help="constrain the answer to a regular expression")
     parser.add_argument(
-        "--tools", type=Path, metavar="FILE", help="JSON file of OpenAI's tools, which the answer may call"
+        "--tools",
+        type=Path,
+        metavar="FILE",
+        help="JSON file of tools in OpenAI's format; the answer may call them",
     )
     parser.add_argument(
         "--tool-choice", metavar="CHOICE", help="none, auto (default), required, or the name of a tool"
@@ -93,10 +99,12 @@ def add_operators_commands(commands: Commands, default_target: str) -> None:
     drain = add_command(commands, "drain", "remove a worker for good; its requests continue on other workers")
     role = add_command(commands, "role", "change a worker's role, without a restart")
     rollout = add_command(commands, "rollout", "restart workers one after the other, under load")
-    flush_cache = add_command(commands, "flush-cache", "make workers forget their prefix caches")
+    flush_cache = add_command(commands, "flush-cache", "empty the prefix caches of workers")
     for command in (drain, role, rollout, flush_cache):
         add_target_flags(command, default_target)
-        command.add_argument("--json", action="store_true", help="print one JSON object when it is done")
+        command.add_argument(
+            "--json", action="store_true", help="print one JSON object when the command is done"
+        )
     _add_drain_flags(drain)
     role.add_argument("worker", metavar="WORKER", help="name of the worker in `baton status`")
     rollout.add_argument("workers", nargs="*", metavar="WORKER", help="default: all")
@@ -123,7 +131,7 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="step trace of one worker; several share one time axis",
+        help="step trace of one worker; several files share one time axis",
     )
     parser.add_argument(
         "--steps",
@@ -131,14 +139,14 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         help="steps of the first file, both ends included; other files show the same period",
     )
     parser.add_argument(
-        "--requests", metavar="ID,...", help="only requests whose ids start with one of these"
+        "--requests", metavar="ID,...", help="only requests whose ids start with one of these texts"
     )
     parser.add_argument(
         "--max-columns",
         type=int,
         default=200,
         metavar="N",
-        help="most columns to draw; later ones are left out; default %(default)s",
+        help="largest number of columns to draw; later columns are left out; default %(default)s",
     )
 
 
@@ -147,14 +155,14 @@ def _add_drain_flags(drain: argparse.ArgumentParser) -> None:
     drain.add_argument(
         "--node",
         metavar="ADDRESS",
-        help="instead of WORKER: drain this node, named by its address or its name in `baton status`; "
-        "its workers restart elsewhere, and no worker is placed on it again",
+        help="instead of WORKER: drain this node; use its address, or its name in `baton status`. Its workers restart "
+        "on other nodes, and the node gets no new workers",
     )
     drain.add_argument(
         "--timeout",
         type=partial(_seconds, at_most=MAX_DRAIN_NODE_S),
         metavar="S",
-        help=f"with --node: how long this may take, at most {MAX_DRAIN_NODE_S:g}; default 60",
+        help=f"with --node: how long the drain may take, at most {MAX_DRAIN_NODE_S:g}; default 60",
     )
     drain.add_argument(
         "--fleet-address",
@@ -184,9 +192,11 @@ def _add_probe(commands: Commands) -> None:
         help="check the server's certificate against these CAs; default: do not check",
     )
     probe.add_argument("--tls-cert", type=Path, metavar="FILE", help="present this certificate (mTLS)")
-    probe.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key")
+    probe.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate")
     probe.add_argument(
-        "--secret-file", metavar="FILE", help="with fleet: like network.secret_file in the configuration"
+        "--secret-file",
+        metavar="FILE",
+        help="with a fleet:// URL: like network.secret_file in the configuration",
     )
 
 

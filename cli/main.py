@@ -171,7 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--scope",
         action="append",
         choices=("generate", "observe", "administer"),
-        help="scope to grant; repeat for several; default generate",
+        help="scope to grant; repeat the flag for several; default generate",
     )
     key.add_argument("--json", action="store_true", help="print key and entry as one JSON object")
 
@@ -258,11 +258,13 @@ def _drain(options: argparse.Namespace) -> int:
             f"--fleet-address: got {options.fleet_address!r}; use HOST:PORT, as printed by `baton fleet`"
         )
     if options.target != DEFAULT_TARGET:
-        raise ConfigError("--target and --fleet-address both say whom to ask; give only one of them")
+        raise ConfigError(
+            "--target and --fleet-address both name the process to ask; give only one of the two flags"
+        )
     for flag in ("--api-key", "--api-key-file", "--tls", "--tls-ca", "--tls-cert", "--tls-key"):
         if getattr(options, flag[2:].replace("-", "_")) not in (None, False):
             raise ConfigError(
-                f"{flag} is for a gateway; a control server (--fleet-address) takes the cluster's secret instead"
+                f"{flag} is only for a gateway; a control server (--fleet-address) takes the cluster's secret instead"
             )
     from cli.commands import drain_node
 

@@ -304,7 +304,7 @@ def _take_memory(num_bytes: int, device: torch.device, more_bytes: int) -> Share
         if num_bytes + more_bytes <= free:
             return CudaMemory(num_bytes, device.index) if is_on_gpu else SharedMemory(num_bytes)
     except CudaOutOfMemory:
-        logger.info("%d bytes are free, but not contiguous", free)
+        why = f"but the GPU could not allocate them, although {free / 2**20:,.0f} MiB were free"
     except OSError as error:
         why = f"but the system refuses them ({error.strerror}; see `ulimit -a`)"
     swapped = ", and with `preemption: swap` engine.swap_space_mib or scheduler.num_swap_blocks"

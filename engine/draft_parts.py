@@ -63,8 +63,8 @@ def load_draft(
         return None
     if model.layer_groups.groups.num_windowed:
         raise ConfigError(
-            "speculation.method: got 'draft_model', but the served model has sliding windows, and frees KV that a "
-            "draft model still needs; use 'ngram'"
+            "speculation.method: got 'draft_model', but the served model has sliding windows, so its KV is freed "
+            "while a draft model still needs it; use 'ngram'"
         )
     if speculation.draft_layers is not None:
         first = _first_layers(model, speculation.draft_layers)
@@ -116,8 +116,8 @@ def _make_draft_model(draft: Draft, config: SchedulerConfig, model: LoadedModel,
     own_pool = pool if draft.shares_kv else KVPool(pool.num_blocks, shape, model.device)
     cost = cost_of(draft.model, model)
     logger.info(
-        "a draft model of %d layers guesses up to %d tokens; a guess takes about %.2f of a token's time, "
-        "and its KV takes %s",
+        "a draft model of %d layers guesses up to %d tokens; a guess takes about %.2f of the time of a token, and "
+        "the KV of the draft model takes %s",
         draft.model.architecture.num_layers,
         draft.num_drafts,
         cost,
@@ -149,12 +149,13 @@ def _check_vocabulary(draft: LoadedModel, path: Path, model: LoadedModel, model_
     """ModelError if the same id would be another token."""
     if draft.vocab_size != model.vocab_size:
         raise ModelError(
-            f"{path} has {draft.vocab_size} tokens in its vocabulary, and the served model {model_path} has "
+            f"{path} has {draft.vocab_size} tokens in its vocabulary, but the served model {model_path} has "
             f"{model.vocab_size}; a draft model needs the same vocabulary"
         )
     if path != model_path and _tokens(path) != _tokens(model_path):
         raise ModelError(
-            f"{path} has other tokens than the served model {model_path}; both need the same vocabulary"
+            f"the vocabulary of {path} differs from that of the served model {model_path}; a draft model needs the "
+            "same vocabulary"
         )
 
 

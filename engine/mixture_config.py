@@ -136,7 +136,7 @@ def _groups(config: Mapping[str, Any], num_experts: int, *, is_grouped: bool) ->
     per_group, rest = divmod(num_experts, num_groups)
     if rest or (num_groups > 1 and per_group < 2):
         raise ModelError(
-            f"n_group must divide the {num_experts} experts into groups of two or more, got {num_groups}"
+            f"n_group must divide the {num_experts} experts into equal groups of two or more, got {num_groups}"
         )
     if num_chosen_groups > num_groups:
         raise ModelError(f"topk_group must be at most n_group, {num_groups}, got {num_chosen_groups}")

@@ -125,8 +125,8 @@ def _check_nothing_is_lost(
         used = DEFAULTS[family].get(key, default) if config.get(key) is None else config[key]
         if new.get(key) is not None and old.get(key) is None and new[key] != used:
             raise ModelError(
-                f"rope_scaling replaces rope_parameters, and so its {key}, {new[key]!r:.80}; move the keys of "
-                "rope_scaling into rope_parameters, and remove rope_scaling"
+                f"rope_scaling would replace rope_parameters, whose {key} ({new[key]!r:.80}) would be lost; move the "
+                "keys of rope_scaling into rope_parameters, and remove rope_scaling"
             )
 
 

@@ -31,7 +31,7 @@ class FailStop:
         """
         if self._failed_step is not None:
             raise RuntimeError(
-                f"step {self._failed_step} failed on this rank, so it computes no further step"
+                f"step {self._failed_step} failed on this rank, so the rank computes no more steps"
             )
         try:
             return self._runner.launch(plan)

@@ -38,9 +38,8 @@ def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
         return config.model_copy(update={"max_connections": num_fitting})
     advice = f"lower it to {num_fitting}, or " if num_fitting > 0 else ""
     raise ConfigError(
-        f"gateway.max_connections ({config.max_connections}) may need {needed} open files: that many "
-        f"at each of {num_ports} port(s), and {num_others} others; this process may open {hard}; "
-        f"{advice}{remedy}"
+        f"gateway.max_connections ({config.max_connections}) may need {needed} open files: its connections at each of "
+        f"{num_ports} port(s), and {num_others} other files; this process may open {hard} files; {advice}{remedy}"
     )
 
 

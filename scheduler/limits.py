@@ -48,8 +48,7 @@ class ContextLimits:
             so_far = f", {num_outputs} of output" if num_outputs else ""
             raise InvalidRequest(
                 "prompt",
-                f"{request.num_prompt_tokens} tokens{so_far} and one to generate do not fit into "
-                f"{self._allowed}",
+                f"{request.num_prompt_tokens} tokens{so_far} and one token to generate do not fit into {self._allowed}",
             )
         request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
 
@@ -77,10 +76,7 @@ def _end_of_initial_output(request: Request) -> str | None:
     params = request.sampling_params
     outputs = request.output_token_ids
     if len(outputs) >= params.max_tokens:
-        return (
-            f"{len(outputs)} tokens, of which max_tokens allows {params.max_tokens}; nothing is left "
-            "to sample"
-        )
+        return f"{len(outputs)} output tokens, but max_tokens allows {params.max_tokens}; nothing is left to sample"
     for num_tokens, token_id in enumerate(outputs, start=1):
         if token_id in request.stop_token_ids and num_tokens >= params.min_tokens:
             return f"token {num_tokens - 1} is {token_id}, which ends the request"

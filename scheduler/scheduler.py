@@ -185,7 +185,7 @@ class Scheduler:
         if (culprit := self._trial.step_failed(ends, self._num_steps + 1, was_alone=was_alone)) is not None:
             status, kind = RequestStatus.FINISHED_ERROR, ErrorKind.STEP_FAILED
             self._ending.finish(
-                [culprit], status, outputs, f"its step failed, with no other request in it: {reason}", kind
+                [culprit], status, outputs, f"a step that computed only this request failed: {reason}", kind
             )
         return outputs
 

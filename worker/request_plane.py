@@ -336,7 +336,7 @@ class RequestServer:
         try:
             self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
         except zmq.Again:
-            self._forget(peer, f"it does not read; {OUTBOX_MESSAGES} messages are waiting")
+            self._forget(peer, f"the gateway does not read; {OUTBOX_MESSAGES} messages wait")
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

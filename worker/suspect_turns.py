@@ -60,7 +60,7 @@ class SuspectTurns:
         if not is_reserved:
             self._next_client = client_id
             self._reserved_until = max(turn.ends_at for turn in self._turns.values()) + RESERVED_S
-        return refusal(suspect.request_id, Overloaded("another suspect is tried first", 1.0))
+        return refusal(suspect.request_id, Overloaded("another suspect runs first", 1.0))
 
     def release(self, client_id: str, request_id: str) -> EngineRequest | None:
         """The client has read that the suspect is named. Returns the suspect if it was held; it runs from now on."""

@@ -56,8 +56,8 @@ class ApiKey(Section):
     def _check_hash(cls, digest: str) -> str:
         if not _SHA256.fullmatch(digest):  # this may be the key itself: do not show it
             raise ValueError(
-                "must be 64 hexadecimal digits in lower case: the hash that `baton key NAME` prints, not "
-                "the key itself"
+                "must be the hash that `baton key NAME` prints (64 hexadecimal digits in lower case), not the key "
+                "itself"
             )
         return digest
 
@@ -65,7 +65,7 @@ class ApiKey(Section):
     @classmethod
     def _check_name(cls, name: str) -> str:
         if name == ANONYMOUS:
-            raise ValueError(f"'{name}' is the name of callers without a key; choose another name")
+            raise ValueError(f"'{name}' is Baton's name for callers without a key; choose another name")
         return name
 
 
@@ -90,6 +90,7 @@ def contradiction_among(keys: Iterable[ApiKey]) -> str | None:
         first = by_name.setdefault(key.name, key)
         if key.model_copy(update={"sha256": first.sha256}) != first:
             return (
-                f"two keys of '{key.name}' differ in more than their sha256; make them equal, or rename one"
+                f"two keys have the name '{key.name}', but differ in more than their sha256; make their other fields "
+                "equal, or rename one key"
             )
     return None

@@ -67,7 +67,7 @@ class AutoscalingConfig(Section):
         if self.shrink_after_s < self.grow_after_s:
             raise ValueError(
                 f"shrink_after_s ({self.shrink_after_s:g}) must not be shorter than grow_after_s "
-                f"({self.grow_after_s:g}); otherwise the fleet shrinks before it has reacted to a load"
+                f"({self.grow_after_s:g}); otherwise the fleet shrinks faster than it grows"
             )
         targets = (
             self.target_queue_time_s,

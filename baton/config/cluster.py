@@ -96,25 +96,30 @@ class ClusterConfig(Section):
     def _check_labels(cls, labels: dict[str, str]) -> dict[str, str]:
         for value in labels.values():
             if not _LABEL_CONDITION.fullmatch(value):
-                raise ValueError(f"got {value!r}; use a label value, or one of !x, in(x,y) and !in(x,y)")
+                raise ValueError(
+                    f"got {value!r}; use a label value, or a condition like !x, in(x,y) or !in(x,y)"
+                )
         return labels
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.fleet_address is not None and "ray_address" in self.model_fields_set:
             raise ValueError(
-                f"fleet_address ('{self.fleet_address}') and ray_address ('{self.ray_address}') both name "
-                "the fleet; set only one of them"
+                f"fleet_address ('{self.fleet_address}') and ray_address ('{self.ray_address}') both say where the "
+                "fleet is; set only one of the two keys"
             )
         if self.ray_address in ("none", "local") and self.fleet_address is None:
-            remedy = f"but ray_address is '{self.ray_address}'; remove it, or set ray_address to that cluster's address"
+            remedy = (
+                f"but ray_address is '{self.ray_address}'; remove the key, or set ray_address to the address of a Ray "
+                "cluster"
+            )
             needing = ("ray_timeout_s", "orphan_timeout_s", "allow_ray_without_token")
             self.refuse_changed(needing, f"needs an external Ray cluster, {remedy}")
             selecting = ("prefill_resources", "decode_resources", "prefill_labels", "decode_labels")
             self.refuse_changed(selecting, f"selects nodes of an external Ray cluster, {remedy}")
         if self.ray_address == "none":
             self.refuse_changed(
-                ("cpus_per_worker",), "is a request to Ray, but ray_address is 'none'; remove it"
+                ("cpus_per_worker",), "is a request to Ray, but ray_address is 'none'; remove the key"
             )
         if "restart_delay_s" in self.model_fields_set and self.restart_delay_s > self.restart_delay_max_s:
             raise ValueError(

@@ -48,13 +48,12 @@ class BatonConfig(Section):
         for role in WorkerRole:
             key = f"{role.value}_num_threads"
             if self.engine.device == "cuda" and getattr(self.cluster, key) is not None:
-                raise ValueError(f"cluster.{key} is for engine.device 'cpu'; remove the key")
+                raise ValueError(f"cluster.{key} is only for engine.device 'cpu'; remove the key")
         prefill, decode = self.num_ranks(WorkerRole.PREFILL), self.num_ranks(WorkerRole.DECODE)
         if self.cluster.prefill and max(prefill, decode) % min(prefill, decode):
             raise ValueError(
-                f"prefill workers of {prefill} ranks cannot hand KV over to decode workers of {decode}; "
-                "one of cluster.prefill_tensor_parallel and cluster.decode_tensor_parallel must be a "
-                "multiple of the other"
+                f"prefill workers of {prefill} ranks cannot hand KV over to decode workers of {decode} ranks; one of "
+                "cluster.prefill_tensor_parallel and cluster.decode_tensor_parallel must be a multiple of the other"
             )
         self._check_hand_overs()
         self._check_swap_space()
@@ -75,8 +74,8 @@ class BatonConfig(Section):
         _, most = self.worker_bounds(WorkerRole.PREFILL) if self.autoscaling.mode == "on" else (0, 0)
         if self.gateway.require_disaggregated and is_known and not (self.cluster.prefill or most):
             raise ValueError(
-                "gateway.require_disaggregated (true) hands every prompt over from a prefill worker, and "
-                "cluster.prefill is 0; raise it, or remove gateway.require_disaggregated"
+                "gateway.require_disaggregated (true) hands every prompt over from a prefill worker, but "
+                "cluster.prefill is 0; raise cluster.prefill, or remove gateway.require_disaggregated"
             )
 
     def _check_swap_space(self) -> None:
@@ -86,7 +85,9 @@ class BatonConfig(Section):
             self.engine.refuse_changed(key, needs, "engine.")
         if scheduler.num_swap_blocks is not None:
             blocks = f"scheduler.num_swap_blocks ({scheduler.num_swap_blocks})"
-            self.engine.refuse_changed(key, f"has no effect with {blocks}; remove one of the two", "engine.")
+            self.engine.refuse_changed(
+                key, f"has no effect with {blocks}; remove one of the two keys", "engine."
+            )
 
     def _check_expert_parallel(self) -> None:
         keys = {"engine.enable_expert_parallel": (self.engine.enable_expert_parallel, tuple(WorkerRole))}
@@ -96,8 +97,8 @@ class BatonConfig(Section):
         for key, (is_enabled, roles) in keys.items():
             if is_enabled and all(self.num_ranks(role) == 1 for role in roles):
                 raise ValueError(
-                    f"{key} (true) divides experts among a worker's ranks, and each of these workers has one; raise "
-                    "engine.tensor_parallel, or remove the key"
+                    f"{key} (true) divides experts among a worker's ranks, but each of these workers has only one "
+                    "rank; raise engine.tensor_parallel, or remove the key"
                 )
 
     def _check_draft_model(self) -> None:
@@ -109,8 +110,8 @@ class BatonConfig(Section):
         num_ranks = max(self.num_ranks(role) for role in WorkerRole)
         if speculation.draft_layers is not None and num_ranks > 1:
             raise ValueError(
-                f"speculation.draft_layers ({speculation.draft_layers}) needs workers of one rank, and there are "
-                f"workers of {num_ranks}; use speculation.draft_model, which rank 0 computes alone"
+                f"speculation.draft_layers ({speculation.draft_layers}) needs workers of one rank, but some workers "
+                f"have {num_ranks} ranks; use speculation.draft_model, which rank 0 computes alone"
             )
 
     def _check_room_for_drafts(self) -> None:
@@ -120,13 +121,13 @@ class BatonConfig(Section):
         scheduler, method = self.scheduler, self.speculation.method
         if scheduler.max_num_batched_tokens < 4:
             raise ValueError(
-                f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) leaves no room for drafts, "
-                f"which speculation.method '{method}' guesses; set it to 4 or more, or the method to 'off'"
+                f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) leaves no room for the drafts "
+                f"of speculation.method '{method}'; set max_num_batched_tokens to 4 or more, or the method to 'off'"
             )
         if scheduler.long_prefill_token_threshold == 1:
             raise ValueError(
-                "scheduler.long_prefill_token_threshold (1) leaves no room for drafts, which speculation.method "
-                f"'{method}' guesses; set it to 0, to 2 or more, or the method to 'off'"
+                "scheduler.long_prefill_token_threshold (1) leaves no room for the drafts of speculation.method "
+                f"'{method}'; set the threshold to 0, or to 2 or more, or the method to 'off'"
             )
 
     def _check_bounds(self) -> None:

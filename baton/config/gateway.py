@@ -151,8 +151,8 @@ class GatewayConfig(Section):
                 )
         if self.allowed_hosts and not self.is_open_to_its_machine:
             raise ValueError(
-                "allowed_hosts only applies to a gateway on loopback without API keys; remove it, since "
-                "others accept any name"
+                "allowed_hosts only applies to a gateway on loopback without API keys; this gateway accepts any "
+                "name, so remove allowed_hosts"
             )
         return self
 
@@ -162,16 +162,17 @@ class GatewayConfig(Section):
             raise ValueError(f"api_keys: {reason}")
         if self.isolate_prefix_cache and not self.has_keys:
             raise ValueError(
-                "isolate_prefix_cache needs API keys, since all callers without a key are one caller; set api_keys_file"
+                "isolate_prefix_cache needs API keys, because all callers without a key count as one caller; set "
+                "api_keys_file"
             )
         if is_loopback(self.host):
             return self
         has_client_certificates = self.tls is not None and self.tls.client_ca_file is not None
         if not (self.has_keys or has_client_certificates or self.allow_anonymous):
             raise ValueError(
-                f"host '{self.host}' would admit everyone who can reach this machine. Make a key with "
-                "`baton key NAME` and set api_keys_file, set tls with a client_ca_file, or set "
-                "allow_anonymous: true if something else keeps strangers out"
+                f"host '{self.host}' would admit everyone who can reach this machine. Make a key with `baton key "
+                "NAME` and set api_keys_file, set tls with a client_ca_file, or set allow_anonymous: true if "
+                "something else controls who can connect"
             )
         if self.has_keys and self.tls is None and not self.allow_plaintext:
             raise ValueError(
@@ -186,10 +187,12 @@ class GatewayConfig(Section):
             return self
         if "response_store" in self.model_fields_set:
             raise ValueError(
-                "response_store and response_store_file both name a store; remove one of the two"
+                "response_store and response_store_file both name a store; remove one of the two keys"
             )
         if "://" in self.response_store_file:
-            raise ValueError("response_store_file names a file with the URL; a URL itself is response_store")
+            raise ValueError(
+                "response_store_file must name a file that contains the URL; for the URL itself, use response_store"
+            )
         return self
 
     @model_validator(mode="after")
@@ -197,19 +200,20 @@ class GatewayConfig(Section):
         """Errors name no store: its address may have a password."""
         bounds = ("response_store_mib", "response_store_caller_mib", "response_store_ttl_s")
         if self.http_port is None:
+            unused = "is only for HTTP, but http_port: null turns HTTP off"
             http = ("allowed_hosts", "metrics_need_key", *bounds)
-            self.refuse_changed(http, "is for HTTP, which http_port null turns off; remove one of the two")
+            self.refuse_changed(http, f"{unused}; remove the key, or http_port")
             for key in ("response_store", "response_store_file"):
                 if key in self.model_fields_set:
-                    raise ValueError(
-                        f"{key} is for HTTP, which http_port null turns off; remove one of the two"
-                    )
+                    raise ValueError(f"{key} {unused}; remove {key} or http_port")
         if self.grpc_max_connection_age_s is None:
             self.refuse_changed(("grpc_connection_grace_s",), "needs grpc_max_connection_age_s")
         if self.response_store == "none":
-            self.refuse_changed(bounds, "needs a store, and response_store is 'none'; remove one of the two")
+            self.refuse_changed(
+                bounds, "needs a store, but response_store is 'none'; remove one of the two keys"
+            )
         if self.response_store != "memory" or self.response_store_file is not None:
-            own = "is for a store in memory; a Redis has a limit of its own (`maxmemory`), so remove the key"
+            own = "is only for a store in memory; remove the key, and limit a Redis by its `maxmemory`"
             self.refuse_changed(("response_store_mib",), own)
         return self
 
@@ -231,6 +235,6 @@ class GatewayConfig(Section):
         if self.require_disaggregated and self.local_prefill_tokens is not None:
             raise ValueError(
                 "require_disaggregated hands over every prompt, even a short one, so local_prefill_tokens "
-                f"({self.local_prefill_tokens}) has no effect; remove one of the two"
+                f"({self.local_prefill_tokens}) has no effect; remove one of the two keys"
             )
         return self

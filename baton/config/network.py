@@ -48,7 +48,7 @@ class NetworkConfig(Section):
     def _check(self) -> Self:
         if self.advertise_host in WILDCARDS:
             raise ValueError(
-                f"advertise_host '{self.advertise_host}' cannot be connected to; remove it, or set this "
+                f"no process can connect to advertise_host '{self.advertise_host}'; remove the key, or set it to this "
                 "machine's address"
             )
         if self.security == "none" and not is_loopback(self.bind_host):

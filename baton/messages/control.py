@@ -21,7 +21,7 @@ from baton.errors import (
 from baton.fleet import CacheFlush, FleetDescription, FleetView, GatewayReport, RolloutStep
 from baton.worker import StartProgress, WorkerRole, WorkerStatus
 
-MAY_BE_CARRIED_OUT = "the command may be carried out nevertheless: see `baton status`"
+MAY_BE_CARRIED_OUT = "the fleet may still carry out the command; see `baton status`"
 """The end of an error's text if a command was sent, and its answer was lost."""
 
 FLEET_PLANE_VERSION = 13

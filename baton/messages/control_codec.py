@@ -153,8 +153,8 @@ def foreign_version(frame: bytes) -> tuple[int, int] | None:
 
 def versions_differ(theirs: int) -> ClusterError:
     return ClusterError(
-        f"the other end speaks version {theirs} of the fleet plane, this one {FLEET_PLANE_VERSION}; run the same "
-        "version of Baton on both, and restart what was started with another one"
+        f"the other process speaks version {theirs} of the fleet plane, this process version {FLEET_PLANE_VERSION}; "
+        "run the same version of Baton everywhere, and restart the processes that still run another version"
     )
 
 

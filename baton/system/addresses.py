@@ -82,8 +82,8 @@ def _host_of(listener: "zmq.Socket[Any]", bind_host: str) -> str:
         if own := _own_address(family):
             return own
     raise ConfigError(
-        f"network.bind_host: '{bind_host}' listens on all interfaces, but this machine has no route "
-        "to others, so its address is unknown; set network.advertise_host"
+        f"network.bind_host: '{bind_host}' listens on all interfaces, but this machine has no route to other "
+        "machines, so Baton cannot tell its address; set network.advertise_host"
     )
 
 

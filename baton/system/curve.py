@@ -33,7 +33,7 @@ FAILED_HANDSHAKES: int = (
 )
 
 REFUSED = (
-    "it refused the connection in the handshake; check that both use the same cluster secret and "
+    "it refused the connection in the handshake; check that both processes use the same cluster secret and the same "
     "network.security"
 )
 """What a client reports about a server with which its handshake failed."""
@@ -189,7 +189,7 @@ class PeerAuthenticator:
             self.num_denied += 1
             if self.num_denied.bit_count() == 1:  # 1, 2, 4, 8, ...: endless retries must not fill the log
                 logger.warning(
-                    "%s denied %d connection(s) so far, the last with %s; clients need this cluster's "
+                    "%s denied %d connection(s) so far, the last one with the event %s; clients need this cluster's "
                     "secret and network.security 'curve'",
                     self._name,
                     self.num_denied,

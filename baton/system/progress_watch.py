@@ -68,7 +68,7 @@ class ProgressWatch:
             now = self._clock.now()
             if (late_s := now - looked_at - _LOOK_EVERY_S) >= LONG_STANDSTILL_S:
                 logger.warning(
-                    "this process stood still for %.1f s: it was stopped, or got no processor", late_s
+                    "this process stood still for %.1f s: it was suspended, or got no CPU time", late_s
                 )
             looked_at = now
             if (hang := self._observer.look(now)) is not None:
@@ -78,7 +78,7 @@ class ProgressWatch:
     def _report(self, hang: str) -> None:
         self.hang = hang
         self._on_hang()
-        logger.critical("%s; this process ends itself. Where its threads are follows on stderr", hang)
+        logger.critical("%s; this process ends itself. The stacks of its threads follow on stderr", hang)
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         if not self._is_stopping.wait(self._last_words_s):
             self._end()

@@ -41,7 +41,7 @@ def _run(options: argparse.Namespace, ask: Coroutine[Any, Any, None]) -> int:
     began = time.monotonic()
     with running_command("drain", f"draining node {options.node}", options.json) as stage:
         asyncio.run(ask)
-        stage(f"node {options.node} has no workers, and takes none")
+        stage(f"node {options.node} has no workers now, and gets no new ones")
     if options.json:
         print(json.dumps({"node": options.node, "total_s": time.monotonic() - began}))
     return 0
@@ -80,6 +80,6 @@ def _too_late(node: str, timeout_s: float, problem: str = "") -> FleetError:
     """`problem`: what the last try to ask for it has met."""
     why = f"; {problem}" if problem else ""
     return FleetError(
-        f"the workers of node {node} did not leave it within {timeout_s:g} s (--timeout); if their draining "
-        f"has begun, it continues{why}"
+        f"the workers of node {node} did not leave the node within {timeout_s:g} s (--timeout); if the drain has "
+        f"begun, it continues{why}"
     )

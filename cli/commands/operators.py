@@ -95,7 +95,7 @@ def flush_cache(target: Target, options: argparse.Namespace) -> int:
     with running_command("flush-cache", "flushing prefix caches", options.json) as stage:
         flushes = asyncio.run(_flush(target, options.worker, options.force))
         flushed = [flush.worker for flush in flushes if flush.is_flushed]
-        stage(f"{len(flushed)} of {len(flushes)} workers have forgotten their prefix caches")
+        stage(f"{len(flushed)} of {len(flushes)} workers have emptied their prefix caches")
     if options.json:
         outcomes = [
             {"worker": flush.worker, "is_flushed": flush.is_flushed, "obstacle": flush.obstacle}
@@ -119,7 +119,9 @@ def running_command(command: str, doing: str, as_json: bool) -> Iterator[ScreenS
         with screen.stage(command, doing) as stage:
             yield stage
     except KeyboardInterrupt:
-        left = f"baton {command}: stopped waiting; the fleet still carries it out; see `baton status`"
+        left = (
+            f"baton {command}: stopped waiting; the fleet still carries out the command; see `baton status`"
+        )
         print(left, file=sys.stderr)
         raise
     except CallBroken as error:
@@ -128,7 +130,7 @@ def running_command(command: str, doing: str, as_json: bool) -> Iterator[ScreenS
 
 def _with_progress(error: GatewayError, steps: list[RolloutStep]) -> GatewayError:
     done = ", ".join(step.worker for step in steps)
-    message = f"{error.message}; restarted before that: {len(steps)} of {steps[-1].count}: {done}"
+    message = f"{error.message}; restarted before the failure: {len(steps)} of {steps[-1].count}: {done}"
     return type(error)(error.code, message, error.details)
 
 

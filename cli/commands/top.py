@@ -32,7 +32,7 @@ def run(target: Target, options: argparse.Namespace) -> int:
     console = CommandConsole()
     if not console.is_terminal or console.is_dumb_terminal:
         raise ConfigError(
-            "stdout is not a terminal; use `baton status` for one look, or `baton status --json` in programs"
+            "stdout is not a terminal; use `baton status` to see the state once, or `baton status --json` in programs"
         )
     with StopSignals() as signals:
         signals.run(_show(target, options.interval, console, signals.stop))

@@ -21,7 +21,7 @@ _END_WORDS = {
 
 _TRACE_ENDS = {
     TraceEnd.CLOSED: "",
-    TraceEnd.FULL: "the file reached its limit; the worker went on",
+    TraceEnd.FULL: "the file reached its size limit; the worker continued",
     TraceEnd.OPEN: "the trace has no end: the worker still runs, or was killed",
     TraceEnd.CUT: "the last line is incomplete: the worker was killed, or is writing it",
 }
@@ -295,9 +295,13 @@ def _signs_in(chart: Chart) -> list[tuple[str, str]]:
     signs = (
         ("[n]", "prompt tokens", PieceKind.PREFILL in kinds),
         ("1", "output token", any(is_plain)),
-        ("m/n", "output tokens, of n computed with drafts", any(p.num_sampled is not None for p in pieces)),
-        ("(1)", "computed in vain", any(piece.is_in_vain for piece in pieces)),
-        ("xn", "so many equal steps", any(piece.num_steps > 1 for piece in pieces)),
+        (
+            "m/n",
+            "n tokens computed with drafts, m of them output",
+            any(p.num_sampled is not None for p in pieces),
+        ),
+        ("(1)", "computed, but not used", any(piece.is_in_vain for piece in pieces)),
+        ("xn", "n equal steps", any(piece.num_steps > 1 for piece in pieces)),
         ("n+", "from the prefix cache", any(piece.num_cached_tokens for piece in pieces)),
         ("n^", "back from host memory", any(piece.num_swapped_in_tokens for piece in pieces)),
         ("···", "in the queue", PieceKind.WAITING in kinds),

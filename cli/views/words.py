@@ -124,12 +124,12 @@ def paths_text(paths: dict[str, int]) -> str:
 
 
 def outcomes_text(counters: dict[str, int]) -> str:
-    """Requests that did not finish normally: `0 failed ...; 3 went on elsewhere (2 lost, 1 refused)`."""
+    """Requests that did not finish normally: `0 failed ...; 3 moved to other workers (2 lost, 1 refused)`."""
     text = ", ".join(f"{counters.get(what, 0)} {what}" for what in ("failed", "rejected", "aborted"))
     moves = {key.removeprefix("migrated_"): n for key, n in counters.items() if key.startswith("migrated_")}
     if total := sum(moves.values()):
         causes = ", ".join(f"{n} {cause.replace('_', ' ')}" for cause, n in moves.items() if n)
-        text += f"; {total} went on elsewhere ({causes})"
+        text += f"; {total} moved to other workers ({causes})"
     return text
 
 

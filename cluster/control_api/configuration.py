@@ -60,8 +60,8 @@ def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]
         config = BatonConfig.from_mapping(json.loads(packed.sections), "the fleet's configuration")
     except (ConfigError, ValueError) as error:
         raise ClusterError(
-            f"{'; '.join(str(error).splitlines())}; the fleet runs another version of Baton, which accepts this; run "
-            "the same version on both"
+            f"{'; '.join(str(error).splitlines())}; the fleet runs another version of Baton, which accepts this "
+            "configuration; run the same version here"
         ) from None
     return config, Path(packed.model_path)
 

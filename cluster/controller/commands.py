@@ -156,7 +156,7 @@ class DrainingNodes:
         here = [known for known in alive if node in (known.name, known.address)]
         if not here:
             raise FleetError(
-                f"no node of the fleet has the address or name {node!r}; there are: {_text(alive)}"
+                f"no node of the fleet has the address or name {node!r}; its nodes are: {_text(alive)}"
             )
         if len(here) == len(alive):
             raise FleetError(f"node {node} is the fleet's only node; end the fleet instead")

@@ -186,8 +186,9 @@ class Controller:
             return
         if not self._has_equal_ranks:
             raise FleetError(
-                f"worker {worker} cannot become a {role.value} worker: these have {self._ranks[role]} ranks, this one "
-                f"has {self._ranks[replica.role]} (cluster.prefill_tensor_parallel, cluster.decode_tensor_parallel)"
+                f"worker {worker} cannot become a {role.value} worker: {role.value} workers have {self._ranks[role]} "
+                f"ranks, but this worker has {self._ranks[replica.role]} (cluster.prefill_tensor_parallel, "
+                "cluster.decode_tensor_parallel)"
             )
         if replica.role is WorkerRole.DECODE:
             self._check_not_last(worker, "changes its role")
@@ -211,6 +212,7 @@ class Controller:
         names = names or [
             replica.name for replica in self._desired.replicas.values() if not replica.is_draining
         ]
+        num_restarted = 0
         try:
             for done, name in enumerate(names, 1):
                 self._rolling = name
@@ -221,8 +223,9 @@ class Controller:
                     endpoint = await supervisor.renew()
                 except FleetError as error:
                     raise FleetError(
-                        f"the rollout stopped after {done - 1} of {len(names)} workers: {error}"
+                        f"the rollout stopped after restarting {num_restarted} of {len(names)} workers: {error}"
                     ) from None
+                num_restarted += 1
                 yield RolloutStep(name, endpoint.ref.incarnation, done, len(names))
         finally:
             self._rolling = None
@@ -290,7 +293,7 @@ class Controller:
         replica = Replica(desired.name, role, Restarts(self._cluster), num_starts=desired.num_starts)
         if found is None and desired.num_starts:
             replica.last_failure = _DID_NOT_SERVE
-            text, extra = "worker %s (%s) is started anew: %s", {"worker": desired.name}
+            text, extra = "starting worker %s (%s) again: %s", {"worker": desired.name}
             logger.warning(text, desired.name, role.value, _DID_NOT_SERVE, extra=extra)
         supervisor = Supervisor(
             replica,
@@ -356,7 +359,8 @@ class Controller:
             for replica in others
         ):
             raise FleetError(
-                f"if worker {worker} {what}, no decode worker serves any more; add one first, or wait for one"
+                f"if worker {worker} {what}, no decode worker serves any more; add a decode worker first, or wait "
+                "until another one serves"
             )
 
     def _burden(self, supervisor: Supervisor) -> tuple[bool, int]:

@@ -210,7 +210,7 @@ class Planner:
     def _relieve(self, role: _Role, shortage: Shortage, now: float) -> Decision:
         """The change that helps a role that misses a target, or the reason why nothing changes."""
         if shortage.lasted_s < self._config.grow_after_s:
-            until = f"this has lasted {seconds(shortage.lasted_s)} of {seconds(self._config.grow_after_s)}"
+            until = f"only for {seconds(shortage.lasted_s)} of the {seconds(self._config.grow_after_s)} before a change"
             return _nothing(role, Reason.NOT_YET, f"{shortage.worst}, but {until}")
         why = f"{shortage.worst} for {seconds(shortage.lasted_s)}"
         if (no_help := self._no_help(role, shortage)) is not None:
@@ -222,11 +222,13 @@ class Planner:
             return _nothing(role, Reason.CHANGING, f"{why}, but {_what_changes(role)}")
         cooling_s = role.changed_at + self._config.grow_cooldown_s - now
         if cooling_s > 0.0:
-            until = f"its last change has {seconds(cooling_s)} left to show"
+            until = f"the effect of its last change is awaited for {seconds(cooling_s)} more"
             return _nothing(role, Reason.COOLING, f"{why}, but {until}")
         role.watch.remember_limit(len(role.serving))
         if (before := role.watch.falls_from()) is not None:
-            return _nothing(role, Reason.FALLING, f"{why}, but falling: it was {shortage.worst.show(before)}")
+            return _nothing(
+                role, Reason.FALLING, f"{why}, but this value falls: it was {shortage.worst.show(before)}"
+            )
         if role.count >= role.most:
             return _nothing(role, Reason.AT_MAX, f"{why}, but {_at_max(role)}")
         step = ceil(role.count / 2) if shortage.worst.ratio >= FAR_OFF else 1
@@ -237,7 +239,7 @@ class Planner:
         utilisation = role.watch.utilisation(len(role.serving))
         if role.role is WorkerRole.DECODE or shortage.worst.what != TTFT or utilisation >= BUSY:
             return None
-        return f"prefill workers are only {percent(utilisation)} busy, so more of them would not help"
+        return f"prefill workers are only {percent(utilisation)} busy, so more prefill workers would not help"
 
     def _change_role(self, short: _Role, why: str, now: float) -> Decision | None:
         """Gives this role a spare worker of the other role, which is faster and cheaper than a new worker."""
@@ -258,7 +260,7 @@ class Planner:
         worker = min(
             other.serving, key=lambda worker: (worker.num_requests, worker.replica.name)
         ).replica.name
-        room = ", no node has room for a new one" if lacks_room else ""
+        room = ", no node has room for a new worker" if lacks_room else ""
         counts = f"{other.name} {other.count} -> {other.count - 1}, {short.name} {short.count} -> "
         sentence = (
             f"{worker} {other.name} -> {short.name} ({counts}{short.count + 1 - lacks_room}): "

@@ -24,8 +24,10 @@ PING_INTERVAL_S = 1.0
 _SOON_S = 0.01
 _STOP_TIMEOUT_S = 5.0
 """A worker that does not close its ports in this time is killed."""
-_DRAINS_UNASKED = "worker %s drains without a command that waits for it, so it is replaced"
-_NOT_CLEAN = "worker %s has left, but transfers or leases had not ended: other workers compute what they miss"
+_DRAINS_UNASKED = "worker %s drains, but no command waits for its end; replacing the worker"
+_NOT_CLEAN = (
+    "worker %s left before its transfers and leases had ended; other workers compute the missing KV again"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ _ENDS = (
     ("running low on memory", "Ray ended its process, because its node ran out of memory"),
     ("its node has died", "its node is lost"),
     ("killed by `ray.kill`", "it was ended by `ray.kill`"),
-    ("worker process has died", "its process died, as by a crash, a SIGKILL or for lack of memory"),
+    ("worker process has died", "its process died, for example by a crash, by SIGKILL or for lack of memory"),
 )
 """Part of Ray's message about the end of an actor, and Baton's message instead. The first match counts."""
 

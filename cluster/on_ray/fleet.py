@@ -58,8 +58,8 @@ class RayFleet:
             await first_start(owned.control, timeout_s, shortage, on_progress, on_enough)
         else:
             self._say(
-                f"took over the running fleet '{self._config.cluster.name}', which had no owner; its workers keep "
-                "`logging` and `gateway.max_in_flight` as they were started"
+                f"took over the running fleet '{self._config.cluster.name}', which had no owner; its workers keep the "
+                "`logging` and `gateway.max_in_flight` that they started with"
             )
             await scale_to(self._config, None, owned.control)
             self._owned = owned

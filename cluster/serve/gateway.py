@@ -62,8 +62,8 @@ def check_ports(config: GatewayConfig) -> None:
             continue
         if error.errno == errno.EADDRINUSE and port:
             raise ConfigError(
-                f"gateway.{key}: {in_url(config.host)}:{port} is in use, as by another `baton serve`; end that, or "
-                "use another port"
+                f"gateway.{key}: {in_url(config.host)}:{port} is in use, perhaps by another `baton serve`; end that "
+                "process, or use another port"
             )
         raise ConfigError(
             f"gateway.{key}: cannot listen on {in_url(config.host)}:{port}: {error.strerror}; use an address of this "

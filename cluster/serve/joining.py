@@ -134,7 +134,7 @@ async def _find_on_ray(config: BatonConfig) -> Sighting:
 
     control = await asyncio.to_thread(running_fleet, config)
     if control is None:
-        raise ClusterError("it has no controller of that name")
+        raise ClusterError("the Ray cluster has no controller of a fleet with this name")
     return await _look_at(control)
 
 

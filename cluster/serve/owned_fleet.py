@@ -46,13 +46,13 @@ def check_owner(config: BatonConfig, command: str) -> None:
     address, port = config.cluster.fleet_address, config.cluster.fleet_port
     if address is not None:
         raise ConfigError(
-            f"cluster.fleet_address: got '{address}', which is for `baton gateway`; `baton {command}` starts "
-            "a fleet of its own, so remove the key"
+            f"cluster.fleet_address: got '{address}', which is only for `baton gateway`; `baton {command}` starts its "
+            "own fleet, so remove the key"
         )
     if port and command == "serve":
         raise ConfigError(
-            f"cluster.fleet_port: got {port}, which is for `baton fleet`; `baton serve` listens there for no gateways, "
-            "so remove the key, or use `baton fleet` and `baton gateway`"
+            f"cluster.fleet_port: got {port}, which is only for `baton fleet`; no gateway can join the fleet of "
+            "`baton serve` at an address, so remove the key, or use `baton fleet` and `baton gateway`"
         )
 
 

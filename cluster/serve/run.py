@@ -163,7 +163,7 @@ async def _run_fleet(
                 endpoints = (await server.serve(control)).endpoints
                 if (num_missing := len(worker_names(config.cluster)) - len(endpoints)) > 0:
                     stage.note(
-                        f"{workers_text(endpoints)} serve at {server.address}; {num_missing} more to come"
+                        f"{workers_text(endpoints)} serve at {server.address}; {num_missing} more are starting"
                     )
 
             control = await fleet.start(stage.report, open_to_gateways)
@@ -178,7 +178,7 @@ async def _run_fleet(
     async def close_server() -> None:
         await server.close(0.0 if signals.hurry.is_set() else _FAREWELL_S)
 
-    ending_text = f"ending the fleet; its workers have {config.cluster.drain_timeout_s:g} s"
+    ending_text = f"ending the fleet; its workers have {config.cluster.drain_timeout_s:g} s to end"
     async with AsyncExitStack() as ending:  # in reverse order, even if the screen cannot be written
         ending.push_async_callback(close_server)
         ending.push_async_callback(fleet.end, signals.hurry)

@@ -70,7 +70,8 @@ class CompileAhead:
         except Exception:
             if not self._is_given_up:
                 logger.warning(
-                    "could not compile kernels ahead; each is compiled when it is first needed", exc_info=True
+                    "could not compile kernels before they are needed; each kernel is compiled at its first use",
+                    exc_info=True,
                 )
 
 

@@ -79,7 +79,7 @@ def find_compiler(capability: tuple[int, int]) -> Compiler:
         os.environ.setdefault(PTXAS_VARIABLES[1], path)
     major, minor = capability
     ptxas = str(get_ptxas(10 * major + minor).path)
-    version = _version(ptxas, f"Triton {triton.__version__}: it would assemble kernels with '{ptxas}'")
+    version = _version(ptxas, f"Triton {triton.__version__} uses '{ptxas}' to assemble kernels")
     is_fixed = tuple(map(int, version.split(".")[:2])) >= FIXED_PTXAS
     return Compiler(ptxas, version, _cache_dir(), is_suspect=major == HOPPER and not is_fixed)
 
@@ -106,7 +106,7 @@ def _cache_dir() -> str:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(
-            f"compiled kernels cannot be kept in '{folder}': {error}; set TRITON_CACHE_DIR to a folder that this user "
-            "may write, and no other"
+            f"compiled kernels cannot be kept in '{folder}': {error}; set TRITON_CACHE_DIR to a folder that only this "
+            "user may write"
         ) from error
     return folder

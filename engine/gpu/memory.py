@@ -40,17 +40,18 @@ class DeviceMemory:
         num_blocks, needed = max(0, self.for_kv) // block_bytes, num_needed + 1
         if num_blocks < needed:
             raise OutOfGpuMemory(
-                f"out of GPU memory: {self.arithmetic()}, but one request of {min_tokens:,} tokens needs {needed:,} "
-                f"blocks of {block_bytes / 2**20:.2f} MiB = {needed * block_bytes / GIB:.2f} GiB. Lower "
-                "scheduler.max_model_len or scheduler.max_num_batched_tokens, raise engine.gpu_memory_utilization, or "
-                "use more GPUs (engine.tensor_parallel)"
+                f"out of GPU memory: {self.arithmetic()}, but one request of {min_tokens:,} tokens needs "
+                f"{num_needed:,} blocks and the null block: {needed:,} x {block_bytes / 2**20:.2f} MiB = "
+                f"{needed * block_bytes / GIB:.2f} GiB. Lower scheduler.max_model_len or "
+                "scheduler.max_num_batched_tokens, raise engine.gpu_memory_utilization, or use more GPUs "
+                "(engine.tensor_parallel)"
             )
         return num_blocks
 
     def arithmetic(self) -> str:
         """The calculation as text, for a log line."""
         parts = {
-            "in use by others": self.used_by_others,
+            "in use by other processes": self.used_by_others,
             "weights": self.weights,
             "activations": self.activations,
             "CUDA graphs": self.graphs,

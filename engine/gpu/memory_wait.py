@@ -70,7 +70,7 @@ class MemoryWait:
         if self._began_at is None:
             self._began_at = now
             logger.warning(
-                "waiting up to %g s: %.1f GiB of the GPU are in use by others", LIMIT_S, used / GIB
+                "waiting up to %g s: %.1f GiB of the GPU are in use by other processes", LIMIT_S, used / GIB
             )
         return now < self._began_at + LIMIT_S
 

@@ -139,7 +139,7 @@ class Matcher:
                 num_consumed = self._matcher.try_consume_tokens(list(drafts)) if drafts else 0
                 mask = bytes(self._matcher.compute_bitmask())
                 if self._matcher.is_error():  # the mask allows the end, though the grammar is not complete
-                    self._defect = complaint_of(self._matcher) or "nothing can follow in its grammar"
+                    self._defect = complaint_of(self._matcher) or "no token can follow by its grammar"
                 elif num_consumed:
                     self._matcher.rollback(num_consumed)
                 if self._defect is None:

@@ -155,8 +155,8 @@ def compile_within_limits(library: GrammarLibrary, output: StructuredOutput) -> 
         compiled = library.compile(output)
         if compiled.num_bytes > COMPILED_LIMIT_BYTES:
             return None, (
-                f"the grammar is too complex: compiled, it takes {compiled.num_bytes >> 20} MiB of memory, at most "
-                f"{COMPILED_LIMIT_BYTES >> 20} are allowed"
+                f"the grammar is too complex: the compiled grammar takes {compiled.num_bytes >> 20} MiB of memory; at "
+                f"most {COMPILED_LIMIT_BYTES >> 20} MiB are allowed"
             )
         return compiled.matcher, None
     except ValueError as error:
@@ -179,7 +179,7 @@ def follow(matcher: Any, num_tokens: int) -> str | None:
     ):  # a panic is no Exception: it ends this process, and the grammar is refused
         mask = matcher.compute_bitmask()
         if matcher.is_error():
-            error = complaint_of(matcher) or "nothing can match it"
+            error = complaint_of(matcher) or "no text can match the grammar"
         for _ in range(num_tokens):
             allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").nonzero()[0]
             if not len(allowed) or not matcher.consume_token(int(allowed[-1])) or matcher.is_stopped():

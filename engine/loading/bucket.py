@@ -71,7 +71,7 @@ def _fetch(url: str, cache_dir: Path, on_progress: Progress, weights: bool) -> P
         is_gguf = is_file or not has_safetensors(files)
         chosen = [gguf_file(files, None, url)] if is_gguf else indexed_files(folder)
         if strangers := sorted(set(chosen) - set(files)):
-            raise ModelError(f"{url}: its index names {strangers[0]!r:.80}, which is not there")
+            raise ModelError(f"{url}: its index names {strangers[0]!r:.80}, which is not in the bucket")
         if weights or is_gguf:
             _copy(
                 store,
@@ -118,8 +118,8 @@ def _copy(
             if (copied := partial.stat().st_size) != size:
                 partial.unlink()
                 raise ModelError(
-                    f"the copy of {files[name]['name']} has {copied:,} bytes, expected {size:,}; it was removed. "
-                    "Start again"
+                    f"the copy of {files[name]['name']} has {copied:,} bytes, expected {size:,}; the copy was "
+                    "removed. Start again"
                 )
             os.replace(partial, target)
         done += size

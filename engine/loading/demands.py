@@ -29,8 +29,8 @@ def check_quantization(config: ModelConfig, device: str) -> None:
     """ConfigError if this kind of device does not support `model.quantization`."""
     if config.quantization in GROUPED and device != "cpu":
         raise ConfigError(
-            f"model.quantization: {config.quantization!r} is for engine.device 'cpu'; with {device!r}, use 'fp8', "
-            "or 'none'"
+            f"model.quantization: {config.quantization!r} is only for engine.device 'cpu'; with {device!r}, use "
+            "'fp8', or 'none'"
         )
 
 
@@ -56,7 +56,8 @@ def check_shares(architecture: ModelArchitecture, num_ranks: int, *, expert_para
             )
     if -(-architecture.vocab_size // num_ranks) * (num_ranks - 1) >= architecture.vocab_size:
         raise ConfigError(
-            f"{_got(num_ranks)}, but this model's {architecture.vocab_size} tokens are too few to share"
+            f"{_got(num_ranks)}, but this model's vocabulary of {architecture.vocab_size} tokens is too small for so "
+            "many ranks; use a lower number"
         )
 
 
@@ -125,7 +126,7 @@ def _check_expert_parallel(architecture: ModelArchitecture, mixture: Mixture | N
     if num_ranks > mixture.num_experts:
         raise ConfigError(
             f"{keys}: got true, but {num_ranks} ranks are more than this model's {mixture.num_experts} experts, and "
-            "each needs one; use fewer ranks, or remove the key"
+            "each rank needs an expert; use fewer ranks, or remove the key"
         )
 
 

@@ -168,7 +168,7 @@ class _Reader:
 
     def read(self) -> GgufFile:
         if self._content[: len(MAGIC)] != MAGIC:
-            raise self._error("it does not begin with 'GGUF'")
+            raise self._error("the file does not begin with 'GGUF'")
         self._position = len(MAGIC)
         version = self._number("I")
         if version not in VERSIONS:
@@ -199,7 +199,9 @@ class _Reader:
                 raise self._error(f"tensor {info.name} appears twice")
             names.add(info.name)
             if info.offset % alignment:
-                raise self._error(f"tensor {info.name} has offset {info.offset}, no multiple of {alignment}")
+                raise self._error(
+                    f"tensor {info.name} has offset {info.offset}, which is not a multiple of {alignment}"
+                )
             tensor = GgufTensor(info.name, info.type, info.shape, data_offset + info.offset)
             end = tensor.offset + tensor.num_bytes
             if end > self._size:
@@ -230,7 +232,7 @@ class _Reader:
             raise self._error(f"tensor {name} has shape {list(shape)}")
         if shape[-1] % kind.block_size:
             raise self._error(
-                f"tensor {name} is {kind.name}: {shape[-1]} is no multiple of {kind.block_size}"
+                f"tensor {name} is {kind.name}, but {shape[-1]} is not a multiple of {kind.block_size}"
             )
         return GgufTensor(name, kind, shape, offset)
 
@@ -267,7 +269,7 @@ class _Reader:
         count = self._number("Q")
         if count * min_bytes > self._size:
             raise self._error(
-                f"it claims to have {count:,} {what}, which do not fit in its {self._size:,} bytes"
+                f"the file claims to have {count:,} {what}, which do not fit in its {self._size:,} bytes"
             )
         return count
 
@@ -301,7 +303,7 @@ class _Reader:
     def _check_fits(self, count: int, size: int) -> None:
         if count * size > self._size - self._position:
             raise self._error(
-                f"it ends early: {count * size:,} bytes are missing after byte {self._position:,}"
+                f"the file ends early: {count * size:,} bytes are missing after byte {self._position:,}"
             )
 
     def _error(self, what: str) -> ModelError:

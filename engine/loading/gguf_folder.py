@@ -103,11 +103,11 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     num_heads = _size(file, f"{name}.attention.head_count")
     head_dim = _size(file, f"{name}.attention.key_length", default=hidden_size // num_heads)
     if head_dim % 2:
-        raise ModelError(f"{file.path}: the heads' size is {head_dim}; supported are even ones")
+        raise ModelError(f"{file.path}: the heads' size must be even, got {head_dim}")
     for key in ("attention.value_length", "rope.dimension_count"):
         if (length := file.get(f"{name}.{key}", int)) not in (None, head_dim):
             raise ModelError(
-                f"{file.path}: {name}.{key} is {length}; supported is the heads' size, {head_dim}"
+                f"{file.path}: {name}.{key} must equal the heads' size, {head_dim}, got {length}"
             )
     window = file.get(f"{name}.attention.sliding_window", int)
     if window and name not in ("llama", "gemma3"):
@@ -203,7 +203,7 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, object]:
     if "rope_freqs.weight" in file.tensors:
         if is_scaled:
             raise ModelError(
-                f"{file.path}: rope_freqs.weight and {name}.rope.scaling at once are not supported"
+                f"{file.path}: rope_freqs.weight together with {name}.rope.scaling is not supported"
             )
         return _llama3_rope(file, theta, head_dim)
     if not is_scaled:
@@ -227,7 +227,7 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, objec
     """
     divisors = _floats(file, "rope_freqs.weight")
     if not all(1.0 <= divisor < math.inf for divisor in divisors):
-        raise ModelError(f"{file.path}: rope_freqs.weight must be divisors of at least 1")
+        raise ModelError(f"{file.path}: the values of rope_freqs.weight must be at least 1")
     low, high, original, factor = 1.0, 4.0, 8192, max(divisors)
     expected = []
     for i in range(head_dim // 2):
@@ -239,7 +239,7 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, objec
     )
     if not is_same:
         raise ModelError(
-            f"{file.path}: rope_freqs.weight is not Llama 3.1's scaling, and no other is supported"
+            f"{file.path}: rope_freqs.weight is not Llama 3.1's scaling, and only this scaling is supported"
         )
     return {
         "rope_type": "llama3",

@@ -151,7 +151,7 @@ def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[Json, bool]:
         raise ModelError(f"{file.path}: {len(tokens)} tokens, but {len(scores)} tokenizer.ggml.scores")
     if (longest := max(map(len, tokens))) > _MAX_TOKEN_CHARS:
         raise ModelError(
-            f"{file.path}: a token has {longest:,} characters; supported are {_MAX_TOKEN_CHARS:,}"
+            f"{file.path}: a token has {longest:,} characters; at most {_MAX_TOKEN_CHARS:,} are supported"
         )
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     begins_with_space = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
@@ -213,7 +213,9 @@ def _bpe(
 def _pair(file: GgufFile, merge: str, tokens: set[str]) -> list[str]:
     pair = merge.split(" ")
     if len(pair) != 2 or not tokens.issuperset([*pair, "".join(pair)]):
-        raise ModelError(f"{file.path}: tokenizer.ggml.merges has {merge!r}, which makes no token of two")
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.merges has {merge!r}, which does not join two tokens into a token"
+        )
     return pair
 
 
@@ -269,6 +271,6 @@ def _token_id(file: GgufFile, tokens: list[str], name: str) -> int | None:
     token_id = file.get(f"tokenizer.ggml.{name}_token_id", int)
     if token_id is not None and not 0 <= token_id < len(tokens):
         raise ModelError(
-            f"{file.path}: tokenizer.ggml.{name}_token_id is {token_id}, of {len(tokens)} tokens"
+            f"{file.path}: tokenizer.ggml.{name}_token_id is {token_id}, but there are {len(tokens)} tokens"
         )
     return token_id

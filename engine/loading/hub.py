@@ -106,7 +106,7 @@ def _weight_paths(name: HubName, folder: Path) -> tuple[list[str], bool]:
     chosen = indexed_files(folder)
     if are_all and (strangers := sorted(set(chosen) - set(paths))):
         raise ModelError(
-            f"{name.repo}: its index names {strangers[0]!r:.80}, which the repository does not have"
+            f"the index of {name.repo} names {strangers[0]!r:.80}, which the repository does not have"
         )
     return chosen, False
 

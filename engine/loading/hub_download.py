@@ -88,7 +88,7 @@ def download(
         if fruitless == MAX_FRUITLESS:
             raise failure or ModelError(
                 f"{file.url} has {file.size_bytes:,} bytes, but {position:,} came, and {MAX_FRUITLESS} tries in a row "
-                "brought nothing new; a proxy or mirror in between may serve another file, or only a part of it"
+                "brought no more bytes; a proxy or mirror in between may serve another file, or only a part of it"
             )
         if position != file.size_bytes:
             stop.wait(FIRST_PAUSE_S * 2 ** max(fruitless - 1, 0))
@@ -97,8 +97,8 @@ def download(
     if digest != file.sha256:
         partial.unlink()
         raise ModelError(
-            f"the download of {file.url} has sha256 {digest}, expected {file.sha256}; it was removed. Start again; if "
-            "it happens again, a proxy or mirror in between serves another file"
+            f"the download of {file.url} has sha256 {digest}, expected {file.sha256}; the download was removed. Start "
+            "again; if this happens again, a proxy or mirror in between serves another file"
         )
     os.replace(partial, target)
 

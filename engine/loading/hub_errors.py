@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 from baton.errors import ModelError
 from baton.hub_name import HubName
 
-_LATER = "What was downloaded stays; the next start continues"
+_LATER = "What was downloaded is kept; the next start continues the download"
 
 
 @contextmanager
@@ -46,8 +46,8 @@ def _explanation(name: HubName, error: Exception) -> str:
             )
         case RepositoryNotFoundError():
             return (
-                f"model {str(name)!r} is no folder or file here, and {hub} has no model {repo}, or only a private one: "
-                "check the spelling; for a private model set HF_TOKEN to a token that may read it"
+                f"model {str(name)!r} is not a folder or file here, and {hub} has no public model {repo}. Check the "
+                "spelling; for a private model, set HF_TOKEN to a token that may read it"
             )
         case RevisionNotFoundError():
             return (
@@ -56,34 +56,34 @@ def _explanation(name: HubName, error: Exception) -> str:
             )
         case HfHubHTTPError() if error.response.status_code == 401:
             return (
-                f"{hub} refuses the token in HF_TOKEN, or of `hf auth login`, for {repo}: renew it at "
+                f"{hub} refuses the token in HF_TOKEN, or of `hf auth login`, for {repo}; renew the token at "
                 f"{hub}/settings/tokens"
             )
         case HfHubHTTPError():
             return f"{hub} answered {error.response.status_code} for {repo}: {first_line(error)}"
         case LocalEntryNotFoundError() | OfflineModeIsEnabled() if constants.HF_HUB_OFFLINE:
             return (
-                f"model {str(name)!r} is no folder or file here, and is not, or not whole, in the cache {cache}, and "
-                "HF_HUB_OFFLINE forbids downloads: unset it, or copy the cache of a machine that has the model"
+                f"model {str(name)!r} is not a folder or file here, the cache {cache} does not have the whole model, "
+                "and HF_HUB_OFFLINE forbids downloads. Unset HF_HUB_OFFLINE, or copy the cache of a machine that has "
+                "the model"
             )
         case LocalEntryNotFoundError() | httpx2.HTTPError():
             return (
-                f"cannot reach {hub} ({first_line(error.__cause__ or error)}), and model {str(name)!r} is not, or not "
-                f"whole, in the cache {cache}, nor is it a folder here. Check network and proxy (HTTPS_PROXY), or set "
-                f"HF_ENDPOINT to a mirror. {_LATER}"
+                f"cannot reach {hub} ({first_line(error.__cause__ or error)}), and model {str(name)!r} is not a "
+                f"folder here, and the cache {cache} does not have the whole model. Check network and proxy "
+                f"(HTTPS_PROXY), or set HF_ENDPOINT to a mirror. {_LATER}"
             )
         case HFValidationError():
             return (
-                f"model {str(name)!r} is no folder or file here, and no name of the Hub: {first_line(error)}"
+                f"model {str(name)!r} is not a folder or file here, and not a valid name of the Hub: "
+                f"{first_line(error)}"
             )
         case ValueError() | KeyError() | TypeError() | AssertionError():
-            return (
-                f"{hub} did not answer as a Hub does ({first_line(error)}); check HF_ENDPOINT and the proxy"
-            )
+            return f"{hub} did not answer like a Hub ({first_line(error)}); check HF_ENDPOINT and the proxy"
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             return (
-                f"the disk of {cache} is full while {repo} is downloaded: free some room, or set HF_HOME to a folder "
-                f"on another disk. {_LATER}"
+                f"the disk of {cache} became full during the download of {repo}; free some room, or set HF_HOME to a "
+                f"folder on another disk. {_LATER}"
             )
     return f"cannot prepare {name} in {cache}: {error}"
 

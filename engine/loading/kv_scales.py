@@ -63,5 +63,5 @@ def _of_layer(path: Path, heads: str, values: Mapping[str, float]) -> KVScale:
     if values.keys() == {"kv_scale"}:
         return KVScale(values["kv_scale"], values["kv_scale"])
     raise ModelError(
-        f"{path}: {heads} has {' and '.join(values)}; it needs k_scale and v_scale, or kv_scale alone"
+        f"{path}: {heads} has {' and '.join(values)}; there must be k_scale and v_scale, or kv_scale alone"
     )

@@ -230,8 +230,8 @@ def _kv_scales(
     scales = read_kv_scales(path)
     if scales and architecture.latent is not None:
         raise ModelError(
-            f"{path}: {min(scales)} has scales, which are not supported where heads share a latent; "
-            "set engine.kv_cache_dtype to 'auto', which needs no scales"
+            f"{path}: {min(scales)} has scales, which are not supported in models whose heads share a latent; set "
+            "engine.kv_cache_dtype to 'auto', which needs no scales"
         )
     return scales
 
@@ -291,7 +291,7 @@ def kv_dtype_of(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch
     if kv_cache_dtype == "bfloat16" and config.dtype != "bfloat16":
         if config.dtype != "float32" or device.type != "cpu":
             raise ConfigError(
-                "engine.kv_cache_dtype: 'bfloat16' is for engine.device 'cpu' and model.dtype 'float32'; with "
+                "engine.kv_cache_dtype: 'bfloat16' is only for engine.device 'cpu' and model.dtype 'float32'; with "
                 f"{device.type!r} and {config.dtype!r}, use 'auto' or 'fp8'"
             )
         return torch.bfloat16

@@ -117,7 +117,9 @@ def read_safetensors_header(file: Path) -> dict[str, TensorEntry]:
         }
         end = max((entry.offset + entry.num_bytes for entry in tensors.values()), default=first)
         if end != size:
-            raise ValueError(f"it has {size:,} bytes, but its header describes {end:,}; download it again")
+            raise ValueError(
+                f"the file has {size:,} bytes, but its header describes {end:,}; download the file again"
+            )
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise ModelError(f"{file} is not a readable safetensors file: {error}") from error
     return tensors

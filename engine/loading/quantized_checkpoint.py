@@ -92,7 +92,7 @@ class QuantizedCheckpoint(FileWeights):
             elsewhere=(part for take in elsewhere for part in self._parts_of(take)),
         )
         logger.info(
-            "quantization_config %s: %d matrices stay in their bits, %d were dequantised to %s",
+            "quantization_config %s: %d matrices stay quantized, %d were dequantized to %s",
             self._quantization.method,
             self._num_kept,
             self._num_converted,

@@ -31,7 +31,9 @@ def as_stored(architecture: ModelArchitecture, folder: Path) -> ModelArchitectur
         return architecture
     if _EMBEDDINGS in tensors and _HEAD in tensors and _are_equal(tensors[_EMBEDDINGS], tensors[_HEAD]):
         return architecture
-    logger.info("%s has a projection to logits of its own, in spite of tie_word_embeddings", folder)
+    logger.info(
+        "%s has its own projection to logits, although config.json has tie_word_embeddings: true", folder
+    )
     return replace(architecture, tie_word_embeddings=False)
 
 

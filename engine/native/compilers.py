@@ -29,7 +29,7 @@ def _words(cxx: str) -> list[str]:
     try:
         words = shlex.split(cxx)
         if words and shutil.which(words[0]) is None:
-            raise ValueError(f"there is no program {words[0]}")
+            raise ValueError(f"program {words[0]} not found")
     except ValueError as error:
         logger.warning("CXX=%s is ignored: %s; correct or unset it", cxx, error)
         return []

@@ -59,7 +59,7 @@ def lacking_instructions() -> str:
     """Why this machine has no set."""
     known = [instructions for instructions in INSTRUCTION_SETS if instructions.machine == platform.machine()]
     if not known:
-        return f"there are none for processors of type {platform.machine()}"
+        return f"Baton has no kernels for processors of type {platform.machine()}"
     if not cpu_flags():
         return "the instructions of this CPU are unknown: no flags in /proc/cpuinfo"
     return f"this CPU lacks {', '.join(sorted(known[-1].needs - cpu_flags()))} (see /proc/cpuinfo)"

@@ -91,7 +91,9 @@ class RankLink:
         try:
             code = self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return f"rank {self.rank} (pid {self.process.pid}) closed its connection and went on"
+            return (
+                f"rank {self.rank} (pid {self.process.pid}) closed its connection, but its process still runs"
+            )
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"rank {self.rank} (pid {self.process.pid}) {end}"
 
@@ -146,7 +148,7 @@ class RankGroup:
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Waits until each rank's collectives are connected. Raises like `wait_until_loaded`."""
-        self._wait(lambda link: link.is_ready, "connected to the others", timeout_s)
+        self._wait(lambda link: link.is_ready, "connected to the other ranks", timeout_s)
 
     def serve(self) -> None:
         """Begins to call `on_kv_output`. From now on the engine handles failures."""
@@ -255,7 +257,7 @@ class RankGroup:
                 return
             self._failure = failure
             self._changed.notify_all()
-        logger.error("the worker's ranks end: %s", failure)
+        logger.error("ending all ranks of this worker: %s", failure)
         for link in self._links:
             link.process.kill()
         self._on_failure()

@@ -115,7 +115,7 @@ def _read_key_store(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_MAX_FILE_BYTES + 1)
         if stat.S_IMODE(mode) & (stat.S_IWGRP | stat.S_IWOTH):
-            raise Lost(f"{source}: other users may write it, and so add keys; run `chmod go-w {path}`")
+            raise Lost(f"{source}: other users may write this file, and so add keys; run `chmod go-w {path}`")
         if len(content) > _MAX_FILE_BYTES:
             raise ConfigError(f"{source}: is larger than {_MAX_FILE_BYTES} bytes")
         keys = yaml.load(content, _LOADER)

@@ -81,8 +81,8 @@ class Concurrency:
         running = self._running.get(caller.name, 0)
         if caller.max_concurrent is not None and running >= caller.max_concurrent:
             return RateLimited(
-                f"the key of '{caller.name}' allows {caller.max_concurrent} requests at once, which already run; "
-                "try again when one of them has ended",
+                f"the key of '{caller.name}' allows {caller.max_concurrent} requests at once, and as many run now; "
+                "try again when one of these requests has ended",
                 CONCURRENCY_RETRY_S,
             )
         self._running[caller.name] = running + 1

@@ -58,14 +58,19 @@ def check_num_values(messages: Iterable[ChatMessage]) -> None:
     except NotStrict as error:
         raise InvalidRequest("chat", f"the arguments of a call: {error}") from error
     if num_values > MAX_VALUES:
-        raise InvalidRequest("chat", f"the arguments of its calls have more than {MAX_VALUES} values")
+        raise InvalidRequest(
+            "chat", f"the arguments of all calls together have more than {MAX_VALUES} values"
+        )
 
 
 def _names_of(calls: Sequence[ToolCall], place: str) -> dict[str, str]:
     names: dict[str, str] = {}
     for index, call in enumerate(calls):
         if call.id in names:
-            raise InvalidRequest(f"{place}.tool_calls.{index}.id", "another call of this message has it, too")
+            raise InvalidRequest(
+                f"{place}.tool_calls.{index}.id",
+                "another call of this message has the same id; give each call its own id",
+            )
         names[call.id] = call.name
     return names
 
@@ -76,10 +81,10 @@ def _named(result: ChatMessage, name_of: dict[str, str], place: str) -> ChatMess
     if name is None:
         raise InvalidRequest(
             f"{place}.tool_call_id",
-            f"no assistant's message before it has a call {result.tool_call_id[:60]!r}",
+            f"no earlier assistant's message has a call {result.tool_call_id[:60]!r}",
         )
     if result.name not in (None, name):
-        raise InvalidRequest(f"{place}.name", f"that call was to {name[:60]!r}, got {result.name[:60]!r}")
+        raise InvalidRequest(f"{place}.name", f"the call was to {name[:60]!r}, got {result.name[:60]!r}")
     return replace(result, name=name)
 
 
@@ -102,4 +107,6 @@ def check_among(tools: Sequence[Tool], name: str, place: str) -> None:
     """Raises InvalidRequest if no tool has this name."""
     if not any(tool.name == name for tool in tools):
         known = ", ".join(repr(tool.name) for tool in tools[:8]) + (", ..." if len(tools) > 8 else "")
-        raise InvalidRequest(place, f"{name[:64]!r} is none of the tools, which are: {known or 'none'}")
+        raise InvalidRequest(
+            place, f"{name[:64]!r} is not one of the tools; the tools are: {known or 'none'}"
+        )

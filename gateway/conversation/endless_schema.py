@@ -21,8 +21,8 @@ def check_ends(field: str, whose: str, schema: dict[str, Any]) -> None:
     if (part := endless_part(schema)) is not None:
         raise InvalidRequest(
             field,
-            f"in {whose}, no finite value matches this part, since it needs itself: {json.dumps(part)[:200]}; give it "
-            "an alternative, such as null",
+            f"in {whose}, no finite value matches this part, because the part requires itself again: "
+            f"{json.dumps(part)[:200]}; give the part an alternative, such as null",
         )
 
 

@@ -38,13 +38,13 @@ def listed_properties(guided: GuidedTool) -> list[Property]:
     if shaping := sorted(_SHAPING & schema.keys()):
         raise InvalidRequest(
             "tools",
-            f"this model writes arguments one by one, so the parameters of '{guided.name}' can only be guided if they "
-            f"list their properties; got {', '.join(shaping)} beside them",
+            f"this model writes arguments one by one, so the parameters of '{guided.name}' can only be guided if "
+            f"their schema just lists properties; remove {', '.join(shaping)}",
         )
     shared = {key: schema[key] for key in (*DEFINITIONS, SPACING_KEY) if key in schema}
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
-        raise InvalidRequest("tools", f"the parameters of '{guided.name}' are no valid schema")
+        raise InvalidRequest("tools", f"the parameters of '{guided.name}' are not a valid schema")
     # a set, since a list would be searched for each property
     names = {name for name in required if isinstance(name, str)}
     return [_property(name, part, shared, name in names) for name, part in properties.items()]

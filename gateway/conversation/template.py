@@ -89,7 +89,8 @@ class ChatTemplate:
             if variables.setdefault(name, value) != value:
                 raise InvalidRequest(
                     "reasoning",
-                    f"asks for {name}={variables[name]!r}, but the chat's variables for {value!r}",
+                    f"asks for {name}={variables[name]!r}, but the chat's variables have {name}={value!r}; make the "
+                    "two equal",
                 )
         return variables
 
@@ -103,7 +104,7 @@ class ChatTemplate:
                 raise InvalidRequest("reasoning", "this model's chat template cannot turn reasoning off")
         if reasoning.effort is not None:
             if not self.reads(EFFORT):
-                raise InvalidRequest("reasoning", "this model's chat template knows no levels of effort")
+                raise InvalidRequest("reasoning", "this model's chat template has no levels of effort")
             variables[EFFORT] = reasoning.effort
         return variables
 
@@ -138,7 +139,7 @@ def check_template_options(field: str, options: Mapping[str, TemplateValue]) -> 
         raise InvalidRequest(field, f"must have at most {MAX_OPTIONS} entries, got {len(options)}")
     for key, value in options.items():
         if not NAME.fullmatch(key):
-            raise InvalidRequest(field, f"{key[:60]!r} is no name of a template's variable")
+            raise InvalidRequest(field, f"{key[:60]!r} is not a valid name of a template's variable")
         place = f"{field}.{key}"
         if key in RESERVED or key.endswith(RESERVED_ENDS):
             raise InvalidRequest(place, "is set by the gateway; use the request's own fields")
@@ -162,7 +163,7 @@ def arguments_of(call: ToolCall) -> Mapping[str, Any]:
     """The arguments of an earlier call. Raises InvalidRequest if they are not a JSON object."""
     arguments = _parsed(call.arguments)
     if arguments is None:
-        raise InvalidRequest("chat", f"the arguments of the call '{call.id[:60]}' are no JSON object")
+        raise InvalidRequest("chat", f"the arguments of the call '{call.id[:60]}' are not a JSON object")
     return arguments
 
 

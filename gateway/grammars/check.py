@@ -142,8 +142,7 @@ class GrammarCheck:
                     "the request's deadline passed before its grammar was compiled"
                 ) from None
             raise Overloaded(
-                f"{len(self._queue)} grammars have been waiting to be compiled for more than "
-                f"{MAX_WAIT_S:g} s",
+                f"the grammar was not compiled within {MAX_WAIT_S:g} s; {len(self._queue)} grammars wait",
                 RETRY_AFTER_S,
             ) from None
         finally:

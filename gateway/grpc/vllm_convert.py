@@ -15,8 +15,8 @@ from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.preprocess import Prompt
 from gateway.requests.request import Delta, Finish
 
-ELSEWHERE = "this gateway chooses workers and hands KV over by itself; remove it"
-TEXT_ONLY = "models here read only text; remove it"
+ELSEWHERE = "this gateway chooses workers and hands KV over by itself; remove the field"
+TEXT_ONLY = "models here read only text; remove the field"
 
 UNSERVED = {
     "kv_transfer_params": ELSEWHERE,

@@ -12,7 +12,7 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 def _refuse(value: object) -> None:
     if value is not None:
-        raise PydanticCustomError("not_supported", "this is not supported; remove it")
+        raise PydanticCustomError("not_supported", "this field is not supported; remove it")
 
 
 NotSupported = Annotated[None, BeforeValidator(_refuse), Field(description="Not supported; only `null`.")]

@@ -59,8 +59,8 @@ class ConnectionPlaces(Generic[Connection]):
         self.rest(connection)
         if self._num_busy[caller] >= self.number - self.num_reserved:
             raise Overloaded(
-                f"requests of '{caller}' run on {self._num_busy[caller]} of {self.number} connections, and the rest "
-                "is kept for others",
+                f"requests of '{caller}' run on {self._num_busy[caller]} of {self.number} connections, and the other "
+                "connections are kept for other callers",
                 retry_after_s=1.0,
             )
         self._busy[connection] = caller

@@ -38,7 +38,7 @@ class OwnNames:
             return
         error = PermissionDenied(
             "this gateway only serves its own machine, and does not know the host name "
-            f"{host[:MAX_SHOWN_CHARACTERS]!r}; use localhost, or ask its operator to add the name to "
+            f"{host[:MAX_SHOWN_CHARACTERS]!r}; use localhost, or ask the operator of this gateway to add the name to "
             "gateway.allowed_hosts, or to require API keys"
         )
         await answer_of(scope, error)(scope, receive, send)

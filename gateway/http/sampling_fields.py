@@ -48,7 +48,7 @@ PromptCacheKey = Annotated[
     str,
     Field(
         max_length=1024,
-        description="What requests with a common prefix share: those of one key prefer the same workers.",
+        description="Requests with the same key prefer the same workers; for requests with a common prefix.",
     ),
 ]
 
@@ -92,7 +92,7 @@ class SamplingFields(Body):
     max_model_len: int | None = Field(
         None,
         ge=1,
-        description="Most tokens of prompt and answer together, at most the model's; the answer ends there.",
+        description="The answer ends when prompt and answer together have so many tokens; at most the model's limit.",
     )
 
     @property

@@ -227,7 +227,7 @@ class Dispatcher:
         for entry in self.queue.past_deadline(self._now):
             self._refuse(entry.item, DeadlinePassed("the request's deadline passed while it waited"))
         for entry in self.queue.out_of_patience(self._now):
-            reason = entry.reason or NoRoom("others came first")
+            reason = entry.reason or NoRoom("other requests came first")
             retry, retry_after_s = entry.item.retry, self.queue.retry_after_s(entry)
             self._refuse(entry.item, retry.too_late(reason, self._placement_timeout_s, retry_after_s))
 

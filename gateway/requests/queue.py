@@ -238,8 +238,8 @@ class RequestQueue(Generic[T]):
         if wait_s <= left_s:
             return None
         message = (
-            f"its turn would come in {wait_s:.1f} s at the earliest, but to meet its deadline it must begin within "
-            f"{left_s:.1f} s; {len(self._queue) - 1} requests wait already"
+            f"the request would start in {wait_s:.1f} s at the earliest, but to meet its deadline it must start "
+            f"within {left_s:.1f} s; {len(self._queue) - 1} requests wait already"
         )
         return entry, Overloaded(message, self.retry_after_s(entry))
 
@@ -251,7 +251,8 @@ class RequestQueue(Generic[T]):
         num_others = len(self._queue) - 1
         if last is not entry:
             message = (
-                f"{num_others} requests wait, and a new one is more urgent, or its caller has fewer waiting"
+                f"{num_others} requests wait, and a new request is more urgent, or its caller has fewer waiting "
+                "requests"
             )
             return last, Overloaded(message, self.retry_after_s(last))
         if isinstance(entry.reason, WorkerUnavailable):

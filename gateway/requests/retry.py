@@ -160,7 +160,7 @@ class RetryState:
         if isinstance(reason, NoRoom | Overloaded):
             return Overloaded(f"no room within {waited_s:g} s: {reason}", retry_after_s)
         before = f"; before that, {self._disclosed(self._last_failure)}" if self._last_failure else ""
-        return WorkerUnavailable(f"{reason}; waited {waited_s:g} s for one{before}")
+        return WorkerUnavailable(f"{reason}; waited {waited_s:g} s for a worker{before}")
 
     @property
     def _is_without_prefill(self) -> bool:

@@ -251,11 +251,11 @@ def _before(placement: Placement, others: Iterable[RequestState]) -> Iterator[Re
 def _refusal(name: str, number: int, holding: _Holding) -> OverShare | None:
     if _may_take(number, holding.held, holding.free):
         return None
-    return OverShare(f"'{name}' holds {holding.held} {holding.what}, and others may need the rest")
+    return OverShare(f"'{name}' holds {holding.held} {holding.what}, and other callers may need the rest")
 
 
 def _gives_way(state: RequestState) -> AttemptFailure:
-    why = "its caller held more than its share, and others are there"
+    why = "its caller held more than its share, and other callers have requests"
     return AttemptFailure(state.attempt.placement.decode, Cause.GIVEN_BACK, why, gives_way=True)
 
 

@@ -46,7 +46,7 @@ MAX_BLAMED = 3
 """If a worker cannot compute more requests than this, the worker itself is at fault."""
 REMEMBERED_S = 600.0
 """How long a request is remembered after its last loss or failure, or its last refusal."""
-TAKES_TURNS = "no worker may try it yet: workers ended under it, and such requests are tried one at a time"
+TAKES_TURNS = "workers ended while they ran this request, so it must wait: such requests run one at a time"
 RECENT_S = 60.0
 """Worker losses without a request count in its favour, from this long before its own first loss."""
 MAX_KEPT = 1024
@@ -164,7 +164,7 @@ class Suspects:
         num_losses = self._suspects[blamed[0]].num_losses
         if self._num_lost_without(blamed[0]) >= num_losses:
             return None
-        what = f"{num_losses} workers ended one after another while they ran it"
+        what = f"{num_losses} workers ended one after another while they ran the request"
         return blamed[0], self._stop(blamed[0], "lost", what, now)
 
     def step_failed(self, identity: Identity, incarnation: str, now: float) -> HarmfulRequest | None:
@@ -178,7 +178,7 @@ class Suspects:
         }
         if len(witnesses) < MAX_FAILURES_OF_STEPS:
             return None
-        return self._stop(identity, "failed", f"{len(witnesses)} workers could not compute it", now)
+        return self._stop(identity, "failed", f"{len(witnesses)} workers could not compute the request", now)
 
     def finished_on(self, incarnations: Iterable[str]) -> None:
         """These workers contributed to a complete answer."""
@@ -206,7 +206,10 @@ class Suspects:
         self.counts[why] += 1
         del self._suspects[identity]
         minutes = f"{REMEMBERED_S / 60:g} minutes"
-        reason = f"the request was stopped: {what}. It is refused until it has not been sent for {minutes}; change it"
+        reason = (
+            f"the request was stopped: {what}. Change it; the same request is refused until it has not been sent for "
+            f"{minutes}"
+        )
         self._remember(identity, reason, now)
         return HarmfulRequest(reason)
 

@@ -226,7 +226,7 @@ class WorkerClient:
                     self._begin_grace()
                 case zmq.EVENT_CLOSED:  # an attempt to connect failed
                     if self._grace is not None:
-                        self._note_disconnection("and its port refuses another one")
+                        self._note_disconnection("and its port refuses a new connection")
                 case _:
                     self._refuse(REFUSED)
 

@@ -175,9 +175,7 @@ class Consumer:
 
     def on_gone(self, address: str) -> list[Effect]:
         """Nothing listens at this address any more: fails everything that waits for the producer there."""
-        return self._lose_all_from(
-            address, link_failure("the prefill worker accepts no connections any more")
-        )
+        return self._lose_all_from(address, link_failure("the prefill worker no longer accepts connections"))
 
     def wanted(self, message: Pieces, now: float) -> WantedPieces | None:
         """The announced pieces to write now, or None. The caller must then call `on_arrived` or `on_unread`.
@@ -302,7 +300,9 @@ class Consumer:
 
     def _on_opened(self, transfer: IncomingTransfer, message: Opened, now: float) -> list[Effect]:
         if message.is_stuck and transfer.is_loading:
-            return self._postpone(transfer, "the prefill worker is stuck until other prompts are loaded", now)
+            return self._postpone(
+                transfer, "the prefill worker computes nothing until other prompts are loaded", now
+            )
         if message.is_complete and transfer.state is IncomingState.HOLDING:
             return self._can_load(transfer)
         if not transfer.is_loading or message.transport is None:

@@ -81,7 +81,7 @@ def mismatch(num_heads: int | None, ours: RankLayout, theirs: RankLayout) -> str
         return f"block_size: {ours.block_size} and {theirs.block_size} differ, but some layers have a sliding window"
     for num_ranks in (ours.num_ranks, theirs.num_ranks):
         if num_heads is not None and num_heads % num_ranks:
-            return f"tensor-parallel ranks: {num_heads} heads cannot be divided among {num_ranks}"
+            return f"tensor-parallel ranks: {num_heads} heads cannot be divided among {num_ranks} ranks"
     return None
 
 

@@ -80,7 +80,7 @@ class ProducerIdentity:
         if transport := self.offer.choose(message.host, message.transports):
             return transport, ""
         here, there = ", ".join(self.offer.transports), ", ".join(message.transports) or "none"
-        return None, f"no transport in common: {here} here, {there} there"
+        return None, f"no common transport: the prefill worker has {here}, the decode worker has {there}"
 
 
 @dataclass(slots=True, eq=False)

@@ -168,8 +168,8 @@ def _parse(description: bytes) -> tuple[int, bytes, int]:
     try:
         parts = unpack(description)
     except WireError as error:
-        raise TransportError(f"not a description of device memory: {error}") from error
+        raise TransportError(f"the peer's pool description is not one of device memory: {error}") from error
     is_valid = isinstance(parts, list) and [type(part) for part in parts] == [int, int, bytes, int]
     if not is_valid or parts[0] != FORMAT or len(parts[2]) != HANDLE_BYTES or parts[3] < 0:
-        raise TransportError("not a description of device memory")
+        raise TransportError("the peer's pool description is not one of device memory")
     return parts[1], parts[2], parts[3]

@@ -70,17 +70,19 @@ def decode(data: bytes) -> Description:
         )
     magic, seal, body = data[: len(MAGIC)], data[len(MAGIC) :][:SEAL_BYTES], data[len(MAGIC) + SEAL_BYTES :]
     if magic != MAGIC or seal != xxhash.xxh3_64_digest(body):
-        raise TransportError(f"not a NIXL pool description, or a damaged one ({len(data)} bytes)")
+        raise TransportError(
+            f"the peer's pool description is not one of NIXL, or is damaged ({len(data)} bytes)"
+        )
     try:
         description = CODEC.decode(body)
     except WireError as error:
-        raise TransportError(f"cannot read a NIXL pool description: {error}") from error
+        raise TransportError(f"cannot read the peer's NIXL pool description: {error}") from error
     if not (
         0 < description.address < description.address + description.nbytes <= 2**64
         and 0 < description.pid < 2**31
         and 0 <= description.device < 2**31
     ):
-        raise TransportError("a NIXL pool description has an invalid memory range")
+        raise TransportError("the peer's NIXL pool description has an invalid memory range")
     return description
 
 

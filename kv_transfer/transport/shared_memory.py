@@ -160,8 +160,8 @@ def _parse(description: bytes) -> tuple[int, int, int, int]:
     try:
         parts = unpack(description)
     except WireError as error:
-        raise TransportError(f"not a description of shared memory: {error}") from error
+        raise TransportError(f"the peer's pool description is not one of shared memory: {error}") from error
     is_valid = isinstance(parts, list) and len(parts) == 5 and all(type(part) is int for part in parts)
     if not is_valid or parts[0] != FORMAT or min(parts) < 0:
-        raise TransportError("not a description of shared memory")
+        raise TransportError("the peer's pool description is not one of shared memory")
     return parts[1], parts[2], parts[3], parts[4]

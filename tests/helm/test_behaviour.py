@@ -348,5 +348,5 @@ def test_the_chart_knows_names_of_the_hub_as_baton_does(path: str) -> None:
     if HubName.parse(path) is not None or path == "smollm2":
         assert render({"model": {"path": path}}).fleet_config()["model"]["path"] == path
     else:
-        with pytest.raises(Refused, match="is nowhere"):
+        with pytest.raises(Refused, match=r"no pod has model\.path"):
             render({"model": {"path": path}})

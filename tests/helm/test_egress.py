@@ -60,7 +60,7 @@ def test_a_policy_without_rules_is_refused_if_pods_need_more_than_each_other(nee
     with pytest.raises(Refused) as refused:
         render(merged(values, SHUT))
     expected = (
-        f"networkPolicy.egress.enabled shuts pods off from {named}; allow it in networkPolicy.egress.rules"
+        f"networkPolicy.egress.enabled shuts pods off from {named}; allow these connections in networkPolicy"
     )
     assert expected in str(refused.value)
     rules = {"networkPolicy": {"egress": {"rules": [{"ports": [{"port": 443}]}]}}}

@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[Object, list[str]]] = {
                 "download": {"files": [{"url": "https://a.b/other.gguf?file=tiny.gguf", "sha256": "a" * 64}]},
             }
         },
-        ["model.path (/models/tiny.gguf) is a GGUF file", "set its name to tiny.gguf"],
+        ["model.path (/models/tiny.gguf) is a GGUF file", "set the name of the entry to tiny.gguf"],
     ),
 }
 

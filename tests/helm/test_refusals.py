@@ -88,11 +88,16 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
             "autoscaling": {"workers": {"enabled": True, "config": {"target_ttft_p99_s": 2.0}}},
             "config": {"autoscaling": {"target_ttft_p99_s": 3.0}},
         },
-        ["config.autoscaling.target_ttft_p99_s: autoscaling.workers.config has it, too; remove one of them"],
+        [
+            "config.autoscaling.target_ttft_p99_s: autoscaling.workers.config has the same key; remove one of the two"
+        ],
     ),
     "autoscaling without pods for it": (
         {"config": {"autoscaling": {"mode": "on", "max_decode": 4}}},
-        ["config.autoscaling.mode: with 'on', pods", "autoscaling.workers.enabled: true; set that instead"],
+        [
+            "config.autoscaling.mode: with 'on', the chart makes pods",
+            "autoscaling.workers.enabled: true; set autoscaling.workers.enabled instead",
+        ],
     ),
     "ranks that every role has already": (
         {"config": {"engine": {"tensor_parallel": 4}}},
@@ -119,11 +124,11 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "names for no certificate": (
         {"security": {"tls": {"mode": "none", "extraNames": ["a.example.com"]}}},
-        ["security.tls.extraNames are for certificates that the chart asks for; mode is none"],
+        ["security.tls.extraNames are only for modes generated and certManager, not none"],
     ),
     "a generated certificate of a public authority": (
         {"security": {"tls": {"hasAuthority": False}}},
-        ["security.tls.hasAuthority: false is for modes existingSecret and certManager, not generated"],
+        ["security.tls.hasAuthority: false is only for modes existingSecret and certManager, not generated"],
     ),
     "a certificate of a public authority by no name": (
         {"security": {"tls": {"mode": "existingSecret", "existingSecret": "mine", "hasAuthority": False}}},
@@ -135,19 +140,25 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "a wildcard as the name to verify": (
         {"security": {"tls": PUBLIC | {"extraNames": ["*.a.com"]}}},
-        ["security.tls.extraNames: the first name (*.a.com) is a wildcard", "set security.tls.serverName"],
+        [
+            "security.tls.extraNames: clients cannot connect to the first name (*.a.com), which is a wildcard",
+            "set security.tls.serverName",
+        ],
     ),
     "a name that is not in the certificate": (
         {"security": {"tls": {"serverName": "llm.example.com", "extraNames": ["*.example.org"]}}},
-        ["security.tls.serverName (llm.example.com) is not in the certificate", "add it to extraNames"],
+        [
+            "security.tls.serverName (llm.example.com) is not in the certificate",
+            "add this name to extraNames",
+        ],
     ),
     "two sources of keys": (
         {"security": {"apiKeys": {"existingSecret": "mine", "keys": [{"name": "a", "sha256": "b" * 64}]}}},
-        ["security.apiKeys: existingSecret and keys are two sources"],
+        ["security.apiKeys: existingSecret and keys cannot be used together"],
     ),
     "two sources of the administrator's key": (
         {"security": {"apiKeys": {"existingSecret": "mine", "adminSha256": "b" * 64}}},
-        ["security.apiKeys: existingSecret and adminSha256 are two sources"],
+        ["security.apiKeys: existingSecret and adminSha256 cannot be used together"],
     ),
     "the hash of no key": (
         {"security": {"apiKeys": {"adminSha256": hashlib.sha256(b"").hexdigest()}}},
@@ -159,7 +170,7 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "a key by the name of the chart's own": (
         {"security": {"apiKeys": {"keys": [{"name": "helm-test", "sha256": "b" * 64}]}}},
-        ["security.apiKeys.keys: Baton or the chart itself has a key of the name helm-test"],
+        ["security.apiKeys.keys: Baton or the chart itself has a key with the name helm-test"],
     ),
     "two keys of a caller with other rights": (
         {
@@ -172,7 +183,7 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
                 }
             }
         },
-        ["security.apiKeys.keys: two keys of a differ in more than their sha256"],
+        ["security.apiKeys.keys: two keys have the name a, but differ in more than their sha256"],
     ),
     "Prometheus without a key": (
         {
@@ -210,7 +221,7 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "two volumes": (
         {"model": {"existingClaim": "mine", "path": "/models/a", "persistentVolumeClaim": {"create": True}}},
-        ["model: existingClaim and persistentVolumeClaim.create exclude one another"],
+        ["model: existingClaim and persistentVolumeClaim.create cannot be used together"],
     ),
     "a model beside its volume": (
         {"model": {"existingClaim": "mine", "path": "/weights/a"}},
@@ -234,7 +245,7 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "a model that is nowhere": (
         {"model": {"path": "/models/mine"}},
-        ["model.path (/models/mine) is nowhere: set model.existingClaim", "or model.inImage: true"],
+        ["no pod has model.path (/models/mine): set model.existingClaim", "or model.inImage: true"],
     ),
     "a model in an object store": (
         {"model": {"path": "s3://bucket/mine"}},
@@ -244,10 +255,10 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         {"config": {"speculation": {"method": "draft_model", "draft_model": "gs://bucket/small"}}},
         ["config.speculation.draft_model (gs://bucket/small): the image has no client for object stores"],
     ),
-    "a model by a name that nobody knows": ({"model": {"path": "llama"}}, ["model.path (llama) is nowhere"]),
+    "a model by a name that nobody knows": ({"model": {"path": "llama"}}, ["no pod has model.path (llama)"]),
     "a token for no model of the Hub": (
         {"model": {"hub": {"tokenSecret": {"name": "mine"}}}},
-        ["model.hub is for a model of the Hub, ORG/NAME; model.path is smollm2"],
+        ["model.hub is only for a model of the Hub (ORG/NAME), but model.path is smollm2"],
     ),
     "a model of the Hub in the image": (
         {"model": {"path": "acme/tiny", "inImage": True}},
@@ -255,7 +266,7 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "a model in the image and on a claim": (
         {"model": {"path": "/models/mine", "inImage": True, "existingClaim": "weights"}},
-        ["model.inImage: model.path (/models/mine) must be a folder", "no claim or download beside it"],
+        ["model.inImage: model.path (/models/mine) must be a folder", "no claim and no download"],
     ),
     "a name in the image": (
         {"model": {"inImage": True}},
@@ -263,28 +274,28 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "metrics where the raylet is": (
         {"metrics": {"port": 6380}},
-        ["metrics.port (6380) is a port that Ray takes in the same pod; choose another one, such as 9400"],
+        ["metrics.port (6380) is a port that Ray uses in the same pod; choose another one, such as 9400"],
     ),
     "metrics among Ray's workers": ({"metrics": {"port": 12000}}, ["metrics.port (12000) is a port that"]),
     "a controller where Ray's head is": (
         {"controller": {"port": 6379}},
-        ["controller.port (6379) is a port that Ray takes in the same pod; choose another one, such as 6390"],
+        ["controller.port (6379) is a port that Ray uses in the same pod; choose another one, such as 6390"],
     ),
     "a label by which pods are found": (
         {"gateway": {"podLabels": {"app.kubernetes.io/component": "frontend"}}},
-        ["gateway.podLabels: by app.kubernetes.io/component Services and policies find their pods"],
+        ["gateway.podLabels: the label app.kubernetes.io/component is reserved"],
     ),
     "an annotation of the chart": (
         {"rayHead": {"podAnnotations": {"checksum/fleet-config": "1"}}},
-        ["rayHead.podAnnotations: the chart sets checksum/fleet-config by itself; take it out"],
+        ["rayHead.podAnnotations: the chart sets checksum/fleet-config by itself; remove it"],
     ),
     "a label of the chart": (
         {"metrics": {"podMonitor": {"enabled": True, "labels": {"app.kubernetes.io/name": "mine"}}}},
-        ["metrics.podMonitor.labels: the chart sets app.kubernetes.io/name by itself; take it out"],
+        ["metrics.podMonitor.labels: the chart sets app.kubernetes.io/name by itself; remove it"],
     ),
     "a label of KubeRay": (
         {"decode": {"podLabels": {"ray.io/node-type": "head"}}},
-        ["decode.podLabels: by ray.io/node-type"],
+        ["decode.podLabels: the label ray.io/node-type"],
     ),
     "GPUs in another place": (
         {"decode": {"resources": {"limits": {"nvidia.com/gpu": 4}}}},
@@ -303,18 +314,20 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
             "autoscaling": {"gateway": {"enabled": True}},
             "gateway": {"resources": {"requests": {"cpu": None}}},
         },
-        ["autoscaling.gateway.enabled scales by shares of gateway.resources.requests.cpu; set that"],
+        [
+            "autoscaling.gateway.enabled scales by shares of gateway.resources.requests.cpu; set gateway.resources"
+        ],
     ),
     "a budget that no node gets past": (
         {"decode": {"replicas": 3, "podDisruptionBudget": {"minAvailable": 3}}},
-        ["decode.podDisruptionBudget.minAvailable (3) must be below the 3 workers that there are at least"],
+        ["decode.podDisruptionBudget.minAvailable (3) must be below the smallest number of workers, 3"],
     ),
     "a budget above what autoscaling leaves": (
         {
             "decode": {"replicas": 3, "podDisruptionBudget": {"minAvailable": 2}},
             "autoscaling": {"workers": {"enabled": True, "minDecode": 2}},
         },
-        ["decode.podDisruptionBudget.minAvailable (2) must be below the 2 workers that there are at least"],
+        ["decode.podDisruptionBudget.minAvailable (2) must be below the smallest number of workers, 2"],
     ),
     "clients without Prometheus": (
         {

@@ -209,7 +209,7 @@ def test_no_variable_that_the_chart_sets_is_set_twice() -> None:
     assert {"RAY_AUTH_TOKEN", "POD_IP", "BATON_CLUSTER_SECRET", "HF_TOKEN"} <= set(own)
     for name, part in own.items():
         said = refusal(OF_HUB | {part: {"extraEnv": [{"name": name, "value": "mine"}]}})
-        assert f"{part}.extraEnv: the chart sets {name} by itself; take it out" in said
+        assert f"{part}.extraEnv: the chart sets {name} by itself; remove it" in said
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,6 @@ def test_a_machine_without_a_route_is_told_what_to_set(monkeypatch: pytest.Monke
     with (
         zmq.Context() as context,
         context.socket(zmq.ROUTER) as listener,
-        pytest.raises(ConfigError, match=r"its address is unknown; set network\.advertise_host"),
+        pytest.raises(ConfigError, match=r"Baton cannot tell its address; set network\.advertise_host"),
     ):
         listen(listener, "0.0.0.0", None)

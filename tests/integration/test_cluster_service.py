@@ -184,7 +184,7 @@ async def test_after_a_change_of_role_the_gateway_describes_the_new_one(folder: 
 
 async def test_c63_a_flush_answers_for_each_worker(folder: Path) -> None:
     control = FakeFleetControl(FLEET)
-    control.in_use = {"w10": "blocks are in use (2 requests run); wait, or force it"}
+    control.in_use = {"w10": "blocks are in use (2 requests run); wait, or use force"}
     async with gateway_with(folder, {}, {}, control=control) as under_test:
         flushes = await under_test.client.flush_cache(("w0", "w10"))
         assert [(flush.worker, flush.is_flushed) for flush in flushes] == [("w0", True), ("w10", False)]

@@ -52,7 +52,9 @@ async def test_a_grammar_that_would_keep_much_memory_is_refused_with_the_limit(f
     async with grammar_check(folder) as grammars:
         assert await verdict(grammars, regex("a?" * 4_000)) == "ok"
         reported = await verdict(grammars, regex("a?" * 6_000))
-        assert re.search(r"compiled, it takes \d\d MiB of memory, at most 64 are allowed", reported)
+        assert re.search(
+            r"the compiled grammar takes \d\d MiB of memory; at most 64 MiB are allowed", reported
+        )
 
 
 async def test_no_hostile_text_keeps_the_next_grammar_from_being_compiled(
@@ -92,7 +94,7 @@ NOTHING = [
 async def test_a_grammar_that_nothing_can_match_is_refused(folder: Path) -> None:
     async with grammar_check(folder) as grammars:
         for output in NOTHING:
-            assert await verdict(grammars, output) == "structured_output: nothing can match it"
+            assert await verdict(grammars, output) == "structured_output: no text can match the grammar"
         for output in (regex("()"), StructuredOutput(GrammarKind.LARK, 'start: ""')):
             assert await verdict(grammars, output) == "ok", "the empty text matches"
 

@@ -44,7 +44,7 @@ from tests.factories.control_api import MODEL_PATH, client_of, control_server, p
 from tests.factories.fleet import FleetUnderTest, fleet, fleet_config
 from tests.factories.security import FLEET_KEYS, OTHER_SECRET
 
-DOUBT = "the command may be carried out nevertheless: see `baton status`"
+DOUBT = "the fleet may still carry out the command; see `baton status`"
 
 REPORT = GatewayReport(
     gateway="g",

@@ -32,12 +32,12 @@ async def test_a_node_is_emptied_and_whoever_asks_again_is_told_so(
         async with control_server(config, tested.controller) as server:
             at_server = ("--fleet-address", server.address)
             assert await drain("--node", "10.0.0.1", "--timeout", "20", *at_server) == DONE
-            assert "node 10.0.0.1 has no workers, and takes none" in capsys.readouterr().out
+            assert "node 10.0.0.1 has no workers now, and gets no new ones" in capsys.readouterr().out
             assert [incarnation.node for incarnation in launcher.alive if incarnation.node == "n1"] == []
             assert await drain("--node", "10.0.0.1", "--json", *at_server) == DONE
             assert json.loads(capsys.readouterr().out)["node"] == "10.0.0.1"
             assert await drain("--node", "10.0.0.9", *at_server) == REFUSED
-            assert "there are: n1 (10.0.0.1), n2 (10.0.0.2)" in capsys.readouterr().err
+            assert "its nodes are: n1 (10.0.0.1), n2 (10.0.0.2)" in capsys.readouterr().err
 
 
 async def test_it_takes_no_longer_than_it_may(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_the_longest_timeout_is_the_gateways(
         ),
         (["--node", "n1", "--fleet-address", "a:1", "--target", "b:2"], "--target and --fleet-address both"),
         *[
-            (["--node", "n1", "--fleet-address", "a:1", *flag], f"{flag[0]} is for a gateway")
+            (["--node", "n1", "--fleet-address", "a:1", *flag], f"{flag[0]} is only for a gateway")
             for flag in (
                 ["--api-key", "k"],
                 ["--api-key-file", "f"],

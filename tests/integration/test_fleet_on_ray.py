@@ -101,7 +101,7 @@ def test_a_killed_controller_takes_up_the_workers_it_finds_and_requests_go_on_me
     }
     os.kill(after["w1"]["pid"], signal.SIGKILL)  # and it watches them
     until_whole(target, not_among=frozenset({after["w1"]["incarnation"]}))
-    reason = "its process died, as by a crash, a SIGKILL or for lack of memory"
+    reason = "its process died, for example by a crash, by SIGKILL or for lack of memory"
     assert f"worker w1 (decode) died: {reason}\n" in serve.stderr
 
 

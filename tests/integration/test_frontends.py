@@ -225,7 +225,7 @@ async def test_a_request_is_aborted_by_its_id_which_no_other_may_have(folder: Pa
             WorkerUnavailable(),
             "gave up after 3 attempt(s): the decode request failed: out of luck",
         ),
-        ([], WorkerUnavailable(), "no decode worker is available; waited 0.3 s for one"),
+        ([], WorkerUnavailable(), "no decode worker is available; waited 0.3 s for a worker"),
     ],
     ids=["full", "invalid", "failing", "none"],
 )

@@ -123,7 +123,7 @@ async def test_a_death_that_the_controller_reports_first_is_one_loss() -> None:
         client = fleet.client("w0")
         assert client is not None
         fleet.worker_died("w0", "its process died")
-        client._note_disconnection("and its port refuses another one")  # before its task has ended
+        client._note_disconnection("and its port refuses a new connection")  # before its task has ended
         assert listener.losses.get_nowait() == ("w0", "its process died")
         assert listener.losses.empty()
         assert fleet.losses == {LossCause.DIED: 1}

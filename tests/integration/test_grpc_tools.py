@@ -106,7 +106,7 @@ async def test_results_of_calls_and_reasoning_reach_the_template(folder: Path) -
 async def test_refusals_name_the_field_in_the_messages_terms(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": answering([5])}) as under_test:
         bad = ToolChoice(ToolUse.REQUIRED, ("g",))
-        with pytest.raises(GatewayError, match=r"chat\.tool_choice\.names\.0: 'g' is none") as caught:
+        with pytest.raises(GatewayError, match=r"chat\.tool_choice\.names\.0: 'g' is not one") as caught:
             await events_of(under_test, Conversation((HELLO,), (TOOL,), bad))
         assert caught.value.details.field == "chat.tool_choice.names.0"
 
@@ -178,4 +178,4 @@ async def test_the_command_prints_calls_as_lines(
         assert await asyncio.to_thread(main, command) == 0
         assert capsys.readouterr().out == 'Well.\nf({"x": "é"})\nf({})\n'
         assert await asyncio.to_thread(main, [*command, "--tool-choice", "g"]) != 0
-        assert "chat.tool_choice.names.0: 'g' is none of the tools" in capsys.readouterr().err
+        assert "chat.tool_choice.names.0: 'g' is not one of the tools" in capsys.readouterr().err

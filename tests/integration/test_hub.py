@@ -119,7 +119,7 @@ def test_several_safetensors_files_come_by_their_index(hub: StubHub, home: Path,
     path = fetched()
     assert {file.name for file in path.glob("*.safetensors")} == {"part-1.safetensors", "part-2.safetensors"}
     hub.repositories[NAME].commit(files | {"model.safetensors.index.json": index})
-    assert "its index names 'part-1.safetensors', which the repository does not have" in refused()
+    assert "the index of acme/tiny names 'part-1.safetensors', which" in refused()
 
 
 def test_a_name_that_the_hub_does_not_know_says_what_to_check(
@@ -127,14 +127,14 @@ def test_a_name_that_the_hub_does_not_know_says_what_to_check(
 ) -> None:
     with pytest.raises(ModelError) as error:
         resolve("acme/tinny", tmp_path)
-    said = f"model 'acme/tinny' is no folder or file here, and {hub.endpoint} has no model acme/tinny"
+    said = f"model 'acme/tinny' is not a folder or file here, and {hub.endpoint} has no public model"
     assert str(error.value).startswith(said)
     assert "HF_TOKEN" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["acme/a--b", "acme/tiny.git", "acme/a..b"])
 def test_what_cannot_be_a_name_is_refused_without_asking(hub: StubHub, home: Path, name: str) -> None:
-    assert refused(name).startswith(f"model '{name}' is no folder or file here, and no name of the Hub: ")
+    assert refused(name).startswith(f"model '{name}' is not a folder or file here, and not a valid name")
     assert hub.requests == []
 
 
@@ -144,7 +144,7 @@ def test_an_endpoint_that_is_no_hub_is_named(
     commit = hub.add_folder(NAME, folder)
     fetched()
     for number, hub.page in enumerate((b"<html>Log in</html>", b"{}", b"[]", b'{"id": "acme/other"}'), 1):
-        assert refused("acme/other").startswith(f"{hub.endpoint} did not answer as a Hub does (")
+        assert refused("acme/other").startswith(f"{hub.endpoint} did not answer like a Hub (")
         assert (commit_of(fetched()), caplog.text.count(f"last known commit, {commit}")) == (commit, number)
 
 
@@ -181,8 +181,8 @@ def test_offline_serves_what_is_cached_and_says_what_is_not(
     hub.requests.clear()
     assert fetched() == path
     for name in ("acme/other", "acme/half"):
-        assert "not whole, in the cache" in refused(name)
-        assert "HF_HUB_OFFLINE forbids downloads: unset it, or copy" in refused(name)
+        assert "does not have the whole model" in refused(name)
+        assert "HF_HUB_OFFLINE forbids downloads. Unset HF_HUB_OFFLINE, or copy" in refused(name)
     assert hub.requests == []
 
 
@@ -198,7 +198,7 @@ def test_a_hub_that_does_not_answer_is_no_matter_for_what_is_cached(
     assert fetched() == path
     said = refused("acme/other")
     assert said.startswith(f"cannot reach {constants.ENDPOINT} (")
-    assert "model 'acme/other' is not, or not whole, in the cache" in said
+    assert "model 'acme/other' is not a folder here, and the cache" in said
     assert "HTTPS_PROXY" in said
 
 
@@ -223,7 +223,7 @@ def test_a_connection_that_brings_nothing_is_given_up_and_continued_by_the_next_
     hub.breaks_after = [100_000, *[0] * hub_download.MAX_FRUITLESS]
     said = refused()
     assert said.startswith(f"cannot reach {hub.endpoint} (")
-    assert said.endswith("What was downloaded stays; the next start continues")
+    assert said.endswith("What was downloaded is kept; the next start continues the download")
     assert (fetched() / "model.safetensors").is_file()
     assert hub.content_bytes == (folder / "model.safetensors").stat().st_size
 
@@ -241,7 +241,7 @@ def test_other_content_is_refused_and_not_kept(hub: StubHub, home: Path, folder:
     hub.add_folder(NAME, folder)
     hub.damage = b"damaged"
     said = refused()
-    assert f"expected {sha256_of((folder / 'model.safetensors').read_bytes())}; it was removed" in said
+    assert f"expected {sha256_of((folder / 'model.safetensors').read_bytes())}; the download" in said
     hub.damage = b""
     assert (fetched() / "model.safetensors").is_file()
 
@@ -253,7 +253,7 @@ def test_a_full_disk_is_said_and_what_came_stays(hub: StubHub, home: Path, folde
     partial = blobs / f"{sha256_of(weights)}.incomplete"
     partial.symlink_to("/dev/full")  # the kernel has no room there
     assert refused().startswith(
-        f"the disk of {home / 'hub'} is full while acme/tiny is downloaded: free some room, or"
+        f"the disk of {home / 'hub'} became full during the download of acme/tiny; free some room, or"
     )
     assert partial.is_symlink()
     partial.unlink()

@@ -199,7 +199,7 @@ def part(**fields: Any) -> dict[str, Any]:
                     {"prompt": ["a", "b"], "n": 65},
                     "2 prompts with 65 answers each exceed the limit of 128",
                 ),
-                ("best_of", {"best_of": 2}, "must be n (1), got 2"),
+                ("best_of", {"best_of": 2}, "must equal n (1), got 2"),
                 ("logprobs", {"logprobs": True}, "must be a valid integer"),
                 ("logprobs", {"logprobs": 1, "echo": True}, "drop echo or logprobs"),
             ],

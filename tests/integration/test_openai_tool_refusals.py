@@ -75,11 +75,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "more than 1048576 bytes",
     ),
     ("tool_choice", {"tool_choice": "required"}, "needs tools"),
-    ("tool_choice.function.name", {"tool_choice": NAMED}, "'f' is none of the tools, which are: none"),
+    ("tool_choice.function.name", {"tool_choice": NAMED}, "'f' is not one of the tools; the tools are: none"),
     (
         "tool_choice.function.name",
         {"tools": [tool("g"), tool("h")], "tool_choice": NAMED},
-        "'f' is none of the tools, which are: 'g', 'h'",
+        "'f' is not one of the tools; the tools are: 'g', 'h'",
     ),
     (
         "tool_choice.allowed_tools.tools.0.function.name",
@@ -87,7 +87,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
             "tools": [tool("g")],
             "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
         },
-        "'f' is none of the tools",
+        "'f' is not one of the tools",
     ),
     ("tool_choice.type", {"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "got 'custom'"),
     ("tool_choice", {"tool_choice": "any"}, "must be 'none', 'auto' or 'required'"),
@@ -96,11 +96,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "messages.1.tool_call_id",
         {"messages": [USER, result()]},
-        "no assistant's message before it has a call 'a'",
+        "no earlier assistant's message has a call 'a'",
     ),
-    ("messages.0.tool_call_id", {"messages": [result(), asks(call())]}, "before it"),
+    ("messages.0.tool_call_id", {"messages": [result(), asks(call())]}, "no earlier"),
     ("messages.1.tool_call_id", {"messages": [asks(call()), {"role": "tool", "content": ""}]}, "missing"),
-    ("messages.1.name", {"messages": [asks(call()), result(name="g")]}, "that call was to 'f', got 'g'"),
+    ("messages.1.name", {"messages": [asks(call()), result(name="g")]}, "the call was to 'f', got 'g'"),
     ("messages.0.tool_calls.1.id", {"messages": [asks(call(), call())]}, "another call of this message"),
     ("messages.0.tool_calls.0.type", {"messages": [asks(call(type="custom"))]}, "got 'custom'"),
     ("messages.0.tool_calls.0.function", {"messages": [asks({"id": "a", "type": "function"})]}, "missing"),
@@ -132,7 +132,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"chat_template_kwargs": {"a": "x" * 2000}},
         "at most 1024 characters, got 2000",
     ),
-    ("chat_template_kwargs", {"chat_template_kwargs": {"a b": 1}}, "no name of a template's variable"),
+    (
+        "chat_template_kwargs",
+        {"chat_template_kwargs": {"a b": 1}},
+        "not a valid name of a template's variable",
+    ),
     ("chat_template_kwargs", {"chat_template_kwargs": {f"a{n}": 1 for n in range(33)}}, "at most 32"),
 ]
 

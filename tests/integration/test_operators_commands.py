@@ -103,7 +103,9 @@ async def test_a_refusal_is_exit_code_1_and_says_why(folder: Path, command: Comm
         assert "there is no worker 'w7'; the fleet has w0, w1" in unknown.stderr
         rollout = await command(under_test, "rollout")
         assert rollout.returncode == REFUSED
-        assert rollout.stderr.endswith("w1 is the last of its role; restarted before that: 1 of 2: w0\n")
+        assert rollout.stderr.endswith(
+            "w1 is the last of its role; restarted before the failure: 1 of 2: w0\n"
+        )
 
 
 async def test_c63_a_flush_names_each_worker_that_keeps_its_cache(folder: Path, command: Command) -> None:
@@ -111,8 +113,8 @@ async def test_c63_a_flush_names_each_worker_that_keeps_its_cache(folder: Path, 
     async with gateway_with(folder, {"w0": silent}, {}, control=fake) as under_test:
         done = await command(under_test, "flush-cache")
         assert (done.returncode, done.stderr) == (DONE, "")
-        assert done.stdout.startswith("flush-cache 2 of 2 workers have forgotten their prefix caches")
-        fake.in_use = {"w1": "blocks are in use (1 requests run); wait, or force it"}
+        assert done.stdout.startswith("flush-cache 2 of 2 workers have emptied their prefix caches")
+        fake.in_use = {"w1": "blocks are in use (1 requests run); wait, or use force"}
         refused = await command(
             under_test, "flush-cache", "--worker", "w0", "--worker", "w1", "--force", "--json"
         )
@@ -163,14 +165,16 @@ async def test_ctrl_c_ends_the_wait_and_says_that_the_order_stands(folder: Path)
             await asyncio.to_thread(shown.wait_for, b"(ready, 0 requests)")
             shown.process.send_signal(signal.SIGINT)
             assert await asyncio.to_thread(shown.process.wait, 20) == INTERRUPTED
-            await asyncio.to_thread(shown.wait_for, b"the fleet still carries it out; see `baton status`")
+            await asyncio.to_thread(
+                shown.wait_for, b"the fleet still carries out the command; see `baton status`"
+            )
             assert b"is removed" not in shown.shown
         finally:
             await asyncio.to_thread(shown.close)
 
 
 def test_a_gateway_that_is_lost_during_a_command_may_have_passed_it_on() -> None:
-    doubt = "^UNAVAILABLE: Socket closed; the command may be carried out nevertheless: see `baton status`$"
+    doubt = "^UNAVAILABLE: Socket closed; the fleet may still carry out the command; see `baton status`$"
     with pytest.raises(CallBroken, match=doubt), running_command("drain", "draining w0", as_json=True):
         raise CallBroken("UNAVAILABLE", "Socket closed")
 

@@ -144,7 +144,7 @@ async def test_c42_a_killed_worker_is_lost_when_its_port_refuses(
     async with gateway_with(folder, {}, {"d0": silent}, network=network) as under_test:
         under_test.workers.pop("d0").stop()
         await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 0)
-    assert "its connection broke, and its port refuses another one" in caplog.text
+    assert "its connection broke, and its port refuses a new connection" in caplog.text
 
 
 async def test_c42_a_worker_that_was_never_silent_for_long_is_lost_early(

@@ -270,7 +270,7 @@ def test_a_url_that_cannot_be_read_is_refused_without_its_password(url: str) -> 
     assert "hush" not in str(caught.value)
 
 
-NO_URL = "is no valid URL of a Redis"
+NO_URL = "must be a Redis URL like redis://"
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_a_url_may_be_in_a_file_but_not_in_both_places(tmp_path: Path) -> None:
     assert type(store).__name__ == "RedisStore"
     with pytest.raises(ValueError, match="both name a store; remove one of the two"):
         GatewayConfig(response_store="none", response_store_file=str(path))
-    with pytest.raises(ConfigError, match="a URL itself is response_store") as caught:
+    with pytest.raises(ConfigError, match="for the URL itself, use response_store") as caught:
         BatonConfig.from_mapping({"gateway": {"response_store_file": "redis://:hush@127.0.0.1"}})
     assert "hush" not in str(caught.value)
 

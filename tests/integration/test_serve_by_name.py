@@ -83,7 +83,7 @@ def test_a_wrong_name_is_refused_before_anything_starts(
 ) -> None:
     assert main(["serve", "--ray-address", "none", "--model", "acme/tinny"]) == REFUSED
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("baton serve: model 'acme/tinny' is no folder or file here, and ")
+    assert line.startswith("baton serve: model 'acme/tinny' is not a folder or file here, and ")
 
 
 def test_a_model_without_room_is_refused_before_anything_starts(

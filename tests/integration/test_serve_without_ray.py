@@ -78,7 +78,10 @@ def test_workers_are_replaced_take_orders_and_leave_nothing(tmp_path: Path) -> N
         host, port = min(listening_addresses([psutil.Process(serve.process.pid)]))
         with serving(str(config), "--model", str(tmp_path / "tiny"), "--grpc-port", str(port)) as second:
             assert second.wait_gone() == 2
-            assert f"gateway.grpc_port: {host}:{port} is in use, as by another `baton serve`" in second.stderr
+            assert (
+                f"gateway.grpc_port: {host}:{port} is in use, perhaps by another `baton serve`"
+                in second.stderr
+            )
             assert "workers" not in second.stderr, "none was started"
         assert serve.process.poll() is None
         serve.interrupt()  # as a terminal does, to the whole group; workers are in sessions of their own

@@ -156,7 +156,7 @@ async def test_a_flood_of_other_requests_keeps_no_urgent_one_out(folder: Path) -
         errors = [await refusal(call) for call in flood if call.done()]
         assert {error.code for error in errors} == {"RESOURCE_EXHAUSTED"}
         assert all(error.details.retry_after_s for error in errors)
-        assert any("a new one is more urgent" in str(error) for error in errors)
+        assert any("a new request is more urgent" in str(error) for error in errors)
         worker.say(request, outputs_of(request, ANSWER))
         request = await worker.next_request()
         assert request.request_id.startswith("urgent")

@@ -35,7 +35,7 @@ class TextBlock(_Block):
     type: Literal["text"]
     text: str
     citations: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Only as an answer has it: empty."
+        None, description="Must be empty; answers have this field."
     )
 
 

@@ -90,7 +90,8 @@ def _result(place: str, block: ToolResultBlock, left: dict[str, str]) -> ChatMes
     if name is None:
         raise InvalidRequest(
             f"{place}.tool_use_id",
-            f"{block.tool_use_id[:60]!r} is no call of the assistant's turn before it, or already has its result",
+            f"{block.tool_use_id[:60]!r} is not a call of the previous assistant's turn, or the call already has a "
+            "result",
         )
     content = text_of(block.content)
     return ChatMessage(
@@ -103,7 +104,7 @@ def _check_answered(run: Numbered, left: dict[str, str]) -> None:
         raise InvalidRequest(
             f"messages.{run[0][0]}",
             f"a tool_result is missing for {', '.join(repr(each[:60]) for each in list(left)[:3])}: each call of an "
-            "assistant's turn needs one at the beginning of the user's turn after it",
+            "assistant's turn needs a tool_result at the beginning of the next user's turn",
         )
 
 
@@ -123,7 +124,7 @@ def _from_assistant(run: Numbered) -> ChatMessage:
                     if block.id in calls:
                         raise InvalidRequest(
                             f"{_place(number, index)}.id",
-                            f"{block.id[:60]!r} is the id of an earlier call, too",
+                            f"{block.id[:60]!r} is also the id of an earlier call; give each call its own id",
                         )
                     arguments = json.dumps(block.input, ensure_ascii=False)
                     calls[block.id] = ToolCall(block.id, block.name, arguments)

@@ -15,14 +15,18 @@ class EnabledThinking(Body):
 
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=1, description="At most so many tokens of thinking; less than max_tokens.")
-    display: Display | None = Field(None, description="Whole, or left out; nothing is summarized here.")
+    display: Display | None = Field(
+        None, description="The whole thinking, or none of it; Baton makes no summaries."
+    )
 
 
 class AdaptiveThinking(Body):
     """The model thinks if its chat template enables thinking by default."""
 
     type: Literal["adaptive"]
-    display: Display | None = Field(None, description="Whole, or left out; nothing is summarized here.")
+    display: Display | None = Field(
+        None, description="The whole thinking, or none of it; Baton makes no summaries."
+    )
 
 
 class DisabledThinking(Body):

@@ -35,7 +35,8 @@ class ChatCompletionRequest(GenerationFields):
     )
     parallel_tool_calls: bool | None = Field(None, description="Several calls in one answer. Default: true.")
     reasoning_effort: Effort | None = Field(
-        None, description="How much the model thinks first; refused if its template knows no such levels."
+        None,
+        description="How much the model thinks first; refused if the model's template has no such levels.",
     )
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
     service_tier: Literal["auto", "default"] | None = None

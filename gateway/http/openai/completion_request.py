@@ -62,7 +62,7 @@ class CompletionRequest(GenerationFields):
         if self.best_of is not None and self.best_of != self.num_samples:
             raise InvalidRequest(
                 "best_of",
-                f"best_of > n is not supported: must be n ({self.num_samples}), got {self.best_of}; use n",
+                f"must equal n ({self.num_samples}), got {self.best_of}; set only n",
             )
         if self.echo and self.logprobs is not None:
             raise InvalidRequest(

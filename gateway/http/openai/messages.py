@@ -84,7 +84,7 @@ class AssistantMessage(Body):
     name: Name | None = None
     refusal: NotSupported = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Only as OpenAI's answers have it: empty."
+        None, description="Must be empty; OpenAI's answers have this field."
     )
     audio: NotSupported = None
     function_call: NotSupported = None

@@ -127,5 +127,6 @@ def _check_size(request: GatewayRequest) -> None:
         raise InvalidRequest(
             "max_output_tokens",
             f"an answer may have {MAX_VALUES} values; this one may have {params.max_tokens} tokens x {each} values "
-            f"(the token and its top_logprobs). Set it to at most {MAX_VALUES // each}, or lower top_logprobs",
+            f"(the token and its top_logprobs). Set max_output_tokens to at most {MAX_VALUES // each}, or lower "
+            "top_logprobs",
         )

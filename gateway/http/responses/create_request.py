@@ -95,7 +95,7 @@ class PromptFields(Body):
 
     input: str | InputItems | None = Field(None, description="A user's text, or items.")
     instructions: str | None = Field(
-        None, description="The first, `system` turn; not carried over by previous_response_id."
+        None, description="The first turn, of role `system`; previous_response_id does not carry it over."
     )
     previous_response_id: str | None = Field(
         None,
@@ -148,7 +148,7 @@ class ResponseRequest(PromptFields, SamplingFields):
         description="Reasoning and calls included; by default all that the prompt leaves room for.",
     )
     max_tool_calls: int | None = Field(
-        None, ge=1, description="Of hosted tools, of which there are none: accepted, without effect."
+        None, ge=1, description="Accepted without effect: it limits hosted tools, and Baton has none."
     )
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description=f"Needs include: {LOGPROBS}.")
     include: (

@@ -136,7 +136,7 @@ class HistoryReader:
     def _too_long(self, length: str) -> InvalidRequest:
         return InvalidRequest(
             "previous_response_id",
-            f"the conversation has {length}; begin a new one, with a summary of this one",
+            f"the conversation has {length}; begin a new conversation, with a summary of this one",
         )
 
 
@@ -194,6 +194,6 @@ def _parsed(text: bytes) -> StoredContext | None:
 def _gone(response_id: str, previous_response_id: str) -> str:
     which = "it" if response_id == previous_response_id else f"'{response_id[:80]}', which it continues,"
     return (
-        f"'{previous_response_id[:80]}' cannot be continued: {which} was never stored, was "
-        "deleted or displaced, is too old, or is of another version of Baton; send the whole conversation as input"
+        f"'{previous_response_id[:80]}' cannot be continued: {which} was never stored, was deleted or displaced, is "
+        "too old, or was stored by another version of Baton; send the whole conversation as input"
     )

@@ -60,7 +60,11 @@ class RedisStore:
 
     async def keep(self, caller: str, response_id: str, stored: StoredResponse) -> None:
         if stored.num_bytes > self._bounds.caller_bytes:
-            logger.warning("response %s is not kept: it has %d bytes", response_id, stored.num_bytes)
+            logger.warning(
+                "response %s is not stored: its %d bytes exceed gateway.response_store_caller_mib",
+                response_id,
+                stored.num_bytes,
+            )
             return
         used, sizes, key = _used(caller), _sizes(caller), _key(caller, response_id)
         now = self._now()
@@ -179,5 +183,7 @@ def _unmarked(response_id: str, value: bytes | None) -> bytes | None:
         return None
     mark = response_id.encode() + b"\n"
     if not value.startswith(mark):
-        raise StoreUnavailable("the store of responses gave another response than was asked for; try again")
+        raise StoreUnavailable(
+            "the store of responses gave another response than the requested one; try again"
+        )
     return value[len(mark) :]

@@ -101,7 +101,12 @@ class MemoryStore:
 
     async def keep(self, caller: str, response_id: str, stored: StoredResponse) -> None:
         if stored.num_bytes > min(self._bounds.caller_bytes, self._total_bytes):
-            logger.warning("response %s is not kept: it has %d bytes", response_id, stored.num_bytes)
+            logger.warning(
+                "response %s is not stored: its %d bytes exceed gateway.response_store_caller_mib, or "
+                "gateway.response_store_mib",
+                response_id,
+                stored.num_bytes,
+            )
             return
         self._drop_old()
         self._drop(caller, response_id)

@@ -35,8 +35,7 @@ def store_for(config: GatewayConfig, clock: Clock) -> ResponseStore | None:
         if _URL.fullmatch(url):
             return RedisStore(url, bounds)
     raise ConfigError(
-        f"{key}: is no valid URL of a Redis, as redis://:PASSWORD@HOST:6379/0; write reserved characters of a "
-        "password as %XX"
+        f"{key}: must be a Redis URL like redis://:PASSWORD@HOST:6379/0; write reserved characters of a password as %XX"
     )
 
 

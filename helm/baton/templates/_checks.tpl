@@ -17,7 +17,7 @@
 {{- end -}}
 {{- $resources := $v.gateway.resources -}}
 {{- if and .enabled (not (or ($resources.requests).cpu ($resources.limits).cpu)) -}}
-{{- fail "autoscaling.gateway.enabled scales by shares of gateway.resources.requests.cpu; set that" -}}
+{{- fail "autoscaling.gateway.enabled scales by shares of gateway.resources.requests.cpu; set gateway.resources.requests.cpu" -}}
 {{- end -}}
 {{- end -}}
 
@@ -37,7 +37,7 @@
 {{- else if .config -}}
 {{- fail "autoscaling.workers.config needs autoscaling.workers.enabled: true" -}}
 {{- else if eq (($v.config.autoscaling).mode | default "off") "on" -}}
-{{- fail "config.autoscaling.mode: with 'on', pods for more workers come only with autoscaling.workers.enabled: true; set that instead" -}}
+{{- fail "config.autoscaling.mode: with 'on', the chart makes pods for more workers only with autoscaling.workers.enabled: true; set autoscaling.workers.enabled instead" -}}
 {{- end -}}
 {{- end -}}
 
@@ -49,39 +49,39 @@
 {{- fail (printf "security.tls.existingSecret (%s) needs security.tls.mode existingSecret, not %s" .existingSecret .mode) -}}
 {{- end -}}
 {{- if and (eq .mode "certManager") (not .issuerRef.name) -}}
-{{- fail "security.tls.mode certManager needs security.tls.issuerRef, as {name: my-issuer, kind: ClusterIssuer}" -}}
+{{- fail "security.tls.mode certManager needs security.tls.issuerRef, such as {name: my-issuer, kind: ClusterIssuer}" -}}
 {{- end -}}
 {{- if and .issuerRef (ne .mode "certManager") -}}
 {{- fail (printf "security.tls.issuerRef needs security.tls.mode certManager, not %s" .mode) -}}
 {{- end -}}
 {{- if and (not .hasAuthority) (not (has .mode (list "existingSecret" "certManager"))) -}}
-{{- fail (printf "security.tls.hasAuthority: false is for modes existingSecret and certManager, not %s" .mode) -}}
+{{- fail (printf "security.tls.hasAuthority: false is only for modes existingSecret and certManager, not %s" .mode) -}}
 {{- end -}}
 {{- if and (not .hasAuthority) (eq .mode "existingSecret") (not .serverName) -}}
 {{- fail "security.tls.hasAuthority: false with mode existingSecret needs security.tls.serverName: a name in the certificate, since a public CA signs no name of a Service" -}}
 {{- end -}}
 {{- if and (not .internalNames) (or (ne .mode "certManager") (not .extraNames)) -}}
-{{- fail (printf "security.tls.internalNames: false needs security.tls.mode certManager, not %s, and extraNames, which are all there is then" .mode) -}}
+{{- fail (printf "security.tls.internalNames: false needs security.tls.mode certManager, not %s, and extraNames: without internal names, the certificate has only the extra names" .mode) -}}
 {{- end -}}
 {{- if hasPrefix "*" (include "baton.serverName" $) -}}
-{{- fail (printf "security.tls.extraNames: the first name (%s) is a wildcard, which nothing can connect to; set security.tls.serverName to a name that it covers" (first .extraNames)) -}}
+{{- fail (printf "security.tls.extraNames: clients cannot connect to the first name (%s), which is a wildcard; set security.tls.serverName to a name that the wildcard covers" (first .extraNames)) -}}
 {{- end -}}
 {{- $names := eq .mode "none" | ternary list (include "baton.serviceNames" $ | fromJsonArray) -}}
 {{- $wildcard := regexReplaceAll "^[^.]*" .serverName "*" -}}
 {{- if and .serverName (ne .mode "existingSecret") (not (has .serverName $names)) (not (has $wildcard $names)) -}}
-{{- fail (printf "security.tls.serverName (%s) is not in the certificate (mode %s); add it to extraNames" .serverName .mode) -}}
+{{- fail (printf "security.tls.serverName (%s) is not in the certificate (mode %s); add this name to extraNames" .serverName .mode) -}}
 {{- end -}}
 {{- if and .extraNames (not (has .mode (list "generated" "certManager"))) -}}
-{{- fail (printf "security.tls.extraNames are for certificates that the chart asks for; mode is %s" .mode) -}}
+{{- fail (printf "security.tls.extraNames are only for modes generated and certManager, not %s" .mode) -}}
 {{- end -}}
 {{- end -}}
 
 {{- if and $v.security.apiKeys.existingSecret $v.security.apiKeys.keys -}}
-{{- fail "security.apiKeys: existingSecret and keys are two sources; put the entries of keys into the Secret's keys.yaml" -}}
+{{- fail "security.apiKeys: existingSecret and keys cannot be used together; put the entries of keys into the Secret's keys.yaml" -}}
 {{- end -}}
 {{- with $v.security.apiKeys -}}
 {{- if and .existingSecret .adminSha256 -}}
-{{- fail "security.apiKeys: existingSecret and adminSha256 are two sources; put the administrator's entry into the Secret's keys.yaml" -}}
+{{- fail "security.apiKeys: existingSecret and adminSha256 cannot be used together; put the administrator's entry into the Secret's keys.yaml" -}}
 {{- end -}}
 {{- end -}}
 {{- include "baton.checkApiKeys" $v.security -}}
@@ -106,7 +106,7 @@
 {{- end -}}
 {{- with $v.model -}}
 {{- if and .existingClaim .persistentVolumeClaim.create -}}
-{{- fail "model: existingClaim and persistentVolumeClaim.create exclude one another" -}}
+{{- fail "model: existingClaim and persistentVolumeClaim.create cannot be used together; remove one of the two" -}}
 {{- end -}}
 {{- $isOfHub := include "baton.isOfHub" $ -}}
 {{- if and $isOfHub .download.files -}}
@@ -116,7 +116,7 @@
 {{- range .download.files -}}
 {{- $name := .name | default (regexReplaceAll "[?#].*" .url "" | splitList "/" | last) -}}
 {{- if not (regexMatch "^[^.]" $name) -}}
-{{- fail (printf "model.download.files: %s: its name %q must not be empty or begin with a dot; set name" .url $name) -}}
+{{- fail (printf "model.download.files: %s: the file's name %q must not be empty or begin with a dot; set name" .url $name) -}}
 {{- end -}}
 {{- if has $name $names -}}
 {{- fail (printf "model.download.files: %s: another file is named %q, too; set name" .url $name) -}}
@@ -124,10 +124,10 @@
 {{- $names = append $names $name -}}
 {{- end -}}
 {{- if and $names (hasSuffix ".gguf" .path) (not (has (base .path) $names)) -}}
-{{- fail (printf "model.path (%s) is a GGUF file, but none of model.download.files has its name; set its name to %s" .path (base .path)) -}}
+{{- fail (printf "model.path (%s) is a GGUF file, but no entry of model.download.files has this name; set the name of the entry to %s" .path (base .path)) -}}
 {{- end -}}
 {{- if and (or .hub.tokenSecret.name .hub.endpoint) (not $isOfHub) -}}
-{{- fail (printf "model.hub is for a model of the Hub, ORG/NAME; model.path is %s" .path) -}}
+{{- fail (printf "model.hub is only for a model of the Hub (ORG/NAME), but model.path is %s" .path) -}}
 {{- end -}}
 {{- $mount := clean .mountPath -}}
 {{- range $other := list "/tmp" "/tmp/ray" "/dev/shm" "/home/baton" "/etc/baton" (include "baton.kernelCache" $) -}}
@@ -145,10 +145,10 @@
 {{- end -}}
 {{- if .inImage -}}
 {{- if or (include "baton.hasModelVolume" $) (not (hasPrefix "/" .path)) -}}
-{{- fail (printf "model.inImage: model.path (%s) must be a folder, beginning with /, and there is no claim or download beside it" .path) -}}
+{{- fail (printf "model.inImage: model.path (%s) must be a folder, beginning with /, and there must be no claim and no download" .path) -}}
 {{- end -}}
 {{- else if not (or (include "baton.hasModelVolume" $) $isOfHub (eq .path "smollm2")) -}}
-{{- fail (printf "model.path (%s) is nowhere: set model.existingClaim, model.persistentVolumeClaim.create or model.download.files, or model.inImage: true if the image holds it; models with a name are smollm2 and ORG/NAME of the Hugging Face Hub" .path) -}}
+{{- fail (printf "no pod has model.path (%s): set model.existingClaim, model.persistentVolumeClaim.create or model.download.files, or model.inImage: true if the image holds it; models with a name are smollm2 and ORG/NAME of the Hugging Face Hub" .path) -}}
 {{- end -}}
 {{- end -}}
 
@@ -176,7 +176,7 @@
 {{- if ($v.gateway.responseStore).existingSecret -}}{{- $needed = append $needed "the Redis of gateway.responseStore" -}}{{- end -}}
 {{- if ($v.config.gateway).otlp_endpoint -}}{{- $needed = append $needed "the collector of traces" -}}{{- end -}}
 {{- if and .enabled $needed (not .rules) -}}
-{{- fail (printf "networkPolicy.egress.enabled shuts pods off from %s; allow it in networkPolicy.egress.rules" (join "; " $needed)) -}}
+{{- fail (printf "networkPolicy.egress.enabled shuts pods off from %s; allow these connections in networkPolicy.egress.rules" (join "; " $needed)) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
@@ -191,14 +191,14 @@
 {{- $grants := dict -}}
 {{- range $key := prepend (.apiKeys.keys | default list) (dict "name" "adminSha256" "sha256" .apiKeys.adminSha256) -}}
 {{- if has .name $reserved -}}
-{{- fail (printf "security.apiKeys.keys: Baton or the chart itself has a key of the name %s; choose another name" .name) -}}
+{{- fail (printf "security.apiKeys.keys: Baton or the chart itself has a key with the name %s; choose another name" .name) -}}
 {{- end -}}
 {{- with get $owners .sha256 -}}
 {{- fail (printf "security.apiKeys: %s has the sha256 of %s" $key.name .) -}}
 {{- end -}}
 {{- $granted := omit . "sha256" | toJson -}}
 {{- if ne $granted (get $grants .name | default $granted) -}}
-{{- fail (printf "security.apiKeys.keys: two keys of %s differ in more than their sha256; make them equal, or rename one" .name) -}}
+{{- fail (printf "security.apiKeys.keys: two keys have the name %s, but differ in more than their sha256; make their other fields equal, or rename one key" .name) -}}
 {{- end -}}
 {{- $_ := set $owners .sha256 .name -}}
 {{- $_ := set $grants .name $granted -}}
@@ -237,17 +237,17 @@
 {{- $part := index $.Values $component -}}
 {{- range $label := keys ($part.podLabels | default dict) | sortAlpha -}}
 {{- if regexMatch "^(app\\.kubernetes\\.io/(name|instance|component)$|ray\\.io/)" $label -}}
-{{- fail (printf "%s.podLabels: by %s Services and policies find their pods; choose another name" $component $label) -}}
+{{- fail (printf "%s.podLabels: the label %s is reserved, because Services and policies find their pods by this label; choose another name" $component $label) -}}
 {{- end -}}
 {{- end -}}
 {{- range $annotation := keys ($part.podAnnotations | default dict) | sortAlpha -}}
 {{- if regexMatch "^checksum/(fleet|gateway)-config$" $annotation -}}
-{{- fail (printf "%s.podAnnotations: the chart sets %s by itself; take it out" $component $annotation) -}}
+{{- fail (printf "%s.podAnnotations: the chart sets %s by itself; remove it" $component $annotation) -}}
 {{- end -}}
 {{- end -}}
 {{- range $part.extraEnv -}}
 {{- if or (has .name $ownEnv) (and (eq $component "rayHead") (has .name (list "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_gcs_rpc_server_reconnect_timeout_s"))) (regexMatch "^(POD_IP|TRITON_CACHE_DIR|RAY_AUTH_.*|RAY_health_check_.*)$" .name) -}}
-{{- fail (printf "%s.extraEnv: the chart sets %s by itself; take it out" $component .name) -}}
+{{- fail (printf "%s.extraEnv: the chart sets %s by itself; remove it" $component .name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -255,7 +255,7 @@
 {{- range $object, $part := omit .Values.metrics "port" -}}
 {{- range $label := $part.enabled | ternary (keys ($part.labels | default dict) | sortAlpha) list -}}
 {{- if regexMatch "^(app\\.kubernetes\\.io/(name|instance|component|part-of|version|managed-by)|helm\\.sh/chart)$" $label -}}
-{{- fail (printf "metrics.%s.labels: the chart sets %s by itself; take it out" $object $label) -}}
+{{- fail (printf "metrics.%s.labels: the chart sets %s by itself; remove it" $object $label) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -267,7 +267,7 @@
 {{- range $bound, $amounts := $part.resources -}}
 {{- $bytes := include "baton.number" ($amounts.memory | default 0) | float64 -}}
 {{- if and (gt $bytes 0.0) (lt $bytes 0x1p26) -}}
-{{- fail (printf "%s.resources.%s.memory (%v) is less than 64Mi; give it a unit, as in 32Gi" $owner $bound $amounts.memory) -}}
+{{- fail (printf "%s.resources.%s.memory (%v) is less than 64Mi; add a unit, as in 32Gi" $owner $bound $amounts.memory) -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $request := ($part.resources).requests -}}
@@ -287,7 +287,7 @@
 {{- $least := int (include "baton.leastReplicas" (dict "root" $ "role" $role)) -}}
 {{- with $part.podDisruptionBudget -}}
 {{- if and .enabled (not (kindIs "invalid" .minAvailable)) (gt (int .minAvailable) 0) (ge (int .minAvailable) $least) -}}
-{{- fail (printf "%s.podDisruptionBudget.minAvailable (%d) must be below the %d workers that there are at least, or no node of theirs could be drained" $role (int .minAvailable) $least) -}}
+{{- fail (printf "%s.podDisruptionBudget.minAvailable (%d) must be below the smallest number of workers, %d; otherwise no node of these workers could be drained" $role (int .minAvailable) $least) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -306,6 +306,6 @@
 {{- $isTaken := and (ge $port 10002) (le $port 19999) -}}
 {{- range .taken -}}{{- if eq $port (int .) -}}{{- $isTaken = true -}}{{- end -}}{{- end -}}
 {{- if $isTaken -}}
-{{- fail (printf "%s (%d) is a port that Ray takes in the same pod; choose another one, such as %d" .value $port (eq .value "metrics.port" | ternary 9400 6390)) -}}
+{{- fail (printf "%s (%d) is a port that Ray uses in the same pod; choose another one, such as %d" .value $port (eq .value "metrics.port" | ternary 9400 6390)) -}}
 {{- end -}}
 {{- end }}

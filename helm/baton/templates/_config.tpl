@@ -50,7 +50,7 @@ gateway:
   api_keys_file: /etc/baton/keys.yaml
   {{- if (.Values.gateway.responseStore).existingSecret }}
   {{- if hasKey (.Values.config.gateway | default dict) "response_store" }}
-  {{- fail "config.gateway.response_store and gateway.responseStore.existingSecret both name a store; remove one of the two" }}
+  {{- fail "config.gateway.response_store and gateway.responseStore.existingSecret both name a store; remove one of the two keys" }}
   {{- end }}
   response_store_file: /etc/baton/response-store
   {{- end }}
@@ -127,7 +127,7 @@ gateway.allow_plaintext: "security.tls.mode: none"
 {{- with .Values.autoscaling.workers.config -}}
 {{- range $key := keys ($added.autoscaling | default dict) -}}
 {{- if hasKey $.Values.autoscaling.workers.config $key -}}
-{{- fail (printf "config.autoscaling.%s: autoscaling.workers.config has it, too; remove one of them" $key) -}}
+{{- fail (printf "config.autoscaling.%s: autoscaling.workers.config has the same key; remove one of the two" $key) -}}
 {{- end -}}
 {{- end -}}
 {{- $added = merge (dict "autoscaling" .) $added -}}

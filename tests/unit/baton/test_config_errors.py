@@ -33,7 +33,7 @@ def test_every_problem_is_reported_at_once() -> None:
 @pytest.mark.parametrize(
     ("sections", "complaint"),
     [
-        ({}, r"cluster.prefill is 0; raise it, or remove gateway.require_disaggregated"),
+        ({}, r"cluster.prefill is 0; raise cluster.prefill, or remove gateway.require_disaggregated"),
         ({"autoscaling": {"mode": "dry_run", "max_prefill": 1}}, "cluster.prefill is 0"),
         ({"autoscaling": {"mode": "on", "max_decode": 2}}, "cluster.prefill is 0"),
         ({"autoscaling": {"mode": "on", "max_prefill": 1}}, None),
@@ -85,23 +85,23 @@ def test_a_file_at_fault_is_not_quoted_where_keys_may_be(tmp_path: Path, text: s
         ),
         (
             {"gateway": {"http_port": None, "allowed_hosts": ["baton.example"]}},
-            "gateway: allowed_hosts .* is for HTTP, which http_port null turns off",
+            "gateway: allowed_hosts .* is only for HTTP, but http_port: null turns HTTP off",
         ),
         (
             {"gateway": {"http_port": None, "response_store": "redis://:hush@a"}},
-            "gateway: response_store is for HTTP, which http_port null turns off",
+            "gateway: response_store is only for HTTP, but http_port: null turns HTTP off",
         ),
         (
             {"gateway": {"response_store": "none", "response_store_ttl_s": 60.0}},
-            r"gateway: response_store_ttl_s \(60\) needs a store, and response_store is 'none'",
+            r"gateway: response_store_ttl_s \(60\) needs a store, but response_store is 'none'",
         ),
         (
             {"gateway": {"response_store": "redis://:hush@a", "response_store_mib": 8}},
-            r"gateway: response_store_mib \(8\) is for a store in memory; a Redis has a limit of its own",
+            r"gateway: response_store_mib \(8\) is only for a store in memory; remove the key",
         ),
         (
             {"gateway": {"response_store_file": "hush", "response_store_mib": 8}},
-            r"gateway: response_store_mib \(8\) is for a store in memory",
+            r"gateway: response_store_mib \(8\) is only for a store in memory",
         ),
         (
             {"gateway": {"grpc_connection_grace_s": 5.0}},

@@ -32,7 +32,7 @@ two          20        [20]  1    1x4   1   ■ stop
 tokens of 100          50▄   6▁    6▁   6▁   1▁
 free blocks             40   40    40   40   40
 
-[n] prompt tokens   1 output token   m/n output tokens, of n computed with drafts
-xn so many equal steps
+[n] prompt tokens   1 output token   m/n n tokens computed with drafts, m of them output
+xn n equal steps
 """
     assert_picture(make_chart([trace], fold_above=4), picture)

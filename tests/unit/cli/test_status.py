@@ -89,7 +89,7 @@ def test_paths_and_controller_are_named() -> None:
     lines = shown(FLEET, 160)
     assert lines[0] == "smollm2 in float32, KV in bfloat16 /models/smollm2"
     assert lines[1] == "3 requests in flight, 1 queued; finished: 12 disaggregated, 0 fallback, 2 local"
-    assert lines[2] == "1 failed, 0 rejected, 0 aborted; 5 went on elsewhere (2 given back, 3 lost)"
+    assert lines[2] == "1 failed, 0 rejected, 0 aborted; 5 moved to other workers (2 given back, 3 lost)"
     assert lines[3] == "controller c0ffee00"
     alone = description(worker("w0", slot=None), nodes=[], controller={"state": "none"})
     lines = shown(alone, 160)

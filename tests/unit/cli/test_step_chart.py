@@ -63,7 +63,7 @@ free blocks             40   40   0    0    40   40    40    40    9
 queue                             1    1    1                1
 blocks swapped                    -2             +2
 
-[n] prompt tokens   1 output token   xn so many equal steps   n+ from the prefix cache
+[n] prompt tokens   1 output token   xn n equal steps   n+ from the prefix cache
 n^ back from host memory   ··· in the queue   ✗ preempted   ↻ resumed
 """
     assert_picture(make_chart([PREEMPTED], fold_above=12), picture)
@@ -89,8 +89,7 @@ aaaa        150             ~~~~~~~~~~~~~~~~~~  1   1  ■ stop
 tokens of 100               40▄   1▁       1▁   2▁  2▁
 free blocks                  40   40       40   40  40
 
-[n] prompt tokens   1 output token   xn so many equal steps
-~~~ waits for KV from another worker
+[n] prompt tokens   1 output token   xn n equal steps   ~~~ waits for KV from another worker
 """
     assert_picture(make_chart(HANDED_OVER, fold_above=8), picture)
 

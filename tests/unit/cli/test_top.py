@@ -70,7 +70,7 @@ def test_eighty_columns_hold_what_matters_of_every_worker() -> None:
     assert shown[0].endswith("q leaves")
     assert shown[1] == "19 in flight, 2 queued   controller c0ffee00   2 of 3 nodes alive (n2 gone)"
     assert shown[2] == "paths  32 disaggregated (10.0/s), 0 fallback, 2 local"
-    assert shown[3] == "1 failed, 0 rejected, 0 aborted; 5 went on elsewhere (2 given back, 3 lost)"
+    assert shown[3] == "1 failed, 0 rejected, 0 aborted; 5 moved to other workers (2 given back, 3 lost)"
     assert shown[5].split() == [
         *("worker", "role", "state", "blocks", "used", "run", "wait", "load", "step", "ms", "tok/s")
     ]

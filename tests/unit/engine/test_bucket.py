@@ -116,7 +116,7 @@ def test_a_copy_of_another_size_is_not_used(
             with partial.open("ab") as content:
                 content.write(b"more")
 
-    with pytest.raises(ModelError, match=rf"has {size + 4:,} bytes, expected {size:,}; it was removed"):
+    with pytest.raises(ModelError, match=rf"has {size + 4:,} bytes, expected {size:,}; the copy was removed"):
         fetch(URL, tmp_path, append)
     assert not partial.exists()
     (path / "model.safetensors").write_bytes(b"what such a version left")

@@ -119,7 +119,11 @@ def test_what_would_not_load_says_why(
 @pytest.mark.parametrize(
     ("file", "kept", "problem"),
     [
-        ("model.safetensors", 4000, "is not a readable safetensors file: it has 4,000 bytes, but its header"),
+        (
+            "model.safetensors",
+            4000,
+            "is not a readable safetensors file: the file has 4,000 bytes, but its header",
+        ),
         ("tokenizer.json", None, "has no tokenizer; a model folder needs tokenizer.json"),
     ],
 )

@@ -227,7 +227,9 @@ def test_a_gpu_counts_the_blocks_of_groups_as_a_cpu_does(
     on_gpu = replace(windowed, device=CUDA)
     assert reckoned(on_gpu, scheduler=settings).num_blocks == needed < 3 * 224 // 8
     monkeypatch.setattr(capacity, "_measure", lambda *_, wants_chunk: measured(needed - 1))  # noqa: ARG005
-    with pytest.raises(ConfigError, match=rf"one request of 224 tokens needs {needed} blocks"):
+    with pytest.raises(
+        ConfigError, match=rf"224 tokens needs {needed - 1} blocks and the null block: {needed} x"
+    ):
         reckoned(on_gpu, scheduler=settings)
 
 

@@ -29,7 +29,7 @@ def config_of(**sections: dict[str, Any]) -> BatonConfig:
         ({"cluster": {"decode_tensor_parallel": 4}}, "got 4, which does not divide this model's 2 KV heads"),
         (
             {"engine": {"device": "cuda"}, "model": {"dtype": "bfloat16", "quantization": "int4"}},
-            "model.quantization: 'int4' is for engine.device 'cpu'",
+            "model.quantization: 'int4' is only for engine.device 'cpu'",
         ),
     ],
 )

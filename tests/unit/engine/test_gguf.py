@@ -62,7 +62,7 @@ def tensor(name: str, kind: int = 0, shape: tuple[int, ...] = (4,), offset: int 
         (b"safetensors are another format", "does not begin with 'GGUF'"),
         (header(version=1), "version 1 is not supported"),
         (header(version=0x03000000), "big-endian files are not supported"),
-        (b"GGUF\x03\0\0\0", "it ends early"),
+        (b"GGUF\x03\0\0\0", "the file ends early"),
         (header(tensors=2**60), "claims to have 1,152,921,504,606,846,976 tensors"),
         (header(keys=5), "claims to have 5 metadata keys"),
         (
@@ -84,11 +84,17 @@ def tensor(name: str, kind: int = 0, shape: tuple[int, ...] = (4,), offset: int 
         (header(tensors=1, rest=tensor("t", shape=())), "t has 0 dimensions"),
         (header(tensors=1, rest=tensor("t", shape=(1,) * 5)), "t has 5 dimensions"),
         (header(tensors=1, rest=tensor("t", shape=(4, 0))), r"t has shape \[0, 4\]"),
-        (header(tensors=1, rest=tensor("t", kind=2, shape=(33,))), "t is Q4_0: 33 is no multiple of 32"),
+        (
+            header(tensors=1, rest=tensor("t", kind=2, shape=(33,))),
+            "t is Q4_0, but 33 is not a multiple of 32",
+        ),
         (header(tensors=1, rest=tensor("t", shape=(2**40, 2**40))), "t ends at byte"),
         (header(tensors=1, rest=tensor("t", offset=2**63)), "t ends at byte"),
         (header(tensors=2, rest=2 * tensor("t") + bytes(64)), "t appears twice"),
-        (header(tensors=1, rest=tensor("t", offset=4) + bytes(64)), "t has offset 4, no multiple of 32"),
+        (
+            header(tensors=1, rest=tensor("t", offset=4) + bytes(64)),
+            "t has offset 4, which is not a multiple of 32",
+        ),
         (
             header(keys=1, rest=text("general.alignment") + struct.pack("<II", 4, 0)),
             "general.alignment must be a positive multiple of 8, got 0",

@@ -177,13 +177,15 @@ def test_llama_3_rope_is_found_by_its_divisors(tmp_path: Path) -> None:
     path.write_bytes(
         original.replace(np.array(divisors, dtype=np.float32).tobytes(), bytes(4 * len(divisors)))
     )
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight must be divisors of at least 1"):
+    with pytest.raises(ModelError, match=r"the values of rope_freqs\.weight must be at least 1"):
         hugging_face_config(read_gguf(path))
 
 
 def test_llama_3_rope_with_another_factor_is_refused(tmp_path: Path) -> None:
     path = llama3_file(tmp_path / "m.gguf", llama3_divisors(32.0, 64, 5e5), factor=2.0)
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight and llama\.rope\.scaling at once"):
+    with pytest.raises(
+        ModelError, match=r"rope_freqs\.weight together with llama\.rope\.scaling is not supported"
+    ):
         hugging_face_config(read_gguf(path))
 
 
@@ -209,7 +211,10 @@ SIZES = {
         ({"llama__expert_count": 8}, r"llama\.expert_count \(8\) is not supported"),
         ({"llama__logit_scale": 16.0}, r"llama\.logit_scale \(16\.0\) is not supported"),
         ({"llama__attention__scale": 0.5}, r"llama\.attention\.scale \(0\.5\) is not supported"),
-        ({"llama__rope__dimension_count": 8}, r"llama\.rope\.dimension_count is 8; .* the heads' size, 16"),
+        (
+            {"llama__rope__dimension_count": 8},
+            r"llama\.rope\.dimension_count must equal the heads' size, 16, got 8",
+        ),
         ({"llama__rope__scaling__type": "longrope"}, r"rope\.scaling\.type 'longrope' is not supported"),
         (
             {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_ext_factor": 0.5},
@@ -226,7 +231,7 @@ SIZES = {
         ({"llama__feed_forward_length": 2**31}, r"feed_forward_length must be from 1 to 262,144"),
         ({"llama__attention__head_count": 0}, r"attention\.head_count must be from 1"),
         ({"llama__attention__head_count_kv": 0}, r"attention\.head_count_kv must be from 1"),
-        ({"llama__attention__key_length": 1}, r"the heads' size is 1; supported are even ones"),
+        ({"llama__attention__key_length": 1}, r"the heads' size must be even, got 1"),
         ({"llama__attention__head_count": 128, "llama__attention__key_length": None}, r"key_length must be"),
         (
             {"llama__attention__layer_norm_rms_epsilon": math.nan},
@@ -239,12 +244,27 @@ SIZES = {
             {"tokenizer__ggml__pre": "unheard-of"},
             r"tokenizer\.ggml\.pre is 'unheard-of', which is not supported",
         ),
-        ({"tokenizer__ggml__bos_token_id": 300}, r"bos_token_id is 300, of 300 tokens"),
-        ({"tokenizer__ggml__eos_token_id": 300}, r"tokenizer\.ggml\.eos_token_id is 300, of 300 tokens"),
-        ({"tokenizer__ggml__eot_token_id": 300}, r"tokenizer\.ggml\.eot_token_id is 300, of 300 tokens"),
-        ({"tokenizer__ggml__eom_token_id": 4096}, r"tokenizer\.ggml\.eom_token_id is 4096, of 300 tokens"),
-        ({"tokenizer__ggml__merges": ["a b c"]}, r"merges has 'a b c', which makes no token of two"),
-        ({"tokenizer__ggml__merges": ["a qqqq"]}, r"merges has 'a qqqq', which makes no token of two"),
+        ({"tokenizer__ggml__bos_token_id": 300}, r"bos_token_id is 300, but there are 300 tokens"),
+        (
+            {"tokenizer__ggml__eos_token_id": 300},
+            r"tokenizer\.ggml\.eos_token_id is 300, but there are 300 tokens",
+        ),
+        (
+            {"tokenizer__ggml__eot_token_id": 300},
+            r"tokenizer\.ggml\.eot_token_id is 300, but there are 300 tokens",
+        ),
+        (
+            {"tokenizer__ggml__eom_token_id": 4096},
+            r"tokenizer\.ggml\.eom_token_id is 4096, but there are 300 tokens",
+        ),
+        (
+            {"tokenizer__ggml__merges": ["a b c"]},
+            r"merges has 'a b c', which does not join two tokens into a token",
+        ),
+        (
+            {"tokenizer__ggml__merges": ["a qqqq"]},
+            r"merges has 'a qqqq', which does not join two tokens into a token",
+        ),
         (
             {"tokenizer__ggml__token_type": [1, 3]},
             r"300 tokens, but 2 entries in tokenizer\.ggml\.token_type",

@@ -215,5 +215,7 @@ def test_sentence_piece_begins_with_bos_and_a_space() -> None:
 def test_a_token_that_is_too_long_to_cut_everywhere_is_refused() -> None:
     file = sentence_piece()
     tokens = file.strings("tokenizer.ggml.tokens")
-    with pytest.raises(ModelError, match=r"some\.gguf: a token has 5,000 characters; supported are 4,096"):
+    with pytest.raises(
+        ModelError, match=r"some\.gguf: a token has 5,000 characters; at most 4,096 are supported"
+    ):
         tokenizer_json(sentence_piece(tokens=[*tokens[:-1], "e" * 5000]))

@@ -370,7 +370,7 @@ def test_an_answer_that_cannot_go_on_is_an_error_and_not_complete(
     outputs = engine.run()
     last = outputs["dead"][-1]
     assert (last.finish_reason, last.error_kind) == (FinishReason.ERROR, ErrorKind.INVALID_REQUEST)
-    assert "nothing can follow" in (last.error or "")
+    assert "no token can follow" in (last.error or "")
     assert text_of(outputs["good"]) in ("yes", "no")
 
 

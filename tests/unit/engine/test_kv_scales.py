@@ -173,11 +173,11 @@ HEADS = "model.layers.1.self_attn"
         ({f"{HEADS}.v_scale": torch.tensor(float("nan"))}, r"self_attn\.v_scale is nan, but"),
         (
             {f"{HEADS}.k_scale": torch.ones(1)},
-            r"layers\.1\.self_attn has k_scale; it needs k_scale and v_scale",
+            r"layers\.1\.self_attn has k_scale; there must be k_scale and v_scale",
         ),
         (
             {f"{HEADS}.k_scale": torch.ones(1), f"{HEADS}.kv_scale": torch.ones(1)},
-            r"has k_scale and kv_scale; it needs",
+            r"has k_scale and kv_scale; there must be",
         ),
         (
             {f"{HEADS}.k_proj.k_scale": torch.ones(1)},

@@ -20,9 +20,9 @@ def test_one_block_too_few_shows_the_calculation() -> None:
     with pytest.raises(ConfigError) as refused:
         memory().num_blocks(GIB, num_needed=70, min_tokens=64 * 69 + 1)
     text = str(refused.value)
-    assert "100.00 GiB x 0.9 - 1.00 (in use by others) - 16.00 (weights)" in text
+    assert "100.00 GiB x 0.9 - 1.00 (in use by other processes) - 16.00 (weights)" in text
     assert "leaves 70.00 GiB for KV" in text
-    assert "4,417 tokens needs 71 blocks of 1024.00 MiB = 71.00 GiB" in text
+    assert "4,417 tokens needs 70 blocks and the null block: 71 x 1024.00 MiB = 71.00 GiB" in text
     assert "scheduler.max_model_len" in text
 
 

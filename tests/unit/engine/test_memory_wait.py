@@ -58,7 +58,7 @@ def test_a_start_outlives_the_worker_that_it_replaces(
     assert gpu.num_released == 8, "what was taken in vain is given back before it is taken again"
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == "waiting up to 60 s: 40.1 GiB of the GPU are in use by others"
+    assert record.getMessage() == "waiting up to 60 s: 40.1 GiB of the GPU are in use by other processes"
 
 
 def test_without_memory_held_by_others_it_fails_at_once() -> None:

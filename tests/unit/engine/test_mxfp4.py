@@ -144,6 +144,6 @@ def test_on_a_cpu_experts_are_multiplied_in_4_bits(
     model, plain = load(quantized), load(numbers)
     assert model.quantization == "mxfp4"
     assert model.digest.endswith("-mxfp4")
-    assert "quantization_config mxfp4: 24 matrices stay in their bits, 0 were dequantised" in caplog.text
+    assert "quantization_config mxfp4: 24 matrices stay quantized, 0 were dequantized" in caplog.text
     for kept in (model, load(quantized, quantization="int8")):
         assert agreement(kept, plain) > 0.7  # activations are rounded to 8 bits

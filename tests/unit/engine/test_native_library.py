@@ -182,7 +182,7 @@ def test_cxx_may_have_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     ("cxx", "reason"),
     [
         ("g++ 'x", "No closing quotation"),
-        ("/opt/gone/g++ -m64", "there is no program /opt/gone/g++"),
+        ("/opt/gone/g++ -m64", "program /opt/gone/g++ not found"),
     ],
 )
 def test_a_cxx_that_is_no_command_is_skipped_with_a_warning(
@@ -216,7 +216,7 @@ def test_if_none_can_compile_the_log_says_why(
     [
         ("x86_64", "fma f16c bmi1 bmi2 abm movbe", "this CPU lacks avx2 (see /proc/cpuinfo)"),
         ("x86_64", "", "the instructions of this CPU are unknown: no flags in /proc/cpuinfo"),
-        ("riscv64", "", "there are none for processors of type riscv64"),
+        ("riscv64", "", "Baton has no kernels for processors of type riscv64"),
     ],
 )
 def test_a_processor_without_the_least_instructions_is_told_what_it_lacks(

@@ -268,7 +268,7 @@ def test_a_device_that_fails_a_known_token_too_is_unfit_and_gives_the_request_ba
     core.add_request(make_engine_request("a"), "gateway")
     assert [output.error_kind for output in run_until_idle(core)] == [ErrorKind.GIVEN_BACK]
     assert core.health.unfit_reason == (
-        "the device failed to compute a step (the device is on fire); the device check failed, too: "
+        "the device failed to compute a step (the device is on fire); the device check also failed: "
         "ValueError: the device is on fire"
     )
     core.close()

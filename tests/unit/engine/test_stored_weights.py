@@ -61,7 +61,7 @@ def test_a_method_is_named_only_if_a_matrix_is_kept(tmp_path: Path, caplog: pyte
     quantized, _ = make_quantized(tmp_path, make_model_dir(tmp_path / "m", **sizes), kind)
     with caplog.at_level(logging.INFO):
         model = load_model(ModelConfig(dtype="float32"), quantized, torch.device("cpu"))
-    assert "0 matrices stay in their bits, 21 were dequantised" in caplog.text
+    assert "0 matrices stay quantized, 21 were dequantized" in caplog.text
     assert model.quantization is None
     takes = footprint(BatonConfig.from_mapping({"model": {"dtype": "float32"}}), quantized)
     assert takes.weights is not None

@@ -113,7 +113,7 @@ def test_ranks_look_up_and_sample_the_last_tokens(tmp_path: Path) -> None:
 
 def test_a_vocabulary_must_be_enough_for_all_ranks(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path / "model", vocab_size=5, num_attention_heads=4, num_key_value_heads=4)
-    with pytest.raises(ConfigError, match="got 4, but this model's 5 tokens are too few to share"):
+    with pytest.raises(ConfigError, match="got 4, but this model's vocabulary of 5 tokens is too small"):
         load_model(FLOAT32, path, CPU, collectives=SilentRank(0, 4))
 
 

@@ -68,17 +68,21 @@ def test_too_many_connections_are_an_error_that_names_a_number_that_fits(
     limits = Limits(1024, 4096)
     with pytest.raises(
         ConfigError,
-        match=r"max_connections \(2048\) may need 5120 open files.*may open 4096; lower it to 1536, or raise",
+        match=r"max_connections \(2048\) may need 5120 open files.*may open 4096 files; lower it to 1536, or raise",
     ):
         raised(monkeypatch, limits, max_connections=2048)
     assert limits.soft == 1024
     assert raised(monkeypatch, limits, max_connections=1536) == 4096
     assert raised(monkeypatch, limits, max_connections=3072, http_port=None) == 4096
-    with pytest.raises(ConfigError, match=r"1112 open files.* 512 others.* may open 1024; lower it to 256"):
+    with pytest.raises(
+        ConfigError, match=r"1112 open files.* 512 other files.* may open 1024 files; lower it to 256"
+    ):
         raised(monkeypatch, Limits(256, 1024), max_connections=300)
     assert raised(monkeypatch, Limits(256, 1024), max_connections=256) == 1024
     for config in ({"max_connections": 1}, {}):
-        with pytest.raises(ConfigError, match="128 others; this process may open 128; raise the hard"):
+        with pytest.raises(
+            ConfigError, match="128 other files; this process may open 128 files; raise the hard"
+        ):
             raised(monkeypatch, Limits(64, 128), **config)
 
 

@@ -220,7 +220,7 @@ def test_a_schema_with_a_part_that_only_an_endless_value_would_match_is_refused(
     schema = f'{{"properties": {{"a": {{"{key}": "#/$defs/x"}}}}, "$defs": {{"x": {{"$ref": "#/$defs/x"}}}}}}'
     params = SamplingParams(structured_output=StructuredOutput(GrammarKind.JSON_SCHEMA, schema))
 
-    with pytest.raises(InvalidRequest, match=r"structured_output: in the schema, .* needs itself"):
+    with pytest.raises(InvalidRequest, match=r"structured_output: in the schema, .* requires itself again"):
         take_in(preprocessor, (5,), params)
 
 

@@ -122,7 +122,7 @@ def test_a_worker_can_read_its_own_pool(host: FakeHost) -> None:
     ],
 )
 def test_what_is_no_description_is_refused(host: FakeHost, description: bytes) -> None:
-    with pytest.raises(TransportError, match="not a description"):
+    with pytest.raises(TransportError, match="is not one of device memory"):
         Process(host).reader.open(description)
 
 

@@ -38,7 +38,7 @@ def start_stuck(
 
 
 def postponed(num_valid_tokens: int) -> Failed:
-    reason = "the prefill worker is stuck until other prompts are loaded"
+    reason = "the prefill worker computes nothing until other prompts are loaded"
     return Failed(RankTransfer("r"), num_valid_tokens, reason, False, is_postponed=True)
 
 

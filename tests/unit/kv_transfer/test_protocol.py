@@ -148,7 +148,7 @@ def test_c42_a_producer_that_is_gone_is_not_waited_for(is_loading: bool) -> None
     assert isinstance(failed, Failed)
     assert (failed.num_valid_tokens, failed.reason) == (
         16 * is_loading,
-        "the prefill worker accepts no connections any more",
+        "the prefill worker no longer accepts connections",
     )
 
 

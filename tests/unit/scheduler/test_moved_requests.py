@@ -193,11 +193,15 @@ def test_c41_a_producer_that_is_preempted_computes_its_outputs_again_before_it_h
 @pytest.mark.parametrize(
     ("outputs", "options", "complaint"),
     [
-        (said("r", 5), {"max_tokens": 5}, "output_token_ids: 5 tokens, of which max_tokens allows 5"),
-        (said("r", 5), {"max_tokens": 4}, "output_token_ids: 5 tokens, of which max_tokens allows 4"),
+        (said("r", 5), {"max_tokens": 5}, "output_token_ids: 5 output tokens, but max_tokens allows 5"),
+        (said("r", 5), {"max_tokens": 4}, "output_token_ids: 5 output tokens, but max_tokens allows 4"),
         ([7, EOS, 8], {}, "output_token_ids: token 1 is 2, which ends the request"),
         ([7, 9], {"stop_token_ids": (9,)}, "output_token_ids: token 1 is 9, which ends the request"),
-        ([7] * 15, {"max_tokens": 90}, "prompt: 25 tokens, 15 of output and one to generate do not fit"),
+        (
+            [7] * 15,
+            {"max_tokens": 90},
+            "prompt: 25 tokens, 15 of output and one token to generate do not fit",
+        ),
     ],
 )
 def test_outputs_that_cannot_go_on_are_refused(

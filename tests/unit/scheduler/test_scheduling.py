@@ -368,7 +368,9 @@ def test_a_prompt_that_can_never_run_is_refused_with_the_numbers(
     overrides: dict[str, int], num_tokens: int
 ) -> None:
     scheduler = make_scheduler(**overrides)
-    with pytest.raises(InvalidRequest, match=f"prompt: {num_tokens} tokens and one to generate do not fit"):
+    with pytest.raises(
+        InvalidRequest, match=f"prompt: {num_tokens} tokens and one token to generate do not fit"
+    ):
         scheduler.add_request(make_request(num_tokens))
     scheduler.add_request(make_request(num_tokens - 1))
     run_to_end(scheduler)

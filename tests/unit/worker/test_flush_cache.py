@@ -58,7 +58,7 @@ def test_c63_a_worker_in_use_keeps_its_cache_unless_forced_and_no_request_loses_
     with RunningLoop(make_core(StepHook(take_time))) as running:
         running.loop.submit("gateway", make_engine_request("r", 40, max_tokens=200))
         assert has_begun.wait(60)
-        with pytest.raises(FleetError, match=r"^blocks are in use \(1 requests run\); wait, or force it$"):
+        with pytest.raises(FleetError, match=r"^blocks are in use \(1 requests run\); wait, or use force$"):
             running.loop.flush_cache(PATIENCE_S, force=False)
         running.loop.flush_cache(PATIENCE_S, force=True)
         assert "emptied the prefix cache; 1 running request(s) compute their KV again" in caplog.text

@@ -65,7 +65,7 @@ def test_c55_a_device_that_fails_its_check_is_at_fault_and_no_request_is(async_s
     )
     until_ended(running)
     assert (
-        str(running.loop.failure) == f"{NON_FINITE}; the device check failed, too: its logits are not finite"
+        str(running.loop.failure) == f"{NON_FINITE}; the device check also failed: its logits are not finite"
     )
     assert running.loop.drain(0.0), "nothing is left to wait for"
 
@@ -110,7 +110,7 @@ def test_c55_it_ends_after_a_change_of_role_that_had_begun() -> None:
     change.join(60)
     until_ended(running)
     assert (
-        str(running.loop.failure) == f"{NON_FINITE}; the device check failed, too: its logits are not finite"
+        str(running.loop.failure) == f"{NON_FINITE}; the device check also failed: its logits are not finite"
     )
     assert running.loop.snapshot.role is WorkerRole.DECODE
 

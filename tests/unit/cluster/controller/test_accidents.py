@@ -67,7 +67,7 @@ async def test_a_worker_that_a_former_controllers_rollout_drained_is_replaced(
             assert [(one.name, one.number) for one in launcher.alive] == [("w0", 1), ("w2", 1), ("w1", 2)]
             replica = (await second.controller.describe()).replicas[1]
             assert (replica.num_starts, replica.last_failure) == (2, "")
-    assert "worker w1 drains without a command that waits for it, so it is replaced" in caplog.messages
+    assert "worker w1 drains, but no command waits for its end; replacing the worker" in caplog.messages
 
 
 @in_virtual_time
@@ -257,7 +257,9 @@ async def test_a_drain_that_leaves_something_says_so(
         await tested.all_serve(3)
         tested.launcher.latest("w1").drains_cleanly = is_clean
         await tested.controller.drain("w1")
-    assert any("worker w1 has left, but" in message for message in caplog.messages) is not is_clean
+    assert (
+        any("worker w1 left before its transfers" in message for message in caplog.messages) is not is_clean
+    )
 
 
 async def test_after_a_role_change_and_not_before_a_worker_counts_at_once() -> None:

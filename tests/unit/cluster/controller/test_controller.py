@@ -235,7 +235,9 @@ async def test_two_decode_workers_cannot_both_change_at_the_same_time() -> None:
 async def test_workers_of_other_ranks_cannot_change_into_each_other() -> None:
     async with fleet(fleet_config(prefill_tensor_parallel=2)) as tested:
         await tested.all_serve(3)
-        with pytest.raises(FleetError, match=r"prefill workers: these have 2|a prefill worker: these have 2"):
+        with pytest.raises(
+            FleetError, match="a prefill worker: prefill workers have 2 ranks, but this worker has 1"
+        ):
             await tested.controller.set_role("w1", PREFILL)
 
 
@@ -312,7 +314,7 @@ async def test_a_restarted_controller_adopts_serving_workers(caplog: pytest.LogC
             failures = {each.name: each.last_failure for each in second.controller.replicas()}
     reason = "it did not serve when this controller started: it had ended, or was not ready yet"
     assert failures == {"w0": "", "w1": "", "w2": "", "w3": reason}
-    assert f"worker w3 (decode) is started anew: {reason}" in caplog.messages
+    assert f"starting worker w3 (decode) again: {reason}" in caplog.messages
 
 
 @in_virtual_time

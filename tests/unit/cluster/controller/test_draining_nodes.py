@@ -225,7 +225,7 @@ async def test_a_node_that_is_not_there_or_the_only_one_cannot_leave() -> None:
     launcher = two_nodes()
     async with fleet(fleet_config(), launcher) as tested:
         await all_serve_on(tested, "n1")
-        with pytest.raises(FleetError, match=r"name '10\.0\.0\.9'; there are: n1 \(10\.0\.0\.1\), n2"):
+        with pytest.raises(FleetError, match=r"name '10\.0\.0\.9'; its nodes are: n1 \(10\.0\.0\.1\), n2"):
             await tested.controller.drain_node("10.0.0.9", 10.0)
         launcher.addresses = {"n1": "10.0.0.1", "n2": "10.0.0.1"}
         with pytest.raises(FleetError, match="the fleet's only node"):

@@ -148,7 +148,7 @@ def test_what_gets_better_by_itself_is_left_alone() -> None:
         planner.observe(fleet(1, 1, busy=True, oldest_queued_s=20.0 - 1.5 * n), 5.0 * n) for n in range(10)
     ]
     assert [decision.change for decision in decisions] == [None] * 10
-    assert decisions[-1].sentence.endswith("for 45 s, but falling: it was 9.5 s")
+    assert decisions[-1].sentence.endswith("for 45 s, but this value falls: it was 9.5 s")
 
 
 def test_more_prefill_workers_do_not_help_prompts_that_wait_for_none() -> None:
@@ -289,7 +289,7 @@ def test_a_worker_takes_the_place_of_one_that_no_node_has_room_for() -> None:
     idle_prefill = replace(fleet(2, 2, itl_p99_s=0.083))
     looks = look(planner, replace(idle_prefill, workers=(*idle_prefill.workers, placing)), 35.0, 20.0)
     assert changes(looks)[0][1] == RoleChange("w0", D, replaces_unplaced=True)
-    assert "no node has room for a new one" in next(d.sentence for _, d in looks if d.change)
+    assert "no node has room for a new worker" in next(d.sentence for _, d in looks if d.change)
 
 
 def test_a_role_change_that_was_refused_is_not_asked_for_again_at_once() -> None:

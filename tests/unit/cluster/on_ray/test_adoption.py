@@ -194,8 +194,8 @@ async def test_an_adopted_fleet_is_scaled_though_it_began_with_the_same_counts(
     control: object = await RayFleet(config, "", MODEL_PATH, said.append).start(lambda *_: None)
     assert control is found
     assert said == [
-        "took over the running fleet 'baton', which had no owner; its workers keep `logging` and "
-        "`gateway.max_in_flight` as they were started"
+        "took over the running fleet 'baton', which had no owner; its workers keep the `logging` and "
+        "`gateway.max_in_flight` that they started with"
     ]
     assert found.commands == [("scale", "prefill", "1"), ("scale", "decode", "3")]
 

@@ -31,7 +31,7 @@ def said(error: Exception, who: str | None) -> str:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (RayError(KILLED), "its process died, as by a crash, a SIGKILL or for lack of memory"),
+        (RayError(KILLED), "its process died, for example by a crash, by SIGKILL or for lack of memory"),
         (RayError("The actor is dead because its node has died. Node Id: 1f"), "its node is lost"),
         (
             RayError("The actor is dead because it was killed by `ray.kill`."),

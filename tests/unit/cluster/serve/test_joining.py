@@ -230,7 +230,7 @@ def test_one_file_serves_fleet_and_gateway_since_the_flag_wins_over_it() -> None
 
 def test_two_ways_to_one_fleet_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "--ray-address", "auto", "--fleet-address", "fleet:50050"]) == USAGE
-    assert "both name the fleet; set only one of them" in capsys.readouterr().err
+    assert "both say where the fleet is; set only one of the two keys" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,8 @@ def test_a_command_that_starts_a_fleet_refuses_the_address_of_one_and_a_port_tha
     file.write_text("cluster: {fleet_address: 'fleet:50050'}")
     for command in ("serve", "fleet"):
         assert main([command, str(file)]) == USAGE
-        assert f"`baton {command}` starts a fleet of its own, so remove the key" in capsys.readouterr().err
+        assert f"`baton {command}` starts its own fleet, so remove the key" in capsys.readouterr().err
 
     file.write_text("cluster: {fleet_port: 6390}")
     assert main(["serve", str(file)]) == USAGE
-    assert "cluster.fleet_port: got 6390, which is for `baton fleet`" in capsys.readouterr().err
+    assert "cluster.fleet_port: got 6390, which is only for `baton fleet`" in capsys.readouterr().err

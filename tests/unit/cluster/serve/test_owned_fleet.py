@@ -205,7 +205,11 @@ FORBIDDEN = (
 @pytest.mark.parametrize(
     ("host", "error", "complaint"),
     [
-        ("127.0.0.1", None, r"gateway\.grpc_port: 127\.0\.0\.1:\d+ is in use, as by another `baton serve`"),
+        (
+            "127.0.0.1",
+            None,
+            r"gateway\.grpc_port: 127\.0\.0\.1:\d+ is in use, perhaps by another `baton serve`",
+        ),
         ("203.0.113.77", None, rf"gateway\.grpc_port: cannot listen on 203\.0\.113\.77:\d+: .*; {FORBIDDEN}"),
         (
             "gone",

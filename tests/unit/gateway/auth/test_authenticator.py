@@ -146,8 +146,8 @@ def test_a_broken_key_file_changes_nothing_and_is_logged_without_its_content(
     [
         (lambda path: path.unlink(), "cannot be read: No such file"),
         (lambda path: (path.unlink(), path.mkdir()), "cannot be read: Is a directory"),
-        (lambda path: path.chmod(0o620), "other users may write it"),
-        (lambda path: path.chmod(0o602), "other users may write it"),
+        (lambda path: path.chmod(0o620), "other users may write this file"),
+        (lambda path: path.chmod(0o602), "other users may write this file"),
     ],
 )
 def test_a_key_file_that_is_gone_or_that_others_may_write_admits_no_caller(
@@ -224,7 +224,7 @@ def test_a_key_file_that_is_missing_or_that_others_may_write_is_refused_at_the_s
     path = tmp_path / "keys.yaml"
     write(path, new_key())
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=r"other users may write it.*run `chmod go-w"):
+    with pytest.raises(ConfigError, match=r"other users may write this file.*run `chmod go-w"):
         Authenticator(GatewayConfig(api_keys_file=str(path)), VirtualClock())
     with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
         Authenticator(GatewayConfig(api_keys_file=str(tmp_path / "none")), VirtualClock())
@@ -244,7 +244,10 @@ def test_an_empty_key_file_admits_no_caller(tmp_path: Path) -> None:
         ("- name: a\n  sha256: baton-secret\n", "64 hexadecimal digits"),
         ("- baton-secret\n", "must be a mapping"),
         ("{baton-secret", "neither YAML nor JSON"),
-        ("- {name: anybody, sha256: " + "0" * 64 + "}", "'anybody' is the name of callers without a key"),
+        (
+            "- {name: anybody, sha256: " + "0" * 64 + "}",
+            "'anybody' is Baton's name for callers without a key",
+        ),
         ("- {name: a, sha256: " + "0" * 64 + ", scopes: [root]}", "scopes"),
         ("- {name: a, sha256: " + "0" * 64 + ", max_concurent: 1}", "0: has an unknown key"),
         ("- {name: a, sha256: " + "0" * 64 + ", baton-secret: 1}", "0: has an unknown key"),

@@ -59,7 +59,10 @@ def test_a_caller_may_have_two_keys_while_one_replaces_the_other() -> None:
     ("keys", "complaint"),
     [
         ([entry("a", "k"), entry("b", "k")], "'b' and 'a' have the same sha256"),
-        ([entry("a", "k"), entry("a", "l", max_concurrent=1)], "two keys of 'a' differ in more than"),
+        (
+            [entry("a", "k"), entry("a", "l", max_concurrent=1)],
+            "two keys have the name 'a', but differ in more than",
+        ),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(keys: list[ApiKey], complaint: str) -> None:

@@ -127,7 +127,7 @@ def test_who_gets_events() -> None:
         (
             "chat.tool_choice.names.0",
             {"tools": [TOOL], "tool_choice": pb.ToolChoice(names=["g"])},
-            "'g' is none of the tools, which are: 'f'",
+            "'g' is not one of the tools; the tools are: 'f'",
         ),
         (
             "chat.messages.0.tool_call_id",

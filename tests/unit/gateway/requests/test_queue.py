@@ -198,7 +198,7 @@ def moving_queue(per_s: float) -> QueueUnderTest:
 
 def test_a_request_that_cannot_meet_its_deadline_is_refused() -> None:
     queue = moving_queue(per_s=10.0)
-    with pytest.raises(Overloaded, match=r"must begin within 3\.0 s; 100 requests wait already") as caught:
+    with pytest.raises(Overloaded, match=r"must start within 3\.0 s; 100 requests wait already") as caught:
         queue.join(Request("late", deadline=13.0), 10.0)
     assert caught.value.retry_after_s == pytest.approx(10.1, rel=0.1), "when its turn would come"
     assert len(queue.waiting) == 100

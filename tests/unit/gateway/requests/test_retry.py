@@ -221,7 +221,7 @@ def test_the_time_to_find_a_place_restarts_with_a_workers_progress() -> None:
     assert isinstance(error, Overloaded)
     assert error.retry_after_s == 7.0
     error = trip.retry.too_late(WorkerUnavailable("nobody is there"), 30.0, retry_after_s=7.0)
-    assert str(error) == "nobody is there; waited 30 s for one; before that, it happened"
+    assert str(error) == "nobody is there; waited 30 s for a worker; before that, it happened"
 
 
 def test_time_queued_at_a_worker_that_gives_a_request_back_does_not_shorten_its_search() -> None:

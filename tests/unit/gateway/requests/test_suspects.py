@@ -115,7 +115,7 @@ def test_c56_a_request_that_two_workers_cannot_compute_is_stopped() -> None:
     suspects.finished_on(["w0-1", "w1-1"])
     assert suspects.step_failed(POISON, "w0-1", 0.0) is None
     assert suspects.step_failed(POISON, "w0-1", 1.0) is None, "the same worker"
-    assert "2 workers could not compute it" in str(suspects.step_failed(POISON, "w1-1", 2.0))
+    assert "2 workers could not compute the request" in str(suspects.step_failed(POISON, "w1-1", 2.0))
     assert suspects.num_stopped == 1
 
 
@@ -136,7 +136,7 @@ def test_c56_workers_that_never_finished_an_answer_are_no_evidence() -> None:
         assert suspects.step_failed(POISON, worker, 0.0) is None
     suspects.finished_on(["w1"])
     error = suspects.step_failed(POISON, "w2", 1.0)
-    assert "2 workers could not compute it" in str(error), "w2 has shown nothing"
+    assert "2 workers could not compute the request" in str(error), "w2 has shown nothing"
 
 
 def test_c56_it_is_remembered_for_minutes_after_it_last_came_and_memory_is_bounded() -> None:

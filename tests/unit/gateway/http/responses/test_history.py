@@ -139,7 +139,7 @@ async def test_a_conversation_is_bounded(store: MemoryStore, monkeypatch: pytest
 
 async def test_what_another_version_stored_is_not_there(store: MemoryStore) -> None:
     await store.keep("alice", "resp_a", StoredResponse(b"{}", b'{"turns": []}'))
-    with pytest.raises(UnknownPreviousResponse, match="of another version of Baton"):
+    with pytest.raises(UnknownPreviousResponse, match="stored by another version of Baton"):
         await reader(store).before("resp_a")
     with pytest.raises(UnknownResponse, match="another version of Baton"):
         input_items_of(b'{"turns": []}')
