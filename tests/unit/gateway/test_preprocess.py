@@ -36,8 +36,16 @@ def preprocessor(folder: Path) -> Preprocessor:
 def take_in(
     preprocessor: Preprocessor, prompt: Prompt, params: SamplingParams | None = None
 ) -> GatewayRequest:
-    params = params or SamplingParams(max_tokens=UNLIMITED)
-    return asyncio.run(preprocessor.preprocess(ClientRequest(prompt=prompt, params=params)))
+    asked = ClientRequest(prompt=prompt, params=params or SamplingParams(max_tokens=UNLIMITED))
+
+    async def preprocessed() -> GatewayRequest:
+        try:
+            return await preprocessor.preprocess(asked)
+        finally:
+            if (process := preprocessor._grammars._process) is not None:
+                await process.stop()  # it belongs to this event loop
+
+    return asyncio.run(preprocessed())
 
 
 def test_c22_isolated_callers_have_no_salt_in_common_whatever_they_send(
