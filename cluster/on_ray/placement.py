@@ -136,8 +136,8 @@ def no_room(bundles: Sequence[Bundle]) -> str:
     kinds = Counter(_describe(bundle) for bundle in bundles)
     fleet = " and ".join(f"{count} workers of {kind} each" for kind, count in kinds.items())
     return (
-        f"the Ray cluster has no room for {fleet}: {len(nodes)} nodes, with "
-        f"{_describe({name: free[name] for name in sorted(asked)})}. Ask for fewer workers (cluster.prefill, "
+        f"the Ray cluster has no room for {fleet}: {len(nodes)} nodes have "
+        f"{_describe({name: free[name] for name in sorted(asked)})} free. Ask for fewer workers (cluster.prefill, "
         "cluster.decode), for less per worker (cluster.cpus_per_worker, engine.tensor_parallel), or add nodes"
     )
 

@@ -92,7 +92,7 @@ def test_a_cluster_without_room_is_an_error_with_numbers(config: Path, address_o
     arguments = (str(config), "--ray-address", address_of_ray, "--prefill", "2")
     with serving(*arguments, environment=RAY_ENVIRONMENT) as serve:
         assert serve.wait_gone() == 1
-        assert "no room for 3 workers of 1 CPU each: 1 nodes, free 2 CPU, 0 GPU" in serve.stderr
+        assert "no room for 3 workers of 1 CPU each: 1 nodes have 2 CPU, 0 GPU free" in serve.stderr
         assert "cluster.decode" in serve.stderr
 
 

@@ -1,5 +1,6 @@
 """The real engine loop, core, scheduler and connector: steps and timers while transfers are outstanding."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,17 @@ from worker.role import Role
 
 NUM_BLOCKS, BLOCK_NBYTES = 101, 2 * 2 * 2 * 16 * 8 * 4
 FINGERPRINT = KVFingerprint(PROTOCOL_VERSION, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
-NOBODY = WorkerRef("nobody", "incarnation-0", ("tcp://127.0.0.1:1",), 16)
+
+
+def silent_port() -> int:
+    """Accepts connections, and sends nothing: a port that refuses them would show a dead worker."""
+    server = socket.create_server(("127.0.0.1", 0))
+    port: int = server.getsockname()[1]
+    server.detach()  # open until this process ends
+    return port
+
+
+NOBODY = WorkerRef("nobody", "incarnation-0", (f"tcp://127.0.0.1:{silent_port()}",), 16)
 """A worker that never answers."""
 LONG_S, SHORT_S, SLACK_S = 120.0, 0.5, 60.0
 TO_NOBODY = KVTransferParams(TransferRole.PRODUCER, "t", 0, NOBODY)
