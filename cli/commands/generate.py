@@ -41,7 +41,7 @@ def run(target: Target, options: argparse.Namespace) -> int:
     on_text = _ignore if options.json else _write
     limits = {key: getattr(options, key) for key in ("max_model_len", "skip_reading_prefix_cache", "mode")}
     answer = asyncio.run(ask(target, on_text, sampling=sampling, **limits, **prompt))
-    _write(json.dumps(to_json(answer)) + "\n" if options.json else _end_of(answer))
+    _write(_line_of(to_json(answer)) if options.json else _end_of(answer))
     return 0
 
 
@@ -56,6 +56,12 @@ def _prompt_of(options: argparse.Namespace) -> dict[str, Any]:
     turns = (ChatMessage("user", options.prompt),)
     tools, choice = tools_from(options.tools), tool_choice_from(options.tool_choice)
     return {"conversation": Conversation(turns, tools, choice)}
+
+
+def _line_of(answer: dict[str, Any]) -> str:
+    """One line of JSON. Escapes characters that the terminal's encoding may lack."""
+    is_utf_8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    return json.dumps(answer, ensure_ascii=not is_utf_8) + "\n"
 
 
 def _end_of(answer: GeneratedAnswer) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cli.commands import generate
 from cli.main import DEFAULT_TARGET, DONE, READER_LEFT, REFUSED, UNWRITABLE, USAGE, build_parser, main
 from cli.output import replace_unencodable
 from tests.factories.traces import CHUNKED
@@ -161,6 +162,12 @@ def test_characters_that_stdout_lacks_become_question_marks(monkeypatch: pytest.
     replace_unencodable()
     print("é 🎉", flush=True)
     assert written.getvalue() == b"\xe9 ?\n"
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "🎉"), ("latin-1", r"\ud83c\udf89")])
+def test_json_loses_no_character(monkeypatch: pytest.MonkeyPatch, encoding: str, shown: str) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    assert generate._line_of({"text": "🎉"}) == f'{{"text": "{shown}"}}\n'
 
 
 @pytest.mark.slow

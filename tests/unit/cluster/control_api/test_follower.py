@@ -3,50 +3,22 @@
 import asyncio
 import contextlib
 import logging
-from typing import Any, TypeVar
 
 import pytest
 
 from baton.errors import ClusterError, FleetEnded
 from baton.fleet import FleetView
 from baton.kv import WorkerRef
-from baton.messages.control import ControlRequest, WaitView
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.control_api import follower
 from cluster.control_api.follower import ViewedWorkers, ViewFollower
+from tests.factories.viewed_control import ViewedControl
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
-
-R = TypeVar("R")
 
 
 def endpoint(name: str, incarnation: str) -> WorkerEndpoint:
     ref = WorkerRef(name, incarnation, ("tcp://127.0.0.1:1",), 16)
     return WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:2", "here", 1)
-
-
-class Script:
-    """Answers one view, or error, after the other, and then nothing."""
-
-    def __init__(self, *answers: FleetView | ClusterError) -> None:
-        self.answers = list(answers)
-        self.asked: list[tuple[str, int]] = []
-        self.is_over = asyncio.Event()
-
-    async def call(self, request: ControlRequest[R]) -> R:
-        answer: R = await self._answer(request)
-        return answer
-
-    async def _answer(self, request: ControlRequest[Any]) -> Any:
-        assert isinstance(request, WaitView)
-        assert request.wait_s > 0
-        self.asked.append((request.controller_incarnation, request.version))
-        if not self.answers:
-            self.is_over.set()
-            await asyncio.Event().wait()
-        answer = self.answers.pop(0)
-        if isinstance(answer, ClusterError):
-            raise answer
-        return answer
 
 
 class Log:
@@ -69,7 +41,7 @@ def follow(
     *answers: FleetView | ClusterError, is_beside_controller: bool = False
 ) -> tuple[list[str], list[tuple[str, int]]]:
     async def run() -> tuple[list[str], list[tuple[str, int]]]:
-        script, log = Script(*answers), Log()
+        script, log = ViewedControl(*answers), Log()
         workers = ViewedWorkers(log, is_beside_controller=is_beside_controller)
         following = asyncio.create_task(ViewFollower(script, workers.apply).run())
         async with asyncio.timeout(60):
@@ -140,7 +112,7 @@ def test_one_absence_is_logged_once(
 
 @in_virtual_time
 async def test_a_controller_that_is_away_is_not_asked_without_a_pause() -> None:
-    script = Script(ClusterError("away"), ClusterError("away"))
+    script = ViewedControl(ClusterError("away"), ClusterError("away"))
     following = asyncio.create_task(ViewFollower(script, lambda _: None).run())
     await script.is_over.wait()
     assert virtual_loop().now() == pytest.approx(2 * follower.RETRY_S, abs=0.1)
@@ -150,7 +122,7 @@ async def test_a_controller_that_is_away_is_not_asked_without_a_pause() -> None:
 def test_a_fleet_that_has_ended_is_not_asked_again() -> None:
     async def run() -> None:
         async with asyncio.timeout(60):
-            script = Script(FleetView("c1", 7, (A1,)), FleetEnded("it was left alone"))
+            script = ViewedControl(FleetView("c1", 7, (A1,)), FleetEnded("it was left alone"))
             await ViewFollower(script, lambda _: None).run()
 
     with pytest.raises(FleetEnded, match="it was left alone"):

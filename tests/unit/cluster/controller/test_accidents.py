@@ -25,15 +25,20 @@ async def cut_off(tested: FleetUnderTest) -> None:
     tested.store.save(content)
 
 
+async def cut_off_during_a_drain(tested: FleetUnderTest) -> None:
+    """The same, while w1 drains."""
+    tested.launcher.latest("w1").may_drain.clear()
+    draining = asyncio.ensure_future(tested.controller.drain("w1"))
+    await state_becomes(tested, "w1", "draining")
+    await cut_off(tested)
+    await asyncio.gather(draining, return_exceptions=True)
+
+
 async def test_a_restarted_controller_continues_the_drain_of_its_predecessor() -> None:
     launcher, store, config = FakeLauncher(), Memory(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
-        launcher.latest("w1").may_drain.clear()
-        draining = asyncio.ensure_future(first.controller.drain("w1"))
-        await state_becomes(first, "w1", "draining")
-        await cut_off(first)
-        await asyncio.gather(draining, return_exceptions=True)
+        await cut_off_during_a_drain(first)
         async with asyncio.timeout(60.0):  # it answers before the worker has drained
             async with fleet(config, launcher, store) as second:
                 assert {
@@ -103,11 +108,7 @@ async def test_a_worker_that_ended_before_the_controller_restarted_is_not_starte
     launcher, store, config = FakeLauncher(), Memory(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
-        launcher.latest("w1").may_drain.clear()
-        draining = asyncio.ensure_future(first.controller.drain("w1"))
-        await state_becomes(first, "w1", "draining")
-        await cut_off(first)
-        await asyncio.gather(draining, return_exceptions=True)
+        await cut_off_during_a_drain(first)
         launcher.latest("w1").kill()
         async with fleet(config, launcher, store) as second:
             assert set(await second.all_serve(2)) == set(await second.states()) == {"w0", "w2"}
