@@ -84,9 +84,9 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plans requests that have `num_queries` consecutive rows of the step from `first_rows` on.
 
-    Context lengths include the step's own tokens, so the last query is at the last position. A query at
-    position p attends to the keys up to p, with a window only to the last `window` of them, including its
-    own. The items together cover each pair of a query and such a key exactly once.
+    Context lengths include the step's own tokens, so the last query is at the last position. A query at position p
+    attends to the keys up to p. With a window, it attends only to the last `window` of these keys, including its own.
+    The items together cover each pair of a query and one of its keys exactly once.
     """
     assert window is None or window > 0, f"a window of {window} keys"
     assert bool(np.all(num_queries_B > 0))
@@ -167,7 +167,7 @@ def _choose_parts(num_steps_X: Int64s, grid: TileGrid) -> Int64s:
             break  # nothing to gain
         part_steps = max(-(-MIN_SPLIT_KEYS // grid.keys), -(-total_steps // (grid.num_programs * waves)))
         if part_steps >= last_part_steps:
-            continue  # splits no tile, or as before
+            continue  # no tile is split, or the parts are as before
         last_part_steps = part_steps
         num_parts_X = -(-num_steps_X // part_steps)
         cost, _ = _cost(num_steps_X, num_parts_X, grid)

@@ -146,7 +146,7 @@ def decode_tuning(shape: AttentionShape) -> AttentionTuning:
         shape, block_n, shared_bytes, max(2, DECODE_BYTES // _buffer_bytes(shape, block_n))
     )
     # The limit gives all registers to two programs, so that the assembler does not spill to make room for a
-    # third one.
+    # third program.
     return AttentionTuning(block_m, block_n, 4, num_buffers + 1, 2, max_registers=248)
 
 

@@ -23,7 +23,7 @@ def copy_blocks(source_NB: torch.Tensor, target_MB: torch.Tensor, pairs_P2: torc
 
     Pools are uint8, contiguous, with equal blocks of a multiple of 16 bytes; either may be pinned host memory, which
     the GPU then reads or writes directly. `pairs_P2` is int32, on the kernel's device. No block may be both source and
-    target. The launch is ordered on the current stream: the host must wait before it touches its side.
+    target. The launch is ordered on the current stream: the host must wait before it touches its pool.
     """
     assert source_NB.dtype is target_MB.dtype is torch.uint8
     assert source_NB.is_contiguous()

@@ -21,7 +21,7 @@ def embed(
     """T x E: the row of ids_T[t], or of sampled_R[sources_T[t]] if that source is not negative.
 
     So a step can be launched before the host knows the previous step's tokens. All indices are int32. `weight_VE` holds
-    the tokens from `first_token` on; others give zeros, and the sum over ranks is the embedding.
+    this rank's tokens, from `first_token` on. All other tokens give zeros, so the sum over ranks is the embedding.
     """
     assert ids_T.dtype is sources_T.dtype is sampled_R.dtype is torch.int32
     assert ids_T.shape == sources_T.shape

@@ -1,14 +1,14 @@
 """The products of a mixture of experts in one launch: multiplies each row by the matrices of its experts.
 
 A row and one of its experts form a pair. A program multiplies one tile of pairs of one expert, and finds its tile by
-what only the device knows. So the host launches the largest possible number of programs, and programs without a tile
-end at once. Nothing waits for the device, and one graph can be used for any routing. An expert without pairs is not
-read.
+numbers that only the device knows. So the host launches the largest possible number of programs, and programs without a
+tile end at once. Nothing waits for the device, and one graph can be used for any routing. An expert without pairs is
+not read.
 
-* With few tokens, a program's number is a pair's. If that pair is the first of its expert, the program's tile has all
-  pairs of the expert: at most one for each token.
-* With more tokens, pairs are sorted by expert, and tiles are numbered expert by expert. Those of one expert run side by
-  side, and share its weights in the cache.
+* With few tokens, each program has one pair. If this is the first pair of its expert, the program's tile has all pairs
+  of the expert: at most one for each token. Otherwise the program ends.
+* With more tokens, pairs are sorted by expert, and tiles are numbered expert by expert. The tiles of one expert are
+  computed side by side, and share its weights in the cache.
 
 Shape suffixes: T tokens, K experts of a token, N pairs (T x K), X experts, I input features, O output features.
 """
@@ -34,7 +34,7 @@ class ExpertMatrices:
 
     weight_XOI: torch.Tensor
     scales_XO: torch.Tensor | None = None
-    """float32, of weights in float8_e4m3fn, which then mean weight x scale."""
+    """float32 scales of weights in float8_e4m3fn, which then mean weight x scale."""
     bias_XO: torch.Tensor | None = None
     """float32."""
 
@@ -59,7 +59,7 @@ SORTED_LAUNCHES = (
     (96.0, ExpertLaunch(64, 128, 64, num_warps=4, num_stages=3)),
     (math.inf, ExpertLaunch(128, 128, 64, num_warps=8, num_stages=3)),
 )
-"""Launches for sorted pairs up to so many pairs for each expert, as measured on an H200 (docs/kernels.md)."""
+"""Launches for sorted pairs, each up to this many pairs per expert, as measured on an H200 (docs/kernels.md)."""
 
 
 def choose_expert_launch(
@@ -97,10 +97,10 @@ def expert_linear(
 ) -> torch.Tensor:
     """`x @ weight[expert].T + bias[expert]` for each pair, N x O in x's dtype; sums in float32, rounded once.
 
-    `x` has a row for each token, which all its pairs take, or for each pair. `factors_N` (float32) multiply the sums.
-    With an `activation`, the first half of each matrix makes gates, and the second half what they scale: the result has
-    O / 2 columns, and the products are rounded before the activation. Rows of pairs with experts of other ranks are
-    undefined. `launch`: for benchmarks; None chooses by shape.
+    `x` has a row for each token, which all pairs of the token use, or a row for each pair. `factors_N` (float32)
+    multiply the sums. With an `activation`, the first half of each matrix makes gates, and the second half the values
+    that they scale. The result has O / 2 columns, and the products are rounded before the activation. Rows of pairs
+    with experts of other ranks are undefined. `launch`: for benchmarks; None chooses by shape.
     """
     weight_XOI, scales_XO = matrices.weight_XOI, matrices.scales_XO
     num_here, num_weight_rows, num_inputs = weight_XOI.shape
@@ -183,7 +183,8 @@ def _expert_linear_kernel(  # type: ignore[no-untyped-def]
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes weight @ x.T, so that a gate and what it scales may be neighbours. `num_outputs`: columns of y."""
+    """Computes weight @ x.T, so that a gate and the value that it scales may be neighbours. `num_outputs`: columns of
+    y."""
     GATED: tl.constexpr = KIND is not None
     OUTPUTS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     dtype: tl.constexpr = y_ptr.dtype.element_ty

@@ -1,11 +1,11 @@
 """Ends the draw of each row: finds the winner among the tokens that the filters keep; sorts nothing.
 
 If the arg max of score + noise over all tokens is kept, it is also the arg max over the kept tokens. Otherwise no token
-of its weight or less is kept, so the next candidate is the arg max over the tokens above. How many tokens weigh more,
-and how much together, decides whether a token is kept. Each pass over the row counts above four weights at once: the
-candidate's, and three larger ones that may raise the floor further. After the rejection sampling of FlashInfer
-("Sorting-Free GPU Kernels for LLM Sampling", 2025); noise is a function of the token instead of new random numbers in
-each round.
+of its weight or less is kept, so the next candidate is the arg max over the tokens above. Whether a token
+is kept depends on how many tokens weigh more, and on the sum of their weights. Each pass over the row counts the tokens
+above four weights at once: the candidate's weight, and three larger weights that may raise the floor further. The
+algorithm follows the rejection sampling of FlashInfer ("Sorting-Free GPU Kernels for LLM Sampling", 2025). But here,
+noise is a function of the token, instead of new random numbers in each round.
 
 A pass reads only chunks whose likeliest token is above the floor. Most passes are short: a sampled token tends to have
 few tokens above it.
@@ -47,7 +47,7 @@ def filtered_draw(
 ) -> None:
     """Writes the token of each random row to `tokens_R`; call it after `gumbel_draw`.
 
-    Does not change the tokens of greedy rows, and of rows whose largest logit is not finite. One program
+    Does not change the tokens of greedy rows, or of rows whose largest logit is not finite. One program
     computes a row, and reads only a small part of it. Its loops end, since each round leaves fewer weights
     that may be kept.
     """
@@ -71,7 +71,7 @@ def filtered_draw(
         CHUNKS=triton.next_power_of_2(workspace.num_chunks),
         PARTS=triton.next_power_of_2(workspace.num_parts),
         HAS_PROCESSED=processed_PV is not None,
-        num_warps=16,  # rows are few: a multiprocessor has about one, whose loads must hide one another
+        num_warps=16,  # rows are few: a multiprocessor has about one, whose loads must overlap
     )
 
 
@@ -290,7 +290,8 @@ def _top_k_mass(  # type: ignore[no-untyped-def]
     """The sum of the k largest weights, k below the vocabulary's size; ties at the end count only up to k.
 
     Narrows down the k-th largest weight, which is at least `lowest`, until exactly k tokens are above some weight or
-    one weight is left. Each round divides the range of the floats' bits by 5, so nearly that of their logarithms.
+    one weight is left. Each round divides the range of the floats' bits by 5, and so nearly the range of their
+    logarithms.
     """
     low = lowest - 1  # at least k are above it
     high = tl.full(

@@ -1,7 +1,7 @@
 """Draws from all tokens of each row: the arg max of score + Gumbel noise in each part of it.
 
 Noise is bounded, so a part whose largest score is far below the likeliest token's value cannot contain the winner. Such
-a part is not read; at low temperatures these are most parts.
+a part is not read. At low temperatures, this applies to most parts.
 
 Shape suffixes: R rows, V vocabulary, C chunks of a row, S parts of a row, F fields.
 """
@@ -24,7 +24,7 @@ from engine.kernels.sampling_parts import (
 )
 
 _MAX_NOISE = tl.constexpr(16.7)
-"""Above -log(-log(1 - 2^-24)) = 16.64, the largest that engine/counter_rng.py makes."""
+"""More than -log(-log(1 - 2^-24)) = 16.64, the largest noise of engine/counter_rng.py."""
 
 
 def gumbel_draw(

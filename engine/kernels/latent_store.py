@@ -24,11 +24,12 @@ def latent_store(
     cos_sin_XR: torch.Tensor,
     latents_NSD: torch.Tensor,
 ) -> None:
-    """Rotates the last R numbers of queries in `rows_TPD` in place; writes the last row, rotated so, to `latents_NSD`.
+    """Rotates the last R numbers of queries in `rows_TPD` in place; writes the last row, rotated in the same way, to
+    `latents_NSD`.
 
     Positions, slots and angles as in `rope_store`: a negative slot marks a padded row, which is neither read nor
-    written. The pool has the rows' dtype, or is float8_e4m3fn: then it holds latents saturated. Everything is computed
-    in float32 and rounded once. The last row of `rows_TPD` stays as it is.
+    written. The pool has the rows' dtype, or is float8_e4m3fn: then latents are saturated. Everything is computed
+    in float32 and rounded once. The last row of `rows_TPD` does not change.
     """
     num_tokens, num_rows, size = rows_TPD.shape
     rotary_dim = cos_sin_XR.shape[1]
@@ -93,7 +94,7 @@ def _latent_store_kernel(  # type: ignore[no-untyped-def]
     MAX_FLOAT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first program of a token stores its latent; each other one rotates up to HEADS queries."""
+    """The first program of a token stores its latent; every other program rotates up to HEADS queries."""
     D: tl.constexpr = C + R
     HALF: tl.constexpr = R // 2
     token = tl.program_id(0).to(tl.int64)

@@ -26,8 +26,8 @@ def merge_partials(
 ) -> None:
     """Computes the first `num_merges` of `merges_RF`, and writes only their rows of `out_TQD`.
 
-    `num_merges` is a tensor of one int32. Partial results are averages, and their weights are log2 of sums.
-    The result is the average weighted by these sums. At least one weight of each row is finite. `sinks_Q`:
+    `num_merges` is a tensor of one int32. A partial result is an average, and its weight is the log2 of a
+    sum. The result is the average weighted by these sums. At least one weight of each row is finite. `sinks_Q`:
     see `paged_attention`. Returns when the launch is queued.
     """
     _, num_heads, head_dim = partial_PQD.shape
@@ -110,7 +110,8 @@ def merge_row(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_sinks(total, maximum, sinks_ptr, heads, has_head):  # type: ignore[no-untyped-def]
-    """Sums of weights, relative to 2^maximum, with those of the heads' sinks. Powers stay finite, and NaN stays NaN."""
+    """Adds the weights of the heads' sinks to sums of weights, relative to 2^maximum. Powers stay finite, and NaN stays
+    NaN."""
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + heads, has_head, other=0.0)
         power = sinks * 1.4426950408889634 - maximum

@@ -38,7 +38,7 @@ class Softmax:
 
     scale: float
     window: int | None = None
-    """If set, a query attends to only this many keys, the last ones, including its own."""
+    """If set, a query attends only to this many keys: its own and those before it."""
     cap: float | None = None
     """If set, a scaled score s becomes cap x tanh(s / cap)."""
 
@@ -97,7 +97,7 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Results of items that share their queries with other items: normalised, with the log2 of their weights."""
+    """Results of items that share their queries with other items: normalized, with the log2 of their weights."""
 
     out_PQD: torch.Tensor
     """float32."""
@@ -213,7 +213,7 @@ def paged_attention_reference(
     softmax: Softmax,
     sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same in torch, step by step in float64, rounded once; the requests' queries are consecutive."""
+    """The same attention in torch, step by step in float64, rounded once; the requests' queries are consecutive."""
     out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
     group_size, first_row = q_TQD.shape[1] // kv_NKHSD.shape[2], 0
     for block_ids_M, num_queries, num_keys in zip(
@@ -234,7 +234,7 @@ def paged_attention_reference(
         if softmax.window is not None:
             hidden_TC |= keys_C <= positions_T1 - softmax.window
         scores_QTC = scores_QTC.masked_fill(hidden_TC, -math.inf)
-        if sinks_Q is not None:  # a column more, whose weights are left out
+        if sinks_Q is not None:  # one more column, whose weights are left out
             sinks_QT1 = sinks_Q.to(torch.float64).view(-1, 1, 1).expand(-1, num_queries, 1)
             scores_QTC = torch.cat((scores_QTC, sinks_QT1), -1)
         weights_QTC = torch.softmax(scores_QTC, -1)[..., :num_keys]
@@ -245,8 +245,8 @@ def paged_attention_reference(
 
 @triton.jit
 def num_turns_of(num_units):  # type: ignore[no-untyped-def]
-    """How many units this program takes. Programs take them in turns, and every second turn in reverse order: after a
-    long unit, each gets a short one."""
+    """How many units this program takes. Programs take units in turns, and every second turn in reverse order. So after
+    a long unit, each program gets a short unit."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_turns = num_units // num_programs
     last_place = tl.where(num_turns % 2 == 0, program, num_programs - 1 - program)
@@ -350,7 +350,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
             row_max = new_max
             block_ids = next_block_ids
 
-        if sinks_ptr is not None:  # noqa: SIM102 - known when it is compiled; the other when it runs
+        if sinks_ptr is not None:  # noqa: SIM102 - known at compile time; the next condition at run time
             if partial_row < 0:
                 row_sum = add_sinks(row_sum, row_max, sinks_ptr, head * G + head_in_group, has_row)
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key: acc is 0, row_max -inf

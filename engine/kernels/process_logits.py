@@ -15,7 +15,7 @@ BLOCK_E = 256
 
 NUM_EDIT_FIELDS = 6
 """int32 words of an edit: processed row, token, bias, repetition penalty (1: none), the sum of presence and frequency
-penalties, and whether the token is forbidden. The three in the middle are floats, stored as their bits."""
+penalties, and whether the token is forbidden. The fields from bias to the sum are floats, stored as their bits."""
 _NUM_EDIT_FIELDS = tl.constexpr(NUM_EDIT_FIELDS)
 
 

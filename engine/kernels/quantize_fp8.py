@@ -1,4 +1,4 @@
-"""Quantises rows to float8_e4m3fn, each with its own scale, for the activations of W8A8 linears.
+"""Quantizes rows to float8_e4m3fn, each with its own scale, for the activations of W8A8 linears.
 
 Shape suffixes: T tokens, E elements of a row.
 """

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019), fused with the residual addition before or the quantisation after it.
+"""RMSNorm (Zhang and Sennrich, 2019), fused with the residual addition before or the quantization after it.
 
 Shape suffixes: T tokens, E hidden size.
 """
@@ -34,7 +34,7 @@ def add_rms_norm_(
 def add_rms_norm_fp8_(
     x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual += x in place, rounded to its dtype; returns its norm, quantised as `quantize_fp8` does.
+    """residual += x in place, rounded to its dtype; returns its norm, quantized as by `quantize_fp8`.
 
     The norm is not rounded to x's dtype in between. Returns q_TE and scales_T1.
     """

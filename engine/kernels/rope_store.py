@@ -31,15 +31,15 @@ def rope_store(
     k_norm_D: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    """Rotates the queries of `qkv_TXD` in place; writes rotated keys, and values as they are, to `kv_NKHSD`.
+    """Rotates the queries of `qkv_TXD` in place; writes rotated keys, and unchanged values, to `kv_NKHSD`.
 
     Pairs (i, i + D/2) are rotated by cos_sin_PD[position] (float32: D/2 cosines, then D/2 sines, scaled for the
     model). Norm weights (both or neither) add RMSNorm of each head before the rotation (Qwen3). `kv_NKHSD` is one layer
     of a KVPool. Slot = block id x S + offset in the block; a negative slot marks a padded row, which is neither read
     nor written. Positions and slots are int32; positions lie within the table.
 
-    The pool has the projection's dtype, or is float8_e4m3fn: then it holds keys and values saturated. Everything is
-    computed in float32 and rounded once. Keys and values of `qkv_TXD` stay as they are.
+    The pool has the projection's dtype, or is float8_e4m3fn: then keys and values are saturated. Everything is
+    computed in float32 and rounded once. Keys and values of `qkv_TXD` do not change.
     """
     num_tokens, num_heads, head_dim = qkv_TXD.shape
     _, _, num_kv_heads, block_size, pool_head_dim = kv_NKHSD.shape
@@ -176,7 +176,7 @@ def _load_normed(pointers, mask, norm_ptr, columns, eps, HALF: tl.constexpr):  #
 
 @triton.jit
 def store_saturated(pointers, x, mask, IS_FLOAT8: tl.constexpr, MAX_FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stores float32 as the pool's dtype; numbers beyond the largest float8 become it."""
+    """Stores float32 as the pool's dtype. In float8, larger numbers become the largest finite number."""
     if IS_FLOAT8:
         x = tl.clamp(x, -MAX_FLOAT8, MAX_FLOAT8)
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask)

@@ -20,9 +20,9 @@ def route_rows(
     """The experts of each row, best first (int32), and their weights (float32): two tensors of T x K.
 
     Like `engine.layers.mixture.route`, but among experts with equal scores, this kernel always chooses those with the
-    lowest numbers. A NaN counts as the largest score, and its weight is NaN. If the weights are normalised, or a
-    softmax, all weights of that row are NaN. No expert is chosen twice for a row. `places_X` (int32): numbers that take
-    the place of the experts' own.
+    lowest numbers. A NaN counts as the largest score, and its weight is NaN. If the weights are normalized, or a
+    softmax, all weights of that row are NaN. No expert is chosen twice for a row. `places_X` (int32): numbers that
+    replace the experts' own numbers in the result.
     """
     num_tokens, num_experts = logits_TX.shape
     assert num_experts == mixture.num_experts
@@ -126,9 +126,9 @@ def _within_best_groups(  # type: ignore[no-untyped-def]
     NUM_CHOSEN_GROUPS: tl.constexpr,
     NUM_COMPARED: tl.constexpr,
 ):
-    """`ranked_X` with -inf for the experts outside of the best groups, which have GROUP neighbours each.
+    """`ranked_X` with -inf for the experts outside of the best groups. A group is GROUP neighbouring experts.
 
-    A group counts as the sum of its best NUM_COMPARED experts.
+    Groups are compared by the sums of their best NUM_COMPARED experts.
     """
     PADDED: tl.constexpr = ranked_X.shape[0]
     groups_X = experts_X // GROUP

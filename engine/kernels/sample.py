@@ -30,8 +30,8 @@ def sample(
     `sampling_parts.NUM_FIELDS` describes the layout of `params_RF` (int32).
 
     Rows of `logits_RV` (bf16, fp16 or float32) may be strided; their elements are contiguous. A row whose parameters
-    name a row of `processed_PV` (float32, contiguous) is drawn from that instead. `is_greedy`: every row is greedy, so
-    the drawing launches are left out. A row whose largest logit is NaN or infinite gives its arg max; NaN counts as
+    name a row of `processed_PV` (float32, contiguous) is drawn from that row instead. `is_greedy`: every row is greedy,
+    so the drawing launches are left out. A row whose largest logit is NaN or infinite gives its arg max; NaN counts as
     +inf.
     """
     num_rows, vocab_size = logits_RV.shape

@@ -15,8 +15,8 @@ import triton.language as tl
 
 NUM_FIELDS = 8
 """int32 words of parameters per row, 32 bytes: temperature, top_k, top_p, min_p, the two keys of its noise
-(engine/counter_rng.py), the row of its processed logits or -1, and one unused, the last. The three floats are stored
-as their bits. Temperature 0 is greedy; a top_k of the vocabulary's size or more keeps every token."""
+(engine/counter_rng.py), the row of its processed logits or -1, and an unused word. The floats are stored as their bits.
+Temperature 0 is greedy; a top_k of the vocabulary's size or more keeps every token."""
 TEMPERATURE = tl.constexpr(0)
 TOP_K = tl.constexpr(1)
 TOP_P = tl.constexpr(2)
@@ -114,7 +114,7 @@ def load_float_field(params_ptr, row, FIELD: tl.constexpr):  # type: ignore[no-u
 def load_logits(  # type: ignore[no-untyped-def]
     logits_ptr, processed_ptr, row, processed_row, row_stride, tokens, vocab_size, HAS_PROCESSED: tl.constexpr
 ):
-    """The row's logits as float32: the processed ones if there are any. -inf past the vocabulary.
+    """The row's logits as float32, processed logits if there are any. -inf past the vocabulary.
 
     NaN becomes +inf: it wins, as in torch's argmax, and comparisons need no special case.
     """
@@ -147,7 +147,7 @@ def to_weight_bits(scores):  # type: ignore[no-untyped-def]
 def gumbel_noise(tokens, key_0, key_1):  # type: ignore[no-untyped-def]
     """engine.counter_rng.gumbel_noise of these tokens, bit for bit except the logarithms.
 
-    A device may round a logarithm's last bit differently: that matters in about one draw in a million.
+    A device may round the last bit of a logarithm differently. This changes about one draw in a million.
     """
     x = tokens.to(tl.uint32) ^ key_0.to(tl.uint32, bitcast=True)
     x = x ^ (x >> 16)

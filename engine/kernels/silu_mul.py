@@ -1,4 +1,4 @@
-"""The activation of the gated MLP, such as silu(gate) * up, optionally quantised for a W8A8 linear.
+"""The activation of the gated MLP, such as silu(gate) * up, optionally quantized for a W8A8 linear.
 
 Shape suffixes: T tokens, I intermediate size, M = 2 x I (gates, then ups, which the gates scale).
 """
@@ -18,7 +18,7 @@ BLOCK_I = 1024
 def silu_mul(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> torch.Tensor:
     """T x I in the input's dtype, computed in float32. Rows may be strided; their elements are contiguous.
 
-    `activation`: which one takes the place of SiLU.
+    `activation`: the activation that replaces SiLU.
     """
     num_tokens, width = gate_up_TM.shape
     assert gate_up_TM.stride(1) == 1, "a row is one span"

@@ -64,7 +64,7 @@ def skinny_silu_mul(
     norm: InputNorm | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """`silu_mul` of that product, bit for bit: T x O / 2, silu of its first half times its second."""
+    """`silu_mul` of the product of `skinny_linear`, bit for bit: T x O / 2, silu of its first half times its second."""
     assert len(weight_OI) % 2 == 0, f"{len(weight_OI)} outputs are not pairs"
     y_TP = torch.empty((len(x_TI), len(weight_OI) // 2), dtype=x_TI.dtype, device=x_TI.device)
     _launch(Operands(x_TI, weight_OI, bias_O, scales_O, y_TP, norm, is_gated=True), launch)
@@ -80,7 +80,8 @@ def skinny_add_(
     *,
     launch: Launch | None = None,
 ) -> None:
-    """Adds that product to y in place. Rounds before and after the addition, as `add_rms_norm_` does."""
+    """Adds the product of `skinny_linear` to y in place. Rounds before and after the addition, as `add_rms_norm_`
+    does."""
     assert y_TO.shape == (len(x_TI), len(weight_OI))
     assert y_TO.dtype is x_TI.dtype
     assert y_TO.is_contiguous()
@@ -141,11 +142,11 @@ def choose_launch(
 
 
 def _choose_fma(padded_tokens: int, padded_inputs: int, weight_bytes: int, *, is_normed: bool) -> FmaLaunch:
-    """Programs of 256 threads with tiles of 64 bytes of weights a thread, two of them in registers: one in use and one
-    being loaded. As many programs as registers allow. A multiprocessor runs 4 programs if x takes 16 of a thread's
-    registers (61 in all), 3 if it takes 32 (80 in all; 2 programs if x is normed, with 89), and 2 if it takes 64 (122
-    in all). With float8 it runs 2: the conversion needs more registers (96 or 112). So 32 to 64 KiB are in flight. For
-    longer rows there is one program, of 512 threads, with tiles twice as large."""
+    """Programs of 256 threads with tiles of 64 bytes of weights a thread, two of them in registers: one in use, the
+    other being loaded. As many programs as registers allow. A multiprocessor runs 4 programs if x takes 16 of a
+    thread's registers (61 in all), 3 if it takes 32 (80 in all; 2 programs if x is normed, with 89), and 2 if it takes
+    64 (122 in all). With float8 it runs 2: the conversion needs more registers (96 or 112). So 32 to 64 KiB are in
+    flight. For longer rows there is one program, of 512 threads, with tiles twice as large."""
     num_warps = 16 if padded_inputs > 8192 else min(8, max(1, padded_inputs // 256))
     num_threads = 32 * num_warps
     tile_bytes = (128 if num_warps == 16 else 64) * num_threads
@@ -161,8 +162,9 @@ def _choose_fma(padded_tokens: int, padded_inputs: int, weight_bytes: int, *, is
 
 
 def _choose_dot(num_outputs: int, weight_bytes: int) -> DotLaunch:
-    """Every program reads all of x: T / block_outputs of its weights' bytes in bfloat16. So blocks are large, as long
-    as there are enough for every multiprocessor. 48 to 144 KiB are in flight on each."""
+    """Every program reads all of x. In bfloat16, x has T / block_outputs times the bytes of the program's weights. So
+    blocks are large, as long as there are enough blocks for every multiprocessor. 48 to 144 KiB are in flight on
+    each."""
     if weight_bytes == 4:
         return DotLaunch(
             block_outputs=32, block_inputs=32, num_warps=4, num_stages=2
@@ -172,6 +174,6 @@ def _choose_dot(num_outputs: int, weight_bytes: int) -> DotLaunch:
         return DotLaunch(block_outputs=64 if is_large else 32, block_inputs=256, num_warps=2, num_stages=4)
     if is_large:
         return DotLaunch(block_outputs=128, block_inputs=128, num_warps=4, num_stages=3)
-    # Fewer than 64 outputs are multiplied without Hopper's wgmma, but leave more programs for a narrow product.
+    # Blocks of fewer than 64 outputs do not use Hopper's wgmma, but give a narrow product more programs.
     block_outputs = 64 if num_outputs >= 64 * 64 else 32
     return DotLaunch(block_outputs, block_inputs=256, num_warps=4, num_stages=4)

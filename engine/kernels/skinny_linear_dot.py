@@ -45,7 +45,8 @@ def launch_dot(launch: DotLaunch, operands: Operands) -> None:
         ADDED=o.is_added,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        # More than it needs. Otherwise the assembler spills, to make room for programs that shared memory cannot hold.
+        # More registers than the kernel needs. Otherwise the assembler spills, to make room for programs that
+        # shared memory cannot hold.
         maxnreg=168 if o.is_gated and o.scales_O is None else None,
         **launch_options(),
     )

@@ -23,13 +23,14 @@ class ExpertPairs:
     """A step's pairs; pair n is of token n // K."""
 
     experts_TK: torch.Tensor
-    """int32. No number from 0 to `num_here` - 1 occurs twice in a row; other numbers are other ranks' experts."""
+    """int32. Within one row, no number from 0 to `num_here` - 1 occurs twice. All other numbers are experts of other
+    ranks."""
     num_here: int
-    """This rank's experts."""
+    """The number of this rank's experts."""
     num_experts: int
-    """Those of all ranks."""
+    """The number of all ranks' experts."""
     order_N: torch.Tensor | None
-    """int32: the pairs of expert 0, then those of expert 1, ...; behind them it is undefined. None: not sorted."""
+    """int32: the pairs of expert 0, then the pairs of expert 1, and so on. The rest is undefined. None: not sorted."""
     counts_X: torch.Tensor | None
     """int32: pairs of each expert, if the pairs are sorted."""
 
@@ -53,7 +54,8 @@ class ExpertPairs:
 def _sort_pairs_kernel(  # type: ignore[no-untyped-def]
     experts_ptr, order_ptr, counts_ptr, num_pairs, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program finds its expert's pairs. Their places begin behind those of all experts with lower numbers."""
+    """A program finds its expert's pairs. It writes them behind the pairs of all experts
+    with lower numbers."""
     wait_for_former(PDL)
     expert = tl.program_id(0)
     pairs_N = tl.arange(0, BLOCK_N)

@@ -1,6 +1,6 @@
-"""KernelSwitches: which optimisations kernels use; each can be switched off, to compare or to avoid a fault.
+"""KernelSwitches: which optimizations kernels use; each can be switched off, to compare or to avoid a fault.
 
-A worker reads the switches from the environment variable BATON_KERNELS, as in
+A worker reads the switches from the environment variable BATON_KERNELS, for example
 BATON_KERNELS=no-pdl,no-fused-silu. With all switches off, a step is launched kernel by kernel
 (docs/kernels.md, "Launches of a decode step").
 """
@@ -16,12 +16,12 @@ SWITCHES_VARIABLE = "BATON_KERNELS"
 
 @dataclass(frozen=True, slots=True)
 class KernelSwitches:
-    """All are on by default. None changes what is computed, except by rounding."""
+    """All are on by default. No switch changes what is computed, except by rounding."""
 
     pdl: bool = True
-    """A kernel starts, and fetches weights, while the one before it ends (programmatic dependent launch)."""
+    """A kernel starts, and fetches weights, while the previous kernel ends (programmatic dependent launch)."""
     fused_merge: bool = True
-    """In steps of decodes the program that ends last merges the parts of a split context."""
+    """In steps of decodes, the program that ends last merges the parts of a split context."""
     fused_silu: bool = True
     """The product of few rows with gate and up weights returns silu(gate) * up."""
     fused_residual: bool = True

@@ -1,11 +1,11 @@
 // Attention straight from the paged KV pool, for a whole step: decodes and prefill chunks together.
 //
-// Keys are visited in tiles with a running softmax (FlashAttention, 2022; Milakov and Gimelshein, 2018): no score
-// outlives its tile, and no tile is visited that no query sees. The keys of a request are also cut into ranges, at fixed
-// positions. Ranges are computed apart and then added up in order: by one thread, or by several where there are fewer
-// requests and kv heads than threads (Flash-Decoding, 2023). Decodes and chunks visit the same tiles of the same ranges,
-// and add up in the same order. So the result of a token depends on the tokens before it alone: not on the number of
-// threads, on the other requests, or on where its chunk begins and ends.
+// Keys are visited in tiles with a running softmax (FlashAttention, 2022; Milakov and Gimelshein, 2018). Scores are
+// kept for one tile only, and a tile is visited only if a query sees it. The keys of a request are also cut into
+// ranges, at fixed positions. Ranges are computed separately and then added up in order: by one thread, or by several
+// threads if there are fewer requests and kv heads than threads (Flash-Decoding, 2023). Decodes and chunks visit the
+// same tiles of the same ranges, and add up in the same order. So the result of a token depends only on the tokens
+// before it. It does not depend on the number of threads, on the other requests, or on where its chunk begins and ends.
 
 #include <atomic>
 
@@ -29,8 +29,8 @@ class LayerAttention {
           tanh_scale(step.cap > 0.0f ? step.scale / step.cap : 0.0f),
           scale(LOG2_E * (step.cap > 0.0f ? step.cap : step.scale)) {}
 
-    // Computes the item's final result, or its partial one. `next` is the item that this thread will compute next, as
-    // far as it is known; or the same.
+    // Computes the item's final result, or its partial result. `next` is the item that this thread will probably
+    // compute next, or the same item.
     void run(const Item &item, const Item &next, float *partials) const {
         [[maybe_unused]] const std::conditional_t<BY_MATRIX_UNITS<Unit>, matrix_units::NoSubnormals, Nothing> as_in_units;
         scratch.lay_out(D);
@@ -65,7 +65,7 @@ class LayerAttention {
     const Activation *qkv_TPD;
     const float *sinks_Q;  // or null
     Activation *out_TQD;
-    const float tanh_scale;  // of scores whose tanh is the score from then on; 0: of none
+    const float tanh_scale;  // of scores that are replaced by their tanh; 0: scores stay
     const float scale;       // of scores: weights are powers of 2
 
     static int64_t state_rows(const Item &item) { return item.is_decode ? item.num_rows : padded_rows(item.num_rows); }
@@ -144,7 +144,7 @@ class Plan {
             item.num_kv_heads = s.num_kv_heads;
             total_cost += cost(item);
         });
-        // The kv heads of a block lie side by side, so one thread reads them all if there is enough for the others.
+        // The kv heads of a block lie side by side, so one thread reads them all if enough work is left for the others.
         const auto for_each_item = [&](const auto &call) {
             for_each_tile([&](Item item) {
                 item.num_kv_heads = item.is_decode ? most_heads : 1;
@@ -168,7 +168,7 @@ class Plan {
     Item *items;
     Merge *merges;
     int64_t total_cost = 0;
-    int64_t num_wanted = 0;  // partials of the items that are not added yet, in floats
+    int64_t num_wanted = 0;  // partial results of the items that are not added yet, in floats
 
     template <typename Call>
     void for_each_tile(const Call &call) const {
@@ -191,7 +191,7 @@ class Plan {
         }
     }
 
-    // Reading a key for a decode costs about as much as computing with it for 16 rows.
+    // Reading a key for a decode costs about as much as computing 16 rows with a key.
     static int64_t cost(const Item &item) {
         return (item.end_key - item.first_key) * item.num_kv_heads * (item.is_decode ? 16 : item.num_rows);
     }
@@ -203,13 +203,13 @@ class Plan {
         return Softmax::size(item.is_decode ? item.num_rows : padded_rows(item.num_rows), s.head_dim);
     }
 
-    // The floats that the item's ranges need to be computed apart; 0 if one thread is to compute them all.
+    // How many floats the item's ranges need to be computed separately; 0 if one thread computes all of them.
     int64_t partials_of(const Item &item) const {
         const int64_t num_ranges = ceil_div(item.end_key, RANGE_KEYS) - item.first_key / RANGE_KEYS;
         return num_ranges > 1 && is_large(item) ? num_ranges * partial_size(item) : 0;
     }
 
-    // Where memory does not suffice for all, the last items are the ones that threads share, so they end together.
+    // If memory does not suffice for all items, threads share the last items, so that the threads end together.
     void add(const Item &item) {
         const int64_t size = partials_of(item);
         const bool fits = num_wanted <= MAX_PARTIALS;
@@ -285,8 +285,8 @@ void baton_plan_attention(const Step *step, int64_t window, Item *items, Merge *
     counts[0] = plan.num_items, counts[1] = plan.num_merges, counts[2] = plan.num_partials;
 }
 
-// Norms (if there are weights) and rotates queries and keys, in place; stores keys and values in the pool. `cos_sin_X2F`
-// has the cosines of F frequencies for every position, and behind them the sines.
+// Norms (if there are weights) and rotates queries and keys, in place; stores keys and values in the pool.
+// `cos_sin_X2F` has the cosines of F frequencies for every position, and behind them the sines.
 void baton_rope_store(const Step *step, int64_t layer, const float *cos_sin_X2F, void *qkv_TPD, const float *q_norm_D,
                       const float *k_norm_D, float eps) {
     const Step &s = *step;
@@ -315,7 +315,7 @@ void baton_rope_store(const Step *step, int64_t layer, const float *cos_sin_X2F,
 }
 
 // out_TQD = attention of the queries in `qkv_TPD`, by the plan for this `window`. `sinks_Q`: a logit of each query head
-// that takes weight and has no value, or null.
+// that gets weight but has no value, or null.
 void baton_attend(const Step *step, int64_t layer, int64_t window, const void *qkv_TPD, const float *sinks_Q,
                   const Item *items, int64_t num_items, const Merge *merges, int64_t num_merges, float *partials,
                   void *out_TQD) {

@@ -10,12 +10,12 @@
 constexpr int SCORE_KEYS = LANES == 8 ? 4 : 8, SCORE_COLS = 3;
 constexpr int KEY_PANEL = SCORE_KEYS > LANES ? SCORE_KEYS : LANES;  // keys are padded to a multiple
 constexpr int OUT_ROWS = 6, OUT_COLS = LANES == 8 ? 2 : 4;
-constexpr int64_t ROW_PANEL = SCORE_COLS * LANES;  // rows are padded to a multiple, which is one of OUT_ROWS, too
+constexpr int64_t ROW_PANEL = SCORE_COLS * LANES;  // rows are padded to a multiple, which is also a multiple of OUT_ROWS
 static_assert(TILE_ROWS % ROW_PANEL == 0 && TILE_ROWS % OUT_ROWS == 0 && KEY_PANEL % SCORE_KEYS == 0 && KEY_PANEL % LANES == 0 && TILE_KEYS % KEY_PANEL == 0, "");
 
 inline int64_t padded_rows(int64_t num_rows) { return (num_rows + ROW_PANEL - 1) / ROW_PANEL * ROW_PANEL; }
 
-// Units of a key or a query, and keys of a tile, that are multiplied: matrix units take whole steps, filled up with zeros.
+// Units of a key or a query, and keys of a tile, that are multiplied. Matrix units take whole steps, padded with zeros.
 template <typename Unit>
 constexpr bool BY_MATRIX_UNITS = std::is_same_v<Unit, Pair> && matrix_units::ARE_THERE;
 template <typename Unit> int64_t padded_depth(int64_t head_dim) {
@@ -68,8 +68,8 @@ inline void put_weights(Floats first, Floats second, Pair *weights, int64_t k) {
     store(reinterpret_cast<float *>(weights + k / 2 * TILE_ROWS), pair);
 }
 
-// Replaces scores [key][row] of LANES rows by weights, and writes by what factor the rows' earlier results count from
-// now on. `hides` says which rows do not see a key.
+// Replaces scores [key][row] of LANES rows by weights. Writes the factor by which the rows' earlier results must be
+// multiplied. `hides` says which rows do not see a key.
 template <typename Unit, typename Hides>
 void weigh(float *scores, int64_t num_keys, float scale, float *largest, float *sum, float *kept, const Hides &hides) {
     Floats most = load(largest);
@@ -88,7 +88,7 @@ void weigh(float *scores, int64_t num_keys, float scale, float *largest, float *
             sums[i] += first, sums[i + 1] += second;
             put_weights(first, second, reinterpret_cast<Unit *>(scores), k + i);
         }
-    for (int width = LANES / 2; width > 0; width /= 2)  // as `sum_of` adds the lanes of a vector
+    for (int width = LANES / 2; width > 0; width /= 2)  // in the order in which `sum_of` adds the lanes of a vector
         for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
     store(largest, most);
     store(sum, fused(load(sum), factor, sums[0]));
@@ -129,7 +129,7 @@ inline void transpose_weights(const Pair *weights, int64_t num_pairs, int64_t be
         }
 }
 
-// Adds keys `key` to `end`, at most a tile of them, to the rows that see any of them.
+// Adds keys `key` to `end`, at most a tile, to the rows that see any of these keys.
 template <typename Unit, typename Stored>
 void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const Item &item, int64_t heads_per_kv_head,
                 int64_t window, int64_t key, int64_t end, Scratch &scratch, float tanh_scale, float scale,
@@ -145,7 +145,7 @@ void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const
     const Stored *found[TILE_KEYS] = {};
     pool.find_keys(block_ids_M, item.kv_head, key, end, found);
     take_keys(found, padded_keys, D, keys);
-    const int64_t num_next = std::min(TILE_KEYS, item.end_key - end);  // of the next tile, which is asked for meanwhile
+    const int64_t num_next = std::min(TILE_KEYS, item.end_key - end);  // of the next tile, which is prefetched meanwhile
     const Stored *next[TILE_KEYS];
     pool.find_keys(block_ids_M, item.kv_head, end, end + num_next, next);
     if constexpr (BY_MATRIX_UNITS<Unit>)

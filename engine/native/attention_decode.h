@@ -1,7 +1,7 @@
-// One query of a request: keys and values are read where they lie, once for the heads of a kv head.
+// One query of a request. Keys and values are read in place, once for the heads of a kv head.
 //
-// Keys are transposed in a core's own cache: scores are then vectors of keys, and each is summed up over the depth in the
-// same order as a chunk's.
+// Keys are transposed in a core's own cache. So scores are vectors of keys, and each score is summed up over the depth
+// in the same order as in a chunk.
 
 #pragma once
 
@@ -15,8 +15,8 @@ constexpr int cols_of(int heads, int most_heads, bool in_steps) {
     return (LANES == 8 && heads > most_heads) || (in_steps && heads > 3) ? 2 : 4;
 }
 
-// Where the keys of a tile lie, and behind them their values, for its first kv head; those of the next kv head lie
-// `head_size` behind. Behind the last key there are pointers to others, which may be read, but count for nothing.
+// Pointers to the keys of a tile, and then to their values, for its first kv head. The next kv head's keys and values
+// lie `head_size` further. After the last key there are pointers to other keys, which may be read, but do not count.
 template <typename Stored>
 struct KeyTile {
     const Stored *keys[TILE_KEYS];
@@ -39,7 +39,7 @@ struct HeadTile {
     HeadTile moved(int64_t by) const { return {keys, offset + by}; }
 };
 
-// LANES units of a key, from unit `i` on. Pairs beyond `depth`, half a vector of them, are zeros.
+// LANES units of a key, from unit `i` on. Pairs beyond `depth` are zeros; they are half a vector at most.
 template <typename Stored>
 inline Floats key_units(const Stored *key, int64_t i, int64_t, float) { return load(key + i); }
 template <typename Stored>
@@ -67,7 +67,7 @@ void transpose_keys(HeadTile<Stored> keys, int64_t num_keys, int64_t head_dim, U
         }
 }
 
-// Pairs of bfloat16 are moved together, and become floats only then: half as many moves.
+// Pairs of bfloat16 are moved together, and become floats only after that. This halves the number of moves.
 inline void transpose_keys(HeadTile<BFloat16> keys, int64_t num_keys, int64_t head_dim, float *to) {
     const int64_t depth = head_dim / 2;
     for (int64_t k = 0; k < num_keys; k += LANES)
@@ -83,8 +83,8 @@ inline void transpose_keys(HeadTile<BFloat16> keys, int64_t num_keys, int64_t he
         }
 }
 
-// Asks for the next keys from `key` on, WIDTH numbers with each call. Those that lie behind a key's last number are, but at
-// the end of a block, the next key's.
+// Prefetches the next keys from `key` on, WIDTH numbers with each call. The numbers behind a key's last number belong
+// to the next key, except at the end of a block.
 template <int64_t WIDTH, typename Stored>
 struct NextKeys {
     HeadTile<Stored> keys;
@@ -114,7 +114,7 @@ inline void weighted_sum(const Unit *weights, const float *kept, HeadTile<Stored
                 float *at = out + h * head_dim + i + c * LANES;
                 store(at, load(at) * kept[h]);
             }
-        asm volatile("" : : "r"(out) : "memory");  // the product is rounded, as a chunk's is
+        asm volatile("" : : "r"(out) : "memory");  // the product is rounded, as in a chunk
         const auto prefetch_next = [&next, i, k = int64_t{0}]() mutable { prefetch(next[k++] + i, cols * LANES); };
         product_in_steps<heads, cols, true>(weights, TILE_KEYS,
                                             [&](int64_t k, int c) { return load(values[k] + i + c * LANES); }, out + i,
@@ -137,8 +137,8 @@ inline void weighted_sum(const Unit *weights, const float *kept, HeadTile<Stored
         for (int c = 0; c < cols; ++c) store(out + h * head_dim + i + c * LANES, sums[h][c]);
 }
 
-// Writes the weights of a row's scores, of which the first `num_hidden` are not seen; `num_keys` is a multiple of LANES.
-// Returns by what factor earlier results count from now on.
+// Writes the weights of a row's scores, of which the row does not see the first `num_hidden`; `num_keys` is a multiple
+// of LANES. Returns the factor by which earlier results must be multiplied.
 template <bool in_steps, typename Unit>
 inline float weigh(float *scores, int64_t num_hidden, int64_t end, int64_t num_keys, float scale, float *largest,
                    float *sum, Unit *weights) {
@@ -199,8 +199,8 @@ void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> 
     for (; i < D; i += LANES) add(std::integral_constant<int, 1>{}, i);
 }
 
-// Adds a tile's keys, but the first `num_hidden`, to the rows of `num_kv_heads` kv heads. `next` is the tile that will be
-// added next. `in_steps`: sums are those of matrix units.
+// Adds a tile's keys, except the first `num_hidden`, to the rows of `num_kv_heads` kv heads. `next` is the tile that
+// will be added next. `in_steps`: adds up in the order of matrix units.
 template <typename Unit, bool in_steps, typename Stored>
 void decode_tile(const LayerPool<Stored> &pool, const KeyTile<Stored> &tile, const KeyTile<Stored> &next,
                  int64_t num_kv_heads, int64_t num_hidden, Scratch &scratch, float tanh_scale, float scale,
@@ -208,7 +208,7 @@ void decode_tile(const LayerPool<Stored> &pool, const KeyTile<Stored> &tile, con
     const int64_t G = state.num_rows / num_kv_heads, D = state.head_dim, depth = D / PER_UNIT<Unit>;
     const Unit *queries = reinterpret_cast<const Unit *>(scratch.queries);
     Unit *transposed = reinterpret_cast<Unit *>(scratch.keys);
-    for (int64_t k = tile.count; k < next.count; ++k)  // what no load asks for
+    for (int64_t k = tile.count; k < next.count; ++k)  // keys that no load prefetches
         prefetch(next.keys[k], D), prefetch(next.keys[k] + pool.values, D);
     for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
         const HeadTile<Stored> keys{tile.keys, kv_head * pool.head_size};

@@ -1,4 +1,4 @@
-// What attention is asked for, how it is cut into items, and the running softmax that adds them up.
+// A step's attention, how it is cut into items, and the running softmax that adds them up.
 //
 // Shape suffixes: T tokens of the step, B its requests, M blocks of a padded table, Q query heads, H kv heads,
 // G = Q / H, P = Q + K x H, D head dimension, F frequencies, K = 2 (keys and values), or 1: a latent, which is both.
@@ -16,7 +16,7 @@ constexpr int64_t MAX_HEAD_DIM = 576;
 constexpr int64_t MAX_PARTIALS = 1 << 24;  // floats of a step's partial results: 64 MiB
 constexpr float LEAST_SCORE = -1e30f;  // finite, also times a scale: hidden scores (-inf) less this are -inf, not NaN
 
-// A step; the same for all layers. As in engine/native/attention.py.
+// A step; the same for all layers. The same structure as in engine/native/attention.py.
 struct Step {
     int64_t activation_type, pool_type;
     int64_t num_layers, num_planes, num_heads, num_kv_heads, head_dim, block_size;
@@ -25,21 +25,21 @@ struct Step {
     int64_t num_tokens, num_requests, num_decodes, max_blocks, num_threads;
     const int64_t *positions_T;
     const int64_t *slots_T;         // block x block size + offset
-    const int64_t *starts_B;        // the first token of each request; decodes, which have one, come first
+    const int64_t *starts_B;        // the first token of each request; decodes, which have one token, come first
     const int64_t *num_tokens_B;
     const int64_t *context_lens_B;  // up to the request's last token of this step
     const int64_t *block_ids_BM;
-    float scale, cap;               // of scores; a cap of 0 is none, else a scaled score s becomes cap x tanh(s / cap)
+    float scale, cap;               // of scores; 0: no cap, else a scaled score s becomes cap x tanh(s / cap)
 
     int64_t heads_per_kv_head() const { return num_heads / num_kv_heads; }
     int64_t token_size() const { return (num_heads + num_planes * num_kv_heads) * head_dim; }
 };
 
-// Queries of a request that are computed together, and the keys they visit. A chunk's are those of one kv head: row r is
-// query r / G and head r % G of the kv head. A decode's are those of several kv heads: row r is query head r.
+// Queries of a request that are computed together, and the keys that they visit. An item of a chunk has one kv head:
+// row r is query r / G and head r % G of the kv head. An item of a decode has several kv heads: row r is query head r.
 struct Item {
     int64_t request, is_decode, kv_head, num_kv_heads, first_token, num_rows, first_position, first_key, end_key;
-    int64_t partial;  // where its result goes among the partial results, in floats; -1: it visits all its keys
+    int64_t partial;  // where its result lies among the partial results, in floats; -1: the item visits all keys
 
 };
 
@@ -108,9 +108,9 @@ struct LayerPool {
     }
 };
 
-// Asks for `count` values of the next tile. Blocks are scattered, so the processor does not foresee them; and it has few
-// requests under way at once, so that asking for a whole tile would make it wait. So a tile's scores ask for the next keys
-// bit by bit, and its weighted sums for the next values.
+// Prefetches `count` values of the next tile. Blocks are scattered, so the processor does not foresee them. It has room
+// for few loads at once, so that prefetching a whole tile would make it wait. So the scores of a tile prefetch the next
+// keys bit by bit, and its weighted sums prefetch the next values.
 template <typename Stored>
 inline void prefetch(const Stored *at, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(Stored))) __builtin_prefetch(at + i);

@@ -1,7 +1,9 @@
-// What queries, keys and values are multiplied in, float32 or pairs of bfloat16, and small matrix products of them.
+// Units in which queries, keys and values are multiplied: float32 or pairs of bfloat16; and small matrix products of
+// these units.
 //
-// Decodes and chunks multiply in the same units, and add up in the same order: a score over the depth, a result over the
-// keys. So a query gets the same bits either way. Where chunks are multiplied by matrix units, decodes add up as those do.
+// Decodes and chunks multiply in the same units, and add up in the same order: a score over the depth, a result over
+// the keys. So a query gets the same bits either way. If matrix units multiply chunks, decodes add up in the order of
+// matrix units.
 
 #pragma once
 
@@ -17,7 +19,7 @@ constexpr bool HAS_PAIRS = true;
 constexpr bool HAS_PAIRS = false;
 #endif
 
-// Two bfloat16 that are multiplied together with two others: twice the rate of float32, and sums are in float32.
+// Two bfloat16 that are multiplied by two others in one operation: twice the rate of float32. Sums are in float32.
 struct Pair {
     uint32_t bits;  // the first is in the lower half
 };
@@ -61,8 +63,8 @@ inline void product(const Unit *a, int64_t a_row, int64_t a_step, const Unit *b,
         for (int j = 0; j < cols; ++j) store(c + i * c_row + j * LANES, sums[i][j]);
 }
 
-// c[i][j] (+)= what matrix units add up for rows and columns of bfloat16 values. Two sums, of even and of odd k, begin
-// anew with every step of 32.
+// c[i][j] (+)= the sum in the order of matrix units, for rows and columns of bfloat16 values. The sums of even and of
+// odd k begin anew with every step of 32.
 template <int rows, int cols, bool adds, typename Vectors, typename Meanwhile = Nothing>
 inline void product_in_steps(const float *a, int64_t a_row, const Vectors &b, float *c, int64_t c_row, int64_t depth,
                              Meanwhile meanwhile = {}) {
@@ -86,7 +88,7 @@ inline void product_in_steps(const float *a, int64_t a_row, const Vectors &b, fl
     }
 }
 
-inline Floats paired(Floats first, Floats second) {  // of values that bfloat16 has
+inline Floats paired(Floats first, Floats second) {  // of values that bfloat16 holds exactly
     return (Floats)((Bits)first >> 16 | ((Bits)second & 0xffff0000));
 }
 
@@ -100,7 +102,7 @@ inline Floats tanh_of(Floats scores, float scale) {
     return 1.0f - 2.0f / (exp2(scores * (2.0f * LOG2_E * scale)) + 1.0f);
 }
 
-// The weight of scores, to powers of 2, beside that of the largest one.
+// The weights of scores, as powers of 2, relative to the weight of the largest score.
 inline Floats weight_of(Floats scores, float scale, Floats most_scaled) {
     return exp2(fused(scores, all(scale), -most_scaled));
 }

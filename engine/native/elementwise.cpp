@@ -1,5 +1,5 @@
-// What a decoder layer does besides products and attention, each in one pass. Rows are contiguous, and arithmetic is in
-// float32. A row's result depends on nothing else.
+// What a decoder layer computes besides products and attention, each in one pass. Rows are contiguous, and arithmetic
+// is in float32. A row's result depends only on this row.
 //
 // Shape suffixes: T tokens, E hidden size, I intermediate size, V vocabulary (this rank's share).
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t GRAIN = 8192;  // elements for which another thread pays
+constexpr int64_t GRAIN = 8192;  // elements that are worth another thread
 
 int64_t rows_per_grain(int64_t width) { return std::max<int64_t>(1, GRAIN / width); }
 
@@ -20,7 +20,7 @@ void with_type(int64_t type, const Call &call) {
     if (type == FLOAT16) call(static_cast<Float16 *>(nullptr));
 }
 
-// Calls `call` with null pointers of the types of activations and of a norm's weights: theirs, or float32.
+// Calls `call` with null pointers of the types of activations and of a norm's weights: the same type, or float32.
 template <typename Call>
 void with_types(int64_t type, int64_t weight_type, const Call &call) {
     with_type(type, [&](auto *element) {
@@ -127,13 +127,13 @@ void baton_silu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t 
 // GELU by its approximation: x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3).
 void baton_gelu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
                     int num_threads) {
-    constexpr float FIRST = 1.5957691216f, THIRD = 0.0713548163f;  // of 2u, for x and for x^3
+    constexpr float FIRST = 1.5957691216f, THIRD = 0.0713548163f;  // factors of x and x^3 in 2u
     gate_mul(type, gate_up_TM, out_TI, num_tokens, width, num_threads,
              [](Floats x, Floats up) { return x / (1.0f + exp2(x * (x * x * -(LOG2_E * THIRD) - LOG2_E * FIRST))) * up; });
 }
 
-// gpt-oss's: (up + 1) x / (1 + e^(-alpha x)), where x is the gate; gates are at most `limit`, ups between -limit and
-// limit. NaN stays.
+// The activation of gpt-oss: (up + 1) x / (1 + e^(-alpha x)), where x is the gate; gates are at most `limit`, ups
+// between -limit and limit. NaN stays.
 void baton_swiglu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
                       int num_threads, float alpha, float limit) {
     const float rate = -LOG2_E * alpha;

@@ -1,8 +1,8 @@
-// Products with weights in 32 or 16 bits, in float32 arithmetic; and bfloat16 products by a processor's units for them.
+// Products with weights in 32 or 16 bits, in float32 arithmetic; and bfloat16 products by a processor's bfloat16 units.
 //
 // Weights in 16 bits become floats in registers, so they cost half the memory traffic at equal results. Each output is
-// one sum over the inputs in order, whatever the other rows and threads are: a row's result depends on the row alone.
-// Matrix units (matrix_units.h) add up in another order, which is also the same for all rows.
+// one sum over the inputs in order. So a row's result depends on the row alone, not on other rows or threads. Matrix
+// units (matrix_units.h) add up in another order, which is also the same for all rows.
 //
 // Packed weights: [panels of PANEL outputs][pairs of inputs][2 vectors of LANES outputs] of
 //     float32, float16:  LANES weights of the pair's first input, then LANES of its second
@@ -23,7 +23,7 @@ namespace {
 
 constexpr int PANEL = 2 * LANES;      // outputs
 constexpr int64_t ROW_BLOCK = 240;    // rows that are packed at a time
-constexpr int64_t INPUT_BLOCK = 768;  // inputs; with ROW_BLOCK, what stays in the second-level cache
+constexpr int64_t INPUT_BLOCK = 768;  // inputs; ROW_BLOCK rows of them stay in the second-level cache
 constexpr int64_t ROW_FLOATS = INPUT_BLOCK + 16;  // not a multiple of a page, so that rows do not share cache sets
 constexpr int MAX_PANELS = 4;         // computed together
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -123,8 +123,8 @@ template <class Weight> SumTile of_weight(int64_t rows, int64_t panels) {
                                 : of_rows<Weight, 1>(rows, std::make_integer_sequence<int, MAX_ROWS>());
 }
 
-// Whether panels of these weights become float32 before they are multiplied: to widen bfloat16 takes registers that six
-// rows need. With fewer rows it is done in registers, for four rows at a time.
+// Whether panels of these weights become float32 before they are multiplied: widening bfloat16 takes registers that six
+// rows need. With fewer rows, weights are widened in registers, for four rows at a time.
 bool widens_panels(Type type, int64_t num_rows) { return HAS_FEW_REGISTERS && type == BFLOAT16 && num_rows >= 64; }
 
 int64_t max_rows(Type type, int64_t num_rows) {
@@ -146,13 +146,13 @@ SumTile sum_tile_of(Type type, bool by_units, int64_t rows, int64_t panels) {
     return by_units ? of_weight<BFloat16Units>(rows, panels) : of_weight<PairOf<BFloat16>>(rows, panels);
 }
 
-// Inputs of packed weights: zeros follow the last, to a pair, or to a step of the matrix units.
+// Inputs of packed weights: zeros after the last input complete a pair, or a step of the matrix units.
 int64_t padded_inputs(int64_t num_inputs, Type type) {
     const int64_t multiple = matrix_units::ARE_THERE && type == BFLOAT16 ? matrix_units::STEP : 2;
     return (num_inputs + multiple - 1) / multiple * multiple;
 }
 
-// Converts a block of a row: inputs `begin` and following, a zero behind the last.
+// Converts a block of a row: the inputs from `begin` on, with a zero after the last.
 void convert_row(const void *row, Type from, int64_t begin, int64_t num_inputs, void *block, Type to) {
     const int64_t end = std::min(num_inputs - begin, INPUT_BLOCK);
     if (from == to) {

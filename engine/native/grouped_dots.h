@@ -1,7 +1,7 @@
-// Dots: sums of products of bytes, for the outputs of one vector and one row, as each machine multiplies best.
+// Dots: sums of products of bytes, for the outputs of one vector and one row, in the best way for each machine.
 //
 // `Bytes` are 4 inputs of each output: values u of 4 or 8 bits, one a byte. `four` are the same inputs of a row, q, for
-// all outputs. A dot adds sum((u - OFFSET) * q); where it CAN_BEGIN, its sums may begin with any number of 32 bits.
+// all outputs. A dot adds sum((u - OFFSET) * q). If CAN_BEGIN, its sums may begin with any number of 32 bits.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace grouped_dots {
 
-// As engine/layers/grouped_weight.py has them: floats of 4 bits, in halves, plus 12.
+// The same table as in engine/layers/grouped_weight.py: floats of 4 bits, in halves, plus 12.
 alignas(16) inline constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 inline int32_t word_at(const int8_t *x) {
@@ -21,7 +21,7 @@ inline int32_t word_at(const int8_t *x) {
 }
 
 // Bytes of a vector register, and their products with the 4 bytes of a row that all outputs share. Sums of 16 bits must
-// stay below 2^15: of values up to 15 they hold 8 steps, of E2M1's up to 24 only 4.
+// stay below 2^15: they hold 8 steps of values up to 15, but only 4 steps of E2M1's values up to 24.
 #if defined(__AVX512BW__)
 constexpr int MAX_ROWS = 16;
 constexpr bool FEW_REGISTERS = false;
@@ -51,7 +51,7 @@ struct Dot4 {
     void add(Bytes u, Bytes x) { sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16(u, x)); }
     Ints total(int16_t factor = 1) const { return (Ints)(_mm512_madd_epi16(sums, _mm512_set1_epi16(factor))); }
 };
-// Products of 8 bits would exceed the 16 bits of their sums; those of their halves do not.
+// Products of 8 bits would exceed the 16 bits of their sums; products of their halves do not.
 struct Dot8 {
     static constexpr int OFFSET = 0;
     static constexpr bool CAN_BEGIN = false;
@@ -110,7 +110,7 @@ inline Bytes low_nibbles(Bytes v) { return vandq_u8(v, vdupq_n_u8(15)); }
 inline Bytes high_nibbles(Bytes v) { return vshrq_n_u8(v, 4); }
 inline Bytes from_e2m1(Bytes v) { return vqtbl1q_u8(vld1q_u8(E2M1), v); }
 inline int8x16_t four(const int8_t *x) { return vreinterpretq_s8_s32(vdupq_n_s32(word_at(x))); }
-// The instruction takes signed bytes: values of 8 bits are multiplied less 128.
+// The instruction takes signed bytes, so 128 is subtracted from values of 8 bits.
 template <int BITS> struct Dot {
     static constexpr int OFFSET = BITS == 8 ? 128 : 0;
     static constexpr bool CAN_BEGIN = true;

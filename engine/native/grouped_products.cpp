@@ -1,8 +1,8 @@
-// Products with weights in 4 or 8 bits: w = scale * u + min, with a scale and a min per group of 16 or 32 inputs. Of
-// floats of 4 bits, u is what the table E2M1 has for their bits.
+// Products with weights in 4 or 8 bits: w = scale * u + min, with a scale and a min per group of 16 or 32 inputs. For
+// floats of 4 bits, the table E2M1 gives the u of their bits.
 //
-// Rows are quantised to signed bytes first, each group of a row with a scale of its own: x = x_scale * q. So a group's
-// part of an output is
+// Rows are first quantized to signed bytes. Each group of a row has its own scale: x = x_scale * q. So a group's part
+// of an output is
 //
 //     scale * x_scale * sum(u * q) + min * x_scale * sum(q)
 //
@@ -11,8 +11,7 @@
 //
 //     scale * x_scale * (sum(u * q) - centre * sum(q))
 //
-// Each sum runs over the groups in order, whatever the other rows and threads are: a row's result depends on the row
-// alone.
+// Each sum runs over the groups in order. So a row's result depends on the row alone, not on other rows or threads.
 //
 // Packed weights: [blocks of 16 outputs][groups] of
 //     16 scales, 16 mins    float16, both times a power of two that the layer's `factor` takes out again; mins only
@@ -20,8 +19,8 @@
 //     8 bits: [group_size / 4][16 outputs][4 inputs]     a byte each
 //     4 bits: [group_size / 8][16 outputs][4 inputs]     low nibbles: the group's first half of inputs; high: the other
 //
-// Quantised rows: [tiles][groups] of [places of the tile (places_of)][group_size] signed bytes, then of each row x_scale and
-// x_scale * sum(q), float32, and what is added to its products' sums, a multiple of sum(q), int32.
+// Quantized rows: [tiles][groups] of [places of the tile (places_of)][group_size] signed bytes; then for each row
+// x_scale and x_scale * sum(q), float32, and the multiple of sum(q) that is added to its products' sums, int32.
 
 #include <utility>
 
@@ -38,12 +37,12 @@ constexpr int BLOCK = 16;  // outputs
 constexpr int64_t NO_CENTRE = -1;
 constexpr int64_t scale_bytes(bool has_mins) { return (has_mins ? 2 : 1) * BLOCK * 2; }
 constexpr int64_t ROW_SUMS_BYTES = 3 * 4;
-constexpr int64_t ROW_BLOCK = 256;  // rows that are quantised at a time
-constexpr int64_t MIN_UNIT_ROWS = 13;  // of a tile; with fewer, matrix units are slower
+constexpr int64_t ROW_BLOCK = 256;  // rows that are quantized at a time
+constexpr int64_t MIN_UNIT_ROWS = 13;  // of a tile; with fewer rows, matrix units are slower
 
 constexpr bool is_for_units(int64_t rows) { return matrix_units::ARE_THERE && rows >= MIN_UNIT_ROWS; }
 
-// Rows for which a tile of `rows` rows has places: matrix units always multiply as many.
+// How many places a tile of `rows` rows has; matrix units multiply all of them.
 constexpr int64_t places_of(int64_t rows) { return is_for_units(rows) ? MAX_ROWS : rows; }
 
 template <int BITS_, int GROUP_, bool IS_E2M1_, bool HAS_MINS_> struct Format {
@@ -52,8 +51,8 @@ template <int BITS_, int GROUP_, bool IS_E2M1_, bool HAS_MINS_> struct Format {
     static constexpr int64_t SCALE_BYTES = scale_bytes(HAS_MINS), GROUP_BYTES = SCALE_BYTES + BLOCK * GROUP * BITS / 8;
 };
 
-// The weights of a group, for the outputs of one vector, times those of each row: calls `then(row, products' sums)`.
-// `firsts`: what is added to each row's sums.
+// The weights of a group, for the outputs of one vector, times the bytes of each row: calls `then(row, products'
+// sums)`. `firsts`: the numbers that are added to the rows' sums.
 template <typename Format, int ROWS, typename Then>
 inline void multiply_group(const uint8_t *bytes, const int8_t *q, const int32_t *firsts, const Then &then) {
     constexpr int BITS = Format::BITS, GROUP = Format::GROUP, STEPS = GROUP / 4, LOADS = STEPS * BITS / 8;
@@ -101,7 +100,7 @@ inline void multiply_group(const uint8_t *bytes, const int8_t *q, const int32_t 
     }
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) {
-        Dot even, odd;  // two, so that neither waits for its own last product
+        Dot even, odd;  // two dots, so that neither waits for its own last product
         begin(even, row);
         for (int i = 0; i < STEPS; i += 2) {
             even.add(u[i], x(row, i));
@@ -171,8 +170,8 @@ template <typename Format> void unpack_block(const uint8_t *weights, int64_t num
     }
 }
 
-// As sum_tile, with the same results. While the dots of one batch become floats, the units multiply the next. `bytes`: what
-// unpack_block has written.
+// Like sum_tile, with the same results. While the dots of one batch become floats, the units multiply the next batch.
+// `bytes`: the weights that unpack_block has written.
 template <typename Format>
 void sum_tile_by_units(const uint8_t *weights, const uint8_t *bytes, const int8_t *x, int64_t num_groups, float *sums,
                        Prefetch prefetch) {
@@ -216,7 +215,7 @@ void sum_tile_by_units(const uint8_t *weights, const uint8_t *bytes, const int8_
 }
 #endif
 
-// How a layer's sums are computed: of a tile of each number of rows; and by units, if there are any.
+// How a layer's sums are computed: a function for each number of rows of a tile, and one with units if there are any.
 struct Sums {
     using Tile = void (*)(const uint8_t *, const int8_t *, int64_t, float *, Prefetch);
     using TileByUnits = void (*)(const uint8_t *, const uint8_t *, const int8_t *, int64_t, float *, Prefetch);
@@ -240,11 +239,11 @@ template <int BITS, bool IS_E2M1, bool HAS_MINS> Sums sums_of(int64_t group_size
     return sums_of<Format<BITS, 16, IS_E2M1, HAS_MINS>>(all);
 }
 
-// Quantises one row of a tile of `rows` rows. What is added to a group's products is `multiple` times the group's sum.
-// The scale of a group that is not finite is NaN, so its results are NaN.
+// Quantizes one row of a tile of `rows` rows. `multiple` times a group's sum is added to the group's products. If a
+// group is not finite, its scale is NaN, so its results are NaN.
 void quantise_row(const void *values, Type type, int64_t num_groups, int64_t group_size, int64_t multiple, int64_t row,
                   int64_t rows, int8_t *tile) {
-    const Floats shifter = all(0x1.8p23f);  // a sum with it is a whole number, in its lowest bits
+    const Floats shifter = all(0x1.8p23f);  // adding it rounds to a whole number, which is then in the lowest bits
     const int num_vectors = static_cast<int>(group_size / LANES);
     for (int64_t g = 0; g < num_groups; ++g) {
         int8_t *q = tile + g * rows * (group_size + ROW_SUMS_BYTES);
@@ -345,7 +344,7 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
         const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
         const bool uses_units = is_for_units(tiles.size(0));
         int8_t *quantised = reinterpret_cast<int8_t *>(scratch<0>(tiles.count * MAX_ROWS * row_bytes));
-        // Waking threads takes longer than quantising few rows.
+        // Waking threads takes longer than quantizing few rows.
         const int64_t quantisers = tiles.num_rows * layer->num_inputs < (1 << 15) ? 1 : num_threads;
         parallel_for(tiles.count, 1, static_cast<int>(quantisers), [&](int64_t begin, int64_t end) {
             for (int64_t tile = begin; tile < end; ++tile) {

@@ -1,10 +1,10 @@
 // Products by a processor's matrix units (AMX): tiles of 16 rows and 16 outputs, in steps of 32 inputs.
 //
-// A step sums the products of even inputs and those of odd inputs, each in order, and adds both sums to the tile's. So
-// what a row gets depends on that row alone, whatever the other rows of its tile are.
+// A step sums the products of even inputs and the products of odd inputs, each in order, and adds both sums to the
+// tile's sums. So a row's result depends on this row alone, not on the other rows of its tile.
 //
 // Weights of a panel: [steps][16 pairs of inputs][PANEL outputs][2 inputs] of bfloat16.
-// Rows: [tiles of TILE rows][steps][rows][STEP inputs] of bfloat16. Inputs beyond the last are zero in both.
+// Rows: [tiles of TILE rows][steps][rows][STEP inputs] of bfloat16. Inputs after the last are zero in weights and rows.
 
 #pragma once
 
@@ -27,7 +27,7 @@ inline int64_t num_steps(int64_t num_inputs) { return (num_inputs + STEP - 1) / 
 #if defined(__AMX_BF16__)
 constexpr bool ARE_THERE = true;
 
-// Until its end, subnormal numbers count as 0 in this thread, as they always do in the units.
+// During its lifetime, subnormal numbers count as 0 in this thread, as they always do in the units.
 class NoSubnormals {
   public:
     NoSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
@@ -38,7 +38,7 @@ class NoSubnormals {
     unsigned before_;
 };
 
-// The shapes of the unit's registers, which are set anew only if they change. The end gives the registers back.
+// The shapes of the units' registers, which are set anew only if they change. The destructor gives the registers back.
 class Shape {
   public:
     Shape() = default;
@@ -83,7 +83,7 @@ class Shape {
     int64_t current_ = 0;
 };
 
-// sums[row][PANEL] of one or two tiles of rows. `rows`: those of the first tile; the second tile's lie behind.
+// sums[row][PANEL] of one or two tiles of rows. `rows`: the rows of the first tile; the rows of the second tile follow.
 template <bool TWO>
 void multiply(const uint8_t *rows, const uint8_t *panel, int64_t steps, float *sums, products::Prefetch prefetch) {
     _tile_zero(0);
@@ -117,8 +117,8 @@ void multiply(const uint8_t *rows, const uint8_t *panel, int64_t steps, float *s
     }
 }
 
-// c[i][j] (+)= sum over k of a[i][k] b[k][j], for `rows` x `cols` of c and `depth` k, by registers shaped for_panels(TILE,
-// TILE). Elements of a and b are pairs of bfloat16. All three numbers are multiples of TILE.
+// c[i][j] (+)= sum over k of a[i][k] b[k][j], for `rows` x `cols` of c and `depth` k, by registers shaped
+// for_panels(TILE, TILE). Elements of a and b are pairs of bfloat16. All three numbers are multiples of TILE.
 template <bool adds, typename Pair>
 void add_product(const Pair *a, int64_t a_row, const Pair *b, int64_t b_row, float *c, int64_t c_row, int64_t depth,
                  int64_t rows, int64_t cols) {

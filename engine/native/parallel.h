@@ -7,8 +7,8 @@
 
 #include "team.h"
 
-// Calls `work(begin, end)` for equal parts of 0..count, one for each of at most `num_threads` threads. The parts are
-// multiples of `grain`, but for the last.
+// Calls `work(begin, end)` for equal parts of 0..count, one for each of at most `num_threads` threads. All
+// parts except the last are multiples of `grain`.
 template <typename Work>
 void parallel_for(int64_t count, int64_t grain, int num_threads, const Work &work) {
     const int64_t num_grains = (count + grain - 1) / grain;

@@ -1,4 +1,4 @@
-// What the matrix products share: rows of any type, what becomes of finished sums, and memory of a thread.
+// What the matrix products share: rows of any type, epilogues of finished sums, and memory of a thread.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace products {
 
 constexpr int64_t size_of(Type type) { return type == FLOAT32 ? 4 : 2; }
 
-// The first `count` of LANES values of a row from `index` on, in 32 or 16 bits; zero beyond.
+// The first `count` of LANES values of a row from `index` on, in 32 or 16 bits; zeros after them.
 inline Floats load(const void *row, Type type, int64_t index, int64_t count = LANES) {
     if (type == FLOAT32) return load_some(static_cast<const float *>(row) + index, count);
     if (type == FLOAT16) return load_some(static_cast<const Float16 *>(row) + index, count);
@@ -29,10 +29,10 @@ inline void store(void *row, Type type, int64_t index, Floats values, int64_t co
 
 inline Floats silu(Floats x) { return x / (1.0f + exp2(x * -LOG2_E)); }
 
-// What becomes of sums: y = sum, y += sum, or y = silu(first half of the outputs) * other half.
+// The epilogue of sums: y = sum, y += sum, or y = silu(first half of the outputs) * second half.
 enum Epilogue : int64_t { STORE = 0, ADD = 1, GATE = 2 };
 
-// T rows, which may lie apart.
+// T rows, which need not be contiguous.
 struct Rows {
     void *values;
     int64_t stride;  // values from one row to the next
@@ -71,7 +71,7 @@ void finish_gated_as(const float *gate, const float *up, const float *gate_bias,
     }
 }
 
-// Finishes `count` sums of a row, which are the outputs `first` and following.
+// Finishes `count` sums of a row, which are the outputs from `first` on.
 inline void finish(const float *sums, const float *bias, int64_t count, void *row, Type type, int64_t first,
                    Epilogue epilogue) {
     if (bias != nullptr) bias += first;
@@ -80,7 +80,7 @@ inline void finish(const float *sums, const float *bias, int64_t count, void *ro
     if (type == FLOAT16) finish_as(sums, bias, count, static_cast<Float16 *>(row) + first, epilogue);
 }
 
-// Finishes silu(gate) * up likewise.
+// Finishes silu(gate) * up in the same way.
 inline void finish_gated(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
                          int64_t count, void *row, Type type, int64_t first) {
     if (gate_bias != nullptr) gate_bias += first, up_bias += first;
@@ -105,7 +105,8 @@ template <int PURPOSE> uint8_t *scratch(int64_t num_bytes) {
     return buffer.bytes;
 }
 
-// Rows are computed in tiles of at most `largest`: of nearly equal size, or all of the largest size but the last.
+// Rows are computed in tiles of at most `largest` rows: tiles of nearly equal size, or all except the last of the
+// largest size.
 struct Tiles {
     int64_t num_rows, count, full_size;  // 0: nearly equal
 
@@ -117,13 +118,13 @@ struct Tiles {
     int64_t size(int64_t tile) const { return begin(tile + 1) - begin(tile); }
 };
 
-// Weights that a tile of rows asks for while it computes: its share of those that come next, so that memory is read all
-// the time, and not by the first tile alone, which would wait for it.
+// Weights that a tile of rows prefetches while it computes: its share of the weights that come next. So memory is read
+// all the time. Otherwise only the first tile would read memory, and would wait for it.
 struct Prefetch {
     const uint8_t *next;
     int64_t lines;  // of 64 bytes, in each step
 
-    // `step_bytes`: what a step of every tile reads of the present weights.
+    // `step_bytes`: how many bytes of the present weights a step of every tile reads.
     Prefetch(const uint8_t *weights, int64_t step_bytes, int64_t num_steps, int64_t tile, int64_t num_tiles) {
         const int64_t step_lines = (step_bytes + 63) / 64, share = (step_lines + num_tiles - 1) / num_tiles;
         lines = std::max<int64_t>(0, std::min(share, step_lines - tile * share));

@@ -1,8 +1,9 @@
-// Team: the threads that compute with the thread that calls. Waiting threads look for work again and again for a while,
-// since waking a thread takes longer than many products, but each time give way to any other thread that could run.
+// Team: the threads that help the calling thread to compute. For a while, a waiting thread looks for work again and
+// again, since waking a thread takes longer than many products. In between, it gives way to any other thread that could
+// run.
 //
-// A team of OpenMP can only wait busily or sleep. Where its threads wait busily, one other busy process on the machine
-// makes a step several times longer: the thread that is waited for has no core.
+// A team of OpenMP can only wait busily or sleep. If its threads wait busily, one other busy process on the machine
+// makes a step several times longer: the thread for which they wait has no core.
 
 #pragma once
 
@@ -28,9 +29,9 @@ class Team {
         return team;
     }
 
-    // Calls run(call, part) for each part of 0..num_parts - 1, in this thread and in num_threads - 1 others, and returns
-    // once all have returned. Each thread begins with the part of its own number, whose memory may be near it. Then it
-    // takes parts that no thread has begun: a thread that has no core at present keeps no other waiting.
+    // Calls run(call, part) for each part of 0..num_parts - 1, in this thread and in num_threads - 1 others, and
+    // returns once all have returned. Each thread begins with the part of its own number, whose memory may be near it.
+    // Then it takes parts that no thread has begun. So no thread waits for a thread that has no core at present.
     void run(Run run, const void *call, int64_t num_parts, int num_threads) {
         while (num_helpers_ < std::min<int64_t>(num_threads, MAX_PARTS) - 1 && add_helper()) continue;
         run_ = run, call_ = call;
@@ -58,7 +59,7 @@ class Team {
 
   private:
     using Word = std::atomic<uint32_t>;
-    static constexpr int64_t AWAKE_NS = 2'000'000;  // longer than what lies between two steps of a decode worker
+    static constexpr int64_t AWAKE_NS = 2'000'000;  // longer than the time between two steps of a decode worker
 
     struct Call {
         uint64_t number : 48, num_parts : 16;  // read and written together
@@ -96,8 +97,8 @@ class Team {
         }
     }
 
-    // A part that was taken in a call before the last one is free. Who takes a part may read the call: it stays what it
-    // is until the part is finished.
+    // A part is free if it was last taken in an earlier call. A thread that has taken a part may read the call, which
+    // does not change until the part is finished.
     void take_parts(int64_t own_part) {
         const Call last = last_.load(std::memory_order_acquire);
         const int64_t num_parts = last.num_parts;
@@ -143,7 +144,7 @@ class Team {
     }
 
     alignas(64) std::atomic<Call> last_{Call{0, 0}};
-    Word begun_{0};  // the end of its number, for threads that wait
+    Word begun_{0};  // the low bits of the call's number, for threads that wait
     alignas(64) Word unfinished_{0};
     alignas(64) Word num_asleep_{0};
     Word is_caller_asleep_{0};

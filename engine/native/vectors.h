@@ -1,8 +1,8 @@
 // Vectors of float32 as wide as the machine's registers, loaded from and stored to every type of activations and KV.
 //
 // GCC's and Clang's vector extensions: operators work lane by lane, a comparison gives 0 or -1 in each lane, and a cast
-// between vectors of one size keeps the bits. NaN and infinity survive every function here, so that a model's wrong
-// numbers are seen in its logits.
+// between vectors of one size keeps the bits. Every function here keeps NaN and infinity, so that a
+// model's wrong numbers show in its logits.
 
 #pragma once
 
@@ -50,11 +50,11 @@ inline Vector load_raw(const Element *from) {
     return v;
 }
 
-inline Floats all(float x) { return x - Floats{}; }  // of a sum with 0 a compiler must not leave out the addition
+inline Floats all(float x) { return x - Floats{}; }  // `x + Floats{}` would be slower: a compiler must keep the addition of 0
 inline Bits all_bits(uint32_t x) { return Bits{} + x; }
 
-// Integers of other widths, in one instruction or a few; of a conversion that is written as a vector's GCC 12 makes six,
-// and of one to bytes more than thirty.
+// Integers of other widths, in one instruction or a few. For a conversion that is written with vector types, GCC 12
+// makes six instructions, and more than thirty if it is a conversion to bytes.
 #if defined(__AVX512F__)
 inline Bits widened(Bits16 x) { return (Bits)_mm512_cvtepu16_epi32((__m256i)x); }
 inline Bits widened(Bits8 x) { return (Bits)_mm512_cvtepu8_epi32((__m128i)x); }
@@ -66,7 +66,7 @@ inline Bits widened(Bits8 x) { return (Bits)_mm256_cvtepu8_epi32(_mm_cvtsi64_si1
 inline Bits16 lowest_16(Bits x) { return __builtin_convertvector(x, Bits16); }
 inline Bits8 lowest_8(Bits x) {
     const __m256i lowest = _mm256_set1_epi32(12 << 24 | 8 << 16 | 4 << 8);
-    const __m256i bytes = _mm256_shuffle_epi8((__m256i)x, lowest);  // in each half, its four bytes four times
+    const __m256i bytes = _mm256_shuffle_epi8((__m256i)x, lowest);  // in each half, four copies of its four bytes
     return (Bits8)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
 }
 #else
@@ -79,8 +79,9 @@ inline Floats load(const float *from) { return load_raw<Floats>(from); }
 
 inline Floats load(const BFloat16 *from) { return (Floats)(widened(load_raw<Bits16>(from)) << 16); }
 
-// A smaller float's exponent and mantissa are moved to a float32's, whose exponent is then too small by the difference
-// of the biases. The product corrects that, also for subnormal numbers. For float16 there may be an instruction.
+// The exponent and mantissa of a smaller float are moved to the places of float32. Then the exponent is too small by
+// the difference of the biases. The product corrects this, also for subnormal numbers. For float16 there may be an
+// instruction.
 inline Floats load(const Float16 *from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps((__m256i)load_raw<Bits16>(from));
@@ -109,8 +110,8 @@ inline void store(BFloat16 *to, Floats v) {
     std::memcpy(to, &result, sizeof result);
 }
 
-// The bits of a float with `mantissa` bits of mantissa and the given bias, for magnitudes that it can represent. The sum
-// with `magic` moves a subnormal number's mantissa to the lowest bits, rounded by the addition.
+// The bits of a float with `mantissa` bits of mantissa and the given bias, for magnitudes that it can represent. The
+// sum with `magic` moves a subnormal number's mantissa to the lowest bits, rounded by the addition.
 template <int mantissa, int bias>
 inline Bits narrowed(Bits magnitude) {
     constexpr int shift = 23 - mantissa;
@@ -138,7 +139,7 @@ inline void store(Float8 *to, Floats v) {
     std::memcpy(to, &bits, sizeof bits);
 }
 
-// The first `count` lanes; the others are 0.
+// The first `count` lanes; all other lanes are 0.
 template <typename Element>
 inline Floats load_some(const Element *from, int64_t count) {
     if (count >= LANES) return load(from);
@@ -155,7 +156,7 @@ inline void store_some(Element *to, Floats v, int64_t count) {
     std::memcpy(to, padded, count * sizeof(Element));
 }
 
-// As store, but subnormal numbers may become 0, which saves most of the work where there is an instruction for it.
+// Like store, but subnormal numbers may become 0. This saves most of the work if there is an instruction for it.
 template <typename Element>
 inline void store_normal(Element *to, Floats v) {
     store(to, v);
@@ -168,12 +169,12 @@ inline void store_normal(BFloat16 *to, Floats v) {
 }
 #endif
 
-// One instruction each; of a NaN and another number, the second argument.
+// One instruction each. If one argument is NaN, the result is the second argument.
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 
-// a x b + c, rounded once where the machine can. Said explicitly where two ways must give the same bits: what a compiler
-// makes of `a * b + c` depends on what is around it.
+// a x b + c, rounded once if the machine can. It is explicit because two pieces of code must give the same bits, and
+// what a compiler makes of `a * b + c` depends on the code around it.
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -186,7 +187,7 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The first 4 lanes, each combined with those that are a multiple of 4 behind it, half by half.
+// The first 4 lanes, each combined with the lanes that are a multiple of 4 behind it, half by half.
 typedef float Floats4 __attribute__((vector_size(16)));
 
 template <typename Combine>
