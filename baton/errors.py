@@ -89,7 +89,7 @@ class UnknownModel(InvalidRequest):
 class PromptTooLong(InvalidRequest):
     """Clients that know this kind shorten their prompt and try again.
 
-    Many clients recognise this error only by the words of its message: TOO_LONG is Anthropic's, and "this model's
+    Many clients recognize this error only by the words of its message: TOO_LONG is Anthropic's, and "this model's
     maximum context length is" OpenAI's and vLLM's.
     """
 

@@ -18,7 +18,7 @@ class HubName:
     revision: str | None = None
     """A branch, a tag or a commit; None: the branch `main`."""
     gguf: str | None = None
-    """A quantisation (`Q4_K_M`), a file's name or a pattern; None: safetensors, or the only GGUF file."""
+    """A quantization (`Q4_K_M`), a file's name or a pattern; None: safetensors, or the only GGUF file."""
 
     @classmethod
     def parse(cls, text: str) -> Self | None:

@@ -22,8 +22,8 @@ class Mixture:
     """How many experts each token uses."""
     intermediate_size: int
     """Intermediate size of an expert."""
-    is_normalised: bool
-    """Whether the weights of a token's experts are normalised to the sum 1; else the weights are the
+    is_normalized: bool
+    """Whether the weights of a token's experts are normalized to the sum 1; else the weights are the
     scores."""
     is_sigmoid: bool = False
     """Whether a score is the sigmoid of a logit; else scores are the softmax over all experts."""
@@ -73,7 +73,7 @@ def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) ->
         num_experts=num_experts,
         num_chosen=num_chosen,
         intermediate_size=count_of(config, "moe_intermediate_size" if is_qwen else "intermediate_size"),
-        is_normalised=not is_qwen or flag_of(config, "norm_topk_prob"),
+        is_normalized=not is_qwen or flag_of(config, "norm_topk_prob"),
         activation=_clamped(config) if family is Family.GPT_OSS else Gate.SILU,
     )
     every = count_of(config, "decoder_sparse_step") if is_qwen else 1
@@ -117,7 +117,7 @@ def _deepseek(config: Mapping[str, Any], family: Family) -> Mixture:
         num_experts=num_experts,
         num_chosen=num_chosen,
         intermediate_size=size,
-        is_normalised=is_v3 and flag_of(config, "norm_topk_prob"),
+        is_normalized=is_v3 and flag_of(config, "norm_topk_prob"),
         is_sigmoid=is_v3,
         routes_in_float32=True,
         has_choice_bias=is_v3,

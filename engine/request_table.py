@@ -19,7 +19,7 @@ _FIRST_ROWS, _FIRST_BLOCKS = 16, 16
 
 
 class GrowingArray:
-    """An int64 array with amortised O(1) append."""
+    """An int64 array with amortized O(1) append."""
 
     __slots__ = ("_buffer", "_length")
 

@@ -89,11 +89,11 @@ class Preprocessor:
         return self._tokenizer.has_chat_template
 
     async def tokenizer_files(self) -> dict[str, bytes]:
-        """The files that a client needs to tokenise in the same way as this gateway."""
+        """The files that a client needs to tokenize in the same way as this gateway."""
         return await asyncio.to_thread(self._tokenizer.files)
 
     async def preprocess(self, asked: ClientRequest) -> GatewayRequest:
-        """Tokenises the prompt, and checks all values against the model. InvalidRequest names the field."""
+        """Tokenizes the prompt, and checks all values against the model. InvalidRequest names the field."""
         prompt, caller = asked.prompt, asked.caller
         if asked.request_id is not None and not is_well_formed(asked.request_id):
             raise InvalidRequest("request_id", f"must be {WELL_FORMED}, got {asked.request_id[:60]!r}")
@@ -103,7 +103,7 @@ class Preprocessor:
         params = self._checked(asked)
         now = asyncio.get_running_loop().time
         began = now()
-        prompt_token_ids = await self.tokenise(prompt, caller, asked.timeout_s)
+        prompt_token_ids = await self.tokenize(prompt, caller, asked.timeout_s)
         params, new_parser = self._completed(params, asked, prompt_token_ids)
         await self._check_grammar(asked, params.structured_output, _left(asked.timeout_s, now() - began))
         is_chat, isolates = isinstance(prompt, Conversation), self._isolate_prefix_cache
@@ -133,7 +133,7 @@ class Preprocessor:
             is_chat=is_chat,
         )
 
-    async def tokenise(self, prompt: Prompt, caller: Caller, timeout_s: float | None) -> tuple[int, ...]:
+    async def tokenize(self, prompt: Prompt, caller: Caller, timeout_s: float | None) -> tuple[int, ...]:
         """The tokens of a prompt; DeadlinePassed after `timeout_s`."""
         if isinstance(prompt, tuple):
             return prompt
@@ -143,7 +143,7 @@ class Preprocessor:
                     return await self.pool.encode_chat(caller.name, prompt)
                 return await self.pool.encode(caller.name, prompt)
         except TimeoutError:
-            raise DeadlinePassed("the request's deadline passed before its prompt was tokenised") from None
+            raise DeadlinePassed("the request's deadline passed before its prompt was tokenized") from None
 
     def room_behind(self, num_tokens: int, max_model_len: int | None = None) -> int:
         """How many tokens an answer may have after `num_tokens` prompt tokens. Raises PromptTooLong if none.
@@ -195,7 +195,7 @@ class Preprocessor:
     ) -> tuple[SamplingParams, Callable[[], AnswerParser | None]]:
         """The parameters with the grammar of the turn that continues a conversation, and what creates its parsers."""
         answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
-        assert answer_format is not None, "without a chat template, a conversation is not tokenised"
+        assert answer_format is not None, "without a chat template, a conversation is not tokenized"
         answer = params.structured_output
         grammar = answer_format.grammar(prompt, end, answer)
         if grammar is not None and answer is None:

@@ -36,7 +36,7 @@ class KVCache:
         hash_key: bytes | None,
         groups: KVGroups = ONE_GROUP,
     ) -> None:
-        """Processes that share `hash_key` (16 to 64 secret bytes) recognise each other's block hashes.
+        """Processes that share `hash_key` (16 to 64 secret bytes) recognize each other's block hashes.
 
         None: a random key.
         """

@@ -175,7 +175,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
-    """A prompt that is already tokenised."""
+    """A prompt that is already tokenized."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -782,7 +782,7 @@ class TtftParts(_message.Message):
     TRANSFER_EXPOSED_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     gateway_s: _builtins.float
-    """Preprocessing (tokenising), dispatching, messages to and from the worker, and time that no worker reported."""
+    """Preprocessing (tokenizing), dispatching, messages to and from the worker, and time that no worker reported."""
     queue_s: _builtins.float
     """In the gateway's queue, until a worker had room."""
     failed_attempts_s: _builtins.float

@@ -128,13 +128,13 @@ def _measure_model(
             setting.device, prompts.prepared(length, length, sizes.rounds + 1), sizes.rounds
         )
         flops = costs.prefill_flops(length)
-        utilisation = flops / wall_s / ceilings.flops_per_s
+        utilization = flops / wall_s / ceilings.flops_per_s
         yield Row(
             PART,
             f"{name}: prompt of {length}",
-            f"{length / wall_s:,.0f} tokens/s, {utilisation:.0%} of matmul",
+            f"{length / wall_s:,.0f} tokens/s, {utilization:.0%} of matmul",
             f"{1e3 * wall_s:.2f} ms from plan to token",
-            figures={"tokens": length, "wall_s": wall_s, "model_flops_utilisation": utilisation},
+            figures={"tokens": length, "wall_s": wall_s, "model_flops_utilization": utilization},
         )
         traced = prompts.prepared(length, length, NUM_TRACED)
         yield trace_work(setting, PART, f"{name}: prompt of {length}", traced)

@@ -119,7 +119,7 @@ def _chain(shapes: Shapes, num_tokens: int) -> Iterator[SmokeCase]:
 
 def _experts(shapes: Shapes, num_tokens: int) -> Iterator[SmokeCase]:
     """A mixture of eight experts, two of them for each token: routes, multiplies twice and adds up."""
-    mixture = Mixture(num_experts=8, num_chosen=2, intermediate_size=shapes.hidden, is_normalised=True)
+    mixture = Mixture(num_experts=8, num_chosen=2, intermediate_size=shapes.hidden, is_normalized=True)
     x_TE = shapes.randn(num_tokens, shapes.hidden)
     logits_TX = shapes.randn(num_tokens, mixture.num_experts)
     scale = shapes.hidden**-0.5

@@ -1,4 +1,4 @@
-"""Traces of PyTorch's profiler: written for a browser (chrome://tracing or Perfetto), and summarised here."""
+"""Traces of PyTorch's profiler: written for a browser (chrome://tracing or Perfetto), and summarized here."""
 
 import gzip
 import json

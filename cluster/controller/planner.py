@@ -24,7 +24,7 @@ FAR_OFF = 2.0
 """A role that misses its target by this factor grows by half instead of by one worker."""
 
 BUSY = 0.5
-"""Below this utilisation of prefill workers, prompts do not wait for them."""
+"""Below this utilization of prefill workers, prompts do not wait for them."""
 
 Bounds = dict[WorkerRole, tuple[int, int]]
 
@@ -236,10 +236,10 @@ class Planner:
 
     def _no_help(self, role: _Role, shortage: Shortage) -> str | None:
         """Why more workers would not help, or None. Prefill workers that are mostly idle need no help."""
-        utilisation = role.watch.utilisation(len(role.serving))
-        if role.role is WorkerRole.DECODE or shortage.worst.what != TTFT or utilisation >= BUSY:
+        utilization = role.watch.utilization(len(role.serving))
+        if role.role is WorkerRole.DECODE or shortage.worst.what != TTFT or utilization >= BUSY:
             return None
-        return f"prefill workers are only {percent(utilisation)} busy, so more prefill workers would not help"
+        return f"prefill workers are only {percent(utilization)} busy, so more prefill workers would not help"
 
     def _change_role(self, short: _Role, why: str, now: float) -> Decision | None:
         """Gives this role a spare worker of the other role, which is faster and cheaper than a new worker."""

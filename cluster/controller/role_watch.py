@@ -108,7 +108,7 @@ class RoleWatch:
         before = self._earlier[0][1].get(self.worst.what, 0.0)
         return before if self.worst.value < 0.9 * before else None
 
-    def utilisation(self, num_serving: int) -> float:
+    def utilization(self, num_serving: int) -> float:
         """The share of the last `grow_after_s` in which prefill workers had work."""
         return self._mean(self._config.grow_after_s)[0] / num_serving if num_serving else 1.0
 
@@ -136,7 +136,7 @@ class RoleWatch:
     def _work_now(self, observation: Observation, now: float) -> _Work:
         """For prefill workers, how many of them have requests; for decode workers, their tokens/s.
 
-        The mean of the former is the utilisation. The number of running requests does not measure work:
+        The mean of the former is the utilization. The number of running requests does not measure work:
         slower workers have more running requests.
         """
         serving = observation.serving(self._role)

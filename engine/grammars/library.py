@@ -131,7 +131,7 @@ def in_one_line(message: str) -> str:
 
 
 def _to_grammar(output: StructuredOutput) -> str:
-    """llguidance's own serialisation; ValueError for invalid JSON."""
+    """llguidance's own serialization; ValueError for invalid JSON."""
     from llguidance import LLMatcher
 
     match output.kind:

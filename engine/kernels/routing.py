@@ -45,7 +45,7 @@ def route_rows(
         NUM_CHOSEN_GROUPS=mixture.num_chosen_groups if is_grouped else 1,
         NUM_COMPARED=mixture.num_compared,
         IS_SIGMOID=mixture.is_sigmoid,
-        IS_NORMALISED=mixture.is_normalised,
+        IS_NORMALIZED=mixture.is_normalized,
         LEAST_SUM=LEAST_SUM if mixture.is_sigmoid else 0.0,
         SCALE=mixture.scale,
         num_warps=1,  # maxima need no shared memory then
@@ -70,7 +70,7 @@ def _route_rows_kernel(  # type: ignore[no-untyped-def]
     NUM_CHOSEN_GROUPS: tl.constexpr,
     NUM_COMPARED: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
-    IS_NORMALISED: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr,
     LEAST_SUM: tl.constexpr,
     SCALE: tl.constexpr,
     PDL: tl.constexpr,
@@ -106,7 +106,7 @@ def _route_rows_kernel(  # type: ignore[no-untyped-def]
         experts_K = tl.where(chosen_K == chosen, expert, experts_K)
         weights_K = tl.where(chosen_K == chosen, weight, weights_K)
         ranked_X = tl.where(experts_X == expert, -float("inf"), ranked_X)
-    if IS_NORMALISED:
+    if IS_NORMALIZED:
         weights_K = tl.div_rn(weights_K, tl.sum(weights_K, 0) + LEAST_SUM)
     if SCALE != 1.0:
         weights_K *= SCALE

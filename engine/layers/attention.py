@@ -26,7 +26,7 @@ class HeadNorm:
         self._weight_RD = torch.cat([q_weight_D.expand(num_heads, -1), k_weight_D.expand(num_kv_heads, -1)])
 
     def apply_(self, qk_TRD: torch.Tensor) -> None:
-        """Normalises queries and keys in place. Query heads come before key heads."""
+        """Normalizes queries and keys in place. Query heads come before key heads."""
         qk_TRD.copy_(F.rms_norm(qk_TRD, qk_TRD.shape[-1:], None, self.eps).mul_(self._weight_RD))
 
 

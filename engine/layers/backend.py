@@ -33,14 +33,14 @@ class InputTokens:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations values_TI x scales_T1, quantised to 8 bits by the kernel that computed them."""
+    """Activations values_TI x scales_T1, quantized to 8 bits by the kernel that computed them."""
 
     values_TI: torch.Tensor
     """float8_e4m3fn."""
     scales_T1: torch.Tensor
     """float32."""
     dtype: torch.dtype
-    """The activations' dtype before they were quantised."""
+    """The activations' dtype before they were quantized."""
 
 
 @dataclass(frozen=True, slots=True)

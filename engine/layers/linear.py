@@ -46,7 +46,7 @@ class Linear:
 class GroupedLinear:
     """`x_TI @ weight_OI.T + bias_O` in float32, with weights in 4 or 8 bits.
 
-    Every call dequantises the weights. This saves memory, but no time.
+    Every call dequantizes the weights. This saves memory, but no time.
     """
 
     def __init__(self, weight_OI: GroupedWeight, bias_O: torch.Tensor | None = None) -> None:

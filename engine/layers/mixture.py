@@ -90,7 +90,7 @@ def route(
     weights_TK, experts_TK = ranked_TX.topk(mixture.num_chosen, -1)
     if bias_X is not None:
         weights_TK = scores_TX.gather(-1, experts_TK)
-    if mixture.is_normalised:
+    if mixture.is_normalized:
         total_T1 = weights_TK.sum(-1, keepdim=True)
         weights_TK = weights_TK / (total_T1 + LEAST_SUM if mixture.is_sigmoid else total_T1)
     return experts_TK, weights_TK if mixture.scale == 1.0 else weights_TK * mixture.scale

@@ -37,8 +37,8 @@ from engine.mixture_config import Mixture
 class TritonBackend:
     """Satisfies `engine.layers.backend.Backend`.
 
-    If the backend has made 8-bit linears, the kernels that compute their inputs also quantise these inputs, which saves
-    a pass. In steps of few tokens, 8-bit linears use unquantised inputs instead. They are fused with the operations
+    If the backend has made 8-bit linears, the kernels that compute their inputs also quantize these inputs, which saves
+    a pass. In steps of few tokens, 8-bit linears use unquantized inputs instead. They are fused with the operations
     before and after them, as far as `KernelSwitches` allow.
     """
 
@@ -49,7 +49,7 @@ class TritonBackend:
         self._has_fp8_linears = False
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> TritonLinear | TritonFp8Linear:
-        """An Fp8Weight's linear quantises its own inputs, since other layers may have 16-bit weights."""
+        """An Fp8Weight's linear quantizes its own inputs, since other layers may have 16-bit weights."""
         if isinstance(weight_OI, Fp8Weight):
             return TritonFp8Linear(weight_OI, bias_O)
         assert isinstance(weight_OI, torch.Tensor), "4 and 8 bits in groups are for CPUs"
@@ -120,7 +120,7 @@ class TritonBackend:
         return silu_mul(gate_up_TM, gate)
 
     def _quantizes(self, x_TE: torch.Tensor, width: int) -> bool:
-        """Whether kernels quantise these rows. They must be many, 16-bit, and fit into a program's registers."""
+        """Whether kernels quantize these rows. They must be many, 16-bit, and fit into a program's registers."""
         is_taken = len(x_TE) > MAX_TOKENS and x_TE.dtype is not torch.float32
         return self._has_fp8_linears and is_taken and width <= MAX_WIDTH
 

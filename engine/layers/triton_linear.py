@@ -170,7 +170,7 @@ class TritonLinear:
 class TritonFp8Linear:
     """The same with 8-bit weights; see Fp8Linear.
 
-    If there are few tokens, their activations are not quantised: reading the weights takes the same time, and
+    If there are few tokens, their activations are not quantized: reading the weights takes the same time, and
     the result is more precise."""
 
     def __init__(self, weight_OI: torch.Tensor | Fp8Weight, bias_O: torch.Tensor | None = None) -> None:

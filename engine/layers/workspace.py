@@ -16,7 +16,7 @@ class Workspace:
         self._taken = self._bytes
 
     def borrow(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """Returns uninitialised memory, which is valid until the next `borrow`."""
+        """Returns uninitialized memory, which is valid until the next `borrow`."""
         if self._last != (dtype, shape):
             size = dtype.itemsize
             for dimension in shape:

@@ -33,7 +33,7 @@ class CachedModel:
     """Branches and tags of this commit under which it was downloaded."""
     architecture: str
     stored_as: str
-    """The data type or quantisation of most weights; empty if unknown."""
+    """The data type or quantization of most weights; empty if unknown."""
     dtype: ChosenDtype | None
     """The data types in which it would be served; None if it cannot be served."""
     takes: Footprint | None
@@ -109,7 +109,7 @@ def _examined(
 
 
 def _description(folder: Path) -> tuple[str, str]:
-    """The architecture, and the data type or quantisation of most weights."""
+    """The architecture, and the data type or quantization of most weights."""
     values = read_json(folder / "config.json")
     names = values.get("architectures")
     if not isinstance(names, list) or not names:

@@ -2,7 +2,7 @@
 
 A block of bytes contains 32 or 256 values of a row, in one or more groups. Each group has a scale and a
 minimum. The layouts are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Every value
-is scale x number + minimum, rounded to float32 once. ggml's own dequantisation gives the same values, since
+is scale x number + minimum, rounded to float32 once. ggml's own dequantization gives the same values, since
 its other products are exact in float32.
 
 Shape suffixes: N blocks, B bytes of a block, S values of a block, G groups of a block, O rows, I values of a row.

@@ -317,7 +317,7 @@ def check_fp8(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch.d
 def _kept_as(config: ModelConfig, path: Path, device: torch.device) -> str | None:
     """How matrices are stored in memory; None: as numbers of the model's dtype.
 
-    torch alone would dequantise groups at every step, so `auto` keeps groups only for Baton's own kernels.
+    torch alone would dequantize groups at every step, so `auto` keeps groups only for Baton's own kernels.
     """
     if config.quantization != "auto" or config.load_format == "dummy":
         return None if config.quantization in ("auto", "none") else config.quantization

@@ -50,7 +50,7 @@ def gguf_files(paths: Collection[str]) -> list[str]:
 
 
 def gguf_file(paths: Collection[str], wanted: str | None, model: str) -> str:
-    """The one GGUF file of `paths` that matches `wanted`: a quantisation, a file's name, or a pattern.
+    """The one GGUF file of `paths` that matches `wanted`: a quantization, a file's name, or a pattern.
 
     ModelError, with a proposal what to write after `model`, if no file matches, or more than one.
     """
@@ -152,7 +152,7 @@ def _is_part(path: str) -> bool:
 
 
 def _example(found: list[str]) -> str:
-    """The quantisation in the name of a file, as users write it; else the first file's name."""
+    """The quantization in the name of a file, as users write it; else the first file's name."""
     for path in found:
         if match := re.search(r"[-._]((I?Q\d\w*|BF16|F16|F32|MXFP4\w*))[-._]", path, re.IGNORECASE):
             return match[1]

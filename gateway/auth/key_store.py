@@ -10,7 +10,7 @@ from baton.errors import ConfigError
 from gateway.auth.callers import Caller
 
 PREFIX = "baton-"
-"""Lets people and scanners recognise a leaked key."""
+"""Lets people and scanners recognize a leaked key."""
 
 
 def new_key() -> str:

@@ -95,8 +95,8 @@ class Guard(grpc.aio.ServerInterceptor):
         # gRPC itself waits without limit for the one message of a call, and never ends calls that send no
         # message. A single answer is written as a stream of one message, since only streams are compressed.
         call = self._guarded(handler, handler_call_details.method)
-        serialise = partial(_serialised, handler.response_serializer)
-        return grpc.stream_stream_rpc_method_handler(call, None, serialise)
+        serialize = partial(_serialized, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(call, None, serialize)
 
     def _guarded(self, handler: Any, name: str) -> RpcMethod:
         method = handler.stream_stream or handler.unary_stream or handler.unary_unary
@@ -233,9 +233,9 @@ def _read(read: Read, body: bytes) -> Any:
         raise InvalidRequest("request", "the bytes are not a valid message for this call") from None
 
 
-def _serialised(serialise: Callable[[Any], bytes], response: Any) -> bytes:
-    """Serialises a response, unless its method has serialised it already (as for large responses)."""
-    return response if isinstance(response, bytes) else serialise(response)
+def _serialized(serialize: Callable[[Any], bytes], response: Any) -> bytes:
+    """Serializes a response, unless its method has serialized it already (as for large responses)."""
+    return response if isinstance(response, bytes) else serialize(response)
 
 
 def _named(request: Any, drawn: str) -> str:

@@ -62,7 +62,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._archive: _Archive | None = None
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[Any]:
-        """Yields GenerateResponses if the answer is streamed; otherwise serialised bytes."""
+        """Yields GenerateResponses if the answer is streamed; otherwise serialized bytes."""
         gateway_requests = await self._preprocess(request, context)
         async with aclosing(batches_of(self._driver, gateway_requests)) as batches:
             answer = (
@@ -203,7 +203,7 @@ async def _whole(gateway_requests: Sequence[GatewayRequest], batches: Batches) -
     async for index, delta in in_turns(batches):
         answers[index].on_delta(delta)
         if delta.finish is not None:
-            yield answers[index].serialised(delta.finish)
+            yield answers[index].serialized(delta.finish)
 
 
 @dataclass(frozen=True, slots=True)

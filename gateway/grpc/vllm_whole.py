@@ -1,6 +1,6 @@
-"""WholeResponse: one whole answer as one response of vLLM's service, serialised while its tokens arrive.
+"""WholeResponse: one whole answer as one response of vLLM's service, serialized while its tokens arrive.
 
-Serialising a message of a hundred thousand tokens at once would block the event loop for a tenth of a second.
+Serializing a message of a hundred thousand tokens at once would block the event loop for a tenth of a second.
 Building the message would block it even longer.
 """
 
@@ -10,14 +10,14 @@ from gateway.grpc.vllm_convert import logprobs_to_message, to_end
 from gateway.requests.request import Delta, Finish
 
 TOKENS_PER_PIECE = 16
-"""Tokens serialised together; some hundred answers may wait for theirs."""
+"""Tokens serialized together; some hundred answers may wait for theirs."""
 
 _COMPLETE = pb.GenerateResponse.DESCRIPTOR.fields_by_name["complete"].number
 _LOGPROBS = pb.GenerateComplete.DESCRIPTOR.fields_by_name["output_logprobs"].number
 
 
 class WholeResponse:
-    """Call `on_delta` with every delta, then `serialised`.
+    """Call `on_delta` with every delta, then `serialized`.
 
     The bytes equal those of one message, except that lists of numbers are split into several pieces. Every
     protobuf reader joins these pieces (see "Condensed Encoding of Repeated Fields" in protobuf's encoding
@@ -30,9 +30,9 @@ class WholeResponse:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._written_ids = bytearray()
-        """Serialised part of a GenerateComplete: its token ids."""
+        """Serialized part of a GenerateComplete: its token ids."""
         self._written_logprobs = bytearray()
-        """Serialised part of an OutputLogProbs."""
+        """Serialized part of an OutputLogProbs."""
 
     def on_delta(self, delta: Delta) -> None:
         self._num_tokens += len(delta.token_ids)
@@ -41,8 +41,8 @@ class WholeResponse:
         if len(self._token_ids) >= TOKENS_PER_PIECE:
             self._write()
 
-    def serialised(self, finish: Finish) -> bytes:
-        """The whole answer as a serialised GenerateResponse."""
+    def serialized(self, finish: Finish) -> bytes:
+        """The whole answer as a serialized GenerateResponse."""
         self._write()
         parts: list[bytes | bytearray] = [
             self._written_ids,

@@ -96,7 +96,7 @@ def tokenize_routes(pool: TokenizerPool, model: ServedModel) -> APIRouter:
     """The routes of both calls. They need no worker."""
     routes = APIRouter(route_class=JsonRoute)
 
-    @routes.post("/tokenize", summary="Tokenise a text or a conversation", responses=ERRORS)
+    @routes.post("/tokenize", summary="Tokenize a text or a conversation", responses=ERRORS)
     async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeAnswer:
         model.check_name(body.model)
         caller: Caller = request.state.caller
@@ -118,7 +118,7 @@ def tokenize_routes(pool: TokenizerPool, model: ServedModel) -> APIRouter:
             token_strs=await pool.pieces(caller.name, token_ids) if body.return_token_strs else None,
         )
 
-    @routes.post("/detokenize", summary="Detokenise tokens", responses=ERRORS)
+    @routes.post("/detokenize", summary="Detokenize tokens", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeAnswer:
         model.check_name(body.model)
         model.check_token_ids("tokens", body.tokens)

@@ -20,7 +20,7 @@ def no_parser() -> AnswerParser | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GatewayRequest:
-    """A client's validated, tokenised request. No two are equal, since each has its own answer."""
+    """A client's validated, tokenized request. No two are equal, since each has its own answer."""
 
     request_id: str
     call_id: str | None = None
@@ -52,7 +52,7 @@ class GatewayRequest:
     is_chat: bool = False
     """The prompt is a conversation."""
     preprocess_s: float = 0.0
-    """How long preprocessing took, from the request's arrival; mostly tokenising."""
+    """How long preprocessing took, from the request's arrival; mostly tokenizing."""
     on_placed: Callable[[Placement], None] | None = None
     """Called with each attempt's placement; must not raise."""
 

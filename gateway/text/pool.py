@@ -9,7 +9,7 @@ from gateway.text.time_limit import run_within
 from gateway.text.tokenizer import Tokenizer
 
 MAX_INLINE_CHARACTERS = 2_000
-"""Shorter texts are tokenised on the event loop, which is faster than to pass them to a thread."""
+"""Shorter texts are tokenized on the event loop, which is faster than to pass them to a thread."""
 NUM_THREADS = 5
 """One caller has at most four."""
 NUM_TEMPLATE_THREADS = 3
@@ -26,7 +26,7 @@ class TokenizerPool:
     def __init__(
         self, tokenizer: Tokenizer, max_tokens: int, template_timeout_s: float = TEMPLATE_TIMEOUT_S
     ) -> None:
-        """Refuses a text without tokenising it if it cannot fit into `max_tokens` tokens, even with the
+        """Refuses a text without tokenizing it if it cannot fit into `max_tokens` tokens, even with the
         longest tokens.
         """
         self.tokenizer = tokenizer

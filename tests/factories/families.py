@@ -113,7 +113,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "qwen3 moe": Case(Family.QWEN3_MOE, QWEN3_MOE),
-    "qwen3 moe, normalised, window, biased": Case(
+    "qwen3 moe, normalized, window, biased": Case(
         Family.QWEN3_MOE,
         {
             **QWEN3_MOE,

@@ -56,7 +56,7 @@ def make_model_dir(path: Path, architecture: str = "llama", **overrides: Any) ->
         **overrides,
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings))
-    _randomise(model, seed)
+    _randomize(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(path)
     _write_tokenizer(path, tokenizer)
     return path
@@ -100,8 +100,8 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _randomise(model: torch.nn.Module, seed: int) -> None:
-    """Makes weights so large that every token and position matters, however transformers initialises them."""
+def _randomize(model: torch.nn.Module, seed: int) -> None:
+    """Makes weights so large that every token and position matters, however transformers initializes them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         biases = [pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias")]

@@ -20,7 +20,7 @@ def with_byte_fallback() -> Tokenizer:
     trained.train_from_iterator([text.replace(" ", "▁") for text in CORPUS], trainer)
     learnt = json.loads(trained.to_str())["model"]
     merges = [(left, right) for left, right in learnt["merges"]]
-    # Made a second time, since the trainer would recognise bytes in the middle of texts, like special tokens.
+    # Made a second time, since the trainer would recognize bytes in the middle of texts, like special tokens.
     tokenizer = Tokenizer(
         models.BPE(vocab=learnt["vocab"], merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )

@@ -20,7 +20,7 @@ NUM_TEXTS = 300
 NUM_CHARACTERS = 120_000
 NUM_CHATS = 20
 NUM_POSITIONS = 16_384
-"""So that such a text is tokenised before it is refused."""
+"""So that such a text is tokenized before it is refused."""
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
 

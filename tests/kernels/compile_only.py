@@ -3,7 +3,7 @@
     python -m tests.kernels.compile_only [--arch 90] [--first-for 80 100] [--usual] [--json FILE] [NAME ...]
 
 Each module `tests/kernels/test_X.py` names real launches in `LAUNCHES`; they are run on CPU tensors with launching
-replaced by compiling, so that what is compiled is what a GPU would get: the same specialisations and the same options.
+replaced by compiling, so that what is compiled is what a GPU would get: the same specializations and the same options.
 Its `RARE`, if it has that, are those that differ from others only in their numbers, or combine what others have;
 `--usual` leaves them out. `--first-for` compiles the first launch of each module.
 Launches with "float8" in their name are left out for GPUs before sm_89, which have no such numbers.

@@ -77,7 +77,7 @@ def rms_norm_reference(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -
 def rms_norm_fp8_reference(
     x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm, quantised without rounding in between."""
+    """The norm, quantized without rounding in between."""
     return quantize_rows(_normed_reference(x_TE, weight_E, eps))
 
 

@@ -221,13 +221,13 @@ def test_pairs_with_experts_of_other_ranks_are_not_computed(
 
 
 @pytest.mark.parametrize(
-    ("is_normalised", "activation"),
+    ("is_normalized", "activation"),
     [(True, Gate.SILU), (False, Gate.SILU), (True, ClampedSwiglu(alpha=1.702, limit=0.7))],
     ids=str,
 )
 @pytest.mark.parametrize("num_tokens", [3, 16, 17])
 def test_the_mixture_is_that_of_the_cpu(
-    is_normalised: bool,
+    is_normalized: bool,
     activation: Activation,
     num_tokens: int,
     device: torch.device,
@@ -235,7 +235,7 @@ def test_the_mixture_is_that_of_the_cpu(
 ) -> None:
     """The last one has biases, too."""
     mixture = Mixture(
-        num_experts=5, num_chosen=2, intermediate_size=48, is_normalised=is_normalised, activation=activation
+        num_experts=5, num_chosen=2, intermediate_size=48, is_normalized=is_normalized, activation=activation
     )
     router_XE, router_bias_X = torch.randn(5, 32, generator=generator), None
     experts = [
@@ -287,7 +287,7 @@ def test_a_mixture_in_8_bits_is_one_of_rounded_matrices(
     device: torch.device, generator: torch.Generator
 ) -> None:
     """Its router is not rounded."""
-    mixture = Mixture(num_experts=4, num_chosen=2, intermediate_size=48, is_normalised=True)
+    mixture = Mixture(num_experts=4, num_chosen=2, intermediate_size=48, is_normalized=True)
     router_XE = torch.randn(4, 32, generator=generator).to(F16).to(device)
     shapes = ((48, 32), (48, 32), (32, 48))
     matrices = [

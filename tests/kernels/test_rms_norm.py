@@ -1,4 +1,4 @@
-"""RMSNorm, alone, after an addition, before a quantisation."""
+"""RMSNorm, alone, after an addition, before a quantization."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_is_what_torch_computes(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantises_in_the_same_pass(
+def test_quantizes_in_the_same_pass(
     dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     x_TE, residual_TE, weight_E = random_inputs(generator, 3, 300, dtype, device)

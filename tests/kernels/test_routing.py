@@ -14,11 +14,11 @@ from engine.kernels.routing import route_rows
 from engine.layers.mixture import route
 from engine.mixture_config import Mixture
 
-QWEN = Mixture(num_experts=128, num_chosen=8, intermediate_size=768, is_normalised=True)
+QWEN = Mixture(num_experts=128, num_chosen=8, intermediate_size=768, is_normalized=True)
 GPT_OSS = replace(QWEN, num_experts=32, num_chosen=4)
 MIXTRAL = replace(QWEN, num_experts=8, num_chosen=2)
 DEEPSEEK_V2 = replace(
-    QWEN, num_experts=160, num_chosen=6, is_normalised=False, num_groups=8, num_chosen_groups=3, scale=16.0
+    QWEN, num_experts=160, num_chosen=6, is_normalized=False, num_groups=8, num_chosen_groups=3, scale=16.0
 )
 DEEPSEEK_V3 = replace(
     QWEN,
@@ -36,7 +36,7 @@ MIXTURES = {
     "Mixtral": MIXTRAL,
     "DeepSeek-V2": DEEPSEEK_V2,
     "DeepSeek-V3": DEEPSEEK_V3,
-    "three of five": replace(QWEN, num_experts=5, num_chosen=3, is_normalised=False),
+    "three of five": replace(QWEN, num_experts=5, num_chosen=3, is_normalized=False),
 }
 
 

@@ -1,4 +1,4 @@
-"""The kernels that compute inputs of 8-bit products quantise them, and nothing else does."""
+"""The kernels that compute inputs of 8-bit products quantize them, and nothing else does."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_many_tokens_are_quantized_by_the_kernel_before_the_product(
 
 
 @pytest.mark.parametrize("num_tokens", [1, MAX_TOKENS + 1])
-def test_a_checkpoints_8_bit_floats_quantise_their_own_inputs(
+def test_a_checkpoints_8_bit_floats_quantize_their_own_inputs(
     num_tokens: int, device: torch.device, generator: torch.Generator
 ) -> None:
     """Beside them there may be linears that are not in 8 bits."""

@@ -112,7 +112,7 @@ class OpenAIRoutes:
             await budget.pause_if_spent()
         if not body.stream:
             check_whole_answer(gateway_requests, names)
-        # While later prompts were tokenised, the time of the first requests ran, too.
+        # While later prompts were tokenized, the time of the first requests ran, too.
         return [replace(gateway_request, timeout_s=call.time_left_s) for gateway_request in gateway_requests]
 
     def _head(self, kind: str, call: HttpCall) -> AnswerHead:

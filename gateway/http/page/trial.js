@@ -123,10 +123,10 @@ export class Trial {
     }
     this.stages.set("decode", this.numTokens > 1 ? "done" : "skipped", `${plural(end.num_completion_tokens, "token")} on ${placement.decode}`);
     this.stages.drawTimes(spans, until_s);
-    this.#summarise(end);
+    this.#summarize(end);
   }
 
-  #summarise({ timing, placement, num_completion_tokens: number, finish_reason: reason, num_attempts: attempts }) {
+  #summarize({ timing, placement, num_completion_tokens: number, finish_reason: reason, num_attempts: attempts }) {
     const parts = [`First token after ${duration(timing.ttft_s)}`];
     if (placement.prefill && timing.handover_s) parts.push(`the next ${duration(timing.handover_s)} later`);
     if (number > 1 && timing.decode_s > 0) parts.push(`${rate((number - 1) / timing.decode_s)} tokens/s`);

@@ -115,7 +115,7 @@ class CreateResponse:
         return True
 
     async def _num_tokens(self, conversation: Conversation, call: HttpCall) -> int:
-        return len(await self._preprocessor.tokenise(conversation, call.caller, call.time_left_s))
+        return len(await self._preprocessor.tokenize(conversation, call.caller, call.time_left_s))
 
 
 def _check_size(request: GatewayRequest) -> None:

@@ -8,7 +8,7 @@ KEY = b"k" * 16
 
 
 def test_full_blocks_are_hashed_as_every_other_process_does_it() -> None:
-    """Pinned: a router of another version would not recognise a prefix."""
+    """Pinned: a router of another version would not recognize a prefix."""
     hashes = block_hashes(range(40), 16, KEY)
     assert [len(each) for each in hashes] == [DIGEST_BYTES] * 2
     assert hashes[0].hex()[:16] == "37e6709a8e070f77"

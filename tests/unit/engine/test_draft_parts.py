@@ -160,7 +160,7 @@ def test_a_draft_of_a_mixture_costs_the_experts_that_a_token_takes(
         ("gptq, 4 bits", 4),
         ("gptq, 8 bits", 8),
         ("awq", 4),
-        ("fp8 by channel", 16),  # which a CPU dequantises
+        ("fp8 by channel", 16),  # which a CPU dequantizes
     ],
 )
 def test_a_guess_costs_what_the_bits_of_the_draft_model_take(

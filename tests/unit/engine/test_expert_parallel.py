@@ -111,7 +111,7 @@ def check_tokens(path: Path, num_ranks: int = 2, **config: str) -> None:
 @pytest.mark.parametrize("num_experts", range(1, 12))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_every_expert_is_on_one_rank(num_experts: int, num_ranks: int) -> None:
-    mixture = Mixture(num_experts=num_experts, num_chosen=1, intermediate_size=8, is_normalised=True)
+    mixture = Mixture(num_experts=num_experts, num_chosen=1, intermediate_size=8, is_normalized=True)
     shares = [mixture.experts_on(rank, num_ranks) for rank in range(num_ranks)]
     assert [expert for share in shares for expert in share] == list(range(num_experts))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -1,4 +1,4 @@
-"""Every kind of block gives exactly the numbers of the `gguf` package's own dequantisation."""
+"""Every kind of block gives exactly the numbers of the `gguf` package's own dequantization."""
 
 import gguf
 import numpy as np

@@ -209,7 +209,7 @@ def test_on_a_gpu_it_says_so_before_kernels_are_compiled(
 def test_groups_stay_as_they_are_where_our_kernels_multiply_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool
 ) -> None:
-    """Torch would dequantise them at every step."""
+    """Torch would dequantize them at every step."""
     monkeypatch.setattr("engine.loading.loader.native_library", lambda: object() if has_kernels else None)
     folder, config = make_folder(tmp_path, kind="Q4_1"), ModelConfig(dtype="float32")
     made = RecordingBackend()

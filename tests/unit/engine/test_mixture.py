@@ -30,7 +30,7 @@ from tests.factories.stepping import StepDriver
 
 CPU = torch.device("cpu")
 HIDDEN, INNER = 64, 96
-MIXTURE = Mixture(num_experts=7, num_chosen=3, intermediate_size=INNER, is_normalised=True)
+MIXTURE = Mixture(num_experts=7, num_chosen=3, intermediate_size=INNER, is_normalized=True)
 EXPERTS: dict[str, dict[str, int]] = {
     "mixtral": {"num_local_experts": 6},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16},
@@ -91,7 +91,7 @@ V3 = Mixture(
     num_experts=12,
     num_chosen=3,
     intermediate_size=INNER,
-    is_normalised=True,
+    is_normalized=True,
     is_sigmoid=True,
     has_choice_bias=True,
     num_groups=4,
@@ -105,11 +105,11 @@ V3 = Mixture(
     "mixture",
     [
         V3,
-        replace(V3, is_normalised=False, scale=1.0),
+        replace(V3, is_normalized=False, scale=1.0),
         replace(V3, num_groups=1, num_chosen_groups=1),
-        replace(V3, is_sigmoid=False, has_choice_bias=False, num_compared=1, is_normalised=False),
+        replace(V3, is_sigmoid=False, has_choice_bias=False, num_compared=1, is_normalized=False),
     ],
-    ids=["v3", "not normalised", "one group", "v2"],
+    ids=["v3", "not normalized", "one group", "v2"],
 )
 def test_experts_are_chosen_within_the_best_groups(mixture: Mixture) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +127,7 @@ def test_experts_are_chosen_within_the_best_groups(mixture: Mixture) -> None:
         best = sorted(allowed, key=lambda n: -ranked[n])[:3]
         assert experts_K.tolist() == best
         num_moved += set(best) != set(sorted(range(12), key=lambda n: -scores[n])[:3])
-        total = sum(scores[n] for n in best) if mixture.is_normalised else 1.0
+        total = sum(scores[n] for n in best) if mixture.is_normalized else 1.0
         expected = [mixture.scale * scores[n] / total for n in best]
         torch.testing.assert_close(weights_K, torch.tensor(expected), rtol=1e-5, atol=1e-7)
     assert num_moved > 5, "bias and groups decide"
@@ -246,13 +246,13 @@ def test_an_expert_without_rows_multiplies_nothing() -> None:
     ]
 
 
-@pytest.mark.parametrize("is_normalised", [True, False])
-def test_routing(is_normalised: bool) -> None:
-    mixture = Mixture(num_experts=4, num_chosen=2, intermediate_size=1, is_normalised=is_normalised)
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_routing(is_normalized: bool) -> None:
+    mixture = Mixture(num_experts=4, num_chosen=2, intermediate_size=1, is_normalized=is_normalized)
     odds = torch.tensor([[1.0, 4.0, 3.0, 2.0], [6.0, 1.0, 1.0, 2.0]])
     experts_TK, weights_TK = route(odds.log().to(torch.bfloat16), mixture)
     assert experts_TK.tolist() == [[1, 2], [0, 3]]
-    expected = [[4 / 7, 3 / 7], [6 / 8, 2 / 8]] if is_normalised else [[0.4, 0.3], [0.6, 0.2]]
+    expected = [[4 / 7, 3 / 7], [6 / 8, 2 / 8]] if is_normalized else [[0.4, 0.3], [0.6, 0.2]]
     assert weights_TK.dtype is torch.float32
     torch.testing.assert_close(weights_TK, torch.tensor(expected), rtol=0, atol=4e-3)
 

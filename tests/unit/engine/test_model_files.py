@@ -25,7 +25,7 @@ FILES = ["README.md", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf", "sub/m-BF
         ("sub/*", "sub/m-BF16.gguf"),
     ],
 )
-def test_a_gguf_file_is_named_by_quantisation_file_or_pattern(wanted: str, path: str) -> None:
+def test_a_gguf_file_is_named_by_quantization_file_or_pattern(wanted: str, path: str) -> None:
     assert gguf_file(FILES, wanted, "a/b") == path
 
 

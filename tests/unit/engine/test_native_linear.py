@@ -18,7 +18,7 @@ from engine.native.products import Products
 pytestmark = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
 
 PORTABLE = InstructionSet("portable", platform.machine(), frozenset(), ("-O1",))
-"""What compilers make without a flag for a machine; optimised little, since that takes a quarter of the time."""
+"""What compilers make without a flag for a machine; optimized little, since that takes a quarter of the time."""
 MACHINES, OTHERS = machine_instructions(), (*machine_instruction_sets()[1:], PORTABLE)
 NEAR_OTHERS = ("avx512-vnni-bf16",)
 SETS = [
@@ -34,7 +34,7 @@ SETS = [
 """Compiling takes long. Both choices of avx512-vnni between instructions are also made by another set. Those of
 avx512-vnni-bf16 are avx512-amx's for few rows, and avx512's for many."""
 ROWS = (*range(1, 21), 64, 300)
-"""300: more than what is quantised or converted at a time."""
+"""300: more than what is quantized or converted at a time."""
 
 
 @pytest.fixture(scope="module", params=SETS, ids=lambda instructions: instructions.name)
@@ -64,7 +64,7 @@ def check_rows(layer: NativeLinear, x_TI: torch.Tensor) -> None:
         assert torch.equal(by_threads(layer, x_TI[:num_rows], 3), rows_TO[:num_rows]), num_rows
 
 
-def quantised(x_TI: torch.Tensor, group_size: int) -> torch.Tensor:
+def quantized(x_TI: torch.Tensor, group_size: int) -> torch.Tensor:
     """Rows as the kernels round them, in float64."""
     groups = x_TI.to(torch.float32).unflatten(-1, (-1, group_size))
     scales = groups.abs().amax(-1, keepdim=True) / 127
@@ -87,8 +87,8 @@ def test_grouped_products(products: Products, bits: Literal[4, 8], group_size: i
     rounded = GroupedWeight(
         weight.values_OI, bits, group_size, halved(weight.scales_OG), halved(weight.mins_OG)
     )
-    expected = F.linear(quantised(x, group_size), rounded.dequantized().double(), bias.double())
-    magnitude = F.linear(quantised(x, group_size).abs(), rounded.dequantized().double().abs())
+    expected = F.linear(quantized(x, group_size), rounded.dequantized().double(), bias.double())
+    magnitude = F.linear(quantized(x, group_size).abs(), rounded.dequantized().double().abs())
     found = layer(x).double()
     assert ((found - expected).abs() <= 1e-5 * (magnitude + 1)).all()
     # The rounding of activations is an error of less than one of 8 bits' steps.
@@ -111,9 +111,9 @@ def test_zero_is_one_value_or_differs_between_groups(
     assert weight.centre == zero
     layer = NativeLinear.of_groups(products, weight, None)
     numbers_OI = weight.dequantized().double()
-    magnitude = F.linear(quantised(x, group_size).abs(), numbers_OI.abs())
+    magnitude = F.linear(quantized(x, group_size).abs(), numbers_OI.abs())
     found = layer(x).double()
-    assert ((found - F.linear(quantised(x, group_size), numbers_OI)).abs() <= 1e-5 * (magnitude + 1)).all()
+    assert ((found - F.linear(quantized(x, group_size), numbers_OI)).abs() <= 1e-5 * (magnitude + 1)).all()
     check_rows(layer, x)
 
 
@@ -129,8 +129,8 @@ def test_floats_of_4_bits_are_multiplied_as_they_are(products: Products, group_s
     assert torch.equal(weight.dequantized(), numbers_OI)
     assert weight.centre == 12
     layer = NativeLinear.of_groups(products, weight, None)
-    expected = F.linear(quantised(x, group_size), numbers_OI.double())
-    magnitude = F.linear(quantised(x, group_size).abs(), numbers_OI.double().abs())
+    expected = F.linear(quantized(x, group_size), numbers_OI.double())
+    magnitude = F.linear(quantized(x, group_size).abs(), numbers_OI.double().abs())
     assert ((layer(x).double() - expected).abs() <= 1e-5 * (magnitude + 1)).all()
     check_rows(layer, x)
 

@@ -1,4 +1,4 @@
-"""Published quantized checkpoints give the tokens of their dequantised numbers; in their bits, with ranks, streamed."""
+"""Published quantized checkpoints give the tokens of their dequantized numbers; in their bits, with ranks, streamed."""
 
 import json
 import logging
@@ -158,7 +158,7 @@ def agreement(model: LoadedModel, reference: LoadedModel) -> float:
 
 
 @pytest.mark.parametrize("name", ["gptq, act-order", "fp8 by channel"])
-def test_what_no_cpu_kernel_takes_is_dequantised(tmp_path: Path, source: Path, name: str) -> None:
+def test_what_no_cpu_kernel_takes_is_dequantized(tmp_path: Path, source: Path, name: str) -> None:
     quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
     model = load(quantized)
     assert model.quantization is None

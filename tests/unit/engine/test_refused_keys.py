@@ -317,9 +317,9 @@ def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
 def test_a_sparse_config_gets_the_experts_of_its_family(tmp_path: Path) -> None:
     """As transformers takes them."""
     qwen, mixtral = (read(tmp_path, family).mixtures[0] for family in (Family.QWEN3_MOE, Family.MIXTRAL))
-    own = Mixture(num_experts=128, num_chosen=4, intermediate_size=768, is_normalised=True)  # by OF_FAMILY
+    own = Mixture(num_experts=128, num_chosen=4, intermediate_size=768, is_normalized=True)  # by OF_FAMILY
     assert qwen == own
-    assert mixtral == Mixture(num_experts=8, num_chosen=2, intermediate_size=128, is_normalised=True)
+    assert mixtral == Mixture(num_experts=8, num_chosen=2, intermediate_size=128, is_normalized=True)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_a_sparse_gpt_oss_has_what_transformers_takes(tmp_path: Path) -> None:
         num_experts=128,
         num_chosen=4,
         intermediate_size=128,
-        is_normalised=True,
+        is_normalized=True,
         activation=ClampedSwiglu(alpha=1.702, limit=7.0),
     )
 

@@ -212,8 +212,8 @@ def test_presence_and_frequency_penalties_count_output_only() -> None:
 def test_bias_comes_before_penalties_and_the_stop_mask_after() -> None:
     logits = torch.tensor([[1.0, 0.0, 0.0]])
     # Biased to 2.5 and 4, then token 1 is halved to 2. The other order would leave it at 0 / 2 + 4.
-    penalised = request(prompt=(1,), temperature=0.0, logit_bias={1: 4.0, 0: 1.5}, repetition_penalty=2.0)
-    assert token_ids(logits, penalised) == [0]
+    penalized = request(prompt=(1,), temperature=0.0, logit_bias={1: 4.0, 0: 1.5}, repetition_penalty=2.0)
+    assert token_ids(logits, penalized) == [0]
     masked = request(temperature=0.0, logit_bias={1: 100.0}, min_tokens=1, eos=(1,))
     assert token_ids(logits, masked) == [0]
 

@@ -1,4 +1,4 @@
-"""The switches of kernel optimisations."""
+"""The switches of kernel optimizations."""
 
 import pytest
 

@@ -245,7 +245,7 @@ def test_what_contradicts_the_grammar_of_a_reasoning_budget_is_refused_with_the_
         take_in(preprocessor, chat, SamplingParams(ignore_eos=True))
 
 
-def test_texts_that_fill_the_model_are_refused_and_much_longer_ones_without_tokenising(
+def test_texts_that_fill_the_model_are_refused_and_much_longer_ones_without_tokenizing(
     preprocessor: Preprocessor,
 ) -> None:
     with pytest.raises(InvalidRequest, match="leave no room"):
@@ -254,7 +254,7 @@ def test_texts_that_fill_the_model_are_refused_and_much_longer_ones_without_toke
         take_in(preprocessor, "x" * 100 * MAX_MODEL_LEN)
 
 
-async def test_a_deadline_counts_from_before_the_prompt_is_tokenised(preprocessor: Preprocessor) -> None:
+async def test_a_deadline_counts_from_before_the_prompt_is_tokenized(preprocessor: Preprocessor) -> None:
     def slow(turns: Conversation, add_generation_prompt: bool) -> str:
         time.sleep(0.2)
         return "hi"
@@ -266,7 +266,7 @@ async def test_a_deadline_counts_from_before_the_prompt_is_tokenised(preprocesso
         generation = await preprocessor.preprocess(asked)
         assert generation.timeout_s is not None
         assert 0.0 < generation.timeout_s <= 29.8
-        with pytest.raises(DeadlinePassed, match="before its prompt was tokenised"):
+        with pytest.raises(DeadlinePassed, match="before its prompt was tokenized"):
             await preprocessor.preprocess(replace(asked, timeout_s=0.05))
 
 

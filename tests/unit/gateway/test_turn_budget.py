@@ -158,7 +158,7 @@ async def test_c58_messages_that_wait_are_decoded_and_applied_in_turns(
 
 
 class SlowPreprocessor:
-    """Takes a millisecond for each prompt, as tokenising 2,000 characters does."""
+    """Takes a millisecond for each prompt, as tokenizing 2,000 characters does."""
 
     pool = SimpleNamespace(tokenizer=None)
 

@@ -17,7 +17,7 @@ from baton.messages.request_plane import (
 
 @pytest.mark.parametrize("kind", ["Hello", "Heartbeat"])
 @pytest.mark.parametrize("rest", [[], ["incarnation", None, 0], ["fields", "of", "the", "future"]])
-def test_another_version_is_recognised_in_any_message(kind: str, rest: list[object]) -> None:
+def test_another_version_is_recognized_in_any_message(kind: str, rest: list[object]) -> None:
     frame = msgpack.packb([kind, REQUEST_PLANE_VERSION + 1, *rest])
     codec = TO_WORKER if kind == "Hello" else TO_GATEWAY
     with pytest.raises(WireError):

@@ -168,7 +168,7 @@ def test_what_is_opaque_does_not_travel() -> None:
         (["Inner"], "Either.value.Inner: expected 1 fields"),
     ],
 )
-def test_one_of_several_dataclasses_is_recognised_by_its_name(value: object, complaint: str) -> None:
+def test_one_of_several_dataclasses_is_recognized_by_its_name(value: object, complaint: str) -> None:
     codec: Codec[Either] = Codec(Either)
     with pytest.raises(WireError, match=complaint):
         codec.decode(msgpack.packb(["Either", value]))

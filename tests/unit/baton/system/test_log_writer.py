@@ -121,11 +121,11 @@ class Awaited(io.StringIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_summarised = threading.Event()
+        self.is_summarized = threading.Event()
 
     def write(self, text: str) -> int:
         if "suppressed" in text:
-            self.is_summarised.set()
+            self.is_summarized.set()
         return super().write(text)
 
 
@@ -138,6 +138,6 @@ def test_the_count_comes_though_nothing_else_is_logged() -> None:
     writer.flush()
     with writer._changed:
         writer._changed.notify_all()  # in place of the minute that the thread waits
-    assert stream.is_summarised.wait(30)
+    assert stream.is_summarized.wait(30)
     writer.close()
     assert "suppressed 3 repetitions in" in stream.getvalue()

@@ -41,7 +41,7 @@ def test_a_new_minute_begins_with_the_first_line_after_it() -> None:
     ] * 3
 
 
-def test_few_lines_are_all_written_and_not_summarised() -> None:
+def test_few_lines_are_all_written_and_not_summarized() -> None:
     limit = RepeatLimit()
     assert all(limit.admits(record(), now=float(number)) for number in range(MAX_PER_WINDOW))
     assert lines(limit, 1000.0) == []

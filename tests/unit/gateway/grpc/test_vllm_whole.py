@@ -1,4 +1,4 @@
-"""A response that is serialised piece by piece is the message that it would be at once."""
+"""A response that is serialized piece by piece is the message that it would be at once."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_pieces_make_one_message(num_tokens: int, num_top: int | None, tokens_ea
             end = begin + tokens_each
             whole.on_delta(Delta(token_ids[begin:end], logprobs=logprobs[begin:end]))
         at_once = to_complete(number, Delta(token_ids, logprobs=logprobs), finish)
-        assert pb.GenerateResponse.FromString(whole.serialised(finish)) == at_once
+        assert pb.GenerateResponse.FromString(whole.serialized(finish)) == at_once
 
 
 def test_only_the_last_chunk_has_what_only_an_ended_answer_has() -> None:

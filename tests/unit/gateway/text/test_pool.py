@@ -1,4 +1,4 @@
-"""Tokenising: beside the event loop, within bounds of number, length and time, and with the model's own template."""
+"""Tokenizing: beside the event loop, within bounds of number, length and time, and with the model's own template."""
 
 import asyncio
 import json
@@ -72,7 +72,7 @@ def test_a_tokenizer_files_training_settings_do_not_shorten_prompts(tmp_path: Pa
     assert own.decode(own.encode("zq wv xk jp"), skip_special_tokens=True) == "zq wv xk jp"
 
 
-async def test_texts_that_cannot_fit_are_refused_without_tokenising(tmp_path: Path) -> None:
+async def test_texts_that_cannot_fit_are_refused_without_tokenizing(tmp_path: Path) -> None:
     own = tokenizer(tmp_path)
     own.encode = None  # type: ignore[assignment,method-assign]
     longest = max(len(piece) for piece in own.backend.get_vocab())
@@ -186,7 +186,7 @@ async def test_a_thread_that_does_not_start_costs_its_text_alone(
             assert await pool.encode("alice", long_text("a"))
 
 
-async def test_the_event_loop_goes_on_while_long_prompts_are_tokenised(tmp_path: Path) -> None:
+async def test_the_event_loop_goes_on_while_long_prompts_are_tokenized(tmp_path: Path) -> None:
     """With a lock that is held throughout, the loop would stand still for as long as one text takes."""
     own = tokenizer(tmp_path)
     text = "The cache is the baton. " * 8000
