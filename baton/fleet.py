@@ -98,11 +98,11 @@ class RolloutStep:
 
 @dataclass(frozen=True, slots=True)
 class CacheFlush:
-    """The result of flushing one worker's prefix cache."""
+    """The result of emptying one worker's prefix cache."""
 
     worker: str
     obstacle: str = ""
-    """Why the cache was not flushed; empty if it was."""
+    """Why the cache was not emptied; no text if it was."""
 
     @property
     def is_flushed(self) -> bool:

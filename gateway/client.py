@@ -234,7 +234,7 @@ class GatewayClient:
     async def flush_cache(
         self, workers: Sequence[str] = (), *, force: bool = False
     ) -> tuple[CacheFlush, ...]:
-        """Makes these workers, or all workers, forget their prefix caches. Returns each worker's result."""
+        """Empties the prefix caches of these workers, or of all workers. Returns each worker's result."""
         request = cluster_pb.FlushCacheRequest(workers=workers, force=force)
         response = await self._response(self._cluster.FlushCache, request)
         return tuple(CacheFlush(flush.worker, flush.obstacle) for flush in response.workers)

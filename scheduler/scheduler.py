@@ -292,7 +292,7 @@ class Scheduler:
         return self._admission.first_ids(limit)
 
     def reset_prefix_cache(self, force: bool = False) -> bool:
-        """Forgets every cached prefix. Refuses (False) while blocks are in use; `force` preempts running requests."""
+        """Empties the prefix cache. Refuses (False) while blocks are in use; `force` preempts running requests."""
         if not force and self._kv.num_free != self._kv.num_usable:
             return False
         self._preempted_between_steps |= self._preemption.preempt_all(self._running.requests)

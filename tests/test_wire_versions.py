@@ -62,9 +62,9 @@ PLANES = {
         PROTOCOL_VERSION,
         (*get_args(kv.ToProducer | kv.ToConsumer), Description),
     ),
-    "fleet plane": Plane(
-        "FLEET_PLANE_VERSION in baton/messages/control.py",
-        control.FLEET_PLANE_VERSION,
+    "control plane": Plane(
+        "CONTROL_PLANE_VERSION in baton/messages/control.py",
+        control.CONTROL_PLANE_VERSION,
         (
             control_codec.CallFrame,
             control_codec.AnswerFrame,

@@ -298,7 +298,7 @@ class EngineHost:
         self._parts.loop.set_role(self._roles[role], timeout_s)
 
     def flush_cache(self, timeout_s: float, *, force: bool) -> None:
-        """Forgets the prefix cache between two steps.
+        """Empties the prefix cache between two steps.
 
         Raises FleetError if blocks are in use, or if no step ends within `timeout_s`. With `force`, running
         requests give up their blocks and compute again. Blocks that other workers read or write stay until

@@ -141,7 +141,7 @@ class EngineLoop:
             )
 
     def flush_cache(self, timeout_s: float, *, force: bool) -> None:
-        """Forgets the prefix cache; FleetError says why not. See EngineHost."""
+        """Empties the prefix cache; FleetError says why not. See EngineHost."""
         self._commands.ask(lambda: self._flush_cache(force), timeout_s, self._ended)
 
     def stop(self) -> None:

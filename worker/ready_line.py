@@ -5,7 +5,7 @@ import json
 from pydantic import TypeAdapter
 
 from baton.errors import BatonError, ConfigError, ModelError, WorkerUnavailable
-from baton.messages.control import FLEET_PLANE_VERSION
+from baton.messages.control import CONTROL_PLANE_VERSION
 from baton.worker import WorkerEndpoint
 
 _ENDPOINT = TypeAdapter(WorkerEndpoint)
@@ -13,7 +13,7 @@ _ENDPOINT = TypeAdapter(WorkerEndpoint)
 
 def endpoint_to_json(endpoint: WorkerEndpoint) -> str:
     values = _ENDPOINT.dump_python(endpoint, mode="json")
-    return json.dumps({"fleet_plane": FLEET_PLANE_VERSION, **values})
+    return json.dumps({"fleet_plane": CONTROL_PLANE_VERSION, **values})
 
 
 def failure_to_json(error: BatonError) -> str:
@@ -32,9 +32,10 @@ def endpoint_from_json(line: str) -> WorkerEndpoint:
     if "failure" in values:
         kinds = {kind.__name__: kind for kind in (ConfigError, ModelError)}
         raise kinds.get(values["kind"], WorkerUnavailable)(values["failure"])
-    if (version := values.pop("fleet_plane", None)) != FLEET_PLANE_VERSION:
+    if (version := values.pop("fleet_plane", None)) != CONTROL_PLANE_VERSION:
         raise WorkerUnavailable(
-            f"it runs {f'version {version}' if version else 'an unknown version'} of the fleet plane, and the command "
-            f"that started it version {FLEET_PLANE_VERSION}: Baton was replaced on this machine; restart the command"
+            f"it runs {f'version {version}' if version else 'an unknown version'} of the control plane, and the "
+            f"command that started it version {CONTROL_PLANE_VERSION}: Baton was replaced on this machine; restart the "
+            "command"
         )
     return _ENDPOINT.validate_python(values)

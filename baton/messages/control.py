@@ -24,7 +24,7 @@ from baton.worker import StartProgress, WorkerRole, WorkerStatus
 MAY_BE_CARRIED_OUT = "the fleet may still carry out the command; see `baton status`"
 """The end of an error's text if a command was sent, and its answer was lost."""
 
-FLEET_PLANE_VERSION = 13
+CONTROL_PLANE_VERSION = 13
 """Increases whenever one of these messages or a frame of control_codec.py changes, or REQUEST_PLANE_VERSION increases.
 
 So a gateway to which a controller answers can talk to the controller's workers. A controller takes over only workers
@@ -220,7 +220,7 @@ class SetWorkerRole(ControlRequest[Done]):
 
 @dataclass(frozen=True, slots=True)
 class FlushCaches(ControlRequest[CachesFlushed]):
-    """Flushes these workers' prefix caches (all if none is given). `force`: even while blocks are in use."""
+    """Empties these workers' prefix caches (all if none is given). `force`: even while blocks are in use."""
 
     workers: tuple[str, ...]
     force: bool
@@ -305,7 +305,7 @@ class SetRole(ControlRequest[Done]):
 
 @dataclass(frozen=True, slots=True)
 class FlushCache(ControlRequest[Done]):
-    """Flushes the worker's prefix cache. FleetError if that does not succeed within `timeout_s`."""
+    """Empties the worker's prefix cache. FleetError if that does not succeed within `timeout_s`."""
 
     force: bool
     timeout_s: float

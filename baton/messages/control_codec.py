@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from baton.errors import BatonError, ClusterError, WireError
-from baton.messages.control import FLEET_PLANE_VERSION, CallFailure, ControlRequest, answer_type, check_time
+from baton.messages.control import CONTROL_PLANE_VERSION, CallFailure, ControlRequest, answer_type, check_time
 from baton.messages.wire import Codec, unpack
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -25,7 +25,7 @@ class CallFrame:
     versions can still report the difference.
     """
 
-    version: int = field(default=FLEET_PLANE_VERSION, kw_only=True)
+    version: int = field(default=CONTROL_PLANE_VERSION, kw_only=True)
     number: int
     """A new number for each call of a connection; the reply has the same number."""
     timeout_s: float
@@ -49,7 +49,7 @@ class AnswerFrame:
 class FailureFrame:
     """The reply to a call that raised an error, or was refused."""
 
-    version: int = field(default=FLEET_PLANE_VERSION, kw_only=True)
+    version: int = field(default=CONTROL_PLANE_VERSION, kw_only=True)
     number: int
     failure: CallFailure
 
@@ -147,20 +147,21 @@ def foreign_version(frame: bytes) -> tuple[int, int] | None:
     if not isinstance(parts, list) or len(parts) < 3 or parts[0] not in ("Call", "Refusal"):
         return None
     version, number = parts[1:3]
-    is_foreign = type(version) is int and type(number) is int and version != FLEET_PLANE_VERSION
+    is_foreign = type(version) is int and type(number) is int and version != CONTROL_PLANE_VERSION
     return (version, number) if is_foreign else None
 
 
 def versions_differ(theirs: int) -> ClusterError:
     return ClusterError(
-        f"the other process speaks version {theirs} of the fleet plane, this process version {FLEET_PLANE_VERSION}; "
-        "run the same version of Baton everywhere, and restart the processes that still run another version"
+        f"the other process speaks version {theirs} of the control plane, this process version "
+        f"{CONTROL_PLANE_VERSION}; run the same version of Baton everywhere, and restart the processes that still run "
+        "another version"
     )
 
 
 def _check_version(version: int) -> None:
-    if version != FLEET_PLANE_VERSION:
+    if version != CONTROL_PLANE_VERSION:
         raise WireError(
-            f"version {version} of the fleet plane, ours is {FLEET_PLANE_VERSION}; run the same version of Baton on "
-            "both"
+            f"version {version} of the control plane, ours is {CONTROL_PLANE_VERSION}; run the same version of Baton "
+            "on both"
         )

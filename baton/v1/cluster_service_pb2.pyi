@@ -267,7 +267,7 @@ class FlushCacheRequest(_message.Message):
     force: _builtins.bool
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the workers whose caches to flush. Empty: every worker."""
+        """Names of the workers whose prefix caches are emptied. None: every worker."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ Global___FlushCacheResponse: _TypeAlias = FlushCacheResponse  # noqa: Y015
 
 @_typing.final
 class CacheFlush(_message.Message):
-    """What became of one worker's prefix cache."""
+    """What happened to one worker's prefix cache."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -118,7 +118,7 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Makes workers forget their prefix caches. A worker refuses while blocks of its KV pool are in use: by requests, or by
+        """Empties the prefix caches of workers. A worker refuses while blocks of its KV pool are in use: by requests, or by
         finished prefills that wait to be read. With `force`, running requests give up their blocks and compute their KV
         anew; what other workers still read stays. Answers for each worker. NOT_FOUND lists the existing workers.
         """

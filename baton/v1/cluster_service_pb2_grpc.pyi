@@ -53,7 +53,7 @@ class ClusterServiceStub:
     serves in the new role. FAILED_PRECONDITION says why it keeps the old one.
     """
     FlushCache: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.FlushCacheRequest, _cluster_service_pb2.FlushCacheResponse]
-    """Makes workers forget their prefix caches. A worker refuses while blocks of its KV pool are in use: by requests, or by
+    """Empties the prefix caches of workers. A worker refuses while blocks of its KV pool are in use: by requests, or by
     finished prefills that wait to be read. With `force`, running requests give up their blocks and compute their KV
     anew; what other workers still read stays. Answers for each worker. NOT_FOUND lists the existing workers.
     """
@@ -85,7 +85,7 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     serves in the new role. FAILED_PRECONDITION says why it keeps the old one.
     """
     FlushCache: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.FlushCacheRequest, _cluster_service_pb2.FlushCacheResponse]  # type: ignore[assignment]
-    """Makes workers forget their prefix caches. A worker refuses while blocks of its KV pool are in use: by requests, or by
+    """Empties the prefix caches of workers. A worker refuses while blocks of its KV pool are in use: by requests, or by
     finished prefills that wait to be read. With `force`, running requests give up their blocks and compute their KV
     anew; what other workers still read stays. Answers for each worker. NOT_FOUND lists the existing workers.
     """
@@ -150,7 +150,7 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_service_pb2.FlushCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_service_pb2.FlushCacheResponse, _abc.Awaitable[_cluster_service_pb2.FlushCacheResponse]]:
-        """Makes workers forget their prefix caches. A worker refuses while blocks of its KV pool are in use: by requests, or by
+        """Empties the prefix caches of workers. A worker refuses while blocks of its KV pool are in use: by requests, or by
         finished prefills that wait to be read. With `force`, running requests give up their blocks and compute their KV
         anew; what other workers still read stays. Answers for each worker. NOT_FOUND lists the existing workers.
         """

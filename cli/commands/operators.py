@@ -87,12 +87,12 @@ def rollout(target: Target, options: argparse.Namespace) -> int:
 
 
 def flush_cache(target: Target, options: argparse.Namespace) -> int:
-    """Makes workers forget their prefix caches. Later prompts are computed in full.
+    """Empties the prefix caches of workers. Later prompts are computed in full.
 
     Returns 1 if any worker keeps its cache; stderr says which worker, and why.
     """
     started = time.monotonic()
-    with running_command("flush-cache", "flushing prefix caches", options.json) as stage:
+    with running_command("flush-cache", "emptying prefix caches", options.json) as stage:
         flushes = asyncio.run(_flush(target, options.worker, options.force))
         flushed = [flush.worker for flush in flushes if flush.is_flushed]
         stage(f"{len(flushed)} of {len(flushes)} workers have emptied their prefix caches")

@@ -63,7 +63,7 @@ users. The name is short because the paths of the sockets inside are long."""
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
-# The packages that workers on a joined cluster need; a private Ray runs in this environment.
+# The packages that workers on an external Ray cluster need; a private Ray runs in this environment.
 _PACKAGES = (
     "baton",
     "cluster",
@@ -97,7 +97,7 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
 def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path | None]:
     """Starts or joins Ray for the body, then ends or leaves it.
 
-    Yields the folder with the logs of a private Ray and its workers; None for a joined cluster. Raises
+    Yields the folder with the logs of a private Ray and its workers; None for an external Ray cluster. Raises
     ClusterError. A private Ray declares CPUs for `num_ranks` ranks even if the machine has fewer cores: Ray
     only counts them, and a laptop should serve too. Its logs are kept only if the body fails.
     """

@@ -16,7 +16,7 @@ import pytest
 from baton.errors import ClusterError, FleetError
 from baton.kv import TransferRole, WorkerRef
 from baton.messages.control import (
-    FLEET_PLANE_VERSION,
+    CONTROL_PLANE_VERSION,
     ControlRequest,
     Done,
     Drain,
@@ -210,7 +210,7 @@ def line(number: int, request: ControlRequest[Any]) -> bytes:
 
 def raw(*message: Any) -> bytes:
     """A call, well or not, with this message in it."""
-    frame = msgpack.packb(["Call", FLEET_PLANE_VERSION, 7, 0.0, msgpack.packb(list(message))])
+    frame = msgpack.packb(["Call", CONTROL_PLANE_VERSION, 7, 0.0, msgpack.packb(list(message))])
     return binascii.b2a_base64(frame, newline=False)
 
 

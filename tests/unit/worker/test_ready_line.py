@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import BatonError, ConfigError, ModelError, WorkerUnavailable
 from baton.kv import WorkerRef
-from baton.messages.control import FLEET_PLANE_VERSION
+from baton.messages.control import CONTROL_PLANE_VERSION
 from baton.worker import WorkerEndpoint, WorkerRole
 from worker.ready_line import endpoint_from_json, endpoint_to_json, failure_to_json
 
@@ -32,11 +32,11 @@ def test_an_error_keeps_its_type(kind: type[BatonError]) -> None:
 
 @pytest.mark.parametrize(
     ("theirs", "named"),
-    [(FLEET_PLANE_VERSION + 1, f"version {FLEET_PLANE_VERSION + 1}"), (None, "an unknown version")],
+    [(CONTROL_PLANE_VERSION + 1, f"version {CONTROL_PLANE_VERSION + 1}"), (None, "an unknown version")],
 )
 def test_a_worker_of_another_version_does_not_serve(theirs: int | None, named: str) -> None:
-    """A roll-out after an update of the package would replace every worker by one that no gateway can use."""
+    """A rollout after an update of the package would replace every worker by one that no gateway can use."""
     values = json.loads(endpoint_to_json(ENDPOINT)) | {"fleet_plane": theirs}
-    found = f"runs {named} of the fleet plane.*replaced on this machine.*restart the command"
+    found = f"runs {named} of the control plane.*replaced on this machine.*restart the command"
     with pytest.raises(WorkerUnavailable, match=found):
         endpoint_from_json(json.dumps({key: value for key, value in values.items() if value is not None}))

@@ -19,7 +19,7 @@ from baton.errors import (
 from baton.fleet import FleetDescription, FleetView
 from baton.messages import control
 from baton.messages.control import (
-    FLEET_PLANE_VERSION,
+    CONTROL_PLANE_VERSION,
     WORKER_CALLS,
     CallFailure,
     ControlRequest,
@@ -103,7 +103,7 @@ def test_an_error_may_hold_any_text() -> None:
 def test_another_version_is_named_on_either_side() -> None:
     theirs = read_reply(msgpack.packb(["Refusal", 99, 5, {"of": "another kind"}]))
     assert theirs.number == 5
-    with pytest.raises(ClusterError, match="version 99 of the fleet plane"):
+    with pytest.raises(ClusterError, match="version 99 of the control plane"):
         CODEC.value_in(theirs, DescribeFleet())
     with pytest.raises(WireError):
         read_reply(msgpack.packb(["Answer", 99, 5, b""]))
@@ -112,8 +112,8 @@ def test_another_version_is_named_on_either_side() -> None:
 def test_ends_of_every_version_read_the_first_fields_of_these() -> None:
     """They cannot change: it is by them that two versions tell each other why they do not work together."""
     call = msgpack.unpackb(write_call(CODEC.frame(4, 1.0, DescribeFleet())))
-    assert call[:3] == ["Call", FLEET_PLANE_VERSION, 4]
-    assert msgpack.unpackb(failure(4, FleetError("no")))[:3] == ["Refusal", FLEET_PLANE_VERSION, 4]
+    assert call[:3] == ["Call", CONTROL_PLANE_VERSION, 4]
+    assert msgpack.unpackb(failure(4, FleetError("no")))[:3] == ["Refusal", CONTROL_PLANE_VERSION, 4]
 
 
 def test_an_answer_that_is_too_large_is_an_error_and_no_silence() -> None:
@@ -156,7 +156,7 @@ def test_whatever_a_frame_holds_has_a_reply() -> None:
 
     assert reply_to(write_call(CODEC.frame(3, 0.0, Drain(1.0)))) == (3, "answered")
     assert reply_to(write_call(CODEC.frame(4, 0.0, Drain(0.0)))) == (4, "not now")
-    unknown = msgpack.packb(["Call", FLEET_PLANE_VERSION, 5, 0.0, msgpack.packb(["Dance"])])
+    unknown = msgpack.packb(["Call", CONTROL_PLANE_VERSION, 5, 0.0, msgpack.packb(["Dance"])])
     assert reply_to(unknown) == (5, "unknown message kind 'Dance'")
     number, reason = reply_to(b"\xc1")
     assert (number, reason.startswith("not msgpack")) == (0, True)

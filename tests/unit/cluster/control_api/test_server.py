@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import BatonError, ClusterError, FleetEnded
 from baton.fleet import FleetView
-from baton.messages.control import FLEET_PLANE_VERSION, DescribeFleet, WaitView
+from baton.messages.control import CONTROL_PLANE_VERSION, DescribeFleet, WaitView
 from baton.messages.control_codec import (
     MAX_MESSAGE_BYTES,
     CallFrame,
@@ -78,9 +78,9 @@ def test_a_number_that_is_under_way_is_no_second_call() -> None:
         [b"\x00"],
         [frame(), frame()],
         [msgpack.packb(["DescribeFleet"])],
-        [msgpack.packb(["Call", FLEET_PLANE_VERSION, 1, -1.0, b""])],
-        [msgpack.packb(["Call", FLEET_PLANE_VERSION, 1, float("nan"), b""])],
-        [msgpack.packb(["Call", FLEET_PLANE_VERSION, 1, 1.0, "text"])],
+        [msgpack.packb(["Call", CONTROL_PLANE_VERSION, 1, -1.0, b""])],
+        [msgpack.packb(["Call", CONTROL_PLANE_VERSION, 1, float("nan"), b""])],
+        [msgpack.packb(["Call", CONTROL_PLANE_VERSION, 1, 1.0, "text"])],
         [b"x" * (MAX_MESSAGE_BYTES + 1)],
     ],
 )
@@ -93,7 +93,7 @@ def test_what_is_no_call_is_counted_and_nothing_else(frames: list[bytes]) -> Non
 def test_a_call_of_another_version_is_refused_by_its_number() -> None:
     theirs = msgpack.packb(["Call", 99, 5, "whatever they do there"])
     reply = OpenCalls().open_call(PEER, [theirs])
-    assert "version 99 of the fleet plane" in str(refusal(reply))
+    assert "version 99 of the control plane" in str(refusal(reply))
     assert isinstance(reply, bytes)
     assert read_reply(reply).number == 5
 
