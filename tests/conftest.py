@@ -140,6 +140,6 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Scheduling":
-    from tests.by_file import ByFile  # where tests run one after another, nobody needs pytest-xdist
+    from tests.by_file import ByFile  # tests that run one after another do not need pytest-xdist
 
     return ByFile(config, log)

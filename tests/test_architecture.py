@@ -1,4 +1,4 @@
-"""What holds for the whole tree, whoever changes it."""
+"""Rules that hold for the whole tree."""
 
 import ast
 import importlib
@@ -165,7 +165,7 @@ def test_a_controller_needs_neither_the_gateway_nor_torch() -> None:
 
 
 def test_nothing_is_pickled_but_by_ray() -> None:
-    """Whoever unpickles what a peer sent runs what the peer wants. Only Ray's own calls may: its cluster is trusted."""
+    """A process that unpickles a peer's message runs what the peer wants. Only Ray's own calls may: Ray is trusted."""
     pickles = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "send_pyobj", "recv_pyobj"}
     users = [
         f"{relative(file)} uses {name}"

@@ -35,7 +35,7 @@ DATE = r"(19|20)\d\d-\d\d-\d\d"
 def test_c13_an_answer_matches_its_grammar_and_what_is_no_grammar_is_the_clients_mistake(
     smollm2: Path,
 ) -> None:
-    """Whoever samples its first token; and after a mistake the next request is served."""
+    """In every mode. After a wrong grammar, the next request is served."""
 
     async def run() -> None:
         async with local_cluster(make_config(), smollm2) as cluster:

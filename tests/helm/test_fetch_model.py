@@ -78,7 +78,7 @@ def there(tmp_path: Path) -> dict[str, bytes]:
 def test_files_are_fetched_once(tmp_path: Path, url: str) -> None:
     assert fetch(tmp_path, url).returncode == 0
     assert there(tmp_path) == CONTENT
-    again = fetch(tmp_path, "http://127.0.0.1:9")  # where nobody answers
+    again = fetch(tmp_path, "http://127.0.0.1:9")  # where nothing answers
     assert (again.returncode, again.stdout) == (0, "config.json is there\nmodel.safetensors is there\n")
 
 

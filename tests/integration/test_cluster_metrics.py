@@ -90,6 +90,6 @@ def test_a_real_cluster_tells_what_dashboard_and_alerts_ask_and_its_first_tokens
             exposed = now.names.union(*(worker.names for worker in workers))
             for where, expression in (*dashboard_expressions(), *alert_expressions()):
                 missing = metrics_in(expression) - exposed
-                assert not missing, f"{where} asks for {missing}, which nobody tells: {expression}"
+                assert not missing, f"{where} asks for {missing}, which no process reports: {expression}"
 
     asyncio.run(asyncio.wait_for(test(), 300))

@@ -1,4 +1,4 @@
-"""The secret's way through real processes: it reaches every worker, and nobody can read it on the way."""
+"""The secret's way through real processes: it reaches every worker, and no other user can read it on the way."""
 
 import json
 import os
@@ -163,5 +163,5 @@ def has_any(texts: list[str], hidden: list[str]) -> bool:
 
 
 def test_the_environment_of_these_tests_has_a_secret() -> None:
-    """So that no cluster of a test makes one in the home of whoever runs it."""
+    """So that no cluster of a test makes a secret in the home of the user who runs the test."""
     assert len(os.environ[SECRET_VARIABLE]) >= 16

@@ -1,4 +1,4 @@
-"""A hand-over whose first token is not in the vocabulary: the load has failed, and nobody else notices."""
+"""A hand-over whose first token is not in the vocabulary: the load fails, and no other request is affected."""
 
 from typing import Any
 from unittest.mock import patch

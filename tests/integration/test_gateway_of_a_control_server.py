@@ -23,7 +23,7 @@ import sys
 sys.modules["ray"] = None
 from cli.main import main
 code = main(sys.argv[1:])
-assert sys.modules["torch"] is None, "somebody imported torch"
+assert sys.modules["torch"] is None, "a module imported torch"
 sys.exit(code)
 """
 

@@ -1,4 +1,4 @@
-"""Behaviour 55: a worker whose weights become NaN serves no token, and its KV serves nobody."""
+"""Behaviour 55: a worker whose weights become NaN serves no token, and no other worker uses its KV."""
 
 import asyncio
 import math

@@ -100,7 +100,7 @@ async def exercise(address: str, folder: Path) -> None:
             assert await asyncio.gather(*load) == [expected] * 4
             pids = await all_serve(client)
             assert (await workers_by_node(client))[leaving] == []
-            await drain(leaving, server)  # at once, and nobody is harmed
+            await drain(leaving, server)  # at once, and no request is harmed
             print("a node left", flush=True)
 
             fleet.kill()

@@ -3,7 +3,7 @@
     tests/slow/isolated.sh python -m tests.slow.ray_autoscaler WHAT
 
 WHAT is `groups` (bare placement groups) or `fleet` (`baton serve`, a tiny model, clients that come and go). It needs
-namespaces of its own: a fake provider's nodes find each other as if nobody else had Ray on this machine.
+namespaces of its own: a fake provider's nodes find each other as if there were no other Ray on this machine.
 """
 
 import asyncio

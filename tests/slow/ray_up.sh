@@ -37,7 +37,7 @@ main() {
         command -v "$program" >/dev/null || missing "$program is not installed (Debian: apt install openssh-server rsync iproute2 make)"
     done
     "$PYTHON" -c "import ray" 2>/dev/null || missing "$PYTHON has no ray; set PYTHON to the environment's python"
-    unshare --net ip link add type veth 2>/dev/null || missing "this kernel, or container, lets nobody add network links (veth)"
+    unshare --net ip link add type veth 2>/dev/null || missing "this kernel or container allows no new network links (veth)"
     WORK=$(mktemp -d /tmp/baton-ray-up.XXXXXX)
     trap '[ -n "${KEEP:-}" ] || rm -rf "$WORK"' EXIT
     mkdir -p /tmp/ray  # to mount over; what it holds stays as it is

@@ -277,7 +277,7 @@ def test_requests_that_catch_up_share_the_tokens_of_a_step(model: LoadedModel) -
 def test_requests_that_lack_the_tokens_of_a_few_steps_all_get_drafts(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after steps with somebody's first token, which bring no drafts."""
+    """As after steps with a request's first token, which bring no drafts."""
     monkeypatch.setattr("engine.draft_model.CATCH_UP", 16)
     make = drafter_of(model, model.architecture.num_layers, shares_kv=False)
     driver = DraftingDriver(model, make, block_size=16)

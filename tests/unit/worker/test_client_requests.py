@@ -37,7 +37,7 @@ def test_a_request_is_kept_until_its_end_is_noted() -> None:
     assert set(requests.request_ids) == {"r"}
     requests.note(ended["a"])
     assert not requests.request_ids
-    assert requests.next_deadline() is None, "the deadlines of ended requests wake nobody"
+    assert requests.next_deadline() is None, "the deadlines of ended requests wake nothing"
 
 
 def test_only_what_is_overdue_ends() -> None:

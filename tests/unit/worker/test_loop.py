@@ -233,7 +233,7 @@ def test_c50_a_drain_ends_with_the_last_lease_and_joins_another_one() -> None:
 
 
 def hand_over(running: RunningLoop, request_id: str = "p") -> None:
-    """The request ends, and somebody may read its blocks."""
+    """The request ends, and another worker may read its blocks."""
     peer = WorkerRef("w1", "incarnation", ("tcp://127.0.0.1:1",), 16)
     transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, peer)
     running.loop.submit("gateway", make_engine_request(request_id, 40, kv_transfer=transfer))
@@ -360,7 +360,7 @@ def test_a_follower_of_the_prefix_cache_gets_a_listing_and_then_changes() -> Non
 def test_nothing_is_kept_for_followers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core()
     take = core.scheduler.kv_events.take_events
-    monkeypatch.setattr(core.scheduler.kv_events, "take_events", lambda: pytest.fail("nobody follows"))
+    monkeypatch.setattr(core.scheduler.kv_events, "take_events", lambda: pytest.fail("no gateway follows"))
     with RunningLoop(core) as running:
         running.loop.submit("gateway", make_engine_request("unheard", 40))
         running.until_finished("unheard")

@@ -82,7 +82,7 @@ def test_a_gateway_learns_that_it_was_forgotten() -> None:
     line.submit()
     assert line.worker.end(GATEWAY)
     assert not line.worker.end(GATEWAY)
-    assert not line.worker.count_outputs(GATEWAY), "there is nobody to send them to"
+    assert not line.worker.count_outputs(GATEWAY), "no gateway is connected"
     assert line.greet() == (None, "it had lost this gateway and ended its requests")
 
 
@@ -100,7 +100,7 @@ def test_commands_of_an_ended_session_are_refused_and_not_counted() -> None:
 
 
 def test_a_gateway_that_connects_anew_ends_the_session_of_its_former_connection() -> None:
-    """The worker may not yet know that the former connection is closed, and would answer nobody."""
+    """The worker may not yet know that the former connection is closed, and would answer on it."""
     line = Line()
     line.submit()
     latest = GatewaySession("incarnation", "g", 2)

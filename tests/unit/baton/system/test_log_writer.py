@@ -1,4 +1,4 @@
-"""LogWriter: a log without a reader, or that cannot be written, holds up nobody."""
+"""LogWriter: a log without a reader, or that cannot be written, delays no caller."""
 
 import errno
 import io
@@ -104,7 +104,7 @@ def test_a_line_without_end_is_limited_and_counted_by_the_next_line_of_any_kind(
 
 
 class SteppingClock(VirtualClock):
-    """Is a window later each time that somebody asks, from `starts` on."""
+    """Is a window later at each reading, from `starts` on."""
 
     def __init__(self) -> None:
         super().__init__()

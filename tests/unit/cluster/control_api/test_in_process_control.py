@@ -95,7 +95,7 @@ async def test_a_fleet_that_was_ended_says_so_to_all_who_call_later() -> None:
             worker.may_drain.clear()
         ending = asyncio.create_task(control.call(EndFleet(may_drain=True)))
         await state_becomes(tested, "w0", "draining")
-        # Gateways need the workers until they have drained, and nobody may adopt or join a fleet that ends.
+        # Gateways need the workers until they have drained, and no command may adopt or join a fleet that ends.
         assert len((await control.call(WaitView("", -1, 1.0))).endpoints) == 3
         with pytest.raises(ClusterError, match="the fleet is ending; try again when it has ended"):
             await control.call(GetConfiguration())

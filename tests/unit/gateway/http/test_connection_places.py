@@ -15,7 +15,7 @@ def entered(number: int, addresses: str) -> ConnectionPlaces[int]:
 
 
 def displaced(places: ConnectionPlaces[int], times: int) -> list[int | None]:
-    """Nobody comes for those that go."""
+    """The connections that make room, one after another; no new connection takes their places."""
     gone = []
     for _ in range(times):
         gone.append(places.victim())
