@@ -98,7 +98,7 @@ async def test_a_worker_that_a_former_controller_drained_is_replaced_as_soon_as_
             begun = virtual_loop().now()
             launcher.latest("w1").may_drain.set()
             await second.until(lambda known: "w1" in known and known["w1"] != before["w1"])
-            assert virtual_loop().now() - begun < 1.0, "no other time-out counts"
+            assert virtual_loop().now() - begun < 1.0, "no other timeout counts"
             assert (await second.controller.describe()).replicas[1].last_failure == ""
 
 
