@@ -133,7 +133,7 @@ async def test_a_fleet_of_another_version_is_named_and_not_adopted(monkeypatch: 
     monkeypatch.setattr(module, "controller_actor", object)
     monkeypatch.setattr(module, "OwnedController", lambda *_: found)
     with pytest.raises(
-        ClusterError, match=r"a fleet named 'baton' .* cannot be adopted: .* version 99 of the fleet"
+        ClusterError, match=r"a fleet named 'baton' .* cannot be adopted: .* version 99 of the control plane"
     ):
         await find_fleet(config, keys_digest(derive_keys(SECRET)), MODEL_PATH)
     assert not found.done
