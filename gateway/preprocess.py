@@ -71,17 +71,19 @@ class Preprocessor:
         tokenizer: Tokenizer,
         model: ServedModel,
         grammars: GrammarCheck,
+        max_waiting: int,
         *,
         log_prompts: bool = False,
         isolate_prefix_cache: bool = False,
     ) -> None:
-        """`log_prompts`: log the prompts. `isolate_prefix_cache`: callers share no cached prefixes."""
+        """`max_waiting`: how many prompts may wait for a thread. `log_prompts`: log the prompts.
+        `isolate_prefix_cache`: callers share no cached prefixes."""
         self._log_prompts = log_prompts
         self._isolate_prefix_cache = isolate_prefix_cache
         self._grammars = grammars
         self._tokenizer = tokenizer
         self._model = model
-        self.pool = TokenizerPool(tokenizer, model.max_model_len)
+        self.pool = TokenizerPool(tokenizer, model.max_model_len, max_waiting)
         """The gateway closes the pool when it stops."""
 
     @property

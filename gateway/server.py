@@ -106,12 +106,14 @@ class Gateway:
         self._grammars = GrammarCheck(
             partial(CompileProcess, process_arguments(tokenizer.folder, model)),
             clock,
+            config.max_accepted,
             self._metrics.grammar_checked,
         )
         self._preprocessor = preprocessor = Preprocessor(
             tokenizer,
             model,
             self._grammars,
+            config.max_accepted,
             log_prompts=log_prompts,
             isolate_prefix_cache=config.isolate_prefix_cache,
         )

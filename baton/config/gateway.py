@@ -125,6 +125,12 @@ class GatewayConfig(Section):
     """Share of requests that are traced, among those whose clients send no `traceparent` header."""
 
     @property
+    def max_accepted(self) -> int:
+        """How many requests this gateway accepts at once, with workers and in the queue together. As many may also wait
+        for a step before the queue, e.g. for the chat template."""
+        return self.max_in_flight + self.max_queued
+
+    @property
     def has_keys(self) -> bool:
         """Whether API keys are configured."""
         return bool(self.api_keys) or self.api_keys_file is not None

@@ -39,6 +39,8 @@ R = TypeVar("R")
 MAX_COMMANDS = 256
 """Most commands that run at the same time, with or without a waiting caller."""
 
+_IS_ENDING = "the fleet is ending; try again when it has ended"
+
 
 class InProcessControl:
     """The control API of a controller in this process."""
@@ -54,11 +56,14 @@ class InProcessControl:
     async def call(self, request: ControlRequest[R]) -> R:
         """See ControlApi. A command continues if this call is cancelled.
 
-        Raises ClusterError if MAX_COMMANDS commands run, also for the owner's ScaleRole.
+        Raises ClusterError if MAX_COMMANDS commands run, also for the owner's ScaleRole. While the fleet ends, commands
+        and rollouts are refused: they could start a worker when all others have ended.
         """
         row = CALLS[type(request)]
         if self._has_ended and not isinstance(request, EndFleet):
             raise FleetEnded("the fleet was ended by its owner")
+        if self.is_ending and (row.is_command or row.is_of_rollout):
+            raise ClusterError(_IS_ENDING)
         answer: R = await (self._command(row, request) if row.is_command else row.answer(self, request))
         return answer
 
@@ -140,7 +145,7 @@ def _renew_s(_: object, patience: Patience) -> float:
 
 async def _configuration(fleet: InProcessControl) -> FleetConfiguration:
     if fleet.is_ending:  # its owner may have died since
-        raise ClusterError("the fleet is ending; try again when it has ended")
+        raise ClusterError(_IS_ENDING)
     return fleet.configuration
 
 

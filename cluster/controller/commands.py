@@ -29,12 +29,9 @@ class Rollouts:
     def __init__(self, begin: Callable[[tuple[str, ...]], AsyncIterator[RolloutStep]]) -> None:
         self._begin = begin
         self._rollouts: dict[str, _Rollout] = {}
-        self._is_stopped = False
 
     async def begin_rollout(self, workers: tuple[str, ...]) -> RolloutBegun:
-        """Begins a rollout, which continues even if its caller disconnects. Raises FleetError after `stop`."""
-        if self._is_stopped:
-            raise FleetError("the fleet is ending, so no rollout can begin")
+        """Begins a rollout, which continues even if its caller disconnects."""
         rollout_id = secrets.token_hex(4)
         ended = [known for known, rollout in self._rollouts.items() if rollout.is_over]
         for known in ended[:-_NUM_ENDED]:
@@ -49,8 +46,7 @@ class Rollouts:
         return RolloutProgress(await rollout.step(index))
 
     async def stop(self) -> None:
-        """Ends all running rollouts, and lets no other one begin: it might start a worker when all have ended."""
-        self._is_stopped = True
+        """Ends all running rollouts."""
         await asyncio.gather(*[rollout.stop() for rollout in self._rollouts.values()])
 
 

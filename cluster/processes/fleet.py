@@ -68,8 +68,8 @@ class ProcessFleet:
         await on_serving(control)
 
     async def end(self, hurry: asyncio.Event) -> None:
-        if not self._has_started or not await unless(hurry, self.controller.shutdown(may_drain=True)):
-            await self.controller.shutdown(may_drain=False)
+        if not self._has_started or not await unless(hurry, self._control.end(may_drain=True)):
+            await self._control.end(may_drain=False)
 
 
 class ProcessIncarnation:

@@ -42,7 +42,6 @@ MAX_VERDICT_BYTES = 4 * 2**20
 """Room for some 20,000 verdicts, or 5,000 with reasons of average length."""
 VERDICT_OVERHEAD_BYTES = 200
 """A verdict's key, and its place in the dictionary."""
-MAX_WAITING = 256
 MAX_INLINE_CHARACTERS = 5_000
 """The depth of a longer text is determined on a thread."""
 MAX_WAIT_S = 30.0
@@ -75,11 +74,13 @@ class GrammarCheck:
         self,
         make_process: Callable[[Callable[[Message], None], Callable[[], None]], CompileProcess],
         clock: Clock,
+        max_waiting: int,
         on_verdict: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`on_verdict` receives one of VERDICTS for every grammar that was checked; `killed` may follow `compiled`."""
         self._make_process = make_process
         self._clock = clock
+        self._max_waiting = max_waiting
         self._on_verdict = on_verdict
         self._process: CompileProcess | None = None
         self._verdicts: dict[bytes, str | None] = {}
@@ -156,9 +157,10 @@ class GrammarCheck:
         verdict = asyncio.get_running_loop().create_future()
         trial = GrammarTrial(self._number, caller, output, digest, verdict)
         self._queue.add(caller, trial)
-        if len(self._queue) > MAX_WAITING and (last := self._queue.last_of_largest()) is not None:
+        if len(self._queue) > self._max_waiting and (last := self._queue.last_of_largest()) is not None:
             self._queue.discard(*last)
-            self._give_up(last[1], f"{MAX_WAITING} grammars are waiting to be compiled, which is the limit")
+            limit = f"{self._max_waiting} grammars are waiting to be compiled, which is the limit"
+            self._give_up(last[1], limit)
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._run())
         return trial

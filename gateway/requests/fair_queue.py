@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueueEntry(Generic[T]):
-    """One request in the queue. While it waits, only `reason`, `tried_in` and `num_passed` change."""
+    """One request in the queue. While it waits, only `reason` and the fields after it change."""
 
     item: T
     caller: str
@@ -48,7 +48,8 @@ class QueueEntry(Generic[T]):
     deadline: float | None = None
     """When the entry must have left the queue."""
     patience_s: float = math.inf
-    """How long the entry may wait. A standstill of this process does not count as waiting."""
+    """How long the entry may wait without a better place in the queue. A standstill of this process does not count as
+    waiting."""
     number: int = 0
     """Grows with each entry that joins."""
     since: float = 0.0
@@ -58,6 +59,10 @@ class QueueEntry(Generic[T]):
     """The number of the sweep that made this try."""
     num_passed: int = 0
     """How many later entries were placed before it."""
+    place: int = 0
+    """How many entries were before it when its patience began."""
+    num_placed_then: int = 0
+    """How many entries the queue had placed when its patience began."""
 
     @property
     def goes_first(self) -> bool:
@@ -65,9 +70,9 @@ class QueueEntry(Generic[T]):
         return self.is_resumed and not self.gave_way
 
     @property
-    def waits_for_others(self) -> bool:
-        """Whether the entry was taken back for other callers, and workers for it still exist."""
-        return self.gave_way and (self.reason is None or isinstance(self.reason, NoRoom))
+    def has_workers(self) -> bool:
+        """Whether the latest try found workers for it, or none was made: then it waits for its turn, or for room."""
+        return self.reason is None or isinstance(self.reason, NoRoom)
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ class RequestQueue(Generic[T]):
         patience_s: float,
         over_share: Callable[[Iterable[str], float], set[str]] = lambda _callers, _now: set(),
     ) -> None:
-        """`patience_s`: the patience of most requests. It sets how often the queue looks at the clock. `over_share`
+        """`patience_s`: how long a request may wait without a better place in the queue. `over_share`
         returns those callers whose requests `try_to_place` would all refuse with OverShare at this time. Each sweep
         asks once, since a thousand callers may wait."""
         self._max_queued = max_queued
@@ -68,11 +68,13 @@ class RequestQueue(Generic[T]):
         self._rate = QueueRate()
         self._num_joined = 0
         self._num_sweeps = 0
+        self._num_placed = 0
         self._is_any_hopeless = False
         """Whether the latest sweep found requests that no worker can run. They do not delay other requests."""
         self._over_share: set[str] = set()
         """Callers that held their shares at the latest sweep, including callers that it did not reach. Their requests
         do not delay other requests."""
+        self._patience_s = patience_s
         self._pace_s = pace_of(patience_s)
         self._standstill = Standstill(self._pace_s)
         self._looked_at = 0.0
@@ -123,7 +125,9 @@ class RequestQueue(Generic[T]):
         if refusal is not None:
             self._queue.remove(refusal[0])
         if refusal is None or refusal[0] is not entry:
-            self._watch(entry, now)
+            if entry.deadline is not None:
+                heappush(self._deadlines, (entry.deadline, entry.number, entry))
+            self._watch_patience(entry, entry.patience_s, len(self._queue) - 1, now)
         return refusal
 
     def leave(self, entry: QueueEntry[T], now: float) -> None:
@@ -143,6 +147,7 @@ class RequestQueue(Generic[T]):
         finally:
             for entry in placed:
                 self._queue.serve(entry)
+                self._num_placed += 1
                 if is_queue or entry.since < now:
                     self._rate.placed(entry.num_tokens)
             self._forget_left()
@@ -159,17 +164,29 @@ class RequestQueue(Generic[T]):
         return list(self._expired(self._deadlines, now))
 
     def out_of_patience(self, now: float) -> list[QueueEntry[T]]:
-        """Entries that found no place within their patience. They stay in the queue until they `leave`.
+        """Entries that found no worker within their patience. They stay in the queue until they `leave`.
 
-        Two kinds of requests may wait longer. If a caller holds its share, its requests wait for the caller's
+        Three kinds of requests may wait longer. If a caller holds its share, its requests wait for the caller's
         other requests, not for workers. A request that gave way may wait as long as workers for it exist.
-        Otherwise it would be refused because of other callers.
+        Otherwise it would be refused because of other callers. A request with a better place than before waits on:
+        the queue moves.
         """
-        over = list(self._expired(self._patience_ends, self._running(now)))
-        resting = [entry for entry in over if self._holds_share(entry) or entry.waits_for_others]
-        for entry in resting:
-            self._watch_patience(entry, max(entry.patience_s, MIN_REST_S), now)
-        return [entry for entry in over if entry not in resting]
+        over = set(self._expired(self._patience_ends, self._running(now)))
+        ended: list[QueueEntry[T]] = []
+        for place, entry in enumerate(self._queue if over else ()):
+            if entry not in over:
+                continue
+            if self._holds_share(entry) or (entry.gave_way and entry.has_workers):
+                self._watch_patience(entry, max(entry.patience_s, MIN_REST_S), place, now)
+            elif self._has_moved_up(entry, place):
+                self._watch_patience(entry, self._patience_s, place, now)
+            else:
+                ended.append(entry)
+        return ended
+
+    def _has_moved_up(self, entry: QueueEntry[T], place: int) -> bool:
+        """Whether entries before it went to workers since its patience began, and not as many came."""
+        return entry.has_workers and place < entry.place and self._num_placed > entry.num_placed_then
 
     def _holds_share(self, entry: QueueEntry[T]) -> bool:
         """Whether the entry's caller held its share at the latest sweep, or when the entry was last tried: a sweep may
@@ -260,13 +277,9 @@ class RequestQueue(Generic[T]):
         why = f": {entry.reason}" if entry.reason else ""
         return entry, Overloaded(f"{num_others} requests wait already{why}", self.retry_after_s(entry))
 
-    def _watch(self, entry: QueueEntry[T], now: float) -> None:
-        """Watches the entry's deadline and patience from now on."""
-        if entry.deadline is not None:
-            heappush(self._deadlines, (entry.deadline, entry.number, entry))
-        self._watch_patience(entry, entry.patience_s, now)
-
-    def _watch_patience(self, entry: QueueEntry[T], patience_s: float, now: float) -> None:
+    def _watch_patience(self, entry: QueueEntry[T], patience_s: float, place: int, now: float) -> None:
+        """The patience begins now, with so many entries before this one."""
+        entry.place, entry.num_placed_then = place, self._num_placed
         if patience_s < math.inf:
             heappush(self._patience_ends, (self._running(now) + patience_s, entry.number, entry))
 

@@ -14,8 +14,6 @@ NUM_THREADS = 5
 """One caller has at most four."""
 NUM_TEMPLATE_THREADS = 3
 """Separate threads, so that texts never wait behind a slow template."""
-MAX_WAITING = 256
-"""How many texts, and how many conversations, may wait. The caller with the most is refused first."""
 TEMPLATE_TIMEOUT_S = 5.0
 """Time limit for a template on one conversation. A template is a program, and might never end."""
 
@@ -24,17 +22,22 @@ class TokenizerPool:
     """Use it from one event loop only. Callers, given by name, take turns by the lengths of their texts."""
 
     def __init__(
-        self, tokenizer: Tokenizer, max_tokens: int, template_timeout_s: float = TEMPLATE_TIMEOUT_S
+        self,
+        tokenizer: Tokenizer,
+        max_tokens: int,
+        max_waiting: int,
+        template_timeout_s: float = TEMPLATE_TIMEOUT_S,
     ) -> None:
         """Refuses a text without tokenizing it if it cannot fit into `max_tokens` tokens, even with the
-        longest tokens.
+        longest tokens. Up to `max_waiting` texts, and as many conversations, may wait. If there are more, the
+        pool refuses texts of the caller with the most.
         """
         self.tokenizer = tokenizer
         self.max_characters = max_tokens * tokenizer.longest_token
         self._template_timeout_s = template_timeout_s
-        self._threads = FairThreads(NUM_THREADS, "tokenizer", "texts", MAX_WAITING)
+        self._threads = FairThreads(NUM_THREADS, "tokenizer", "texts", max_waiting)
         self._template_threads = FairThreads(
-            NUM_TEMPLATE_THREADS, "chat-template", "conversations", MAX_WAITING
+            NUM_TEMPLATE_THREADS, "chat-template", "conversations", max_waiting
         )
 
     async def encode(self, caller: str, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ def test_what_compiles_quickly_and_cannot_be_matched_is_refused_the_first_time(s
 
     async def run() -> None:
         model = ServedModel("smollm2", str(smollm2), 2048, 49_152, (2,), "float32", "float32")
-        grammars = GrammarCheck(partial(CompileProcess, process_arguments(smollm2, model)), SystemClock())
+        grammars = GrammarCheck(partial(CompileProcess, process_arguments(smollm2, model)), SystemClock(), 64)
         try:
             with pytest.raises(InvalidRequest, match="too complex"):
                 await grammars.check(StructuredOutput(GrammarKind.REGEX, source), "mallory", None)

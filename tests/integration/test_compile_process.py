@@ -29,7 +29,7 @@ async def grammar_check(folder: Path, eos: tuple[int, ...] = (EOS_TOKEN_ID,)) ->
     model = ServedModel(
         "tiny", str(folder), 100, make_tokenizer().get_vocab_size(), eos, "float32", "float32"
     )
-    grammars = GrammarCheck(partial(CompileProcess, process_arguments(folder, model)), SystemClock())
+    grammars = GrammarCheck(partial(CompileProcess, process_arguments(folder, model)), SystemClock(), 64)
     try:
         yield grammars
     finally:

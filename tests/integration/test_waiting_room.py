@@ -1,10 +1,14 @@
 """Requests that no worker has room for, or for which there is no worker at present: they wait in order."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gateway import Tokenizer
 from gateway.auth.callers import ANYBODY
 from gateway.client import RequestEvent
 from tests.factories.gateway import (
@@ -164,6 +168,27 @@ async def test_a_flood_of_other_requests_keeps_no_urgent_one_out(folder: Path) -
         assert tokens_of(await urgent) == ANSWER
         assert await under_test.client.abort(*(f"idle-{number}" for number in range(4))) == 2
         await asyncio.gather(*calls, *flood, return_exceptions=True)
+
+
+async def test_as_many_chats_may_come_at_once_as_the_gateway_accepts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chats wait for a thread that renders their template before they wait in the queue."""
+    goes_on, render = threading.Event(), Tokenizer.render_chat
+
+    def held(tokenizer: Tokenizer, *arguments: Any) -> str:
+        assert goes_on.wait(30)
+        return render(tokenizer, *arguments)
+
+    monkeypatch.setattr(Tokenizer, "render_chat", held)
+    workers, limits = {"w0": answering(ANSWER)}, {"max_in_flight": 2, "max_queued": 298}
+    async with gateway_with(folder, {}, workers, **limits) as under_test:
+        messages = [("user", "Hi")]
+        calls = [ask(under_test, f"r{number}", text=None, messages=messages) for number in range(300)]
+        turns = under_test.gateway._preprocessor.pool._template_threads._turns
+        await under_test.until(lambda: len(turns) >= 290 or any(call.done() for call in calls))
+        goes_on.set()
+        assert {tuple(tokens_of(await call)) for call in calls} == {tuple(ANSWER)}
 
 
 async def test_a_request_aborted_as_its_worker_is_lost_does_not_wait_for_another(folder: Path) -> None:

@@ -29,8 +29,8 @@ MAX_MODEL_LEN = 100
 @pytest.fixture(scope="module")
 def preprocessor(folder: Path) -> Preprocessor:
     model = ServedModel("tiny", str(folder), MAX_MODEL_LEN, VOCAB_SIZE, (2,), "float32", "float32")
-    grammars = GrammarCheck(partial(CompileProcess, process_arguments(folder, model)), SystemClock())
-    return Preprocessor(Tokenizer(folder), model, grammars)
+    grammars = GrammarCheck(partial(CompileProcess, process_arguments(folder, model)), SystemClock(), 64)
+    return Preprocessor(Tokenizer(folder), model, grammars, 64)
 
 
 def take_in(

@@ -6,10 +6,12 @@ import pytest
 
 from baton.errors import ClusterError, FleetEnded, FleetError
 from baton.messages.control import (
+    BeginRollout,
     DescribeFleet,
     DrainWorker,
     EndFleet,
     GetConfiguration,
+    ScaleRole,
     SetWorkerRole,
     WaitView,
 )
@@ -97,8 +99,12 @@ async def test_a_fleet_that_was_ended_says_so_to_all_who_call_later() -> None:
         await state_becomes(tested, "w0", "draining")
         # Gateways need the workers until they have drained, and no command may adopt or join a fleet that ends.
         assert len((await control.call(WaitView("", -1, 1.0))).endpoints) == 3
-        with pytest.raises(ClusterError, match="the fleet is ending; try again when it has ended"):
-            await control.call(GetConfiguration())
+        # A worker that a command starts could begin when all others have ended.
+        commands = (ScaleRole(WorkerRole.DECODE, 9), SetWorkerRole("w1", WorkerRole.PREFILL), BeginRollout(()))
+        for request in (GetConfiguration(), *commands):
+            with pytest.raises(ClusterError, match="the fleet is ending; try again when it has ended"):
+                await control.call(request)
+        assert len(tested.launcher.incarnations) == 3
         for worker in tested.launcher.alive:
             worker.may_drain.set()
         await ending

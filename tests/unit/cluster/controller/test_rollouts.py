@@ -168,16 +168,3 @@ async def test_a_fleet_that_ends_while_a_next_incarnation_starts_leaves_none(is_
         loads.set()
         await asyncio.sleep(0.01)
         assert launcher.alive == []
-
-
-async def test_while_a_fleet_drains_to_its_end_no_rollout_begins() -> None:
-    """Otherwise a new incarnation could begin after all workers have ended."""
-    async with fleet(fleet_config(prefill=0, decode=1)) as tested:
-        await tested.all_serve(1)
-        tested.launcher.latest("w0").may_drain.clear()
-        ending = asyncio.ensure_future(tested.controller.shutdown(may_drain=True))
-        await state_becomes(tested, "w0", "draining")
-        with pytest.raises(FleetError, match="the fleet is ending, so no rollout can begin"):
-            await tested.controller.rollouts.begin_rollout(())
-        tested.launcher.latest("w0").may_drain.set()
-        await ending

@@ -74,7 +74,7 @@ class ScriptedProcess(CompileProcess):
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, max_waiting: int) -> None:
         self.clock = VirtualClock()
         self.tried: list[str] = []
         self.verdicts: list[str] = []
@@ -84,6 +84,7 @@ class World:
         self.grammars = GrammarCheck(
             lambda on_message, on_end: ScriptedProcess(on_message, on_end, self),
             self.clock,
+            max_waiting,
             self.verdicts.append,
         )
 
@@ -96,9 +97,9 @@ class World:
         return "ok"
 
 
-def play(scene: Callable[[World], Coroutine[Any, Any, None]]) -> World:
+def play(scene: Callable[[World], Coroutine[Any, Any, None]], max_waiting: int = 64) -> World:
     async def run() -> World:
-        world = World()
+        world = World(max_waiting)
         await scene(world)
         await world.grammars.stop()
         return world
@@ -204,11 +205,7 @@ def test_a_text_whose_compiler_exits_is_refused_from_then_on() -> None:
     assert play(scene).verdicts == ["killed"]
 
 
-def test_c57_where_there_is_no_room_the_caller_with_most_of_them_waiting_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "MAX_WAITING", 3)
-
+def test_c57_where_there_is_no_room_the_caller_with_most_of_them_waiting_is_refused() -> None:
     async def scene(world: World) -> None:
         held = asyncio.create_task(world.check("waits", "mallory"))
         while "waits" not in world.tried:
@@ -225,7 +222,7 @@ def test_c57_where_there_is_no_room_the_caller_with_most_of_them_waiting_is_refu
             "3 grammars are waiting to be compiled, which is the limit",
         ]
 
-    play(scene)
+    play(scene, max_waiting=3)
 
 
 def test_a_client_waits_no_longer_than_its_deadline_and_one_that_left_is_not_served() -> None:

@@ -1,5 +1,7 @@
 """The queue: its order, which requests may pass a request that does not fit, and how long each may wait."""
 
+from collections.abc import Callable
+
 import pytest
 
 from baton.errors import Overloaded, WorkerUnavailable
@@ -284,6 +286,50 @@ def test_each_waits_until_its_deadline_and_no_longer_than_it_may() -> None:
     assert overdue == {"deadline": 5.0, "patience": 3.0}
     assert len(queue.waiting) == 1
     assert queue.waiting.past_deadline(1e9) == queue.waiting.out_of_patience(1e9) == []
+
+
+def refused_until(queue: QueueUnderTest, end: float, happens: Callable[[float], None]) -> dict[str, float]:
+    """Who runs out of patience, and when. `happens` gets each full second."""
+    refused: dict[str, float] = {}
+    for now in range(1, int(end) + 1):
+        happens(float(now))
+        queue.waiting.out_of_patience(now + 0.5)  # only a regular look is no standstill
+        for entry in queue.waiting.out_of_patience(now + 1.0):
+            refused[entry.item.name] = now + 1.0
+            queue.waiting.leave(entry, now + 1.0)
+    return refused
+
+
+def test_a_request_waits_on_while_its_place_gets_better() -> None:
+    queue = QueueUnderTest()
+    names = [str(number) for number in range(5)]
+    for name in names:
+        queue.join(Request(name), 0.0, patience_s=30.0)
+    assert not refused_until(queue, 140.0, lambda now: queue.make_room(int(now % 25 == 0), now))
+    assert queue.placed == names
+
+
+def test_a_place_that_gets_better_because_others_are_refused_prolongs_no_wait() -> None:
+    queue = QueueUnderTest()
+
+    def join(now: float) -> None:
+        if now <= 3.0:
+            queue.join(Request(f"joined at {now:g}"), now, patience_s=30.0)
+
+    refused = refused_until(queue, 100.0, join)
+    assert refused == {"joined at 1": 31.0, "joined at 2": 32.0, "joined at 3": 33.0}
+
+
+def test_neither_a_request_that_others_overtake_nor_one_without_a_worker_waits_for_ever() -> None:
+    queue = QueueUnderTest()
+    queue.join(Request("idle", priority=1), 0.0, patience_s=30.0)
+    queue.join(Request("hopeless", has_worker=False), 0.0, patience_s=30.0)
+
+    def move(now: float) -> None:
+        queue.join(Request(f"urgent {now:g}", priority=-1), now, patience_s=30.0)
+        queue.make_room(1, now)
+
+    assert refused_until(queue, 100.0, move) == {"hopeless": 30.0, "idle": 30.0}
 
 
 def test_time_in_which_the_process_stood_still_is_not_waited() -> None:

@@ -15,12 +15,13 @@ import pytest
 from baton.errors import InvalidRequest, Overloaded
 from gateway.conversation import ChatMessage, Conversation, ToolCall
 from gateway.text import Tokenizer, TokenizerPool
-from gateway.text.pool import MAX_INLINE_CHARACTERS, MAX_WAITING, NUM_THREADS
+from gateway.text.pool import MAX_INLINE_CHARACTERS, NUM_THREADS
 from gateway.text.time_limit import run_within
 from tests.factories.models import make_tokenizer_dir
 
 HELLO = Conversation((ChatMessage("user", "hello"),))
 MAX_TOKENS = 2000
+MAX_WAITING = 64
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -30,7 +31,7 @@ def tokenizer(folder: Path, template: str | None = None) -> Tokenizer:
 
 @asynccontextmanager
 async def pool_of(tokenizer: Tokenizer, template_timeout_s: float = 5.0) -> AsyncIterator[TokenizerPool]:
-    pool = TokenizerPool(tokenizer, MAX_TOKENS, template_timeout_s)
+    pool = TokenizerPool(tokenizer, MAX_TOKENS, MAX_WAITING, template_timeout_s)
     try:
         yield pool
     finally:
@@ -196,7 +197,7 @@ async def test_the_event_loop_goes_on_while_long_prompts_are_tokenized(tmp_path:
         own.encode(text)
         return time.perf_counter() - began
 
-    pool = TokenizerPool(own, max_tokens=10**6)
+    pool = TokenizerPool(own, 10**6, MAX_WAITING)
     num_turns, working = 0, asyncio.gather(*[pool.encode("alice", text) for _ in range(4)])
     while not working.done():
         await asyncio.sleep(0.001)
