@@ -30,7 +30,7 @@ class TokenizerPool:
     ) -> None:
         """Refuses a text without tokenizing it if it cannot fit into `max_tokens` tokens, even with the
         longest tokens. Up to `max_waiting` texts, and as many conversations, may wait. If there are more, the
-        pool refuses texts of the caller with the most.
+        pool refuses those of the caller that has most of them.
         """
         self.tokenizer = tokenizer
         self.max_characters = max_tokens * tokenizer.longest_token
