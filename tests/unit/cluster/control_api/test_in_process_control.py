@@ -100,7 +100,11 @@ async def test_a_fleet_that_was_ended_says_so_to_all_who_call_later() -> None:
         # Gateways need the workers until they have drained, and no command may adopt or join a fleet that ends.
         assert len((await control.call(WaitView("", -1, 1.0))).endpoints) == 3
         # A worker that a command starts could begin when all others have ended.
-        commands = (ScaleRole(WorkerRole.DECODE, 9), SetWorkerRole("w1", WorkerRole.PREFILL), BeginRollout(()))
+        commands = (
+            ScaleRole(WorkerRole.DECODE, 9),
+            SetWorkerRole("w1", WorkerRole.PREFILL),
+            BeginRollout(()),
+        )
         for request in (GetConfiguration(), *commands):
             with pytest.raises(ClusterError, match="the fleet is ending; try again when it has ended"):
                 await control.call(request)
