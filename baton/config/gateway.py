@@ -74,14 +74,15 @@ class GatewayConfig(Section):
     require_disaggregated: bool = False
     """Every prompt is handed over, with routing_mode `auto` too, and a request for which no prefill worker is available
     fails. A request that asks for `local` itself is not affected."""
-    max_in_flight: int = Field(256, ge=1)
-    """Requests that may be with workers at once; further ones wait. In the configuration of the command that starts the
-    fleet, also how many requests may wait at one worker."""
+    max_in_flight: int = Field(1024, ge=1)
+    """Requests that may be with workers at once; further ones wait. Slots and blocks of decode workers usually set a
+    lower limit. In the configuration of the command that starts the fleet, also how many requests may wait at one
+    worker."""
     max_queued: int = Field(1024, ge=0)
     """Requests that may wait at once for a worker with room; further ones are refused with a retry hint. Requests
     that lost their worker while they ran wait in addition to these."""
     placement_timeout_s: float = Field(30.0, gt=0.0)
-    """A request that finds no worker for this long is refused."""
+    """A request is refused if for this long it found no worker, and its place in the queue did not get better."""
     max_unread_tokens: int = Field(4096, ge=1)
     """A request ends if more tokens than this wait for its client to read them."""
     max_message_mib: int = Field(16, ge=1)

@@ -198,7 +198,7 @@ class Router:
             raise NoPrefillWorker("no prefill worker is available, but the request requires one")
         num_tokens = len(query.token_ids)
         if not (decodes := _with_room(able, num_tokens + 1)):
-            raise NoRoom(f"no decode worker has free blocks for {num_tokens} tokens at present")
+            raise NoRoom(f"no decode worker has a slot and free blocks for {num_tokens} tokens at present")
         num_new_tokens = min(query.max_new_tokens, EXPECTED_NEW_TOKENS)
         _raise_if_none_may(query, decodes)
         need = Need(num_tokens, num_new_tokens, self._hits(query) if self._follows_kv else {})
@@ -360,8 +360,8 @@ def _default_mode(config: GatewayConfig) -> Mode | None:
 
 
 def _with_room(decodes: list[WorkerEstimate], num_tokens: int) -> list[WorkerEstimate]:
-    """Workers with enough free blocks. If there are none, workers without requests of this gateway. All of the
-    workers, if none can ever hold so many tokens.
+    """Workers with a slot and enough free blocks. If there are none, workers without requests of this gateway. All
+    of the workers, if none can ever hold so many tokens.
 
     So each gateway may have one request in a worker's own queue, whose order is fair. Without this rule, a
     gateway that learns of free room later than other gateways would never get room. A worker that never frees

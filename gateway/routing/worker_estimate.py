@@ -27,6 +27,11 @@ from gateway.routing.rates import MovingAverage, StepTime
 UNKNOWN_STEP_TOKENS = 128
 """Assumed for a worker that has not reported how many tokens one of its steps may have."""
 
+FEWEST_AHEAD = 2
+SLOTS_PER_AHEAD = 4
+"""A worker gets more requests than it has slots: one more for every four slots, and at least two more. Their prompts
+are computed and moved before a slot is free. With many more, answers would stall after token 0 until a slot is free."""
+
 
 class WorkerEstimate:
     """The estimate for the worker of one name. Each call updates the attributes that decisions read."""
@@ -41,6 +46,8 @@ class WorkerEstimate:
         """Number of requests on the worker, or on their way to it."""
         self.num_waiting_tokens = 0
         """Prompt tokens that the worker has not computed yet."""
+        self._most_requests: float = 0
+        """How many requests the worker may have at once."""
         self.block_size = 1
         self._groups = ONE_GROUP
         self._most_tokens: float = 0
@@ -79,6 +86,8 @@ class WorkerEstimate:
         self._status = status
         self.block_size, self._groups = status.ref.block_size, status.kv_groups
         self.step_tokens = status.max_num_batched_tokens or UNKNOWN_STEP_TOKENS
+        ahead = max(FEWEST_AHEAD, status.max_num_seqs // SLOTS_PER_AHEAD)
+        self._most_requests = status.max_num_seqs + ahead if status.max_num_seqs else math.inf
         num_rows = self._groups.most_rows(status.kv_blocks.total, self.block_size, self.step_tokens)
         self._most_tokens = math.inf if num_rows is None else num_rows * self.block_size
         self._num_reported = status.requests.total
@@ -124,8 +133,8 @@ class WorkerEstimate:
         return num_tokens <= self._most_tokens
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether the worker has free blocks for `num_tokens`."""
-        return self.room >= self.num_blocks_for(num_tokens)
+        """Whether the worker has free blocks for `num_tokens`, and a slot that is free or soon free."""
+        return self.num_requests < self._most_requests and self.room >= self.num_blocks_for(num_tokens)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` need. Blocks that left a sliding window are not counted."""

@@ -56,11 +56,12 @@ def most_s(greedy: list[Session], num_blocks: int, config: GatewayConfig, end_s:
 
 @cache
 def most_alone_s(num_blocks: int, mode: Literal["auto", "disaggregated"]) -> float:
-    return most_s([], num_blocks, GatewayConfig(routing_mode=mode))
+    return most_s([], num_blocks, GatewayConfig(routing_mode=mode, max_in_flight=NUM_PLACES))
 
 
+NUM_PLACES = 256
 FLOODS = {
-    "long answers hold every place": ((256, 30, 4_000), 40_000),
+    "long answers hold every place": ((NUM_PLACES, 30, 4_000), 40_000),
     "long prompts keep the prefill worker busy": ((400, 1_000, 20), 40_000),
     "growing answers take every block": ((200, 100, 6_000), 1_200),
 }
@@ -78,8 +79,9 @@ FLOODS = {
 def test_c57_the_others_first_tokens_come_within_twice_the_time_of_being_alone(
     name: str, mode: Literal["auto", "disaggregated"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (sizes, num_blocks), config = FLOODS[name], GatewayConfig(routing_mode=mode)
+    sizes, num_blocks = FLOODS[name]
     greedy = flood(*sizes)
+    config = GatewayConfig(routing_mode=mode, max_in_flight=NUM_PLACES)
     alone_s, shared_s = most_alone_s(num_blocks, mode), most_s(greedy, num_blocks, config)
     monkeypatch.setattr(CallerShares, "_is_shared", lambda *_: False)
     unshared_s = most_s(greedy, num_blocks, config, UNSHARED_END_S)

@@ -247,7 +247,7 @@ def test_autoscaling_begins_there_and_decides_the_counts_from_then_on(in_the_fil
         ),
         (
             {"gateway": {"max_queued": 9, "max_in_flight": 9}},
-            "file has changed: gateway.max_in_flight is 256 in this command's configuration, 9 in the file",
+            "file has changed: gateway.max_in_flight is 1024 in this command's configuration, 9 in the file",
         ),
         (
             {"autoscaling": SCALING},

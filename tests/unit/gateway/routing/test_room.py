@@ -47,6 +47,20 @@ def test_nothing_goes_to_a_decode_worker_without_blocks_for_it() -> None:
             router.route(ask(200))
 
 
+@pytest.mark.parametrize(("num_slots", "num_fitting"), [(1, 3), (8, 10), (64, 80)])
+def test_a_few_requests_more_than_a_decode_worker_has_slots_are_sent_to_it(
+    num_slots: int, num_fitting: int
+) -> None:
+    """Those of another gateway count, too. With more, answers would stall after token 0 until a slot is free."""
+    router = router_of("kv_aware", DISAGGREGATED, P[0])
+    router.on_status(replace(status("d0", running=1), max_num_seqs=num_slots))
+    ours = [send(router, ask(3)) for _ in range(num_fitting - 1)]
+    with pytest.raises(NoRoom, match="no decode worker has a slot"):
+        router.route(ask(3))
+    end(router, ours[0])
+    send(router, ask(3))
+
+
 def test_a_request_takes_the_blocks_of_every_kv_group_but_not_those_that_left_a_window() -> None:
     """200 tokens and the next: 13 rows of two groups, of which 10 have left the window. The running request may need
     the next row of both.
