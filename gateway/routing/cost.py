@@ -8,6 +8,7 @@ local  = wait(D) + compute(D) * (1 + running(D))         + decode(D)
 wait      prompt tokens that wait on the worker / its prefill rate
 compute   prompt tokens that are not in the worker's cache / its prefill rate
 late      how much longer the transfer of D's missing tokens takes than P's computation
+running   the requests on D. Of those that wait for their KV, only as many as it reaches soon (NEAR)
 decode    the steps of the answer, each with one more request, plus the time that the answer adds to the steps
           of running requests; plus the time to recompute evicted tokens if blocks run short
 
@@ -33,6 +34,10 @@ HANDOVER_S = 0.005
 
 EXPECTED_NEW_TOKENS = 128
 """Assumed length of an answer with a higher limit: its real length is unknown, and limits are rarely met."""
+
+NEAR = 4
+"""A prompt probably delays a request on D whose KV comes within this many times the prompt's own time. The margin is
+large, since the times of single hand-overs are not known."""
 
 DEFAULT_SCHEDULER = SchedulerConfig()
 
@@ -80,9 +85,12 @@ class CostModel:
         late_s = self._late_s(decode, need, per_token_s, prefill_s)
         return self.wait_s(prefill) + prefill_s + late_s + HANDOVER_S + self.decode_s(decode, need)
 
-    def local_s(self, decode: WorkerEstimate, need: Need) -> float:
-        damage = 1 + decode.num_requests
-        return self.wait_s(decode) + self.compute_s(decode, need) * damage + self.decode_s(decode, need)
+    def local_s(self, decode: WorkerEstimate, need: Need, load_s: float = 0.0) -> float:
+        """`load_s`: the time in which the KV arrives for which requests on D wait."""
+        compute_s, num_loads = self.compute_s(decode, need), decode.num_requests - decode.num_here
+        near = NEAR * compute_s / load_s if load_s > NEAR * compute_s else 1.0
+        damage = 1 + decode.num_here + near * num_loads
+        return self.wait_s(decode) + compute_s * damage + self.decode_s(decode, need)
 
     def prefill_s(self, prefill: WorkerEstimate, need: Need) -> float:
         """The part of `pair_s` that is the same for every decode worker."""

@@ -239,7 +239,8 @@ class Router:
     def _reason_for_local(self, need: Need, local: WorkerEstimate, pair: Chosen) -> str:
         """Why a request that requires no mode should use this decode worker alone; empty if it should not."""
         costs, threshold = self._costs, self._config.local_prefill_tokens
-        alone_s, local_s = costs.pair_s(*pair, need) - costs.wait_s(pair[0]), costs.local_s(local, need)
+        wait_s = costs.wait_s(pair[0])
+        alone_s, local_s = costs.pair_s(*pair, need) - wait_s, costs.local_s(local, need, load_s=wait_s)
         if threshold is None and local_s <= alone_s:
             if local.num_requests:
                 return "short prompt"

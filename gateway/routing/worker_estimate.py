@@ -44,6 +44,8 @@ class WorkerEstimate:
         """The worker has not reported yet, has ended, or is lost."""
         self.num_requests = 0
         """Number of requests on the worker, or on their way to it."""
+        self.num_here = 0
+        """How many of these do not wait for their prompt's KV from a prefill worker."""
         self.num_waiting_tokens = 0
         """Prompt tokens that the worker has not computed yet."""
         self._most_requests: float = 0
@@ -64,6 +66,8 @@ class WorkerEstimate:
         """How many blocks of each running sub-request this worker had cached, as far as the router knows."""
         self._since_report: set[int] = set()
         """Requests sent since the latest report."""
+        self._num_loads_since_report = 0
+        """How many of these wait for their prompt's KV from a prefill worker."""
         self._num_freed = 0
         self._num_reported = 0
         self._num_own_tokens = 0
@@ -93,6 +97,7 @@ class WorkerEstimate:
         self._num_reported = status.requests.total
         self.is_gone = status.state.has_ended
         self._since_report.clear()
+        self._num_loads_since_report = 0
         self._num_freed = 0
         self._num_others = max(0, self._num_reported - len(self.sub_requests))
         self._num_others_tokens = max(0, status.load.num_queued_prompt_tokens - self._num_own_tokens)
@@ -113,6 +118,7 @@ class WorkerEstimate:
         self._hit_blocks[id(placement)] = self._num_hit_blocks(placement)
         self._num_own_tokens += self._tokens(placement)
         self._since_report.add(id(placement))
+        self._num_loads_since_report += self._loads(placement)
         self._refresh()
 
     def ended(self, placement: Placement, *, are_hits_known: bool) -> None:
@@ -121,7 +127,9 @@ class WorkerEstimate:
         without_blocks = set(islice(reversed(self.sub_requests), self._num_without_blocks()))
         had_blocks = placement.decode == self.name and id(placement) not in without_blocks
         del self.sub_requests[id(placement)]
-        self._since_report.discard(id(placement))
+        if id(placement) in self._since_report:
+            self._since_report.remove(id(placement))
+            self._num_loads_since_report -= self._loads(placement)
         if had_blocks and are_hits_known:
             self._num_freed += max(0, placement.num_decode_blocks - max(self._hit_blocks.values()))
         del self._hit_blocks[id(placement)]
@@ -155,6 +163,8 @@ class WorkerEstimate:
 
     def _refresh(self) -> None:
         self.num_requests = len(self.sub_requests) + self._num_others
+        num_loads = self.status.requests.waiting_for_remote_kvs + self._num_loads_since_report
+        self.num_here = max(0, self.num_requests - num_loads)
         self.num_waiting_tokens = self._num_waiting_tokens()
         spoken_for = sum(
             sub_request.num_decode_blocks for sub_request in self._youngest(self._num_without_blocks())
@@ -183,6 +193,10 @@ class WorkerEstimate:
         num_unseen = max(len(self._since_report), len(self.sub_requests) - self._num_reported)
         reported += sum(self._tokens(sub_request) for sub_request in self._youngest(num_unseen))
         return min(reported, self._num_own_tokens + self._num_others_tokens)
+
+    def _loads(self, sub_request: Placement) -> bool:
+        """Whether this worker gets the prompt's KV from a prefill worker."""
+        return sub_request.prefill is not None and sub_request.decode == self.name
 
     def _tokens(self, sub_request: Placement) -> int:
         is_computed_here = sub_request.prefill == self.name or sub_request.prefill is None

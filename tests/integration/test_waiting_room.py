@@ -181,8 +181,8 @@ async def test_as_many_chats_may_come_at_once_as_the_gateway_accepts(
         return render(tokenizer, *arguments)
 
     monkeypatch.setattr(Tokenizer, "render_chat", held)
-    workers, limits = {"w0": answering(ANSWER)}, {"max_in_flight": 2, "max_queued": 298}
-    async with gateway_with(folder, {}, workers, **limits) as under_test:
+    workers = {"w0": answering(ANSWER)}
+    async with gateway_with(folder, {}, workers, max_in_flight=2, max_queued=298) as under_test:
         messages = [("user", "Hi")]
         calls = [ask(under_test, f"r{number}", text=None, messages=messages) for number in range(300)]
         turns = under_test.gateway._preprocessor.pool._template_threads._turns

@@ -105,9 +105,9 @@ async def test_a_fleet_that_was_ended_says_so_to_all_who_call_later() -> None:
             SetWorkerRole("w1", WorkerRole.PREFILL),
             BeginRollout(()),
         )
-        for request in (GetConfiguration(), *commands):
+        for refused in (GetConfiguration(), *commands):
             with pytest.raises(ClusterError, match="the fleet is ending; try again when it has ended"):
-                await control.call(request)
+                await control.call(refused)
         assert len(tested.launcher.incarnations) == 3
         for worker in tested.launcher.alive:
             worker.may_drain.set()

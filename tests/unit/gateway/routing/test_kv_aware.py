@@ -309,6 +309,13 @@ def test_a_prompt_goes_local_while_prefill_workers_are_busy() -> None:
     assert reason_for(router) == ("busy prefill workers", False)
 
 
+def test_prompts_of_a_burst_go_local_though_many_hand_overs_to_the_decode_worker_are_to_come() -> None:
+    """A decode worker that waits for hand-overs is not busy. Those that come soon would be delayed, so they count."""
+    router = router_of("kv_aware", "auto", measured("p0"), measured("d0", free=9999, total=9999))
+    reasons = [send(router, LONG).reason or "pair" for _ in range(30)]
+    assert 8 <= reasons.count("busy prefill workers") <= 12
+
+
 @pytest.mark.parametrize(("num_running", "longest"), [(1, 200), (4, 50), (20, 10)])
 def test_a_prompt_is_short_if_it_delays_all_answers_by_less_than_a_hand_over_costs(
     num_running: int, longest: int
