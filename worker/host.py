@@ -246,9 +246,11 @@ class EngineHost:
             state = WorkerState.STOPPED if failure is None else WorkerState.DEAD
         else:
             state = WorkerState.DRAINING if snapshot.is_draining else WorkerState.READY
+        executor = self._parts.executor
+        scheduler = executor.scheduler_config  # completed: defaults depend on the device
         # Read now, not in the snapshot: an idle engine takes no snapshots, but connections may still be refused.
         planes = {
-            **self._parts.executor.connector.counters(),
+            **executor.connector.counters(),
             "request_denied_peers": self._parts.server.num_denied,
         }
         return WorkerStatus(
@@ -258,12 +260,12 @@ class EngineHost:
             kv_blocks=snapshot.kv_blocks,
             requests=snapshot.requests,
             counters={**snapshot.counters, **planes},
-            kv_peers=self._parts.executor.connector.peers(),
+            kv_peers=executor.connector.peers(),
             failure=hang or ("" if failure is None else str(failure)),
             load=self._load(snapshot),
-            max_num_seqs=self._config.scheduler.max_num_seqs,
-            max_num_batched_tokens=self._config.scheduler.max_num_batched_tokens,
-            kv_groups=self._parts.executor.device_engine.model.layer_groups.groups,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            kv_groups=executor.device_engine.model.layer_groups.groups,
         )
 
     def _load(self, snapshot: EngineSnapshot) -> WorkerLoad:

@@ -23,7 +23,9 @@ class HeadNorm:
     ) -> None:
         self.q_weight_D, self.k_weight_D, self.eps = q_weight_D, k_weight_D, eps
         self.q_float32_D, self.k_float32_D = (each.to(torch.float32) for each in (q_weight_D, k_weight_D))
-        self._weight_RD = torch.cat([q_weight_D.expand(num_heads, -1), k_weight_D.expand(num_kv_heads, -1)])
+        # Not by torch.cat: with meta tensors, it would import PyTorch's compiler, which takes a second at each start.
+        self._weight_RD = q_weight_D.new_empty(num_heads + num_kv_heads, len(q_weight_D))
+        self._weight_RD[:num_heads], self._weight_RD[num_heads:] = q_weight_D, k_weight_D
 
     def apply_(self, qk_TRD: torch.Tensor) -> None:
         """Normalizes queries and keys in place. Query heads come before key heads."""

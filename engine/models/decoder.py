@@ -33,7 +33,7 @@ from engine.models.llama import LlamaLayer
 from engine.models.mixture import mixture_layer
 from engine.models.olmo2 import Olmo2Layer
 from engine.models.phi3 import Phi3Layer
-from engine.models.projections import Projections
+from engine.models.projections import Projections, plus_one
 
 NO_SCALES: Mapping[str, KVScale] = MappingProxyType({})
 
@@ -123,7 +123,7 @@ class Decoder:
         norm_E = parts.norm("model.norm", a.hidden_size)
         self._dtype = norm_E.dtype
         self._head_factors = self._factors_of(kv_scales, norm_E.device)
-        self._norm_E = norm_E.to(torch.float32) + 1.0 if a.family.is_gemma else norm_E
+        self._norm_E = plus_one(norm_E) if a.family.is_gemma else norm_E
         self._embedding_scale = a.embedding_scale
         if a.family.is_gemma:  # trained with this scale rounded to the dtype of the activations
             self._embedding_scale = torch.tensor(a.embedding_scale, dtype=self._dtype).item()

@@ -151,7 +151,7 @@ class Projections:
         `from_one`: the checkpoint has the weights minus 1 (Gemma); 1 is added in float32.
         """
         weight = self.weights.take_tensor(f"{name}.weight", size)
-        return weight.to(torch.float32) + 1.0 if from_one else weight
+        return plus_one(weight) if from_one else weight
 
     def head_norm(self, a: ModelArchitecture, heads: str, *, from_one: bool = False) -> HeadNorm | None:
         """The norm of each head of queries and keys, if the architecture has it."""
@@ -205,6 +205,14 @@ class Projections:
 def shard_of(dim: int, collectives: Collectives) -> Shard | None:
     """This rank's share of dimension `dim`; None if there is only one rank."""
     return Shard(dim, collectives.rank, collectives.size) if collectives.size > 1 else None
+
+
+def plus_one(weight: torch.Tensor) -> torch.Tensor:
+    """The weight plus 1, in float32.
+
+    With meta tensors, `weight + 1.0` would import PyTorch's compiler, which takes a second at each start of a worker.
+    """
+    return weight.to(torch.float32, copy=True).add_(1.0)
 
 
 def qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None = None) -> list[Columns]:

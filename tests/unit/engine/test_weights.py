@@ -17,6 +17,7 @@ from engine.layers.fp8 import quantize_rows
 from engine.loading.digest import model_digest
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.weights import DummyWeights, Shard
+from tests.factories.families import GEMMA
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 
@@ -215,9 +216,15 @@ def test_loading_does_not_import_pytorchs_compiler(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; import torch\n"
         "from baton.config import ModelConfig; from engine.loading.loader import load_model\n"
-        "load_model(ModelConfig(dtype='float32'), Path(sys.argv[1]), torch.device('cpu'))\n"
-        "print('torch._dynamo' in sys.modules)"
+        "for path in sys.argv[1:]:\n"
+        "    load_model(ModelConfig(dtype='float32'), Path(path), torch.device('cpu'))\n"
+        "    print('torch._dynamo' in sys.modules)"
     )
-    command = [sys.executable, "-c", program, str(make_model_dir(tmp_path, attention_bias=True))]
+    folders = (
+        make_model_dir(tmp_path / "llama", attention_bias=True),
+        make_model_dir(tmp_path / "qwen3", "qwen3"),
+        make_model_dir(tmp_path / "gemma2", "gemma2", **GEMMA),
+    )
+    command = [sys.executable, "-c", program, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.stdout == "False\n", done.stderr
+    assert done.stdout == "False\nFalse\nFalse\n", done.stderr

@@ -97,6 +97,21 @@ def test_a_host_starts_reports_and_stops_cleanly(folder: Path) -> None:
     assert host.status().state.value == "stopped"
 
 
+def test_a_host_reports_the_sizes_of_its_steps_as_completed(folder: Path) -> None:
+    """A budget that is unset has room for a step of decodes; on a GPU, other defaults apply, too."""
+    config = BatonConfig.from_mapping(
+        {
+            "model": {"dtype": "float32", "load_format": "dummy"},
+            "scheduler": {"num_blocks": 20, "max_num_seqs": 200},
+        }
+    )
+    host = EngineHost(config, KEYS, folder, WorkerRole.DECODE, "d0")
+    host.start()
+    status = host.status()
+    host.stop()
+    assert (status.max_num_seqs, status.max_num_batched_tokens) == (200, 200)
+
+
 def test_a_host_counts_strangers_on_both_planes_even_while_it_is_idle(folder: Path) -> None:
     config = BatonConfig.from_mapping(
         {"model": {"dtype": "float32", "load_format": "dummy"}, "scheduler": {"num_blocks": 20}}
