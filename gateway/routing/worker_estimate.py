@@ -140,9 +140,14 @@ class WorkerEstimate:
         """Whether the worker's empty pool could hold `num_tokens`."""
         return num_tokens <= self._most_tokens
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether the worker has free blocks for `num_tokens`, and a slot that is free or soon free."""
-        return self.num_requests < self._most_requests and self.room >= self.num_blocks_for(num_tokens)
+    @property
+    def has_slot(self) -> bool:
+        """Whether a slot is free, or soon free."""
+        return self.num_requests < self._most_requests
+
+    def has_blocks_for(self, num_tokens: int) -> bool:
+        """Whether the worker has free blocks for `num_tokens`."""
+        return self.room >= self.num_blocks_for(num_tokens)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` need. Blocks that left a sliding window are not counted."""

@@ -6,6 +6,7 @@ import pytest
 
 from baton.errors import Overloaded, WorkerUnavailable
 from gateway.requests.queue import LOOK_AHEAD, MAX_PASSED
+from gateway.routing.placement import NoSlot
 from tests.factories.queue_under_test import OVER_SHARE, QueueUnderTest, Request
 
 
@@ -307,6 +308,23 @@ def test_a_request_waits_on_while_its_place_gets_better() -> None:
         queue.join(Request(name), 0.0, patience_s=30.0)
     assert not refused_until(queue, 140.0, lambda now: queue.make_room(int(now % 25 == 0), now))
     assert queue.placed == names
+
+
+def test_requests_that_lack_only_a_slot_wait_on_while_long_answers_run_unless_many_overtake_them() -> None:
+    """Without this, requests at once were refused if no answer ended within the patience."""
+    queue, full = QueueUnderTest(), NoSlot("all slots are taken")
+    for number in range(2 * LOOK_AHEAD):  # a sweep does not reach all of them
+        queue.join(Request(str(number), refusal=full), 0.0, patience_s=30.0)
+
+    def overtake(now: float) -> None:
+        if now % 5 == 0.0:
+            queue.join(Request("urgent", priority=-1), now, patience_s=30.0)
+            queue.make_room(1, now)
+        queue.waiting.sweep(now)
+
+    refused = refused_until(queue, 400.0, overtake)
+    assert len(queue.placed) > MAX_PASSED
+    assert set(refused.values()) == {30.0 * ((MAX_PASSED + 1) * 5 // 30 + 1)}
 
 
 def test_a_place_that_gets_better_because_others_are_refused_prolongs_no_wait() -> None:
