@@ -24,7 +24,7 @@ from baton.errors import Overloaded, RequestError, WorkerUnavailable
 from baton.system.standstill import Standstill, pace_of
 from gateway.requests.fair_queue import FairQueue, QueueEntry
 from gateway.requests.shares import HeldBack, OverShare
-from gateway.routing.placement import NoDecodeWorker, NoPrefillWorker, NoRoom, NoSlot
+from gateway.routing.placement import AwaitsPrompts, NoDecodeWorker, NoPrefillWorker, NoRoom, NoSlot
 
 LOOK_AHEAD = 8
 MAX_PASSED = 64
@@ -322,8 +322,8 @@ class RequestQueue(Generic[T]):
 
 
 def _waits_for_decode_worker(reason: RequestError | None) -> bool:
-    """Whether a request waits for a decode worker with room, not for its turn or for a prefill worker."""
-    return isinstance(reason, NoRoom | NoDecodeWorker) and not isinstance(reason, HeldBack)
+    """Whether a request waits for a decode worker with room, not for its turn or for prefill workers."""
+    return isinstance(reason, NoRoom | NoDecodeWorker) and not isinstance(reason, HeldBack | AwaitsPrompts)
 
 
 MEMORY_S = 30.0

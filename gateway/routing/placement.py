@@ -28,6 +28,10 @@ class NoSlot(NoRoom):
     """Decode workers have enough free blocks, but as many requests as they may have. Their answers will end."""
 
 
+class AwaitsPrompts(NoSlot):
+    """Most of these requests wait for prompts that prefill workers compute. Another decode worker would not help."""
+
+
 class NoDecodeWorker(WorkerUnavailable):
     """No decode worker may take the request at present. Clients get a WorkerUnavailable."""
 

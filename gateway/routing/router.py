@@ -16,6 +16,7 @@ from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from gateway.routing.cost import DEFAULT_SCHEDULER, EXPECTED_NEW_TOKENS, CostModel, Need
 from gateway.routing.placement import (
+    AwaitsPrompts,
     BlockHashes,
     Mode,
     NoDecodeWorker,
@@ -376,9 +377,12 @@ def _with_room(decodes: list[WorkerEstimate], num_tokens: int) -> list[WorkerEst
 
 
 def _no_room(decodes: list[WorkerEstimate], num_tokens: int) -> NoRoom:
-    if any(worker.has_blocks_for(num_tokens + 1) for worker in decodes):
-        return NoSlot("no decode worker has a slot at present")
-    return NoRoom(f"no decode worker has free blocks for {num_tokens} tokens at present")
+    without_slot = [worker for worker in decodes if worker.has_blocks_for(num_tokens + 1)]
+    if not without_slot:
+        return NoRoom(f"no decode worker has free blocks for {num_tokens} tokens at present")
+    if all(worker.awaits_prompts for worker in without_slot):
+        return AwaitsPrompts("no decode worker has a slot until prefill workers have computed more prompts")
+    return NoSlot("no decode worker has a slot at present")
 
 
 def _make_policy(config: GatewayConfig, costs: CostModel) -> Policy:

@@ -145,6 +145,11 @@ class WorkerEstimate:
         """Whether a slot is free, or soon free."""
         return self.num_requests < self._most_requests
 
+    @property
+    def awaits_prompts(self) -> bool:
+        """Whether most slots are kept for requests whose prompts prefill workers have not computed yet."""
+        return 2 * self.status.requests.waiting_for_remote_kvs > self.status.max_num_seqs
+
     def has_blocks_for(self, num_tokens: int) -> bool:
         """Whether the worker has free blocks for `num_tokens`."""
         return self.room >= self.num_blocks_for(num_tokens)

@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import Overloaded, WorkerUnavailable
 from gateway.requests.queue import LOOK_AHEAD, MAX_PASSED
-from gateway.routing.placement import NoSlot
+from gateway.routing.placement import AwaitsPrompts, NoSlot
 from tests.factories.queue_under_test import OVER_SHARE, QueueUnderTest, Request
 
 
@@ -325,6 +325,14 @@ def test_requests_that_lack_only_a_slot_wait_on_while_long_answers_run_unless_ma
     refused = refused_until(queue, 400.0, overtake)
     assert len(queue.placed) > MAX_PASSED
     assert set(refused.values()) == {30.0 * ((MAX_PASSED + 1) * 5 // 30 + 1)}
+
+
+def test_a_request_that_waits_until_prompts_are_computed_does_not_wait_for_a_decode_worker() -> None:
+    queue = QueueUnderTest()
+    queue.join(Request("a", refusal=AwaitsPrompts("its slot is kept for another prompt")), 1.0)
+    assert queue.waiting.oldest_since(for_worker=True) is None
+    queue.join(Request("b", refusal=NoSlot("all slots are taken")), 2.0)
+    assert queue.waiting.oldest_since(for_worker=True) == 2.0
 
 
 def test_a_place_that_gets_better_because_others_are_refused_prolongs_no_wait() -> None:
