@@ -29,8 +29,8 @@ UNKNOWN_STEP_TOKENS = 128
 
 FEWEST_AHEAD = 2
 SLOTS_PER_AHEAD = 4
-"""A worker gets more requests than it has slots: one more for every four slots, and at least two more. Their prompts
-are computed and moved before a slot is free. With many more, answers would stall after token 0 until a slot is free."""
+"""A worker gets more requests than it has slots: one more for every four slots, and at least two more. Prefill workers
+compute their prompts before a slot is free. With many more, answers would stall after token 0 until a slot is free."""
 
 
 class WorkerEstimate:
