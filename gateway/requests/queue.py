@@ -185,6 +185,8 @@ class RequestQueue(Generic[T]):
                 self._begin_patience(entry, self._patience_s, place, now)
             elif lacks_slot and entry.has_workers and self._num_placed_since(entry) <= MAX_PASSED:
                 self._watch_patience(entry, self._patience_s, now)
+            elif (rest_s := self._patience_without_workers_s(entry, now)) > ROUNDING_S:
+                self._watch_patience(entry, rest_s, now)
             else:
                 ended.append(entry)
         return ended
@@ -192,6 +194,10 @@ class RequestQueue(Generic[T]):
     def _has_moved_up(self, entry: QueueEntry[T], place: int) -> bool:
         """Whether entries before it went to workers since its patience began, and not as many came."""
         return entry.has_workers and place < entry.place and self._num_placed_since(entry) > 0
+
+    def _patience_without_workers_s(self, entry: QueueEntry[T], now: float) -> float:
+        """How long the entry still waits for a worker. While it waited for room, it did not wait for a worker."""
+        return 0.0 if entry.has_workers else entry.lost_workers_at + self._patience_s - self._running(now)
 
     def _num_placed_since(self, entry: QueueEntry[T]) -> int:
         """How many entries went to workers since this one's patience began."""
@@ -221,16 +227,16 @@ class RequestQueue(Generic[T]):
         self._over_share = self._find_over_share(self._queue.callers, now)
         for entry in self._queue.first_ones_of(self._over_share):
             if not isinstance(entry.reason, OverShare):  # it stays if a later sweep ends before
-                entry.reason = self._try_to_place(entry)
+                self._note(entry, self._try_to_place(entry), now)
                 if entry.reason is None:
                     placed.append(entry)
         self._num_sweeps += 1
         for entry in self._queue.without(self._over_share):
             entry.tried_in, needs = self._num_sweeps, entry.needs()
             if (reason := hopeless.get(needs)) is not None:
-                entry.reason = reason
+                self._note(entry, reason, now)
                 continue
-            entry.reason = self._try_to_place(entry)
+            self._note(entry, self._try_to_place(entry), now)
             if entry.reason is None:
                 placed.append(entry)
                 for passed in held_up:
@@ -245,6 +251,11 @@ class RequestQueue(Generic[T]):
                 if len(held_up) == LOOK_AHEAD or entry.num_passed >= MAX_PASSED:
                     return
         self._is_any_hopeless = bool(hopeless)
+
+    def _note(self, entry: QueueEntry[T], reason: RequestError | None, now: float) -> None:
+        had_workers, entry.reason = entry.has_workers, reason
+        if had_workers and not entry.has_workers:
+            entry.lost_workers_at = self._running(now)
 
     def _is_in_sight(self, entry: QueueEntry[T]) -> bool:
         """Whether a sweep could reach this entry: fewer than LOOK_AHEAD entries before it lack room."""
@@ -288,7 +299,7 @@ class RequestQueue(Generic[T]):
 
     def _begin_patience(self, entry: QueueEntry[T], patience_s: float, place: int, now: float) -> None:
         """The patience begins now, with so many entries before this one."""
-        entry.place, entry.num_placed_then = place, self._num_placed
+        entry.place, entry.num_placed_then, entry.lost_workers_at = place, self._num_placed, -math.inf
         self._watch_patience(entry, patience_s, now)
 
     def _watch_patience(self, entry: QueueEntry[T], patience_s: float, now: float) -> None:

@@ -327,6 +327,19 @@ def test_requests_that_lack_only_a_slot_wait_on_while_long_answers_run_unless_ma
     assert set(refused.values()) == {30.0 * ((MAX_PASSED + 1) * 5 // 30 + 1)}
 
 
+def test_a_request_that_waited_for_a_slot_waits_as_long_as_any_other_for_a_worker_that_is_lost() -> None:
+    queue = QueueUnderTest()
+    request = Request("a", refusal=NoSlot("all slots are taken"))
+    queue.join(request, 0.0, patience_s=30.0)
+
+    def lose_worker(now: float) -> None:
+        if now == 85.0:
+            request.refusal = WorkerUnavailable("no decode worker is available")
+        queue.waiting.sweep(now)
+
+    assert refused_until(queue, 200.0, lose_worker) == {"a": 115.0}
+
+
 def test_a_request_that_waits_until_prompts_are_computed_does_not_wait_for_a_decode_worker() -> None:
     queue = QueueUnderTest()
     queue.join(Request("a", refusal=AwaitsPrompts("its slot is kept for another prompt")), 1.0)
