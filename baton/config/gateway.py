@@ -82,7 +82,8 @@ class GatewayConfig(Section):
     """Requests that may wait at once for a worker with room; further ones are refused with a retry hint. Requests
     that lost their worker while they ran wait in addition to these."""
     placement_timeout_s: float = Field(30.0, gt=0.0)
-    """A request is refused if for this long it found no worker, and its place in the queue did not get better."""
+    """A request is refused if for this long it found no worker, and its place in the queue did not get better.
+    A request waits on if only slots are lacking, unless many other requests overtake it."""
     max_unread_tokens: int = Field(4096, ge=1)
     """A request ends if more tokens than this wait for its client to read them."""
     max_message_mib: int = Field(16, ge=1)

@@ -63,6 +63,8 @@ class QueueEntry(Generic[T]):
     """How many entries were before it when its patience began."""
     num_placed_then: int = 0
     """How many entries the queue had placed when its patience began."""
+    lost_workers_at: float = -math.inf
+    """When, after its patience began, the latest worker for it was lost."""
 
     @property
     def goes_first(self) -> bool:

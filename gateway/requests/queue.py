@@ -24,7 +24,7 @@ from baton.errors import Overloaded, RequestError, WorkerUnavailable
 from baton.system.standstill import Standstill, pace_of
 from gateway.requests.fair_queue import FairQueue, QueueEntry
 from gateway.requests.shares import HeldBack, OverShare
-from gateway.routing.placement import NoDecodeWorker, NoPrefillWorker, NoRoom
+from gateway.routing.placement import AwaitsPrompts, NoDecodeWorker, NoPrefillWorker, NoRoom, NoSlot
 
 LOOK_AHEAD = 8
 MAX_PASSED = 64
@@ -127,7 +127,7 @@ class RequestQueue(Generic[T]):
         if refusal is None or refusal[0] is not entry:
             if entry.deadline is not None:
                 heappush(self._deadlines, (entry.deadline, entry.number, entry))
-            self._watch_patience(entry, entry.patience_s, len(self._queue) - 1, now)
+            self._begin_patience(entry, entry.patience_s, len(self._queue) - 1, now)
         return refusal
 
     def leave(self, entry: QueueEntry[T], now: float) -> None:
@@ -166,27 +166,42 @@ class RequestQueue(Generic[T]):
     def out_of_patience(self, now: float) -> list[QueueEntry[T]]:
         """Entries that found no worker within their patience. They stay in the queue until they `leave`.
 
-        Three kinds of requests may wait longer. If a caller holds its share, its requests wait for the caller's
+        Four kinds of requests may wait longer. If a caller holds its share, its requests wait for the caller's
         other requests, not for workers. A request that gave way may wait as long as workers for it exist.
         Otherwise it would be refused because of other callers. A request with a better place than before waits on:
-        the queue moves.
+        the queue moves. So does a request if only slots are lacking, until MAX_PASSED requests have overtaken it:
+        long answers run, and will end.
         """
         over = set(self._expired(self._patience_ends, self._running(now)))
         ended: list[QueueEntry[T]] = []
+        lacks_slot = False
         for place, entry in enumerate(self._queue if over else ()):
+            lacks_slot = lacks_slot or isinstance(self._reason(entry), NoSlot)
             if entry not in over:
                 continue
             if self._holds_share(entry) or (entry.gave_way and entry.has_workers):
-                self._watch_patience(entry, max(entry.patience_s, MIN_REST_S), place, now)
+                self._begin_patience(entry, max(entry.patience_s, MIN_REST_S), place, now)
             elif self._has_moved_up(entry, place):
-                self._watch_patience(entry, self._patience_s, place, now)
+                self._begin_patience(entry, self._patience_s, place, now)
+            elif lacks_slot and entry.has_workers and self._num_placed_since(entry) <= MAX_PASSED:
+                self._watch_patience(entry, self._patience_s, now)
+            elif (rest_s := self._patience_without_workers_s(entry, now)) > ROUNDING_S:
+                self._watch_patience(entry, rest_s, now)
             else:
                 ended.append(entry)
         return ended
 
     def _has_moved_up(self, entry: QueueEntry[T], place: int) -> bool:
         """Whether entries before it went to workers since its patience began, and not as many came."""
-        return entry.has_workers and place < entry.place and self._num_placed > entry.num_placed_then
+        return entry.has_workers and place < entry.place and self._num_placed_since(entry) > 0
+
+    def _patience_without_workers_s(self, entry: QueueEntry[T], now: float) -> float:
+        """How long the entry still waits for a worker. While it waited for room, it did not wait for a worker."""
+        return 0.0 if entry.has_workers else entry.lost_workers_at + self._patience_s - self._running(now)
+
+    def _num_placed_since(self, entry: QueueEntry[T]) -> int:
+        """How many entries went to workers since this one's patience began."""
+        return self._num_placed - entry.num_placed_then
 
     def _holds_share(self, entry: QueueEntry[T]) -> bool:
         """Whether the entry's caller held its share at the latest sweep, or when the entry was last tried: a sweep may
@@ -212,16 +227,16 @@ class RequestQueue(Generic[T]):
         self._over_share = self._find_over_share(self._queue.callers, now)
         for entry in self._queue.first_ones_of(self._over_share):
             if not isinstance(entry.reason, OverShare):  # it stays if a later sweep ends before
-                entry.reason = self._try_to_place(entry)
+                self._note(entry, self._try_to_place(entry), now)
                 if entry.reason is None:
                     placed.append(entry)
         self._num_sweeps += 1
         for entry in self._queue.without(self._over_share):
             entry.tried_in, needs = self._num_sweeps, entry.needs()
             if (reason := hopeless.get(needs)) is not None:
-                entry.reason = reason
+                self._note(entry, reason, now)
                 continue
-            entry.reason = self._try_to_place(entry)
+            self._note(entry, self._try_to_place(entry), now)
             if entry.reason is None:
                 placed.append(entry)
                 for passed in held_up:
@@ -236,6 +251,11 @@ class RequestQueue(Generic[T]):
                 if len(held_up) == LOOK_AHEAD or entry.num_passed >= MAX_PASSED:
                     return
         self._is_any_hopeless = bool(hopeless)
+
+    def _note(self, entry: QueueEntry[T], reason: RequestError | None, now: float) -> None:
+        had_workers, entry.reason = entry.has_workers, reason
+        if had_workers and not entry.has_workers:
+            entry.lost_workers_at = self._running(now)
 
     def _is_in_sight(self, entry: QueueEntry[T]) -> bool:
         """Whether a sweep could reach this entry: fewer than LOOK_AHEAD entries before it lack room."""
@@ -277,9 +297,12 @@ class RequestQueue(Generic[T]):
         why = f": {entry.reason}" if entry.reason else ""
         return entry, Overloaded(f"{num_others} requests wait already{why}", self.retry_after_s(entry))
 
-    def _watch_patience(self, entry: QueueEntry[T], patience_s: float, place: int, now: float) -> None:
+    def _begin_patience(self, entry: QueueEntry[T], patience_s: float, place: int, now: float) -> None:
         """The patience begins now, with so many entries before this one."""
-        entry.place, entry.num_placed_then = place, self._num_placed
+        entry.place, entry.num_placed_then, entry.lost_workers_at = place, self._num_placed, -math.inf
+        self._watch_patience(entry, patience_s, now)
+
+    def _watch_patience(self, entry: QueueEntry[T], patience_s: float, now: float) -> None:
         if patience_s < math.inf:
             heappush(self._patience_ends, (self._running(now) + patience_s, entry.number, entry))
 
@@ -310,8 +333,8 @@ class RequestQueue(Generic[T]):
 
 
 def _waits_for_decode_worker(reason: RequestError | None) -> bool:
-    """Whether a request waits for a decode worker with room, not for its turn or for a prefill worker."""
-    return isinstance(reason, NoRoom | NoDecodeWorker) and not isinstance(reason, HeldBack)
+    """Whether a request waits for a decode worker with room, not for its turn or for prefill workers."""
+    return isinstance(reason, NoRoom | NoDecodeWorker) and not isinstance(reason, HeldBack | AwaitsPrompts)
 
 
 MEMORY_S = 30.0

@@ -24,6 +24,14 @@ class NoRoom(RequestError):
     """The request gets no place at present. It may wait: other requests will make room."""
 
 
+class NoSlot(NoRoom):
+    """Decode workers have enough free blocks, but as many requests as they may have. Their answers will end."""
+
+
+class AwaitsPrompts(NoSlot):
+    """Most of these requests wait for prompts that prefill workers compute. Another decode worker would not help."""
+
+
 class NoDecodeWorker(WorkerUnavailable):
     """No decode worker may take the request at present. Clients get a WorkerUnavailable."""
 

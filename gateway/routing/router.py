@@ -16,11 +16,13 @@ from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from gateway.routing.cost import DEFAULT_SCHEDULER, EXPECTED_NEW_TOKENS, CostModel, Need
 from gateway.routing.placement import (
+    AwaitsPrompts,
     BlockHashes,
     Mode,
     NoDecodeWorker,
     NoPrefillWorker,
     NoRoom,
+    NoSlot,
     Placement,
     RouteQuery,
 )
@@ -198,7 +200,7 @@ class Router:
             raise NoPrefillWorker("no prefill worker is available, but the request requires one")
         num_tokens = len(query.token_ids)
         if not (decodes := _with_room(able, num_tokens + 1)):
-            raise NoRoom(f"no decode worker has a slot and free blocks for {num_tokens} tokens at present")
+            raise _no_room(able, num_tokens)
         num_new_tokens = min(query.max_new_tokens, EXPECTED_NEW_TOKENS)
         _raise_if_none_may(query, decodes)
         need = Need(num_tokens, num_new_tokens, self._hits(query) if self._follows_kv else {})
@@ -370,8 +372,17 @@ def _with_room(decodes: list[WorkerEstimate], num_tokens: int) -> list[WorkerEst
     """
     if decodes and not decodes[0].may_ever_hold(num_tokens):
         return decodes
-    fitting = [worker for worker in decodes if worker.fits(num_tokens)]
+    fitting = [worker for worker in decodes if worker.has_slot and worker.has_blocks_for(num_tokens)]
     return fitting or [worker for worker in decodes if not worker.sub_requests]
+
+
+def _no_room(decodes: list[WorkerEstimate], num_tokens: int) -> NoRoom:
+    without_slot = [worker for worker in decodes if worker.has_blocks_for(num_tokens + 1)]
+    if not without_slot:
+        return NoRoom(f"no decode worker has free blocks for {num_tokens} tokens at present")
+    if all(worker.awaits_prompts for worker in without_slot):
+        return AwaitsPrompts("no decode worker has a slot until prefill workers have computed more prompts")
+    return NoSlot("no decode worker has a slot at present")
 
 
 def _make_policy(config: GatewayConfig, costs: CostModel) -> Policy:

@@ -29,8 +29,8 @@ UNKNOWN_STEP_TOKENS = 128
 
 FEWEST_AHEAD = 2
 SLOTS_PER_AHEAD = 4
-"""A worker gets more requests than it has slots: one more for every four slots, and at least two more. Their prompts
-are computed and moved before a slot is free. With many more, answers would stall after token 0 until a slot is free."""
+"""A worker gets more requests than it has slots: one more for every four slots, and at least two more. Prefill workers
+compute their prompts before a slot is free. With many more, answers would stall after token 0 until a slot is free."""
 
 
 class WorkerEstimate:
@@ -140,9 +140,20 @@ class WorkerEstimate:
         """Whether the worker's empty pool could hold `num_tokens`."""
         return num_tokens <= self._most_tokens
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether the worker has free blocks for `num_tokens`, and a slot that is free or soon free."""
-        return self.num_requests < self._most_requests and self.room >= self.num_blocks_for(num_tokens)
+    @property
+    def has_slot(self) -> bool:
+        """Whether a slot is free, or soon free. The first half of the requests may be this gateway's in any case: in a
+        busy fleet, other gateways learn first that their requests have ended, and would keep all slots."""
+        return self.num_requests < self._most_requests or 2 * len(self.sub_requests) < self._most_requests
+
+    @property
+    def awaits_prompts(self) -> bool:
+        """Whether most slots are kept for requests whose prompts prefill workers have not computed yet."""
+        return 2 * self.status.requests.waiting_for_remote_kvs > self.status.max_num_seqs
+
+    def has_blocks_for(self, num_tokens: int) -> bool:
+        """Whether the worker has free blocks for `num_tokens`."""
+        return self.room >= self.num_blocks_for(num_tokens)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` need. Blocks that left a sliding window are not counted."""

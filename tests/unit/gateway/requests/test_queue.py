@@ -6,6 +6,7 @@ import pytest
 
 from baton.errors import Overloaded, WorkerUnavailable
 from gateway.requests.queue import LOOK_AHEAD, MAX_PASSED
+from gateway.routing.placement import AwaitsPrompts, NoSlot
 from tests.factories.queue_under_test import OVER_SHARE, QueueUnderTest, Request
 
 
@@ -307,6 +308,44 @@ def test_a_request_waits_on_while_its_place_gets_better() -> None:
         queue.join(Request(name), 0.0, patience_s=30.0)
     assert not refused_until(queue, 140.0, lambda now: queue.make_room(int(now % 25 == 0), now))
     assert queue.placed == names
+
+
+def test_requests_that_lack_only_a_slot_wait_on_while_long_answers_run_unless_many_overtake_them() -> None:
+    """Without this, requests at once were refused if no answer ended within the patience."""
+    queue, full = QueueUnderTest(), NoSlot("all slots are taken")
+    for number in range(2 * LOOK_AHEAD):  # a sweep does not reach all of them
+        queue.join(Request(str(number), refusal=full), 0.0, patience_s=30.0)
+
+    def overtake(now: float) -> None:
+        if now % 5 == 0.0:
+            queue.join(Request("urgent", priority=-1), now, patience_s=30.0)
+            queue.make_room(1, now)
+        queue.waiting.sweep(now)
+
+    refused = refused_until(queue, 400.0, overtake)
+    assert len(queue.placed) > MAX_PASSED
+    assert set(refused.values()) == {30.0 * ((MAX_PASSED + 1) * 5 // 30 + 1)}
+
+
+def test_a_request_that_waited_for_a_slot_waits_as_long_as_any_other_for_a_worker_that_is_lost() -> None:
+    queue = QueueUnderTest()
+    request = Request("a", refusal=NoSlot("all slots are taken"))
+    queue.join(request, 0.0, patience_s=30.0)
+
+    def lose_worker(now: float) -> None:
+        if now == 85.0:
+            request.refusal = WorkerUnavailable("no decode worker is available")
+        queue.waiting.sweep(now)
+
+    assert refused_until(queue, 200.0, lose_worker) == {"a": 115.0}
+
+
+def test_a_request_that_waits_until_prompts_are_computed_does_not_wait_for_a_decode_worker() -> None:
+    queue = QueueUnderTest()
+    queue.join(Request("a", refusal=AwaitsPrompts("its slot is kept for another prompt")), 1.0)
+    assert queue.waiting.oldest_since(for_worker=True) is None
+    queue.join(Request("b", refusal=NoSlot("all slots are taken")), 2.0)
+    assert queue.waiting.oldest_since(for_worker=True) == 2.0
 
 
 def test_a_place_that_gets_better_because_others_are_refused_prolongs_no_wait() -> None:

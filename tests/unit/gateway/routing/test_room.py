@@ -11,7 +11,7 @@ from baton.errors import RequestError, WorkerUnavailable
 from baton.kv_groups import KVGroups
 from baton.messages.request_plane import KVEvents
 from baton.worker import RequestCounts, WorkerStatus
-from gateway.routing.placement import Mode, NoRoom, Placement
+from gateway.routing.placement import AwaitsPrompts, Mode, NoRoom, NoSlot, Placement
 from gateway.routing.router import Router
 from gateway.routing.worker_estimate import WorkerEstimate
 from tests.unit.gateway.routing.test_router import (
@@ -55,10 +55,25 @@ def test_a_few_requests_more_than_a_decode_worker_has_slots_are_sent_to_it(
     router = router_of("kv_aware", DISAGGREGATED, P[0])
     router.on_status(replace(status("d0", running=1), max_num_seqs=num_slots))
     ours = [send(router, ask(3)) for _ in range(num_fitting - 1)]
-    with pytest.raises(NoRoom, match="no decode worker has a slot"):
+    with pytest.raises(NoSlot):
         router.route(ask(3))
     end(router, ours[0])
     send(router, ask(3))
+
+
+@pytest.mark.parametrize(("num_running", "num_loads", "error"), [(64, 0, NoSlot), (1, 63, AwaitsPrompts)])
+def test_slots_that_wait_for_prompts_are_no_reason_for_more_decode_workers(
+    num_running: int, num_loads: int, error: type[NoSlot]
+) -> None:
+    """With a long queue on the prefill workers, the planner started decode workers, which do not help."""
+    router = router_of("kv_aware", DISAGGREGATED, P[0])
+    router.on_status(replace(status("d0"), max_num_seqs=64))
+    for _ in range(80):
+        send(router, ask(3))
+    router.on_status(replace(status("d0", num_running, waiting=16, remote=num_loads), max_num_seqs=64))
+    with pytest.raises(NoSlot) as caught:
+        router.route(ask(3))
+    assert caught.type is error
 
 
 def test_a_request_takes_the_blocks_of_every_kv_group_but_not_those_that_left_a_window() -> None:

@@ -1,10 +1,11 @@
 """Two gateways before one decode worker: neither knows of the other, and neither starves."""
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from baton.worker import WorkerStatus
 from gateway.routing.placement import NoRoom, Placement
 from gateway.routing.router import Router
 from tests.unit.gateway.routing.test_router import POLICIES, P, ask, router_of, status
@@ -15,8 +16,10 @@ TOTAL, NEED, HEARTBEAT = 46, 8, 50
 
 @dataclass(slots=True)
 class Decode:
-    """A worker that serves in order of arrival, as many as its blocks hold."""
+    """A worker that serves in order of arrival, as many as its blocks hold, or its slots."""
 
+    num_slots: int = 0
+    """0: blocks alone are a limit."""
     line: deque[tuple[str, Placement]] = field(default_factory=deque)
     running: list[tuple[int, str, Placement]] = field(default_factory=list)
     longest_line: int = 0
@@ -24,13 +27,22 @@ class Decode:
 
     @property
     def free(self) -> int:
-        return TOTAL - NEED * len(self.running)
+        return TOTAL if self.num_slots else TOTAL - NEED * len(self.running)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.running) < self.num_slots if self.num_slots else self.free >= NEED
+
+    @property
+    def status(self) -> WorkerStatus:
+        said = status("d0", len(self.running), waiting=len(self.line), free=self.free, total=TOTAL)
+        return replace(said, max_num_seqs=self.num_slots)
 
     def turn(self, now: int) -> list[tuple[str, Placement]]:
         """The gateway whose request ended."""
         ended = [(name, placement) for end, name, placement in self.running if end == now]
         self.running = [entry for entry in self.running if entry[0] != now]
-        while self.line and self.free >= NEED:
+        while self.line and self.has_room:
             self.num_begun += 1
             duration = 15 + 7 * self.num_begun % 11
             self.running.append((now + duration, *self.line.popleft()))
@@ -38,9 +50,11 @@ class Decode:
         return ended
 
 
-def play(routers: dict[str, Router], num_turns: int, first: int = 0) -> tuple[Counter[str], Decode]:
+def play(
+    routers: dict[str, Router], num_turns: int, first: int = 0, num_slots: int = 0
+) -> tuple[Counter[str], Decode]:
     """Each has requests without end, the second from turn `first` on; how many of each were served."""
-    worker, served = Decode(), Counter[str]()
+    worker, served = Decode(num_slots), Counter[str]()
     for now in range(num_turns):
         for name, placement in worker.turn(now):
             served[name] += 1
@@ -48,9 +62,7 @@ def play(routers: dict[str, Router], num_turns: int, first: int = 0) -> tuple[Co
             routers[name].ended("p0", placement)
         for index, (name, router) in enumerate(routers.items()):
             if now % HEARTBEAT == index * 2:
-                router.on_status(
-                    status("d0", len(worker.running), waiting=len(worker.line), free=worker.free, total=TOTAL)
-                )
+                router.on_status(worker.status)
             if now >= first * index:
                 _send_all(router, name, worker)
     return served, worker
@@ -59,7 +71,7 @@ def play(routers: dict[str, Router], num_turns: int, first: int = 0) -> tuple[Co
 def _send_all(router: Router, name: str, worker: Decode) -> None:
     while True:
         try:
-            placement = router.route(ask(NEED * 16 - 1))
+            placement = router.route(ask(3 if worker.num_slots else NEED * 16 - 1))
         except NoRoom:
             return
         router.sent("p0", placement)
@@ -76,3 +88,12 @@ def test_a_second_caller_is_served_too(policy: str) -> None:
     assert min(served.values()) >= served.total() // 8, served
     assert served.total() >= alone.total() * 0.95, "the worker is no less busy"
     assert worker.longest_line <= 1, "each has at most one there beyond its room"
+
+
+def test_a_second_gateway_gets_its_part_of_the_slots() -> None:
+    """With one request at a time, it was served a hundredth of all requests."""
+    d0 = Decode(num_slots=16).status
+    routers = {name: router_of("kv_aware", "disaggregated", P[0], d0) for name in "ab"}
+    served, worker = play(routers, 600, first=20, num_slots=16)
+    assert min(served.values()) >= served.total() // 3, served
+    assert worker.longest_line <= 16
