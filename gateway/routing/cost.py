@@ -8,7 +8,7 @@ local  = wait(D) + compute(D) * (1 + running(D))         + decode(D)
 wait      prompt tokens that wait on the worker / its prefill rate
 compute   prompt tokens that are not in the worker's cache / its prefill rate
 late      how much longer the transfer of D's missing tokens takes than P's computation
-running   the requests on D. Of those that wait for their KV, only as many as it reaches soon (NEAR)
+running   the requests on D. Of the requests whose KV is still to come, only as many as get it soon (NEAR)
 decode    the steps of the answer, each with one more request, plus the time that the answer adds to the steps
           of running requests; plus the time to recompute evicted tokens if blocks run short
 
@@ -86,7 +86,7 @@ class CostModel:
         return self.wait_s(prefill) + prefill_s + late_s + HANDOVER_S + self.decode_s(decode, need)
 
     def local_s(self, decode: WorkerEstimate, need: Need, load_s: float = 0.0) -> float:
-        """`load_s`: the time in which the KV arrives for which requests on D wait."""
+        """`load_s`: how long it takes until all KV has arrived for which requests on D wait."""
         compute_s, num_loads = self.compute_s(decode, need), decode.num_requests - decode.num_here
         near = NEAR * compute_s / load_s if load_s > NEAR * compute_s else 1.0
         damage = 1 + decode.num_here + near * num_loads
