@@ -81,7 +81,8 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the sampled token's, its rank, and the likeliest tokens', best first."""
+    """Log-probabilities at one position: its token's, that token's rank, and the likeliest tokens', best first. The token
+    is the sampled one, or the prompt's own."""
 
     token_id: int
     logprob: float
@@ -155,3 +156,6 @@ class RequestOutput:
     stage_times: StageTimes | None = None
     """Set in the output with this worker's first token, and in the output that ends the request. Sent once
     more, without tokens, when the handed-over blocks have been released."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of the prompt's tokens but the first, if the request asked for them. They come with token 0, from the worker that
+    computed the prompt."""

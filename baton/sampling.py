@@ -80,6 +80,9 @@ class SamplingParams:
     logprobs: int | None = None
     """How many of the most likely tokens to report with the sampled one, with log-probabilities before any processing.
     None: no logprobs."""
+    prompt_logprobs: int | None = None
+    """How many of the most likely tokens to report with each token of the prompt but the first, which nothing precedes.
+    None: no logprobs of the prompt."""
 
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -105,8 +108,9 @@ class SamplingParams:
             _require_within("logit_bias", bias, -100, 100)
         if self.seed is not None:
             _require_within("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            _require_within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (num_top := getattr(self, name)) is not None:
+                _require_within(name, num_top, 0, MAX_LOGPROBS)
         _require_at_most("stop", len(self.stop), MAX_STOP_STRINGS, "at most {} strings")
         _require("stop", "an empty one", all(self.stop), "non-empty strings")
         longest = max(map(len, self.stop), default=0)

@@ -84,6 +84,15 @@ NON_FINITE = "the model computed logits that are not finite"
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Log-probabilities of consecutive tokens of one prompt."""
+
+    first_position: int
+    """The position of the first of these tokens in the prompt, at least 1."""
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """Sampled tokens by request; a request whose prompt is incomplete sampled nothing and is absent."""
 
@@ -102,6 +111,8 @@ class ModelRunnerOutput:
     """Requests that sampled, and whose next step may yield more than one token, or new drafts. The step after
     that next step is planned only when the output of the next step is known. Requests with drafts may be left
     out."""
+    prompt_logprobs: Mapping[str, ScoredTokens] = field(default_factory=dict)
+    """The prompt's tokens that follow tokens of this step, of requests that want their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
