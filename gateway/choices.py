@@ -115,7 +115,8 @@ async def in_turns(batches: AsyncIterator[Sequence[ChoiceDelta]]) -> AsyncGenera
 
 
 def _parts(delta: Delta) -> Iterator[Delta]:
-    """Splits a delta into parts with equal shares of text and tokens; the last part has the finish."""
+    """Splits a delta into parts with equal shares of text and tokens. The first part has the prompt's
+    log-probabilities, the last part the finish."""
     num_tokens = len(delta.token_ids)
     if num_tokens <= PORTION_TOKENS:
         yield delta
@@ -128,4 +129,5 @@ def _parts(delta: Delta) -> Iterator[Delta]:
             delta.text[text],
             delta.logprobs[begin:end],
             delta.finish if end == num_tokens else None,
+            delta.prompt_logprobs if begin == 0 else None,
         )

@@ -36,6 +36,9 @@ UNLIMITED = sys.maxsize
 
 MAX_SALT_CHARACTERS = 1_024
 
+MAX_PROMPT_LOGPROBS = 2**18
+"""The most log-probabilities of one prompt: one for each token, and each token's top ones. They travel in one message."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRequest:
@@ -124,7 +127,7 @@ class Preprocessor:
             new_parser=new_parser,
             priority=_priority_for(caller, asked.priority),
             cache_salt=_own_salt(caller, asked.cache_salt) if isolates else asked.cache_salt,
-            skip_reading_prefix_cache=asked.skip_reading_prefix_cache,
+            skip_reading_prefix_cache=asked.skip_reading_prefix_cache or params.prompt_logprobs is not None,
             affinity_key=None if asked.affinity_key is None else _own_salt(caller, asked.affinity_key),
             mode=asked.mode,
             timeout_s=_left(asked.timeout_s, now() - began),
@@ -186,6 +189,7 @@ class Preprocessor:
     ) -> tuple[SamplingParams, Callable[[], AnswerParser | None]]:
         """The parameters with the model's defaults, the answer's room and its grammar, and what creates its parsers."""
         room = self._room(prompt_token_ids, asked.max_model_len)
+        _check_num_logprobs(params.prompt_logprobs, len(prompt_token_ids))
         defaults = {name: getattr(self._model.sampling_defaults, name) for name in asked.unset}
         params = replace(params, max_tokens=min(params.max_tokens, room), **defaults)
         if isinstance(asked.prompt, Conversation):
@@ -248,6 +252,16 @@ def samples(request: GatewayRequest, number: int) -> list[GatewayRequest]:
         for index in range(1, number)
     ]
     return [request, *others]
+
+
+def _check_num_logprobs(num_top: int | None, num_tokens: int) -> None:
+    """InvalidRequest if these log-probabilities of a prompt are too many for one answer."""
+    if num_top is not None and num_tokens * (1 + num_top) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            "prompt_logprobs",
+            f"{num_top} for each of {num_tokens} prompt tokens, and the token's own, are more than "
+            f"{MAX_PROMPT_LOGPROBS:,} log-probabilities; ask for fewer, or send a shorter prompt",
+        )
 
 
 def _log_prompt(request_id: str, prompt: Prompt) -> None:

@@ -85,6 +85,8 @@ class Delta:
     """Clients get its `events`, or `shown_text`."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: Finish | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of the prompt's tokens but the first; in the first delta of a request that asked for them, else None."""
 
     @property
     def shown_text(self) -> str:
