@@ -81,8 +81,10 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: its token's, that token's rank, and the likeliest tokens', best first. The token
-    is the sampled one, or the prompt's own."""
+    """Log-probabilities at one position: its token's, that token's rank, and the likeliest tokens', best first.
+
+    The token is the sampled one, or the prompt's own.
+    """
 
     token_id: int
     logprob: float

@@ -5,7 +5,7 @@ Shape suffixes: T tokens of a step, B its sequences, M blocks of the longest con
 # ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,6 +155,19 @@ SampledRequest = RunnerRequest | DraftedRequest
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Consecutive rows of a step, each with the token that follows it in its prompt. Its log-probability is wanted."""
+
+    request_id: str
+    first_row: int
+    first_position: int
+    """The position of the first of these tokens in the prompt, at least 1."""
+    token_ids_N: IntArray
+    num_top: int
+    """How many of the most likely tokens are reported with each of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepLimits:
     """The largest sizes of a step."""
 
@@ -194,6 +207,8 @@ class StepBatch:
     drafts: the rows of its last known token and of each draft."""
     sampling_requests: tuple[SampledRequest, ...]
     """The request of each of these rows. DraftedRequests follow their request."""
+    scored: tuple[ScoredRows, ...] = ()
+    """Rows of prompts whose log-probabilities are wanted."""
 
     @property
     def num_tokens(self) -> int:
@@ -212,6 +227,8 @@ class RequestBatch:
         self._block_size = block_size
         self._groups = groups
         self._requests: dict[str, RunnerRequest] = {}
+        self._with_scores: set[str] = set()
+        """Requests that want the log-probabilities of their prompts."""
         self._table = RequestTable()
 
     def __len__(self) -> int:
@@ -226,6 +243,7 @@ class RequestBatch:
             if (gone := self._requests.pop(request_id, None)) is not None:  # None: the request never ran
                 assert gone.row is not None
                 self._table.remove(gone.row)
+                self._with_scores.discard(request_id)
                 gone.row = None
         for request_id, token_ids in plan.forced_token_ids.items():
             if (request := self._requests.get(request_id)) is not None:
@@ -320,7 +338,28 @@ class RequestBatch:
             blocks=blocks,
             sampling_rows_R=last_rows_B[samples_B],
             sampling_requests=tuple(itertools.compress(requests, samples_B)),
+            scored=tuple(self._scored(requests, starts_B, num_tokens_B, ends_B)) if self._with_scores else (),
         )
+
+    def _scored(
+        self,
+        requests: Sequence[SampledRequest],
+        starts_B: IntArray,
+        num_tokens_B: IntArray,
+        ends_B: IntArray,
+    ) -> Iterator[ScoredRows]:
+        """The rows that precede tokens of prompts. A request that has output has reported its prompt's scores."""
+        for i, request in enumerate(requests):
+            if request.request_id not in self._with_scores or request.num_output_tokens:
+                continue
+            token_ids, num_top = (
+                self._requests[request.request_id].token_ids,
+                request.sampling_params.prompt_logprobs,
+            )
+            assert num_top is not None
+            first = int(ends_B[i] - num_tokens_B[i]) + 1
+            if len(scored_N := token_ids[first : int(ends_B[i]) + 1]):
+                yield ScoredRows(request.request_id, int(starts_B[i]), first, scored_N, num_top)
 
     def _sequences(self, plan: SchedulerOutput) -> tuple[Sequence[SampledRequest], Sequence[int]]:
         """The step's requests and drafted requests, and how many tokens each of them has in the step."""
@@ -340,6 +379,8 @@ class RequestBatch:
         assert new.request_id not in self._requests, f"request {new.request_id} is known already"
         row = self._table.add()
         request = self._requests[new.request_id] = RunnerRequest(new, row)
+        if new.sampling_params.prompt_logprobs is not None:
+            self._with_scores.add(new.request_id)
         self._table.num_computed_tokens_S[row] = new.num_computed_tokens
         self._table.num_tokens_S[row] = request.num_tokens
         self._table.last_tokens_S[row] = request.token_ids[-1]

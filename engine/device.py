@@ -1,8 +1,9 @@
 """Devices: the device of a rank, its GPU, its memory, and its progress."""
 
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
 
 from baton.config import EngineConfig
@@ -63,6 +64,20 @@ def device_memory(device: torch.device) -> dict[str, int]:
         "reserved": torch.cuda.memory_reserved(device),
         "allocated": torch.cuda.memory_allocated(device),
     }
+
+
+def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array in pinned memory, for an asynchronous copy to a GPU; a view if the device is not a GPU."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, in pinned memory and asynchronous if the device is a GPU; zeros for a meta tensor."""
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def mark(device: torch.device) -> Mark | None:

@@ -81,7 +81,7 @@ class DraftModel:
             under_way = sorted(under_way, key=_order)
             sampling = [sequence for sequence in under_way if sequence.samples]
             batch = _batch_of(under_way, sampling, self._block_size)
-            logits_RV = self._forward(batch)
+            logits_RV = self._forward(batch).sampling_RV
             if sampling:
                 sampled = self._sampler(logits_RV, batch.sampling_requests).wait()
                 for sequence, token in zip(sampling, sampled, strict=True):

@@ -12,6 +12,7 @@ from engine.batch import StepBatch
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
 from engine.models.decoder import Decoder
+from engine.step_logits import StepLogits, score_prompts
 
 _ANY_ROW = np.zeros(1, np.int64)
 """The rows of a step in which no row samples, since no layer accepts zero rows."""
@@ -20,12 +21,8 @@ _ANY_ROW = np.zeros(1, np.int64)
 class Forward(Protocol):
     """Runs a model over a KV pool. On an asynchronous device a call returns when the work is queued."""
 
-    def __call__(self, batch: StepBatch) -> torch.Tensor | None:
-        """Computes the step's tokens, and stores their KV in their blocks.
-
-        Returns the logits of the rows that sample, R x V; they are valid until the next call. Returns None if
-        no row samples.
-        """
+    def __call__(self, batch: StepBatch) -> StepLogits:
+        """Computes the step's tokens, and stores their KV in their blocks."""
         ...
 
 
@@ -45,13 +42,16 @@ class TorchForward:
         self._attention = attention
         self._device = device
 
-    def __call__(self, batch: StepBatch) -> torch.Tensor | None:
+    def __call__(self, batch: StepBatch) -> StepLogits:
         assert (batch.sources_T < 0).all(), "the host does not know a token yet"
         input_ids_T = torch.from_numpy(batch.input_ids_T).to(self._device)
         samples = bool(batch.sampling_requests)
         rows_R = torch.from_numpy(batch.sampling_rows_R if samples else _ANY_ROW).to(self._device)
-        is_whole = len(rows_R) == len(input_ids_T)
+        is_whole = bool(batch.scored) or len(rows_R) == len(input_ids_T)
         hidden_RE = self._decoder.forward(
             InputTokens(input_ids_T), self._attention.prepare(batch), None if is_whole else rows_R
         )
-        return self._decoder.logits(hidden_RE) if samples else None
+        scores = score_prompts(batch.scored, lambda rows: self._decoder.logits(hidden_RE[rows]), self._device)
+        if batch.scored:
+            hidden_RE = hidden_RE[rows_R]
+        return StepLogits(self._decoder.logits(hidden_RE) if samples else None, scores)

@@ -37,7 +37,7 @@ UNLIMITED = sys.maxsize
 MAX_SALT_CHARACTERS = 1_024
 
 MAX_PROMPT_LOGPROBS = 2**18
-"""The most log-probabilities of one prompt: one for each token, and each token's top ones. They travel in one message."""
+"""The most log-probabilities of one prompt, each token's top ones included. They travel in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

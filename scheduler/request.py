@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from enum import Enum, auto
 
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
-from baton.request import FinishReason, FirstToken, OnPreemption
+from baton.request import FinishReason, FirstToken, OnPreemption, TokenLogprobs
 from baton.sampling import SamplingParams
+from baton.step import ScoredTokens
 from scheduler.block_table import BlockTable
 
 QueueKey = tuple[float | str, ...]
@@ -101,6 +102,7 @@ class Request:
         "num_tokens_at_preemption",
         "on_preemption",
         "priority",
+        "prompt_logprobs",
         "prompt_token_ids",
         "queue_key",
         "request_id",
@@ -143,7 +145,6 @@ class Request:
         self.cache_salt = cache_salt
         self.kv_transfer = kv_transfer
         self.on_preemption = on_preemption
-        self.skip_reading_prefix_cache = skip_reading_prefix_cache
 
         has_grammar = sampling_params.structured_output is not None
         self.status = RequestStatus.WAITING_FOR_FSM if has_grammar else RequestStatus.WAITING
@@ -152,6 +153,13 @@ class Request:
         self.num_initial_tokens = len(self.all_token_ids)
         """Number of initial tokens: the prompt, and output sampled on other workers. A producer computes the
         initial tokens and hands them over; a consumer receives them. The first new token follows them."""
+        wants_scores = sampling_params.prompt_logprobs is not None and self.num_output_tokens == 0
+        self.prompt_logprobs: list[TokenLogprobs] | None = (
+            [] if wants_scores and not self.is_consumer else None
+        )
+        """Of the prompt's tokens so far, but the first; None if not wanted, or reported."""
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache or self.prompt_logprobs is not None
+        """A prompt whose log-probabilities are wanted must be computed whole."""
         self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
         """The request ends at this number of prompt and output tokens, or earlier. The scheduler lowers it to
         what fits the engine."""
@@ -234,6 +242,16 @@ class Request:
     def must_report_failure(self) -> bool:
         """If its prompt does not arrive, the request must fail; this worker must not compute the prompt."""
         return self.kv_transfer is not None and self.kv_transfer.on_failure is OnLoadFailure.REPORT
+
+    def add_scores(self, scored: ScoredTokens) -> None:
+        """Adds log-probabilities of the prompt. After a preemption, those of the same tokens replace earlier ones."""
+        if self.prompt_logprobs is None:
+            return
+        num_before = scored.first_position - 1
+        assert num_before <= len(self.prompt_logprobs), (
+            f"{self.request_id}: scores of some tokens are missing"
+        )
+        self.prompt_logprobs[num_before:] = scored.logprobs
 
     def count_preemption(self) -> None:
         is_futile = self.num_tokens == self.num_tokens_at_preemption

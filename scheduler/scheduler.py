@@ -133,6 +133,9 @@ class Scheduler:
         forced = model_runner_output.forced_token_ids
         requests = self._under_way.pop(scheduler_output.step, [])
         self._speculation.verify(requests, scheduler_output.scheduled_spec_decode_tokens, sampled)
+        if scored := model_runner_output.prompt_logprobs:
+            for request in (each for each in requests if each.request_id in scored):
+                request.add_scores(scored[request.request_id])
         for request in requests:
             name = request.request_id
             token_ids = sampled.get(name)
@@ -379,6 +382,8 @@ class Scheduler:
             logprobs=tuple(logprobs[:num_taken]) if logprobs else None,
             num_cached_tokens=request.num_cached_tokens,
         )
+        if request.prompt_logprobs is not None:
+            output.prompt_logprobs, request.prompt_logprobs = tuple(request.prompt_logprobs), None
         if status is None:
             outputs[request.client_id].append(output)
         else:

@@ -13,10 +13,10 @@ import numpy as np
 import xxhash
 
 from baton.kv_groups import NULL_BLOCK_ID, ONE_GROUP, KVGroups
-from baton.step import ModelRunnerOutput, SchedulerOutput
+from baton.step import ModelRunnerOutput, SchedulerOutput, ScoredTokens
 from engine.pipeline import StepResult
 from kv_transfer.transport.base import Bytes
-from simulator.model import BREAKS_STEPS, KILLS_WORKERS, WRONG, forced, guesses, next_token
+from simulator.model import BREAKS_STEPS, KILLS_WORKERS, WRONG, forced, guesses, next_token, scores
 from simulator.world import Process, World
 from worker.device_check import CHECKING
 
@@ -54,6 +54,13 @@ class KnownRequest:
     kv: bytearray
     """The bytes that the slots of all tokens of the request must contain."""
     has_grammar: bool
+    wants_scores: bool
+
+    def scored(self, start: int, end: int) -> ScoredTokens | None:
+        """Log-probabilities of the prompt's tokens that follow the tokens of a step; None if not wanted."""
+        if not self.wants_scores or self.num_tokens > len(self.prompt):
+            return None
+        return ScoredTokens(start + 1, scores(self.prompt, start + 1, end + 1))
 
 
 class SimRunner:
@@ -114,17 +121,22 @@ class SimRunner:
             known.kv += kv_of(drafts[request_id], bytes(known.kv[-SLOT_BYTES:]))
             self._write(known, starts[request_id], end)
         sampled, non_finite, guessed, taken = {}, set(), {}, dict[str, tuple[int, ...]]()
+        scored = {}
         for request_id, end in ends.items():
             known = self._known[request_id]
             num_missing = known.num_tokens + len(drafts[request_id]) - end
             if num_missing < 0 or (num_missing and drafts[request_id]):
                 self._world.violate("plans", f"{self._name}: {request_id} is scheduled past its known tokens")
             samples = num_missing == 0
+            of_prompt = known.scored(starts[request_id], end)
             if self._spoils(known, starts[request_id], end, request_id, samples=samples):
                 if samples:
                     self._sample(known, is_right=False)
+                if samples or of_prompt:
                     non_finite.add(request_id)
                 continue
+            if of_prompt:
+                scored[request_id] = of_prompt
             is_right = self._is_right(known, starts[request_id], end, request_id)
             if samples:
                 sampled[request_id] = self._verified(known, drafts[request_id], is_right)
@@ -140,6 +152,7 @@ class SimRunner:
             draft_token_ids=guessed,
             forced_token_ids={name: run for name, run in taken.items() if run},
             unforeseeable=guessed.keys() | taken.keys(),
+            prompt_logprobs=scored,
         )
 
     def _check(self) -> ModelRunnerOutput:
@@ -174,7 +187,12 @@ class SimRunner:
                 new.sampling_params.structured_output,
             )
             self._known[new.request_id] = KnownRequest(
-                new.prompt_token_ids, len(tokens), list(new.block_ids), kv_of(tokens), has_grammar is not None
+                new.prompt_token_ids,
+                len(tokens),
+                list(new.block_ids),
+                kv_of(tokens),
+                has_grammar is not None,
+                new.sampling_params.prompt_logprobs is not None,
             )
             starts[new.request_id] = new.num_computed_tokens
         cached = plan.scheduled_cached_reqs

@@ -38,7 +38,7 @@ from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
 from simulator.driver import SilentText, VirtualDriver
-from simulator.model import BREAKS_STEPS, KILLS_WORKERS, answer
+from simulator.model import BREAKS_STEPS, KILLS_WORKERS, answer, scores
 from simulator.worker import Worker
 from simulator.worker_links import WorkerLinks
 from simulator.world import World
@@ -66,6 +66,11 @@ class RequestSpec:
     """Empty: the id of the request picks one of three callers."""
     has_grammar: bool = False
     """Whether a grammar forces some of the answer's tokens."""
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the client wants the log-probabilities of its prompt; every fourth client does."""
+        return crc32(self.request_id.encode()) % 4 == 0
 
 
 class RequestEnd(Enum):
@@ -159,7 +164,10 @@ class SimGateway:
             request_id=spec.request_id,
             prompt_token_ids=spec.prompt,
             sampling_params=SamplingParams(
-                max_tokens=spec.max_tokens, seed=1, structured_output=GRAMMAR if spec.has_grammar else None
+                max_tokens=spec.max_tokens,
+                seed=1,
+                prompt_logprobs=0 if spec.wants_scores else None,
+                structured_output=GRAMMAR if spec.has_grammar else None,
             ),
             text=SilentText(),
             priority=spec.priority,
@@ -237,6 +245,9 @@ class SimGateway:
     def _deliver(self, client: Client, delta: Delta) -> StreamEnded | None:
         if client.end is not None:
             self._world.violate("ends once", f"{client.spec.request_id} gets {delta} after {client.end}")
+        wanted = scores(client.spec.prompt, 1, len(client.spec.prompt)) if client.spec.wants_scores else None
+        if delta.prompt_logprobs != (None if client.tokens or wanted is None else tuple(wanted)):
+            self._world.violate("scores come once", f"{client.spec.request_id}: {delta.prompt_logprobs}")
         client.tokens += delta.token_ids
         if tuple(client.tokens) != client.expected[: len(client.tokens)]:
             self._world.violate("tokens are right", f"{client.spec.request_id}: {client.tokens}")

@@ -6,6 +6,8 @@ from functools import lru_cache
 
 import xxhash
 
+from baton.request import TokenLogprobs
+
 EOS = 2
 WRONG = 1
 """The token that is sampled after wrong KV was read. No prompt and no answer contains this token."""
@@ -50,6 +52,13 @@ def forced(prompt: tuple[int, ...], position: int) -> tuple[int, ...]:
         if run[-1] == EOS:
             break
     return tuple(run)
+
+
+def scores(prompt: tuple[int, ...], first: int, end: int) -> list[TokenLogprobs]:
+    """The log-probabilities of the prompt's own tokens at these positions; other values at each."""
+    return [
+        TokenLogprobs(token_id, -1.0 - first - at, 1, ()) for at, token_id in enumerate(prompt[first:end])
+    ]
 
 
 def random_prompt(

@@ -24,6 +24,7 @@ from engine.loading.loader import DTYPES, LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.runner_parts import GroupedAttention
 from engine.sampler import TorchSampler
+from engine.step_logits import StepLogits
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -35,9 +36,10 @@ class NotingForward:
         self._forward = forward
         self.logits_RV: torch.Tensor | None = None
 
-    def __call__(self, batch: StepBatch) -> torch.Tensor | None:
-        self.logits_RV = self._forward(batch)
-        return self.logits_RV
+    def __call__(self, batch: StepBatch) -> StepLogits:
+        output = self._forward(batch)
+        self.logits_RV = output.sampling_RV
+        return output
 
 
 class NotingRecorder:

@@ -20,7 +20,7 @@ from baton.request import TokenLogprobs
 from engine.batch import SampledRequest
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.counter_rng import keys_at, seed_states
-from engine.device import Mark, mark
+from engine.device import Mark, mark, pinned, to_host
 from engine.gpu.logit_edits import list_edits
 from engine.kernels.logprobs import token_logprobs
 from engine.kernels.process_logits import process_logits
@@ -84,7 +84,7 @@ class DeviceSampler:
         self._collectives.broadcast_(tokens_R)
         return DeviceSampledTokens(
             num_rows=len(requests),
-            results_2R=_to_host(self._results_2R),
+            results_2R=to_host(self._results_2R),
             logprobs=logprobs,
             event=mark(self._device),
         )
@@ -99,7 +99,7 @@ class DeviceSampler:
         batch = self._batch
         processed_rows = [row for row in batch.processable_rows if is_processed(requests[row])]
         params_RF = self._params_RF[: len(requests)]
-        params_RF.copy_(_pinned(batch.params(processed_rows), self._device), non_blocking=True)
+        params_RF.copy_(pinned(batch.params(processed_rows), self._device), non_blocking=True)
         processed_PV = self._processed(logits_RV, requests, processed_rows) if processed_rows else None
         is_non_finite_R = self._results_2R[1, : len(requests)]
         sample(
@@ -119,7 +119,7 @@ class DeviceSampler:
         host = np.zeros(starts[-1], dtype=np.int32)
         for array, start in zip(arrays, starts, strict=False):
             host[start : start + array.size] = array.ravel()
-        flat = _pinned(host, self._device).to(self._device, non_blocking=True)
+        flat = pinned(host, self._device).to(self._device, non_blocking=True)
         rows_P, mask_rows_P, edits_EF, masks_GW = (
             flat[start : start + array.size].view(array.shape)
             for array, start in zip(arrays, starts.tolist(), strict=False)
@@ -145,7 +145,7 @@ class _Batch:
         self.num_top_tokens = {row: p.logprobs for row, p in enumerate(all_params) if p.logprobs is not None}
         """For each row that wants log-probabilities, in order: how many."""
         rows_L = np.array(list(self.num_top_tokens), dtype=np.int32)
-        self.rows_L = _pinned(rows_L, device).to(device, non_blocking=True)
+        self.rows_L = pinned(rows_L, device).to(device, non_blocking=True)
         self._states_R = seed_states([p.seed or 0 for p in all_params])
         self._params_RF = np.zeros((len(requests), NUM_FIELDS), dtype=np.int32)
         floats_RF = self._params_RF.view(np.float32)
@@ -225,24 +225,10 @@ def _logprobs(logits_RV: torch.Tensor, tokens_R: torch.Tensor, batch: _Batch) ->
     top = logits_RV.index_select(0, batch.rows_L).to(torch.float32).topk(num_top)
     return _Logprobs(
         num_top_tokens=batch.num_top_tokens,
-        logprobs_L=_to_host(logprobs_L),
-        ranks_L=_to_host(ranks_L),
-        top_ids_LN=_to_host(top.indices),
-        top_logprobs_LN=_to_host(
+        logprobs_L=to_host(logprobs_L),
+        ranks_L=to_host(ranks_L),
+        top_ids_LN=to_host(top.indices),
+        top_logprobs_LN=to_host(
             (top.values - top.values[:, :1]) - log_totals_L.unsqueeze(1)
         ),  # as the kernel does
     )
-
-
-def _pinned(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    """In pinned memory, for an asynchronous copy; a view if the device is the CPU."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """An asynchronous copy in pinned memory; zeros for a meta tensor."""
-    if tensor.is_meta:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)

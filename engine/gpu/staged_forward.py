@@ -22,6 +22,7 @@ from engine.layers.backend import InputTokens
 from engine.layers.triton_attention import TritonAttention, TritonStepAttention
 from engine.models.decoder import Decoder
 from engine.request_table import NONE, IntArray
+from engine.step_logits import StepLogits, score_prompts
 
 NO_SLOT = -1
 
@@ -40,6 +41,7 @@ class StagedForward:
         """`sampled_R` (int32) holds the previous step's tokens when the device begins a step."""
         self._decoder = decoder
         self._attention = attention
+        self._device = device
         self.block_size, self.groups = attention.block_size, attention.groups
         self._sampled_R = sampled_R
         most = max(limits.max_num_batched_tokens, limits.max_num_seqs)
@@ -88,7 +90,7 @@ class StagedForward:
         null_blocks_BM = np.full((num_requests, -(-context_len // self.block_size)), NULL_BLOCK_ID)
         num_tokens_B, context_lens_B = np.full(num_requests, num_tokens), np.full(num_requests, context_len)
         step = unstored_step(num_tokens_B, context_lens_B, null_blocks_BM, self.block_size, self.groups)
-        logits_RV = self(step)
+        logits_RV = self(step).sampling_RV
         assert logits_RV is not None
         return logits_RV
 
@@ -101,7 +103,7 @@ class StagedForward:
         return attention.attend(layer, q_TQD, sinks_Q).view(*q_TQD.shape[:2], -1)
 
     @torch.inference_mode()
-    def __call__(self, batch: StepBatch) -> torch.Tensor | None:
+    def __call__(self, batch: StepBatch) -> StepLogits:
         self._attention.clear_tails(batch)
         has_chunks = bool(batch.prefills)
         recorded = next((r for r in self._recorded[has_chunks] if r.size >= batch.num_tokens), None)
@@ -113,9 +115,12 @@ class StagedForward:
         else:
             recorded.replay()
             if not has_chunks:
-                return _rows_of(recorded.given, rows_R, batch)
+                logits_TV = recorded.given
+                scores = score_prompts(batch.scored, logits_TV.__getitem__, self._device)
+                return StepLogits(_rows_of(logits_TV, rows_R, batch), scores)
             hidden_TE = recorded.given
-        return self._decoder.logits(hidden_TE[rows_R]) if len(rows_R) else None
+        scores = score_prompts(batch.scored, lambda rows: self._decoder.logits(hidden_TE[rows]), self._device)
+        return StepLogits(self._decoder.logits(hidden_TE[rows_R]) if len(rows_R) else None, scores)
 
     def _stage(
         self, batch: StepBatch, size: int | None, *, has_chunks: bool

@@ -4,7 +4,7 @@ An attempt has a prefill request and a decode request, or only a decode request.
 until its worker ends it, or until the attempt is closed. Then the worker gets an abort.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -75,6 +75,8 @@ class Attempt:
     """How many tokens the client had when the attempt began."""
     decode_recomputes: bool = False
     """If the prompt's KV does not arrive, the decode worker computes the prompt."""
+    awaits_scores: bool = False
+    """The prompt's log-probabilities are still to come, and only the prefill worker has them."""
     refs: Mapping[str, WorkerRef] = field(default_factory=dict)
     """The incarnations of the attempt's workers, by name."""
     on_preemption: OnPreemption = OnPreemption.RESUME
@@ -95,6 +97,8 @@ class Attempt:
     _lost_prompt: AttemptFailure | None = None
     """The decode worker reported that its prompt did not arrive. The prefill worker has not reported the
     reason yet."""
+    _held_back: list[RequestOutput] = field(default_factory=list)
+    """Outputs of the decode worker that came before the prompt's log-probabilities."""
     _is_prefill_aborted: bool = False
     _is_transfer_reported: bool = False
     _uncounted: set[str] = field(init=False)
@@ -125,6 +129,26 @@ class Attempt:
         """
         has_computed = {self.placement.decode: self._is_decoding, self.placement.prefill: self._has_prefilled}
         return tuple(ref for name, ref in self.refs.items() if has_computed[name])
+
+    def in_order(self, worker: str, output: RequestOutput) -> Iterable[tuple[str, RequestOutput]]:
+        """The outputs to process now, each with its worker.
+
+        The client gets the prompt's log-probabilities with its first token. So outputs of the decode worker that
+        come before them are held back, and the prefill worker is still needed.
+        """
+        if not self.awaits_scores:
+            return ((worker, output),)
+        is_failure = output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+        if worker == self.placement.decode and not is_failure:
+            self._held_back.append(output)
+            return ()
+        self.awaits_scores = output.prompt_logprobs is None
+        return self._with_held_back(worker, output)
+
+    def _with_held_back(self, worker: str, output: RequestOutput) -> Iterator[tuple[str, RequestOutput]]:
+        yield worker, output
+        while self._held_back and not self.awaits_scores:  # `close` empties the list
+            yield self.placement.decode, self._held_back.pop(0)
 
     def on_output(self, worker: str, output: RequestOutput) -> Verdict | AttemptFailure:
         """What a worker's output means for the attempt."""
@@ -216,6 +240,7 @@ class Attempt:
         """Ends all open sub-requests. Returns the workers that must get an abort."""
         still_open = sorted(self.open_workers)
         self.open_workers.clear()
+        self._held_back.clear()
         return still_open
 
     def _failure(self, is_prefill: bool, output: RequestOutput) -> AttemptFailure:

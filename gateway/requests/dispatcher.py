@@ -314,7 +314,8 @@ class Dispatcher:
         for output in outputs:
             if (state := self._placed.get(output.request_id)) is not None:
                 with self._costs_only(state):
-                    self._on_output(state, worker, output)
+                    for source, each in state.attempt.in_order(worker, output):
+                        self._on_output(state, source, each)
 
     def _on_output(self, state: RequestState, worker: str, output: RequestOutput) -> None:
         attempt, now = state.attempt, self._now

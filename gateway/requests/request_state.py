@@ -68,6 +68,8 @@ class RequestState:
         self._last: tuple[RequestOutput, int] | None = None
         """The output with the finish, and how many tokens the complete answer has."""
         self._num_cached_tokens = 0
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        """Until the client has its first token."""
         self._with_drafts: dict[int, RequestOutput] = {}
         """Outputs of steps with drafts, by first position; each until the client has its tokens."""
         self._num_draft_tokens = 0
@@ -138,6 +140,7 @@ class RequestState:
         self._early.clear()
         self._with_drafts.clear()
         self._last = None
+        self._prompt_logprobs = None
         if not self._delivered:
             self._num_cached_tokens = 0
         return attempt
@@ -195,6 +198,8 @@ class RequestState:
             return None if verdict is Verdict.IGNORE else verdict
         if self._contradicts(output):
             return attempt.contradiction(worker)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
         if output.num_draft_tokens:
             self._with_drafts.setdefault(output.first_position, output)
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -261,7 +266,8 @@ class RequestState:
             text += text_stream.flush()
         elif not token_ids:
             return None
-        return Delta(token_ids[:num_counted], text, logprobs[:num_counted], self.finish)
+        scores, self._prompt_logprobs = self._prompt_logprobs, None
+        return Delta(token_ids[:num_counted], text, logprobs[:num_counted], self.finish, scores)
 
     def _count_drafts(self, num_before: int) -> None:
         """Counts the drafts of the outputs with new tokens; `num_before` tokens were delivered before.

@@ -20,6 +20,7 @@ from engine.loading.loader import LoadedModel, load_model
 from engine.native.library import native_library
 from engine.runner import LaunchedStep, ModelRunner
 from engine.sampler import KnownTokens, SampledToken
+from engine.step_logits import StepLogits
 from tests.factories.stepping import StepDriver, make_request_data
 
 CPU = torch.device("cpu")
@@ -162,8 +163,8 @@ class ScriptedSampler:
         return KnownTokens(self.rows)
 
 
-def no_logits(batch: StepBatch) -> torch.Tensor:
-    return torch.zeros(len(batch.sampling_rows_R), 1)
+def no_logits(batch: StepBatch) -> StepLogits:
+    return StepLogits(torch.zeros(len(batch.sampling_rows_R), 1))
 
 
 def sampled_after_drafts(
@@ -279,7 +280,7 @@ def test_c62_a_rank_that_does_not_sample_computes_a_step_with_drafts_before_it_b
 ) -> None:
     sampler, batches = ScriptedSampler(), list[StepBatch]()
 
-    def forward(batch: StepBatch) -> torch.Tensor:
+    def forward(batch: StepBatch) -> StepLogits:
         batches.append(batch)
         return no_logits(batch)
 

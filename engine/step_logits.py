@@ -1,0 +1,101 @@
+"""StepLogits: what a step computes from its hidden states: logits of the rows that sample, and scores of prompts.
+
+The score of a prompt is the log-probability of each of its own tokens, from the logits of the row before. Rows within a
+prompt have no logits otherwise. So they are computed here, a few rows at a time: the logits of a long chunk would take
+more memory than the device has to spare. Nothing here waits for the device.
+
+Shape suffixes: R rows that sample, N scored rows, V vocabulary, K likeliest tokens of a row.
+"""
+# ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.request import TokenLogprobs
+from baton.step import ScoredTokens
+from engine.batch import ScoredRows
+from engine.device import pinned, to_host
+
+ROWS_AT_ONCE = 64
+
+LogitsOf = Callable[[slice], torch.Tensor]
+"""Computes the logits, N x V, of consecutive rows of a step. They are valid until the next call."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The results of a few rows, on their way to the host."""
+
+    logprobs_N: torch.Tensor
+    ranks_N: torch.Tensor
+    top_ids_NK: torch.Tensor
+    top_logprobs_NK: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The log-probabilities that a step computes of one prompt."""
+
+    rows: ScoredRows
+    parts: tuple[_Part, ...]
+
+    @property
+    def are_finite(self) -> bool:
+        """False: the rows' logits contain NaN or infinity. Read this, and `tokens`, only when the step is computed."""
+        return all(bool(part.logprobs_N.isfinite().all()) for part in self.parts)
+
+    @property
+    def tokens(self) -> ScoredTokens:
+        return ScoredTokens(self.rows.first_position, list(self._logprobs()))
+
+    def _logprobs(self) -> Iterator[TokenLogprobs]:
+        token_ids = iter(self.rows.token_ids_N.tolist())
+        for part in self.parts:
+            columns = zip(
+                part.logprobs_N.tolist(),
+                part.ranks_N.tolist(),
+                part.top_ids_NK.tolist(),
+                part.top_logprobs_NK.tolist(),
+                strict=True,
+            )
+            for logprob, rank, top_ids, top_logprobs in columns:
+                top = tuple(zip(top_ids, top_logprobs, strict=True))
+                yield TokenLogprobs(next(token_ids), logprob, rank, top)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """The results of a step."""
+
+    sampling_RV: torch.Tensor | None
+    """The logits of the rows that sample, valid until the next step; None if no row samples."""
+    scores: tuple[PromptScores, ...] = ()
+
+
+def score_prompts(
+    scored: Sequence[ScoredRows], logits_of: LogitsOf, device: torch.device
+) -> tuple[PromptScores, ...]:
+    """Queues the work for all rows of these prompts."""
+    return tuple(PromptScores(rows, tuple(_parts(rows, logits_of, device))) for rows in scored)
+
+
+def _parts(rows: ScoredRows, logits_of: LogitsOf, device: torch.device) -> Iterator[_Part]:
+    token_ids_N = pinned(rows.token_ids_N, device).to(device, non_blocking=True)
+    for start in range(0, len(token_ids_N), ROWS_AT_ONCE):
+        own_N = token_ids_N[start : start + ROWS_AT_ONCE]
+        first_row = rows.first_row + start
+        yield _score(logits_of(slice(first_row, first_row + len(own_N))), own_N, rows.num_top)
+
+
+def _score(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_top: int) -> _Part:
+    logprobs_NV = logits_NV.to(torch.float32).log_softmax(-1)
+    own_N1 = logprobs_NV.gather(1, token_ids_N[:, None])
+    top = logprobs_NV.topk(min(num_top, logprobs_NV.shape[1]))
+    return _Part(
+        logprobs_N=to_host(own_N1[:, 0]),
+        ranks_N=to_host((logprobs_NV > own_N1).sum(-1) + 1),
+        top_ids_NK=to_host(top.indices),
+        top_logprobs_NK=to_host(top.values),
+    )
