@@ -48,10 +48,15 @@ NUM_TOKENS = 4
 VOCAB = SMALL["vocab_size"]
 PROMPTS = [[(7 * i + length) % VOCAB for i in range(length)] for length in (1, 5, 11)]
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2),
-    SamplingParams(temperature=0.9, top_k=30, top_p=0.9, seed=5, max_tokens=NUM_TOKENS),
+    SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2, prompt_logprobs=0),
+    SamplingParams(temperature=0.9, top_k=30, top_p=0.9, seed=5, max_tokens=NUM_TOKENS, prompt_logprobs=3),
     SamplingParams(
-        temperature=0.7, seed=6, repetition_penalty=1.3, min_tokens=NUM_TOKENS, max_tokens=NUM_TOKENS
+        temperature=0.7,
+        seed=6,
+        repetition_penalty=1.3,
+        min_tokens=NUM_TOKENS,
+        max_tokens=NUM_TOKENS,
+        prompt_logprobs=1,
     ),
 ]
 IN_GROUPS = WINDOWED | {
@@ -108,7 +113,7 @@ def answers_of(
             token_ids, logprobs = answers[output.request_id]
             assert output.first_position == len(token_ids)
             token_ids += output.token_ids
-            logprobs += output.logprobs or ()
+            logprobs += (*(output.prompt_logprobs or ()), *(output.logprobs or ()))
     counters = core.counters()
     if "preemption" in config.model_fields_set:
         assert counters.get("preemptions", 0) > 0
@@ -328,7 +333,10 @@ def test_c52_a_request_that_moves_with_half_its_answer_keeps_its_tokens(
     path = make_model_dir(tmp_path / "model", **SMALL)
     config = make_config(16, 16)
     whole = on_cpu(path, config)
-    half = {name: (tokens[:2], logprobs[:2]) for name, (tokens, logprobs) in whole.items()}
+    half = {
+        name: (tokens[:2], logprobs[:-2] if PARAMS[int(name)].logprobs is not None else logprobs)
+        for name, (tokens, logprobs) in whole.items()
+    }
     assert_same(on_device(path, device, config, uses_graphs=True, given=half), whole)
 
 
