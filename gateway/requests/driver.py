@@ -234,6 +234,7 @@ class UnreadAnswer:
         self._text: list[str] = []
         """One text of each stored delta; empty if none is stored."""
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self._finish: Finish | None = None
         self._error: Exception | None = None
         self._is_cut_short = False
@@ -248,6 +249,8 @@ class UnreadAnswer:
         self._text.append(delta.text)
         self._logprobs.extend(delta.logprobs)
         self._finish = delta.finish
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
         self._changed.set()
         if (num_tokens := len(self._token_ids)) <= self._max_tokens:
             return True
@@ -284,11 +287,17 @@ class UnreadAnswer:
         raise error
 
     def _take_all(self) -> Delta:
-        delta = Delta(tuple(self._token_ids), "".join(self._text), tuple(self._logprobs), self._finish)
+        delta = Delta(
+            tuple(self._token_ids),
+            "".join(self._text),
+            tuple(self._logprobs),
+            self._finish,
+            self._prompt_logprobs,
+        )
         self._token_ids = array("I")
         self._text.clear()
         self._logprobs.clear()
-        self._finish = None
+        self._finish = self._prompt_logprobs = None
         return delta
 
 

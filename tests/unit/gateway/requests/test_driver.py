@@ -33,6 +33,11 @@ def test_waiting_deltas_are_read_together_and_in_order() -> None:
     assert read(unread) == Delta((1, 2, 3), "abc", (first, second))
     unread.put(Delta((4,), "d"))
     assert read(unread) == Delta((4,), "d")
+    unread.put(Delta((5,), "e", prompt_logprobs=(first,)))
+    unread.put(Delta((6,), "f"))
+    assert read(unread) == Delta((5, 6), "ef", prompt_logprobs=(first,))
+    unread.put(Delta((7,), "g"))
+    assert read(unread) == Delta((7,), "g")
 
 
 def test_a_fast_reader_waits_for_the_next_delta() -> None:
