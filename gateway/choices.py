@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from types import MappingProxyType
 
 from baton.errors import InvalidRequest
@@ -29,13 +30,47 @@ PORTION_TOKENS = 128
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
-async def batches_of(
+def batches_of(
     driver: RequestDriver, requests: Sequence[GatewayRequest]
 ) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
     """Yields batches of the deltas that are available. Each answer's deltas are in order, up to the finish.
 
-    If one answer fails, all answers fail. Closing the generator ends all requests.
+    If one answer fails, all answers fail. Closing the generator ends all requests. Deltas come in `prompt_parts`.
     """
+    batches = _batches_of(driver, requests)
+    has_prompt_logprobs = requests[0].sampling_params.prompt_logprobs is not None
+    return _in_prompt_parts(batches) if has_prompt_logprobs else batches
+
+
+def prompt_parts(delta: Delta) -> Iterator[Delta]:
+    """The delta. If it has log-probabilities of many tokens of the prompt: parts with those of at most PORTION_TOKENS
+    tokens. The last part also has everything else."""
+    logprobs = delta.prompt_logprobs
+    if logprobs is None or len(logprobs) <= PORTION_TOKENS:
+        yield delta
+        return
+    last = (len(logprobs) - 1) // PORTION_TOKENS * PORTION_TOKENS
+    for begin in range(0, last, PORTION_TOKENS):
+        yield Delta(prompt_logprobs=logprobs[begin : begin + PORTION_TOKENS])
+    yield replace(delta, prompt_logprobs=logprobs[last:])
+
+
+async def _in_prompt_parts(
+    batches: AsyncGenerator[Sequence[ChoiceDelta], None],
+) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
+    """Yields one part of a delta at a time. Other tasks run in between."""
+    budget = TurnBudget()
+    async with aclosing(batches):
+        async for batch in batches:
+            for index, delta in batch:
+                for part in prompt_parts(delta):
+                    yield ((index, part),)
+                    await budget.pause_if_spent()
+
+
+async def _batches_of(
+    driver: RequestDriver, requests: Sequence[GatewayRequest]
+) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
     if len(requests) == 1:
         async with aclosing(driver.generate(requests[0])) as deltas:
             async for delta in deltas:
@@ -83,18 +118,26 @@ def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, s
     Without `max_tokens`, the whole room after the prompt counts. `names` maps Baton's names of fields to the
     client's.
     """
-    num_values = sum(map(_num_values, requests))
+    num_of_prompts = sum(map(_num_prompt_values, requests))
+    num_values = sum(map(_num_values, requests)) + num_of_prompts
     if num_values <= MAX_VALUES:
         return
     longest = max(request.sampling_params.max_tokens for request in requests)
     num_top = requests[0].sampling_params.logprobs or 0
     max_tokens, logprobs = (names.get(name, name) for name in ("max_tokens", "logprobs"))
-    fitting = MAX_VALUES // (len(requests) * (1 + num_top))
+    fitting = (MAX_VALUES - num_of_prompts) // (len(requests) * (1 + num_top))
+    if fitting < 1:
+        raise InvalidRequest(
+            names.get("prompt_logprobs", "prompt_logprobs"),
+            f"an answer that is not streamed may hold {MAX_VALUES} values; the log-probabilities of the prompts are "
+            f"{num_of_prompts} values. Ask for fewer, lower n, or send fewer or shorter prompts",
+        )
     fewer = f"lower {logprobs} or n" if num_top else "lower n"
     raise InvalidRequest(
         max_tokens,
         f"an answer that is not streamed may hold {MAX_VALUES} values; this one may have {num_values}: {len(requests)} "
-        f"answers x {longest} tokens x {1 + num_top} values (the token and {num_top} {logprobs}). Set {max_tokens} to "
+        f"answers x {longest} tokens x {1 + num_top} values (the token and {num_top} {logprobs})"
+        f"{f', and {num_of_prompts} of the prompts' if num_of_prompts else ''}. Set {max_tokens} to "
         f"at most {fitting}, {fewer}, or set stream: true",
     )
 
@@ -102,6 +145,11 @@ def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, s
 def _num_values(request: GatewayRequest) -> int:
     params = request.sampling_params
     return params.max_tokens * (1 + (params.logprobs or 0))
+
+
+def _num_prompt_values(request: GatewayRequest) -> int:
+    num_top = request.sampling_params.prompt_logprobs
+    return 0 if num_top is None else len(request.prompt_token_ids) * (1 + num_top)
 
 
 async def in_turns(batches: AsyncIterator[Sequence[ChoiceDelta]]) -> AsyncGenerator[ChoiceDelta, None]:

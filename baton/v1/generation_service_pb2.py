@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import sampling_pb2 as baton_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!baton/v1/generation_service.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\"\xbc\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x31\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x01\x88\x01\x01\x12+\n\x0crouting_mode\x18\x08 \x01(\x0e\x32\x15.baton.v1.RoutingMode\x12\x1b\n\x13keep_special_tokens\x18\t \x01(\x08\x12!\n\x19skip_reading_prefix_cache\x18\n \x01(\x08\x12\x1a\n\rmax_model_len\x18\x0b \x01(\rH\x02\x88\x01\x01\x12\x19\n\x0c\x61\x66\x66inity_key\x18\x0c \x01(\tH\x03\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_cache_saltB\x10\n\x0e_max_model_lenB\x0f\n\r_affinity_key\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe5\x03\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.baton.v1.Chat.Message\x12\x1d\n\x05tools\x18\x02 \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x14.baton.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12-\n\treasoning\x18\x05 \x01(\x0b\x32\x1a.baton.v1.ReasoningOptions\x12=\n\x10template_options\x18\x06 \x03(\x0b\x32#.baton.v1.Chat.TemplateOptionsEntry\x12\x0e\n\x06\x65vents\x18\x07 \x01(\x08\x1a\x36\n\x14TemplateOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1ay\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\treasoning\x18\x03 \x01(\t\x12&\n\ntool_calls\x18\x04 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\tB\x16\n\x14_parallel_tool_calls\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\";\n\nToolChoice\x12\x1e\n\x03use\x18\x01 \x01(\x0e\x32\x11.baton.v1.ToolUse\x12\r\n\x05names\x18\x02 \x03(\t\"l\n\x10ReasoningOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06\x65\x66\x66ort\x18\x03 \x01(\tB\n\n\x08_enabledB\r\n\x0b_max_tokens\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xbb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12 \n\x06\x66inish\x18\x05 \x01(\x0b\x32\x10.baton.v1.Finish\x12%\n\x06\x65vents\x18\x06 \x03(\x0b\x32\x15.baton.v1.AnswerEvent\"\xc6\x01\n\x0b\x41nswerEvent\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x13\n\treasoning\x18\x02 \x01(\tH\x00\x12+\n\x0b\x63\x61ll_begins\x18\x03 \x01(\x0b\x32\x14.baton.v1.CallBeginsH\x00\x12\x33\n\x0f\x61rguments_delta\x18\x04 \x01(\x0b\x32\x18.baton.v1.ArgumentsDeltaH\x00\x12\'\n\tcall_ends\x18\x05 \x01(\x0b\x32\x12.baton.v1.CallEndsH\x00\x42\x07\n\x05\x65vent\"5\n\nCallBegins\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"-\n\x0e\x41rgumentsDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04json\x18\x02 \x01(\t\"\x19\n\x08\x43\x61llEnds\x12\r\n\x05index\x18\x01 \x01(\r\"\xce\x01\n\x06\x46inish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12 \n\x06timing\x18\x05 \x01(\x0b\x32\x10.baton.v1.Timing\x12&\n\tplacement\x18\x06 \x01(\x0b\x32\x13.baton.v1.PlacementB\t\n\x07matched\"\x9f\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x05 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x06 \x01(\r\"\xdb\x02\n\x06Timing\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\r\n\x05itl_s\x18\x02 \x03(\x01\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x12\n\nhandover_s\x18\x07 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x08 \x01(\x01\x12\x0f\n\x07total_s\x18\t \x01(\x01\x12\x17\n\x0ftransfer_wait_s\x18\n \x01(\x01\x12\x11\n\ttransport\x18\x0b \x01(\t\x12%\n\ttransfers\x18\x0c \x03(\x0b\x32\x12.baton.v1.Transfer\x12\'\n\nttft_parts\x18\r \x01(\x0b\x32\x13.baton.v1.TtftParts\x12/\n\x0ehandover_parts\x18\x0e \x01(\x0b\x32\x17.baton.v1.HandoverParts\"\x91\x01\n\tTtftParts\x12\x11\n\tgateway_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x19\n\x11\x66\x61iled_attempts_s\x18\x03 \x01(\x01\x12\x16\n\x0eworker_queue_s\x18\x04 \x01(\x01\x12\x1a\n\x12transfer_exposed_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\"T\n\rHandoverParts\x12\x1a\n\x12transfer_exposed_s\x18\x01 \x01(\x01\x12\x14\n\x0c\x66irst_step_s\x18\x02 \x01(\x01\x12\x11\n\tgateway_s\x18\x03 \x01(\x01\"\xb5\x01\n\x08Transfer\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04peer\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\'\n\x06\x65vents\x18\x07 \x03(\x0b\x32\x17.baton.v1.TransferEvent\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x11\n\texposed_s\x18\t \x01(\x01\"+\n\rTransferEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x61t_s\x18\x02 \x01(\x01\"L\n\tPlacement\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\x96\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08*c\n\x0bRoutingMode\x12\x1c\n\x18ROUTING_MODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aROUTING_MODE_DISAGGREGATED\x10\x01\x12\x16\n\x12ROUTING_MODE_LOCAL\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*`\n\x07ToolUse\x12\x18\n\x14TOOL_USE_UNSPECIFIED\x10\x00\x12\x11\n\rTOOL_USE_NONE\x10\x01\x12\x11\n\rTOOL_USE_AUTO\x10\x02\x12\x15\n\x11TOOL_USE_REQUIRED\x10\x03\x32\xe1\x01\n\x11GenerationService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!baton/v1/generation_service.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\"\xbc\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x31\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x01\x88\x01\x01\x12+\n\x0crouting_mode\x18\x08 \x01(\x0e\x32\x15.baton.v1.RoutingMode\x12\x1b\n\x13keep_special_tokens\x18\t \x01(\x08\x12!\n\x19skip_reading_prefix_cache\x18\n \x01(\x08\x12\x1a\n\rmax_model_len\x18\x0b \x01(\rH\x02\x88\x01\x01\x12\x19\n\x0c\x61\x66\x66inity_key\x18\x0c \x01(\tH\x03\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_cache_saltB\x10\n\x0e_max_model_lenB\x0f\n\r_affinity_key\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe5\x03\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.baton.v1.Chat.Message\x12\x1d\n\x05tools\x18\x02 \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x14.baton.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12-\n\treasoning\x18\x05 \x01(\x0b\x32\x1a.baton.v1.ReasoningOptions\x12=\n\x10template_options\x18\x06 \x03(\x0b\x32#.baton.v1.Chat.TemplateOptionsEntry\x12\x0e\n\x06\x65vents\x18\x07 \x01(\x08\x1a\x36\n\x14TemplateOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1ay\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\treasoning\x18\x03 \x01(\t\x12&\n\ntool_calls\x18\x04 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\tB\x16\n\x14_parallel_tool_calls\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\";\n\nToolChoice\x12\x1e\n\x03use\x18\x01 \x01(\x0e\x32\x11.baton.v1.ToolUse\x12\r\n\x05names\x18\x02 \x03(\t\"l\n\x10ReasoningOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06\x65\x66\x66ort\x18\x03 \x01(\tB\n\n\x08_enabledB\r\n\x0b_max_tokens\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xed\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12 \n\x06\x66inish\x18\x05 \x01(\x0b\x32\x10.baton.v1.Finish\x12%\n\x06\x65vents\x18\x06 \x03(\x0b\x32\x15.baton.v1.AnswerEvent\x12\x30\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\xc6\x01\n\x0b\x41nswerEvent\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x13\n\treasoning\x18\x02 \x01(\tH\x00\x12+\n\x0b\x63\x61ll_begins\x18\x03 \x01(\x0b\x32\x14.baton.v1.CallBeginsH\x00\x12\x33\n\x0f\x61rguments_delta\x18\x04 \x01(\x0b\x32\x18.baton.v1.ArgumentsDeltaH\x00\x12\'\n\tcall_ends\x18\x05 \x01(\x0b\x32\x12.baton.v1.CallEndsH\x00\x42\x07\n\x05\x65vent\"5\n\nCallBegins\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"-\n\x0e\x41rgumentsDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04json\x18\x02 \x01(\t\"\x19\n\x08\x43\x61llEnds\x12\r\n\x05index\x18\x01 \x01(\r\"\xce\x01\n\x06\x46inish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12 \n\x06timing\x18\x05 \x01(\x0b\x32\x10.baton.v1.Timing\x12&\n\tplacement\x18\x06 \x01(\x0b\x32\x13.baton.v1.PlacementB\t\n\x07matched\"\x9f\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x05 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x06 \x01(\r\"\xdb\x02\n\x06Timing\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\r\n\x05itl_s\x18\x02 \x03(\x01\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x12\n\nhandover_s\x18\x07 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x08 \x01(\x01\x12\x0f\n\x07total_s\x18\t \x01(\x01\x12\x17\n\x0ftransfer_wait_s\x18\n \x01(\x01\x12\x11\n\ttransport\x18\x0b \x01(\t\x12%\n\ttransfers\x18\x0c \x03(\x0b\x32\x12.baton.v1.Transfer\x12\'\n\nttft_parts\x18\r \x01(\x0b\x32\x13.baton.v1.TtftParts\x12/\n\x0ehandover_parts\x18\x0e \x01(\x0b\x32\x17.baton.v1.HandoverParts\"\x91\x01\n\tTtftParts\x12\x11\n\tgateway_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x19\n\x11\x66\x61iled_attempts_s\x18\x03 \x01(\x01\x12\x16\n\x0eworker_queue_s\x18\x04 \x01(\x01\x12\x1a\n\x12transfer_exposed_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\"T\n\rHandoverParts\x12\x1a\n\x12transfer_exposed_s\x18\x01 \x01(\x01\x12\x14\n\x0c\x66irst_step_s\x18\x02 \x01(\x01\x12\x11\n\tgateway_s\x18\x03 \x01(\x01\"\xb5\x01\n\x08Transfer\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04peer\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\'\n\x06\x65vents\x18\x07 \x03(\x0b\x32\x17.baton.v1.TransferEvent\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x11\n\texposed_s\x18\t \x01(\x01\"+\n\rTransferEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x61t_s\x18\x02 \x01(\x01\"L\n\tPlacement\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\x96\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08*c\n\x0bRoutingMode\x12\x1c\n\x18ROUTING_MODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aROUTING_MODE_DISAGGREGATED\x10\x01\x12\x16\n\x12ROUTING_MODE_LOCAL\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*`\n\x07ToolUse\x12\x18\n\x14TOOL_USE_UNSPECIFIED\x10\x00\x12\x11\n\rTOOL_USE_NONE\x10\x01\x12\x11\n\rTOOL_USE_AUTO\x10\x02\x12\x15\n\x11TOOL_USE_REQUIRED\x10\x03\x32\xe1\x01\n\x11GenerationService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,12 +34,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CHAT_TEMPLATEOPTIONSENTRY']._loaded_options = None
   _globals['_CHAT_TEMPLATEOPTIONSENTRY']._serialized_options = b'8\001'
-  _globals['_ROUTINGMODE']._serialized_start=3372
-  _globals['_ROUTINGMODE']._serialized_end=3471
-  _globals['_FINISHREASON']._serialized_start=3473
-  _globals['_FINISHREASON']._serialized_end=3568
-  _globals['_TOOLUSE']._serialized_start=3570
-  _globals['_TOOLUSE']._serialized_end=3666
+  _globals['_ROUTINGMODE']._serialized_start=3422
+  _globals['_ROUTINGMODE']._serialized_end=3521
+  _globals['_FINISHREASON']._serialized_start=3523
+  _globals['_FINISHREASON']._serialized_end=3618
+  _globals['_TOOLUSE']._serialized_start=3620
+  _globals['_TOOLUSE']._serialized_end=3716
   _globals['_GENERATEREQUEST']._serialized_start=73
   _globals['_GENERATEREQUEST']._serialized_end=517
   _globals['_TOKENIDS']._serialized_start=519
@@ -59,39 +59,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOOLCALL']._serialized_start=1282
   _globals['_TOOLCALL']._serialized_end=1337
   _globals['_GENERATERESPONSE']._serialized_start=1340
-  _globals['_GENERATERESPONSE']._serialized_end=1527
-  _globals['_ANSWEREVENT']._serialized_start=1530
-  _globals['_ANSWEREVENT']._serialized_end=1728
-  _globals['_CALLBEGINS']._serialized_start=1730
-  _globals['_CALLBEGINS']._serialized_end=1783
-  _globals['_ARGUMENTSDELTA']._serialized_start=1785
-  _globals['_ARGUMENTSDELTA']._serialized_end=1830
-  _globals['_CALLENDS']._serialized_start=1832
-  _globals['_CALLENDS']._serialized_end=1857
-  _globals['_FINISH']._serialized_start=1860
-  _globals['_FINISH']._serialized_end=2066
-  _globals['_USAGE']._serialized_start=2069
-  _globals['_USAGE']._serialized_end=2228
-  _globals['_TIMING']._serialized_start=2231
-  _globals['_TIMING']._serialized_end=2578
-  _globals['_TTFTPARTS']._serialized_start=2581
-  _globals['_TTFTPARTS']._serialized_end=2726
-  _globals['_HANDOVERPARTS']._serialized_start=2728
-  _globals['_HANDOVERPARTS']._serialized_end=2812
-  _globals['_TRANSFER']._serialized_start=2815
-  _globals['_TRANSFER']._serialized_end=2996
-  _globals['_TRANSFEREVENT']._serialized_start=2998
-  _globals['_TRANSFEREVENT']._serialized_end=3041
-  _globals['_PLACEMENT']._serialized_start=3043
-  _globals['_PLACEMENT']._serialized_end=3119
-  _globals['_ABORTREQUEST']._serialized_start=3121
-  _globals['_ABORTREQUEST']._serialized_end=3156
-  _globals['_ABORTRESPONSE']._serialized_start=3158
-  _globals['_ABORTRESPONSE']._serialized_end=3194
-  _globals['_GETMODELINFOREQUEST']._serialized_start=3196
-  _globals['_GETMODELINFOREQUEST']._serialized_end=3217
-  _globals['_GETMODELINFORESPONSE']._serialized_start=3220
-  _globals['_GETMODELINFORESPONSE']._serialized_end=3370
-  _globals['_GENERATIONSERVICE']._serialized_start=3669
-  _globals['_GENERATIONSERVICE']._serialized_end=3894
+  _globals['_GENERATERESPONSE']._serialized_end=1577
+  _globals['_ANSWEREVENT']._serialized_start=1580
+  _globals['_ANSWEREVENT']._serialized_end=1778
+  _globals['_CALLBEGINS']._serialized_start=1780
+  _globals['_CALLBEGINS']._serialized_end=1833
+  _globals['_ARGUMENTSDELTA']._serialized_start=1835
+  _globals['_ARGUMENTSDELTA']._serialized_end=1880
+  _globals['_CALLENDS']._serialized_start=1882
+  _globals['_CALLENDS']._serialized_end=1907
+  _globals['_FINISH']._serialized_start=1910
+  _globals['_FINISH']._serialized_end=2116
+  _globals['_USAGE']._serialized_start=2119
+  _globals['_USAGE']._serialized_end=2278
+  _globals['_TIMING']._serialized_start=2281
+  _globals['_TIMING']._serialized_end=2628
+  _globals['_TTFTPARTS']._serialized_start=2631
+  _globals['_TTFTPARTS']._serialized_end=2776
+  _globals['_HANDOVERPARTS']._serialized_start=2778
+  _globals['_HANDOVERPARTS']._serialized_end=2862
+  _globals['_TRANSFER']._serialized_start=2865
+  _globals['_TRANSFER']._serialized_end=3046
+  _globals['_TRANSFEREVENT']._serialized_start=3048
+  _globals['_TRANSFEREVENT']._serialized_end=3091
+  _globals['_PLACEMENT']._serialized_start=3093
+  _globals['_PLACEMENT']._serialized_end=3169
+  _globals['_ABORTREQUEST']._serialized_start=3171
+  _globals['_ABORTREQUEST']._serialized_end=3206
+  _globals['_ABORTRESPONSE']._serialized_start=3208
+  _globals['_ABORTRESPONSE']._serialized_end=3244
+  _globals['_GETMODELINFOREQUEST']._serialized_start=3246
+  _globals['_GETMODELINFOREQUEST']._serialized_end=3267
+  _globals['_GETMODELINFORESPONSE']._serialized_start=3270
+  _globals['_GETMODELINFORESPONSE']._serialized_end=3420
+  _globals['_GENERATIONSERVICE']._serialized_start=3719
+  _globals['_GENERATIONSERVICE']._serialized_end=3944
 # @@protoc_insertion_point(module_scope)

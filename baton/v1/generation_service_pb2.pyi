@@ -447,6 +447,7 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     """All that the tokens say, as the model wrote it: reasoning and calls with the model's own marks around them are part
@@ -468,6 +469,12 @@ class GenerateResponse(_message.Message):
         May lag behind `text`, where the beginning of a mark is possible. Adjacent events of one kind may be cut anywhere.
         """
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]:
+        """One entry for each token of the prompt but the first, if `prompt_logprobs` was set in the request, else empty. A long
+        prompt's entries come in several responses, the first ones; only the last of these has tokens.
+        """
+
     def __init__(
         self,
         *,
@@ -477,10 +484,11 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[_sampling_pb2.TokenLogprobs] | None = ...,
         finish: Global___Finish | None = ...,
         events: _abc.Iterable[Global___AnswerEvent] | None = ...,
+        prompt_logprobs: _abc.Iterable[_sampling_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "finish", b"finish", "logprobs", b"logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "finish", b"finish", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

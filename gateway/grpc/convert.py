@@ -89,6 +89,7 @@ def common_sampling(message: Any, **others: Any) -> SamplingParams:
         frequency_penalty=exact(message.frequency_penalty),
         logit_bias={token_id: exact(bias) for token_id, bias in message.logit_bias.items()},
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
@@ -157,6 +158,8 @@ def delta_to_response(
     )
     if events:  # most answers have no events, and this runs for each token
         response.events.extend(events)
+    if delta.prompt_logprobs:
+        response.prompt_logprobs.extend(map(_logprobs_to_message, delta.prompt_logprobs))
     return response
 
 

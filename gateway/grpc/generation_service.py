@@ -11,6 +11,7 @@ from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from gateway.auth.callers import current_caller
 from gateway.call_ids import CallIds
+from gateway.choices import prompt_parts
 from gateway.grpc import convert
 from gateway.grpc.chat_convert import CLIENT_NAMES, event_to_message, wants_events
 from gateway.grpc.guard import trace_of
@@ -40,10 +41,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         reasoning = ReasoningCount(gateway_request)
         async with aclosing(self._driver.generate(gateway_request)) as deltas:
             async for delta in deltas:
-                events = delta.events(parser) if has_events else ()
-                messages = [event_to_message(call_ids, event) for event in events]
-                reasoning.on_tokens(delta.token_ids)
-                yield convert.delta_to_response(request_id, delta, messages, reasoning.num_tokens)
+                for part in prompt_parts(delta):
+                    events = part.events(parser) if has_events else ()
+                    messages = [event_to_message(call_ids, event) for event in events]
+                    reasoning.on_tokens(part.token_ids)
+                    yield convert.delta_to_response(request_id, part, messages, reasoning.num_tokens)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         caller = current_caller.get()

@@ -66,8 +66,6 @@ def sampling_params_from(message: pb.SamplingParams) -> SamplingParams:
 def _refuse_unsupported(message: pb.SamplingParams) -> None:
     if message.n > MAX_CHOICES:
         raise InvalidRequest("n", f"must be at most {MAX_CHOICES}, got {message.n}")
-    if message.HasField("prompt_logprobs"):
-        raise InvalidRequest("prompt_logprobs", "only the answer has log-probabilities; use logprobs")
     if message.HasField("truncate_prompt_tokens"):
         raise InvalidRequest(
             "truncate_prompt_tokens", "not supported; truncate the prompt before you send it"
@@ -98,7 +96,9 @@ def _structured_output_from(message: pb.SamplingParams) -> StructuredOutput | No
             )
 
 
-def delta_to_chunk(index: int, delta: Delta, num_prompt_tokens: int) -> pb.GenerateResponse:
+def delta_to_chunk(
+    index: int, delta: Delta, num_prompt_tokens: int, input_logprobs: pb.InputLogProbs | None = None
+) -> pb.GenerateResponse:
     """Converts one delta.
 
     As in vLLM, `completion_tokens` counts this chunk only; only the last chunk has `cached_tokens`.
@@ -109,6 +109,7 @@ def delta_to_chunk(index: int, delta: Delta, num_prompt_tokens: int) -> pb.Gener
         completion_tokens=len(delta.token_ids),
         cached_tokens=delta.finish.num_cached_tokens if delta.finish else 0,
         output_logprobs=logprobs_to_message(delta.logprobs),
+        input_logprobs=input_logprobs,
         index=index,
     )
     return pb.GenerateResponse(chunk=chunk)
@@ -145,11 +146,26 @@ def logprobs_to_message(logprobs: Sequence[TokenLogprobs]) -> pb.OutputLogProbs 
     return pb.OutputLogProbs(
         token_logprobs=[position.logprob for position in logprobs],
         token_ids=[position.token_id for position in logprobs],
-        top_logprobs=[
-            pb.TopLogProbs(
-                values=[logprob for _, logprob in position.top],
-                token_ids=[token_id for token_id, _ in position.top],
-            )
-            for position in logprobs
+        top_logprobs=map(_top_to_message, logprobs),
+    )
+
+
+def input_logprobs_to_message(
+    logprobs: Sequence[TokenLogprobs], first_token_id: int | None
+) -> pb.InputLogProbs:
+    """`first_token_id`: the prompt's first token, which has no log-probability, if it comes before these tokens."""
+    first = () if first_token_id is None else (first_token_id,)
+    return pb.InputLogProbs(
+        token_logprobs=[
+            *(pb.InputTokenLogProb() for _ in first),
+            *(pb.InputTokenLogProb(value=position.logprob) for position in logprobs),
         ],
+        token_ids=[*first, *(position.token_id for position in logprobs)],
+        top_logprobs=[*(pb.TopLogProbs() for _ in first), *map(_top_to_message, logprobs)],
+    )
+
+
+def _top_to_message(position: TokenLogprobs) -> pb.TopLogProbs:
+    return pb.TopLogProbs(
+        values=[logprob for _, logprob in position.top], token_ids=[token_id for token_id, _ in position.top]
     )

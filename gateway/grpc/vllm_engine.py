@@ -191,15 +191,23 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 async def _streamed(
     gateway_requests: Sequence[GatewayRequest], batches: Batches
 ) -> AsyncIterator[pb.GenerateResponse]:
-    num_prompt_tokens = len(gateway_requests[0].prompt_token_ids)
+    prompt_token_ids = gateway_requests[0].prompt_token_ids
+    first_token_ids = dict.fromkeys(range(len(gateway_requests)), prompt_token_ids[0])
     async for index, delta in (each async for batch in batches for each in batch):
-        yield convert.delta_to_chunk(index, delta, num_prompt_tokens)
+        scored = None
+        if delta.prompt_logprobs is not None:
+            scored = convert.input_logprobs_to_message(
+                delta.prompt_logprobs, first_token_ids.pop(index, None)
+            )
+        yield convert.delta_to_chunk(index, delta, len(prompt_token_ids), scored)
         if delta.finish is not None:
             yield convert.to_complete(index, delta, delta.finish)
 
 
 async def _whole(gateway_requests: Sequence[GatewayRequest], batches: Batches) -> AsyncIterator[bytes]:
-    answers = [WholeResponse(index) for index in range(len(gateway_requests))]
+    answers = [
+        WholeResponse(index, request.prompt_token_ids[0]) for index, request in enumerate(gateway_requests)
+    ]
     async for index, delta in in_turns(batches):
         answers[index].on_delta(delta)
         if delta.finish is not None:

@@ -6,7 +6,7 @@ Building the message would block it even longer.
 
 from baton.request import TokenLogprobs
 from gateway.grpc.generated import vllm_engine_pb2 as pb
-from gateway.grpc.vllm_convert import logprobs_to_message, to_end
+from gateway.grpc.vllm_convert import input_logprobs_to_message, logprobs_to_message, to_end
 from gateway.requests.request import Delta, Finish
 
 TOKENS_PER_PIECE = 16
@@ -14,6 +14,7 @@ TOKENS_PER_PIECE = 16
 
 _COMPLETE = pb.GenerateResponse.DESCRIPTOR.fields_by_name["complete"].number
 _LOGPROBS = pb.GenerateComplete.DESCRIPTOR.fields_by_name["output_logprobs"].number
+_INPUT_LOGPROBS = pb.GenerateComplete.DESCRIPTOR.fields_by_name["input_logprobs"].number
 
 
 class WholeResponse:
@@ -24,8 +25,11 @@ class WholeResponse:
     guide).
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, first_token_id: int) -> None:
+        """`first_token_id`: the prompt's first token."""
         self._index = index
+        self._first_token_id: int | None = first_token_id
+        """None once it is written."""
         self._num_tokens = 0
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -33,6 +37,8 @@ class WholeResponse:
         """Serialized part of a GenerateComplete: its token ids."""
         self._written_logprobs = bytearray()
         """Serialized part of an OutputLogProbs."""
+        self._written_input_logprobs = bytearray()
+        """Serialized part of an InputLogProbs."""
 
     def on_delta(self, delta: Delta) -> None:
         self._num_tokens += len(delta.token_ids)
@@ -40,6 +46,10 @@ class WholeResponse:
         self._logprobs += delta.logprobs
         if len(self._token_ids) >= TOKENS_PER_PIECE:
             self._write()
+        if delta.prompt_logprobs is not None:
+            message = input_logprobs_to_message(delta.prompt_logprobs, self._first_token_id)
+            self._written_input_logprobs += message.SerializeToString()
+            self._first_token_id = None
 
     def serialized(self, finish: Finish) -> bytes:
         """The whole answer as a serialized GenerateResponse."""
@@ -48,8 +58,12 @@ class WholeResponse:
             self._written_ids,
             to_end(self._index, self._num_tokens, finish).SerializeToString(),
         ]
-        if self._written_logprobs:
-            parts += [_header(_LOGPROBS, len(self._written_logprobs)), self._written_logprobs]
+        for field, written in (
+            (_LOGPROBS, self._written_logprobs),
+            (_INPUT_LOGPROBS, self._written_input_logprobs),
+        ):
+            if written:
+                parts += [_header(field, len(written)), written]
         return b"".join((_header(_COMPLETE, sum(map(len, parts))), *parts))
 
     def _write(self) -> None:

@@ -1,6 +1,7 @@
 """A real gateway on a loopback port, and scripted workers on the real request plane."""
 
 import asyncio
+import math
 import queue
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from baton.clock import SystemClock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.kv import TransferRole, WorkerRef
 from baton.messages.control import ControlApi
-from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, TokenLogprobs
 from baton.system.curve import ClusterKeys
 from baton.worker import (
     KVBlockCounts,
@@ -139,9 +140,10 @@ def outputs_of(
     start: int = 0,
     finish: FinishReason | None = FinishReason.LENGTH,
 ) -> list[RequestOutput]:
-    """One output per token. The last output also has the finish reason."""
+    """One output per token. The last output also has the finish reason. The output with token 0 has the prompt's
+    log-probabilities, if the request wants them and its worker computed the prompt."""
     last = len(token_ids) - 1
-    return [
+    outputs = [
         RequestOutput(
             request_id=request.request_id,
             first_position=start + index,
@@ -150,6 +152,21 @@ def outputs_of(
         )
         for index, token_id in enumerate(token_ids)
     ]
+    num_top, transfer = request.sampling_params.prompt_logprobs, request.kv_transfer
+    is_consumer = transfer is not None and transfer.role is TransferRole.CONSUMER
+    if outputs and start == 0 and num_top is not None and not is_consumer:
+        outputs[0].prompt_logprobs = scores_of(request.prompt_token_ids, num_top)
+    return outputs
+
+
+def scores_of(prompt_token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of a prompt's tokens but the first. Each token has rank 2, behind token 65, and token 67 is
+    impossible; `num_top` is at most 3."""
+
+    def top_of(token_id: int) -> tuple[tuple[int, float], ...]:
+        return ((65, -0.25), (token_id, -0.5), (67, -math.inf))[:num_top]
+
+    return tuple(TokenLogprobs(token_id, -0.5, 2, top_of(token_id)) for token_id in prompt_token_ids[1:])
 
 
 def answering(token_ids: list[int], finish: FinishReason = FinishReason.LENGTH) -> Script:

@@ -209,7 +209,7 @@ def _set_chat(message: pb.GenerateRequest, rng: random.Random) -> None:
 
 def _set_other(message: pb.GenerateRequest, rng: random.Random) -> None:
     params = message.sampling_params
-    match rng.randrange(9):
+    match rng.randrange(10):
         case 0:
             params.max_tokens = 0
         case 1:
@@ -225,6 +225,8 @@ def _set_other(message: pb.GenerateRequest, rng: random.Random) -> None:
         case 6:
             params.stop_token_ids.extend([2**32 - 1])
         case 7:
+            params.prompt_logprobs = rng.choice([21, 2**32 - 1])
+        case 8:
             message.max_model_len = rng.choice([0, 2**32 - 1])
         case _:
             params.json_schema = rng.choice(["", "x" * 200_000])

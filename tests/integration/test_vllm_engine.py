@@ -153,7 +153,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"extra_mm_inputs": [pb.MultimodalInputs()]}, "extra_mm_inputs:"),
     ({"media_refs": pb.MediaRefs()}, "media_refs:"),
     ({"sampling": {"n": 129}}, "n: must be at most 128"),
-    ({"sampling": {"prompt_logprobs": 1}}, "prompt_logprobs:"),
+    ({"sampling": {"prompt_logprobs": -1}}, "prompt_logprobs: must be from 0"),
     ({"sampling": {"truncate_prompt_tokens": 4}}, "truncate_prompt_tokens:"),
     ({"sampling": {"logprobs": -1}}, "logprobs: must be from 0"),
     ({"sampling": {"structural_tag": "{}"}}, "structural_tag:"),

@@ -1,11 +1,23 @@
 """An answer that is not streamed: how much it may hold, and in which portions it is collected."""
 
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from baton.errors import InvalidRequest
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
-from gateway.choices import MAX_VALUES, PORTION_TOKENS, check_whole_answer, in_turns
+from gateway.choices import (
+    MAX_VALUES,
+    PORTION_TOKENS,
+    batches_of,
+    check_whole_answer,
+    in_turns,
+    prompt_parts,
+)
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import TextStream
 from gateway.turn_budget import TURN_S
@@ -15,11 +27,19 @@ from tests.factories.models import make_tokenizer
 TOKENIZER = make_tokenizer()
 
 
-def asked(num_answers: int, max_tokens: int, logprobs: int | None = None) -> list[GatewayRequest]:
+def asked(
+    num_answers: int,
+    max_tokens: int,
+    logprobs: int | None = None,
+    prompt: tuple[int, ...] = (5,),
+    prompt_logprobs: int | None = None,
+) -> list[GatewayRequest]:
     generation = GatewayRequest(
         request_id="r",
-        prompt_token_ids=(5,),
-        sampling_params=SamplingParams(max_tokens=max_tokens, logprobs=logprobs),
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(
+            max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        ),
         text=TextStream(TOKENIZER, (), 0, True),
     )
     return [generation] * num_answers
@@ -57,6 +77,73 @@ def test_answers_to_prompts_of_many_lengths_are_added_up() -> None:
     check_whole_answer(asked(1, MAX_VALUES - 10) + asked(1, 10))
     with pytest.raises(InvalidRequest, match=f"this one may have {MAX_VALUES + 1}: "):
         check_whole_answer(asked(1, MAX_VALUES - 10) + asked(1, 11))
+
+
+def test_log_probabilities_of_prompts_count_too() -> None:
+    prompt = (5,) * 2**16
+    num_values = 10 * 4 * 2**16
+    fitting = (MAX_VALUES - num_values) // 10
+    check_whole_answer(asked(10, fitting, prompt=prompt, prompt_logprobs=3))
+    with pytest.raises(
+        InvalidRequest, match=rf"\), and {num_values} of the prompts. Set max_tokens to at most {fitting},"
+    ):
+        check_whole_answer(asked(10, fitting + 1, prompt=prompt, prompt_logprobs=3))
+    with pytest.raises(InvalidRequest) as caught:
+        check_whole_answer(asked(13, 1, prompt=prompt, prompt_logprobs=3), {"prompt_logprobs": "logprobs"})
+    assert str(caught.value) == (
+        "logprobs: an answer that is not streamed may hold 3145728 values; the log-probabilities of the prompts are "
+        "3407872 values. Ask for fewer, lower n, or send fewer or shorter prompts"
+    )
+
+
+@pytest.mark.parametrize("num_positions", [0, 1, PORTION_TOKENS, PORTION_TOKENS + 1, 5 * PORTION_TOKENS])
+def test_log_probabilities_of_a_prompt_come_in_parts_before_the_rest_of_their_delta(
+    num_positions: int,
+) -> None:
+    logprobs = tuple(TokenLogprobs(position, -0.5, 1, ()) for position in range(num_positions))
+    delta = Delta((7,), "text", prompt_logprobs=logprobs)
+    *before, last = prompt_parts(delta)
+    assert replace(last, prompt_logprobs=logprobs) == delta
+    parts = [part.prompt_logprobs or () for part in (*before, last)]
+    assert tuple(each for part in parts for each in part) == logprobs
+    assert max(map(len, parts)) <= PORTION_TOKENS
+    assert [replace(part, prompt_logprobs=None) for part in before] == [Delta()] * len(before)
+    assert [*prompt_parts(Delta((7,)))] == [Delta((7,))]
+
+
+def test_between_these_parts_others_run() -> None:
+    logprobs = tuple(TokenLogprobs(position, -0.5, 1, ()) for position in range(20 * PORTION_TOKENS))
+    first = Delta((7,), prompt_logprobs=logprobs)
+    deltas = [first, Delta((8,), finish=finish_of())]
+    driver: Any = Answering(deltas)
+    for number in (1, 2):
+        clock = WorkClock()
+
+        async def run(clock: WorkClock = clock, number: int = number) -> list[tuple[int, Delta]]:
+            taken = []
+            async with aclosing(batches_of(driver, asked(number, 2, prompt_logprobs=0))) as batches:
+                async for batch in batches:
+                    for index, delta in batch:
+                        clock.work(len(delta.prompt_logprobs or ()) * TURN_S / PORTION_TOKENS)
+                        taken.append((index, delta))
+            return taken
+
+        taken = clock.run(run())
+        for answer in range(number):
+            own = [delta for index, delta in taken if index == answer]
+            assert own == [*prompt_parts(first), deltas[1]]
+        assert clock.longest_turn_s < 2 * TURN_S
+
+
+class Answering:
+    """A request driver that has all of an answer already."""
+
+    def __init__(self, deltas: Sequence[Delta]) -> None:
+        self._deltas = deltas
+
+    async def generate(self, _: GatewayRequest) -> AsyncGenerator[Delta, None]:
+        for delta in self._deltas:
+            yield delta
 
 
 def test_a_long_delta_is_collected_in_portions_and_others_run_in_between() -> None:

@@ -84,6 +84,18 @@ def test_log_probabilities_arrive_as_they_are() -> None:
     assert [(each.token_id, each.logprob) for each in sent.top] == [(4, -0.25), (3, -0.5)]
 
 
+def test_log_probabilities_of_a_prompt_arrive_as_they_are() -> None:
+    assert params_of().prompt_logprobs is None
+    assert params_of(prompt_logprobs=0).prompt_logprobs == 0
+    response = convert.delta_to_response(
+        "r", Delta(prompt_logprobs=(TokenLogprobs(3, -0.5, 2, ((4, -0.25),)),))
+    )
+    (sent,) = response.prompt_logprobs
+    assert (sent.token_id, sent.logprob, sent.rank) == (3, -0.5, 2)
+    assert [(each.token_id, each.logprob) for each in sent.top] == [(4, -0.25)]
+    assert not response.logprobs
+
+
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
@@ -94,6 +106,7 @@ def test_log_probabilities_arrive_as_they_are() -> None:
         ("min_p", {"min_p": math.inf}),
         ("presence_penalty", {"presence_penalty": 3.0}),
         ("logprobs", {"logprobs": 100}),
+        ("prompt_logprobs", {"prompt_logprobs": 21}),
         ("seed", {"seed": 2**63}),
         ("stop", {"stop": [""]}),
         ("logit_bias", {"logit_bias": {5: math.nan}}),

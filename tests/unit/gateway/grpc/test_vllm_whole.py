@@ -4,7 +4,12 @@ import pytest
 
 from baton.request import FinishReason
 from gateway.grpc.generated import vllm_engine_pb2 as pb
-from gateway.grpc.vllm_convert import delta_to_chunk, to_complete, to_end
+from gateway.grpc.vllm_convert import (
+    delta_to_chunk,
+    input_logprobs_to_message,
+    to_complete,
+    to_end,
+)
 from gateway.grpc.vllm_whole import TOKENS_PER_PIECE, WholeResponse
 from gateway.requests.request import Delta
 from tests.factories.answers import finish_of, logprobs_of
@@ -24,12 +29,34 @@ def test_pieces_make_one_message(num_tokens: int, num_top: int | None, tokens_ea
     # Such numbers as are equal to themselves.
     logprobs = () if num_top is None else tuple(logprobs_of(7 * id_, num_top) for id_ in token_ids)
     for number, finish in enumerate(ENDS):
-        whole = WholeResponse(number)
+        whole = WholeResponse(number, 5)
         for begin in range(0, num_tokens, tokens_each):
             end = begin + tokens_each
             whole.on_delta(Delta(token_ids[begin:end], logprobs=logprobs[begin:end]))
         at_once = to_complete(number, Delta(token_ids, logprobs=logprobs), finish)
         assert pb.GenerateResponse.FromString(whole.serialized(finish)) == at_once
+
+
+@pytest.mark.parametrize("num_top", [0, 5])
+@pytest.mark.parametrize("portions", [[0], [1], [128, 128, 3]])
+def test_log_probabilities_of_a_prompt_become_one_message_too(portions: list[int], num_top: int) -> None:
+    whole = WholeResponse(0, 9)
+    logprobs = tuple(logprobs_of(7 * id_, num_top) for id_ in range(sum(portions)))
+    rest = logprobs
+    for number in portions[:-1]:
+        whole.on_delta(Delta(prompt_logprobs=rest[:number]))
+        rest = rest[number:]
+    whole.on_delta(Delta((3,), prompt_logprobs=rest))
+    complete = pb.GenerateResponse.FromString(whole.serialized(finish_of())).complete
+    assert complete.input_logprobs == input_logprobs_to_message(logprobs, 9)
+    assert list(complete.output_ids) == [3]
+    first, *others = complete.input_logprobs.token_logprobs
+    assert not first.HasField("value")
+    assert [each.value for each in others] == pytest.approx([position.logprob for position in logprobs])
+    assert list(complete.input_logprobs.token_ids) == [9, *(position.token_id for position in logprobs)]
+    assert [len(top.values) for top in complete.input_logprobs.top_logprobs] == [0] + [num_top] * len(
+        logprobs
+    )
 
 
 def test_only_the_last_chunk_has_what_only_an_ended_answer_has() -> None:
