@@ -105,13 +105,18 @@ class SamplingFields(Body):
         return [name for name in MODEL_DEFAULTS if getattr(self, name) is None]
 
     def params_with(
-        self, max_tokens: int, logprobs: int | None, structured_output: StructuredOutput | None
+        self,
+        max_tokens: int,
+        logprobs: int | None,
+        structured_output: StructuredOutput | None,
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """Raises InvalidRequest for a field that contradicts another field."""
         given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             top_k=max(0, self.top_k or 0),
             seed=None if self.seed is None else self.seed & MAX_SEED,
             logit_bias=self._biases(),

@@ -142,6 +142,9 @@ def part(**fields: Any) -> dict[str, Any]:
                 ("stop_token_ids", {"stop_token_ids": [99999]}, "99999 is not one of the model's"),
                 ("top_logprobs", {"logprobs": False, "top_logprobs": 2}, "needs logprobs"),
                 ("top_logprobs", {"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
+                ("prompt_logprobs", {"prompt_logprobs": 21}, "less than or equal to 20"),
+                ("prompt_logprobs", {"prompt_logprobs": -1}, "greater than or equal to 0"),
+                ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}, "not with stream: true"),
                 ("stream_options", {"stream_options": {}}, "needs stream: true"),
                 (
                     "stream_options.continuous_usage_stats",
@@ -201,7 +204,17 @@ def part(**fields: Any) -> dict[str, Any]:
                 ),
                 ("best_of", {"best_of": 2}, "must equal n (1), got 2"),
                 ("logprobs", {"logprobs": True}, "must be a valid integer"),
-                ("logprobs", {"logprobs": 1, "echo": True}, "drop echo or logprobs"),
+                (
+                    "prompt_logprobs",
+                    {"prompt_logprobs": 2, "logprobs": 1, "echo": True},
+                    "contradicts logprobs (1)",
+                ),
+                ("max_tokens", {"max_tokens": 0}, "greater than or equal to 1 without echo"),
+                (
+                    "min_tokens",
+                    {"max_tokens": 0, "echo": True, "min_tokens": 1},
+                    "must be 0 with max_tokens 0",
+                ),
             ],
         ),
     ],

@@ -88,10 +88,26 @@ class CompletionLogprobs:
     """Parallel lists with an entry for each token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """Null for the first token of an echoed prompt, which nothing precedes."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
     """Where the token begins in the choice's text, in characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """The log-probability of a token at one position of a prompt; vLLM's extension."""
+
+    logprob: float
+    rank: int
+    """1 is the most likely token."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""One entry for each token of the prompt, null for the first. Its keys are token ids: the prompt's own token, then the
+most likely ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +163,8 @@ class ChatCompletion:
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: Optional[PromptLogprobs] = None
+    """Present if the request has this field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +175,8 @@ class CompletionChoice:
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    prompt_logprobs: Optional[PromptLogprobs] = None
+    """Present if the request has this field."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from gateway.conversation import (
 from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.fields import StreamOptions
-from gateway.http.openai.logprobs import ChatTokens
+from gateway.http.openai.logprobs import ChatTokens, RankedTokens
 from gateway.http.openai.openai_answer import FINISH_REASONS, AnswerHead, OpenAIAnswer
 from gateway.http.whole_json import ascii_json, json_string, string_pieces
 from gateway.requests.request import Delta
@@ -35,6 +35,7 @@ class ChatAnswer(OpenAIAnswer):
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    has_prompt_logprobs_by_choice = False
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class ChatAnswer(OpenAIAnswer):
         options: StreamOptions | None,
         tokens: ChatTokens | None,
         parsers: Sequence[AnswerParser | None],
+        ranked_tokens: RankedTokens | None = None,
         *,
         includes_reasoning: bool = True,
         may_call: bool = False,
@@ -50,7 +52,7 @@ class ChatAnswer(OpenAIAnswer):
         """`tokens` writes log-probabilities; None if the client does not want them. `parsers`: one for each
         choice; None if it is only text. `may_call`: answers may have calls."""
         logprobs = None if tokens is None else [tokens] * len(parsers)
-        super().__init__(head, count, options, len(parsers), logprobs)
+        super().__init__(head, count, options, len(parsers), logprobs, ranked_tokens)
         self._parsers = parsers
         self._includes_reasoning = includes_reasoning
         self._role = ROLE_BEFORE_CALLS if may_call else ROLE

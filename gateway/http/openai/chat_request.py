@@ -106,4 +106,5 @@ class ChatCompletionRequest(GenerationFields):
     def sampling(self) -> SamplingParams:
         """Raises InvalidRequest for a field that contradicts another field."""
         max_tokens = self.max_completion_tokens or self.max_tokens or UNLIMITED
-        return self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling_params(max_tokens, logprobs, self.prompt_logprobs)

@@ -12,7 +12,7 @@ from gateway.http.openai.answers import (
     PromptTokensDetails,
     Usage,
 )
-from gateway.http.openai.logprobs import LogprobColumns
+from gateway.http.openai.logprobs import LogprobColumns, PromptLogprobs
 from gateway.http.whole_json import string_pieces
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.token_parts import ReasoningCount
@@ -67,6 +67,8 @@ class Collected:
     """Collects one whole answer from its deltas, in as little memory as possible."""
 
     logprobs: LogprobColumns = field(default_factory=LogprobColumns)
+    prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
+    """Of the prompt, in answers that have the field `prompt_logprobs`."""
     finish: Finish | None = None
     parts: AnswerParts = field(default_factory=AnswerParts)
 

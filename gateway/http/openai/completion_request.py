@@ -49,11 +49,13 @@ class CompletionRequest(GenerationFields):
     )
     max_tokens: int | None = Field(
         None,
-        ge=1,
-        description=f"Default {DEFAULT_MAX_TOKENS}; at most what the prompt leaves room for.",
+        ge=0,
+        description=f"Default {DEFAULT_MAX_TOKENS}; at most what the prompt leaves room for. 0 only with echo.",
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool | None = Field(None, description="Repeat the prompt before the answer. Not with logprobs.")
+    echo: bool | None = Field(
+        None, description="Repeat the prompt before the answer. logprobs then begin with the prompt's tokens."
+    )
     best_of: int | None = Field(None, ge=1, description="Must equal n: all answers are returned.")
     suffix: NotSupported = None
 
@@ -64,9 +66,14 @@ class CompletionRequest(GenerationFields):
                 "best_of",
                 f"must equal n ({self.num_samples}), got {self.best_of}; set only n",
             )
-        if self.echo and self.logprobs is not None:
+        if self.is_only_echo and not self.echo:
+            raise InvalidRequest("max_tokens", "must be greater than or equal to 1 without echo, got 0")
+        if self.is_only_echo and self.min_tokens:
+            raise InvalidRequest("min_tokens", f"must be 0 with max_tokens 0, got {self.min_tokens}")
+        if self.echo and len({self.logprobs, self.prompt_logprobs} - {None}) == 2:
             raise InvalidRequest(
-                "logprobs", "logprobs of prompt tokens are not supported; drop echo or logprobs"
+                "prompt_logprobs",
+                f"{self.prompt_logprobs} contradicts logprobs ({self.logprobs}) with echo; set only one",
             )
         if len(self.prompts) * self.num_samples > MAX_CHOICES:
             raise InvalidRequest(
@@ -88,6 +95,21 @@ class CompletionRequest(GenerationFields):
             part if isinstance(part, str) else tuple(part) for part in prompt if not isinstance(part, int)
         ]
 
+    @property
+    def is_only_echo(self) -> bool:
+        """Whether the answer is only the prompt. Every request computes a token, which is then not shown."""
+        return self.max_tokens == 0
+
+    @property
+    def client_names(self) -> dict[str, str]:
+        is_echo = self.echo and self.prompt_logprobs is None
+        return super().client_names | ({"prompt_logprobs": "logprobs"} if is_echo else {})
+
     def sampling(self) -> SamplingParams:
         """Raises InvalidRequest for a field that contradicts another field."""
-        return self.sampling_params(self.max_tokens or DEFAULT_MAX_TOKENS, self.logprobs)
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+        logprobs = None if self.is_only_echo else self.logprobs
+        prompt_logprobs = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            prompt_logprobs = self.logprobs
+        return self.sampling_params(max_tokens, logprobs, prompt_logprobs)

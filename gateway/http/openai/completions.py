@@ -1,11 +1,13 @@
 """CompletionAnswer: the answer to one or more prompts, whole or as a stream."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from baton.request import FinishReason
 from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.fields import StreamOptions
-from gateway.http.openai.logprobs import CompletionLogprobsStream
+from gateway.http.openai.logprobs import CompletionLogprobsStream, RankedTokens
 from gateway.http.openai.openai_answer import FINISH_REASONS, AnswerHead, OpenAIAnswer
 from gateway.http.whole_json import ascii_json, string_pieces
 from gateway.requests.request import Delta
@@ -15,6 +17,7 @@ class CompletionAnswer(OpenAIAnswer):
     """Writes one completion."""
 
     kind = chunk_kind = "text_completion"
+    has_prompt_logprobs_by_choice = True
 
     def __init__(
         self,
@@ -23,15 +26,45 @@ class CompletionAnswer(OpenAIAnswer):
         options: StreamOptions | None,
         echoes: Sequence[str],
         logprobs: Sequence[CompletionLogprobsStream] | None,
+        ranked_tokens: RankedTokens | None = None,
+        *,
+        is_echo: bool = False,
+        is_only_echo: bool = False,
     ) -> None:
         """`echoes`: the text before each choice's text. `logprobs`: one writer for each choice; None if the
-        client does not want log-probabilities."""
-        super().__init__(head, count, options, len(echoes), logprobs)
+        client does not want log-probabilities. `is_echo`: log-probabilities begin with those of the prompt.
+        `is_only_echo`: the client does not want the answer's tokens.
+        """
+        super().__init__(head, count, options, len(echoes), logprobs, ranked_tokens)
         self._echoes = echoes
+        self._echoes_logprobs = is_echo and logprobs is not None
+        self._is_only_echo = is_only_echo
+        self._unsent = dict(enumerate(echoes)) if self._echoes_logprobs else {}
+        """Texts that a stream sends with the first log-probabilities of their choice, by choice."""
 
     def opening(self) -> bytes:
+        if self._echoes_logprobs:
+            return b""
         echoes = [(index, ascii_json(echo)) for index, echo in enumerate(self._echoes) if echo]
         return "".join(self._event(index, f'"text":{echo}') for index, echo in echoes).encode("ascii")
+
+    def piece(self, index: int, delta: Delta) -> bytes:
+        shown = self._shown(delta)
+        if (echo := self._unsent.pop(index, None)) is not None:
+            shown = replace(shown, text=echo + shown.text)
+        return super().piece(index, shown)
+
+    def on_delta(self, index: int, delta: Delta) -> None:
+        super().on_delta(index, self._shown(delta))
+
+    def _shown(self, delta: Delta) -> Delta:
+        """What the client sees of a delta, with the log-probabilities of the prompt among those of the answer."""
+        if self._is_only_echo:
+            finish = delta.finish and replace(delta.finish, reason=FinishReason.LENGTH)
+            delta = Delta(finish=finish, prompt_logprobs=delta.prompt_logprobs)
+        if self._echoes_logprobs and delta.prompt_logprobs:
+            delta = replace(delta, logprobs=delta.prompt_logprobs + delta.logprobs)
+        return delta
 
     def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:
         reason = FINISH_REASONS[delta.finish.reason if delta.finish else None]

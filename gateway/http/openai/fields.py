@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from baton.errors import InvalidRequest
-from baton.sampling import SamplingParams
+from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.choices import MAX_CHOICES
 from gateway.conversation import ReasoningOptions
 from gateway.http.body import Body
@@ -56,6 +56,12 @@ class GenerationFields(SamplingFields):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="Grammar that the answer must match."
     )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="How many of the most likely tokens to report with each token of the prompt. Not with stream.",
+    )
     request_id: RequestId = None
 
     @model_validator(mode="after")
@@ -63,6 +69,8 @@ class GenerationFields(SamplingFields):
         """Checks fields that are valid alone but not together. pydantic does not catch InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "needs stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs", "not with stream: true; drop one of them")
         if (
             self.stream_options is not None
             and self.stream_options.continuous_usage_stats
@@ -93,7 +101,9 @@ class GenerationFields(SamplingFields):
     def keep_special_tokens(self) -> bool:
         return self.skip_special_tokens is False
 
-    def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def sampling_params(
+        self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
         """Raises InvalidRequest for a field that contradicts another field."""
         grammar = structured_output_of(self.response_format, self.structured_outputs)
-        return self.params_with(max_tokens, logprobs, grammar)
+        return self.params_with(max_tokens, logprobs, grammar, prompt_logprobs)

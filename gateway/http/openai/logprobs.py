@@ -1,4 +1,4 @@
-"""Writes log-probabilities in OpenAI's two shapes, as JSON in pieces.
+"""Writes log-probabilities in OpenAI's two shapes and vLLM's, as JSON in pieces.
 
 Each token may have the log-probabilities of twenty others, and a request may have a hundred thousand tokens.
 One object for each would cost 14 KiB per token, and block the event loop. So log-probabilities are stored as
@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from baton.request import TokenLogprobs
 from gateway.http.openai.answers import MIN_LOGPROB
+from gateway.http.openai.echo import EchoedPrompt
 from gateway.http.whole_json import json_string
 from gateway.text import Detokenizer, Tokenizer
 
@@ -25,7 +26,7 @@ MAX_REMEMBERED = 2**14
 
 
 class LogprobColumns:
-    """Log-probabilities at many positions: first the sampled token's, then those of the most likely tokens.
+    """Log-probabilities at many positions: first the position's own token's, then those of the most likely tokens.
 
     Each log-probability takes 12 bytes, with its token id.
     """
@@ -74,10 +75,32 @@ def _numbers(logprobs: Sequence[float]) -> list[str]:
     return to_json(bounded, inf_nan_mode="null")[1:-1].decode().split(",")
 
 
-def _list(before: str, columns: LogprobColumns, write: Callable[[Row], str]) -> Iterator[str]:
-    """The text `before`, which opens a list, then the positions, separated by commas."""
-    yield before
-    comma = ""
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens but the first, with the ranks of these tokens."""
+
+    __slots__ = ("_columns", "_ranks")
+
+    def __init__(self) -> None:
+        self._columns = LogprobColumns()
+        self._ranks = array("I")
+
+    def extend(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        self._columns.extend(logprobs)
+        self._ranks.extend([position.rank for position in logprobs])
+
+    def pieces(self) -> "Iterator[list[tuple[Row, int]]]":
+        """All positions, each with its rank, in lists of a few."""
+        ranks = iter(self._ranks)
+        for rows in self._columns.pieces():
+            yield [(row, next(ranks)) for row in rows]
+
+
+def _list(
+    before: str, columns: LogprobColumns, write: Callable[[Row], str], first: str = ""
+) -> Iterator[str]:
+    """The text `before`, which opens a list, then `first` and the positions, separated by commas."""
+    yield before + first
+    comma = "," if first else ""
     for rows in columns.pieces():
         yield comma + ",".join(map(write, rows))
         comma = ","
@@ -132,22 +155,32 @@ class CompletionLogprobsStream:
     text."""
 
     def __init__(
-        self, tokens: CompletionTokens, skip_special_tokens: bool, prompt_token_ids: Sequence[int]
+        self,
+        tokens: CompletionTokens,
+        skip_special_tokens: bool,
+        prompt_token_ids: Sequence[int],
+        echo: EchoedPrompt | None = None,
     ) -> None:
+        """`echo`: the prompt, if its tokens come before those of the answer."""
+        self._echo = echo
         self._name = tokens.name
         self._detokenizer = Detokenizer(tokens.tokenizer.backend, skip_special_tokens, prompt_token_ids)
-        self._offset = 0
+        self._offset = 0 if echo is None else len(echo.text)
 
     def write(self, columns: LogprobColumns) -> Iterator[str]:
-        """The JSON of CompletionLogprobs in pieces. `columns`: the tokens after those of the last call."""
+        """The JSON of CompletionLogprobs in pieces. `columns`: the tokens after those of the last call. The first call
+        adds the first token of an echoed prompt, which has no log-probabilities."""
+        first = ("", "", "", "")
+        if self._echo is not None and (first_id := self._echo.take_first()) is not None:
+            first = (self._name(first_id), "null", "null", "0")
         lists = (
             ('{"tokens":[', self._token),
             ('],"token_logprobs":[', _own_number),
             ('],"top_logprobs":[', self._top),
             ('],"text_offset":[', self._next_offset),
         )
-        for before, write in lists:
-            yield from _list(before, columns, write)
+        for (before, write), beginning in zip(lists, first, strict=True):
+            yield from _list(before, columns, write, beginning)
         yield "]}"
 
     def _token(self, row: Row) -> str:
@@ -163,6 +196,8 @@ class CompletionLogprobsStream:
     def _next_offset(self, row: Row) -> str:
         """Where the token begins. A token that contains only a part of a character has that character's
         offset."""
+        if self._echo is not None and self._echo.num_left:
+            return str(self._echo.next_offset(row[0][0]))
         offset = self._offset
         self._offset += len(self._detokenizer.push(row[0][0]))
         return str(offset)
@@ -170,6 +205,37 @@ class CompletionLogprobsStream:
 
 def _own_number(row: Row) -> str:
     return row[1][0]
+
+
+class RankedTokens:
+    """Writes log-probabilities of prompts, with ranks, in vLLM's shape. One instance serves all answers."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._around = lru_cache(MAX_REMEMBERED)(self._write_around)
+
+    def write(self, logprobs: PromptLogprobs) -> Iterator[str]:
+        """The JSON of a list of PromptLogprob by token id, in pieces. The prompt's first token has null."""
+        yield "[null"
+        for rows in logprobs.pieces():
+            yield "".join([f",{self._position(row, rank)}" for row, rank in rows])
+        yield "]"
+
+    def _position(self, row: Row, own_rank: int) -> str:
+        """The token itself, then the most likely ones, best first, without a repetition."""
+        entries = {row[0][0]: self._entry(row[0][0], row[1][0], own_rank)}
+        for rank, (token_id, number) in enumerate(zip(row[0][1:], row[1][1:], strict=True), 1):
+            if token_id not in entries:
+                entries[token_id] = self._entry(token_id, number, rank)
+        return f"{{{','.join(entries.values())}}}"
+
+    def _entry(self, token_id: int, number: str, rank: int) -> str:
+        before, behind = self._around(token_id)
+        return f'{before}{number},"rank":{rank}{behind}'
+
+    def _write_around(self, token_id: int) -> tuple[str, str]:
+        name = json_string(self._tokenizer.token_bytes(token_id).decode(errors="replace"))
+        return f'"{token_id}":{{"logprob":', f',"decoded_token":{name}}}'
 
 
 def token_name(raw: bytes) -> str:

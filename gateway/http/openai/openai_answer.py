@@ -19,7 +19,12 @@ from gateway.http.errors import body_of
 from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.fields import StreamOptions
-from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, LogprobColumns
+from gateway.http.openai.logprobs import (
+    ChatTokens,
+    CompletionLogprobsStream,
+    LogprobColumns,
+    RankedTokens,
+)
 from gateway.http.whole_json import in_ascii
 from gateway.requests.request import Delta
 
@@ -56,6 +61,8 @@ class OpenAIAnswer(ABC):
     """The value of `object` in a whole answer."""
     chunk_kind: ClassVar[str]
     """The value of `object` in a stream's chunks."""
+    has_prompt_logprobs_by_choice: ClassVar[bool]
+    """Where vLLM's `prompt_logprobs` are: in each choice, or once for all choices."""
 
     def __init__(
         self,
@@ -64,8 +71,10 @@ class OpenAIAnswer(ABC):
         options: StreamOptions | None,
         num_choices: int,
         logprobs: Sequence[ChatTokens] | Sequence[CompletionLogprobsStream] | None,
+        ranked_tokens: RankedTokens | None = None,
     ) -> None:
-        """`logprobs`: one writer for each choice; None if the client does not want log-probabilities."""
+        """`logprobs`: one writer for each choice; None if the client does not want log-probabilities. `ranked_tokens`
+        writes the field `prompt_logprobs`; None if the client does not want it."""
         self._head = head
         self._count = count
         options = options or StreamOptions()
@@ -76,6 +85,7 @@ class OpenAIAnswer(ABC):
         self._choices = [Collected() for _ in range(num_choices)]
         """The choices of a whole answer."""
         self._logprobs = logprobs
+        self._ranked_tokens = ranked_tokens
         self._start = in_ascii(f"data: {head.json(self.chunk_kind)}")
 
     @abstractmethod
@@ -102,6 +112,8 @@ class OpenAIAnswer(ABC):
     def on_delta(self, index: int, delta: Delta) -> None:
         self._count.on_delta(index, delta)
         self._choices[index].on_delta(delta, self._events_of(index, delta))
+        if self._ranked_tokens is not None and delta.prompt_logprobs:
+            self._choices[index].prompt_logprobs.extend(delta.prompt_logprobs)
 
     def whole(self) -> Iterator[str]:
         yield self._head.json(self.kind)
@@ -110,8 +122,19 @@ class OpenAIAnswer(ABC):
             yield from self._whole_content(index, choice)
             yield ',"logprobs":'
             yield from ("null",) if self._logprobs is None else self._logprobs[index].write(choice.logprobs)
-            yield f',"finish_reason":"{self._finish_reason(choice)}"}}'
-        yield f'],"usage":{usage_json(self._count.usage)}}}'
+            yield f',"finish_reason":"{self._finish_reason(choice)}"'
+            if self.has_prompt_logprobs_by_choice:
+                yield from self._prompt_logprobs(choice)
+            yield "}"
+        yield f'],"usage":{usage_json(self._count.usage)}'
+        if not self.has_prompt_logprobs_by_choice:
+            yield from self._prompt_logprobs(self._choices[0])
+        yield "}"
+
+    def _prompt_logprobs(self, choice: Collected) -> Iterator[str]:
+        if self._ranked_tokens is not None:
+            yield ',"prompt_logprobs":'
+            yield from self._ranked_tokens.write(choice.prompt_logprobs)
 
     def _event(
         self,

@@ -29,7 +29,13 @@ from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.choices import UsageCount
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.completions import CompletionAnswer
-from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
+from gateway.http.openai.echo import EchoedPrompt
+from gateway.http.openai.logprobs import (
+    ChatTokens,
+    CompletionLogprobsStream,
+    CompletionTokens,
+    RankedTokens,
+)
 from gateway.http.openai.openai_answer import AnswerHead
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt, samples
@@ -47,6 +53,7 @@ class OpenAIRoutes:
         self._model = model
         self._chat_tokens = ChatTokens(preprocessor.pool.tokenizer)
         self._completion_tokens = CompletionTokens(preprocessor.pool.tokenizer)
+        self._ranked_tokens = RankedTokens(preprocessor.pool.tokenizer)
 
     async def chat_completion(self, body: ChatCompletionRequest, call: HttpCall) -> GeneratedResponse:
         chat, names = body.chat, body.client_names
@@ -57,6 +64,7 @@ class OpenAIRoutes:
             body.stream_options,
             self._chat_tokens if body.logprobs else None,
             [request.new_parser() for request in gateway_requests],
+            self._ranked_tokens_for(body),
             includes_reasoning=body.include_reasoning is not False,
             may_call=bool(chat.callable_tools),
         )
@@ -72,13 +80,21 @@ class OpenAIRoutes:
         ]
         logprobs = None
         if body.logprobs is not None:
-            skips = not body.keep_special_tokens
+            is_text = isinstance(prompts[0], str)
             logprobs = [
-                CompletionLogprobsStream(self._completion_tokens, skips, gateway_request.prompt_token_ids)
-                for gateway_request in gateway_requests
+                self._logprobs_writer(body, gateway_request.prompt_token_ids, echo, is_text)
+                for gateway_request, echo in zip(gateway_requests, echoes, strict=True)
             ]
-        count = UsageCount.of(gateway_requests, body.num_samples, counts_reasoning=False)
-        answer = CompletionAnswer(self._head("cmpl", call), count, body.stream_options, echoes, logprobs)
+        answer = CompletionAnswer(
+            self._head("cmpl", call),
+            UsageCount.of(gateway_requests, body.num_samples, counts_reasoning=False),
+            body.stream_options,
+            echoes,
+            logprobs,
+            self._ranked_tokens_for(body),
+            is_echo=bool(body.echo),
+            is_only_echo=body.is_only_echo,
+        )
         return GeneratedResponse(self._driver, gateway_requests, answer, names, is_stream=bool(body.stream))
 
     async def _preprocess(
@@ -114,6 +130,20 @@ class OpenAIRoutes:
             check_whole_answer(gateway_requests, names)
         # While later prompts were tokenized, the time of the first requests ran, too.
         return [replace(gateway_request, timeout_s=call.time_left_s) for gateway_request in gateway_requests]
+
+    def _logprobs_writer(
+        self, body: CompletionRequest, prompt_token_ids: Sequence[int], echo: str, is_text: bool
+    ) -> CompletionLogprobsStream:
+        """`is_text`: the client sent the prompt as text."""
+        skips = not body.keep_special_tokens
+        echoed = None
+        if body.echo:
+            tokenizer = self._preprocessor.pool.tokenizer
+            echoed = EchoedPrompt(tokenizer, echo, prompt_token_ids, is_text, skips)
+        return CompletionLogprobsStream(self._completion_tokens, skips, prompt_token_ids, echoed)
+
+    def _ranked_tokens_for(self, body: ChatCompletionRequest | CompletionRequest) -> RankedTokens | None:
+        return None if body.prompt_logprobs is None else self._ranked_tokens
 
     def _head(self, kind: str, call: HttpCall) -> AnswerHead:
         return AnswerHead(f"{kind}-{call.request_id}", int(time.time()), self._model.name)
