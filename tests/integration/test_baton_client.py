@@ -121,7 +121,7 @@ async def _all_serving(gateways: Sequence[Gateway]) -> AsyncIterator[list[str]]:
 def test_it_passes_on_every_sampling_parameter_but_log_probabilities() -> None:
     """Its parts of an answer have no place for these."""
     fields = {field.name for field in SamplingParams.DESCRIPTOR.fields}
-    assert {*Sampling.__annotations__} == fields - {"logprobs"}
+    assert {*Sampling.__annotations__} == fields - {"logprobs", "prompt_logprobs"}
 
 
 async def test_lost_workers_are_skipped() -> None:
