@@ -5,7 +5,7 @@ Shape suffixes: T tokens of a step, B its sequences, M blocks of the longest con
 # ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from engine.acceptance import Acceptance
 from engine.grammars.compiler import Matcher
 from engine.group_blocks import GroupBlocks, group_blocks
 from engine.request_table import NONE, GrowingArray, IntArray, RequestTable
+from engine.scored_rows import ScoredRows, scored_rows
 from engine.token_counts import TokenCounts
 
 
@@ -152,19 +153,6 @@ class DraftedRequest:
 
 SampledRequest = RunnerRequest | DraftedRequest
 """A request as it is at one sampled position."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRows:
-    """Consecutive rows of a step, each with the token that follows it in its prompt. Its log-probability is wanted."""
-
-    request_id: str
-    first_row: int
-    first_position: int
-    """The position of the first of these tokens in the prompt, at least 1."""
-    token_ids_N: IntArray
-    num_top: int
-    """How many of the most likely tokens are reported with each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,28 +326,24 @@ class RequestBatch:
             blocks=blocks,
             sampling_rows_R=last_rows_B[samples_B],
             sampling_requests=tuple(itertools.compress(requests, samples_B)),
-            scored=tuple(self._scored(requests, starts_B, num_tokens_B, ends_B)) if self._with_scores else (),
+            scored=self._scored(requests, starts_B, num_tokens_B, ends_B),
         )
 
     def _scored(
-        self,
-        requests: Sequence[SampledRequest],
-        starts_B: IntArray,
-        num_tokens_B: IntArray,
-        ends_B: IntArray,
-    ) -> Iterator[ScoredRows]:
+        self, requests: Sequence[SampledRequest], starts_B: IntArray, num_tokens_B: IntArray, ends_B: IntArray
+    ) -> tuple[ScoredRows, ...]:
         """The rows that precede tokens of prompts. A request that has output has reported its prompt's scores."""
-        for i, request in enumerate(requests):
-            if request.request_id not in self._with_scores or request.num_output_tokens:
-                continue
-            token_ids, num_top = (
-                self._requests[request.request_id].token_ids,
-                request.sampling_params.prompt_logprobs,
-            )
-            assert num_top is not None
-            first = int(ends_B[i] - num_tokens_B[i]) + 1
-            if len(scored_N := token_ids[first : int(ends_B[i]) + 1]):
-                yield ScoredRows(request.request_id, int(starts_B[i]), first, scored_N, num_top)
+        if not self._with_scores:
+            return ()
+        places = zip(
+            requests, starts_B.tolist(), (ends_B - num_tokens_B).tolist(), ends_B.tolist(), strict=True
+        )
+        scored = (
+            scored_rows(request.request_id, request.token_ids, request.sampling_params, first_row, first, end)
+            for request, first_row, first, end in places
+            if isinstance(request, RunnerRequest) and not request.num_output_tokens
+        )
+        return tuple(rows for rows in scored if rows is not None)
 
     def _sequences(self, plan: SchedulerOutput) -> tuple[Sequence[SampledRequest], Sequence[int]]:
         """The step's requests and drafted requests, and how many tokens each of them has in the step."""

@@ -15,8 +15,8 @@ import torch
 
 from baton.request import TokenLogprobs
 from baton.step import ScoredTokens
-from engine.batch import ScoredRows
 from engine.device import pinned, to_host
+from engine.scored_rows import ScoredRows
 
 ROWS_AT_ONCE = 64
 
