@@ -137,10 +137,6 @@ class OutgoingTransfer:
         return self.state is OutgoingState.CANCELLED
 
     @property
-    def has_payload(self) -> bool:
-        return self.transport in SENDS_BYTES
-
-    @property
     def is_awaited(self) -> bool:
         """The consumer keeps room for an incomplete prompt."""
         return (
