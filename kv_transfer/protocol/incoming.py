@@ -193,7 +193,7 @@ class IncomingTransfer:
         self.is_unproven = False
 
     def claim(self, message: Pieces, has_checksums: bool, now: float) -> WantedPieces:
-        """Claims the needed pieces that are neither arriving now nor verified in this version."""
+        """Claims the needed pieces that are neither arriving now nor verified in this version or a later one."""
         assert self.transport is not None
         if self.first_piece_at is None:
             self.first_piece_at = now
