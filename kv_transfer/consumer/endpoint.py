@@ -216,20 +216,14 @@ class ConsumerEndpoint:
             self._on_written(written)
 
     def _on_written(self, written: WrittenPieces) -> None:
-        """Compares checksums of what was written; reports every piece to the state machine."""
-        wanted, checksums, damaged = written.wanted, written.checksums, set(written.missing)
-        message = wanted.message
-        end = self._rank_transfers.at(message.key)
-        num_bytes = (len(wanted.indices) - len(damaged)) * end.view.nbytes
-        if checksums:
-            theirs = message.checksums or (None,) * len(message.indices)
-            for position, index in zip(wanted.positions, wanted.indices, strict=True):
-                if index in checksums and checksums[index] != theirs[position]:
-                    damaged.add(index)
+        """Counts the bytes, and reports every piece to the state machine."""
+        wanted = written.wanted
+        end = self._rank_transfers.at(wanted.message.key)
+        num_bytes = written.num_arrived * end.view.nbytes
         self._counters["kv_bytes_received"] += num_bytes
         self._metrics.moved(TransferRole.CONSUMER, end.peer, wanted.transport, num_bytes)
         self._timelines.moved(end.rank_transfer.request_id, wanted.transport, num_bytes)
-        self._do(self._consumer.on_arrived(wanted, damaged, self._clock.now()))
+        self._do(self._consumer.on_arrived(wanted, written.damaged, self._clock.now()))
 
     def _on_unread(self, wanted: WantedPieces, error: str) -> None:
         logger.warning("cannot read the KV of %s: %s", wanted.message.key.producer, error)
