@@ -104,8 +104,7 @@ class ConsumerEndpoint:
         return self._pools.fileno()
 
     def on_time(self) -> None:
-        self._collect_reads()
-        self._collect_written()
+        self._collect()
         self._do(self._consumer.on_time(self._clock.now()))
         self._pools.close_orphaned()
         self._pools.close_unused(self._consumer.knows)
@@ -189,7 +188,7 @@ class ConsumerEndpoint:
             self._writer.receive(wanted, end.view, self._channel.read_payload())
         else:
             self._read(wanted, end.view)
-        self._collect_written()
+        self._collect()
 
     def _read(self, wanted: WantedPieces, view: PieceView) -> None:
         message = wanted.message
@@ -199,19 +198,14 @@ class ConsumerEndpoint:
             self._pools.read(_pool_key(message.key, wanted.transport), wanted, runs)
         except (TransportError, OverflowError) as error:  # a wrong piece id may be too large for an index
             self._on_unread(wanted, str(error))
-            return
-        if self._pools.ends_at_once(wanted.transport):
-            self._collect_reads()
 
-    def _collect_reads(self) -> None:
+    def _collect(self) -> None:
+        """Handles the reads and writes that have ended."""
         for wanted, error in self._pools.finished():
-            if error is not None:
+            if error is None:
+                self._writer.was_read(wanted, self._rank_transfers.at(wanted.message.key).view)
+            else:
                 self._on_unread(wanted, error)
-                continue
-            self._writer.was_read(wanted, self._rank_transfers.at(wanted.message.key).view)
-            self._collect_written()
-
-    def _collect_written(self) -> None:
         for written in self._writer.poll():
             self._on_written(written)
 
