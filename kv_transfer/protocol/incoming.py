@@ -61,8 +61,8 @@ class Loss:
     reason: str
     is_cancelled: bool = False
     from_producer: bool = False
-    """The producer itself reported the loss, and has forgotten the rank transfer. Then no arrived piece is
-    kept: without a first token, the producer may have computed the pieces wrongly."""
+    """The producer itself ended the rank transfer, and has forgotten it. Then no arrived piece is kept, since the
+    producer may have computed the prompt wrongly."""
     is_link_failure: bool = False
     """See TransferRecord."""
 

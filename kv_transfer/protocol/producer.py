@@ -311,7 +311,7 @@ class Producer:
         if message.version != transfer.version:
             self._counters["kv_late_messages"] += 1
             return []
-        # An Open may have arrived in between. So an acknowledged piece may be queued for another offer.
+        # Not all of them are in `unacked`: an Open that came after the offer has queued them for another offer.
         valid = {index for index in message.valid if index in transfer.ready and index not in transfer.acked}
         for index in valid:
             self._window.acknowledged(transfer, index)
