@@ -108,7 +108,7 @@ class StageTimes:
     """Where one request on one worker spent its time, in seconds of the worker's own clock.
 
     Prefill and local requests: `queue_s`, then `prefill_s`. Decode requests: `queue_s` until the blocks were
-    reserved, then `transfer_s` until the last block was verified or the transfer failed. `transfer_s` overlaps the
+    reserved, then `transfer_s` until the prompt had arrived or the transfer failed. `transfer_s` overlaps the
     prefill on the other side; `transfer_moving_s` is the part of it after the first block arrived. `prefill_s`
     follows if the prompt did not arrive and was computed here. `decode_s` lasts to the last token. It includes
     `first_step_s`, up to the first token that this worker sampled after a prompt computed elsewhere.

@@ -18,7 +18,7 @@ class TransferEventKind(Enum):
     PREFILLED = "prefilled"
     """Producer: the prompt is computed."""
     VERIFIED = "verified"
-    """Consumer: the last piece arrived and is verified."""
+    """Consumer: every piece is verified, and the producer's `End` has arrived."""
     RELEASED = "released"
     """Producer: the consumer has everything, and the blocks are free."""
     NOT_NEEDED = "not_needed"

@@ -73,8 +73,8 @@ class ThreadedPipeline:
     def num_ahead(self, plan: SchedulerOutput) -> int:
         """1 if each request of the step computes one token; 0 if the step has part of a prompt, or no tokens.
 
-        A CPU needs so long for prompt tokens that the time for planning does not matter. And a request that
-        arrives meanwhile would have to wait for a step that is already planned, too.
+        A CPU computes prompt tokens so slowly that a step planned ahead saves hardly any time. And it costs time: a
+        request that arrives during the current step would have to wait for the planned step, too.
         """
         return int(plan.total_num_scheduled_tokens == len(plan.num_scheduled_tokens) > 0)
 

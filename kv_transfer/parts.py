@@ -1,7 +1,8 @@
 """Parts of a request's hand-over: its rank transfers, and the outcome that their outcomes combine to.
 
-One rank's end has one rank transfer for each peer rank that has, or needs, some of its heads. A worker's end
-has its ranks as parts. Where heads share a latent, a rank of a producer may have no rank transfer.
+The parts of one rank's hand-over are its rank transfers: one for each rank of the peer that has, or needs, some
+of its heads. The parts of a worker's hand-over are its ranks. If all heads share a latent, a rank of a producer
+may have no rank transfer.
 
 A load has arrived when all its parts have arrived. It fails when one part fails. Then the other parts are
 given up, and the load ends when the last part reports its end. Of a failed load, only the blocks that every

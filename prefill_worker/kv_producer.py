@@ -122,7 +122,8 @@ class KVProducerScheduler:
         return SendBlocks(request_id, first, self._needed(sending, first, num_full))
 
     def _needed(self, sending: Sending, first: int, end: int) -> tuple[int | None, ...]:
-        """Replaces by None the blocks that are out of the consumer's window once the prompt is complete."""
+        """The ids of these blocks. None: the consumer does not need the block, which is before the sliding window when
+        the prompt is complete."""
         block_ids = sending.block_ids[first:end]
         num_left = self._groups.num_left_rows(sending.num_tokens, self._block_size)
         num_groups, num_full = self._groups.num_groups, self._groups.num_full

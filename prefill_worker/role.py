@@ -9,7 +9,8 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 class PrefillWorker:
     """Accepts only prefill requests of hand-overs. It is drained once their last block was read.
 
-    The role does not decide when to hand over: `scheduler/limits.py` ends a producing request with its first new token.
+    The role does not decide when to hand over: `scheduler/request.py` limits a producing request to one new token, and
+    `scheduler/limits.py` says with which status the request ends then.
     """
 
     kind = WorkerRole.PREFILL

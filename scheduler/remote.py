@@ -35,8 +35,8 @@ class KVConnector(Protocol):
         """How many of its initial tokens beyond `num_computed_tokens` (a whole number of blocks) can be loaded.
 
         The flag says that loading is asynchronous: the request waits in WAITING_FOR_REMOTE_KVS. None means "not known
-        yet, ask again next step". The call has no side effects and may be repeated. It is not repeated once a load
-        has started, unless that load was postponed.
+        yet, ask again next step". The call changes nothing, so it may be repeated. After a load has started, it comes
+        again only if that load was postponed.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 request plane thread   frames <-> messages, heartbeats            worker/request_plane.py
 engine thread          admit, schedule, run, deliver              worker/loop.py, worker/core.py
+device thread          compute; only on a CPU, if asynchronous    engine/pipeline.py
 transfer thread        KV blocks in and out, leases               kv_transfer/
 
 With tensor parallelism, this process is rank 0, and starts a process for each other rank (engine/ranks/processes.py).

@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import starmap
 
 from baton.errors import DeadlinePassed, RequestError, WorkerUnavailable
 from baton.request import ErrorKind, RequestOutput
@@ -273,7 +272,8 @@ class Dispatcher:
         if placement.pair is not None:
             self.avoided_pairs.placed(placement.pair, self._now)
         transfer_id = "" if placement.pair is None else self._draw_id(16)
-        self._effects += starmap(SubmitTo, state.sub_requests(transfer_id, self._now, is_suspect=is_suspect))
+        sub_requests = state.sub_requests(transfer_id, self._now, is_suspect=is_suspect)
+        self._effects += [SubmitTo(worker, sub_request) for worker, sub_request in sub_requests]
 
     def _close_attempt(self, state: RequestState, failure: AttemptFailure | None = None) -> None:
         attempt = state.attempt

@@ -169,7 +169,8 @@ class Router:
         """
         placement = self._allowed(query)
         if query.affinity_key is None:
-            # Also if the placement is not sent: other prompts wait at its worker, so the next try takes another worker.
+            # The turn moves on even if the placement is not sent, as when too many prompts wait at its worker: the next
+            # try takes another worker.
             self._turn += 1
         return placement
 

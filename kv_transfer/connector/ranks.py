@@ -24,7 +24,8 @@ class ConnectorWorker(Protocol):
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
         """Called as soon as a step is planned: announces, hands over, or gives up blocks.
 
-        Returns once no transfer reads the blocks that were given up.
+        Blocks that a preemption took are not offered any more when this returns. Ranks in other processes stop
+        offering them before their next step. A read that has begun may still run.
         """
         ...
 

@@ -39,9 +39,9 @@ TURN_TIMEOUT_S = 5.0
 class KVConnectorWorker:
     """The connector of one rank, for both roles; each request says whether it is sent or received.
 
-    Its methods are for the engine's thread; everything else runs on the transfer thread. Only withdrawn blocks
-    make a call wait, and no call raises because of a peer. The transfer thread calls `on_kv_output` whenever
-    `get_finished` has output.
+    The engine's thread calls its methods; `counters` and `peers` are for any thread. The transfer thread does all
+    the rest. A call waits for it only to withdraw blocks. No call raises because of a peer. The transfer thread
+    calls `on_kv_output` whenever `get_finished` has output.
     """
 
     def __init__(

@@ -1,11 +1,10 @@
-"""BlockWriter: writes arriving pieces and computes their checksums.
+"""BlockWriter: writes arriving pieces, and compares their checksums with those in the message.
 
-In host memory, pieces are written at once; on a device, asynchronously. BlockWriter knows no peer. It does not compare
-checksums: its owner knows the right ones.
+In host memory, pieces are written at once; on a device, asynchronously. BlockWriter knows no peer.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.cuda.staging import Staged, Stager, make_stager
@@ -21,10 +20,9 @@ class WrittenPieces:
     """The result for pieces whose writes have ended."""
 
     wanted: WantedPieces
-    missing: tuple[int, ...]
-    """Indices of wanted pieces that did not arrive."""
-    checksums: dict[int, int]
-    """Checksums of arrived pieces by piece index, if they are compared."""
+    num_arrived: int
+    damaged: set[int]
+    """Indices of wanted pieces that did not arrive, or whose checksum is wrong."""
 
 
 _Staging = tuple[WantedPieces, tuple[int, ...]]
@@ -53,7 +51,7 @@ class BlockWriter:
         pieces = dict(came)
         missing = tuple(wanted.message.indices[position] for position in places)
         if not pieces:
-            self._written.append(WrittenPieces(wanted, missing, {}))
+            self._written.append(_compared(wanted, missing, ()))
             return
         assert self._stager is not None, "pieces on a device need a pool on a device"
         self._stager.put_in(
@@ -61,11 +59,11 @@ class BlockWriter:
         )
 
     def was_read(self, wanted: WantedPieces, view: PieceView) -> None:
-        """Notes that another component wrote all pieces; `poll` reports them when checksums are computed."""
+        """Call it when a PoolReader has written all pieces. `poll` reports them when their checksums are compared."""
         if isinstance(view, HostPieces):
             self._look_at(wanted, view, ())
         elif not wanted.has_checksums:
-            self._written.append(WrittenPieces(wanted, (), {}))
+            self._written.append(_compared(wanted, (), ()))
         else:
             assert self._stager is not None, "pieces on a device need a pool on a device"
             self._stager.take_out((wanted, ()), view, wanted.piece_ids, has_bytes=False, has_checksums=True)
@@ -88,12 +86,12 @@ class BlockWriter:
             self._stager.close()
 
     def _look_at(self, wanted: WantedPieces, view: HostPieces, missing: tuple[int, ...]) -> None:
-        checksums: dict[int, int] = {}
+        checksums: list[int] = []
         if wanted.has_checksums:
             for index, piece_id in zip(wanted.indices, wanted.piece_ids, strict=True):
                 if index not in missing:
-                    checksums[index] = view.checksum(piece_id)
-        self._written.append(WrittenPieces(wanted, missing, checksums))
+                    checksums.append(view.checksum(piece_id))
+        self._written.append(_compared(wanted, missing, checksums))
 
 
 def _pieces(
@@ -114,8 +112,20 @@ def _written(staged: Staged[_Staging]) -> WrittenPieces:
     wanted, missing = staged.what
     if staged.error is not None:  # they will be requested again, like lost pieces
         logger.warning("cannot write KV to the device, or read it back for its checksum: %s", staged.error)
-        return WrittenPieces(wanted, tuple(wanted.indices), {})
-    if not wanted.has_checksums:
-        return WrittenPieces(wanted, missing, {})
-    came = [index for index in wanted.indices if index not in missing]
-    return WrittenPieces(wanted, missing, dict(zip(came, staged.checksums, strict=True)))
+        return _compared(wanted, wanted.indices, ())
+    return _compared(wanted, missing, staged.checksums)
+
+
+def _compared(wanted: WantedPieces, missing: Sequence[int], checksums: Sequence[int]) -> WrittenPieces:
+    """`checksums`: of the pieces that arrived, in order, if they are compared."""
+    damaged, theirs = set(missing), wanted.message.checksums
+    if wanted.has_checksums:
+        came = [
+            (position, index)
+            for position, index in zip(wanted.positions, wanted.indices, strict=True)
+            if index not in damaged
+        ]
+        for (position, index), checksum in zip(came, checksums, strict=True):
+            if not theirs or checksum != theirs[position]:
+                damaged.add(index)
+    return WrittenPieces(wanted, len(wanted.indices) - len(missing), damaged)

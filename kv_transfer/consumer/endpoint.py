@@ -104,8 +104,7 @@ class ConsumerEndpoint:
         return self._pools.fileno()
 
     def on_time(self) -> None:
-        self._collect_reads()
-        self._collect_written()
+        self._collect()
         self._do(self._consumer.on_time(self._clock.now()))
         self._pools.close_orphaned()
         self._pools.close_unused(self._consumer.knows)
@@ -189,7 +188,7 @@ class ConsumerEndpoint:
             self._writer.receive(wanted, end.view, self._channel.read_payload())
         else:
             self._read(wanted, end.view)
-        self._collect_written()
+        self._collect()
 
     def _read(self, wanted: WantedPieces, view: PieceView) -> None:
         message = wanted.message
@@ -199,37 +198,26 @@ class ConsumerEndpoint:
             self._pools.read(_pool_key(message.key, wanted.transport), wanted, runs)
         except (TransportError, OverflowError) as error:  # a wrong piece id may be too large for an index
             self._on_unread(wanted, str(error))
-            return
-        if self._pools.ends_at_once(wanted.transport):
-            self._collect_reads()
 
-    def _collect_reads(self) -> None:
+    def _collect(self) -> None:
+        """Handles the reads and writes that have ended."""
         for wanted, error in self._pools.finished():
-            if error is not None:
+            if error is None:
+                self._writer.was_read(wanted, self._rank_transfers.at(wanted.message.key).view)
+            else:
                 self._on_unread(wanted, error)
-                continue
-            self._writer.was_read(wanted, self._rank_transfers.at(wanted.message.key).view)
-            self._collect_written()
-
-    def _collect_written(self) -> None:
         for written in self._writer.poll():
             self._on_written(written)
 
     def _on_written(self, written: WrittenPieces) -> None:
-        """Compares checksums of what was written; reports every piece to the state machine."""
-        wanted, checksums, damaged = written.wanted, written.checksums, set(written.missing)
-        message = wanted.message
-        end = self._rank_transfers.at(message.key)
-        num_bytes = (len(wanted.indices) - len(damaged)) * end.view.nbytes
-        if checksums:
-            theirs = message.checksums or (None,) * len(message.indices)
-            for position, index in zip(wanted.positions, wanted.indices, strict=True):
-                if index in checksums and checksums[index] != theirs[position]:
-                    damaged.add(index)
+        """Counts the bytes, and reports every piece to the state machine."""
+        wanted = written.wanted
+        end = self._rank_transfers.at(wanted.message.key)
+        num_bytes = written.num_arrived * end.view.nbytes
         self._counters["kv_bytes_received"] += num_bytes
         self._metrics.moved(TransferRole.CONSUMER, end.peer, wanted.transport, num_bytes)
         self._timelines.moved(end.rank_transfer.request_id, wanted.transport, num_bytes)
-        self._do(self._consumer.on_arrived(wanted, damaged, self._clock.now()))
+        self._do(self._consumer.on_arrived(wanted, written.damaged, self._clock.now()))
 
     def _on_unread(self, wanted: WantedPieces, error: str) -> None:
         logger.warning("cannot read the KV of %s: %s", wanted.message.key.producer, error)

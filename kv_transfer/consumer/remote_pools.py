@@ -112,10 +112,6 @@ class RemotePools:
             if read in self._under_way:
                 yield self._end(read, f"the read did not end within {READ_TIMEOUT_S:g} s")
 
-    def ends_at_once(self, transport: str) -> bool:
-        """Whether `finished` reports reads as soon as they have begun."""
-        return self._readers[transport].poll_interval_s is None
-
     def close_orphaned(self) -> None:
         """Closes the pools of processes that have ended. Pools that are being read are closed by a later call."""
         if ended := set(self._exits.take_ended()):

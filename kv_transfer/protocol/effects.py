@@ -77,16 +77,16 @@ class Unwanted:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Consumer: every piece of the rank transfer is verified."""
+    """Consumer: every piece of the rank transfer is verified, and the producer's `End` has arrived."""
 
     rank_transfer: RankTransfer
     first_token: FirstToken
     num_pieces: int
     transport: str
     elapsed_s: float
-    """Time from asking the producer until the last piece is verified; overlaps the prefill."""
+    """Time from asking the producer to this moment; overlaps the prefill."""
     moving_s: float
-    """Time from the arrival of the first piece until the last piece is verified."""
+    """Time from the arrival of the first piece to this moment."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,8 @@ class Loss:
     reason: str
     is_cancelled: bool = False
     from_producer: bool = False
-    """The producer itself reported the loss, and has forgotten the rank transfer. Then no arrived piece is
-    kept: without a first token, the producer may have computed the pieces wrongly."""
+    """The producer itself ended the rank transfer, and has forgotten it. Then no arrived piece is kept, since the
+    producer may have computed the prompt wrongly."""
     is_link_failure: bool = False
     """See TransferRecord."""
 
@@ -193,7 +193,7 @@ class IncomingTransfer:
         self.is_unproven = False
 
     def claim(self, message: Pieces, has_checksums: bool, now: float) -> WantedPieces:
-        """Claims the needed pieces that are neither arriving now nor verified in this version."""
+        """Claims the needed pieces that are neither arriving now nor verified in this version or a later one."""
         assert self.transport is not None
         if self.first_piece_at is None:
             self.first_piece_at = now

@@ -2,6 +2,7 @@
 
     consumer (decode)                      producer (prefill)
       Hold      ---------------------------->   the request waits for room; keep what you compute
+                <----------------------------   Opened (no transport, progress)
       Open      ---------------------------->   there is room: send pieces from `first_piece` on
                 <----------------------------   Opened (transport, pool, progress), or Refused
                 <----------------------------   Pieces, as they are computed: their bytes, or where to read them
@@ -130,7 +131,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Some of the prompt's pieces are ready. If bytes are sent, one frame for each follows this header."""
+    """Some of the prompt's pieces are ready. If bytes are sent, they follow this header, in frames of whole pieces."""
 
     key: TransferKey
     version: int

@@ -137,10 +137,6 @@ class OutgoingTransfer:
         return self.state is OutgoingState.CANCELLED
 
     @property
-    def has_payload(self) -> bool:
-        return self.transport in SENDS_BYTES
-
-    @property
     def is_awaited(self) -> bool:
         """The consumer keeps room for an incomplete prompt."""
         return (
@@ -219,7 +215,7 @@ class SendWindow:
         self._inflight: Counter[Peer] = Counter()
         """By peer: bytes offered but not acknowledged."""
         self._turns: deque[OutgoingTransfer] = deque()
-        """Rank transfers that may have something to offer."""
+        """Rank transfers with pieces to offer; the pieces may be withdrawn before their turn."""
 
     def join(self, transfer: OutgoingTransfer) -> None:
         """Queues a rank transfer last, if it is not queued yet."""
@@ -227,22 +223,17 @@ class SendWindow:
             self._turns.append(transfer)
 
     def next_turns(self) -> Iterator[tuple[OutgoingTransfer, tuple[int, ...]]]:
-        """Yields each rank transfer in turn, with the next pieces that fit into the window.
-
-        A rank transfer without pieces to offer is yielded once, and then leaves the turns.
-        """
+        """Yields each rank transfer in turn, with its next pieces, until all are offered or the windows are full."""
         stalled: list[OutgoingTransfer] = []
         while self._turns:
             transfer = self._turns.popleft()
-            if not transfer.unsent:
-                yield transfer, ()
-            elif num_pieces := self._num_pieces_that_fit(transfer):
+            if num_pieces := self._num_pieces_that_fit(transfer):
                 indices = tuple([transfer.unsent.popleft() for _ in range(num_pieces)])
                 transfer.unacked.update(indices)
                 self._inflight[transfer.peer] += num_pieces * transfer.piece_nbytes
                 self._turns.append(transfer)
                 yield transfer, indices
-            else:
+            elif transfer.unsent:
                 stalled.append(transfer)
         self._turns.extend(stalled)
 
@@ -267,7 +258,7 @@ class SendWindow:
         self.forget_inflight(transfer)
 
     def _num_pieces_that_fit(self, transfer: OutgoingTransfer) -> int:
-        """The number of pieces to send now; at least one if the peer has no unacknowledged bytes."""
+        """The number of pieces to send now: at least one, if there is one and the peer has no unacknowledged bytes."""
         inflight, size = self._inflight[transfer.peer], transfer.piece_nbytes
         turn = bytes_per_turn(transfer.transport)
         max_bytes = max(self._max_bytes, 2 * turn) if transfer.transport == CUDA_IPC else self._max_bytes

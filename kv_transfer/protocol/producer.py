@@ -137,7 +137,7 @@ class Producer:
             return []
         transfer.withdraw()
         self._window.forget_inflight(transfer)
-        return self._pump()
+        return self._offer()
 
     def finish(self, rank_transfer: RankTransfer, first_token: FirstToken, now: float) -> list[Effect]:
         """The prefill is complete: the lease begins, and ends with `Freed`."""
@@ -311,7 +311,7 @@ class Producer:
         if message.version != transfer.version:
             self._counters["kv_late_messages"] += 1
             return []
-        # An Open may have arrived in between. So an acknowledged piece may be queued for another offer.
+        # Not all of them are in `unacked`: an Open that came after the offer has queued them for another offer.
         valid = {index for index in message.valid if index in transfer.ready and index not in transfer.acked}
         for index in valid:
             self._window.acknowledged(transfer, index)
@@ -323,15 +323,16 @@ class Producer:
         transfer.unsent.extend(damaged)
         return self._pump(transfer)
 
-    def _pump(self, transfer: OutgoingTransfer | None = None) -> list[Effect]:
-        """Offers what the peers' windows allow, in turns of a few pieces. `transfer` is one that changed."""
-        if transfer is not None and transfer.state is OutgoingState.STREAMING:
-            self._window.join(transfer)
-        effects: list[Effect] = []
-        for turn, indices in self._window.next_turns():
-            # Without pieces, all are offered and acknowledged.
-            effects += [self._pieces_of(turn, indices)] if indices else self._end(turn)
-        return effects
+    def _pump(self, transfer: OutgoingTransfer) -> list[Effect]:
+        """A rank transfer has changed: offers pieces, and ends it if nothing is left to send or to acknowledge."""
+        if transfer.state is not OutgoingState.STREAMING:
+            return self._offer()
+        self._window.join(transfer)
+        return self._offer() + self._end(transfer)
+
+    def _offer(self) -> list[Effect]:
+        """Offers what the peers' windows allow, in turns of a few pieces."""
+        return [self._pieces_of(transfer, indices) for transfer, indices in self._window.next_turns()]
 
     def _pieces_of(self, transfer: OutgoingTransfer, indices: tuple[int, ...]) -> SendPieces:
         assert transfer.open is not None
@@ -347,7 +348,7 @@ class Producer:
 
     def _end(self, transfer: OutgoingTransfer) -> list[Effect]:
         """Sends End once, if everything was offered and no more will come."""
-        if transfer.first_token is None or transfer.is_end_sent:
+        if transfer.first_token is None or transfer.is_end_sent or transfer.unsent:
             return []
         if transfer.unacked:
             return []  # a piece may still be read; only an Ack shows that it was read in time
@@ -395,4 +396,4 @@ class Producer:
 
     def _leave_turns(self, transfer: OutgoingTransfer) -> list[Effect]:
         self._window.leave(transfer)
-        return self._pump()
+        return self._offer()

@@ -19,7 +19,8 @@ from kv_transfer.protocol.transports import CUDA_IPC
 from kv_transfer.transport.base import ReadDone, Runs, TransportError
 
 FORMAT = 1
-NUM_EARLY_POLLS = 5
+NUM_EARLY_POLLS = 6
+"""The first two follow the start of a read at once: after its message, and at the end of the turn."""
 EARLY_POLL_INTERVAL_S = 0.0001
 """Between the first polls after a read has begun or ended: on an idle device, 64 MiB take less than this."""
 POLL_INTERVAL_S = 0.0005

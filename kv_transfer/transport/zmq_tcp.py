@@ -92,9 +92,9 @@ class ZmqChannel:
         """`block_nbytes`: size of the largest piece. Without `keys`, every process that can connect is admitted.
 
         The hosts are those of `network` in the configuration; ConfigError if this machine has no such address. A
-        payload is dropped while its peer has not read `max_queued_bytes` of earlier ones. The channel learns of reads
-        slightly later than the peer. Peers answer over the connection we made, so `idle_s` must exceed the pauses
-        within a hand-over.
+        payload is dropped while `max_queued_bytes` of earlier ones are queued for its peer. ZeroMQ says slightly late
+        that a payload has left its queue: the peer may have answered already. Peers answer over the connection we
+        made, so `idle_s` must exceed the pauses within a hand-over.
         """
         self._keys = keys
         self._clock = clock

@@ -95,6 +95,20 @@ def test_each_way_to_move_bytes_has_its_turn_and_its_window(transport: str, turn
     assert [len(indices) for _, indices in sends.next_turns()] == [1], "room for one more"
 
 
+def test_a_rank_transfer_whose_pieces_were_withdrawn_gets_no_turn() -> None:
+    waits, withdrawn = (
+        OutgoingTransfer(make_key(name), OutgoingState.STREAMING, piece_nbytes=MIB) for name in "ab"
+    )
+    sends = SendWindow(MIB)
+    for transfer in (withdrawn, waits):
+        transfer.unsent.extend([0, 1])
+        sends.join(transfer)
+    withdrawn.withdraw()
+    assert [(transfer, indices) for transfer, indices in sends.next_turns()] == [(waits, (0,))]
+    assert sends.acknowledged(waits, 0)
+    assert [(transfer, indices) for transfer, indices in sends.next_turns()] == [(waits, (1,))]
+
+
 def test_a_rank_transfer_that_ended_before_its_turn_gets_none() -> None:
     other = make_key("other")
     wire = Wire(lambda frame: [] if isinstance(frame.message, Pieces) else [frame], window_blocks=1)
