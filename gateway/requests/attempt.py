@@ -114,6 +114,24 @@ class Attempt:
         prefill = self.placement.prefill
         return (self.placement.decode,) if prefill is None else (self.placement.decode, prefill)
 
+    def split(self, request: EngineRequest, transfer_id: str) -> list[tuple[str, EngineRequest]]:
+        """The sub-request for each worker, to be sent in this order: the decode worker first reserves blocks.
+
+        (transfer_id, attempt number) identifies the hand-over, so each attempt has its own. A prefill worker that
+        runs out of blocks keeps the request and computes the prompt again later.
+        """
+        decode, prefill = self.placement.decode, self.placement.prefill
+        if prefill is None:
+            return [(decode, request)]
+        number, refs = self.number, self.refs
+        on_failure = OnLoadFailure.RECOMPUTE if self.decode_recomputes else OnLoadFailure.REPORT
+        to_decode = KVTransferParams(TransferRole.CONSUMER, transfer_id, number, refs[prefill], on_failure)
+        to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, refs[decode], on_failure)
+        return [
+            (decode, replace(request, kv_transfer=to_decode)),
+            (prefill, replace(request, kv_transfer=to_prefill, on_preemption=OnPreemption.RESUME)),
+        ]
+
     def has_progressed(self, num_tokens: int) -> bool:
         """Whether the client's `num_tokens` tokens include a token of this attempt's decode worker.
 
@@ -256,27 +274,6 @@ class Attempt:
             is_prompt_lost=is_prompt_lost,
             error=InvalidRequest(*_split_field(reason)) if kind is ErrorKind.INVALID_REQUEST else None,
         )
-
-
-def sub_requests(
-    request: EngineRequest, attempt: Attempt, transfer_id: str
-) -> list[tuple[str, EngineRequest]]:
-    """The sub-request for each worker, to be sent in this order: the decode worker first reserves blocks.
-
-    (transfer_id, attempt number) identifies the hand-over, so each attempt has its own. A prefill worker that
-    runs out of blocks keeps the request and computes the prompt again later.
-    """
-    decode, prefill = attempt.placement.decode, attempt.placement.prefill
-    if prefill is None:
-        return [(decode, request)]
-    number, refs = attempt.number, attempt.refs
-    on_failure = OnLoadFailure.RECOMPUTE if attempt.decode_recomputes else OnLoadFailure.REPORT
-    to_decode = KVTransferParams(TransferRole.CONSUMER, transfer_id, number, refs[prefill], on_failure)
-    to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, refs[decode], on_failure)
-    return [
-        (decode, replace(request, kv_transfer=to_decode)),
-        (prefill, replace(request, kv_transfer=to_prefill, on_preemption=OnPreemption.RESUME)),
-    ]
 
 
 def _split_field(reason: str) -> tuple[str, str]:
