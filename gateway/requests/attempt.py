@@ -198,10 +198,10 @@ class Attempt:
         self._is_decoding |= not is_prefill
         return Verdict.DELIVER
 
-    def on_lost(self, worker: str, reason: str, *, was_draining: bool = False) -> AttemptFailure | None:
+    def on_lost(self, worker: str, reason: str, *, has_left: bool = False) -> AttemptFailure | None:
         """Handles a worker's loss. Returns the failure, or None if the attempt no longer needs the worker.
 
-        If the worker was draining, the request arrived too late to be refused. It then counts as given back.
+        If the worker left as planned, the request arrived too late to be refused. It then counts as given back.
         """
         is_prefill = worker == self.placement.prefill
         if is_prefill and self._is_decoding:
@@ -214,8 +214,8 @@ class Attempt:
             self.open_workers.discard(worker)
             return None
         # The sub-request stays open until the attempt is closed: a worker that is still reachable then gets an abort.
-        if was_draining:
-            return AttemptFailure(worker, Cause.GIVEN_BACK, "the worker has stopped after its drain", reason)
+        if has_left:
+            return AttemptFailure(worker, Cause.GIVEN_BACK, "the worker has left", reason)
         return AttemptFailure(worker, Cause.LOST, "the worker was lost", reason, is_prompt_lost=is_prefill)
 
     def transfer_of(self, worker: str, output: RequestOutput) -> TransferRecord | None:

@@ -15,7 +15,8 @@ from baton.system.curve import PlaneKeys
 from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 from gateway.turn_budget import SharedTurns
-from gateway.workers.worker_client import LossCause, WorkerClient, WorkerListener
+from gateway.workers.worker_client import WorkerClient
+from gateway.workers.worker_listener import LossCause, WorkerListener
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class WorkerConnections:
     def add_worker(self, endpoint: WorkerEndpoint) -> None:
         """Connects to a worker, which gets requests from its first heartbeat on. Replaces an earlier incarnation of
         the same name."""
-        self.remove_worker(endpoint.ref.name, "replaced")
+        self._remove(endpoint.ref.name, LossCause.REPLACED, "replaced")
         client = WorkerClient(
             endpoint,
             self._context,
@@ -66,17 +67,18 @@ class WorkerConnections:
         task.add_done_callback(lambda _: self._close(client))  # the task may be cancelled before it begins
 
     def worker_died(self, name: str, reason: str) -> None:
-        """Removes a worker whose death the controller has reported, and counts the loss. Unknown names are ignored."""
-        if client := self.client(name):
-            client.note_death()
-        self.remove_worker(name, reason)
+        """Removes a worker whose death the controller has reported. Unknown names are ignored."""
+        self._remove(name, LossCause.DIED, reason)
 
-    def remove_worker(self, name: str, reason: str) -> None:
-        """Removes a worker: it gets no more requests, and its running requests continue on other workers. Unknown
-        names are ignored."""
+    def remove_worker(self, name: str) -> None:
+        """Removes a worker that its controller no longer lists: it gets no more requests, and its running requests
+        continue on other workers. Unknown names are ignored."""
+        self._remove(name, LossCause.LEFT, "it left the fleet")
+
+    def _remove(self, name: str, cause: LossCause, reason: str) -> None:
         if client := self._clients.pop(name, None):
             self._tasks[client].cancel()
-            self._listener.on_worker_lost(name, reason)
+            client.lose(cause, reason)
 
     def client(self, name: str) -> WorkerClient | None:
         return self._clients.get(name)
@@ -122,13 +124,13 @@ class WorkerConnections:
 
     async def _watch(self, client: WorkerClient) -> None:
         try:
-            reason = await client.run()
+            cause, reason = await client.run()
         except Exception as error:  # the worker's requests must not wait for ever
             logger.exception("the connection to worker %s failed", client.name)
-            reason = f"the connection failed: {error}"
+            cause, reason = LossCause.DISCONNECTED, f"the connection failed: {error}"
         if self._clients.get(client.name) is client:
             del self._clients[client.name]
-            self._listener.on_worker_lost(client.name, reason)
+            client.lose(cause, reason)
 
     def _close(self, client: WorkerClient) -> None:
         client.close()
