@@ -25,7 +25,7 @@ _LOOK_EVERY_S = 0.01
 
 class WorkerConnections:
     """All connections of one gateway. `add_worker` connects to a worker. The connection ends at `remove_worker` or
-    `worker_died`, or when the worker's incarnation ends. The connection to a silent worker stays, but gets no requests.
+    `worker_died`, or when the worker's incarnation ends. A silent worker stays connected, but gets no requests.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class WorkerConnections:
 
     @property
     def reachable(self) -> list[WorkerClient]:
-        """Workers that are not silent; some may not have sent a heartbeat yet."""
-        return [client for client in self.clients if not client.is_silent]
+        """Workers that are not lost; some may not have sent a heartbeat yet."""
+        return [client for client in self.clients if not client.is_lost]
 
     @property
     def statuses(self) -> list[WorkerStatus]:
@@ -98,7 +98,7 @@ class WorkerConnections:
         return [client.status for client in self.reachable if client.status is not None]
 
     async def wait_for_worker(self, name: str) -> None:
-        """Returns at the worker's first heartbeat, or when the worker is silent, lost or unknown.
+        """Returns at the worker's first heartbeat, or when the worker is lost or unknown.
 
         Raises WorkerUnavailable if gateway and worker refuse each other, since waiting does not end this.
         """
@@ -110,8 +110,8 @@ class WorkerConnections:
                 )
 
     async def wait_for_role(self, name: str, role: WorkerRole) -> None:
-        """Returns once the worker reports this role, or is silent or gone."""
-        while (client := self.client(name)) and client.status and not client.is_silent:
+        """Returns once the worker reports this role, or is lost or unknown."""
+        while (client := self.client(name)) and client.status and not client.is_lost:
             if client.status.role is role:
                 return
             await asyncio.sleep(_LOOK_EVERY_S)

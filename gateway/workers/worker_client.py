@@ -69,7 +69,7 @@ class WorkerClient:
         self.status: WorkerStatus | None = None
         """The status in the latest heartbeat; None before the first heartbeat."""
         self.first_sign = asyncio.Event()
-        """Set at the first heartbeat, or when the worker is lost or silent before its first heartbeat."""
+        """Set at the first heartbeat, or when the worker is lost before it."""
         self.refusal: str | None = None
         """Why one side refuses the other: a different secret or version. Only a restart can end this."""
         self.num_bad_messages = 0
@@ -78,7 +78,7 @@ class WorkerClient:
         self._losses = losses
         self._turns = turns
         self._session = GatewaySession(endpoint.ref.incarnation, gateway_id, connection_number)
-        self.is_silent = False
+        self.is_lost = False
         """True from a loss of the worker until its next heartbeat. Meanwhile it gets no requests."""
         self._is_connected = True
         """Also true before the first connection. Until then, only silence shows that a worker is lost."""
@@ -144,16 +144,16 @@ class WorkerClient:
 
     @property
     def state(self) -> WorkerState:
-        """The state in the latest heartbeat; DEAD if the worker is silent."""
-        if self.is_silent:
+        """The state in the latest heartbeat; DEAD if the worker is lost."""
+        if self.is_lost:
             return WorkerState.DEAD
         return WorkerState.STARTING if self.status is None else self.status.state
 
     def lose(self, cause: LossCause, reason: str) -> None:
         """Reports and counts a loss of the worker's requests. Further signs of the same loss have no effect."""
-        if self.is_silent:
+        if self.is_lost:
             return
-        self.is_silent = True
+        self.is_lost = True
         self.first_sign.set()
         if cause not in UNCOUNTED:
             self._losses[cause] += 1
@@ -217,7 +217,7 @@ class WorkerClient:
         """Notices silence. A standstill of this process does not count, and pending input is read first."""
         while True:
             left_s = self._patience_left_s()
-            if left_s <= 0.0 and not self.is_silent:
+            if left_s <= 0.0 and not self.is_lost:
                 await asyncio.sleep(READING_S)
                 if self._patience_left_s() <= 0.0:
                     self.lose(LossCause.SILENT, f"silent for {self._silent_s():.1f} s")
@@ -252,7 +252,7 @@ class WorkerClient:
         for frame in frames:
             async with self._turns:
                 message = self._decode(frame)
-                if isinstance(message, KVEvents) and not self.is_silent:  # a lost session's are void
+                if isinstance(message, KVEvents) and not self.is_lost:  # a lost session's are void
                     self._listener.on_kv_events(self.name, message)
             match message:
                 case Outputs(more):
@@ -317,8 +317,8 @@ class WorkerClient:
         if message.status.state.has_ended:
             return _end_of(message.status, was_draining)
         # While the connection is broken, only old messages arrive. They do not show that the worker is alive.
-        self.is_silent = not self._is_connected
-        if not self.is_silent:
+        self.is_lost = not self._is_connected
+        if not self.is_lost:
             self._listener.on_status(message.status)
             for command in self._session.run_named(message.status):
                 self._send_command(command)

@@ -156,9 +156,9 @@ async def test_c42_a_worker_that_was_never_silent_for_long_is_lost_early(
         [client] = under_test.gateway.workers.clients
         client._timeout._heard_since = -1e6  # it is known for long
         under_test.workers["d0"].goes_on.clear()
-        await under_test.until(lambda: client.is_silent)
+        await under_test.until(lambda: client.is_lost)
         under_test.workers["d0"].goes_on.set()
-        await under_test.until(lambda: not client.is_silent)
+        await under_test.until(lambda: not client.is_lost)
     reported = re.search(r"silent for ([\d.]+) s", caplog.text)
     assert reported is not None
     assert 4.0 <= float(reported[1]) < 10.0
@@ -206,4 +206,4 @@ async def test_what_arrived_before_a_break_revives_no_worker(folder: Path) -> No
         for is_connected in (True, False):
             client._is_connected = is_connected
             client._take_heartbeat(heartbeat)
-            assert client.is_silent is not is_connected
+            assert client.is_lost is not is_connected
