@@ -302,6 +302,7 @@ class Dispatcher:
         else:
             self.tally.migrated(failure.cause)
             self._enqueue(state)
+            self._must_sweep = True
 
     def _count_ended(self, attempt: Attempt) -> None:
         for worker in attempt.newly_ended():

@@ -10,7 +10,7 @@ from baton.errors import InvalidRequest, RateLimited
 from baton.kv import TransferRole
 from baton.request import ErrorKind, FinishReason, StageTimes
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
-from baton.worker import WorkerRole, WorkerState
+from baton.worker import KVBlockCounts, WorkerRole, WorkerState
 from gateway.auth.callers import Caller
 from gateway.requests.events import (
     AbortAt,
@@ -234,6 +234,15 @@ def test_c42_a_failure_that_two_outputs_report_counts_once() -> None:
     dispatcher.avoided_pairs.works(("p0", "d0"))
     dispatcher.handle(link_failure(engine_id, 7, 8), 50.0)
     assert len(dispatcher.avoided_pairs) == 0
+
+
+def test_requests_of_a_lost_worker_go_on_in_the_order_of_the_queue() -> None:
+    dispatcher = make_dispatcher("d0")
+    for name, priority in (("idle", 1), ("urgent", 0)):
+        dispatcher.handle(Submitted(replace(make_request(name), priority=priority)), 0.0)
+    dispatcher.handle(WorkerReported(replace(status_of("d1"), kv_blocks=KVBlockCounts(1, 1, 0, 0))), 1.0)
+    assert submitted(dispatcher.handle(killed("d0"), 2.0))["d1"].startswith("urgent.")
+    assert dispatcher.num_queued == 1
 
 
 @pytest.mark.parametrize(
