@@ -80,7 +80,7 @@ class FleetView:
     version: int
     endpoints: tuple[WorkerEndpoint, ...]
     deaths: tuple[tuple[str, str], ...] = ()
-    """Incarnations that recently failed, each with the reason."""
+    """Of each replica, the last incarnation that failed while it served, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)

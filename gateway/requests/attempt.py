@@ -66,7 +66,7 @@ class AttemptFailure:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt. Its sub-requests are open from the placement on, so that an early loss is noticed."""
+    """One attempt. Its sub-requests are open from its beginning, so it notices losses before any output."""
 
     engine_request_id: str
     """The request's id on its workers."""

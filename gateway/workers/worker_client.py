@@ -81,7 +81,7 @@ class WorkerClient:
         self.is_lost = False
         """True from a loss of the worker until its next heartbeat. Meanwhile it gets no requests."""
         self._is_connected = True
-        """Also true before the first connection. Until then, only silence shows that a worker is lost."""
+        """False while a connection that existed is broken. Before the first connection, only silence shows a loss."""
         self._grace: AwakeTimer | None = None
         """Runs while a broken connection may still be restored."""
         self._timeout = AdaptiveTimeout(network.peer_timeout_s)
