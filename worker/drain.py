@@ -21,7 +21,7 @@ ANSWER_TIMEOUT_S = 2.0
 
 
 def longest_drain_s(timeout_s: float, lease_s: float) -> float:
-    """After this time, a worker has answered a Drain or a SetRole with this timeout, whatever its engine does."""
+    """After this time, a worker has answered a drain or a change of role, whatever its engine does."""
     return timeout_s + lease_s + 2 * ANSWER_TIMEOUT_S
 
 

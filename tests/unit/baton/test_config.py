@@ -396,11 +396,3 @@ def test_threads_of_a_role_are_for_cpus_only(key: str) -> None:
         ConfigError, match=rf"cluster\.{key} is only for engine\.device 'cpu'; remove the key"
     ):
         BatonConfig.from_mapping(values | {"engine": {"device": "cuda"}})
-
-
-@pytest.mark.parametrize(("lease_s", "heartbeat_s"), [(10.0, 0.5), (1.0, 0.25)])
-def test_a_consumer_sends_eight_heartbeats_per_timeout_and_four_per_lease(
-    lease_s: float, heartbeat_s: float
-) -> None:
-    config = BatonConfig.from_mapping({"kv_transfer": {"lease_s": lease_s, "peer_timeout_s": 4.0}})
-    assert config.kv_transfer.heartbeat_s == heartbeat_s
