@@ -8,9 +8,6 @@ from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 MAX_DRAIN_NODE_S = 3600.0
 """The longest time that an operator may give a node to drain."""
 
-LEFT = "it left the fleet"
-"""Why a gateway removes a worker that its controller no longer lists, without a death."""
-
 
 class ReplicaState(Enum):
     """The state of a replica, as the controller sees it; cluster/controller/replica.py draws how the state changes.
@@ -83,7 +80,7 @@ class FleetView:
     version: int
     endpoints: tuple[WorkerEndpoint, ...]
     deaths: tuple[tuple[str, str], ...] = ()
-    """Incarnations that recently failed, each with the reason."""
+    """Of each replica, the last incarnation that failed while it served, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)

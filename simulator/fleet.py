@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from gateway.workers.worker_listener import LossCause
 from simulator.gateway import RequestSpec, SimGateway
 from simulator.worker import Site, Worker, WorkerSpec
 from simulator.worker_links import WorkerLinks
@@ -41,7 +42,9 @@ class SimFleet:
         world, name = self._site.world, worker.name
         self.end(worker)
         world.after(
-            NOTICED_S, lambda: self.at_gateways(lambda links: links.lose(name, "killed")), is_plane=False
+            NOTICED_S,
+            lambda: self.at_gateways(lambda links: links.lose(name, LossCause.DISCONNECTED)),
+            is_plane=False,
         )
         world.after(RESTART_S, lambda: self.start(worker.spec), is_plane=False)
 

@@ -37,6 +37,7 @@ from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
+from gateway.workers.worker_listener import LossCause
 from simulator.driver import SilentText, VirtualDriver
 from simulator.model import BREAKS_STEPS, KILLS_WORKERS, answer, scores
 from simulator.worker import Worker
@@ -142,9 +143,9 @@ class SimGateway:
             status = replace(status, kv_blocks=_PLENTY)
         self._handle(WorkerReported(status))
 
-    def on_worker_lost(self, worker: str, reason: str) -> None:
+    def on_worker_lost(self, worker: str, cause: LossCause, reason: str) -> None:
         self._world.log(self.name, f"lost {worker} {reason}")
-        self._handle(WorkerLost(worker, reason, is_reachable=self.links.reaches(worker)))
+        self._handle(WorkerLost(worker, cause, reason))
 
     def on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
         for output in outputs:

@@ -5,18 +5,14 @@ Real: the session with each worker. Faults decide which worker is silent, and wh
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, RunSuspect, SubmitRequest
 from baton.messages.session import GatewaySession
 from baton.request import RequestOutput
 from baton.worker import WorkerStatus
+from gateway.workers.worker_listener import LossCause, WorkerListener
 from simulator.worker import Worker
 from simulator.world import World
-
-if TYPE_CHECKING:
-    from gateway.workers.worker_client import WorkerListener
-
 
 MAX_DELAY_S = 0.002
 
@@ -49,7 +45,7 @@ class RequestPlane:
 class WorkerLinks:
     """The links of one gateway, until it dies."""
 
-    def __init__(self, world: World, name: str, listener: "WorkerListener") -> None:
+    def __init__(self, world: World, name: str, listener: WorkerListener) -> None:
         self.name = name
         self.is_dead = False
         self._world = world
@@ -60,16 +56,13 @@ class WorkerLinks:
         self._sessions: dict[str, GatewaySession] = {}
         self._num_connections = 0
 
-    def reaches(self, name: str) -> bool:
-        return name in self._workers and name not in self._silent
-
     # workers come and go
 
     def add(self, worker: Worker) -> None:
         """Adds a new incarnation. The requests of the last incarnation of this name are lost."""
         if self.is_dead:
             return
-        self.lose(worker.name, "replaced")
+        self.lose(worker.name, LossCause.REPLACED)
         self._workers[worker.name] = worker
         self._silent.discard(worker.name)
         self._num_connections += 1
@@ -81,14 +74,20 @@ class WorkerLinks:
         session.note_heartbeat(heartbeat)
         self._listener.on_status(heartbeat.status)
 
-    def lose(self, name: str, reason: str) -> None:
+    def lose(self, name: str, cause: LossCause) -> None:
+        """Removes the worker."""
         if self._workers.pop(name, None) is not None:
-            self._listener.on_worker_lost(name, reason)
+            self._report_loss(name, cause, cause.value)
 
     def note_silence(self, name: str) -> None:
-        if name in self._workers and name not in self._silent:
+        if name in self._workers:
+            self._report_loss(name, LossCause.SILENT, "silent")
             self._silent.add(name)
-            self._listener.on_worker_lost(name, "silent")
+
+    def _report_loss(self, name: str, cause: LossCause, reason: str) -> None:
+        """Reports a loss once: requests on a silent worker are lost already."""
+        if name not in self._silent:
+            self._listener.on_worker_lost(name, cause, reason)
 
     def end_silence(self, name: str) -> None:
         self._silent.discard(name)
@@ -177,7 +176,7 @@ class WorkerLinks:
             return
         if loss := self._sessions[worker.name].note_heartbeat(heartbeat):
             self._world.counts["path session lost"] += 1
-            self._listener.on_worker_lost(worker.name, loss)
+            self._report_loss(worker.name, LossCause.SESSION_LOST, loss)
         if worker.name not in self._silent:
             self._on_status(heartbeat.status)
 

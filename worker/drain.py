@@ -17,7 +17,12 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 from worker.role import Role
 
 ANSWER_TIMEOUT_S = 2.0
-"""Time for the engine to finish its step and report, after the last deadline."""
+"""Time for the engine to finish its step after the last deadline, and again for its report."""
+
+
+def longest_drain_s(timeout_s: float, lease_s: float) -> float:
+    """After this time, a worker has answered a drain or a change of role, whatever its engine does."""
+    return timeout_s + lease_s + 2 * ANSWER_TIMEOUT_S
 
 
 class DrainStage(Enum):
@@ -66,7 +71,7 @@ class DrainState:
 
     @property
     def abandoned_at(self) -> float:
-        """From this time on the drain must fail: soon its caller stops waiting, and assumes that it failed."""
+        """From this time on, a change of role fails even if nothing is left: its caller will soon stop waiting."""
         return self.give_up_at + ANSWER_TIMEOUT_S
 
     def may_join(self, other: "DrainState") -> bool:

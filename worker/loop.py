@@ -19,7 +19,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
 from worker.client_requests import ClientRequests, refusal
 from worker.commands import CommandQueue
 from worker.core import EngineCore
-from worker.drain import ANSWER_TIMEOUT_S, DrainStage, DrainState, what_is_left
+from worker.drain import DrainStage, DrainState, longest_drain_s, what_is_left
 from worker.kv_events import KVChange, net
 from worker.role import Role
 
@@ -71,7 +71,7 @@ class EngineLoop:
         lease_s: float,
         commands: CommandQueue,
     ) -> None:
-        """`lease_s`: how long transfers and leases may take to end when no request is left."""
+        """`lease_s`: how long transfers and leases may take to end after the timeout of a drain."""
         self._core, self._scheduler = core, core.scheduler
         self._role = role
         self._outbox = outbox
@@ -281,9 +281,8 @@ class EngineLoop:
         """
         drain_state = DrainState(target, self._clock.now(), timeout_s, self._lease_s)
         self._commands.put(lambda: self._begin_leaving(drain_state))
-        patience_s = drain_state.abandoned_at - self._clock.now() + ANSWER_TIMEOUT_S
         either: list[Future[Any]] = [drain_state.outcome, self._ended]
-        wait(either, patience_s, FIRST_COMPLETED)
+        wait(either, longest_drain_s(timeout_s, self._lease_s), FIRST_COMPLETED)
         if drain_state.refusal is not None:
             raise FleetError(drain_state.refusal)
         return drain_state

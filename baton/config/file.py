@@ -1,6 +1,7 @@
-"""The configuration file: one frozen section per package, validated once at the edge, handed down as values.
+"""The configuration file: one frozen section per package, handed down as values.
 
-Every key here may appear in the YAML file of `baton serve`; only the command reads the file and the environment. An
+Every key here may appear in the YAML file of `baton serve`. The command and each worker's process validate the
+configuration once, when they start. Only the code that composes a process reads the file and the environment. An
 unknown key, a wrong type or an impossible value raises a ConfigError that names it.
 """
 

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from baton.config.section import Section
 
+HEARTBEATS_PER_LEASE = 4
+HEARTBEATS_PER_TIMEOUT = 8
+
 
 class KVTransferConfig(Section):
     """How KV blocks move from prefill to decode workers."""
@@ -26,3 +29,8 @@ class KVTransferConfig(Section):
     """Bytes that may be on their way to one peer without acknowledgement; with `cuda_ipc` at least 512 MiB."""
     checksum: Literal["auto", "on", "off"] = "auto"
     """Verify the xxh3 checksum of every block on arrival; `auto`: only of blocks from another host."""
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often a consumer sends heartbeats, and looks for silent producers."""
+        return min(self.lease_s / HEARTBEATS_PER_LEASE, self.peer_timeout_s / HEARTBEATS_PER_TIMEOUT)

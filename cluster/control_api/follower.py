@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.errors import ClusterError, FleetEnded
-from baton.fleet import LEFT, FleetView, GatewayReport
+from baton.fleet import FleetView, GatewayReport
 from baton.messages.control import ControlApi, ReportLoad, WaitView
 from baton.worker import WorkerEndpoint
 
@@ -22,10 +22,12 @@ class Registry(Protocol):
 
     def add_worker(self, endpoint: WorkerEndpoint) -> None: ...
 
-    def remove_worker(self, name: str, reason: str) -> None: ...
+    def remove_worker(self, name: str) -> None:
+        """Removes a worker that left as planned."""
+        ...
 
     def worker_died(self, name: str, reason: str) -> None:
-        """Removes a worker that was lost, not one that left as planned."""
+        """Removes a worker that was lost."""
         ...
 
 
@@ -91,7 +93,7 @@ class ViewedWorkers:
                     logger.error("worker %s (%s) died: %s", name, known.role.value, reason, extra=extra)
                 self._registry.worker_died(name, reason)
             elif name not in present:
-                self._registry.remove_worker(name, LEFT)
+                self._registry.remove_worker(name)
         for name, endpoint in present.items():
             former = self._known.get(name)
             if former is None or former.ref != endpoint.ref:

@@ -17,6 +17,7 @@ from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerState,
 from cluster.controller.launcher import Found, Incarnation, Launcher, NodeDrains
 from cluster.controller.next_incarnation import NextIncarnation
 from cluster.controller.replica import Replica
+from worker.drain import longest_drain_s
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +45,14 @@ class Patience:
 
     @classmethod
     def of(cls, config: BatonConfig) -> "Patience":
-        """`leave_s` includes the timeout of transfers, and the time until leases without a reader expire."""
+        """`leave_s`: the worker itself ends its drain earlier, and has time to answer."""
         cluster = config.cluster
+        drain_s = longest_drain_s(cluster.drain_timeout_s, config.kv_transfer.lease_s)
         return cls(
             start_s=cluster.start_timeout_s,
             unresponsive_s=cluster.unresponsive_timeout_s,
             drain_s=cluster.drain_timeout_s,
-            leave_s=cluster.drain_timeout_s + 2 * config.kv_transfer.lease_s + cluster.unresponsive_timeout_s,
+            leave_s=drain_s + cluster.unresponsive_timeout_s,
         )
 
 

@@ -66,7 +66,7 @@ class AttemptFailure:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt. Its sub-requests are open from the placement on, so that an early loss is noticed."""
+    """One attempt. Its sub-requests are open from its beginning, so it notices losses before any output."""
 
     engine_request_id: str
     """The request's id on its workers."""
@@ -113,6 +113,24 @@ class Attempt:
         """The attempt's workers, the decode worker first."""
         prefill = self.placement.prefill
         return (self.placement.decode,) if prefill is None else (self.placement.decode, prefill)
+
+    def split(self, request: EngineRequest, transfer_id: str) -> list[tuple[str, EngineRequest]]:
+        """The sub-request for each worker, to be sent in this order: the decode worker first reserves blocks.
+
+        (transfer_id, attempt number) identifies the hand-over, so each attempt has its own. A prefill worker that
+        runs out of blocks keeps the request and computes the prompt again later.
+        """
+        decode, prefill = self.placement.decode, self.placement.prefill
+        if prefill is None:
+            return [(decode, request)]
+        number, refs = self.number, self.refs
+        on_failure = OnLoadFailure.RECOMPUTE if self.decode_recomputes else OnLoadFailure.REPORT
+        to_decode = KVTransferParams(TransferRole.CONSUMER, transfer_id, number, refs[prefill], on_failure)
+        to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, refs[decode], on_failure)
+        return [
+            (decode, replace(request, kv_transfer=to_decode)),
+            (prefill, replace(request, kv_transfer=to_prefill, on_preemption=OnPreemption.RESUME)),
+        ]
 
     def has_progressed(self, num_tokens: int) -> bool:
         """Whether the client's `num_tokens` tokens include a token of this attempt's decode worker.
@@ -180,10 +198,10 @@ class Attempt:
         self._is_decoding |= not is_prefill
         return Verdict.DELIVER
 
-    def on_lost(self, worker: str, reason: str, *, was_draining: bool = False) -> AttemptFailure | None:
+    def on_lost(self, worker: str, reason: str, *, has_left: bool = False) -> AttemptFailure | None:
         """Handles a worker's loss. Returns the failure, or None if the attempt no longer needs the worker.
 
-        If the worker was draining, the request arrived too late to be refused. It then counts as given back.
+        If the worker left as planned, the request arrived too late to be refused. It then counts as given back.
         """
         is_prefill = worker == self.placement.prefill
         if is_prefill and self._is_decoding:
@@ -196,8 +214,8 @@ class Attempt:
             self.open_workers.discard(worker)
             return None
         # The sub-request stays open until the attempt is closed: a worker that is still reachable then gets an abort.
-        if was_draining:
-            return AttemptFailure(worker, Cause.GIVEN_BACK, "the worker has stopped after its drain", reason)
+        if has_left:
+            return AttemptFailure(worker, Cause.GIVEN_BACK, "the worker has left", reason)
         return AttemptFailure(worker, Cause.LOST, "the worker was lost", reason, is_prompt_lost=is_prefill)
 
     def transfer_of(self, worker: str, output: RequestOutput) -> TransferRecord | None:
@@ -256,27 +274,6 @@ class Attempt:
             is_prompt_lost=is_prompt_lost,
             error=InvalidRequest(*_split_field(reason)) if kind is ErrorKind.INVALID_REQUEST else None,
         )
-
-
-def sub_requests(
-    request: EngineRequest, attempt: Attempt, transfer_id: str
-) -> list[tuple[str, EngineRequest]]:
-    """The sub-request for each worker, to be sent in this order: the decode worker first reserves blocks.
-
-    (transfer_id, attempt number) identifies the hand-over, so each attempt has its own. A prefill worker that
-    runs out of blocks keeps the request and computes the prompt again later.
-    """
-    decode, prefill = attempt.placement.decode, attempt.placement.prefill
-    if prefill is None:
-        return [(decode, request)]
-    number, refs = attempt.number, attempt.refs
-    on_failure = OnLoadFailure.RECOMPUTE if attempt.decode_recomputes else OnLoadFailure.REPORT
-    to_decode = KVTransferParams(TransferRole.CONSUMER, transfer_id, number, refs[prefill], on_failure)
-    to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, refs[decode], on_failure)
-    return [
-        (decode, replace(request, kv_transfer=to_decode)),
-        (prefill, replace(request, kv_transfer=to_prefill, on_preemption=OnPreemption.RESUME)),
-    ]
 
 
 def _split_field(reason: str) -> tuple[str, str]:

@@ -53,6 +53,7 @@ from gateway.requests.suspects import TAKES_TURNS, Identity, Suspects
 from gateway.routing.placement import NoRoom, Placement
 from gateway.routing.prefill_times import too_close
 from gateway.routing.router import Router
+from gateway.workers.worker_listener import LossCause
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +113,8 @@ class Dispatcher:
                 self._fleet.on_report(status, self._now)
                 self._take_back(status.ref.name)
                 self._must_sweep = True
-            case WorkerLost(worker, reason, is_reachable):
-                self._on_worker_lost(worker, reason, is_reachable)
+            case WorkerLost(worker, cause, reason):
+                self._on_worker_lost(worker, cause, reason)
                 self._must_sweep = True  # requests no longer wait for this worker
             case Tick():
                 self._refuse_overdue()
@@ -233,7 +234,7 @@ class Dispatcher:
     def _try_to_place(self, entry: QueueEntry[RequestState]) -> RequestError | None:
         """Sends the request to its workers, or returns why that is impossible at present."""
         state, refusal = entry.item, None
-        # An entry that is not put back leaves the queue after the sweep, even after an unexpected error.
+        # The entry is put back only if it waits on. Otherwise the sweep removes it, even after an unexpected error.
         del self._entries[state]
         with self._costs_only(state):
             if (refusal := self._place(state, self._now)) is not None:
@@ -301,6 +302,7 @@ class Dispatcher:
         else:
             self.tally.migrated(failure.cause)
             self._enqueue(state)
+            self._must_sweep = True
 
     def _count_ended(self, attempt: Attempt) -> None:
         for worker in attempt.newly_ended():
@@ -347,11 +349,12 @@ class Dispatcher:
                 self._effects.append(AbortAt(prefill, attempt.engine_request_id))
             self._count_ended(attempt)
 
-    def _on_worker_lost(self, worker: str, reason: str, is_reachable: bool) -> None:
-        ready = self.router.ready_worker(worker)  # None if it accepts no requests, as in a drain
+    def _on_worker_lost(self, worker: str, cause: LossCause, reason: str) -> None:
+        # Read this before the router hears of the loss. It is None if the worker accepts no requests, as in a drain.
+        ready = self.router.ready_worker(worker)
         num_requests = sum(worker in state.attempt.open_workers for state in self._placed.values())
-        was_draining = self._fleet.on_worker_lost(worker, reason, num_requests)
-        if ready is not None and not is_reachable:
+        has_left = self._fleet.on_worker_lost(worker, cause, reason, num_requests)
+        if ready is not None and not has_left and cause is not LossCause.SESSION_LOST:
             # This must come before the retries below, so that a harmful request is not retried.
             loss = self._open.lost_with(ready.status)
             if (stopped := self.suspects.worker_lost(loss, self._now)) is not None:
@@ -359,11 +362,11 @@ class Dispatcher:
         for state in list(self._placed.values()):
             if state.phase is RequestPhase.PLACED and worker in state.attempt.workers:
                 with self._costs_only(state):
-                    self._on_lost(state, worker, reason, was_draining)
+                    self._on_lost(state, worker, reason, has_left)
 
-    def _on_lost(self, state: RequestState, worker: str, reason: str, was_draining: bool) -> None:
+    def _on_lost(self, state: RequestState, worker: str, reason: str, has_left: bool) -> None:
         attempt = state.attempt
-        failure = attempt.on_lost(worker, reason, was_draining=was_draining) or attempt.abandoned()
+        failure = attempt.on_lost(worker, reason, has_left=has_left) or attempt.abandoned()
         if failure is not None:
             self._fail(state, failure)
         else:

@@ -43,6 +43,7 @@ from gateway.routing.cost import DEFAULT_SCHEDULER
 from gateway.routing.router import Router
 from gateway.turn_budget import TurnBudget
 from gateway.workers.connections import WorkerConnections
+from gateway.workers.worker_listener import LossCause
 
 LONG_PROMPT = 16_384
 """In tokens. For shorter prompts, the router itself hashes the blocks, in about a millisecond."""
@@ -166,9 +167,8 @@ class RequestDriver:
         """If events are missing, the next `on_status` subscribes again."""
         self.router.kv_events(worker, events)
 
-    def on_worker_lost(self, worker: str, reason: str) -> None:
-        client = self.workers.client(worker)
-        self._handle(WorkerLost(worker, reason, is_reachable=client is not None and not client.is_silent))
+    def on_worker_lost(self, worker: str, cause: LossCause, reason: str) -> None:
+        self._handle(WorkerLost(worker, cause, reason))
 
     # the loop
 

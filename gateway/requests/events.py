@@ -11,6 +11,7 @@ from baton.worker import WorkerStatus
 from gateway.requests.record import RequestRecord
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.routing.placement import Placement
+from gateway.workers.worker_listener import LossCause
 
 # events
 
@@ -58,9 +59,8 @@ class WorkerLost:
     """No request on this worker will be answered. The worker may become reachable again."""
 
     worker: str
+    cause: LossCause
     reason: str
-    is_reachable: bool = False
-    """The worker still runs: only messages were lost."""
 
 
 @dataclass(slots=True)

@@ -3,7 +3,6 @@
 import logging
 from dataclasses import replace
 
-from baton.fleet import LEFT
 from baton.request import FinishReason, RequestOutput
 from baton.transfer import TransferEventKind, TransferRecord
 from baton.worker import WorkerStatus
@@ -11,6 +10,7 @@ from gateway.requests.attempt import Attempt
 from gateway.routing.avoided_pairs import AvoidedPairs
 from gateway.routing.prefill_times import MEMORY_S, PrefillTimes
 from gateway.routing.router import Router
+from gateway.workers.worker_listener import LossCause
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +31,11 @@ class FleetKnowledge:
         self._router.on_status(self._without_old_step(status, now))
         self.prefill_times.on_rate(status.ref.name, status.load.prefill_tokens_per_s, now)
 
-    def on_worker_lost(self, worker: str, reason: str, num_requests: int) -> bool:
-        """`num_requests`: how many requests ran on the worker. Returns whether the worker was draining."""
+    def on_worker_lost(self, worker: str, cause: LossCause, reason: str, num_requests: int) -> bool:
+        """`num_requests`: how many requests ran on the worker. Returns whether the worker left as planned."""
         was_draining, extra = self._router.is_draining(worker), {"worker": worker}
-        has_left = was_draining or reason == LEFT  # LEFT may overtake the worker's last heartbeats
+        # The fleet view may overtake the heartbeat that reports the drain.
+        has_left = was_draining or cause is LossCause.LEFT
         if has_left and num_requests == 0:
             how = " after its drain" if was_draining else ""
             logger.info("worker %s has left%s: %s", worker, how, reason, extra=extra)
@@ -44,7 +45,7 @@ class FleetKnowledge:
         self.prefill_times.forget(worker)
         self._decode_steps.pop(worker, None)
         self.avoided_pairs.forget(worker)
-        return was_draining
+        return has_left
 
     def _without_old_step(self, status: WorkerStatus, now: float) -> WorkerStatus:
         """The report, without the time of a decode step if the worker has had no request for MEMORY_S.

@@ -30,8 +30,8 @@ class OpenRequests:
     def lost_with(self, status: WorkerStatus) -> WorkerLoss:
         """Which requests a worker had that ended after this heartbeat.
 
-        A suspect that the worker named ran there even if its attempt has failed since: the other worker of the pair may
-        have refused it.
+        A suspect that the heartbeat names ran on the worker. Its attempt may have failed since then, for example
+        because the other worker of the pair refused it.
         """
         ref, places, named = status.ref, dict[Identity, int](), dict[str, Identity]()
         had = [state for state in self if any(each.refs.get(ref.name) == ref for each in state.attempts)]

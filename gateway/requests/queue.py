@@ -109,16 +109,16 @@ class RequestQueue(Generic[T]):
         request.
 
         The new request is refused if it would wait beyond its deadline. If the queue is full,
-        `last_of_largest` is refused, which may be the new request. A request that ran before is never
-        refused, and does not count towards the queue's limit. The number of such requests is limited by the
-        number that may run.
+        `last_of_largest` is refused, which may be the new request. A request that ran before waits for the next
+        sweep, since a lost worker returns many requests at once. It is never refused, and does not count towards the
+        queue's limit. The number of such requests is limited by the number that may run.
         """
         self._advance(now)
         self._num_joined += 1
         entry.number, entry.since = self._num_joined, now
         self._queue.add(entry)
-        if self._is_in_sight(entry):  # otherwise nothing has changed for the requests before it
-            self.sweep(now)
+        if not entry.is_resumed and self._is_in_sight(entry):
+            self.sweep(now)  # otherwise nothing has changed for the requests before it
         if entry not in self._queue:
             return None
         refusal = None if entry.is_resumed else self._too_late(entry, now) or self._too_many(entry)
@@ -140,15 +140,15 @@ class RequestQueue(Generic[T]):
     def sweep(self, now: float) -> None:
         """Places the requests that fit, in order. Call this when workers may have room."""
         self._advance(now)
-        is_queue = len(self._queue) > 1
         placed: list[QueueEntry[T]] = []
         try:
             self._place_first_ones(placed, now)
         finally:
+            has_any_waited = bool(placed) and any(entry.since < now for entry in self._queue)
             for entry in placed:
                 self._queue.serve(entry)
                 self._num_placed += 1
-                if is_queue or entry.since < now:
+                if has_any_waited:
                     self._rate.placed(entry.num_tokens)
             self._forget_left()
 

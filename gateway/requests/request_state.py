@@ -21,7 +21,7 @@ from functools import cached_property
 
 from baton.errors import DeadlinePassed
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
-from gateway.requests.attempt import Attempt, AttemptFailure, Verdict, sub_requests
+from gateway.requests.attempt import Attempt, AttemptFailure, Verdict
 from gateway.requests.latency_window import LatencyWindow
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.retry import RetryState
@@ -171,7 +171,7 @@ class RequestState:
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             is_suspect=is_suspect,
         )
-        return sub_requests(whole, attempt, transfer_id)
+        return attempt.split(whole, transfer_id)
 
     # the answer
 

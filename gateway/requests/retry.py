@@ -58,8 +58,8 @@ class RetryState:
         self._failed: dict[str, str] = {}
         """Incarnations of workers that failed the request, by name. Another incarnation may succeed."""
         self._refused: dict[str, WorkerStatus | None] = {}
-        """Workers that refused the request or gave it back, each with its latest heartbeat at that time (None: it
-        accepted no requests then). After its next heartbeat, which is another object, the worker may have room."""
+        """Workers that refused the request or gave it back, each with its latest heartbeat at that time. None: the
+        worker accepted no requests. A worker may have room again once its latest heartbeat is another object."""
         self._num_failures = 0
         self._num_losses = 0
         self._num_in_all = 0

@@ -5,10 +5,10 @@ becomes suspect when a second worker ends under it, and its answer has not grown
 The answer of a bystander usually grows in between. Suspects take turns: those of this gateway, and those of all
 gateways on one worker (worker/suspect_turns.py).
 
-A request is stopped when a fifth worker ends under it at the same token. From the third on, a worker counts only if its
-last heartbeat named this suspect and no other. If a worker may have ended because of another suspect, or before this
-suspect ran, it counts only towards the eighth loss, which also stops a request. A request is not stopped if another
-request on that worker has also lost too many workers, or if at least as many workers ended lately without the request.
+A request is stopped when a fifth worker ends under it at the same token. From the third worker on, a loss counts only
+if the worker's last heartbeat named this suspect and no other. Otherwise another suspect may be the cause, or this
+suspect did not run yet. Eight losses stop a request even if some of them do not count. Two things save a request:
+another request on that worker has also lost too many workers, or at least as many workers ended lately without it.
 
     lost once ----> lost again at the same token: suspect ----> lost three times more, alone: stopped
          <--- the request finishes, or its answer grows ---

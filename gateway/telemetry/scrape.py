@@ -9,7 +9,7 @@ from baton.system.exposition import counter, gauge
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from gateway.requests.attempt import Cause
 from gateway.requests.driver import RequestDriver
-from gateway.workers.worker_client import LossCause
+from gateway.workers.worker_listener import UNCOUNTED, LossCause
 
 
 class GatewayScrape:
@@ -86,7 +86,7 @@ class GatewayScrape:
             "worker_lost",
             "Workers that were lost, by how this gateway noticed it",
             ["cause"],
-            {(cause.value,): losses[cause] for cause in LossCause},
+            {(cause.value,): losses[cause] for cause in LossCause if cause not in UNCOUNTED},
         )
         statuses = self._driver.workers.statuses
         yield gauge(

@@ -15,7 +15,8 @@ from baton.system.curve import PlaneKeys
 from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 from gateway.turn_budget import SharedTurns
-from gateway.workers.worker_client import LossCause, WorkerClient, WorkerListener
+from gateway.workers.worker_client import WorkerClient
+from gateway.workers.worker_listener import LossCause, WorkerListener
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ _LOOK_EVERY_S = 0.01
 
 class WorkerConnections:
     """All connections of one gateway. `add_worker` connects to a worker. The connection ends at `remove_worker` or
-    `worker_died`, or when the worker's incarnation ends. The connection to a silent worker stays, but gets no requests.
+    `worker_died`, or when the worker's incarnation ends. A silent worker stays connected, but gets no requests.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class WorkerConnections:
     def add_worker(self, endpoint: WorkerEndpoint) -> None:
         """Connects to a worker, which gets requests from its first heartbeat on. Replaces an earlier incarnation of
         the same name."""
-        self.remove_worker(endpoint.ref.name, "replaced")
+        self._remove(endpoint.ref.name, LossCause.REPLACED, "replaced")
         client = WorkerClient(
             endpoint,
             self._context,
@@ -66,17 +67,18 @@ class WorkerConnections:
         task.add_done_callback(lambda _: self._close(client))  # the task may be cancelled before it begins
 
     def worker_died(self, name: str, reason: str) -> None:
-        """Removes a worker whose death the controller has reported, and counts the loss. Unknown names are ignored."""
-        if client := self.client(name):
-            client.note_death()
-        self.remove_worker(name, reason)
+        """Removes a worker whose death the controller has reported. Unknown names are ignored."""
+        self._remove(name, LossCause.DIED, reason)
 
-    def remove_worker(self, name: str, reason: str) -> None:
-        """Removes a worker: it gets no more requests, and its running requests continue on other workers. Unknown
-        names are ignored."""
+    def remove_worker(self, name: str) -> None:
+        """Removes a worker that its controller no longer lists: it gets no more requests, and its running requests
+        continue on other workers. Unknown names are ignored."""
+        self._remove(name, LossCause.LEFT, "it left the fleet")
+
+    def _remove(self, name: str, cause: LossCause, reason: str) -> None:
         if client := self._clients.pop(name, None):
             self._tasks[client].cancel()
-            self._listener.on_worker_lost(name, reason)
+            client.lose(cause, reason)
 
     def client(self, name: str) -> WorkerClient | None:
         return self._clients.get(name)
@@ -87,8 +89,8 @@ class WorkerConnections:
 
     @property
     def reachable(self) -> list[WorkerClient]:
-        """Workers that are not silent; some may not have sent a heartbeat yet."""
-        return [client for client in self.clients if not client.is_silent]
+        """Workers that are not lost; some may not have sent a heartbeat yet."""
+        return [client for client in self.clients if not client.is_lost]
 
     @property
     def statuses(self) -> list[WorkerStatus]:
@@ -96,7 +98,7 @@ class WorkerConnections:
         return [client.status for client in self.reachable if client.status is not None]
 
     async def wait_for_worker(self, name: str) -> None:
-        """Returns at the worker's first heartbeat, or when the worker is silent, lost or unknown.
+        """Returns at the worker's first heartbeat, or when the worker is lost or unknown.
 
         Raises WorkerUnavailable if gateway and worker refuse each other, since waiting does not end this.
         """
@@ -108,8 +110,8 @@ class WorkerConnections:
                 )
 
     async def wait_for_role(self, name: str, role: WorkerRole) -> None:
-        """Returns once the worker reports this role, or is silent or gone."""
-        while (client := self.client(name)) and client.status and not client.is_silent:
+        """Returns once the worker reports this role, or is lost or unknown."""
+        while (client := self.client(name)) and client.status and not client.is_lost:
             if client.status.role is role:
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -122,13 +124,13 @@ class WorkerConnections:
 
     async def _watch(self, client: WorkerClient) -> None:
         try:
-            reason = await client.run()
+            cause, reason = await client.run()
         except Exception as error:  # the worker's requests must not wait for ever
             logger.exception("the connection to worker %s failed", client.name)
-            reason = f"the connection failed: {error}"
+            cause, reason = LossCause.DISCONNECTED, f"the connection failed: {error}"
         if self._clients.get(client.name) is client:
             del self._clients[client.name]
-            self._listener.on_worker_lost(client.name, reason)
+            client.lose(cause, reason)
 
     def _close(self, client: WorkerClient) -> None:
         client.close()

@@ -88,7 +88,7 @@ def in_order(name: str) -> tuple[str, int, str]:
 
 def _of_client(client: WorkerClient, replica: ReplicaDescription | None) -> WorkerView:
     state = client.state.value
-    is_heard = client.status is not None and not client.is_silent
+    is_heard = client.status is not None and not client.is_lost
     if not is_heard and replica is not None and replica.state in _WITHOUT_PROCESS:
         state = replica.state.value
     return WorkerView(

@@ -4,8 +4,6 @@ import asyncio
 import logging
 from collections import Counter
 from contextlib import suppress
-from enum import Enum
-from typing import Protocol
 
 import zmq
 import zmq.asyncio
@@ -33,6 +31,7 @@ from baton.system.curve import FAILED_HANDSHAKES, REFUSED, PlaneKeys, connection
 from baton.system.standstill import Standstill, pace_of
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from gateway.turn_budget import SharedTurns
+from gateway.workers.worker_listener import UNCOUNTED, LossCause, WorkerListener
 
 logger = logging.getLogger(__name__)
 
@@ -45,45 +44,8 @@ READING_S = 0.05
 """Time to read pending input before a worker counts as silent."""
 
 
-class LossCause(Enum):
-    """How a gateway noticed that its requests on a worker are lost. The end of a worker after its drain is no
-    loss."""
-
-    DIED = "died"
-    """The controller reported the worker's death, before the gateway itself noticed anything."""
-    DISCONNECTED = "disconnected"
-    """The connection broke, for example because the worker's process was killed."""
-    SILENT = "silent"
-    """No heartbeat arrived, for example because the worker's process was stopped or its host is gone."""
-    ENDED = "ended"
-    """The worker reported that its engine has ended, without a drain before."""
-    HUNG = "hung"
-    """The worker reported that one of its threads makes no progress."""
-    RESTARTED = "restarted"
-    """Another incarnation answers at the worker's address."""
-    SESSION_LOST = "session_lost"
-    """Messages were lost, or the worker had ended this gateway's session. The worker itself serves on."""
-    REFUSED = "refused"
-    """The worker and the gateway have different secrets or versions."""
-
-
-class WorkerListener(Protocol):
-    """Receives what workers report. RequestDriver implements it; gateway/workers may not import
-    gateway/requests."""
-
-    def on_status(self, status: WorkerStatus) -> None:
-        """A reachable worker sent a heartbeat."""
-        ...
-
-    def on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None: ...
-
-    def on_kv_events(self, worker: str, events: KVEvents) -> None:
-        """The content of a worker's prefix cache, or changes of it; only after a subscription."""
-        ...
-
-    def on_worker_lost(self, worker: str, reason: str) -> None:
-        """No request on the worker will be answered. The worker may become reachable again."""
-        ...
+Loss = tuple[LossCause, str]
+"""A cause, and the reason in words."""
 
 
 class WorkerClient:
@@ -107,7 +69,7 @@ class WorkerClient:
         self.status: WorkerStatus | None = None
         """The status in the latest heartbeat; None before the first heartbeat."""
         self.first_sign = asyncio.Event()
-        """Set at the first heartbeat, or when the worker is lost or silent before its first heartbeat."""
+        """Set at the first heartbeat, or when the worker is lost before it."""
         self.refusal: str | None = None
         """Why one side refuses the other: a different secret or version. Only a restart can end this."""
         self.num_bad_messages = 0
@@ -116,11 +78,10 @@ class WorkerClient:
         self._losses = losses
         self._turns = turns
         self._session = GatewaySession(endpoint.ref.incarnation, gateway_id, connection_number)
-        self.is_silent = False
-        """True if the worker was silent for too long, or its connection broke. Then it gets no requests until
-        its next message."""
+        self.is_lost = False
+        """True from a loss of the worker until its next heartbeat. Meanwhile it gets no requests."""
         self._is_connected = True
-        """Also true before the first connection. Until then, only silence shows that a worker is lost."""
+        """False while a connection that existed is broken. Before the first connection, only silence shows a loss."""
         self._grace: AwakeTimer | None = None
         """Runs while a broken connection may still be restored."""
         self._timeout = AdaptiveTimeout(network.peer_timeout_s)
@@ -148,8 +109,8 @@ class WorkerClient:
     def name(self) -> str:
         return self.endpoint.ref.name
 
-    async def run(self) -> str:
-        """Exchanges heartbeats and passes on outputs until this incarnation of the worker ends; returns the reason.
+    async def run(self) -> Loss:
+        """Exchanges heartbeats and passes on outputs until this incarnation of the worker ends; returns why.
 
         Silence does not end `run`: a worker that was stopped, or cut off from the network, may continue
         later.
@@ -183,16 +144,20 @@ class WorkerClient:
 
     @property
     def state(self) -> WorkerState:
-        """The state in the latest heartbeat; DEAD if the worker is silent."""
-        if self.is_silent:
+        """The state in the latest heartbeat; DEAD if the worker is lost."""
+        if self.is_lost:
             return WorkerState.DEAD
         return WorkerState.STARTING if self.status is None else self.status.state
 
-    def note_death(self) -> None:
-        """The controller has reported the worker's death. Counts a loss, unless it was noticed here before."""
-        if not self.is_silent:
-            self._losses[LossCause.DIED] += 1
-            self.is_silent = True  # later signs of this death are not counted
+    def lose(self, cause: LossCause, reason: str) -> None:
+        """Reports and counts a loss of the worker's requests. Further signs of the same loss have no effect."""
+        if self.is_lost:
+            return
+        self.is_lost = True
+        self.first_sign.set()
+        if cause not in UNCOUNTED:
+            self._losses[cause] += 1
+        self._listener.on_worker_lost(self.name, cause, reason)
 
     def submit(self, request: EngineRequest) -> None:
         self._send_command(self._session.submit(request))
@@ -246,17 +211,16 @@ class WorkerClient:
     def _note_disconnection(self, reason: str) -> None:
         self._end_grace()
         self._is_connected = False
-        if not self.is_silent:
-            self._suspect(LossCause.DISCONNECTED, f"its connection broke, {reason}")
+        self.lose(LossCause.DISCONNECTED, f"its connection broke, {reason}")
 
     async def _watch_silence(self) -> None:
         """Notices silence. A standstill of this process does not count, and pending input is read first."""
         while True:
             left_s = self._patience_left_s()
-            if left_s <= 0.0 and not self.is_silent:
+            if left_s <= 0.0 and not self.is_lost:
                 await asyncio.sleep(READING_S)
                 if self._patience_left_s() <= 0.0:
-                    self._suspect(LossCause.SILENT, f"silent for {self._silent_s():.1f} s")
+                    self.lose(LossCause.SILENT, f"silent for {self._silent_s():.1f} s")
             await asyncio.sleep(min(left_s, self._look_every_s) if left_s > 0.0 else self._look_every_s)
 
     def _patience_left_s(self) -> float:
@@ -268,7 +232,7 @@ class WorkerClient:
     def _running_s(self) -> float:
         return self._standstill.running(asyncio.get_running_loop().time())
 
-    async def _listen(self) -> str:
+    async def _listen(self) -> Loss:
         while True:
             await self._socket.poll()
             frames = await self._frames()
@@ -276,19 +240,19 @@ class WorkerClient:
                 self._timeout.on_message(self._silent_s(), self._running_s())
                 self._received_at = self._running_s()
             self._is_reading = False
-            if reason := await self._take(frames):
-                return reason
+            if loss := await self._take(frames):
+                return loss
             self._received_at = self._running_s()
             self._is_reading = True
 
-    async def _take(self, frames: list[bytes]) -> str | None:
+    async def _take(self, frames: list[bytes]) -> Loss | None:
         """Handles messages, in turns: to decode a message of 256 outputs takes 1 ms, or 7 ms with 20 log-probabilities
         each. Returns why the worker is lost, if a message shows this."""
         outputs: list[RequestOutput] = []
         for frame in frames:
             async with self._turns:
                 message = self._decode(frame)
-                if isinstance(message, KVEvents):
+                if isinstance(message, KVEvents) and not self.is_lost:  # a lost session's are void
                     self._listener.on_kv_events(self.name, message)
             match message:
                 case Outputs(more):
@@ -296,8 +260,8 @@ class WorkerClient:
                     outputs += more
                 case Heartbeat() as heartbeat:
                     await self._pass_on(outputs)
-                    if reason := self._take_heartbeat(heartbeat):
-                        return reason
+                    if loss := self._take_heartbeat(heartbeat):
+                        return loss
         await self._pass_on(outputs)
         return None
 
@@ -332,40 +296,29 @@ class WorkerClient:
                 self.num_bad_messages += 1
                 logger.warning("dropped a message from worker %s: %s", self.name, error)
             return None
-        # While the connection is broken, only old messages arrive. They do not show that the worker is alive.
-        self.is_silent = not self._is_connected
         return message
 
     def _refuse(self, reason: str) -> None:
         if self.refusal is None:
             self.refusal = reason
-            self._suspect(LossCause.REFUSED, reason)
+            self.lose(LossCause.REFUSED, reason)
 
-    def _suspect(self, cause: LossCause, reason: str) -> None:
-        self._losses[cause] += 1
-        self.is_silent = True
-        self.first_sign.set()
-        self._listener.on_worker_lost(self.name, reason)
-
-    def _take_heartbeat(self, message: Heartbeat) -> str | None:
+    def _take_heartbeat(self, message: Heartbeat) -> Loss | None:
         """Handles a heartbeat. Returns why the worker is lost, if the heartbeat shows this."""
         if message.status.ref.incarnation != self.endpoint.ref.incarnation:
-            self._losses[LossCause.RESTARTED] += 1
-            return "restarted"
-        if loss := self._session.note_heartbeat(message):
-            self._losses[LossCause.SESSION_LOST] += 1
-            self._listener.on_worker_lost(self.name, loss)
+            return LossCause.RESTARTED, "restarted"
+        if reason := self._session.note_heartbeat(message):
+            self.lose(LossCause.SESSION_LOST, reason)
         if self._session.number is None:
             return None  # the worker has opened no session
         was_draining = self.status is not None and self.status.state is WorkerState.DRAINING
         self.status = message.status
         self.first_sign.set()
-        if (state := message.status.state).has_ended:
-            if not (was_draining and state is WorkerState.STOPPED):
-                self._losses[LossCause.HUNG if state is WorkerState.HUNG else LossCause.ENDED] += 1
-            reason = f"its engine is {state.value}"
-            return f"{reason}: {message.status.failure}" if message.status.failure else reason
-        if not self.is_silent:
+        if message.status.state.has_ended:
+            return _end_of(message.status, was_draining)
+        # While the connection is broken, only old messages arrive. They do not show that the worker is alive.
+        self.is_lost = not self._is_connected
+        if not self.is_lost:
             self._listener.on_status(message.status)
             for command in self._session.run_named(message.status):
                 self._send_command(command)
@@ -385,3 +338,15 @@ class WorkerClient:
             # The queue is full or the socket is closed. `_listen` will notice, or the worker at the next
             # Hello.
             logger.warning("could not send to worker %s: %s", self.name, error)
+
+
+def _end_of(status: WorkerStatus, was_draining: bool) -> Loss:
+    match status.state:
+        case WorkerState.HUNG:
+            cause = LossCause.HUNG
+        case WorkerState.STOPPED if was_draining:
+            cause = LossCause.LEFT
+        case _:
+            cause = LossCause.ENDED
+    reason = f"its engine is {status.state.value}"
+    return cause, f"{reason}: {status.failure}" if status.failure else reason

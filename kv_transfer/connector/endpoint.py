@@ -35,9 +35,6 @@ from kv_transfer.transport.base import Arrival, Channel, PoolReader
 
 logger = logging.getLogger(__name__)
 
-HEARTBEATS_PER_LEASE = 4
-HEARTBEATS_PER_TIMEOUT = 8
-
 COUNTERS = (
     "kv_sends_started",
     "kv_sends_done",
@@ -174,7 +171,7 @@ def make_endpoint(
             pool.fingerprint,
             offer,
             ChecksumPolicy(config.checksum),
-            min(config.lease_s / HEARTBEATS_PER_LEASE, config.peer_timeout_s / HEARTBEATS_PER_TIMEOUT),
+            config.heartbeat_s,
             config.peer_timeout_s,
             config.load_timeout_s,
         ),

@@ -1,9 +1,9 @@
 """Producer: every rank transfer that this rank sends, as one sans-IO state machine; see outgoing.py for its states.
 
 A lease starts when the prefill ends, and restarts with every message of the consumer. During prefill, the
-request's own deadline applies instead. EARLY lasts one lease after the last message, and MAX_EARLY_LEASES at
-most. The producer remembers how rank transfers ended, to answer late questions. It refuses messages for
-another incarnation.
+request's own deadline applies instead. The state EARLY ends one lease after the consumer's last message, and
+at the latest after MAX_EARLY_LEASES leases. The producer remembers how rank transfers ended, to answer late
+questions. It refuses messages for another incarnation.
 
 The producer does not control when its pool is read: the consumer reads it directly, or the channel sends from
 it without a copy. A read may still run when a preemption withdraws the blocks. So only pieces that were

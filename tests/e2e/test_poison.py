@@ -31,7 +31,7 @@ async def keep_alive(cluster: FragileCluster, name: str, ends: list[str]) -> Non
     while True:
         await cluster.workers[name].process.wait()
         ends.append(name)
-        cluster.gateway.workers.remove_worker(name, "its process has ended")
+        cluster.gateway.workers.worker_died(name, "its process has ended")
         await cluster.replace(name)
 
 

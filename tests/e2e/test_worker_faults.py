@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.workers.worker_client import LossCause
+from gateway.workers.worker_listener import LossCause
 from tests.e2e.worker_faults import (
     ROWS,
     Transport,

@@ -144,7 +144,7 @@ async def kill(cluster: FragileCluster, victim: str, rng: random.Random) -> None
     """`kill -9`; a while later another process takes its place, elsewhere."""
     await cluster.workers[victim].kill()
     if rng.random() < 0.5:  # a supervisor saw it; else silence must do
-        cluster.gateway.workers.remove_worker(victim, "killed")
+        cluster.gateway.workers.worker_died(victim, "killed")
     await asyncio.sleep(STANDSTILL_S)
     await cluster.replace(victim)
 
@@ -161,7 +161,7 @@ async def restart(cluster: FragileCluster, victim: str, rng: random.Random) -> N
     ports = cluster.workers[victim].ports
     await cluster.workers[victim].kill()
     if rng.random() < 0.5:
-        cluster.gateway.workers.remove_worker(victim, "killed")
+        cluster.gateway.workers.worker_died(victim, "killed")
     await cluster.replace(victim, ports)
 
 

@@ -9,10 +9,11 @@ from baton.sampling import SamplingParams
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.events import Effect, SubmitTo, WorkerOutputs, WorkerReported
+from gateway.requests.events import Effect, SubmitTo, WorkerLost, WorkerOutputs, WorkerReported
 from gateway.requests.request import GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.router import Router
+from gateway.workers.worker_listener import LossCause
 from simulator.driver import SilentText
 
 
@@ -60,3 +61,7 @@ def submitted(effects: list[Effect]) -> dict[str, str]:
 def outputs(worker: str, engine_id: str, *token_ids: int, end: FinishReason | None = None) -> WorkerOutputs:
     output = RequestOutput(request_id=engine_id, first_position=0, token_ids=token_ids, finish_reason=end)
     return WorkerOutputs(worker, (output,))
+
+
+def killed(worker: str) -> WorkerLost:
+    return WorkerLost(worker, LossCause.DISCONNECTED, "killed")

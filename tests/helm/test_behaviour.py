@@ -6,6 +6,7 @@ import pytest
 
 from baton.config import BatonConfig
 from baton.hub_name import HubName
+from cluster.controller.supervisor import Patience
 from tests.factories.chart import VALUES_OF_CI, Object, Refused, containers, needs_helm, render
 from tests.helm.test_one_truth import commands_of
 
@@ -21,9 +22,7 @@ DRAIN: dict[str, Any] = {
 def test_a_worker_has_the_time_that_leaving_takes(values: Object) -> None:
     """By docs/operations.md; and then there is some left to end the process."""
     release = render(values)
-    config = BatonConfig.from_mapping(release.fleet_config())
-    cluster = config.cluster
-    leaving_s = cluster.drain_timeout_s + 2 * config.kv_transfer.lease_s + cluster.unresponsive_timeout_s
+    leaving_s = Patience.of(BatonConfig.from_mapping(release.fleet_config())).leave_s
     (drain,) = {tuple(command) for command in commands_of(release) if command[1] == "drain"}
     assert float(drain[drain.index("--timeout") + 1]) == leaving_s
     for role in ("prefill", "decode"):

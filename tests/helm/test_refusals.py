@@ -50,9 +50,9 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         ["config.gateway.require_disaggregated", "raise autoscaling.workers.minPrefill (0)"],
     ),
     "a drain that the command would refuse": (
-        {"drain": {"timeoutSeconds": int(MAX_DRAIN_NODE_S) - 29}},
+        {"drain": {"timeoutSeconds": int(MAX_DRAIN_NODE_S) - 23}},
         [
-            "drain: timeoutSeconds (3571), twice leaseSeconds (10)",
+            "drain: timeoutSeconds (3577), leaseSeconds (10), unresponsiveSeconds (10) and 4",
             f"are 3601; `baton drain` takes at most {MAX_DRAIN_NODE_S:.0f}",
         ],
     ),

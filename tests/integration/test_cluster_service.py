@@ -113,7 +113,7 @@ async def test_a_worker_that_was_never_heard_starts_at_first_and_then_is_dead(fo
         (worker,) = (await under_test.client.describe())["workers"]
         assert worker["state"] == "starting"
         (client,) = under_test.gateway.workers.clients
-        await under_test.until(lambda: client.is_silent)
+        await under_test.until(lambda: client.is_lost)
         (worker,) = (await under_test.client.describe())["workers"]
         assert worker["state"] == "dead"
 

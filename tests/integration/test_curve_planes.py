@@ -32,6 +32,7 @@ from baton.worker import (
     WorkerStatus,
 )
 from gateway.workers.connections import WorkerConnections
+from gateway.workers.worker_listener import LossCause
 from kv_transfer.connector.worker import KVConnectorWorker
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES, TO_CONSUMER, Unreadable, seal
 from tests.factories.security import KEYS, OTHER_KEYS
@@ -244,7 +245,7 @@ class Losses:
     def on_kv_events(self, worker: str, events: KVEvents) -> None:
         raise AssertionError("nobody asked for any")
 
-    def on_worker_lost(self, worker: str, reason: str) -> None:
+    def on_worker_lost(self, worker: str, cause: LossCause, reason: str) -> None:
         assert worker == "p0"
         self.reasons.append(reason)
 

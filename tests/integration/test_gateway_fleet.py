@@ -3,16 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 import zmq
 
 from baton.kv import WorkerRef
-from baton.messages.request_plane import KVEvents
+from baton.messages.request_plane import Heartbeat, KVEvents
 from baton.request import RequestOutput
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from gateway.workers.connections import WorkerConnections
-from gateway.workers.worker_client import LossCause
+from gateway.workers.worker_listener import LossCause
 from tests.factories.gateway import NETWORK, ScriptedWorker, silent
 from tests.factories.security import KEYS
 
@@ -22,7 +23,7 @@ class Listener:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
-        self.losses: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self.losses: asyncio.Queue[tuple[LossCause, str]] = asyncio.Queue()
         self.states: asyncio.Queue[WorkerState] = asyncio.Queue()
 
     def on_status(self, status: WorkerStatus) -> None:
@@ -34,8 +35,9 @@ class Listener:
 
     def on_kv_events(self, worker: str, events: KVEvents) -> None: ...
 
-    def on_worker_lost(self, worker: str, reason: str) -> None:
-        self.losses.put_nowait((worker, reason))
+    def on_worker_lost(self, worker: str, cause: LossCause, reason: str) -> None:
+        assert worker == "w0"
+        self.losses.put_nowait((cause, reason))
 
 
 @asynccontextmanager
@@ -70,7 +72,7 @@ async def test_a_worker_that_is_replaced_in_the_moment_it_came_leaves_nothing_op
     assert first is not None
     fleet.add_worker(nowhere())
     await asyncio.wait_for(first.first_sign.wait(), 60)
-    fleet.remove_worker("w0", "the test says so")
+    fleet.remove_worker("w0")
     assert first._socket.closed, "an open socket would keep the context from ending"
     await fleet.stop()
 
@@ -85,7 +87,7 @@ async def test_workers_may_come_and_leave_while_the_connections_end(num_turns: i
     stop = asyncio.create_task(fleet.stop())
     for _ in range(num_turns):
         await asyncio.sleep(0)
-    fleet.remove_worker("w0", "it left")
+    fleet.remove_worker("w0")
     if not stop.done():
         fleet.add_worker(nowhere("w2"))
     await stop
@@ -110,8 +112,8 @@ async def test_a_connection_that_ends_with_an_error_of_ours_is_a_loss() -> None:
     fleet = WorkerConnections(NETWORK, KEYS.request, listener)
     try:
         fleet.add_worker(worker.endpoint)
-        name, reason = await asyncio.wait_for(listener.losses.get(), 60)
-        assert (name, reason) == ("w0", "the connection failed: choked")
+        loss = await asyncio.wait_for(listener.losses.get(), 60)
+        assert loss == (LossCause.DISCONNECTED, "the connection failed: choked")
         assert fleet.client("w0") is None
     finally:
         await fleet.stop()
@@ -124,7 +126,7 @@ async def test_a_death_that_the_controller_reports_first_is_one_loss() -> None:
         assert client is not None
         fleet.worker_died("w0", "its process died")
         client._note_disconnection("and its port refuses a new connection")  # before its task has ended
-        assert listener.losses.get_nowait() == ("w0", "its process died")
+        assert listener.losses.get_nowait() == (LossCause.DIED, "its process died")
         assert listener.losses.empty()
         assert fleet.losses == {LossCause.DIED: 1}
 
@@ -132,9 +134,10 @@ async def test_a_death_that_the_controller_reports_first_is_one_loss() -> None:
 async def test_a_death_that_the_controller_reports_last_is_one_loss() -> None:
     async with one_worker() as (fleet, worker, listener):
         worker.stop()
-        _, reason = await asyncio.wait_for(listener.losses.get(), 60)
-        assert reason.startswith("its connection broke")
+        cause, reason = await asyncio.wait_for(listener.losses.get(), 60)
+        assert (cause, reason.partition(",")[0]) == (LossCause.DISCONNECTED, "its connection broke")
         fleet.worker_died("w0", "its process died")
+        assert listener.losses.empty()
         assert fleet.losses == {LossCause.DISCONNECTED: 1}
         assert fleet.client("w0") is None
 
@@ -146,12 +149,27 @@ async def test_only_an_end_without_a_drain_is_a_loss(is_planned: bool) -> None:
             worker.state = WorkerState.DRAINING
             await until(listener, WorkerState.DRAINING)
         worker.state = WorkerState.STOPPED
-        assert await asyncio.wait_for(listener.losses.get(), 60) == ("w0", "its engine is stopped")
+        cause = LossCause.LEFT if is_planned else LossCause.ENDED
+        assert await asyncio.wait_for(listener.losses.get(), 60) == (cause, "its engine is stopped")
         assert fleet.losses == ({} if is_planned else {LossCause.ENDED: 1})
+
+
+async def test_a_silent_worker_whose_successor_answers_later_is_one_loss() -> None:
+    async with one_worker() as (fleet, _, listener):
+        client = fleet.client("w0")
+        assert client is not None
+        client.lose(LossCause.SILENT, "silent for 9.0 s")
+        assert listener.losses.get_nowait() == (LossCause.SILENT, "silent for 9.0 s")
+        assert client.status is not None
+        successor = replace(client.status, ref=replace(client.status.ref, incarnation="next"))
+        assert client._take_heartbeat(Heartbeat(successor, 1, 0)) == (LossCause.RESTARTED, "restarted")
+        client.lose(LossCause.RESTARTED, "restarted")
+        assert listener.losses.empty()
+        assert fleet.losses == {LossCause.SILENT: 1}
 
 
 async def test_a_worker_that_leaves_the_fleet_is_no_loss() -> None:
     async with one_worker() as (fleet, _, listener):
-        fleet.remove_worker("w0", "it left the fleet")
-        assert listener.losses.get_nowait() == ("w0", "it left the fleet")
+        fleet.remove_worker("w0")
+        assert listener.losses.get_nowait() == (LossCause.LEFT, "it left the fleet")
         assert fleet.losses == {}

@@ -24,7 +24,7 @@ async def test_probes_tell_a_gateway_that_runs_from_one_that_can_serve(folder: P
         assert "\nbaton_gateway_ready 1.0\n" in (await get(gateway.http_port, "/metrics")).text
         (model,) = (await get(gateway.http_port, "/v1/models")).json()["data"]
         assert (model["id"], model["max_model_len"]) == ("tiny", 256)
-        gateway.workers.remove_worker("w0", "of the test")
+        gateway.workers.worker_died("w0", "of the test")
         ready = await get(gateway.http_port, "/ready")
         assert (ready.status_code, ready.json()["reason"]) == (503, "no decode worker is reachable")
         assert "\nbaton_gateway_ready 0.0\n" in (await get(gateway.http_port, "/metrics")).text

@@ -160,7 +160,7 @@ async def test_c34_recompute_lets_the_decode_worker_go_on_without_its_prefill_wo
         request = await decode.next_request()
         await under_test.workers["p0"].next_request()
         if how == "lost":
-            under_test.gateway.workers.remove_worker("p0", "killed by the test")
+            under_test.gateway.workers.worker_died("p0", "killed by the test")
         *first, last = outputs_of(request, ANSWER)
         decode.say(request, [*first, with_stages(last, transfer_bytes=0)])
         tokens, placement = await call

@@ -67,7 +67,7 @@ async def lose(
     request = await under_test.workers[worker].next_request()
     await begun(call).wait()
     assert not call.done()
-    under_test.gateway.workers.remove_worker(worker, "killed by the test")
+    under_test.gateway.workers.worker_died(worker, "killed by the test")
     return request
 
 
@@ -212,7 +212,7 @@ async def test_c51_a_request_that_kills_its_workers_ends(
             if w0.received.empty():
                 await asyncio.sleep(0.01)
             elif isinstance(w0.received.get(), EngineRequest):
-                under_test.gateway.workers.remove_worker("w0", "killed by the test")
+                under_test.gateway.workers.worker_died("w0", "killed by the test")
                 under_test.gateway.workers.add_worker(w0.endpoint)
         with pytest.raises(GatewayError, match="5 workers ended one after another"):
             await call
@@ -223,7 +223,7 @@ async def test_c51_a_new_connection_to_a_worker_ends_what_it_did_over_the_former
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         w0, call = under_test.workers["w0"], asyncio.create_task(ask(under_test))
         await w0.next_request()
-        under_test.gateway.workers.remove_worker("w0", "the test says so")
+        under_test.gateway.workers.worker_died("w0", "the test says so")
         under_test.gateway.workers.add_worker(w0.endpoint)
         assert (await w0.next_abort()).startswith("client")
         again = await w0.next_request()
@@ -267,7 +267,7 @@ async def test_c52_a_decode_worker_that_samples_another_token_than_was_delivered
         request = await under_test.workers["w1"].next_request()
         await under_test.workers["w0"].next_request()
         await begun(call).wait()
-        under_test.gateway.workers.remove_worker("w0", "killed by the test")
+        under_test.gateway.workers.worker_died("w0", "killed by the test")
         under_test.workers["w1"].say(request, outputs_of(request, [ANSWER[0] + 1, 9, 9], finish=None))
         assert await under_test.workers["w1"].next_abort() == request.request_id
         second = await under_test.workers["w1"].next_request()
@@ -304,7 +304,7 @@ async def test_c34_whom_a_leaving_prefill_worker_did_not_even_refuse_goes_on_els
         client = under_test.gateway.workers.client("w0")
         assert client is not None
         await under_test.until(lambda: client.status is not None and client.status.state is w0.state)
-        under_test.gateway.workers.remove_worker("w0", "its process has ended")
+        under_test.gateway.workers.worker_died("w0", "its process has ended")
         assert await w1.next_abort()
         again = await w1.next_request()
         w1.say(again, outputs_of(again, ANSWER))

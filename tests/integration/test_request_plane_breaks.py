@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.messages.request_plane import TO_GATEWAY, Outputs
+from baton.messages.request_plane import Heartbeat
 from baton.request import EngineRequest, RequestOutput
 from baton.worker import WorkerRole
-from gateway.workers.worker_client import LossCause, WorkerClient
+from gateway.workers.worker_client import WorkerClient
+from gateway.workers.worker_listener import LossCause
 from tests.factories.breakable_line import BreakableLine, breakable_line
 from tests.factories.gateway import (
     NETWORK,
@@ -155,9 +156,9 @@ async def test_c42_a_worker_that_was_never_silent_for_long_is_lost_early(
         [client] = under_test.gateway.workers.clients
         client._timeout._heard_since = -1e6  # it is known for long
         under_test.workers["d0"].goes_on.clear()
-        await under_test.until(lambda: client.is_silent)
+        await under_test.until(lambda: client.is_lost)
         under_test.workers["d0"].goes_on.set()
-        await under_test.until(lambda: not client.is_silent)
+        await under_test.until(lambda: not client.is_lost)
     reported = re.search(r"silent for ([\d.]+) s", caplog.text)
     assert reported is not None
     assert 4.0 <= float(reported[1]) < 10.0
@@ -200,8 +201,9 @@ async def test_after_a_break_the_worker_serves_again(folder: Path) -> None:
 async def test_what_arrived_before_a_break_revives_no_worker(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": silent}) as under_test:
         [client] = under_test.gateway.workers.clients
-        message = TO_GATEWAY.encode(Outputs(()))
+        assert client.status is not None
+        heartbeat = Heartbeat(client.status, client._session.number, 0)
         for is_connected in (True, False):
             client._is_connected = is_connected
-            client._decode(message)
-            assert client.is_silent is not is_connected
+            client._take_heartbeat(heartbeat)
+            assert client.is_lost is not is_connected

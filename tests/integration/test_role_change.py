@@ -20,6 +20,7 @@ from baton.sampling import SamplingParams
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from gateway.turn_budget import SharedTurns
 from gateway.workers.worker_client import WorkerClient
+from gateway.workers.worker_listener import LossCause
 from tests.factories.models import make_model_dir
 from tests.factories.security import KEYS
 from worker.host import EngineHost
@@ -52,7 +53,7 @@ class Listener:
         self.prefixes -= set(split(events.removed))
         self.prefixes |= set(split(events.stored))
 
-    def on_worker_lost(self, worker: str, reason: str) -> None:
+    def on_worker_lost(self, worker: str, cause: LossCause, reason: str) -> None:
         self.losses.append(reason)
 
     async def until(self, role: WorkerRole, state: WorkerState) -> None:
@@ -120,7 +121,8 @@ async def worker(
     finally:
         await asyncio.to_thread(host.stop)
         async with asyncio.timeout(60):
-            assert await running == "its engine is stopped", "the last word of a worker"
+            _, reason = await running
+            assert reason == "its engine is stopped", "the last word of a worker"
         context.term()
 
 

@@ -75,7 +75,7 @@ async def test_requests_that_ran_already_come_before_new_ones(folder: Path) -> N
         calls.append(ask(under_test, "new"))
         await until_queued(under_test, 1)
         await under_test.until(lambda: under_test.gateway.report().num_first_tokens == 1)
-        under_test.gateway.workers.remove_worker("w0", "killed by the test")
+        under_test.gateway.workers.worker_died("w0", "killed by the test")
         await until_queued(under_test, 2)
         w1 = under_test.add("w1", silent)
         order = []
@@ -195,7 +195,7 @@ async def test_a_request_aborted_as_its_worker_is_lost_does_not_wait_for_another
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         call = ask(under_test, "a")
         await under_test.workers["w0"].next_request()
-        under_test.gateway.workers.remove_worker("w0", "killed by the test")
+        under_test.gateway.workers.worker_died("w0", "killed by the test")
         assert under_test.gateway._driver.abort("a", ANYBODY)
         assert (await asyncio.wait_for(refusal(call), 60)).code == "ABORTED"
         assert await counted(under_test) == (0, 0)

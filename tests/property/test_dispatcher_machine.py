@@ -30,7 +30,6 @@ from gateway.requests.events import (
     Submitted,
     SubmitTo,
     Tick,
-    WorkerLost,
     WorkerOutputs,
     WorkerReported,
 )
@@ -41,6 +40,7 @@ from gateway.routing.avoided_pairs import FIRST_PAUSE_S
 from gateway.routing.placement import Mode, Pair
 from gateway.routing.router import Router
 from simulator.driver import SilentText
+from tests.factories.dispatching import killed
 
 WORKERS = ("p0", "p1", "d0", "d1")
 MAX_QUEUED, MAX_IN_FLIGHT, PATIENCE_S = 4, 6, 10.0
@@ -159,7 +159,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         for worker, engine_id in list(self.open):
             if worker == name:
                 self.close(worker, engine_id)
-        self.handle(WorkerLost(name, "killed"))
+        self.handle(killed(name))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), num_tokens=st.integers(1, 3), num_again=st.integers(0, 2), skips=st.booleans())

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from baton.system.progress import ProgressObserver
+from gateway.workers.worker_listener import LossCause
 from simulator.fleet import SimFleet
 from simulator.gateway import SimGateway
 from simulator.worker import Site, Worker
@@ -78,7 +79,7 @@ class Faults:
         noticed_s = self._world.between(0.0, self._peer_timeout_s)
         self._later(
             min(noticed_s, fault.duration_s),
-            lambda: self._fleet.at_gateways(lambda links: links.lose(fault.worker, "killed")),
+            lambda: self._fleet.at_gateways(lambda links: links.lose(fault.worker, LossCause.DISCONNECTED)),
         )
         self._later(fault.duration_s, lambda: self._fleet.start(self._specs[fault.worker]))
 
@@ -171,7 +172,7 @@ class Faults:
             return
         self._world.counts["fault hung"] += 1
         self._fleet.end(worker)
-        self._fleet.at_gateways(lambda links: links.lose(worker.name, "hung"))
+        self._fleet.at_gateways(lambda links: links.lose(worker.name, LossCause.HUNG))
         self._later(restart_s, lambda: self._fleet.start(self._specs[worker.name]))
 
     def _slow(self, fault: Fault) -> None:

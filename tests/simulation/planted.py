@@ -23,7 +23,6 @@ from baton.request import EngineRequest, FirstToken
 from baton.system.progress import ProgressObserver
 from baton.system.standstill import Standstill
 from decode_worker.kv_consumer import KVConsumerScheduler
-from gateway.requests import request_state
 from gateway.requests.attempt import Attempt, AttemptFailure
 from gateway.requests.shares import CallerShares
 from gateway.requests.suspects import Suspects
@@ -285,10 +284,12 @@ def keep_room_for_what_is_stuck(_original: Any, *_args: Any) -> list[Effect]:
     return []
 
 
-@planted(request_state, "sub_requests")
-def go_on_behind_too_few_tokens(original: Any, request: EngineRequest, *args: Any) -> Any:
+@planted(Attempt, "split")
+def go_on_behind_too_few_tokens(
+    original: Any, self: Attempt, request: EngineRequest, transfer_id: str
+) -> Any:
     """A request that moves is computed from its last token but one."""
-    return original(replace(request, output_token_ids=request.output_token_ids[:-1]), *args)
+    return original(self, replace(request, output_token_ids=request.output_token_ids[:-1]), transfer_id)
 
 
 @planted(Attempt, "on_lost")

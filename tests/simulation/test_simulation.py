@@ -109,7 +109,7 @@ QUICK = {
     "go on behind too few tokens": 0,
     "overlook losses while it moves": 0,
     "count sub requests of ended attempts": 0,
-    "one caller takes all": 0,
+    "one caller takes all": 166,
     "forget poison": 0,
     "trust heartbeats alone": 54,
 }

@@ -225,7 +225,7 @@
 {{- with .Values.drain -}}
 {{- $seconds := include "baton.drainSeconds" $ | int -}}
 {{- if gt $seconds 3600 -}}
-{{- fail (printf "drain: timeoutSeconds (%v), twice leaseSeconds (%v) and unresponsiveSeconds (%v) are %d; `baton drain` takes at most 3600" .timeoutSeconds .leaseSeconds .unresponsiveSeconds $seconds) -}}
+{{- fail (printf "drain: timeoutSeconds (%v), leaseSeconds (%v), unresponsiveSeconds (%v) and 4 are %d; `baton drain` takes at most 3600" .timeoutSeconds .leaseSeconds .unresponsiveSeconds $seconds) -}}
 {{- end -}}
 {{- end -}}
 {{- include "baton.checkPort" (dict "value" "metrics.port" "port" .Values.metrics.port "taken" (list 6380 8080 52365)) -}}

@@ -2,7 +2,7 @@
 
 {{/* Seconds that a worker may take to drain, by docs/operations.md. */}}
 {{- define "baton.drainSeconds" -}}
-{{- with .Values.drain }}{{ add .timeoutSeconds (mul 2 .leaseSeconds) .unresponsiveSeconds }}{{ end }}
+{{- with .Values.drain }}{{ add .timeoutSeconds .leaseSeconds .unresponsiveSeconds 4 }}{{ end }}
 {{- end }}
 
 {{/* For a shell, because nothing else puts the address in. The head's node waits for all workers that drain. */}}

@@ -26,6 +26,7 @@ from gateway.telemetry.loop_lag import LONGEST_S, LOOK_INTERVAL_S, LoopLag
 from gateway.text import TextStream
 from gateway.turn_budget import TURN_S, SharedTurns
 from gateway.workers.worker_client import OUTPUTS_AT_ONCE, WorkerClient
+from gateway.workers.worker_listener import LossCause
 from tests.factories.gateway import NETWORK
 from tests.factories.models import make_tokenizer
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
@@ -91,7 +92,7 @@ class Listener:
     def on_kv_events(self, worker: str, events: KVEvents) -> None:
         virtual_loop().stand_still(TURN_S)
 
-    def on_worker_lost(self, worker: str, reason: str) -> None: ...
+    def on_worker_lost(self, worker: str, cause: LossCause, reason: str) -> None: ...
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 import pytest
 
+from baton.config import BatonConfig
+from cluster.controller.supervisor import Patience
 from decode_worker import DecodeWorker
 from prefill_worker import PrefillWorker
 from worker.drain import ANSWER_TIMEOUT_S, LEGAL_MOVES, DrainStage, DrainState
@@ -70,3 +72,12 @@ def test_every_stage_but_the_last_leads_to_the_end() -> None:
         DrainStage.OVER in moves for stage, moves in LEGAL_MOVES.items() if stage is not DrainStage.OVER
     )
     assert LEGAL_MOVES.keys() == set(DrainStage)
+
+
+def test_the_controller_waits_until_a_worker_has_given_up_its_drain() -> None:
+    """Also with a short lease, and if it hardly waits for other answers."""
+    config = BatonConfig.from_mapping(
+        {"kv_transfer": {"lease_s": 0.5}, "cluster": {"unresponsive_timeout_s": 1.0}}
+    )
+    drain = DrainState(PrefillWorker(1), 0.0, config.cluster.drain_timeout_s, config.kv_transfer.lease_s)
+    assert Patience.of(config).leave_s > drain.abandoned_at + ANSWER_TIMEOUT_S

@@ -30,8 +30,8 @@ class Log:
     def add_worker(self, endpoint: WorkerEndpoint) -> None:
         self.lines.append(f"+{endpoint.ref.name} {endpoint.ref.incarnation}")
 
-    def remove_worker(self, name: str, reason: str) -> None:
-        self.lines.append(f"-{name} {reason}")
+    def remove_worker(self, name: str) -> None:
+        self.lines.append(f"-{name}")
 
     def worker_died(self, name: str, reason: str) -> None:
         self.lines.append(f"lost {name} {reason}")
@@ -64,7 +64,7 @@ def test_workers_come_are_replaced_and_go() -> None:
         FleetView("c1", 3, (A2, B1)),
         FleetView("c1", 4, (A2,)),
     )
-    assert lines == ["+w0 a1", "+w1 b1", "+w0 a2", "-w1 it left the fleet"]
+    assert lines == ["+w0 a1", "+w1 b1", "+w0 a2", "-w1"]
     assert asked == [("", -1), ("c1", 1), ("c1", 2), ("c1", 3), ("c1", 4)]
 
 

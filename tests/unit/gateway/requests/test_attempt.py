@@ -68,7 +68,7 @@ def test_c34_a_prefill_worker_that_is_lost_does_not_have_to_say_why_its_prompt_d
 @pytest.mark.parametrize("worker", ["p", "d"])
 def test_c52_a_request_that_is_lost_with_a_draining_worker_counts_as_given_back(worker: str) -> None:
     """The request was sent before the gateway learned of the drain, and arrived too late to be refused."""
-    failure = failure_of(make_attempt().on_lost(worker, "its engine is stopped", was_draining=True))
+    failure = failure_of(make_attempt().on_lost(worker, "its engine is stopped", has_left=True))
     assert (failure.cause, failure.is_prompt_lost) == (Cause.GIVEN_BACK, False)
 
 

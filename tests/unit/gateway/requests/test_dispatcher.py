@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest, RateLimited
-from baton.fleet import LEFT
 from baton.kv import TransferRole
 from baton.request import ErrorKind, FinishReason, StageTimes
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
-from baton.worker import WorkerRole, WorkerState
+from baton.worker import KVBlockCounts, WorkerRole, WorkerState
 from gateway.auth.callers import Caller
 from gateway.requests.events import (
     AbortAt,
@@ -28,7 +27,8 @@ from gateway.requests.events import (
 from gateway.requests.record import Outcome
 from gateway.requests.retry import RetryState
 from gateway.routing.placement import Mode, Placement, RouteQuery
-from tests.factories.dispatching import make_dispatcher, make_request, outputs, status_of, submitted
+from gateway.workers.worker_listener import LossCause
+from tests.factories.dispatching import killed, make_dispatcher, make_request, outputs, status_of, submitted
 
 
 def test_a_token_that_comes_with_the_failure_of_its_attempt_is_delivered() -> None:
@@ -87,14 +87,14 @@ def test_a_request_moves_when_the_loss_of_its_prefill_worker_leaves_it_without_a
     failed.outputs[0].error_kind = ErrorKind.KV_LOAD_FAILED
     assert dispatcher.handle(failed, 1.0) == [AbortAt("p0", placed["p0"])]
     dispatcher.handle(outputs(decode, placed[decode], 7), 2.0)
-    assert submitted(dispatcher.handle(WorkerLost("p0", "killed"), 3.0)), "it goes on elsewhere"
+    assert submitted(dispatcher.handle(killed("p0"), 3.0)), "it goes on elsewhere"
 
 
 def test_a_request_moves_at_once_when_its_worker_is_lost() -> None:
     dispatcher, request = make_dispatcher("d0", "d1"), make_request()
     ((worker, engine_id),) = submitted(dispatcher.handle(Submitted(request), 0.0)).items()
     dispatcher.handle(outputs(worker, engine_id, 7), 1.0)
-    effects = dispatcher.handle(WorkerLost(worker, "killed"), 2.0)
+    effects = dispatcher.handle(killed(worker), 2.0)
     assert effects[0] == AbortAt(worker, engine_id), "the worker may still be reachable"
     assert submitted(effects).keys() == {"d0", "d1"} - {worker}
     late = outputs(worker, engine_id, 7, 8)
@@ -166,7 +166,7 @@ def test_a_bug_in_moving_one_request_of_a_lost_worker_ends_that_request_alone(
         return original(retry, *args)
 
     monkeypatch.setattr(RetryState, method, fail_or_go_on)
-    effects = dispatcher.handle(WorkerLost("d0", "killed"), 1.0)
+    effects = dispatcher.handle(killed("d0"), 1.0)
     assert [effect for effect in effects if isinstance(effect, Refuse)] == [Refuse(cursed, bug)]
     assert [effect.worker for effect in effects if isinstance(effect, SubmitTo)] == ["d1"]
     assert (dispatcher.num_queued, dispatcher.num_in_flight) == (0, 2)
@@ -197,7 +197,7 @@ def test_c42_a_link_that_failed_one_request_is_spared_the_next() -> None:
     assert dispatcher.avoided_pairs.at(5.0) == {("p0", "d0")}
     for name in "bcd":
         assert submitted(dispatcher.handle(Submitted(make_request(name)), 6.0)).keys() == {"p0", "d1"}
-    dispatcher.handle(WorkerLost("p0", "silent"), 7.0)
+    dispatcher.handle(WorkerLost("p0", LossCause.SILENT, "silent"), 7.0)
     assert len(dispatcher.avoided_pairs) == 0, "the worker was the cause"
 
 
@@ -218,7 +218,7 @@ def test_c42_a_link_that_failed_since_its_prefill_worker_was_lost_is_not_blamed(
     """The decode worker computes the prompt itself, so its report comes after the loss, or after the restart."""
     dispatcher = make_dispatcher("p0", "d0", policy="recompute")
     engine_id = submitted(dispatcher.handle(Submitted(make_request()), 0.0))["d0"]
-    dispatcher.handle(WorkerLost("p0", "killed"), 4.0)
+    dispatcher.handle(killed("p0"), 4.0)
     if returns:
         status = status_of("p0")
         dispatcher.handle(WorkerReported(replace(status, ref=replace(status.ref, incarnation="next"))), 4.5)
@@ -236,19 +236,28 @@ def test_c42_a_failure_that_two_outputs_report_counts_once() -> None:
     assert len(dispatcher.avoided_pairs) == 0
 
 
+def test_requests_of_a_lost_worker_go_on_in_the_order_of_the_queue() -> None:
+    dispatcher = make_dispatcher("d0")
+    for name, priority in (("idle", 1), ("urgent", 0)):
+        dispatcher.handle(Submitted(replace(make_request(name), priority=priority)), 0.0)
+    dispatcher.handle(WorkerReported(replace(status_of("d1"), kv_blocks=KVBlockCounts(1, 1, 0, 0))), 1.0)
+    assert submitted(dispatcher.handle(killed("d0"), 2.0))["d1"].startswith("urgent.")
+    assert dispatcher.num_queued == 1
+
+
 @pytest.mark.parametrize(
-    ("has_requests", "was_draining", "reason", "logged"),
+    ("has_requests", "was_draining", "cause", "logged"),
     [
-        (True, True, LEFT, ("WARNING", "lost the requests on worker d0: it left the fleet")),
-        (False, True, LEFT, ("INFO", "worker d0 has left after its drain: it left the fleet")),
-        (False, False, LEFT, ("INFO", "worker d0 has left: it left the fleet")),  # sooner than its heartbeat
-        (False, False, "killed", ("WARNING", "lost the requests on worker d0: killed")),
+        (True, True, LossCause.LEFT, ("WARNING", "lost the requests on worker d0: why")),
+        (False, True, LossCause.LEFT, ("INFO", "worker d0 has left after its drain: why")),
+        (False, False, LossCause.LEFT, ("INFO", "worker d0 has left: why")),  # sooner than its heartbeat
+        (False, False, LossCause.DIED, ("WARNING", "lost the requests on worker d0: why")),
     ],
 )
 def test_only_losses_are_logged_as_such(
     has_requests: bool,
     was_draining: bool,
-    reason: str,
+    cause: LossCause,
     logged: tuple[str, str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -259,6 +268,6 @@ def test_only_losses_are_logged_as_such(
     if was_draining:
         dispatcher.handle(WorkerReported(replace(status_of("d0"), state=WorkerState.DRAINING)), 1.0)
     with caplog.at_level(logging.INFO, "gateway.requests.fleet_knowledge"):
-        dispatcher.handle(WorkerLost("d0", reason), 2.0)
+        dispatcher.handle(WorkerLost("d0", cause, "why"), 2.0)
     (line,) = [record for record in caplog.records if record.__dict__.get("worker") == "d0"]
     assert (line.levelname, line.getMessage()) == logged

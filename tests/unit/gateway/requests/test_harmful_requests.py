@@ -17,7 +17,8 @@ from gateway.requests.events import (
     WorkerOutputs,
     WorkerReported,
 )
-from tests.factories.dispatching import make_dispatcher, make_request, outputs, status_of, submitted
+from gateway.workers.worker_listener import LossCause
+from tests.factories.dispatching import killed, make_dispatcher, make_request, outputs, status_of, submitted
 
 
 def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_later() -> None:
@@ -26,14 +27,14 @@ def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_
     bystander = replace(make_request("bystander"), prompt_token_ids=(9,))
     (worker,) = submitted(dispatcher.handle(Submitted(poison), 0.0))
     for now in (1.0, 2.0):
-        ((worker, engine_id),) = submitted(dispatcher.handle(WorkerLost(worker, "killed"), now)).items()
+        ((worker, engine_id),) = submitted(dispatcher.handle(killed(worker), now)).items()
     assert submitted(dispatcher.handle(Submitted(bystander), 2.5)), "only suspects wait for each other"
     assert dispatcher.handle(Submitted(equal), 2.5) == [], "one at a time"
     for now in (2.7, 2.8):
         dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), now)
-        ((worker, engine_id),) = submitted(dispatcher.handle(WorkerLost(worker, "killed"), now)).items()
+        ((worker, engine_id),) = submitted(dispatcher.handle(killed(worker), now)).items()
     dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), 2.9)
-    effects = dispatcher.handle(WorkerLost(worker, "killed"), 3.0)
+    effects = dispatcher.handle(killed(worker), 3.0)
     refused = {effect.request: effect.error for effect in effects if isinstance(effect, Refuse)}
     assert refused.keys() == {poison, equal}
     assert {type(error) for error in refused.values()} == {HarmfulRequest}
@@ -55,9 +56,9 @@ def test_c56_a_request_is_not_stopped_if_as_many_workers_end_that_never_had_it(a
         dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), now)
         if are_others_lost:
             other = min(unused)
-            dispatcher.handle(WorkerLost(other, "killed"), now)
+            dispatcher.handle(killed(other), now)
             dispatcher.handle(WorkerReported(status_of(other)), now)
-        effects = dispatcher.handle(WorkerLost(worker, "killed"), now)
+        effects = dispatcher.handle(killed(worker), now)
     assert any(isinstance(effect, Refuse) for effect in effects) is not are_others_lost
 
 
@@ -69,7 +70,7 @@ def test_c56_a_worker_that_ran_one_suspect_counts_even_if_the_other_worker_refus
     request = make_request()
     placed = submitted(dispatcher.handle(Submitted(request), 0.0))
     for now in (1.0, 2.0):
-        placed = submitted(dispatcher.handle(WorkerLost(next(iter(placed)), "killed"), now))
+        placed = submitted(dispatcher.handle(killed(next(iter(placed))), now))
         for name in ("d0", "d1"):
             dispatcher.handle(WorkerReported(status_of(name)), now)
     (suspect,) = dispatcher.suspects._suspects.values()
@@ -83,7 +84,7 @@ def test_c56_a_worker_that_ran_one_suspect_counts_even_if_the_other_worker_refus
         error_kind=ErrorKind.OVERLOADED,
     )
     dispatcher.handle(WorkerOutputs(decode, (refused,)), 3.1)
-    dispatcher.handle(WorkerLost(prefill, "killed"), 3.2)
+    dispatcher.handle(killed(prefill), 3.2)
     assert (suspect.num_losses, suspect.num_shared) == (3, num_shared)
 
 
@@ -93,7 +94,7 @@ def test_c56_a_suspect_waits_while_it_is_anothers_turn_and_delays_nobody(busy: s
     dispatcher.handle(Submitted(make_request()), 0.0)
     for now in (1.0, 2.0):
         dispatcher.handle(WorkerReported(replace(status_of(busy), takes_suspects=now < 2.0)), now)
-        dispatcher.handle(WorkerLost("d0", "killed"), now)
+        dispatcher.handle(killed("d0"), now)
         dispatcher.handle(WorkerReported(replace(status_of("d0"), takes_suspects=busy != "d0")), now)
     assert dispatcher.num_queued == 1
     assert dispatcher.queue.oldest_since(for_worker=True) is None
@@ -102,18 +103,24 @@ def test_c56_a_suspect_waits_while_it_is_anothers_turn_and_delays_nobody(busy: s
     assert submitted(dispatcher.handle(WorkerReported(status_of(busy)), 3.0))
 
 
-@pytest.mark.parametrize("reason", ["drained", "reachable"])
-def test_c56_workers_that_drain_or_live_on_count_against_no_request(reason: str) -> None:
+@pytest.mark.parametrize(
+    ("is_drain_known", "cause"),
+    [(True, LossCause.DISCONNECTED), (False, LossCause.LEFT), (False, LossCause.SESSION_LOST)],
+)
+def test_c56_workers_that_drain_or_live_on_count_against_no_request(
+    is_drain_known: bool, cause: LossCause
+) -> None:
     dispatcher, request = make_dispatcher("d0", "d1", "d2"), make_request()
     (worker,) = submitted(dispatcher.handle(Submitted(request), 0.0))
     for now in range(5):
-        if reason == "drained":
+        if is_drain_known:
             dispatcher.handle(WorkerReported(replace(status_of(worker), state=WorkerState.DRAINING)), now)
-        lost, former = WorkerLost(worker, reason, is_reachable=reason == "reachable"), worker
+        lost, former = WorkerLost(worker, cause, "why"), worker
         (worker,) = submitted(dispatcher.handle(lost, now))
         dispatcher.handle(WorkerReported(status_of(former)), now)
     assert len(dispatcher.suspects) == 0
-    assert dispatcher.tally.counters["migrated_given_back" if reason == "drained" else "migrated_lost"] == 5
+    how = "lost" if cause is LossCause.SESSION_LOST else "given_back"
+    assert dispatcher.tally.counters[f"migrated_{how}"] == 5
 
 
 def test_c56_a_worker_that_serves_again_after_a_drain_is_lost_as_any_other() -> None:
@@ -122,7 +129,7 @@ def test_c56_a_worker_that_serves_again_after_a_drain_is_lost_as_any_other() -> 
         dispatcher.handle(WorkerReported(replace(status_of(worker), state=WorkerState.DRAINING)), 0.0)
         dispatcher.handle(WorkerReported(status_of(worker)), 1.0)
     (worker,) = submitted(dispatcher.handle(Submitted(request), 2.0))
-    dispatcher.handle(WorkerLost(worker, "killed"), 3.0)
+    dispatcher.handle(killed(worker), 3.0)
     assert len(dispatcher.suspects) == 1
 
 

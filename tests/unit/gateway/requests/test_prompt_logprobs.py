@@ -9,10 +9,10 @@ from baton.kv import OnLoadFailure
 from baton.request import ErrorKind, FinishReason, RequestOutput, TokenLogprobs
 from baton.sampling import SamplingParams
 from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.events import Deliver, Effect, Submitted, SubmitTo, WorkerLost, WorkerOutputs
+from gateway.requests.events import Deliver, Effect, Submitted, SubmitTo, WorkerOutputs
 from gateway.requests.request import Delta
 from gateway.requests.retry import LoadFailurePolicy
-from tests.factories.dispatching import make_dispatcher, make_request, outputs, submitted
+from tests.factories.dispatching import killed, make_dispatcher, make_request, outputs, submitted
 
 SCORES = tuple(TokenLogprobs(token_id, -1.0, 1, ()) for token_id in (2, 3))
 HANDED_OVER = FinishReason.HANDED_OVER
@@ -67,7 +67,7 @@ def test_a_lost_prefill_worker_is_needed_until_they_have_come() -> None:
     dispatcher, placed, _ = begun("p0", "p1", "d0")
     (prefill,) = placed.keys() - {"d0"}
     dispatcher.handle(outputs("d0", placed["d0"], 7), 1.0)
-    again = submitted(dispatcher.handle(WorkerLost(prefill, "killed"), 2.0))
+    again = submitted(dispatcher.handle(killed(prefill), 2.0))
     (other,) = again.keys() - {"d0"}
     assert other != prefill
     (first,) = deltas(dispatcher.handle(scored(other, again[other], 6, HANDED_OVER), 3.0))
@@ -108,7 +108,7 @@ def test_the_next_attempt_behind_token_0_awaits_none() -> None:
     dispatcher, placed, _ = begun("p0", "d0", "d1")
     dispatcher.handle(scored("p0", placed["p0"], 7, HANDED_OVER), 1.0)
     (decode,) = placed.keys() - {"p0"}
-    again = submitted(dispatcher.handle(WorkerLost(decode, "killed"), 2.0))
+    again = submitted(dispatcher.handle(killed(decode), 2.0))
     (other,) = again.keys() - {"p0"}
     output = RequestOutput(request_id=again[other], first_position=1, token_ids=(8,))
     (delta,) = deltas(dispatcher.handle(WorkerOutputs(other, (output,)), 3.0))

@@ -2,8 +2,8 @@
 
 from baton.errors import WorkerUnavailable
 from baton.request import ErrorKind, FinishReason, RequestOutput
-from gateway.requests.events import Refuse, Submitted, Tick, WorkerLost, WorkerOutputs
-from tests.factories.dispatching import make_dispatcher, make_request, submitted
+from gateway.requests.events import Refuse, Submitted, Tick, WorkerOutputs
+from tests.factories.dispatching import killed, make_dispatcher, make_request, submitted
 
 
 def test_a_request_whose_full_worker_died_waits_for_a_worker_and_no_longer_for_room() -> None:
@@ -18,7 +18,7 @@ def test_a_request_whose_full_worker_died_waits_for_a_worker_and_no_longer_for_r
     )
     dispatcher.handle(WorkerOutputs("d0", (full,)), 0.1)
     assert dispatcher.num_queued == 1
-    dispatcher.handle(WorkerLost("d0", "killed"), 0.2)
+    dispatcher.handle(killed("d0"), 0.2)
     effects = [effect for second in range(1, 60) for effect in dispatcher.handle(Tick(), second)]
     ((error),) = [effect.error for effect in effects if isinstance(effect, Refuse)]
     assert isinstance(error, WorkerUnavailable)

@@ -19,7 +19,6 @@ from gateway.requests.events import (
     Submitted,
     SubmitTo,
     Tick,
-    WorkerLost,
     WorkerOutputs,
     WorkerReported,
 )
@@ -28,6 +27,7 @@ from gateway.requests.shares import PRESENT_S, CallerShares
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
 from simulator.driver import SilentText
+from tests.factories.dispatching import killed
 
 BLOCK_SIZE = 16
 
@@ -295,7 +295,7 @@ def test_c57_a_request_that_gave_way_is_refused_only_if_there_are_no_workers_for
     under_test.wait(40.0)
     assert under_test.dispatcher.num_queued == 19, "b's never ran, and found no room"
     for worker in "pd":
-        under_test.handle(WorkerLost(worker, "killed"))
+        under_test.handle(killed(worker))
     under_test.wait(40.0)
     assert under_test.dispatcher.num_queued == 0
 

@@ -13,7 +13,7 @@ from baton.worker import WorkerRole, WorkerState
 from cli.views import words
 from gateway.telemetry import scrape
 from gateway.telemetry.scrape import GatewayScrape
-from gateway.workers.worker_client import LossCause
+from gateway.workers.worker_listener import LossCause
 
 ROOT = Path(__file__).parents[4]
 STATES = {state.value for state in WorkerState}
