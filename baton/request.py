@@ -1,8 +1,11 @@
 """What travels between gateway and workers about one request, and why a request ends."""
 
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from baton.errors import WireError
 from baton.kv import KVTransferParams
 from baton.sampling import SamplingParams
 from baton.transfer import TransferRecord
@@ -93,6 +96,67 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedLogprobs:
+    """TokenLogprobs at consecutive positions of a prompt, each with as many of the likeliest tokens, as three columns.
+
+    A prompt may have 100,000 positions. One object for each would take 40 MiB, and to encode or decode them half a
+    second.
+    """
+
+    token_ids: bytes = b""
+    """uint32: at each position its own token, then the likeliest ones."""
+    logprobs: bytes = b""
+    """float32: of each of these tokens."""
+    ranks: bytes = b""
+    """uint32: of each position's own token."""
+
+    def __post_init__(self) -> None:
+        num_bytes, num_ranks = len(self.token_ids), len(self.ranks)
+        is_whole = num_bytes % num_ranks == 0 if num_ranks and num_bytes else num_bytes == num_ranks
+        if num_ranks % 4 or len(self.logprobs) != num_bytes or not is_whole:
+            raise WireError(
+                f"{num_bytes}, {len(self.logprobs)} and {num_ranks} bytes are not columns of one table"
+            )
+
+    @classmethod
+    def of(cls, positions: Iterable[TokenLogprobs]) -> "PackedLogprobs":
+        token_ids, logprobs, ranks = array("I"), array("f"), array("I")
+        for each in positions:
+            token_ids.extend((each.token_id, *(token_id for token_id, _ in each.top)))
+            logprobs.extend((each.logprob, *(logprob for _, logprob in each.top)))
+            ranks.append(each.rank)
+        return cls(token_ids.tobytes(), logprobs.tobytes(), ranks.tobytes())
+
+    def __len__(self) -> int:
+        return len(self.ranks) // 4
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        token_ids = memoryview(self.token_ids).cast("I").tolist()
+        logprobs = memoryview(self.logprobs).cast("f").tolist()
+        width = len(self.token_ids) // max(1, len(self.ranks))
+        for own, rank in zip(
+            range(0, len(token_ids), width or 1), memoryview(self.ranks).cast("I"), strict=True
+        ):
+            others = slice(own + 1, own + width)
+            top = tuple(zip(token_ids[others], logprobs[others], strict=True))
+            yield TokenLogprobs(token_ids[own], logprobs[own], rank, top)
+
+    def __getitem__(self, positions: slice) -> "PackedLogprobs":
+        """Consecutive positions."""
+        first, end, _ = positions.indices(len(self))
+        width = len(self.token_ids) // max(1, len(self))
+        of_tokens = slice(first * width, end * width)
+        return PackedLogprobs(
+            self.token_ids[of_tokens], self.logprobs[of_tokens], self.ranks[4 * first : 4 * end]
+        )
+
+    def __add__(self, later: "PackedLogprobs") -> "PackedLogprobs":
+        return PackedLogprobs(
+            self.token_ids + later.token_ids, self.logprobs + later.logprobs, self.ranks + later.ranks
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     """The first new token as the prefill worker sampled it: token 0 unless the request has moved.
 
@@ -158,6 +222,6 @@ class RequestOutput:
     stage_times: StageTimes | None = None
     """Set in the output with this worker's first token, and in the output that ends the request. Sent once
     more, without tokens, when the handed-over blocks have been released."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     """Of the prompt's tokens but the first, if the request asked for them. They come with token 0, from the worker that
     computed the prompt."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from baton.request import FirstToken, RequestOutput, TokenLogprobs
+from baton.request import FirstToken, PackedLogprobs, RequestOutput, TokenLogprobs
 from baton.sampling import SamplingParams
 from baton.transfer import TransferRecord
 
@@ -89,7 +89,7 @@ class ScoredTokens:
 
     first_position: int
     """The position of the first of these tokens in the prompt, at least 1."""
-    logprobs: list[TokenLogprobs]
+    logprobs: PackedLogprobs
 
 
 @dataclass(frozen=True, slots=True)

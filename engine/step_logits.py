@@ -4,16 +4,18 @@ The score of a prompt is the log-probability of each of its own tokens, from the
 prompt have no logits otherwise. So they are computed here, a few rows at a time: the logits of a long chunk would take
 more memory than the device has to spare. Nothing here waits for the device.
 
-Shape suffixes: R rows that sample, N scored rows, V vocabulary, K likeliest tokens of a row.
+Shape suffixes: R rows that sample, N scored rows, V vocabulary, C a row's own token and its likeliest tokens.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from baton.request import TokenLogprobs
+from baton.request import PackedLogprobs
 from baton.step import ScoredTokens
 from engine.device import pinned, to_host
 from engine.scored_rows import ScoredRows
@@ -28,10 +30,9 @@ LogitsOf = Callable[[slice], torch.Tensor]
 class _Part:
     """The results of a few rows, on their way to the host."""
 
-    logprobs_N: torch.Tensor
+    token_ids_NC: torch.Tensor
+    logprobs_NC: torch.Tensor
     ranks_N: torch.Tensor
-    top_ids_NK: torch.Tensor
-    top_logprobs_NK: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +45,20 @@ class PromptScores:
     @property
     def are_finite(self) -> bool:
         """False: the rows' logits contain NaN or infinity. Read this, and `tokens`, only when the step is computed."""
-        return all(bool(part.logprobs_N.isfinite().all()) for part in self.parts)
+        return all(bool(part.logprobs_NC[:, 0].isfinite().all()) for part in self.parts)
 
     @property
     def tokens(self) -> ScoredTokens:
-        return ScoredTokens(self.rows.first_position, list(self._logprobs()))
+        packed = PackedLogprobs(
+            token_ids=_joined((part.token_ids_NC for part in self.parts), np.uint32),
+            logprobs=_joined((part.logprobs_NC for part in self.parts), np.float32),
+            ranks=_joined((part.ranks_N for part in self.parts), np.uint32),
+        )
+        return ScoredTokens(self.rows.first_position, packed)
 
-    def _logprobs(self) -> Iterator[TokenLogprobs]:
-        token_ids = iter(self.rows.token_ids_N.tolist())
-        for part in self.parts:
-            columns = zip(
-                part.logprobs_N.tolist(),
-                part.ranks_N.tolist(),
-                part.top_ids_NK.tolist(),
-                part.top_logprobs_NK.tolist(),
-                strict=True,
-            )
-            for logprob, rank, top_ids, top_logprobs in columns:
-                top = tuple(zip(top_ids, top_logprobs, strict=True))
-                yield TokenLogprobs(next(token_ids), logprob, rank, top)
+
+def _joined(parts: Iterable[torch.Tensor], dtype: npt.DTypeLike) -> bytes:
+    return b"".join(part.numpy().astype(dtype).tobytes() for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +90,7 @@ def _score(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_top: int) -> 
     own_N1 = logprobs_NV.gather(1, token_ids_N[:, None])
     top = logprobs_NV.topk(min(num_top, logprobs_NV.shape[1]))
     return _Part(
-        logprobs_N=to_host(own_N1[:, 0]),
+        token_ids_NC=to_host(torch.cat((token_ids_N[:, None], top.indices), 1)),
+        logprobs_NC=to_host(torch.cat((own_N1, top.values), 1)),
         ranks_N=to_host((logprobs_NV > own_N1).sum(-1) + 1),
-        top_ids_NK=to_host(top.indices),
-        top_logprobs_NK=to_host(top.values),
     )

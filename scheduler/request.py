@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
-from baton.request import FinishReason, FirstToken, OnPreemption, TokenLogprobs
+from baton.request import FinishReason, FirstToken, OnPreemption, PackedLogprobs
 from baton.sampling import SamplingParams
 from baton.step import ScoredTokens
 from scheduler.block_table import BlockTable
@@ -154,9 +154,7 @@ class Request:
         """Number of initial tokens: the prompt, and output sampled on other workers. A producer computes the
         initial tokens and hands them over; a consumer receives them. The first new token follows them."""
         wants_scores = sampling_params.prompt_logprobs is not None and self.num_output_tokens == 0
-        self.prompt_logprobs: list[TokenLogprobs] | None = (
-            [] if wants_scores and not self.is_consumer else None
-        )
+        self.prompt_logprobs = PackedLogprobs() if wants_scores and not self.is_consumer else None
         """Of the prompt's tokens so far, but the first; None if not wanted, or reported."""
         self.skip_reading_prefix_cache = skip_reading_prefix_cache or self.prompt_logprobs is not None
         """A prompt whose log-probabilities are wanted must be computed whole."""
@@ -251,7 +249,7 @@ class Request:
         assert num_before <= len(self.prompt_logprobs), (
             f"{self.request_id}: scores of some tokens are missing"
         )
-        self.prompt_logprobs[num_before:] = scored.logprobs
+        self.prompt_logprobs = self.prompt_logprobs[:num_before] + scored.logprobs
 
     def count_preemption(self) -> None:
         is_futile = self.num_tokens == self.num_tokens_at_preemption

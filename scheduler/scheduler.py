@@ -383,7 +383,7 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens,
         )
         if request.prompt_logprobs is not None:
-            output.prompt_logprobs, request.prompt_logprobs = tuple(request.prompt_logprobs), None
+            output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         if status is None:
             outputs[request.client_id].append(output)
         else:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import xxhash
 
-from baton.request import TokenLogprobs
+from baton.request import PackedLogprobs, TokenLogprobs
 
 EOS = 2
 WRONG = 1
@@ -54,11 +54,11 @@ def forced(prompt: tuple[int, ...], position: int) -> tuple[int, ...]:
     return tuple(run)
 
 
-def scores(prompt: tuple[int, ...], first: int, end: int) -> list[TokenLogprobs]:
+def scores(prompt: tuple[int, ...], first: int, end: int) -> PackedLogprobs:
     """The log-probabilities of the prompt's own tokens at these positions; other values at each."""
-    return [
+    return PackedLogprobs.of(
         TokenLogprobs(token_id, -1.0 - first - at, 1, ()) for at, token_id in enumerate(prompt[first:end])
-    ]
+    )
 
 
 def random_prompt(

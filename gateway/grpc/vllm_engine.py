@@ -197,7 +197,7 @@ async def _streamed(
         scored = None
         if delta.prompt_logprobs is not None:
             scored = convert.input_logprobs_to_message(
-                delta.prompt_logprobs, first_token_ids.pop(index, None)
+                tuple(delta.prompt_logprobs), first_token_ids.pop(index, None)
             )
         yield convert.delta_to_chunk(index, delta, len(prompt_token_ids), scored)
         if delta.finish is not None:

@@ -47,7 +47,7 @@ class WholeResponse:
         if len(self._token_ids) >= TOKENS_PER_PIECE:
             self._write()
         if delta.prompt_logprobs is not None:
-            message = input_logprobs_to_message(delta.prompt_logprobs, self._first_token_id)
+            message = input_logprobs_to_message(tuple(delta.prompt_logprobs), self._first_token_id)
             self._written_input_logprobs += message.SerializeToString()
             self._first_token_id = None
 

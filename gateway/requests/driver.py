@@ -13,7 +13,7 @@ from baton.clock import Clock
 from baton.config import GatewayConfig, NetworkConfig, SchedulerConfig
 from baton.errors import GatewayStopping, RequestAborted, SlowReader
 from baton.messages.request_plane import KVEvents
-from baton.request import RequestOutput, TokenLogprobs
+from baton.request import PackedLogprobs, RequestOutput, TokenLogprobs
 from baton.sampling import MAX_SEED
 from baton.system.curve import PlaneKeys
 from baton.worker import WorkerStatus
@@ -234,7 +234,7 @@ class UnreadAnswer:
         self._text: list[str] = []
         """One text of each stored delta; empty if none is stored."""
         self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self._prompt_logprobs: PackedLogprobs | None = None
         self._finish: Finish | None = None
         self._error: Exception | None = None
         self._is_cut_short = False

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from baton.request import FinishReason, TokenLogprobs
+from baton.request import FinishReason, PackedLogprobs, TokenLogprobs
 from baton.sampling import SamplingParams
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import TraceContext
@@ -85,7 +85,7 @@ class Delta:
     """Clients get its `events`, or `shown_text`."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: Finish | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     """Of the prompt's tokens but the first; in the first delta of a request that asked for them, else None."""
 
     @property

@@ -20,7 +20,7 @@ from enum import Enum
 from functools import cached_property
 
 from baton.errors import DeadlinePassed
-from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
+from baton.request import EngineRequest, FinishReason, PackedLogprobs, RequestOutput, TokenLogprobs
 from gateway.requests.attempt import Attempt, AttemptFailure, Verdict
 from gateway.requests.latency_window import LatencyWindow
 from gateway.requests.request import Delta, Finish, GatewayRequest
@@ -68,7 +68,7 @@ class RequestState:
         self._last: tuple[RequestOutput, int] | None = None
         """The output with the finish, and how many tokens the complete answer has."""
         self._num_cached_tokens = 0
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self._prompt_logprobs: PackedLogprobs | None = None
         """Until the client has its first token."""
         self._with_drafts: dict[int, RequestOutput] = {}
         """Outputs of steps with drafts, by first position; each until the client has its tokens."""

@@ -17,7 +17,7 @@ from baton.clock import SystemClock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.kv import TransferRole, WorkerRef
 from baton.messages.control import ControlApi
-from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, TokenLogprobs
+from baton.request import EngineRequest, ErrorKind, FinishReason, PackedLogprobs, RequestOutput, TokenLogprobs
 from baton.system.curve import ClusterKeys
 from baton.worker import (
     KVBlockCounts,
@@ -159,14 +159,16 @@ def outputs_of(
     return outputs
 
 
-def scores_of(prompt_token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+def scores_of(prompt_token_ids: Sequence[int], num_top: int) -> PackedLogprobs:
     """Log-probabilities of a prompt's tokens but the first. Each token has rank 2, behind token 65, and token 67 is
     impossible; `num_top` is at most 3."""
 
     def top_of(token_id: int) -> tuple[tuple[int, float], ...]:
         return ((65, -0.25), (token_id, -0.5), (67, -math.inf))[:num_top]
 
-    return tuple(TokenLogprobs(token_id, -0.5, 2, top_of(token_id)) for token_id in prompt_token_ids[1:])
+    return PackedLogprobs.of(
+        TokenLogprobs(token_id, -0.5, 2, top_of(token_id)) for token_id in prompt_token_ids[1:]
+    )
 
 
 def answering(token_ids: list[int], finish: FinishReason = FinishReason.LENGTH) -> Script:

@@ -63,7 +63,7 @@ class CompletionAnswer(OpenAIAnswer):
             finish = delta.finish and replace(delta.finish, reason=FinishReason.LENGTH)
             delta = Delta(finish=finish, prompt_logprobs=delta.prompt_logprobs)
         if self._echoes_logprobs and delta.prompt_logprobs:
-            delta = replace(delta, logprobs=delta.prompt_logprobs + delta.logprobs)
+            delta = replace(delta, logprobs=(*delta.prompt_logprobs, *delta.logprobs))
         return delta
 
     def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:

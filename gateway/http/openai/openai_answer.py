@@ -113,7 +113,7 @@ class OpenAIAnswer(ABC):
         self._count.on_delta(index, delta)
         self._choices[index].on_delta(delta, self._events_of(index, delta))
         if self._ranked_tokens is not None and delta.prompt_logprobs:
-            self._choices[index].prompt_logprobs.extend(delta.prompt_logprobs)
+            self._choices[index].prompt_logprobs.extend(tuple(delta.prompt_logprobs))
 
     def whole(self) -> Iterator[str]:
         yield self._head.json(self.kind)

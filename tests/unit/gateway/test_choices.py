@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.request import TokenLogprobs
+from baton.request import PackedLogprobs, TokenLogprobs
 from baton.sampling import SamplingParams
 from gateway.choices import (
     MAX_VALUES,
@@ -100,19 +100,19 @@ def test_log_probabilities_of_prompts_count_too() -> None:
 def test_log_probabilities_of_a_prompt_come_in_parts_before_the_rest_of_their_delta(
     num_positions: int,
 ) -> None:
-    logprobs = tuple(TokenLogprobs(position, -0.5, 1, ()) for position in range(num_positions))
+    logprobs = PackedLogprobs.of(TokenLogprobs(position, -0.5, 1, ()) for position in range(num_positions))
     delta = Delta((7,), "text", prompt_logprobs=logprobs)
     *before, last = prompt_parts(delta)
     assert replace(last, prompt_logprobs=logprobs) == delta
     parts = [part.prompt_logprobs or () for part in (*before, last)]
-    assert tuple(each for part in parts for each in part) == logprobs
+    assert [each for part in parts for each in part] == [*logprobs]
     assert max(map(len, parts)) <= PORTION_TOKENS
     assert [replace(part, prompt_logprobs=None) for part in before] == [Delta()] * len(before)
     assert [*prompt_parts(Delta((7,)))] == [Delta((7,))]
 
 
 def test_between_these_parts_others_run() -> None:
-    logprobs = tuple(TokenLogprobs(position, -0.5, 1, ()) for position in range(20 * PORTION_TOKENS))
+    logprobs = PackedLogprobs.of(TokenLogprobs(at, -0.5, 1, ()) for at in range(20 * PORTION_TOKENS))
     first = Delta((7,), prompt_logprobs=logprobs)
     deltas = [first, Delta((8,), finish=finish_of())]
     driver: Any = Answering(deltas)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton.kv import TransferRole
-from baton.request import RequestOutput, TokenLogprobs
+from baton.request import PackedLogprobs, RequestOutput, TokenLogprobs
 from baton.step import ScoredTokens
 from scheduler import Request, Scheduler
 from tests.factories.scheduling import (
@@ -20,7 +20,9 @@ from tests.factories.scheduling import (
 
 
 def scores(first: int, end: int, logprob: float = -1.0) -> ScoredTokens:
-    return ScoredTokens(first, [TokenLogprobs(at, logprob, 1, ()) for at in range(first, end)])
+    return ScoredTokens(
+        first, PackedLogprobs.of(TokenLogprobs(at, logprob, 1, ()) for at in range(first, end))
+    )
 
 
 def step(
@@ -52,7 +54,7 @@ def test_a_prompt_of_one_token_has_none_but_says_so() -> None:
     scheduler, runner = make_scheduler(), FakeRunner()
     scheduler.add_request(request := make_request(1, prompt_logprobs=0))
     _, (output,) = step(scheduler, runner, request, None)
-    assert output.prompt_logprobs == ()
+    assert output.prompt_logprobs == PackedLogprobs()
 
 
 def test_the_prompt_is_computed_whole_although_its_blocks_are_cached() -> None:

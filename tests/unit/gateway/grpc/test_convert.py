@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.request import FinishReason, TokenLogprobs
+from baton.request import FinishReason, PackedLogprobs, TokenLogprobs
 from baton.sampling import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
@@ -88,7 +88,7 @@ def test_log_probabilities_of_a_prompt_arrive_as_they_are() -> None:
     assert params_of().prompt_logprobs is None
     assert params_of(prompt_logprobs=0).prompt_logprobs == 0
     response = convert.delta_to_response(
-        "r", Delta(prompt_logprobs=(TokenLogprobs(3, -0.5, 2, ((4, -0.25),)),))
+        "r", Delta(prompt_logprobs=PackedLogprobs.of([TokenLogprobs(3, -0.5, 2, ((4, -0.25),))]))
     )
     (sent,) = response.prompt_logprobs
     assert (sent.token_id, sent.logprob, sent.rank) == (3, -0.5, 2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.request import FinishReason
+from baton.request import FinishReason, PackedLogprobs
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.grpc.vllm_convert import (
     delta_to_chunk,
@@ -42,7 +42,7 @@ def test_pieces_make_one_message(num_tokens: int, num_top: int | None, tokens_ea
 def test_log_probabilities_of_a_prompt_become_one_message_too(portions: list[int], num_top: int) -> None:
     whole = WholeResponse(0, 9)
     logprobs = tuple(logprobs_of(7 * id_, num_top) for id_ in range(sum(portions)))
-    rest = logprobs
+    rest = PackedLogprobs.of(logprobs)
     for number in portions[:-1]:
         whole.on_delta(Delta(prompt_logprobs=rest[:number]))
         rest = rest[number:]

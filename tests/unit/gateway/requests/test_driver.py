@@ -11,7 +11,7 @@ from baton.config import GatewayConfig, NetworkConfig
 from baton.errors import GatewayStopping, SlowReader, WorkerUnavailable
 from baton.kv import WorkerRef
 from baton.messages.request_plane import Heartbeat, KVEvents, SessionCommand, SubscribeKVEvents
-from baton.request import TokenLogprobs
+from baton.request import PackedLogprobs, TokenLogprobs
 from baton.sampling import SamplingParams
 from baton.worker import KVBlockCounts, RequestCounts, WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from gateway.requests.driver import RequestDriver, UnreadAnswer
@@ -33,9 +33,9 @@ def test_waiting_deltas_are_read_together_and_in_order() -> None:
     assert read(unread) == Delta((1, 2, 3), "abc", (first, second))
     unread.put(Delta((4,), "d"))
     assert read(unread) == Delta((4,), "d")
-    unread.put(Delta((5,), "e", prompt_logprobs=(first,)))
+    unread.put(Delta((5,), "e", prompt_logprobs=PackedLogprobs.of([first])))
     unread.put(Delta((6,), "f"))
-    assert read(unread) == Delta((5, 6), "ef", prompt_logprobs=(first,))
+    assert read(unread) == Delta((5, 6), "ef", prompt_logprobs=PackedLogprobs.of([first]))
     unread.put(Delta((7,), "g"))
     assert read(unread) == Delta((7,), "g")
 

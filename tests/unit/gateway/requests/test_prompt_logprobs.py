@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from baton.kv import OnLoadFailure
-from baton.request import ErrorKind, FinishReason, RequestOutput, TokenLogprobs
+from baton.request import ErrorKind, FinishReason, PackedLogprobs, RequestOutput, TokenLogprobs
 from baton.sampling import SamplingParams
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.events import Deliver, Effect, Submitted, SubmitTo, WorkerOutputs
@@ -14,7 +14,7 @@ from gateway.requests.request import Delta
 from gateway.requests.retry import LoadFailurePolicy
 from tests.factories.dispatching import killed, make_dispatcher, make_request, outputs, submitted
 
-SCORES = tuple(TokenLogprobs(token_id, -1.0, 1, ()) for token_id in (2, 3))
+SCORES = PackedLogprobs.of(TokenLogprobs(token_id, -1.0, 1, ()) for token_id in (2, 3))
 HANDED_OVER = FinishReason.HANDED_OVER
 
 
