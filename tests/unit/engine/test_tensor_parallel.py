@@ -8,6 +8,7 @@ import torch
 
 from baton.config import ModelConfig
 from baton.errors import ConfigError
+from baton.request import TokenLogprobs
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from engine.collectives import Collectives, SilentRank
 from engine.loading.loader import load_model
@@ -109,6 +110,31 @@ def test_ranks_look_up_and_sample_the_last_tokens(tmp_path: Path) -> None:
     (alone,), (shared, _) = on_ranks(1, logprobs), on_ranks(2, logprobs)
     assert [token for token, _ in shared] == [token for token, _ in alone]
     assert [value for _, value in shared] == pytest.approx([value for _, value in alone], abs=1e-4)
+
+
+def test_ranks_that_only_help_to_score_a_prompt_make_the_same_collective_calls(tmp_path: Path) -> None:
+    """In steps that sample, and in steps that do not. The vocabulary's parts differ in size."""
+    path = make_model_dir(tmp_path / "model", vocab_size=303)
+    wants, prompt = (
+        SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2),
+        [302, 301, *range(100, 128)],
+    )
+
+    def scores(collectives: Collectives) -> list[TokenLogprobs]:
+        driver = StepDriver(load_model(FLOAT32, path, CPU, collectives=collectives))
+        driver.add("a", prompt, wants)
+        outputs = [driver.step({"a": num_tokens}) for num_tokens in (1, 9, 20, 1)]
+        return [
+            each
+            for output in outputs
+            for scored in output.prompt_logprobs.values()
+            for each in scored.logprobs
+        ]
+
+    (alone,), (shared, _) = on_ranks(1, scores), on_ranks(2, scores)
+    assert [each.token_id for each in shared] == prompt[1:]
+    assert [each.rank for each in shared] == [each.rank for each in alone]
+    assert [each.logprob for each in shared] == pytest.approx([each.logprob for each in alone], abs=1e-4)
 
 
 def test_a_vocabulary_must_be_enough_for_all_ranks(tmp_path: Path) -> None:
