@@ -28,6 +28,7 @@ from engine.layers.triton_backend import TritonBackend
 from engine.layers.triton_linear import NUM_ROWS
 from engine.loading.loader import LoadedModel
 from engine.runner import ModelRunner
+from engine.step_logits import ROWS_AT_ONCE
 
 MIN_COPY_BYTES = 512 * 1024
 """The copy engine swaps blocks of at least this size, with one copy per block. A copy takes at least about 10
@@ -74,6 +75,9 @@ class DeviceParts:
             self.sampler(logits_RV, [_rehearsed(row, params) for row in range(num_decodes)]).wait()
         for count in NUM_ROWS:
             self.forward.rehearse(min(count, num_requests), 1)
+        # Few requests sample, but many tokens of a prompt may be scored.
+        for count in (*NUM_ROWS, ROWS_AT_ONCE):
+            self.forward.rehearse_scores(min(count, limits.max_num_batched_tokens, limits.max_model_len))
         counts = {min(count, limits.max_num_batched_tokens) for count in self.backend.token_counts}
         for count in sorted(counts):
             self._rehearse_prompts(count)

@@ -7,13 +7,14 @@ Shape suffixes: T tokens of a step, E hidden size, R rows that sample, V vocabul
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from baton.kv_groups import NULL_BLOCK_ID, KVGroups
-from engine.batch import StepBatch, StepLimits
+from baton.sampling import MAX_LOGPROBS
+from engine.batch import ScoredRows, StepBatch, StepLimits
 from engine.gpu.graphs import Recorder, Replay
 from engine.gpu.staging import ALIGNMENT, StagedArray, StepStaging
 from engine.group_blocks import GroupBlocks
@@ -87,12 +88,19 @@ class StagedForward:
         compiled kernels and allocated memory behind.
         """
         context_len = context_len or num_tokens
-        null_blocks_BM = np.full((num_requests, -(-context_len // self.block_size)), NULL_BLOCK_ID)
-        num_tokens_B, context_lens_B = np.full(num_requests, num_tokens), np.full(num_requests, context_len)
-        step = unstored_step(num_tokens_B, context_lens_B, null_blocks_BM, self.block_size, self.groups)
-        logits_RV = self(step).sampling_RV
+        logits_RV = self(self._step_of(num_requests, num_tokens, context_len)).sampling_RV
         assert logits_RV is not None
         return logits_RV
+
+    def rehearse_scores(self, num_tokens: int) -> None:
+        """Runs a step with one prompt, whose tokens are all scored."""
+        rows = ScoredRows("", 0, 1, np.zeros(num_tokens, np.int64), MAX_LOGPROBS)
+        self(replace(self._step_of(1, num_tokens, num_tokens), scored=(rows,)))
+
+    def _step_of(self, num_requests: int, num_tokens: int, context_len: int) -> StepBatch:
+        null_blocks_BM = np.full((num_requests, -(-context_len // self.block_size)), NULL_BLOCK_ID)
+        num_tokens_B, context_lens_B = np.full(num_requests, num_tokens), np.full(num_requests, context_len)
+        return unstored_step(num_tokens_B, context_lens_B, null_blocks_BM, self.block_size, self.groups)
 
     @torch.inference_mode()
     def attend(

@@ -1,6 +1,6 @@
 """Serves requests of every kind as on a GPU, and prints which kernels would have been compiled while they waited.
 
-    python -m tests.kernels.serving [--architecture NAME] [--no-graphs] [--fp8] [--next ...]
+    python -m tests.kernels.serving [--architecture NAME] [--no-graphs] [--fp8] [--one-at-once] [--next ...]
 
 Nothing is compiled, and nothing runs: each kernel that Triton lacks is noted, and replaced by a stand-in. Tokens are
 arbitrary memory. Prints a JSON object for each case: how many kernels the rehearsal and the recording needed, and the
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,10 @@ def noting_what_is_wanted(device: int = 90) -> Iterator[list[str]]:
         JITFunction._do_compile = do_compile
 
 
-def serve(runner: ModelRunner, kv_groups: KVGroups) -> None:
+def serve(runner: ModelRunner, config: SchedulerConfig, kv_groups: KVGroups) -> None:
     """Requests of all lengths, one by one and many at once, more than there are blocks for."""
     core = EngineCore(
-        Scheduler(CONFIG, KVConnectorScheduler(CONFIG.block_size, kv_groups), kv_groups=kv_groups),
+        Scheduler(config, KVConnectorScheduler(config.block_size, kv_groups), kv_groups=kv_groups),
         StreamPipeline(runner),
         FakeConnectorWorker(),
         make_grammars(),
@@ -113,13 +114,15 @@ def serve(runner: ModelRunner, kv_groups: KVGroups) -> None:
         for _, number in left:
             prompt = tuple(rng.randrange(300) for _ in range(rng.choice((1, 2, 3, 17, 60, 150, 900))))
             params = SamplingParams(max_tokens=rng.choice((2, 9, 40)), **rng.choice(PARAMS))
+            if number % 8 == 0:
+                params = replace(params, prompt_logprobs=2)
             core.add_request(
                 EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=params), "test"
             )
         core.may_progress = True
         while core.may_progress:
             core.step()
-    assert core.counters()["preemptions"] > 0, "nothing was swapped"
+    assert config.max_num_seqs == 1 or core.counters()["preemptions"] > 0, "nothing was swapped"
     core.close()
 
 
@@ -129,14 +132,16 @@ def play(arguments: Sequence[str], device: int) -> dict[str, Any]:
     parser.add_argument("--architecture", default="llama")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--one-at-once", action="store_true")
     options = parser.parse_args(arguments)
+    config = CONFIG.model_copy(update={"max_num_seqs": 1}) if options.one_at_once else CONFIG
     with tempfile.TemporaryDirectory() as folder, noting_what_is_wanted(device) as wanted:
         assert CONFIG.num_blocks is not None
         assert CONFIG.max_model_len is not None
         model, parts, pool = make_parts(
             Path(folder),
             CPU,
-            StepLimits(CONFIG.max_num_seqs, CONFIG.max_num_batched_tokens, CONFIG.max_model_len),
+            StepLimits(config.max_num_seqs, CONFIG.max_num_batched_tokens, CONFIG.max_model_len),
             dtype="bfloat16",
             quantization="fp8" if options.fp8 else "auto",
             num_blocks=CONFIG.num_blocks,
@@ -154,7 +159,7 @@ def play(arguments: Sequence[str], device: int) -> dict[str, Any]:
             parts.record(Repeats())
         runner = parts.runner(pool, CONFIG.num_swap_blocks or 0)
         num_rehearsed = len(wanted)
-        serve(runner, parts.forward.groups)
+        serve(runner, config, parts.forward.groups)
     return {"rehearsed": num_rehearsed, "late": [*by_check, *wanted[num_rehearsed:]]}
 
 
