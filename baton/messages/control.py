@@ -24,7 +24,7 @@ from baton.worker import StartProgress, WorkerRole, WorkerStatus
 MAY_BE_CARRIED_OUT = "the fleet may still carry out the command; see `baton status`"
 """The end of an error's text if a command was sent, and its answer was lost."""
 
-CONTROL_PLANE_VERSION = 15
+CONTROL_PLANE_VERSION = 14
 """Increases whenever one of these messages or a frame of control_codec.py changes, or REQUEST_PLANE_VERSION increases.
 
 So a gateway to which a controller answers can talk to the controller's workers. A controller takes over only workers

@@ -12,7 +12,7 @@ from baton.messages.wire import Codec, unpack
 from baton.request import EngineRequest, RequestOutput
 from baton.worker import WorkerStatus
 
-REQUEST_PLANE_VERSION = 13
+REQUEST_PLANE_VERSION = 12
 """Increases whenever a message changes. The first version had no number; it counts as 1."""
 
 

@@ -14,7 +14,7 @@ import torch
 
 from baton.kv_groups import NULL_BLOCK_ID, KVGroups
 from baton.sampling import MAX_LOGPROBS
-from engine.batch import ScoredRows, StepBatch, StepLimits
+from engine.batch import StepBatch, StepLimits
 from engine.gpu.graphs import Recorder, Replay
 from engine.gpu.staging import ALIGNMENT, StagedArray, StepStaging
 from engine.group_blocks import GroupBlocks
@@ -23,6 +23,7 @@ from engine.layers.backend import InputTokens
 from engine.layers.triton_attention import TritonAttention, TritonStepAttention
 from engine.models.decoder import Decoder
 from engine.request_table import NONE, IntArray
+from engine.scored_rows import ScoredRows
 from engine.step_logits import StepLogits, score_prompts
 
 NO_SLOT = -1
