@@ -69,6 +69,8 @@ class RequestQueue(Generic[T]):
         self._num_joined = 0
         self._num_sweeps = 0
         self._num_placed = 0
+        self._is_swept = True
+        """False if a request that ran before has joined since the latest sweep."""
         self._is_any_hopeless = False
         """Whether the latest sweep found requests that no worker can run. They do not delay other requests."""
         self._over_share: set[str] = set()
@@ -117,7 +119,9 @@ class RequestQueue(Generic[T]):
         self._num_joined += 1
         entry.number, entry.since = self._num_joined, now
         self._queue.add(entry)
-        if not entry.is_resumed and self._is_in_sight(entry):
+        if entry.is_resumed:
+            self._is_swept = False
+        elif not self._is_swept or self._is_in_sight(entry):
             self.sweep(now)  # otherwise nothing has changed for the requests before it
         if entry not in self._queue:
             return None
@@ -140,6 +144,7 @@ class RequestQueue(Generic[T]):
     def sweep(self, now: float) -> None:
         """Places the requests that fit, in order. Call this when workers may have room."""
         self._advance(now)
+        self._is_swept = True
         placed: list[QueueEntry[T]] = []
         try:
             self._place_first_ones(placed, now)
