@@ -66,6 +66,9 @@ class RequestQueue(Generic[T]):
         self._find_over_share = over_share
         self._queue = FairQueue[T]()
         self._rate = QueueRate()
+        self._advanced_to = -math.inf
+        self._has_any_waited = False
+        """Whether requests waited until the present moment. Requests that joined at this moment do not count."""
         self._num_joined = 0
         self._num_sweeps = 0
         self._num_placed = 0
@@ -149,11 +152,10 @@ class RequestQueue(Generic[T]):
         try:
             self._place_first_ones(placed, now)
         finally:
-            has_any_waited = bool(placed) and any(entry.since < now for entry in self._queue)
             for entry in placed:
                 self._queue.serve(entry)
                 self._num_placed += 1
-                if has_any_waited:
+                if self._has_any_waited:
                     self._rate.placed(entry.num_tokens)
             self._forget_left()
 
@@ -334,6 +336,8 @@ class RequestQueue(Generic[T]):
         return self._standstill.running(now)
 
     def _advance(self, now: float) -> None:
+        if now > self._advanced_to:
+            self._advanced_to, self._has_any_waited = now, len(self._queue) > 0
         self._rate.advance(now, is_queue=len(self._queue) > 0)
 
 
