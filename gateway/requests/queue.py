@@ -66,9 +66,14 @@ class RequestQueue(Generic[T]):
         self._find_over_share = over_share
         self._queue = FairQueue[T]()
         self._rate = QueueRate()
+        self._advanced_to = -math.inf
+        self._has_any_waited = False
+        """Whether requests waited until the present moment. Requests that joined at this moment do not count."""
         self._num_joined = 0
         self._num_sweeps = 0
         self._num_placed = 0
+        self._is_swept = True
+        """False if a request that ran before has joined since the latest sweep."""
         self._is_any_hopeless = False
         """Whether the latest sweep found requests that no worker can run. They do not delay other requests."""
         self._over_share: set[str] = set()
@@ -117,7 +122,9 @@ class RequestQueue(Generic[T]):
         self._num_joined += 1
         entry.number, entry.since = self._num_joined, now
         self._queue.add(entry)
-        if not entry.is_resumed and self._is_in_sight(entry):
+        if entry.is_resumed:
+            self._is_swept = False
+        elif not self._is_swept or self._is_in_sight(entry):
             self.sweep(now)  # otherwise nothing has changed for the requests before it
         if entry not in self._queue:
             return None
@@ -140,15 +147,15 @@ class RequestQueue(Generic[T]):
     def sweep(self, now: float) -> None:
         """Places the requests that fit, in order. Call this when workers may have room."""
         self._advance(now)
+        self._is_swept = True
         placed: list[QueueEntry[T]] = []
         try:
             self._place_first_ones(placed, now)
         finally:
-            has_any_waited = bool(placed) and any(entry.since < now for entry in self._queue)
             for entry in placed:
                 self._queue.serve(entry)
                 self._num_placed += 1
-                if has_any_waited:
+                if self._has_any_waited:
                     self._rate.placed(entry.num_tokens)
             self._forget_left()
 
@@ -329,6 +336,8 @@ class RequestQueue(Generic[T]):
         return self._standstill.running(now)
 
     def _advance(self, now: float) -> None:
+        if now > self._advanced_to:
+            self._advanced_to, self._has_any_waited = now, len(self._queue) > 0
         self._rate.advance(now, is_queue=len(self._queue) > 0)
 
 

@@ -39,6 +39,7 @@ class UnderTest:
         self,
         *,
         places: int = 64,
+        queued: int = 10_000,
         slots: int = 0,
         blocks: int = 10_000,
         rate: float = 1e9,
@@ -55,7 +56,7 @@ class UnderTest:
             "retry",
             lambda _: str(next(ids)),
             max_in_flight=places,
-            max_queued=10_000,
+            max_queued=queued,
             placement_timeout_s=30.0,
         )
         self.placed: dict[str, str] = {}
@@ -88,6 +89,7 @@ class UnderTest:
         prompt: int = 10,
         mode: Mode | None = None,
         affinity_key: str | None = None,
+        priority: int = 0,
     ) -> None:
         for _ in range(number):
             name = f"{caller}{len(self.requests)}"
@@ -100,6 +102,7 @@ class UnderTest:
                 caller=Caller(caller),
                 mode=mode,
                 affinity_key=affinity_key,
+                priority=priority,
             )
             self.requests[name] = request
             self.handle(Submitted(request))
@@ -157,6 +160,13 @@ def test_c57_a_caller_alone_may_hold_everything_and_gives_some_back_as_soon_as_a
     )
     under_test.ask("b", 20)
     assert under_test.held("b") == 7, "and as much as 1/8 of what b might hold stays free"
+
+
+def test_c57_more_urgent_requests_that_give_way_to_a_new_caller_do_not_fill_the_queue() -> None:
+    under_test = UnderTest(places=128, queued=0)
+    under_test.ask("a", 128)
+    under_test.ask("b", priority=1)
+    assert (under_test.held("a"), under_test.held("b")) == (112, 1)
 
 
 def test_c57_the_caller_that_holds_most_gives_back_when_a_third_one_has_come() -> None:
