@@ -66,6 +66,27 @@ def listen_tcp(bind_host: str, advertise_host: str | None, port: int, key: str) 
     return listener, f"{advertised}:{listener.getsockname()[1]}"
 
 
+def addresses_of(host: str) -> list[str]:
+    """The addresses on which a server for `host` listens: those that the name means and that this machine has.
+
+    If there are none, or the name is unknown: `host` itself, so that the caller's own attempt says why.
+    """
+    try:
+        found = {info[4][0]: info[0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return [host]
+    return [str(address) for address, family in found.items() if _is_own(str(address), family)] or [host]
+
+
+def _is_own(address: str, family: int) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
 def connect(dialler: "zmq.Socket[Any]", address: str) -> None:
     """Connects to an address that `listen` returned, IPv4 or IPv6."""
     if "[" in address:

@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.config import GatewayConfig
 from baton.errors import ConfigError
+from baton.system.addresses import addresses_of
 from baton.system.hosts import in_url
 from baton.system.watched import Watched
 from gateway.auth.authenticator import Authenticator
@@ -52,7 +53,7 @@ class GrpcServer:
 
         With `certificates`, the server accepts only TLS.
         """
-        self._host = in_url(config.host)
+        self._host = config.host
         self._port = config.grpc_port
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         self._is_closing = asyncio.Event()
@@ -69,12 +70,17 @@ class GrpcServer:
         self.port = 0
 
     async def start(self) -> None:
-        """Binds the port and serves; ConfigError if the port is in use."""
-        address = f"{self._host}:{self._port}"
-        try:
-            self.port = self._listen(address)
-        except RuntimeError as error:
-            raise ConfigError(f"gateway.grpc_port: cannot listen on {address}; is it in use?") from error
+        """Binds the port and serves; ConfigError if the port is in use.
+
+        gRPC accepts a name of several addresses although the port is in use on one of them. A client of this name would
+        then reach whichever program listens there. So each address is bound on its own.
+        """
+        for host in addresses_of(self._host):
+            address = f"{in_url(host)}:{self.port or self._port}"
+            try:
+                self.port = self._listen(address)
+            except RuntimeError as error:
+                raise ConfigError(f"gateway.grpc_port: cannot listen on {address}; is it in use?") from error
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:

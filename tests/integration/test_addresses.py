@@ -2,6 +2,8 @@
 
 import errno
 import re
+import socket
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -11,10 +13,11 @@ from baton.clock import SystemClock
 from baton.config import NetworkConfig
 from baton.errors import ConfigError
 from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
-from baton.system.addresses import connect, listen
+from baton.system.addresses import addresses_of, connect, listen
 from baton.system.curve import secure_client
 from baton.system.hosts import WILDCARDS
 from kv_transfer.transport.zmq_tcp import ZmqChannel
+from tests.factories.gateway import gateway_with
 from tests.factories.hosts import BIND_HOSTS
 from tests.factories.request_plane import STATUS, RecordingSink
 from tests.factories.security import KEYS
@@ -97,3 +100,34 @@ def test_a_machine_without_a_route_is_told_what_to_set(monkeypatch: pytest.Monke
         pytest.raises(ConfigError, match=r"Baton cannot tell its address; set network\.advertise_host"),
     ):
         listen(listener, "0.0.0.0", None)
+
+
+def test_a_server_listens_on_all_addresses_of_a_name_that_this_machine_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def found(host: str, *_arguments: object, **_options: object) -> list[tuple[object, ...]]:
+        addresses = {
+            "both": ["127.0.0.1", "127.0.0.2", "127.0.0.1"],
+            "elsewhere": [NOBODYS],
+            "half": [NOBODYS, "127.0.0.2"],
+        }
+        if host not in addresses:
+            raise socket.gaierror("unknown")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in addresses[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    assert addresses_of("both") == ["127.0.0.1", "127.0.0.2"]
+    assert addresses_of("half") == ["127.0.0.2"]
+    assert addresses_of("elsewhere") == ["elsewhere"], "the attempt to listen there says why not"
+    assert addresses_of("unknown") == ["unknown"]
+
+
+async def test_a_port_that_is_in_use_on_one_address_of_a_name_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.grpc.server.addresses_of", lambda _host: ["127.0.0.1", "127.0.0.2"])
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"gateway\.grpc_port: cannot listen on 127\.0\.0\.2:{port}"):
+            async with gateway_with(folder, {}, {}, grpc_port=port):
+                raise AssertionError("it started")
