@@ -79,11 +79,11 @@ def addresses_of(host: str) -> list[str]:
 
 
 def _is_own(address: str, family: int) -> bool:
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
-        except OSError:
-            return False
+    except OSError:  # also if the kernel has no IPv6
+        return False
     return True
 
 

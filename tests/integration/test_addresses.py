@@ -120,6 +120,9 @@ def test_a_server_listens_on_all_addresses_of_a_name_that_this_machine_has(
     assert addresses_of("half") == ["127.0.0.2"]
     assert addresses_of("elsewhere") == ["elsewhere"], "the attempt to listen there says why not"
     assert addresses_of("unknown") == ["unknown"]
+    with monkeypatch.context() as patches:
+        patches.setattr(socket, "socket", Mock(side_effect=OSError(errno.EAFNOSUPPORT, "no such family")))
+        assert addresses_of("both") == ["both"], "as IPv6 in a kernel without it"
 
 
 async def test_a_port_that_is_in_use_on_one_address_of_a_name_is_an_error(
