@@ -35,6 +35,8 @@ from engine.collectives import Collectives
 from engine.device import device_memory
 from engine.executor import Executor, start_executor
 from engine.grammars.compiler import GrammarCompiler
+from engine.lent_cpus import LendingPipeline, LentCpus
+from engine.pipeline import Pipeline
 from engine.ranks.processes import RankProcesses
 from kv_transfer.connector.worker import KVConnectorWorker
 from prefill_worker import PrefillWorker
@@ -87,9 +89,11 @@ class EngineHost:
         role: WorkerRole,
         name: str,
         cpus: tuple[int, ...] = (),
+        lent_cpus: LentCpus | None = None,
     ) -> None:
         """The worker's queue holds as many requests as one gateway admits. `keys` of both planes; None if
-        `network.security` is `none`. `cpus`: the CPUs that this process is pinned to, for its status.
+        `network.security` is `none`. `cpus`: the CPUs that this process is pinned to, for its status. `lent_cpus`:
+        None if it neither lends nor borrows CPUs.
         """
         assert (keys.request is None) == (keys.kv is None) == (config.network.security == "none")
         self._config = config
@@ -105,6 +109,7 @@ class EngineHost:
         self._name = name
         self._incarnation = secrets.token_hex(8)
         self._cpus = cpus
+        self._lent_cpus = lent_cpus
         self._clock = SystemClock()
         self._started: _Parts | None = None
         self._metrics: WorkerMetrics | None = None
@@ -166,7 +171,7 @@ class EngineHost:
                 num_speculative_tokens=self._config.speculation.num_drafts,
                 kv_groups=model.layer_groups.groups,
             ),
-            executor.make_pipeline(grammars),
+            self._make_pipeline(executor, grammars),
             executor.connector,
             grammars,
             model.eos_token_ids,
@@ -183,6 +188,10 @@ class EngineHost:
         watched = steps, grammars.progress, server.progress, executor.device_engine.connector.progress
         watch = ProgressWatch(watched, clock, server.beat)
         return _Parts(executor, core, loop, server, watch, metrics)
+
+    def _make_pipeline(self, executor: Executor, grammars: GrammarCompiler) -> Pipeline:
+        pipeline = executor.make_pipeline(grammars)
+        return pipeline if self._lent_cpus is None else LendingPipeline(pipeline, self._lent_cpus)
 
     def _begin(self, parts: _Parts) -> None:
         parts.executor.start()
@@ -216,8 +225,13 @@ class EngineHost:
         from worker.metrics import WorkerMetrics  # a slow import
 
         if self._metrics is None:
-            device = self._parts.executor.device_engine.model.device
-            self._metrics = WorkerMetrics(self.status, self._parts.core.steps, partial(device_memory, device))
+            device, lent_cpus = self._parts.executor.device_engine.model.device, self._lent_cpus
+            self._metrics = WorkerMetrics(
+                self.status,
+                self._parts.core.steps,
+                partial(device_memory, device),
+                None if lent_cpus is None else lent_cpus.borrowed_s,
+            )
         return self._metrics.render(accept)
 
     def _open_trace(self, config: SchedulerConfig) -> StepTraceWriter | None:

@@ -42,11 +42,14 @@ class WorkerMetrics:
         status: Callable[[], WorkerStatus],
         steps: StepCounts,
         device_memory: Callable[[], Mapping[str, int]],
+        borrowed_s: Callable[[], float] | None = None,
     ) -> None:
-        """`device_memory`: bytes by kind; empty for a device without memory of its own."""
+        """`device_memory`: bytes by kind; empty for a device without memory of its own. `borrowed_s`: how long CPUs of
+        others have computed; None for a worker that does not borrow CPUs."""
         self._status = status
         self._steps = steps
         self._device_memory = device_memory
+        self._borrowed_s = borrowed_s
         self._registry = CollectorRegistry()
         self._registry.register(CollectedOnDemand(self._collect))
         ProcessCollector(registry=self._registry)
@@ -92,6 +95,13 @@ class WorkerMetrics:
             ["worker", "kind"],
             {(worker, "prompt"): steps.num_prompt_tokens, (worker, "decode"): steps.num_decode_tokens},
         )
+        if self._borrowed_s is not None:
+            yield counter(
+                "worker_borrowed_cpu_seconds",
+                "Time for which CPUs of other workers computed for this worker",
+                ["worker"],
+                {(worker,): self._borrowed_s()},
+            )
         memory: Values = {(worker, kind): size for kind, size in self._device_memory().items()}
         yield gauge("device_memory_bytes", "GPU memory of rank 0", ["worker", "kind"], memory)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, ConfigError
-from baton.system.cpus import CpuShare, cpus_in_text, pin
+from baton.system.cpus import CpuShare, cpus_in_text, find_machine, pin
 from baton.system.curve import ClusterKeys, derive_keys
 from baton.system.garbage import settle
 from baton.system.logs import write_logs
@@ -31,8 +31,10 @@ from baton.system.paced import paced
 from baton.system.secret import load_secret
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerRole
+from engine.lent_cpus import LentCpus
 from engine.loading.dtype import with_chosen_dtype
 from engine.loading.pretrained import default_cache_dir, resolve
+from engine.native.library import native_library
 from worker.control_calls import WorkerControl
 from worker.control_channel import StdioControlServer
 from worker.host import EngineHost
@@ -55,9 +57,26 @@ def build_worker(
     """A worker that is not started yet. With a `share`, this process runs on its CPUs only, from now on."""
     if share is None:
         return EngineHost(config, keys, model_path, role, name)
+    lent_cpus = _lend(config, role, share.cpus)
     pin(share.cpus)
     engine = config.engine.with_values("engine", num_threads=share.num_threads)
-    return EngineHost(config.model_copy(update={"engine": engine}), keys, model_path, role, name, share.cpus)
+    config = config.model_copy(update={"engine": engine})
+    return EngineHost(config, keys, model_path, role, name, share.cpus, lent_cpus)
+
+
+def _lend(config: BatonConfig, role: WorkerRole, own: tuple[int, ...]) -> LentCpus | None:
+    """What a worker on these CPUs lends and borrows; call it before the worker is pinned. None if it does neither."""
+    if not own or not config.cluster.lend_cores or (library := native_library()) is None:
+        return None
+    others: list[int] = []
+    if config.num_ranks(role) == 1:
+        cores = [core.cpus for core in find_machine().cores]
+        others = [cpus[0] for cpus in cores if set(own).isdisjoint(cpus)]
+    try:
+        return LentCpus(library, own, others, config.cluster.name)
+    except OSError as error:
+        logger.warning("this worker lends and borrows no cores: %s", error)
+        return None
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -39,6 +39,9 @@ class ClusterConfig(Section):
     more threads than cores, or a container's CPU quota is below its number of CPUs."""
     decode_num_threads: int | None = Field(None, ge=1)
     """Threads of each rank of a decode worker on a CPU. If unset: `engine.num_threads`."""
+    lend_cores: bool = True
+    """On a CPU, a pinned worker that computes nothing lends its cores to the other workers of the fleet on its
+    machine."""
     ray_address: str = "local"
     """`local` starts a private Ray for this command. `none` runs without Ray, on CPUs only: workers are child
     processes on this machine. Any other value is the address of a Ray cluster to join."""

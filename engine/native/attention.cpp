@@ -136,9 +136,10 @@ class LayerAttention {
 // The items of a step, in the order in which they are begun: the largest first, so that threads end together.
 class Plan {
   public:
-    Plan(const Step &step, int64_t window, Item *items, Merge *merges)
-        : s(step), window(window), tile_queries(std::max<int64_t>(1, TILE_ROWS / step.heads_per_kv_head())), items(items),
-          merges(merges) {
+    Plan(const Step &step, int64_t window, int64_t num_guests, Item *items, Merge *merges)
+        : s(step), window(window), tile_queries(std::max<int64_t>(1, TILE_ROWS / step.heads_per_kv_head())),
+          num_threads(step.num_threads + num_guests), most_cost(num_guests > 0 ? MOST_COST_OF_GUEST : INT64_MAX),
+          items(items), merges(merges) {
         const int64_t most_heads = std::min(s.num_kv_heads, tile_queries);
         for_each_tile([&](Item item) {
             item.num_kv_heads = s.num_kv_heads;
@@ -163,8 +164,11 @@ class Plan {
     int64_t num_items = 0, num_merges = 0, num_partials = 0;  // partials in floats
 
   private:
+    // A worker that takes back its CPU waits for a guest's item.
+    static constexpr int64_t MOST_COST_OF_GUEST = 4 * RANGE_KEYS * TILE_ROWS;
+
     const Step &s;
-    const int64_t window, tile_queries;
+    const int64_t window, tile_queries, num_threads, most_cost;
     Item *items;
     Merge *merges;
     int64_t total_cost = 0;
@@ -196,8 +200,10 @@ class Plan {
         return (item.end_key - item.first_key) * item.num_kv_heads * (item.is_decode ? 16 : item.num_rows);
     }
 
-    // Whether threads could end at very different times.
-    bool is_large(const Item &item) const { return s.num_threads > 1 && cost(item) * s.num_threads * 4 > total_cost; }
+    // Whether threads could end at very different times, or a guest could take too long.
+    bool is_large(const Item &item) const {
+        return num_threads > 1 && (cost(item) * num_threads * 4 > total_cost || cost(item) > most_cost);
+    }
 
     int64_t partial_size(const Item &item) const {
         return Softmax::size(item.is_decode ? item.num_rows : padded_rows(item.num_rows), s.head_dim);
@@ -233,8 +239,8 @@ class Plan {
 template <typename Work>
 void for_each(int64_t count, int64_t num_threads, const Work &work) {
     std::atomic<int64_t> next{0};
-    parallel_for(std::min(count, num_threads), 1, static_cast<int>(num_threads), [&](int64_t, int64_t) {
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+    parallel_for(count, 1, static_cast<int>(num_threads), [&](int64_t, int64_t) {
+        for (int64_t i; !Team::must_leave() && (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
     });
 }
 
@@ -281,7 +287,7 @@ extern "C" {
 // Writes the items and merges of a step for layers with this window; items must have room for those of all ranges.
 // Returns in `counts` the numbers of items, of merges, and of floats of partial results.
 void baton_plan_attention(const Step *step, int64_t window, Item *items, Merge *merges, int64_t *counts) {
-    const Plan plan(*step, window, items, merges);
+    const Plan plan(*step, window, Team::mine().invite_guests(), items, merges);
     counts[0] = plan.num_items, counts[1] = plan.num_merges, counts[2] = plan.num_partials;
 }
 

@@ -226,8 +226,8 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
         const int64_t row_bytes = ROW_FLOATS * size_of(row_type);
         uint8_t *rows = scratch<0>(num_blocks * tiles.num_rows * row_bytes);
         // Waking threads takes longer than converting few rows.
-        const int64_t converters = tiles.num_rows * layer->num_inputs < (1 << 15) ? 1 : num_threads;
-        parallel_for(tiles.num_rows, 1, static_cast<int>(converters), [&](int64_t begin, int64_t end) {
+        const int64_t grain = tiles.num_rows * layer->num_inputs < (1 << 15) ? tiles.num_rows : 1;
+        parallel_for(tiles.num_rows, grain, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
             for (int64_t row = begin; row < end; ++row)
                 for (int64_t block = 0; block < num_blocks; ++block)
                     convert_row(from.row(first + row), from.type, block * INPUT_BLOCK, layer->num_inputs,
@@ -272,7 +272,7 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
                             finish(sum, layer->bias, left, y_row, to.type, output, static_cast<Epilogue>(epilogue));
                     }
             }
-        });
+        }, parts_for_guests(tiles.num_rows * layer->num_inputs * layer->num_outputs, panel_bytes * num_panels));
     }
 }
 }

@@ -345,8 +345,8 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
         const bool uses_units = is_for_units(tiles.size(0));
         int8_t *quantized = reinterpret_cast<int8_t *>(scratch<0>(tiles.count * MAX_ROWS * row_bytes));
         // Waking threads takes longer than quantizing few rows.
-        const int64_t quantizers = tiles.num_rows * layer->num_inputs < (1 << 15) ? 1 : num_threads;
-        parallel_for(tiles.count, 1, static_cast<int>(quantizers), [&](int64_t begin, int64_t end) {
+        const int64_t grain = tiles.num_rows * layer->num_inputs < (1 << 15) ? tiles.count : 1;
+        parallel_for(tiles.count, grain, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
             for (int64_t tile = begin; tile < end; ++tile) {
                 const int64_t rows = tiles.size(tile), places = places_of(rows);
                 int8_t *q = quantized + tiles.begin(tile) * row_bytes;
@@ -392,7 +392,7 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
                     }
                 }
             }
-        });
+        }, parts_for_guests(tiles.num_rows * layer->num_inputs * layer->num_outputs, block_bytes * num_blocks));
     }
 }
 }

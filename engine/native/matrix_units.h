@@ -179,7 +179,7 @@ inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num
         const int64_t num_tiles = (count + TILE - 1) / TILE, num_pairs = (num_tiles + 1) / 2;
         uint8_t *rows = scratch<0>(num_tiles * steps * TILE_BYTES);
         // Waking threads takes longer than converting few rows.
-        parallel_for(count, 1, count * num_inputs < (1 << 15) ? 1 : num_threads, [&](int64_t begin, int64_t end) {
+        parallel_for(count, count * num_inputs < (1 << 15) ? count : 1, num_threads, [&](int64_t begin, int64_t end) {
             for (int64_t row = begin; row < end; ++row)
                 lay_out_row(from.row(first + row), from.type, num_inputs, row, rows);
         });
@@ -212,7 +212,7 @@ inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num
                     }
                 }
             }
-        });
+        }, parts_for_guests(count * num_inputs * num_outputs, num_panels * steps * PANEL_STEP_BYTES));
     }
 }
 #else

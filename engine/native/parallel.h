@@ -1,4 +1,4 @@
-// parallel_for: equal parts of a range, computed by the threads of a Team.
+// parallel_for: equal parts of a range, computed by the threads of a Team and by its guests.
 
 #pragma once
 
@@ -7,12 +7,24 @@
 
 #include "team.h"
 
-// Calls `work(begin, end)` for equal parts of 0..count, one for each of at most `num_threads` threads. All
-// parts except the last are multiples of `grain`.
+// The least number of parts of a product that takes guests. A worker that takes back its CPU waits for a guest's part,
+// so a part takes less than a millisecond.
+inline int64_t parts_for_guests(int64_t num_products, int64_t num_weight_bytes) {
+    constexpr int64_t PART_PRODUCTS = 8'000'000, PART_BYTES = 2'000'000;
+    return std::max(num_products / PART_PRODUCTS, num_weight_bytes / PART_BYTES);
+}
+
+// Calls `work(begin, end)` for equal parts of 0..count, one for each of at most `num_threads` threads and for each
+// guest; if there are guests, for at least `parts_with_guests` parts. All parts except the last are multiples of
+// `grain`.
 template <typename Work>
-void parallel_for(int64_t count, int64_t grain, int num_threads, const Work &work) {
+void parallel_for(int64_t count, int64_t grain, int num_threads, const Work &work, int64_t parts_with_guests = 0) {
     const int64_t num_grains = (count + grain - 1) / grain;
-    const int64_t num_parts = std::min<int64_t>({num_threads, num_grains, Team::MAX_PARTS});
+    int64_t most_parts = num_threads;
+    if (num_grains > 1)
+        if (const int64_t num_guests = Team::mine().invite_guests(); num_guests > 0)
+            most_parts = std::max(num_threads + num_guests, parts_with_guests);
+    const int64_t num_parts = std::min({most_parts, num_grains, Team::MAX_PARTS});
     if (num_parts <= 1) {
         if (count > 0) work(int64_t{0}, count);
         return;

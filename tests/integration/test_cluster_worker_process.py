@@ -91,6 +91,8 @@ def test_cpus_without_threads_are_refused(tmp_path: Path) -> None:
 def test_all_its_threads_keep_to_the_cpus_of_its_share(config: Path) -> None:
     cpu = max(os.sched_getaffinity(0))
     share = ("--threads", "1", "--cpus", str(cpu))
+    with config.open("a") as file:
+        file.write("cluster: {lend_cores: false}\n")  # threads on lent CPUs are the exception
     with start("--role", "decode", "--config", str(config), *share) as process:
         assert process.stdout is not None
         assert process.stdin is not None

@@ -53,7 +53,7 @@ STATUS = WorkerStatus(
 
 
 def families(steps: StepCounts, memory: dict[str, int]) -> dict[str, Metric]:
-    metrics = WorkerMetrics(lambda: STATUS, steps, lambda: memory)
+    metrics = WorkerMetrics(lambda: STATUS, steps, lambda: memory, lambda: 0.5)
     body, _ = metrics.render("")
     return {family.name: family for family in text_string_to_metric_families(body.decode())}
 
@@ -85,6 +85,7 @@ def test_a_worker_exports_its_state_and_its_counters() -> None:
             ("kv_peer_bytes", 4096),
         ),
         ("worker_queued_prompt_tokens", 700),
+        ("worker_borrowed_cpu_seconds", 0.5),
         ("spec_decode_num_drafts", 6),
         ("spec_decode_num_draft_tokens", 24),
         ("spec_decode_num_accepted_tokens", 8),
