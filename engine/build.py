@@ -14,6 +14,7 @@ from baton.clock import Clock
 from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
 from baton.system.cpus import find_machine
+from baton.system.curve import PlaneKeys
 from engine.allocator import available_memory, keep_freed_memory
 from engine.capacity import Capacity, largest_steps, reckon, with_defaults_of
 from engine.collectives import Collectives, SilentRank
@@ -45,10 +46,6 @@ compile. Weights load meanwhile."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of the present activity, the amount that is done, and the total amount."""
-
-Connect = Callable[..., KVConnectorWorker]
-"""Makes the rank's connector from its blocks, their fingerprint, and `memory`, which other processes may
-map."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +134,18 @@ class DeviceEngine:
 
 def build_device_engine(
     config: BatonConfig,
+    kv_keys: PlaneKeys | None,
     model_path: Path,
+    incarnation: str,
     collectives: Collectives,
     clock: Clock,
-    connect: Connect,
+    on_kv_output: Callable[[], None],
     on_progress: OnProgress,
 ) -> DeviceEngine:
     """Loads the rank's part of the model and binds its KV plane; the collectives need not be connected yet.
 
-    ConfigError or ModelError if this rank cannot serve the model.
+    `on_kv_output` runs on any thread, when the started connector has outputs. ConfigError or ModelError if this rank
+    cannot serve the model.
     """
     engine, speculation = config.engine, config.speculation
     keep_freed_memory()
@@ -176,10 +176,19 @@ def build_device_engine(
             lambda: reckon(engine, config.scheduler, model, speculation.num_drafts, draft)
         )
     pool, memory = _make_pool(model, capacity.scheduler_config, draft, wait)
-    connector = connect(
+    network = config.network
+    connector = KVConnectorWorker(
+        config.kv_transfer,
+        network.bind_host,
+        kv_keys,
+        incarnation,
+        clock,
         pool.block_bytes(),
         pool.fingerprint(model.digest, collectives.size, model.layer_groups.groups),
+        on_kv_output,
+        rank=collectives.rank,
         memory=memory if isinstance(memory, SharedMemory) else None,
+        advertise_host=network.advertise_host,
     )
     return DeviceEngine(
         model=model,

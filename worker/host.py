@@ -38,7 +38,6 @@ from engine.grammars.compiler import GrammarCompiler
 from engine.lent_cpus import LendingPipeline, LentCpus
 from engine.pipeline import Pipeline
 from engine.ranks.processes import RankProcesses
-from kv_transfer.connector.worker import KVConnectorWorker
 from prefill_worker import PrefillWorker
 from scheduler import Scheduler
 from worker.commands import CommandQueue
@@ -357,19 +356,11 @@ def compose_executor(
     """The executor, which computes steps and moves KV on every rank. Raises like `start_executor`. `on_kv_output` runs
     on any thread, after `Executor.start`; `on_progress` reports rank 0's progress.
     """
-    connect = partial(
-        KVConnectorWorker,
-        config.kv_transfer,
-        config.network.bind_host,
-        kv_keys,
-        incarnation,
-        clock,
-        on_kv_output=on_kv_output,
-        advertise_host=config.network.advertise_host,
-    )
 
     def build(collectives: Collectives) -> DeviceEngine:
-        return build_device_engine(config, model_path, collectives, clock, connect, on_progress)
+        return build_device_engine(
+            config, kv_keys, model_path, incarnation, collectives, clock, on_kv_output, on_progress
+        )
 
     others = None
     if num_ranks > 1:

@@ -20,7 +20,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -58,7 +57,6 @@ from engine.ranks.messages import (
     ToRank,
 )
 from kv_transfer import ConnectorWorker
-from kv_transfer.connector.worker import KVConnectorWorker
 
 logger = logging.getLogger(__name__)
 
@@ -97,24 +95,14 @@ def build(
     setup: Setup, config: BatonConfig, collectives: Collectives, on_kv_output: Callable[[], None]
 ) -> Rank:
     """Builds the real rank. Only rank 0 samples and uses grammars, so this rank does neither."""
-    clock, network = SystemClock(), config.network
-    connect = partial(
-        KVConnectorWorker,
-        config.kv_transfer,
-        network.bind_host,
-        setup.kv_keys,
-        setup.incarnation,
-        clock,
-        on_kv_output=on_kv_output,
-        rank=setup.rank,
-        advertise_host=network.advertise_host,
-    )
     parts = build_device_engine(
         config,
+        setup.kv_keys,
         Path(setup.model_path),
+        setup.incarnation,
         collectives,
-        clock,
-        connect,
+        SystemClock(),
+        on_kv_output,
         on_progress=lambda *_: None,  # rank 0 reports its own, equal progress
     )
     return Rank(parts.make_pipeline, parts.connector, parts.num_blocks, parts.model.digest)

@@ -109,4 +109,4 @@ def test_where_no_attention_reads_it_it_says_what_is_possible(
     unused: Any = None
     config = BatonConfig(model=ModelConfig(dtype="float32"), engine=engine)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'bfloat16' .*; with 'cuda' and 'float32'"):
-        build_device_engine(config, tmp_path, SINGLE_RANK, unused, unused, unused)
+        build_device_engine(config, None, tmp_path, "", SINGLE_RANK, unused, unused, unused)

@@ -202,7 +202,7 @@ def test_on_a_gpu_it_says_so_before_kernels_are_compiled(
     )
     unused: Any = None
     with pytest.raises(ConfigError, match=r"model.quantization: 'int8' "):
-        build_device_engine(config, tmp_path, SINGLE_RANK, unused, unused, unused)
+        build_device_engine(config, None, tmp_path, "", SINGLE_RANK, unused, unused, unused)
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
