@@ -31,6 +31,7 @@ BATON_SIDES: dict[str, dict[str, dict[str, Any]]] = {
         "gateway": {"routing_mode": "disaggregated"},
     },
     "Baton, 1 P + 1 D, auto": {"cluster": {"prefill": 1, "decode": 1}, "gateway": {"routing_mode": "auto"}},
+    "Baton, 1 P + 1 D, own cores": {"cluster": {"prefill": 1, "decode": 1, "lend_cores": False}},
     "Baton, 1 colocated": {"cluster": {"prefill": 0, "decode": 1}},
     "Baton, 2 colocated": {"cluster": {"prefill": 0, "decode": 2}},
 }
