@@ -5,8 +5,10 @@ kernels (engine/native/) borrow CPUs.
 """
 
 import ctypes
+import fcntl
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from baton.step import SchedulerOutput
@@ -40,11 +42,12 @@ class LentCpus:
         self._library = library
         array, count = ctypes.c_int64 * MOST_CPUS, ctypes.c_int64
         ours, theirs = (sorted(cpu for cpu in cpus if cpu < MOST_CPUS) for cpus in (own, others))
-        with open(_open_file(folder, fleet), "rb+") as file:
-            error = library.baton_open_lent_cpus(
-                count(file.fileno()), array(*ours), count(len(ours)), array(*theirs), count(len(theirs))
-            )
+        self._file = _SharedFile(folder, fleet)
+        error = library.baton_open_lent_cpus(
+            count(self._file.number), array(*ours), count(len(ours)), array(*theirs), count(len(theirs))
+        )
         if error:
+            self._file.close()
             raise OSError(error, os.strerror(error))
 
     def begin_step(self) -> None:
@@ -54,6 +57,10 @@ class LentCpus:
     def end_step(self) -> None:
         """Lends the own CPUs, and gives back those of others."""
         self._library.baton_end_step()
+
+    def close(self) -> None:
+        """Takes no further part. The own CPUs stay lent as they are; no step may follow."""
+        self._file.close()
 
     def borrowed_s(self) -> float:
         """How long CPUs of others have computed for this process, summed over these CPUs."""
@@ -90,23 +97,48 @@ class LendingPipeline:
         self._cpus.end_step()
 
 
-def _open_file(folder: Path, fleet: str) -> int:
-    """Opens the file of this fleet's workers, and makes it if it is missing. Removes files whose fleets have ended.
+class _SharedFile:
+    """The file that a fleet's workers on this machine share. The last one that closes it removes it.
 
-    Workers of one fleet on one machine have the same parent: a command of Baton, or Ray's process for this node.
+    These workers have the same parent: a command of Baton, or Ray's process for this node. Each holds a shared lock,
+    which the system releases when a process dies.
     """
-    prefix = f"{_PREFIX}{os.geteuid()}-"
-    for path in folder.glob(f"{prefix}*"):
-        parent = path.name.removeprefix(prefix).partition("-")[0]
-        if not Path("/proc", parent).exists():
-            path.unlink(missing_ok=True)
-    path = folder / f"{prefix}{os.getppid()}-{fleet}"
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        if os.fstat(file).st_uid != os.geteuid():
-            raise PermissionError(f"{path} belongs to another user")
-        os.posix_fallocate(file, 0, _FILE_BYTES)  # so that no write fails later
-    except OSError:
-        os.close(file)
-        raise
-    return file
+
+    def __init__(self, folder: Path, fleet: str) -> None:
+        """Opens the file, and makes it if it is missing. Removes files whose workers all died."""
+        prefix = f"{_PREFIX}{os.geteuid()}-"
+        for path in folder.glob(f"{prefix}*"):
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                _remove_unless_used(path, file.fileno())
+        self._path = folder / f"{prefix}{os.getppid()}-{fleet}"
+        while not self._open():
+            continue
+
+    def _open(self) -> bool:
+        """False if another worker has just removed the file."""
+        self.number = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            status = os.fstat(self.number)
+            if status.st_uid != os.geteuid():
+                raise PermissionError(f"{self._path} belongs to another user")
+            fcntl.flock(self.number, fcntl.LOCK_SH)
+            if os.fstat(self.number).st_nlink > 0:
+                os.posix_fallocate(self.number, 0, _FILE_BYTES)  # so that no write fails later
+                return True
+        except OSError:
+            os.close(self.number)
+            raise
+        os.close(self.number)
+        return False
+
+    def close(self) -> None:
+        _remove_unless_used(self._path, self.number)
+        os.close(self.number)
+
+
+def _remove_unless_used(path: Path, file: int) -> None:
+    """Removes the file if no other process has locked it; keeps the lock."""
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file).st_nlink > 0:
+            path.unlink()

@@ -120,6 +120,8 @@ class EngineHost:
         """
         commands = CommandQueue()
         with ExitStack() as on_failure:
+            if self._lent_cpus is not None:
+                on_failure.callback(self._lent_cpus.close)
             executor = compose_executor(
                 self._config.for_worker(self._role),
                 self._config.num_ranks(self._role),
@@ -334,6 +336,8 @@ class EngineHost:
         parts.loop.stop()
         parts.server.stop()
         parts.executor.stop()
+        if self._lent_cpus is not None:
+            self._lent_cpus.close()
         parts.watch.stop()
 
     @property

@@ -1,5 +1,6 @@
 """Lent CPUs: who may compute with a CPU, what follows if its worker or its borrower dies, and the file they share."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -184,32 +185,61 @@ def test_cpus_are_lent_whenever_no_step_is_under_way() -> None:
     assert cpus.mock_calls == [call.end_step()]
 
 
-def library() -> Mock:
-    return Mock(baton_open_lent_cpus=Mock(return_value=0))
+def lent_cpus(folder: Path, fleet: str, error: int = 0) -> LentCpus:
+    library = Mock(baton_open_lent_cpus=Mock(return_value=error))
+    return LentCpus(library, [0], [1], fleet, folder)
 
 
-def test_workers_of_a_fleet_share_a_file_and_files_of_ended_fleets_are_removed(tmp_path: Path) -> None:
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-    user = os.geteuid()
-    for name in (f"1-{user}-{ended.pid}-baton", f"1-{user}-1-baton", f"1-{user + 1}-{ended.pid}-baton"):
-        (tmp_path / f"baton-cpus-{name}").touch()
-    for fleet in ("a", "b", "a"):
-        LentCpus(library(), [0], [1], fleet, tmp_path)
-    parent = os.getppid()
-    assert {path.name.removeprefix("baton-cpus-1-") for path in tmp_path.iterdir()} == {
-        *(f"{user}-{parent}-a", f"{user}-{parent}-b", f"{user}-1-baton", f"{user + 1}-{ended.pid}-baton"),
+def test_workers_of_a_fleet_share_a_file_which_the_last_one_removes(tmp_path: Path) -> None:
+    workers = [lent_cpus(tmp_path, fleet) for fleet in ("a", "b", "a")]
+    prefix = f"baton-cpus-1-{os.geteuid()}-{os.getppid()}"
+    files = {tmp_path / f"{prefix}-a", tmp_path / f"{prefix}-b"}
+    assert set(tmp_path.iterdir()) == files
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    workers[0].close()
+    assert set(tmp_path.iterdir()) == files
+    workers[1].close()
+    workers[2].close()
+    assert set(tmp_path.iterdir()) == set()
+
+
+def test_a_file_whose_workers_all_died_is_removed(tmp_path: Path) -> None:
+    ours, of_another = (f"baton-cpus-1-{os.geteuid() + more}-1-baton" for more in (0, 1))
+    for name in (ours, of_another):
+        (tmp_path / name).touch()
+    in_use = lent_cpus(tmp_path, "a")
+    lent_cpus(tmp_path, "b").close()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"baton-cpus-1-{os.geteuid()}-{os.getppid()}-a",
+        of_another,
     }
-    assert (tmp_path / f"baton-cpus-1-{user}-{parent}-a").stat().st_mode & 0o777 == 0o600
+    in_use.close()
 
 
-def test_memory_that_cannot_be_shared_is_an_os_error(tmp_path: Path) -> None:
-    failing = Mock(baton_open_lent_cpus=Mock(return_value=12))
+def test_a_worker_that_finds_its_file_removed_makes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former, flock = lent_cpus(tmp_path, "a"), fcntl.flock
+
+    def close_first(file: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        former.close()
+        flock(file, how)
+
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))  # it does not look at the file before
+    monkeypatch.setattr(fcntl, "flock", close_first)
+    successor = lent_cpus(tmp_path, "a")
+    assert len(os.listdir(tmp_path)) == 1
+    successor.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_memory_that_cannot_be_shared_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        LentCpus(failing, [0], [1], "fleet", tmp_path)
-    path = tmp_path / f"baton-cpus-1-{os.geteuid()}-{os.getppid()}-link"
-    path.symlink_to(tmp_path / "elsewhere")
+        lent_cpus(tmp_path, "fleet", error=12)
+    assert os.listdir(tmp_path) == []
+    (tmp_path / f"baton-cpus-1-{os.geteuid()}-{os.getppid()}-link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic links"):
-        LentCpus(library(), [0], [1], "link", tmp_path)
+        lent_cpus(tmp_path, "link")
     with pytest.raises(FileNotFoundError):
-        LentCpus(library(), [0], [1], "fleet", tmp_path / "missing")
+        lent_cpus(tmp_path / "missing", "fleet")
