@@ -7,8 +7,6 @@
 // same tiles of the same ranges, and add up in the same order. So the result of a token depends only on the tokens
 // before it. It does not depend on the number of threads, on the other requests, or on where its chunk begins and ends.
 
-#include <atomic>
-
 #include "attention_chunk.h"
 #include "attention_decode.h"
 #include "parallel.h"
@@ -236,14 +234,6 @@ class Plan {
     }
 };
 
-template <typename Work>
-void for_each(int64_t count, int64_t num_threads, const Work &work) {
-    std::atomic<int64_t> next{0};
-    parallel_for(count, 1, static_cast<int>(num_threads), [&](int64_t, int64_t) {
-        for (int64_t i; !Team::must_leave() && (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
-    });
-}
-
 // Calls `call` with null pointers of the types of activations and of the pool.
 template <typename Call>
 void with_types(const Step &s, const Call &call) {
@@ -329,10 +319,11 @@ void baton_attend(const Step *step, int64_t layer, int64_t window, const void *q
         using Activation = std::remove_pointer_t<decltype(activation)>;
         using Stored = std::remove_pointer_t<decltype(stored)>;
         const LayerAttention<Activation, Stored> attention(*step, layer, window, qkv_TPD, sinks_Q, out_TQD);
-        for_each(num_items, step->num_threads, [&](int64_t i) {
-            attention.run(items[i], items[std::min(i + step->num_threads, num_items - 1)], partials);
+        const int num_threads = static_cast<int>(step->num_threads);
+        for_each(num_items, num_threads, [&](int64_t i) {
+            attention.run(items[i], items[std::min(i + num_threads, num_items - 1)], partials);
         });
-        for_each(num_merges, step->num_threads, [&](int64_t i) {
+        for_each(num_merges, num_threads, [&](int64_t i) {
             attention.merge(items + merges[i].first_item, merges[i].num_items, partials);
         });
     });

@@ -1,8 +1,9 @@
-// parallel_for: equal parts of a range, computed by the threads of a Team and by its guests.
+// parallel_for and for_each: a range, computed by the threads of a Team and by its guests, in equal parts or one by one.
 
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 #include "team.h"
@@ -41,4 +42,16 @@ void parallel_for(int64_t count, int64_t grain, int num_threads, const Work &wor
             if (begin < end) (*c.work)(begin, end);
         },
         &call, num_parts, num_threads);
+}
+
+// Calls `work(i)` for each i of 0..count - 1. Each thread takes the next i that no thread has taken; a guest takes one
+// only as long as its CPU is lent.
+template <typename Work>
+void for_each(int64_t count, int num_threads, const Work &work) {
+    std::atomic<int64_t> next{0};
+    const auto take = [&](int64_t, int64_t) {
+        for (int64_t i; !Team::must_leave() && (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+    };
+    parallel_for(count, 1, num_threads, take);
+    take(0, 0);  // what is left if guests took every part, and all had to leave
 }

@@ -1,0 +1,97 @@
+"""`for_each` of parallel.h: what guests leave is computed nevertheless."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engine.native.compilers import compilers
+from engine.native.library import SOURCES, native_library
+
+pytestmark = pytest.mark.skipif(
+    native_library() is None or not compilers(os.environ), reason="needs a C++ compiler"
+)
+
+PROGRAM = """
+// Two guests take both parts of a call while its caller has no CPU. Before they begin, their CPU is taken back.
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+
+static int clock_of_test(clockid_t clock, timespec *now);
+template <typename... Arguments>
+static long syscall_of_test(long number, const void *word, int what, Arguments... arguments);
+
+#define clock_gettime clock_of_test
+#define syscall syscall_of_test
+#include "parallel.h"
+#undef clock_gettime
+#undef syscall
+
+static LentCpu *table;
+static std::atomic<int> num_waiting{0}, num_began{0};
+static std::atomic<bool> is_rehearsed{false};
+static const pid_t caller = gettid();
+
+// A guest reads the clock when it has taken a part.
+static int clock_of_test(clockid_t clock, timespec *now) {
+    if (is_rehearsed && gettid() != caller && ++num_began <= 2) {
+        while (num_began < 2) sched_yield();
+        table[0].idle_since_ns = 0;
+    }
+    return clock_gettime(clock, now);
+}
+
+// The caller wakes guests just before it takes parts itself.
+template <typename... Arguments>
+static long syscall_of_test(long number, const void *word, int what, Arguments... arguments) {
+    if (gettid() == caller) {
+        const long result = syscall(number, word, what, arguments...);
+        static int num_woken = 0;
+        if (is_rehearsed && ++num_woken == 2)
+            while (num_began < 2 || num_waiting < 2) sched_yield();
+        return result;
+    }
+    ++num_waiting;
+    const long result = syscall(number, word, what, arguments...);
+    --num_waiting;
+    return result;
+}
+
+int main() {
+    alarm(60);
+    const int file = memfd_create("cpus", 0);
+    const size_t size = LentCpus::MOST_CPUS * sizeof(LentCpu);
+    if (ftruncate(file, size) != 0) return 1;
+    table = static_cast<LentCpu *>(mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+    const int64_t own[] = {1}, others[] = {0, 0};
+    LentCpus &lent = LentCpus::of_process();
+    if (lent.open(file, own, 1, others, 2) != 0) return 1;
+    lent.begin_step();
+    table[0].idle_since_ns = 1;
+    for_each(2, 1, [](int64_t) {});
+    table[0].idle_since_ns = 0;
+    while (num_waiting < 2) sched_yield();
+    is_rehearsed = true;
+    table[0].idle_since_ns = 1;
+    std::atomic<int> num_by_caller{0}, num_by_guests{0};
+    for_each(2, 1, [&](int64_t) { ++(gettid() == caller ? num_by_caller : num_by_guests); });
+    std::printf("the caller computed %d items, guests %d", num_by_caller.load(), num_by_guests.load());
+}
+"""
+
+
+def test_the_caller_computes_the_items_that_all_guests_have_left(tmp_path: Path) -> None:
+    source, program = tmp_path / "left.cpp", tmp_path / "left"
+    source.write_text(PROGRAM)
+    compiler = compilers(os.environ)[0]
+    subprocess.run(
+        [*compiler, "-std=c++17", "-pthread", f"-I{SOURCES}", str(source), "-o", str(program)], check=True
+    )
+    done = subprocess.run([program], check=True, capture_output=True, text=True)
+    assert done.stdout == "the caller computed 2 items, guests 0"
