@@ -72,7 +72,7 @@ class ReasoningOptions:
     max_tokens: int | None = None
     """Most tokens of reasoning; then the answer begins. None: no limit."""
     effort: str | None = None
-    """A level that the model's chat template knows, such as `low`; None: its default."""
+    """A level, such as `low`; no effect if the model's chat template has no levels. None: its default."""
 
 
 @dataclass(frozen=True, slots=True)

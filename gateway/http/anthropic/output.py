@@ -50,7 +50,7 @@ class OutputConfig(Body):
 
     format: JsonFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="A level of thinking, where the model's chat template knows it."
+        None, description="A level of thinking; no effect if the model's chat template has no levels."
     )
 
 

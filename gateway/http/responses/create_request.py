@@ -73,7 +73,7 @@ class TextOptions(Body):
 
 
 class ReasoningFields(Body):
-    """How much the model thinks. A level is refused if the model's chat template knows no levels."""
+    """How much the model thinks. A level has no effect if the model's chat template has no levels."""
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = Field(
