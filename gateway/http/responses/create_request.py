@@ -169,6 +169,9 @@ class ResponseRequest(PromptFields, SamplingFields):
     ) = Field(None, description="Repeated in the response.")
     user: str | None = Field(None, max_length=1024, description="Repeated, otherwise ignored.")
     safety_identifier: str | None = Field(None, max_length=1024, description="Repeated, otherwise ignored.")
+    client_metadata: dict[str, Any] | None = Field(
+        None, description="Accepted and ignored: Codex describes itself here."
+    )
     service_tier: Literal["auto", "default"] | None = None
     background: Literal[False] | None = None
     prompt_cache_key: PromptCacheKey | None = None
