@@ -19,6 +19,27 @@ PATHS: dict[str, dict[str, Any]] = {
 }
 """A request for each API, without the model."""
 
+AS_CLAUDE_CODE: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 32_000,
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=eb6c6;"},
+        {
+            "type": "text",
+            "text": "You are Claude Code",
+            "cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"},
+        },
+    ],
+    "tools": [],
+    "metadata": {"user_id": "someone"},
+    "thinking": {"type": "adaptive"},
+    "output_config": {"effort": "high"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "stream": True,
+}
+"""A request as Claude Code sends it."""
+
 AS_CODEX: dict[str, Any] = {
     "model": "tiny",
     "instructions": "You are Codex",
@@ -62,11 +83,24 @@ async def test_a_level_of_effort_changes_nothing_in_a_model_without_levels(
     assert prompt_of(requests[0]) == prompt_of(requests[1])
 
 
-async def test_a_request_as_codex_sends_it(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "instructions", "last"),
+    [
+        ("/v1/messages?beta=true", AS_CLAUDE_CODE, "You are Claude Code", "message_stop"),
+        ("/v1/responses", AS_CODEX, "You are Codex", "response.incomplete"),
+    ],
+)
+async def test_a_request_as_an_agent_sends_it(
+    folder: Path, path: str, body: dict[str, Any], instructions: str, last: str
+) -> None:
     async with (
         gateway_with(folder, {}, {"d0": answering(ANSWER)}, max_model_len=1024) as under_test,
         under_test.http() as client,
     ):
-        answer = await client.post("/v1/responses", json=AS_CODEX)
+        answer = await client.post(path, json=body)
         assert answer.status_code == 200, answer.text
-        assert "response.incomplete" in answer.text
+        assert f"event: {last}\n" in answer.text
+        request = await under_test.workers["d0"].next_request()
+    assert prompt_of(request) == (
+        f"<|im_start|>system\n{instructions}<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )

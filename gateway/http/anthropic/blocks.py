@@ -17,6 +17,9 @@ class CacheControl(Body):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = Field(None, description="Accepted and ignored.")
+    scope: str | None = Field(
+        None, max_length=64, description="Accepted and ignored: Claude Code sends `global`."
+    )
 
 
 class ToolCaller(Body):
