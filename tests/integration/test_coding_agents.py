@@ -4,14 +4,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.responses import NamespaceToolParam, ResponseFunctionToolCall
 
-from baton.request import EngineRequest
-from tests.factories.gateway import answering, gateway_with
-from tests.factories.models import make_tokenizer
+from baton.request import EngineRequest, FinishReason, RequestOutput
+from tests.factories.conversations import TEMPLATES
+from tests.factories.gateway import answering, gateway_with, outputs_of
+from tests.factories.models import make_tokenizer, make_tokenizer_dir
+from tests.factories.openai import openai_with
 
 TOKENIZER = make_tokenizer()
 ANSWER = TOKENIZER.encode("The cache is the baton").ids
 HELLO = [{"role": "user", "content": "Hello"}]
+FILES: NamespaceToolParam = {
+    "type": "namespace",
+    "name": "mcp__files",
+    "description": "Files of the project",
+    "tools": [{"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": False}],
+}
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO, "max_tokens": 5},
     "/v1/messages": {"messages": HELLO, "max_tokens": 5},
@@ -104,3 +113,35 @@ async def test_a_request_as_an_agent_sends_it(
     assert prompt_of(request) == (
         f"<|im_start|>system\n{instructions}<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_loop_with_the_tools_of_an_mcp_server(tmp_path: Path, is_stream: bool) -> None:
+    """Codex sends them in a namespace. It finds the server of a call by the call's namespace."""
+    folder = make_tokenizer_dir(tmp_path, TEMPLATES["hermes"])
+    call = '<tool_call>\n{"name": "mcp__files.search", "arguments": {"query": "baton"}}\n</tool_call>'
+    answers = iter([call, "Found"])
+
+    def script(request: EngineRequest) -> list[RequestOutput]:
+        return outputs_of(request, TOKENIZER.encode(next(answers)).ids, finish=FinishReason.STOP)
+
+    async with openai_with(folder, script, max_model_len=2048) as (under_test, client):
+
+        async def create(**fields: Any) -> Any:
+            if not is_stream:
+                return await client.responses.create(model="tiny", tools=[FILES], **fields)
+            async with client.responses.stream(model="tiny", tools=[FILES], **fields) as stream:
+                return await stream.get_final_response()
+
+        first = await create(input="Where is the baton?")
+        (asked,) = first.output
+        assert isinstance(asked, ResponseFunctionToolCall)
+        assert (asked.namespace, asked.name) == ("mcp__files", "search")
+        assert first.to_dict()["tools"][0]["tools"][0]["name"] == "search"
+        result = {"type": "function_call_output", "call_id": asked.call_id, "output": "here"}
+        stored = await client.responses.input_items.list(first.id)
+        assert stored.data
+        assert (await create(input=[result], previous_response_id=first.id)).output_text == "Found"
+        await under_test.workers["d0"].next_request()
+        prompt = prompt_of(await under_test.workers["d0"].next_request())
+    assert call in prompt, "the prefix is in the worker's cache"

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,8 @@ class Generation:
     own_items: Sequence[dict[str, Any]]
     stored_by: RunningResponses | None
     """None: the response is not stored."""
+    namespaces: Mapping[str, tuple[str, str]]
+    """The namespace and the own name of functions, by the names that the model knows."""
 
 
 class Responding(Response):
@@ -61,7 +63,7 @@ class Responding(Response):
         self._generation = generation
         self._is_stream = is_stream
         self._parts = TokenParts(generation.request)
-        self._output = ResponseOutput(generation.request.request_id, tokens)
+        self._output = ResponseOutput(generation.request.request_id, tokens, generation.namespaces)
         self._parser = generation.request.new_parser()
         self._num_tokens = 0
         self._finish: Finish | None = None

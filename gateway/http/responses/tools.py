@@ -1,6 +1,7 @@
 """Tools of the Responses API, and the choice among them: converts their fields to Baton's types."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -9,7 +10,7 @@ from baton.errors import InvalidRequest
 from gateway.conversation import Tool, ToolChoice, ToolUse
 from gateway.conversation.checks import check_among, check_tools
 from gateway.http.body import Body, NotSupported
-from gateway.http.openai.tools import ToolName
+from gateway.http.openai.tools import MAX_NAME_CHARACTERS, ToolName
 
 MAX_TOOLS = 1024
 MAX_DESCRIPTION_CHARACTERS = 100_000
@@ -50,8 +51,41 @@ class ResponseFunctionTool(Body):
         }
 
 
+class NamespaceTool(Body):
+    """Functions under a common name. Codex sends those of its sub-agents and of MCP servers in this way."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = Field(
+        None,
+        max_length=MAX_DESCRIPTION_CHARACTERS,
+        description="The model reads it before the description of the first function.",
+    )
+    tools: Annotated[list[ResponseFunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+    def as_tools(self) -> list[Tool]:
+        """The functions, with the names under which the model knows them."""
+        tools = [tool.as_tool() for tool in self.tools]
+        if tools and self.description:
+            first = f"{self.description}\n\n{tools[0].description or ''}".strip()
+            tools[0] = replace(tools[0], description=first)
+        return [replace(tool, name=joined_name(self.name, tool.name)) for tool in tools]
+
+    def as_shown(self) -> dict[str, Any]:
+        """The namespace as a response repeats it."""
+        return {
+            "type": "namespace",
+            "name": self.name,
+            "description": self.description or "",
+            "tools": [tool.as_shown() for tool in self.tools],
+        }
+
+
+ResponseTool = Annotated[ResponseFunctionTool | NamespaceTool, Field(discriminator="type")]
+
+
 class NamedFunction(Body):
-    """One of the tools. As a choice, it is called exactly once."""
+    """One of the tools. As a choice, it is called exactly once. A function of a namespace is named `namespace.name`."""
 
     type: Literal["function"]
     name: ToolName
@@ -71,11 +105,46 @@ ToolChoiceField = (
 )
 
 
-def tools_of(tools: Sequence[ResponseFunctionTool] | None) -> tuple[Tool, ...]:
+def joined_name(namespace: str | None, name: str) -> str:
+    """The name under which the model knows a function."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def namespaces_of(tools: Sequence[ResponseTool] | None) -> dict[str, tuple[str, str]]:
+    """The namespace and the own name of each function in a namespace, by the name that the model knows."""
+    return {
+        joined_name(space.name, tool.name): (space.name, tool.name)
+        for space in tools or ()
+        if isinstance(space, NamespaceTool)
+        for tool in space.tools
+    }
+
+
+def tools_of(tools: Sequence[ResponseTool] | None) -> tuple[Tool, ...]:
     """The tools as Baton's own. Raises InvalidRequest for an invalid tool; the error names the tool's field."""
-    converted = tuple(tool.as_tool() for tool in tools or ())
-    check_tools(converted, "tools", "name", "parameters")
-    return converted
+    converted: dict[str, Tool] = {}
+    for index, tool in enumerate(tools or ()):
+        place = f"tools.{index}"
+        if isinstance(tool, NamespaceTool):
+            functions = {f"{place}.tools.{n}": function for n, function in enumerate(tool.as_tools())}
+            _check_names(functions)
+            converted |= functions
+        else:
+            converted[place] = tool.as_tool()
+    if len(converted) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"must have at most {MAX_TOOLS} functions, got {len(converted)}")
+    check_tools(converted, "name", "parameters")
+    return tuple(converted.values())
+
+
+def _check_names(functions: Mapping[str, Tool]) -> None:
+    for place, function in functions.items():
+        if len(function.name) > MAX_NAME_CHARACTERS:
+            raise InvalidRequest(
+                f"{place}.name",
+                f"must have at most {MAX_NAME_CHARACTERS} characters together with its namespace and a dot, got "
+                f"{len(function.name)}",
+            )
 
 
 def tool_choice_of(choice: ToolChoiceField | None, tools: Sequence[Tool]) -> ToolChoice:

@@ -32,7 +32,7 @@ from gateway.http.responses.items import (
     MessageItem,
     ReasoningItem,
 )
-from gateway.http.responses.tools import ResponseAllowedTools, ResponseFunctionTool
+from gateway.http.responses.tools import NamespaceTool, ResponseAllowedTools, ResponseFunctionTool
 
 PAGE = (Path(__file__).parents[5] / "docs" / "responses.md").read_text()
 PUBLIC = {
@@ -73,6 +73,7 @@ def test_the_token_count_knows_the_public_fields() -> None:
             TextOptions,
             ResponseStreamOptions,
             ResponseFunctionTool,
+            NamespaceTool,
         ),
         *(
             MessageItem,
