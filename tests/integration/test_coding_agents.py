@@ -53,7 +53,7 @@ AS_CODEX: dict[str, Any] = {
     "model": "tiny",
     "instructions": "You are Codex",
     "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]}],
-    "tools": [],
+    "tools": [{"type": "web_search", "external_web_access": False}],
     "tool_choice": "auto",
     "parallel_tool_calls": False,
     "reasoning": {"effort": "medium", "summary": "auto"},

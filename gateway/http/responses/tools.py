@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from baton.errors import InvalidRequest
 from gateway.conversation import Tool, ToolChoice, ToolUse
@@ -17,7 +18,7 @@ MAX_DESCRIPTION_CHARACTERS = 100_000
 
 
 class ResponseFunctionTool(Body):
-    """A function that the client runs. Tools that OpenAI hosts, MCP servers and custom tools are not supported."""
+    """A function that the client runs. Custom tools are not supported."""
 
     # When the `openai` package dumps an object, this field is called `async_`.
     model_config = ConfigDict(populate_by_name=True)
@@ -81,7 +82,41 @@ class NamespaceTool(Body):
         }
 
 
-ResponseTool = Annotated[ResponseFunctionTool | NamespaceTool, Field(discriminator="type")]
+HostedKind = Literal[
+    "code_interpreter",
+    "file_search",
+    "image_generation",
+    "mcp",
+    "programmatic_tool_calling",
+    "tool_search",
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+]
+
+
+class HostedTool(Body):
+    """A tool that OpenAI's servers run. It is left out, because agents send such tools to every server, and can do
+    without them. Therefore its other fields are not checked."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: HostedKind
+
+
+ResponseTool = Annotated[ResponseFunctionTool | NamespaceTool | HostedTool, Field(discriminator="type")]
+
+
+def _no_hosted(choice: object) -> object:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(kind, str) and kind in get_args(HostedKind):
+        raise PydanticCustomError(
+            "hosted_tool",
+            "{kind} is a hosted tool, and the gateway has none; choose functions",
+            {"kind": kind},
+        )
+    return choice
 
 
 class NamedFunction(Body):
@@ -96,13 +131,17 @@ class ResponseAllowedTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[
+        list[Annotated[NamedFunction, BeforeValidator(_no_hosted)]],
+        Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True),
+    ]
 
 
-ToolChoiceField = (
+ToolChoiceField = Annotated[
     Literal["none", "auto", "required"]
-    | Annotated[NamedFunction | ResponseAllowedTools, Field(discriminator="type")]
-)
+    | Annotated[NamedFunction | ResponseAllowedTools, Field(discriminator="type")],
+    BeforeValidator(_no_hosted),
+]
 
 
 def joined_name(namespace: str | None, name: str) -> str:
@@ -129,12 +168,17 @@ def tools_of(tools: Sequence[ResponseTool] | None) -> tuple[Tool, ...]:
             functions = {f"{place}.tools.{n}": function for n, function in enumerate(tool.as_tools())}
             _check_names(functions)
             converted |= functions
-        else:
+        elif isinstance(tool, ResponseFunctionTool):
             converted[place] = tool.as_tool()
     if len(converted) > MAX_TOOLS:
         raise InvalidRequest("tools", f"must have at most {MAX_TOOLS} functions, got {len(converted)}")
     check_tools(converted, "name", "parameters")
     return tuple(converted.values())
+
+
+def shown_tools(tools: Sequence[ResponseTool] | None) -> list[dict[str, Any]]:
+    """The tools as a response repeats them: those that the model was told of."""
+    return [tool.as_shown() for tool in tools or () if not isinstance(tool, HostedTool)]
 
 
 def _check_names(functions: Mapping[str, Tool]) -> None:
@@ -160,6 +204,6 @@ def tool_choice_of(choice: ToolChoiceField | None, tools: Sequence[Tool]) -> Too
                 check_among(tools, tool.name, f"tool_choice.tools.{index}.name")
             return ToolChoice(ToolUse(mode), tuple(dict.fromkeys(tool.name for tool in choice.tools)))
         case "required" if not tools:
-            raise InvalidRequest("tool_choice", "'required' needs tools")
+            raise InvalidRequest("tool_choice", "'required' needs a function in tools")
         case str():
             return ToolChoice(ToolUse(choice))

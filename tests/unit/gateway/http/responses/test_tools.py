@@ -1,8 +1,9 @@
-"""Tools of a response: functions, and namespaces of functions."""
+"""Tools of a response: functions, namespaces of functions, and tools that OpenAI's servers run."""
 
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from baton.errors import InvalidRequest
 from gateway.conversation import ArgumentsDelta, CallBegins, CallEnds, ToolCall, ToolChoice, ToolUse
@@ -10,6 +11,7 @@ from gateway.http.responses.conversation import conversation_of
 from gateway.http.responses.create_request import ResponseRequest
 from gateway.http.responses.items import KeptItem, as_kept
 from gateway.http.responses.output import CallOutput, ResponseOutput
+from gateway.http.responses.tools import shown_tools
 
 
 def function(name: str, **fields: Any) -> dict[str, Any]:
@@ -83,3 +85,30 @@ def test_an_invalid_namespace_is_refused_by_its_place(tools: list[dict[str, Any]
     with pytest.raises(InvalidRequest) as refused:
         conversation_of(body(*tools), [])
     assert refused.value.field == field
+
+
+def test_tools_that_openais_servers_run_are_left_out() -> None:
+    """Codex sends one of them to every server."""
+    hosted = (
+        {"type": "web_search", "external_web_access": False},
+        {"type": "mcp", "server_label": "x", "server_url": "http://x"},
+        {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}},
+    )
+    asked = body(*hosted, function("f"))
+    assert [tool.name for tool in conversation_of(asked, []).tools] == ["f"]
+    assert [tool["type"] for tool in shown_tools(asked.tools)] == ["function"]
+    with pytest.raises(InvalidRequest, match="tool_choice: 'required' needs a function in tools"):
+        conversation_of(body(*hosted, tool_choice="required"), [])
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "web_search"},
+        {"type": "mcp", "server_label": "x"},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]},
+    ],
+)
+def test_a_choice_of_such_a_tool_is_refused(choice: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="is a hosted tool, and the gateway has none; choose functions"):
+        body({"type": "web_search"}, tool_choice=choice)
