@@ -145,3 +145,56 @@ async def test_a_loop_with_the_tools_of_an_mcp_server(tmp_path: Path, is_stream:
         await under_test.workers["d0"].next_request()
         prompt = prompt_of(await under_test.workers["d0"].next_request())
     assert call in prompt, "the prefix is in the worker's cache"
+
+
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
+    + TEMPLATES["hermes"]
+)
+"""A template like Qwen3.5's."""
+LATE: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "system", "content": "Be brief"},
+            {"role": "developer", "content": "In French"},
+            *HELLO,
+            {"role": "system", "content": "No, in Dutch"},
+        ]
+    },
+    "/v1/messages": {
+        "system": "Be brief\n\nIn French",
+        "messages": [*HELLO, {"role": "system", "content": "No, in Dutch"}],
+        "max_tokens": 5,
+    },
+    "/v1/responses": {
+        "instructions": "Be brief",
+        "input": [
+            {"role": "developer", "content": "In French"},
+            *HELLO,
+            {"role": "developer", "content": "No, in Dutch"},
+        ],
+    },
+}
+"""The same conversation in each API."""
+
+
+@pytest.mark.parametrize("path", LATE)
+async def test_late_system_messages_move_only_if_the_template_refuses_them(tmp_path: Path, path: str) -> None:
+    end = "<|im_start|>assistant\n"
+    for template, expected in (
+        (SYSTEM_FIRST, "system\nBe brief\n\nIn French\n\nNo, in Dutch|user\nHello"),
+        (TEMPLATES["hermes"], "system\nBe brief|system\nIn French|user\nHello|system\nNo, in Dutch"),
+    ):
+        if path == "/v1/messages":  # has one system text
+            expected = expected.replace("Be brief|system\n", "Be brief\n\n")
+        folder = make_tokenizer_dir(tmp_path, template)
+        async with (
+            gateway_with(folder, {}, {"d0": answering(ANSWER)}, max_model_len=1024) as under_test,
+            under_test.http() as client,
+        ):
+            answer = await client.post(path, json={"model": "tiny"} | LATE[path])
+            assert answer.status_code == 200, answer.text
+            request = await under_test.workers["d0"].next_request()
+        turns = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in expected.split("|"))
+        assert prompt_of(request) == turns + end

@@ -103,7 +103,7 @@ class AssistantTurn(Body):
 
 
 class SystemTurn(Body):
-    """Instructions in mid-conversation, where the model's chat template allows them."""
+    """Instructions in mid-conversation. They move to the beginning if the model's chat template refuses them here."""
 
     role: Literal["system"]
     content: str | TextBlocks
