@@ -295,6 +295,8 @@ class ModelCard:
     owned_by: str
     max_model_len: int
     """Most tokens of prompt and answer together."""
+    root: str
+    """vLLM's extension: the model's folder or file. Callers that may not administer get the model's name."""
 
 
 @dataclass(frozen=True, slots=True)
