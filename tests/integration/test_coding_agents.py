@@ -42,7 +42,7 @@ AS_CLAUDE_CODE: dict[str, Any] = {
     ],
     "tools": [],
     "metadata": {"user_id": "someone"},
-    "thinking": {"type": "adaptive"},
+    "thinking": {"type": "adaptive", "display": "updates"},
     "output_config": {"effort": "high"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "stream": True,

@@ -7,7 +7,8 @@ from pydantic import Field
 from gateway.conversation import ReasoningOptions
 from gateway.http.body import Body
 
-Display = Literal["summarized", "omitted"]
+Display = Literal["summarized", "omitted", "updates"]
+"""`updates` is a value of the beta API, which Claude Code sends."""
 
 
 class EnabledThinking(Body):
