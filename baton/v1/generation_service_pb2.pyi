@@ -383,7 +383,7 @@ class ReasoningOptions(_message.Message):
     max_tokens: _builtins.int
     """At most so many tokens of reasoning."""
     effort: _builtins.str
-    """A level that the model's template knows, such as `low`."""
+    """A level that the model's template knows, such as `low`. No effect if the template has no levels."""
     def __init__(
         self,
         *,

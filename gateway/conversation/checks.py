@@ -1,6 +1,6 @@
 """Checks of conversations for all APIs. Errors contain the path of a field in the caller's API."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from baton.errors import InvalidRequest
@@ -88,19 +88,15 @@ def _named(result: ChatMessage, name_of: dict[str, str], place: str) -> ChatMess
     return replace(result, name=name)
 
 
-def check_tools(tools: Sequence[Tool], place: str, name: str, schema: str) -> None:
-    """Raises InvalidRequest if two tools have the same name, or if a tool's schema is not one of an object. `name` and
-    `schema`: their paths within a tool."""
-    index_of: dict[str, int] = {}
-    for index, tool in enumerate(tools):
-        if (first := index_of.setdefault(tool.name, index)) != index:
-            raise InvalidRequest(
-                f"{place}.{index}.{name}", f"{place}.{first} is called {tool.name!r} too; rename one"
-            )
+def check_tools(tools: Mapping[str, Tool], name: str, schema: str) -> None:
+    """Raises InvalidRequest if two tools have the same name, or if a tool's schema is not one of an object. `tools`: by
+    their paths in the request. `name` and `schema`: their paths within a tool."""
+    place_of: dict[str, str] = {}
+    for place, tool in tools.items():
+        if (first := place_of.setdefault(tool.name, place)) != place:
+            raise InvalidRequest(f"{place}.{name}", f"{first} is called {tool.name!r} too; rename one")
         if (kind := tool.parameters.get("type", "object")) != "object":
-            raise InvalidRequest(
-                f"{place}.{index}.{schema}.type", f"must be 'object', got {str(kind)[:60]!r}"
-            )
+            raise InvalidRequest(f"{place}.{schema}.type", f"must be 'object', got {str(kind)[:60]!r}")
 
 
 def check_among(tools: Sequence[Tool], name: str, place: str) -> None:

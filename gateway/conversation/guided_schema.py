@@ -1,4 +1,4 @@
-"""Converts a tool's JSON schema for a grammar: closed objects, fixed spacing, only keywords with effect."""
+"""Converts JSON schemas for a grammar: closed objects, only keywords with effect, and for tools fixed spacing."""
 
 import json
 from collections.abc import Mapping
@@ -52,6 +52,8 @@ _OPENING = frozenset(
 closed."""
 
 _CONDITIONS = ("not", "if", "then", "else")
+_SAME_OBJECT = (REFERENCE, "anyOf", "oneOf", *_CONDITIONS)
+"""Keywords whose schemas apply to the same object as `properties` beside them."""
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains")
 _LISTS = ("prefixItems", "items", "anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
@@ -61,7 +63,7 @@ def guided_schema(tool: Tool) -> str:
     """The schema of a tool's arguments as JSON text. Raises InvalidRequest for the field `tools`.
 
     If an object lists its properties, further ones are forbidden unless the schema allows them: no tool reads
-    properties that a model invents.
+    properties that a model invents, and a small model may invent them without end.
     """
     check_parameters(tool)
     schema = {"type": "object", **_guided(tool.parameters, _may_close(tool.parameters)), SPACING_KEY: SPACING}
@@ -85,11 +87,12 @@ def spaced(source: str) -> str:
 def checked_answer(answer: StructuredOutput) -> StructuredOutput:
     """What an answer must match, without keywords that have no effect but that the compiler of grammars refuses.
 
-    Raises InvalidRequest if a client's schema has a part that only an endless value would match. Also if it has
-    SPACING_KEY: with it, answers may be no JSON. The compiler reads the key only at the schema's top.
+    Objects are closed, as those of tools are. Raises InvalidRequest if a client's schema has a part that only an
+    endless value would match. Also if it has SPACING_KEY: with it, answers may be no JSON. The compiler reads the key
+    only at the schema's top.
     """
-    has_idle = any(f'"{key}"' in answer.source for key in ("format", "uniqueItems"))
-    has_sign = has_idle or any(sign in answer.source for sign in (SPACING_KEY, REFERENCE, r"\u"))
+    may_change = any(f'"{key}"' in answer.source for key in ("format", "uniqueItems", "properties"))
+    has_sign = may_change or any(sign in answer.source for sign in (SPACING_KEY, REFERENCE, r"\u"))
     if answer.kind is not GrammarKind.JSON_SCHEMA or not has_sign:
         return answer
     try:
@@ -99,14 +102,22 @@ def checked_answer(answer: StructuredOutput) -> StructuredOutput:
         if SPACING_KEY in schema:
             raise InvalidRequest("structured_output", f"the schema has the key '{SPACING_KEY}'; remove it")
         check_ends("structured_output", "the schema", schema)
-        if has_idle and (guided := _guided(schema, False)) != schema:
-            # Not in ASCII, in which it may be too long.
-            source = json.dumps(guided, ensure_ascii=False, separators=(",", ":"))
-            source.encode()  # raises ValueError for half a pair of surrogates, which only ASCII can express
+        if may_change and (guided := _guided(schema, _may_close(schema))) != schema:
+            source = _short_json(guided)
+            if len(source) > MAX_GRAMMAR_CHARACTERS:  # closed; as the client wrote it, it is short enough
+                source = _short_json(_guided(schema, False))
             return replace(answer, source=source)
     except (ValueError, RecursionError):
         pass  # the compiler says what is wrong
     return answer
+
+
+def _short_json(schema: object) -> str:
+    """JSON that is not in ASCII, in which it may be too long. Raises ValueError for half a pair of surrogates, which
+    only ASCII can express."""
+    source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    source.encode()
+    return source
 
 
 def check_parameters(tool: Tool) -> None:
@@ -119,13 +130,22 @@ def check_parameters(tool: Tool) -> None:
 
 def _may_close(schema: Any) -> bool:
     """Whether objects may be closed. Each part of `allOf` must accept all properties, and so must what a `$ref`
-    beside `properties` refers to."""
+    beside `properties` refers to, also from within `anyOf` and the like."""
     if isinstance(schema, list):
         return all(map(_may_close, schema))
     if not isinstance(schema, Mapping):
         return True
-    is_extended = "allOf" in schema or ("$ref" in schema and "properties" in schema)
+    is_extended = "allOf" in schema or ("properties" in schema and _refers(schema))
     return not is_extended and all(map(_may_close, schema.values()))
+
+
+def _refers(schema: Any) -> bool:
+    """Whether a `$ref` applies to the same object as this schema."""
+    if isinstance(schema, list):
+        return any(map(_refers, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    return REFERENCE in schema or any(_refers(schema[key]) for key in _SAME_OBJECT if key in schema)
 
 
 def _guided(schema: Any, is_closing: bool) -> Any:
@@ -142,10 +162,11 @@ def _guided(schema: Any, is_closing: bool) -> Any:
         elif key in _SCHEMAS:
             guided[key] = _guided(value, is_closing)
         elif key in _MAPS and isinstance(value, Mapping):
-            guided[key] = {name: _guided(part, is_closing) for name, part in value.items()}
+            is_of_parts = is_closing_parts if key == "dependentSchemas" else is_closing
+            guided[key] = {name: _guided(part, is_of_parts) for name, part in value.items()}
         elif not _is_idle(key, value):
             guided[key] = value
-    if is_closing and "properties" in guided and _OPENING.isdisjoint(guided) and _lists_required(guided):
+    if is_closing and "properties" in guided and _OPENING.isdisjoint(guided) and _lists_enough(guided):
         guided["additionalProperties"] = False
     return guided
 
@@ -157,11 +178,17 @@ def _is_idle(key: str, value: Any) -> bool:
     return key in REMARKS or (key == "uniqueItems" and value is False)
 
 
-def _lists_required(schema: Mapping[str, Any]) -> bool:
+def _lists_enough(schema: Mapping[str, Any]) -> bool:
     """Whether `properties` lists all that is required."""
-    properties, required = schema["properties"], schema.get("required", [])
-    is_usual = isinstance(properties, Mapping) and isinstance(required, list)
-    return not is_usual or all(isinstance(name, str) and name in properties for name in required)
+    properties, required, number = (
+        schema["properties"],
+        schema.get("required", []),
+        schema.get("minProperties", 0),
+    )
+    if not isinstance(properties, Mapping) or not isinstance(required, list) or not isinstance(number, int):
+        return True
+    is_listed = all(isinstance(name, str) and name in properties for name in required)
+    return is_listed and number <= len(properties)
 
 
 def _levels(schema: object) -> int:

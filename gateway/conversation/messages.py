@@ -1,9 +1,12 @@
 """Messages, tools, and the conversation that a model continues."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
+
+BETWEEN_SYSTEM = "\n\n"
+"""Written between the texts of system messages that are joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class ReasoningOptions:
     max_tokens: int | None = None
     """Most tokens of reasoning; then the answer begins. None: no limit."""
     effort: str | None = None
-    """A level that the model's chat template knows, such as `low`; None: its default."""
+    """A level, such as `low`; no effect if the model's chat template has no levels. None: its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +110,13 @@ class Conversation:
             + sum(len(call.arguments) for call in message.tool_calls)
             for message in self.messages
         )
+
+
+def with_system_first(conversation: Conversation) -> Conversation | None:
+    """The conversation with all system messages joined to its first message. None if no other message is one."""
+    systems = [message for message in conversation.messages if message.role == "system"]
+    others = tuple(message for message in conversation.messages if message.role != "system")
+    if not systems or (*systems[:1], *others) == conversation.messages:
+        return None
+    text = BETWEEN_SYSTEM.join(message.content for message in systems if message.content)
+    return replace(conversation, messages=(replace(systems[0], content=text), *others))

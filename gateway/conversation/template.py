@@ -78,7 +78,8 @@ class ChatTemplate:
     def variables(self, conversation: Conversation) -> dict[str, Any]:
         """The variables for the client's reasoning options, and those that the client set itself.
 
-        Raises InvalidRequest for a variable that the template does not read.
+        A level of effort has no effect if the template has no levels: agents send one to every model. Raises
+        InvalidRequest for another variable that the template does not read.
         """
         variables = self._by_reasoning(conversation)
         for name, value in conversation.template_options.items():
@@ -102,9 +103,7 @@ class ChatTemplate:
                 variables[switch] = reasoning.is_enabled
             elif not reasoning.is_enabled:
                 raise InvalidRequest("reasoning", "this model's chat template cannot turn reasoning off")
-        if reasoning.effort is not None:
-            if not self.reads(EFFORT):
-                raise InvalidRequest("reasoning", "this model's chat template has no levels of effort")
+        if reasoning.effort is not None and self.reads(EFFORT):
             variables[EFFORT] = reasoning.effort
         return variables
 

@@ -170,7 +170,8 @@ def _tools_from(messages: Iterable[pb.Tool]) -> tuple[Tool, ...]:
             tools.append(Tool(message.name, description, schema, message.strict))
         else:
             tools.append(Tool(message.name, description, strict=message.strict))
-    check_tools(tools, "chat.tools", "name", "parameters")
+    placed = {f"chat.tools.{index}": tool for index, tool in enumerate(tools)}
+    check_tools(placed, "name", "parameters")
     return tuple(tools)
 
 

@@ -8,8 +8,11 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-Write = Callable[[bytes], Awaitable[None]]
-"""Sends one event, or several together. Waits while the client reads too slowly."""
+PING_INTERVAL_S = 15.0
+"""A stream gets a ping after this time without an event. Many proxies end a connection after a minute without a byte,
+and Claude Code after five minutes; a long prompt in a long queue takes longer."""
+COMMENT = b": ping\n\n"
+"""A ping that clients of every API ignore: a comment."""
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -24,44 +27,89 @@ def event(name: str, data: bytes | Mapping[str, object]) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), body)
 
 
+class EventSender:
+    """Sends the events of one response.
+
+    The status is sent with the first write. So an error before the first write gets its own status.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._sending = asyncio.Lock()
+        self._is_between_events = True
+        self._last_s = asyncio.get_running_loop().time()
+        self.has_begun = False
+        """True once the status is sent."""
+
+    async def __call__(self, body: bytes) -> None:
+        """Sends one event, several events together, or a part of one. Waits while the client reads too slowly."""
+        async with self._sending:
+            if not self.has_begun:
+                await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                self.has_begun = True  # not earlier: a ping may be cancelled while it waits for the client
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        if body:
+            self._is_between_events = body.endswith(b"\n\n")
+            self._last_s = asyncio.get_running_loop().time()
+
+    async def end(self) -> None:
+        """Sends the end of the response. No write may follow."""
+        if not self.has_begun:
+            await self(b"")
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def keep_alive(self, ping: bytes) -> None:
+        """Sends a ping after each PING_INTERVAL_S without an event, until it is cancelled."""
+        now = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(max(0.0, self._last_s + PING_INTERVAL_S - now()))
+            if self._is_idle and now() >= self._last_s + PING_INTERVAL_S:
+                await self(ping)
+            elif not self._is_idle:
+                self._last_s = now()
+
+    @property
+    def _is_idle(self) -> bool:
+        """False while the client still has to read an event."""
+        return self._is_between_events and not self._sending.locked()
+
+
 class EventStream(Response):
     """A response with everything that `produce` writes.
 
-    The status is sent with the first write. So an error before the first write gets its own status; a later
-    error breaks off the stream. `produce` is cancelled when the client disconnects. If a client stops
-    reading, the connection ends at a deadline (`BoundedH11`).
+    An error before the first write gets its own status; a later error breaks off the stream. `produce` is cancelled
+    when the client disconnects. If a client stops reading, the connection ends at a deadline (`BoundedH11`).
     """
 
-    def __init__(self, produce: Callable[[Write], Awaitable[None]]) -> None:
+    def __init__(self, produce: Callable[[EventSender], Awaitable[None]], ping: bytes | None = None) -> None:
+        """`ping`: what the client gets while no event comes; None: nothing."""
         super().__init__()
         self._produce = produce
+        self._ping = ping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - an ASGI signature
-        await while_connected(receive, self._send(send))
+        await while_connected(receive, self._run(EventSender(send)))
 
-    async def _send(self, send: Send) -> None:
-        is_open = False
-
-        async def write(body: bytes) -> None:
-            nonlocal is_open
-            if not is_open:
-                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                is_open = True
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-
-        await self._produce(write)
-        if not is_open:
-            await write(b"")
-        await send({"type": "http.response.body", "body": b""})
+    async def _run(self, sender: EventSender) -> None:
+        if self._ping is None:
+            await self._produce(sender)
+        else:
+            pinging = asyncio.create_task(sender.keep_alive(self._ping))
+            try:
+                await self._produce(sender)
+            finally:
+                pinging.cancel()
+                await asyncio.wait((pinging,))
+        await sender.end()
 
 
 def stream_of(events: AsyncGenerator[bytes, None]) -> EventStream:
     """Sends each event when `events` yields it. However the stream ends, the generator is closed."""
 
-    async def produce(write: Write) -> None:
+    async def produce(send: EventSender) -> None:
         async with aclosing(events):
             async for each in events:
-                await write(each)
+                await send(each)
 
     return EventStream(produce)
 

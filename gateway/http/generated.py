@@ -13,7 +13,7 @@ from baton.errors import DeadlinePassed
 from gateway.choices import ChoiceDelta, batches_of, in_turns
 from gateway.error_codes import codes_of
 from gateway.http.errors import in_terms_of
-from gateway.http.event_stream import EventStream, Write, while_connected
+from gateway.http.event_stream import EventSender, EventStream, while_connected
 from gateway.http.whole_json import send_json
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, GatewayRequest
@@ -27,6 +27,10 @@ class Answer(Protocol):
     The deltas of each answer come in order.
     """
 
+    @property
+    def ping(self) -> bytes:
+        """What a stream sends while no event comes."""
+
     def opening(self) -> bytes:
         """The events before the first delta. A stream sends them in the same write as that delta."""
 
@@ -37,7 +41,7 @@ class Answer(Protocol):
         """The events after the last delta of all answers."""
 
     def failure(self, error: Exception) -> bytes:
-        """The last event of a stream that fails after its first delta."""
+        """The last event of a stream that fails after its first delta or its first ping."""
 
     def on_delta(self, index: int, delta: Delta) -> None:
         """Collects a delta of answer `index` for `whole`."""
@@ -50,7 +54,7 @@ class GeneratedResponse(Response):
     """Generates the answers while it sends them. If the client disconnects, its requests end on all workers.
 
     Errors before the first token are raised, so the response has an error status. A later error becomes a
-    stream's last event.
+    stream's last event, and so does an error after a stream's first ping, with which the status is sent.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class GeneratedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._is_stream:
-            await EventStream(self._stream)(scope, receive, send)
+            await EventStream(self._stream, self._answer.ping)(scope, receive, send)
         else:
             await while_connected(receive, self._send_whole(send))
 
@@ -82,7 +86,7 @@ class GeneratedResponse(Response):
                 self._answer.on_delta(index, delta)
         await send_json(self._answer.whole(), send)
 
-    async def _stream(self, write: Write) -> None:
+    async def _stream(self, send: EventSender) -> None:
         """Sends the events of each delta; events that are available together are sent together."""
         answer = self._answer
         is_open = False
@@ -93,15 +97,15 @@ class GeneratedResponse(Response):
                     for index, delta in batch:
                         pieces.append(answer.piece(index, delta))
                     is_open = True
-                    await write(b"".join(pieces))
+                    await send(b"".join(pieces))
             last = answer.ending()
         except Exception as error:
-            if not is_open:
+            if not send.has_begun:
                 raise
             log_if_internal(error, self._requests[0].request_id)
             last = answer.failure(error)
         if last:
-            await write(last)
+            await send(last)
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from gateway.conversation import (
     Conversation,
     Vocabulary,
     answer_format_of,
+    with_system_first,
 )
 from gateway.conversation.checks import check_num_values
 from gateway.text.plain_tokenizer import PlainTokenizer
@@ -100,6 +101,9 @@ class Tokenizer:
     def render_chat(self, conversation: Conversation, add_generation_prompt: bool = True) -> str:
         """The conversation in the format of the model's training, up to the beginning of the answer.
 
+        Agents send system messages in mid-conversation, and some templates refuse them there. Then all system
+        messages become the first message.
+
         The template is a program by the model's author; it runs in transformers' sandbox. Its exceptions
         become an InvalidRequest that names `chat`. The calling code must limit its time.
         """
@@ -108,7 +112,17 @@ class Tokenizer:
                 "chat", "this model's tokenizer has no chat template; send text or token ids"
             )
         check_num_values(conversation.messages)
-        arguments = self.answer_format.template_arguments(conversation)
+        try:
+            return self._rendered(self.answer_format, conversation, add_generation_prompt)
+        except InvalidRequest:
+            if (moved := with_system_first(conversation)) is None:
+                raise
+        return self._rendered(self.answer_format, moved, add_generation_prompt)
+
+    def _rendered(
+        self, answer_format: AnswerFormat, conversation: Conversation, add_generation_prompt: bool
+    ) -> str:
+        arguments = answer_format.template_arguments(conversation)
         try:
             text = self._tokenizer.apply_chat_template(
                 **arguments, tokenize=False, add_generation_prompt=add_generation_prompt

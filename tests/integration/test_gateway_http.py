@@ -24,6 +24,7 @@ async def test_probes_tell_a_gateway_that_runs_from_one_that_can_serve(folder: P
         assert "\nbaton_gateway_ready 1.0\n" in (await get(gateway.http_port, "/metrics")).text
         (model,) = (await get(gateway.http_port, "/v1/models")).json()["data"]
         assert (model["id"], model["max_model_len"]) == ("tiny", 256)
+        assert model["root"] == str(folder), "vLLM's benchmark takes its tokenizer from here"
         gateway.workers.worker_died("w0", "of the test")
         ready = await get(gateway.http_port, "/ready")
         assert (ready.status_code, ready.json()["reason"]) == (503, "no decode worker is reachable")

@@ -117,6 +117,8 @@ async def test_without_the_right_to_administer_a_caller_sees_no_addresses_and_no
         assert whole["workers"][0]["slot"]["last_failure"] == "/secret/path: gone"
         async with client_with(under_test, ALICE) as client:
             assert (await client.model_info())["model_path"] == ""
+        for secret, root in ((ALICE, "tiny"), (ADMIN, str(folder))):
+            assert f'"root":"{root}"' in await raw_get(under_test, "/v1/models", secret)
 
 
 async def test_callers_cannot_end_or_even_meet_each_others_requests(folder: Path) -> None:

@@ -193,6 +193,8 @@ async def test_every_sampling_field_reaches_the_workers(folder: Path) -> None:
 
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+CLOSED = json.dumps(SCHEMA | {"additionalProperties": False}, separators=(",", ":"))
+"""Further properties are forbidden, since the schema does not allow them."""
 
 
 @pytest.mark.parametrize(
@@ -205,12 +207,12 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "require
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
-            StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+            StructuredOutput(GrammarKind.JSON_SCHEMA, CLOSED),
         ),
         ({"structured_outputs": {"regex": "a+"}}, StructuredOutput(GrammarKind.REGEX, "a+")),
         (
             {"structured_outputs": {"json": SCHEMA}},
-            StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+            StructuredOutput(GrammarKind.JSON_SCHEMA, CLOSED),
         ),
         (
             {"structured_outputs": {"grammar": 'start: "a"'}},

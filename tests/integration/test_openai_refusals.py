@@ -175,6 +175,8 @@ def part(**fields: Any) -> dict[str, Any]:
                     {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
                     "contradicts response_format",
                 ),
+                ("guided_json", {"guided_json": {}}, "use structured_outputs or response_format"),
+                ("guided_choice", {"guided_choice": ["a"]}, "use structured_outputs or response_format"),
                 ("store", {"store": True}, "must be false, got true"),
                 ("service_tier", {"service_tier": "flex"}, "must be 'auto' or 'default', got 'flex'"),
                 ("modalities.0", {"modalities": ["audio"]}, "must be 'text', got 'audio'"),
@@ -187,6 +189,8 @@ def part(**fields: Any) -> dict[str, Any]:
             "/v1/completions",
             TEXT,
             [
+                ("guided_regex", {"guided_regex": "a+"}, "use structured_outputs or response_format"),
+                ("guided_grammar", {"guided_grammar": "a"}, "use structured_outputs or response_format"),
                 ("prompt", {"prompt": None}, "must be a valid string"),
                 ("prompt.0.1", {"prompt": [[1, "a"], [2]]}, "must be a valid integer"),
                 ("prompt", {"prompt": []}, "at least 1"),

@@ -191,6 +191,8 @@ async def test_a_model_without_tools_refuses_them_by_name(folder: Path, stream: 
         for fields, param in (
             ({"reasoning_effort": "low"}, "reasoning_effort"),
             ({"thinking_token_budget": 9}, "thinking_token_budget"),
+            ({"thinking_token_budget": 9, "reasoning_effort": "low"}, "thinking_token_budget"),
+            ({"thinking_token_budget": 9, "reasoning_effort": "none"}, "reasoning_effort"),
             ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ):
             body = {"model": "tiny", "messages": [USER], "stream": stream} | fields

@@ -66,7 +66,7 @@ async def test_an_echo_has_the_log_probabilities_of_its_prompt(
             tops = [top for each in logprobs for top in each.top_logprobs]
             assert [top if top is None else len(top) for top in tops] == [
                 *(None, *[2] * num_scored),
-                *[0] * len(ANSWER),
+                *[1] * len(ANSWER),  # the token itself
             ]
         params = (await under_test.workers["p0"].next_request()).sampling_params
         assert (params.prompt_logprobs, params.logprobs, params.max_tokens) == (2, 2, 5)

@@ -17,6 +17,9 @@ class CacheControl(Body):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = Field(None, description="Accepted and ignored.")
+    scope: str | None = Field(
+        None, max_length=64, description="Accepted and ignored: Claude Code sends `global`."
+    )
 
 
 class ToolCaller(Body):
@@ -100,7 +103,7 @@ class AssistantTurn(Body):
 
 
 class SystemTurn(Body):
-    """Instructions in mid-conversation, where the model's chat template allows them."""
+    """Instructions in mid-conversation. They move to the beginning if the model's chat template refuses them here."""
 
     role: Literal["system"]
     content: str | TextBlocks

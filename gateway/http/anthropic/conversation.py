@@ -28,6 +28,10 @@ BETWEEN_TURNS = "\n\n"
 ERROR = "Error: "
 """Written before the result of a failed call, because chat templates cannot mark a failure in another way."""
 
+BILLING = "x-anthropic-billing-header:"
+"""Begins a line before Claude Code's system prompt. The line is for Anthropic's accounting, and differs in each
+request, so no prompt would share a cached prefix with an earlier one."""
+
 Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
 Numbered = Sequence[tuple[int, Turn]]
 """Turns with their indexes in the body."""
@@ -36,7 +40,8 @@ Numbered = Sequence[tuple[int, Turn]]
 def messages_of(system: str | list[TextBlock] | None, turns: Sequence[Turn]) -> tuple[ChatMessage, ...]:
     """The messages. Raises InvalidRequest for a result without a call, and for a call without a result; the
     error names the turn or the block."""
-    messages = [ChatMessage("system", text_of(system))] if system else []
+    instructions = _without_billing(system)
+    messages = [ChatMessage("system", instructions)] if instructions else []
     waiting: dict[str, str] = {}
     """Names of the tools by the ids of calls that have no result yet."""
     for role, numbered in groupby(enumerate(turns), key=lambda item: item[1].role):
@@ -61,6 +66,14 @@ def messages_of(system: str | list[TextBlock] | None, turns: Sequence[Turn]) -> 
         )
     _check_answered([(len(turns) - 1, turns[-1])], waiting)
     return tuple(messages)
+
+
+def _without_billing(system: str | list[TextBlock] | None) -> str:
+    """The system prompt's text, without lines of billing at the beginning of blocks."""
+    blocks = system if isinstance(system, list) else [TextBlock(type="text", text=system or "")]
+    return "".join(
+        block.text.partition("\n")[2] if block.text.startswith(BILLING) else block.text for block in blocks
+    )
 
 
 def _from_user(run: Numbered, waiting: dict[str, str]) -> list[ChatMessage]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from baton.request import FinishReason
 from gateway.http.anthropic.answers import MessageEnd, MessageTokensDetails, MessageUsage
 from gateway.http.anthropic.content import BlockStep, ContentBlocks
-from gateway.http.anthropic.events import EventWriter, error_event
+from gateway.http.anthropic.events import PING, EventWriter, error_event
 from gateway.http.anthropic.whole import CollectedMessage, MessageHead
 from gateway.http.dialects import Dialect
 from gateway.http.error_shapes import anthropic_error
@@ -16,6 +16,8 @@ from gateway.requests.request import Delta, Finish, GatewayRequest
 
 class MessageAnswer:
     """An Answer (see gateway.http.generated): one message."""
+
+    ping = PING
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ class CountTokensRequest(Body):
             "prompt": "messages",
             "chat": "messages",
             "token_ids": "messages",
-            "reasoning": "output_config.effort" if self.thinking is None else "thinking",
+            "reasoning": "thinking",
             "stop": "stop_sequences",
             "structured_output": "output_format" if self.output_format else "output_config.format",
         }

@@ -7,7 +7,8 @@ from pydantic import Field
 from gateway.conversation import ReasoningOptions
 from gateway.http.body import Body
 
-Display = Literal["summarized", "omitted"]
+Display = Literal["summarized", "omitted", "updates"]
+"""`updates` is a value of the beta API, which Claude Code sends."""
 
 
 class EnabledThinking(Body):
@@ -50,7 +51,7 @@ class OutputConfig(Body):
 
     format: JsonFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="A level of thinking, where the model's chat template knows it."
+        None, description="A level of thinking; no effect if the model's chat template has no levels."
     )
 
 

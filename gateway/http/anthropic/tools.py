@@ -84,9 +84,9 @@ ChoiceBody = Annotated[AutoChoice | AnyChoice | OneToolChoice | NoChoice, Field(
 def tools_of(definitions: list[ToolDefinition] | None) -> tuple[Tool, ...]:
     """The tools as Baton's own. Raises InvalidRequest if two tools have the same name, or if the schema of a
     tool's input is not one of an object."""
-    tools = tuple(definition.tool for definition in definitions or ())
-    check_tools(tools, "tools", "name", "input_schema")
-    return tools
+    tools = {f"tools.{index}": definition.tool for index, definition in enumerate(definitions or ())}
+    check_tools(tools, "name", "input_schema")
+    return tuple(tools.values())
 
 
 def tool_choice_of(choice: ChoiceBody | None, tools: tuple[Tool, ...]) -> ToolChoice:

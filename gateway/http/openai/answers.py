@@ -91,6 +91,7 @@ class CompletionLogprobs:
     token_logprobs: list[float | None]
     """Null for the first token of an echoed prompt, which nothing precedes."""
     top_logprobs: list[dict[str, float] | None]
+    """The token itself and the most likely tokens, by name."""
     text_offset: list[int]
     """Where the token begins in the choice's text, in characters."""
 
@@ -295,6 +296,8 @@ class ModelCard:
     owned_by: str
     max_model_len: int
     """Most tokens of prompt and answer together."""
+    root: str
+    """vLLM's extension: the model's folder or file. Callers that may not administer get the model's name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class ChatCompletionRequest(GenerationFields):
     parallel_tool_calls: bool | None = Field(None, description="Several calls in one answer. Default: true.")
     reasoning_effort: Effort | None = Field(
         None,
-        description="How much the model thinks first; refused if the model's template has no such levels.",
+        description="How much the model thinks first; a level has no effect if the model's template has none.",
     )
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
     service_tier: Literal["auto", "default"] | None = None
@@ -99,8 +99,9 @@ class ChatCompletionRequest(GenerationFields):
         names |= {"logprobs": "top_logprobs", "template_options": "chat_template_kwargs"}
         if self.max_tokens is None:
             names["max_tokens"] = "max_completion_tokens"
-        is_effort = self.reasoning_effort is not None
-        names["reasoning"] = "reasoning_effort" if is_effort else "thinking_token_budget"
+        effort, budget = self.reasoning_effort, self.thinking_token_budget
+        is_about_budget = effort is None or (effort != "none" and budget is not None)
+        names["reasoning"] = "thinking_token_budget" if is_about_budget else "reasoning_effort"
         return names
 
     def sampling(self) -> SamplingParams:

@@ -12,7 +12,12 @@ from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.choices import MAX_CHOICES
 from gateway.conversation import ReasoningOptions
 from gateway.http.body import Body
-from gateway.http.openai.structured import ResponseFormat, StructuredOutputs, structured_output_of
+from gateway.http.openai.structured import (
+    OldGuided,
+    ResponseFormat,
+    StructuredOutputs,
+    structured_output_of,
+)
 from gateway.http.sampling_fields import ModelName, PromptCacheKey, RequestId, SamplingFields
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -63,6 +68,11 @@ class GenerationFields(SamplingFields):
         description="How many of the most likely tokens to report with each token of the prompt. Not with stream.",
     )
     request_id: RequestId = None
+
+    guided_json: OldGuided = None
+    guided_regex: OldGuided = None
+    guided_choice: OldGuided = None
+    guided_grammar: OldGuided = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

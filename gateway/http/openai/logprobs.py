@@ -187,10 +187,11 @@ class CompletionLogprobsStream:
         return self._name(row[0][0])
 
     def _top(self, row: Row) -> str:
-        """The most likely tokens as a JSON object. If two tokens have the same name, the later one stays."""
-        named = {
-            self._name(token_id): number for token_id, number in zip(row[0][1:], row[1][1:], strict=True)
-        }
+        """The token itself and the most likely ones as a JSON object, as in OpenAI's API and vLLM's. If two tokens have
+        the same name, the first one stays."""
+        named: dict[str, str] = {}
+        for token_id, number in zip(*row, strict=True):
+            named.setdefault(self._name(token_id), number)
         return f"{{{','.join([f'{name}:{number}' for name, number in named.items()])}}}"
 
     def _next_offset(self, row: Row) -> str:

@@ -16,6 +16,7 @@ from pydantic_core import to_json
 from baton.request import FinishReason
 from gateway.conversation import AnswerEvent
 from gateway.http.errors import body_of
+from gateway.http.event_stream import COMMENT
 from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.fields import StreamOptions
@@ -63,6 +64,7 @@ class OpenAIAnswer(ABC):
     """The value of `object` in a stream's chunks."""
     has_prompt_logprobs_by_choice: ClassVar[bool]
     """Where vLLM's `prompt_logprobs` are: in each choice, or once for all choices."""
+    ping = COMMENT
 
     def __init__(
         self,

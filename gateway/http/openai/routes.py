@@ -160,7 +160,12 @@ def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: Serv
     """The routes of OpenAI's API: chat completions, completions, and the served model."""
     routes = APIRouter(route_class=JsonRoute)
     api = OpenAIRoutes(driver, preprocessor, model)
-    card = ModelCard(model.name, "model", int(time.time()), "baton", model.max_model_len)
+    began = int(time.time())
+
+    def card_for(request: Request) -> ModelCard:
+        caller: Caller = request.state.caller
+        root = model.path if caller.may_administer else model.name
+        return ModelCard(model.name, "model", began, "baton", model.max_model_len, root)
 
     @routes.post(
         "/v1/chat/completions",
@@ -186,13 +191,13 @@ def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: Serv
 
     @routes.head("/v1/models", include_in_schema=False)
     @routes.get("/v1/models", summary="The models served here")
-    async def models() -> ModelList:
-        return ModelList("list", [card])
+    async def models(request: Request) -> ModelList:
+        return ModelList("list", [card_for(request)])
 
     @routes.get("/v1/models/{name:path}", summary="One model", responses=ERRORS)
-    async def one_model(name: str) -> ModelCard:
+    async def one_model(name: str, request: Request) -> ModelCard:
         model.check_name(name)
-        return card
+        return card_for(request)
 
     return routes
 

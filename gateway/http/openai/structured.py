@@ -4,7 +4,8 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
@@ -54,6 +55,20 @@ class StructuredOutputs(Body):
     regex: Source | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     grammar: Source | None = Field(None, description="A context-free grammar in Lark's notation.")
+
+
+def _refuse_old(value: object) -> None:
+    if value is not None:
+        raise PydanticCustomError(
+            "not_supported",
+            "this old field of vLLM is not supported; use structured_outputs or response_format",
+        )
+
+
+OldGuided = Annotated[
+    None, BeforeValidator(_refuse_old), Field(description="vLLM's old field; use structured_outputs.")
+]
+"""The type of a field in place of which vLLM now has structured_outputs."""
 
 
 def structured_output_of(

@@ -13,7 +13,9 @@ from gateway.http.body import Body
 
 MAX_DESCRIPTION_CHARACTERS = 2**16
 
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+MAX_NAME_CHARACTERS = 128
+
+ToolName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.:/-]{{1,{MAX_NAME_CHARACTERS}}}$")]
 
 
 class FunctionDefinition(Body):
@@ -85,9 +87,9 @@ def tools_of(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
             raise InvalidRequest(
                 place, f"the schemas up to this one have more than {MAX_SCHEMA_CHARACTERS} bytes"
             )
-    converted = tuple(tool.as_tool() for tool in tools or ())
-    check_tools(converted, "tools", "function.name", "function.parameters")
-    return converted
+    converted = {f"tools.{index}": tool.as_tool() for index, tool in enumerate(tools or ())}
+    check_tools(converted, "function.name", "function.parameters")
+    return tuple(converted.values())
 
 
 def tool_choice_of(choice: ToolChoiceField | None, tools: Sequence[Tool]) -> ToolChoice:

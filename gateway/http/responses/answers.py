@@ -7,7 +7,7 @@ below.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gateway.http.openai.answers import ContentLogprob
+from gateway.http.openai.answers import ContentLogprob, Optional
 from gateway.http.responses.output import ItemStatus
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -65,6 +65,8 @@ class FunctionCallAnswer:
     call_id: str
     name: str
     arguments: str
+    namespace: Optional[str] = None
+    """The namespace of the function; absent if it is in none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from gateway.http.responses.items import (
     MessageItem,
     ReasoningItem,
 )
-from gateway.http.responses.tools import NamedFunction, tool_choice_of, tools_of
+from gateway.http.responses.tools import NamedFunction, joined_name, tool_choice_of, tools_of
 
 
 def conversation_of(body: PromptFields, items: Iterable[KeptItem]) -> Conversation:
@@ -63,8 +63,9 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
                         "input",
                         f"two function_calls of one turn have the call_id '{call_id[:60]}'; give each its own",
                     )
-                names[call_id], turn_of[call_id] = item.name, len(messages)
-                call = ToolCall(call_id, item.name, item.arguments)
+                names[call_id] = joined_name(item.namespace, item.name)
+                turn_of[call_id] = len(messages)
+                call = ToolCall(call_id, names[call_id], item.arguments)
                 messages[-1] = replace(turn, tool_calls=(*turn.tool_calls, call))
             case ReasoningItem():
                 if turn is None or turn.content or turn.tool_calls:

@@ -71,7 +71,7 @@ class CreateResponse:
             body, request.sampling_params, response_id, int(time.time()), is_stored=stored_by is not None
         )
         own_json = input_json(own, request.request_id)
-        generation = Generation(request, response, history, own_json, stored_by)
+        generation = Generation(request, response, history, own_json, stored_by, body.namespaces)
         tokens = self._tokens if body.has_logprobs else None
         return Responding(self._driver, generation, tokens, is_stream=bool(body.stream))
 

@@ -11,7 +11,7 @@ from gateway.conversation import ReasoningOptions
 from gateway.http.body import Body, NotSupported
 from gateway.http.openai.fields import Effort, reasoning_of
 from gateway.http.responses.items import MAX_ID_CHARACTERS, InputItem, InputItems, MessageItem
-from gateway.http.responses.tools import MAX_TOOLS, ResponseFunctionTool, ToolChoiceField
+from gateway.http.responses.tools import MAX_TOOLS, ResponseTool, ToolChoiceField, namespaces_of
 from gateway.http.sampling_fields import ModelName, PromptCacheKey, SamplingFields
 from gateway.preprocess import UNLIMITED
 
@@ -73,7 +73,7 @@ class TextOptions(Body):
 
 
 class ReasoningFields(Body):
-    """How much the model thinks. A level is refused if the model's chat template knows no levels."""
+    """How much the model thinks. A level has no effect if the model's chat template has no levels."""
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = Field(
@@ -103,7 +103,7 @@ class PromptFields(Body):
         max_length=MAX_ID_CHARACTERS,
         description="A stored response that this one continues.",
     )
-    tools: Annotated[list[ResponseFunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningFields | None = None
@@ -125,6 +125,11 @@ class PromptFields(Body):
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
         return self.input or []
+
+    @property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """The namespace and the own name of each function in a namespace, by the name that the model knows."""
+        return namespaces_of(self.tools)
 
     @property
     def reasoning_options(self) -> ReasoningOptions:
@@ -169,6 +174,9 @@ class ResponseRequest(PromptFields, SamplingFields):
     ) = Field(None, description="Repeated in the response.")
     user: str | None = Field(None, max_length=1024, description="Repeated, otherwise ignored.")
     safety_identifier: str | None = Field(None, max_length=1024, description="Repeated, otherwise ignored.")
+    client_metadata: dict[str, Any] | None = Field(
+        None, description="Accepted and ignored: Codex describes itself here."
+    )
     service_tier: Literal["auto", "default"] | None = None
     background: Literal[False] | None = None
     prompt_cache_key: PromptCacheKey | None = None

@@ -87,7 +87,7 @@ class FunctionCallItem(Body):
     status: Status | None = None
     async_: NotSupported = Field(None, alias="async")
     caller: NotSupported = None
-    namespace: NotSupported = None
+    namespace: Name | None = None
 
 
 class FunctionCallOutputItem(Body):
@@ -176,7 +176,10 @@ def as_kept(item: KeptItem, item_id: str) -> dict[str, Any]:
                 part = {"type": "output_text", "text": item.text, "annotations": []}
             return head | {"role": role, "content": [part]}
         case FunctionCallItem():
-            return head | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+            namespace = {} if item.namespace is None else {"namespace": item.namespace}
+            return (
+                head | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments} | namespace
+            )
         case FunctionCallOutputItem():
             return head | {"call_id": item.call_id, "output": item.text}
         case ReasoningItem():

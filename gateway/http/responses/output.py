@@ -4,9 +4,10 @@ in_progress --> completed
      |--------> incomplete      the answer ended within the item
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
+from types import MappingProxyType
 from typing import Literal
 
 from baton.request import TokenLogprobs
@@ -107,9 +108,12 @@ class CallOutput(OutputItem):
 
     call_id: str
     name: str
+    namespace: str | None = None
 
     def json(self, *, is_empty: bool = False) -> Iterator[str]:
         yield f'{{"id":{json_string(self.id)},"type":"function_call","status":"{self.status}",'
+        if self.namespace is not None:
+            yield f'"namespace":{json_string(self.namespace)},'
         yield f'"call_id":{json_string(self.call_id)},"name":{json_string(self.name)},"arguments":'
         yield from ('""',) if is_empty else self.text_json()
         yield "}"
@@ -140,11 +144,20 @@ class ItemClosed:
 
 Change = ItemOpened | ItemGrew | ItemClosed
 
+NO_NAMESPACES: Mapping[str, tuple[str, str]] = MappingProxyType({})
+
 
 class ResponseOutput:
     """The items of one answer. Items never overlap, so at most one is open."""
 
-    def __init__(self, request_id: str, tokens: ChatTokens | None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        tokens: ChatTokens | None,
+        namespaces: Mapping[str, tuple[str, str]] = NO_NAMESPACES,
+    ) -> None:
+        """`namespaces`: the namespace and the own name of functions, by the names that the model knows."""
+        self._namespaces = namespaces
         self._request_id = request_id
         self._call_ids = CallIds()
         self._tokens = tokens
@@ -171,7 +184,9 @@ class ResponseOutput:
                         yield from self._begin(ReasoningOutput(*self._named("rs")))
                     yield self._grown(text)
                 case CallBegins(index, name):
-                    call = CallOutput(*self._named("fc"), call_id=self._call_ids.of(index), name=name)
+                    namespace, name = self._namespaces.get(name, (None, name))
+                    call_id = self._call_ids.of(index)
+                    call = CallOutput(*self._named("fc"), call_id=call_id, name=name, namespace=namespace)
                     yield from self._begin(call)
                 case ArgumentsDelta(_, json):
                     yield self._grown(json)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from baton.errors import InvalidRequest, Overloaded, RequestAborted, StoreUnavai
 from baton.request import FinishReason
 from gateway.choices import in_turns
 from gateway.http.errors import message_of
-from gateway.http.event_stream import EventStream, Write, while_connected
+from gateway.http.event_stream import COMMENT, EventSender, EventStream, while_connected
 from gateway.http.generated import answering, log_if_internal
 from gateway.http.openai.logprobs import ChatTokens
 from gateway.http.responses.answers import ErrorCode, IncompleteDetails, ResponseError
@@ -42,6 +42,8 @@ class Generation:
     own_items: Sequence[dict[str, Any]]
     stored_by: RunningResponses | None
     """None: the response is not stored."""
+    namespaces: Mapping[str, tuple[str, str]]
+    """The namespace and the own name of functions, by the names that the model knows."""
 
 
 class Responding(Response):
@@ -49,7 +51,7 @@ class Responding(Response):
     nothing is stored.
 
     Errors before the first token are raised, so the HTTP response has an error status. A later error ends a
-    stream with `response.failed`.
+    stream with `response.failed`, and so does an error after a stream's first ping, with which the status is sent.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Responding(Response):
         self._generation = generation
         self._is_stream = is_stream
         self._parts = TokenParts(generation.request)
-        self._output = ResponseOutput(generation.request.request_id, tokens)
+        self._output = ResponseOutput(generation.request.request_id, tokens, generation.namespaces)
         self._parser = generation.request.new_parser()
         self._num_tokens = 0
         self._finish: Finish | None = None
@@ -73,7 +75,7 @@ class Responding(Response):
             self._running = generation.stored_by.begin(generation.request.caller.name, generation.response.id)
         try:
             if self._is_stream:
-                await EventStream(self._stream)(scope, receive, send)
+                await EventStream(self._stream, COMMENT)(scope, receive, send)
             else:
                 await while_connected(receive, self._send_whole(send))
         finally:
@@ -93,7 +95,7 @@ class Responding(Response):
         await self._store(state)
         await send_json(self._generation.response.pieces(state, self._output.items), send)
 
-    async def _stream(self, write: Write) -> None:
+    async def _stream(self, send: EventSender) -> None:
         """Sends the events of each delta without delay."""
         events = ResponseEvents(self._generation.response)
         is_open = False
@@ -102,20 +104,22 @@ class Responding(Response):
                 async for _, delta in in_turns(batches):
                     if not is_open:
                         is_open = True
-                        await write("".join(events.opening()).encode("ascii"))
-                    await self._write(write, events.of(self._changes(delta)))
+                        await self._write(send, events.opening())
+                    await self._write(send, events.of(self._changes(delta)))
             state = self._end_state()
             await self._store(state)
         except Exception as error:
-            if not is_open:
+            if not send.has_begun:
                 if isinstance(error, RequestAborted):
                     await self._store_cancelled(error)
                 raise
+            if not is_open:
+                await self._write(send, events.opening())
             state = self._failed_state(error)
-            await self._write(write, events.of(self._output.end(is_cut=True)))
+            await self._write(send, events.of(self._output.end(is_cut=True)))
             if not isinstance(error, StoreUnavailable):
                 await self._store_if_possible(state)
-        await self._write(write, events.ending(state, self._output.items))
+        await self._write(send, events.ending(state, self._output.items))
 
     def _changes(self, delta: Delta) -> Iterator[Change]:
         """The changes of a delta. Use up this iterator before the next delta."""
@@ -175,11 +179,11 @@ class Responding(Response):
         context = await _joined(context_pieces(generation.history, generation.own_items, items))
         await self._running.keep(StoredResponse(response, context))
 
-    async def _write(self, write: Write, pieces: Iterable[str]) -> None:
+    async def _write(self, send: EventSender, pieces: Iterable[str]) -> None:
         """Writes the pieces, which are ASCII, in large parts."""
         async with aclosing(portions(pieces)) as each:
             async for portion in each:
-                await write(portion.encode("ascii"))
+                await send(portion.encode("ascii"))
 
 
 async def _joined(pieces: Iterable[str]) -> bytes:

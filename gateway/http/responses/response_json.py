@@ -16,6 +16,7 @@ from gateway.http.responses.answers import (
 )
 from gateway.http.responses.create_request import ResponseRequest
 from gateway.http.responses.output import OutputItem
+from gateway.http.responses.tools import shown_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def _repeated(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
         "model": body.model,
         "instructions": body.instructions,
         "previous_response_id": body.previous_response_id,
-        "tools": [tool.as_shown() for tool in body.tools or ()],
+        "tools": shown_tools(body.tools),
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump() if choice else "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "max_output_tokens": body.max_output_tokens,

@@ -159,6 +159,8 @@ def test_only_variables_that_the_template_reads_are_passed() -> None:
 
     low = replace(HELLO, reasoning=ReasoningOptions(effort="low"))
     assert answer_format.template_arguments(low)["reasoning_effort"] == "low"
+    without = answer_format_of(TEMPLATES["hermes"], Vocabulary()).template_arguments(low)
+    assert "reasoning_effort" not in without, "agents send a level to every model"
     for name in ("thinking", "tokenize", "chat_template", "tools", "no_such"):
         with pytest.raises(InvalidRequest, match=f"^template_options: .* no variable '{name}'"):
             answer_format.template_arguments(replace(HELLO, template_options={name: True}))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.sampling import GrammarKind, StructuredOutput
+from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
 from gateway.conversation import Tool
 from gateway.conversation.call_syntax import GuidedTool
 from gateway.conversation.guided_schema import checked_answer, guided_schema
@@ -59,14 +59,55 @@ def test_parts_of_all_of_stay_open() -> None:
             "anyOf": [{"properties": {"a": {}}, "required": ["a"]}, {"properties": {"b": {}}}],
         },
         {"properties": {"kind": {}}, "$ref": "#/$defs/d", "$defs": {"d": {"properties": {"a": {}}}}},
+        {
+            "properties": {"kind": {}},
+            "anyOf": [{"oneOf": [{"$ref": "#/$defs/d"}]}],
+            "$defs": {"d": {"properties": {"a": {}}}},
+        },
+        {
+            "properties": {"a": {}},
+            "additionalProperties": True,
+            "dependentSchemas": {"a": {"properties": {"b": {}}}},
+        },
         {"properties": {"a": {}}, "required": ["a", "b"]},
+        {"properties": {"a": {}}, "minProperties": 2},
     ],
-    ids=["parts beside properties", "a reference beside properties", "required but not listed"],
+    ids=[
+        "parts beside properties",
+        "a reference beside properties",
+        "a reference in a part beside properties",
+        "a part for objects with a property",
+        "required but not listed",
+        "more required than listed",
+    ],
 )
 def test_an_object_that_would_forbid_what_is_required_stays_open(open_schema: dict[str, Any]) -> None:
     schema = {"type": "object", **open_schema}
 
     assert guided(schema) == schema
+    answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    assert json.loads(checked_answer(answer).source) == schema
+
+
+def test_objects_of_an_answer_are_closed_unless_the_schema_allows_further_properties() -> None:
+    """A small model would go on with properties of its own, up to max_tokens."""
+
+    def taken(schema: dict[str, Any]) -> dict[str, Any]:
+        answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+        result: dict[str, Any] = json.loads(checked_answer(answer).source)
+        return result
+
+    inner = {"properties": {"b": {"type": "string"}}}
+    closed = {**inner, "additionalProperties": False}
+    assert taken({"properties": {"a": inner}}) == {"properties": {"a": closed}, "additionalProperties": False}
+    for open_object in ({"type": "object"}, {**inner, "additionalProperties": True}):
+        assert taken(open_object) == open_object
+
+
+def test_a_schema_that_is_too_long_when_closed_stays_open() -> None:
+    schema = {"properties": {"a": {"enum": ["x" * (MAX_GRAMMAR_CHARACTERS - 50)]}}}
+    answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    assert json.loads(checked_answer(answer).source) == schema
 
 
 def test_alternatives_that_list_all_their_properties_are_closed() -> None:
@@ -107,7 +148,7 @@ def test_an_answers_schema_is_the_clients_own_without_what_has_no_effect() -> No
     path, date = '{"type": "string", "format": "path"}', '{"type": "string", "format": "date"}'
     several = f'"properties": {{"a": {date}, "format": {path}}}, "items": {{"uniqueItems": false}}'
     left = f'"properties": {{"a": {date}, "format": {{"type": "string"}}}}, "items": {{}}'
-    assert json.loads(taken(f"{{{several}}}")) == json.loads(f"{{{left}}}"), "objects stay open"
+    assert json.loads(taken(f"{{{several}}}")) == json.loads(f'{{{left}, "additionalProperties": false}}')
     assert taken('{"const": "\\ud800", "format": "path"}').isascii()
     for unchanged in ('{"title":"A"}', '{"format": "path"', f"[{path}]", '{"x": {"format":' * 5000):
         assert taken(unchanged) == unchanged, "the compiler says what is wrong"
@@ -207,7 +248,7 @@ def test_many_properties_and_many_required_names_take_no_time_on_the_event_loop(
 
 
 def test_an_answers_schema_does_not_grow_when_a_format_is_taken_out() -> None:
-    schema = {"properties": {"p": {"format": "path"}, "e": {"enum": ["中" * 30_000]}}}
+    schema = {"anyOf": [{"format": "path"}, {"enum": ["中" * 30_000]}]}
     answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
     checked = checked_answer(answer)
     assert len(checked.source) < len(answer.source)

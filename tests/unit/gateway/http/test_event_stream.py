@@ -1,4 +1,4 @@
-"""EventStream: server-sent events that end with their reader, and errors before the first of them."""
+"""EventStream: server-sent events that end with their reader, errors before the first of them, and pings."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -7,7 +7,8 @@ import pytest
 from starlette.types import Message
 
 from baton.errors import Overloaded
-from gateway.http.event_stream import EventStream, event, stream_of
+from gateway.http.event_stream import COMMENT, PING_INTERVAL_S, EventSender, EventStream, event, stream_of
+from tests.factories.virtual_loop import in_virtual_time
 
 
 class Reader:
@@ -15,18 +16,30 @@ class Reader:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
+        self.times: list[float] = []
         self.leaves = asyncio.Event()
+        self.reads = asyncio.Event()
+        """While this is clear, the client reads nothing."""
+        self.reads.set()
 
     async def receive(self) -> Message:
         await self.leaves.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
+        await self.reads.wait()
         self.messages.append(message)
+        self.times.append(asyncio.get_running_loop().time())
 
     @property
     def body(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.messages)
+
+    @property
+    def ping_times(self) -> list[float]:
+        """When pings came, in intervals."""
+        pairs = zip(self.messages, self.times, strict=True)
+        return [round(at / PING_INTERVAL_S, 3) for message, at in pairs if message.get("body") == COMMENT]
 
     async def get(self, stream: EventStream) -> None:
         await stream({"type": "http", "path": "/events"}, self.receive, self.send)
@@ -82,3 +95,65 @@ async def test_a_client_that_leaves_ends_the_source_at_once() -> None:
     async with asyncio.timeout(60):
         await serving
     assert source.is_closed
+
+
+async def intervals(number: float) -> None:
+    await asyncio.sleep(number * PING_INTERVAL_S)
+
+
+@in_virtual_time
+async def test_a_ping_comes_after_each_interval_without_an_event() -> None:
+    async def produce(send: EventSender) -> None:
+        await intervals(2.5)
+        assert send.has_begun
+        await send(b"data: 1\n\n")
+        await intervals(0.9)
+        await send(b"data: 2\n\n")
+        await send(b"")  # is no event
+        await intervals(1.2)
+
+    reader = Reader()
+    await reader.get(EventStream(produce, COMMENT))
+    assert reader.ping_times == [1.0, 2.0, 4.4]
+    assert reader.body.replace(COMMENT, b"") == b"data: 1\n\ndata: 2\n\n"
+
+
+@in_virtual_time
+async def test_no_ping_comes_within_an_event_or_before_a_slow_reader() -> None:
+    async def produce(send: EventSender) -> None:
+        await send(b"data: a large")
+        await intervals(3.5)
+        await send(b" one\n\n")
+        reader.reads.clear()
+        asyncio.get_running_loop().call_later(3 * PING_INTERVAL_S, reader.reads.set)
+        await send(b"data: 2\n\n")
+
+    reader = Reader()
+    await reader.get(EventStream(produce, COMMENT))
+    assert reader.body == b"data: a large one\n\ndata: 2\n\n"
+
+
+@in_virtual_time
+async def test_an_error_before_the_first_ping_has_its_own_status() -> None:
+    async def produce(send: EventSender) -> None:
+        await intervals(0.9)
+        assert not send.has_begun
+        raise Overloaded("full", retry_after_s=1.0)
+
+    reader = Reader()
+    with pytest.raises(Overloaded):
+        await reader.get(EventStream(produce, COMMENT))
+    assert reader.messages == []
+
+
+@in_virtual_time
+async def test_an_error_while_the_first_ping_cannot_go_out_has_its_own_status() -> None:
+    async def produce(_: EventSender) -> None:
+        await intervals(1.5)
+        raise Overloaded("full", retry_after_s=1.0)
+
+    reader = Reader()
+    reader.reads.clear()
+    with pytest.raises(Overloaded):
+        await reader.get(EventStream(produce, COMMENT))
+    assert reader.messages == []

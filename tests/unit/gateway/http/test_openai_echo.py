@@ -154,13 +154,19 @@ def expected_logprobs(
     def name(token_id: int) -> str:
         return token_name(tokenizer.token_bytes(token_id))
 
+    def top(position: TokenLogprobs) -> dict[str, float]:
+        named: dict[str, float] = {}
+        for token_id, number in ((position.token_id, position.logprob), *position.top):
+            named.setdefault(name(token_id), max(number, MIN_LOGPROB))
+        return named
+
     positions = [*scores_of(prompt, num_top), *answer]
     token_ids = [prompt[0], *(position.token_id for position in positions)]
     before = [tokenizer.decode(token_ids[:number], True) for number in range(len(token_ids))]
     return CompletionLogprobs(
         list(map(name, token_ids)),
         [None, *(position.logprob for position in positions)],
-        [None, *({name(id_): max(number, MIN_LOGPROB) for id_, number in each.top} for each in positions)],
+        [None, *map(top, positions)],
         list(map(len, before)),
     )
 

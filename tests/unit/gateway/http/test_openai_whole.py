@@ -110,6 +110,12 @@ def one_go_completion(
     def name(token_id: int) -> str:
         return token_name(tokenizer.token_bytes(token_id))
 
+    def top(position: TokenLogprobs) -> dict[str, float]:
+        named: dict[str, float] = {}
+        for token_id, number in ((position.token_id, position.logprob), *position.top):
+            named.setdefault(name(token_id), max(number, MIN_LOGPROB))
+        return named
+
     def logprobs(positions: Sequence[TokenLogprobs]) -> CompletionLogprobs | None:
         if not positions:
             return None
@@ -121,7 +127,7 @@ def one_go_completion(
         return CompletionLogprobs(
             [name(each.token_id) for each in positions],
             [max(each.logprob, MIN_LOGPROB) for each in positions],
-            [{name(id_): max(number, MIN_LOGPROB) for id_, number in each.top} for each in positions],
+            [top(each) for each in positions],
             offsets,
         )
 

@@ -32,7 +32,7 @@ from gateway.http.responses.items import (
     MessageItem,
     ReasoningItem,
 )
-from gateway.http.responses.tools import ResponseAllowedTools, ResponseFunctionTool
+from gateway.http.responses.tools import NamespaceTool, ResponseAllowedTools, ResponseFunctionTool
 
 PAGE = (Path(__file__).parents[5] / "docs" / "responses.md").read_text()
 PUBLIC = {
@@ -73,6 +73,7 @@ def test_the_token_count_knows_the_public_fields() -> None:
             TextOptions,
             ResponseStreamOptions,
             ResponseFunctionTool,
+            NamespaceTool,
         ),
         *(
             MessageItem,
@@ -114,8 +115,7 @@ def test_some_are_refused() -> None:
         ({"background": True}, "background"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"tools": [{"type": "web_search"}]}, "web_search"),
-        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "mcp"),
+        ({"tools": [{"type": "local_shell"}]}, "local_shell"),
         ({"tools": [{"type": "custom", "name": "x"}]}, "custom"),
         ({"tool_choice": {"type": "file_search"}}, "file_search"),
         ({"include": ["file_search_call.results"]}, "include.0"),
