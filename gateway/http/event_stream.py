@@ -11,8 +11,14 @@ from starlette.types import Receive, Scope, Send
 PING_INTERVAL_S = 15.0
 """A stream gets a ping after this time without an event. Many proxies end a connection after a minute without a byte,
 and Claude Code after five minutes; a long prompt in a long queue takes longer."""
-COMMENT = b": ping\n\n"
-"""A ping that clients of every API ignore: a comment."""
+Ping = Callable[[], bytes]
+"""Makes a ping: one event, or several."""
+
+
+def comment() -> bytes:
+    """A ping that clients ignore."""
+    return b": ping\n\n"
+
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -58,13 +64,13 @@ class EventSender:
             await self(b"")
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def keep_alive(self, ping: bytes) -> None:
+    async def keep_alive(self, ping: Ping) -> None:
         """Sends a ping after each PING_INTERVAL_S without an event, until it is cancelled."""
         now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(max(0.0, self._last_s + PING_INTERVAL_S - now()))
             if self._is_idle and now() >= self._last_s + PING_INTERVAL_S:
-                await self(ping)
+                await self(ping())
             elif not self._is_idle:
                 self._last_s = now()
 
@@ -81,8 +87,8 @@ class EventStream(Response):
     when the client disconnects. If a client stops reading, the connection ends at a deadline (`BoundedH11`).
     """
 
-    def __init__(self, produce: Callable[[EventSender], Awaitable[None]], ping: bytes | None = None) -> None:
-        """`ping`: what the client gets while no event comes; None: nothing."""
+    def __init__(self, produce: Callable[[EventSender], Awaitable[None]], ping: Ping | None = None) -> None:
+        """`ping`: makes what the client gets while no event comes; None: the client gets nothing."""
         super().__init__()
         self._produce = produce
         self._ping = ping

@@ -27,7 +27,6 @@ class Answer(Protocol):
     The deltas of each answer come in order.
     """
 
-    @property
     def ping(self) -> bytes:
         """What a stream sends while no event comes."""
 

@@ -28,7 +28,13 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": HELLO, "max_tokens": len(ANSWER)},
     "/v1/responses": {"input": "Hello"},
 }
-COMMENT, NAMED = ": ping\n\n", 'event: ping\ndata: {"type":"ping"}\n\n'
+PING = {
+    "/v1/chat/completions": ": ping\n\n",
+    "/v1/completions": ": ping\n\n",
+    "/v1/messages": 'event: ping\ndata: {"type":"ping"}\n\n',
+    "/v1/responses": 'event: keepalive\ndata: {"type":"keepalive","sequence_number":2}\n\n',
+}
+"""The first ping; in responses, the first after the events with which a stream begins."""
 LATE = {
     "/v1/chat/completions": '"message": "messages: does not fit"',
     "/v1/completions": '"message": "prompt: does not fit"',
@@ -38,10 +44,6 @@ LATE = {
 """What an error after a ping looks like."""
 
 
-def ping_of(path: str) -> str:
-    return NAMED if path == "/v1/messages" else COMMENT
-
-
 @pytest.fixture
 def pinged(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set whenever a ping went out, which is soon."""
@@ -49,7 +51,7 @@ def pinged(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
     async def noted(sender: EventSender, body: bytes) -> None:
         await send(sender, body)
-        if body.decode() in (COMMENT, NAMED):
+        if body.decode() in PING.values():
             event.set()
 
     monkeypatch.setattr(event_stream, "PING_INTERVAL_S", 0.05)
@@ -74,17 +76,33 @@ async def text_of(under_test: GatewayUnderTest, path: str) -> str:
     return str(answer.text)
 
 
+def check_beginning(path: str, text: str) -> None:
+    """A stream begins with a ping. Responses need their first events before, and number all events."""
+    beginning, ping, _ = text.partition(PING[path])
+    assert ping
+    if path != "/v1/responses":
+        assert beginning == ""
+        return
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line[:5] == "data:"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:3]] == [
+        "response.created",
+        "response.in_progress",
+        "keepalive",
+    ]
+    assert beginning.count("event: ") == 2
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_stream_that_waits_gets_pings(folder: Path, path: str, pinged: asyncio.Event) -> None:
     async with gateway_with(folder, {}, {"d0": silent}) as under_test:
         stream = asyncio.create_task(text_of(under_test, path))
         await answered_after_a_ping(under_test, pinged, fails=False)
         text = await stream
-    ping = ping_of(path)
-    assert text.startswith(ping)
-    rest = text.replace(ping, "")
-    assert "baton" in rest
-    assert all("data: " in event for event in rest.removesuffix("\n\n").split("\n\n"))
+    check_beginning(path, text)
+    events = text.replace(": ping\n\n", "").removesuffix("\n\n").split("\n\n")
+    assert "baton" in text
+    assert all("data: " in event for event in events), "no ping is within an event"
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -93,16 +111,9 @@ async def test_an_error_after_a_ping_is_an_event(folder: Path, path: str, pinged
         stream = asyncio.create_task(text_of(under_test, path))
         await answered_after_a_ping(under_test, pinged, fails=True)
         text = await stream
-    assert text.startswith(ping_of(path))
+    check_beginning(path, text)
     assert LATE[path] in text
     assert "[DONE]" not in text
-    if path == "/v1/responses":
-        numbers = [
-            json.loads(line.removeprefix("data: "))["sequence_number"]
-            for line in text.splitlines()
-            if line.startswith("data: ")
-        ]
-        assert numbers == [0, 1, 2], "the stream has its beginning"
 
 
 @pytest.mark.parametrize("path", BODIES)

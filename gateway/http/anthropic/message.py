@@ -17,8 +17,6 @@ from gateway.requests.request import Delta, Finish, GatewayRequest
 class MessageAnswer:
     """An Answer (see gateway.http.generated): one message."""
 
-    ping = PING
-
     def __init__(
         self,
         request: GatewayRequest,
@@ -39,6 +37,9 @@ class MessageAnswer:
         self._events = EventWriter(head)
         self._message = CollectedMessage()
         self._finish: Finish | None = None
+
+    def ping(self) -> bytes:
+        return PING
 
     def opening(self) -> bytes:
         return self._events.opening(self._usage)

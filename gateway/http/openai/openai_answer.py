@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from baton.request import FinishReason
 from gateway.conversation import AnswerEvent
 from gateway.http.errors import body_of
-from gateway.http.event_stream import COMMENT
+from gateway.http.event_stream import comment
 from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.fields import StreamOptions
@@ -64,7 +64,6 @@ class OpenAIAnswer(ABC):
     """The value of `object` in a stream's chunks."""
     has_prompt_logprobs_by_choice: ClassVar[bool]
     """Where vLLM's `prompt_logprobs` are: in each choice, or once for all choices."""
-    ping = COMMENT
 
     def __init__(
         self,
@@ -89,6 +88,9 @@ class OpenAIAnswer(ABC):
         self._logprobs = logprobs
         self._ranked_tokens = ranked_tokens
         self._start = in_ascii(f"data: {head.json(self.chunk_kind)}")
+
+    def ping(self) -> bytes:
+        return comment()
 
     @abstractmethod
     def opening(self) -> bytes: ...

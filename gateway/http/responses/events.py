@@ -1,9 +1,10 @@
 """ResponseEvents: turns the changes of a response's output into server-sent events; does no I/O.
 
-    created, in_progress, (item added, [part added], delta*, done, [part done], item done)*,
+    created, in_progress, (keepalive | item added, [part added], delta*, done, [part done], item done)*,
     completed | incomplete | failed
 
-Events are numbered from 0. The JSON is ASCII, because some clients split lines at characters such as U+2028.
+Events are numbered from 0. OpenAI sends `keepalive`, too, without documenting it. The JSON is ASCII, because some
+clients split lines at characters such as U+2028.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,7 +52,16 @@ class ResponseEvents:
         self._response = response
         self._sequence_number = 0
 
+    def ping(self) -> bytes:
+        """The events that tell a client that its response still runs. The first events of a stream do so, too."""
+        if self._sequence_number == 0:
+            return "".join(self.opening()).encode("ascii")
+        return f"{self._begin('keepalive').removesuffix(',')}}}\n\n".encode("ascii")
+
     def opening(self) -> Iterator[str]:
+        """The first events; nothing if the stream has begun."""
+        if self._sequence_number > 0:
+            return
         for name in ("response.created", "response.in_progress"):
             yield from self._response_event(name, BEGUN, ())
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -14,7 +15,7 @@ from baton.errors import InvalidRequest, Overloaded, RequestAborted, StoreUnavai
 from baton.request import FinishReason
 from gateway.choices import in_turns
 from gateway.http.errors import message_of
-from gateway.http.event_stream import COMMENT, EventSender, EventStream, while_connected
+from gateway.http.event_stream import EventSender, EventStream, while_connected
 from gateway.http.generated import answering, log_if_internal
 from gateway.http.openai.logprobs import ChatTokens
 from gateway.http.responses.answers import ErrorCode, IncompleteDetails, ResponseError
@@ -75,7 +76,8 @@ class Responding(Response):
             self._running = generation.stored_by.begin(generation.request.caller.name, generation.response.id)
         try:
             if self._is_stream:
-                await EventStream(self._stream, COMMENT)(scope, receive, send)
+                events = ResponseEvents(generation.response)
+                await EventStream(partial(self._stream, events), events.ping)(scope, receive, send)
             else:
                 await while_connected(receive, self._send_whole(send))
         finally:
@@ -95,16 +97,12 @@ class Responding(Response):
         await self._store(state)
         await send_json(self._generation.response.pieces(state, self._output.items), send)
 
-    async def _stream(self, send: EventSender) -> None:
+    async def _stream(self, events: ResponseEvents, send: EventSender) -> None:
         """Sends the events of each delta without delay."""
-        events = ResponseEvents(self._generation.response)
-        is_open = False
         try:
             async with answering(self._driver, [self._generation.request], CLIENT_NAMES) as batches:
                 async for _, delta in in_turns(batches):
-                    if not is_open:
-                        is_open = True
-                        await self._write(send, events.opening())
+                    await self._write(send, events.opening())
                     await self._write(send, events.of(self._changes(delta)))
             state = self._end_state()
             await self._store(state)
@@ -113,8 +111,6 @@ class Responding(Response):
                 if isinstance(error, RequestAborted):
                     await self._store_cancelled(error)
                 raise
-            if not is_open:
-                await self._write(send, events.opening())
             state = self._failed_state(error)
             await self._write(send, events.of(self._output.end(is_cut=True)))
             if not isinstance(error, StoreUnavailable):

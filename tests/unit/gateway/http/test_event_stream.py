@@ -7,7 +7,7 @@ import pytest
 from starlette.types import Message
 
 from baton.errors import Overloaded
-from gateway.http.event_stream import COMMENT, PING_INTERVAL_S, EventSender, EventStream, event, stream_of
+from gateway.http.event_stream import PING_INTERVAL_S, EventSender, EventStream, comment, event, stream_of
 from tests.factories.virtual_loop import in_virtual_time
 
 
@@ -39,7 +39,7 @@ class Reader:
     def ping_times(self) -> list[float]:
         """When pings came, in intervals."""
         pairs = zip(self.messages, self.times, strict=True)
-        return [round(at / PING_INTERVAL_S, 3) for message, at in pairs if message.get("body") == COMMENT]
+        return [round(at / PING_INTERVAL_S, 3) for message, at in pairs if message.get("body") == comment()]
 
     async def get(self, stream: EventStream) -> None:
         await stream({"type": "http", "path": "/events"}, self.receive, self.send)
@@ -113,9 +113,9 @@ async def test_a_ping_comes_after_each_interval_without_an_event() -> None:
         await intervals(1.2)
 
     reader = Reader()
-    await reader.get(EventStream(produce, COMMENT))
+    await reader.get(EventStream(produce, comment))
     assert reader.ping_times == [1.0, 2.0, 4.4]
-    assert reader.body.replace(COMMENT, b"") == b"data: 1\n\ndata: 2\n\n"
+    assert reader.body.replace(comment(), b"") == b"data: 1\n\ndata: 2\n\n"
 
 
 @in_virtual_time
@@ -129,7 +129,7 @@ async def test_no_ping_comes_within_an_event_or_before_a_slow_reader() -> None:
         await send(b"data: 2\n\n")
 
     reader = Reader()
-    await reader.get(EventStream(produce, COMMENT))
+    await reader.get(EventStream(produce, comment))
     assert reader.body == b"data: a large one\n\ndata: 2\n\n"
 
 
@@ -142,7 +142,7 @@ async def test_an_error_before_the_first_ping_has_its_own_status() -> None:
 
     reader = Reader()
     with pytest.raises(Overloaded):
-        await reader.get(EventStream(produce, COMMENT))
+        await reader.get(EventStream(produce, comment))
     assert reader.messages == []
 
 
@@ -155,5 +155,5 @@ async def test_an_error_while_the_first_ping_cannot_go_out_has_its_own_status() 
     reader = Reader()
     reader.reads.clear()
     with pytest.raises(Overloaded):
-        await reader.get(EventStream(produce, COMMENT))
+        await reader.get(EventStream(produce, comment))
     assert reader.messages == []
