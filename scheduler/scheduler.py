@@ -376,12 +376,12 @@ class Scheduler:
         if len(all_token_ids) >= request.next_hash_at:
             self._kv.tokens_arrived(request)
         output = RequestOutput(
-            request_id=request.request_id,
-            first_position=first_position,
-            token_ids=tuple(token_ids[:num_taken]),
-            logprobs=tuple(logprobs[:num_taken]) if logprobs else None,
-            num_cached_tokens=request.num_cached_tokens,
+            request.request_id,
+            first_position,
+            tuple(token_ids[:num_taken]),
+            tuple(logprobs[:num_taken]) if logprobs else None,
         )
+        output.num_cached_tokens = request.num_cached_tokens
         if request.prompt_logprobs is not None:
             output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         if status is None:
