@@ -26,7 +26,10 @@ QueueKey = tuple[float | str, ...]
 
 
 class RequestStatus(Enum):
-    """The state of a request; see the drawing above."""
+    """The state of a request; see the drawing above.
+
+    Python looks up a member of an Enum slowly. So loops over a step's requests look it up once, before they begin.
+    """
 
     WAITING = auto()
     WAITING_FOR_FSM = auto()

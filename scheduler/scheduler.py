@@ -130,7 +130,7 @@ class Scheduler:
         """Processes a step's samples. Returns the outputs by client, including those of finished requests."""
         outputs = ClientOutputs()
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
-        forced = model_runner_output.forced_token_ids
+        forced, preempted = model_runner_output.forced_token_ids, RequestStatus.PREEMPTED
         requests = self._under_way.pop(scheduler_output.step, [])
         self._speculation.verify(requests, scheduler_output.scheduled_spec_decode_tokens, sampled)
         if scored := model_runner_output.prompt_logprobs:
@@ -143,7 +143,7 @@ class Scheduler:
                 continue  # not all of its known tokens are computed, or it failed, or it has ended
             if request.num_output_placeholders:
                 request.num_output_placeholders -= 1
-            if request.status is RequestStatus.PREEMPTED and self._must_sample_again(request):
+            if request.status is preempted and self._must_sample_again(request):
                 continue
             asked = logprobs.get(name) if logprobs else None
             if forced and (behind := forced.get(name)):

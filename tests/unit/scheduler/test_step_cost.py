@@ -3,6 +3,13 @@
 `benchmarks.scheduler_instructions` counts what such a step costs in all.
 """
 
+import dis
+import sys
+from collections import Counter
+from collections.abc import Callable
+from enum import EnumType
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -11,7 +18,7 @@ from baton.request import RequestOutput
 from baton.step import ModelRunnerOutput
 from scheduler import Scheduler
 from scheduler import scheduler as scheduler_module
-from tests.factories.scheduling import flatten, make_request, make_scheduler
+from tests.factories.scheduling import EOS, flatten, make_request, make_scheduler
 
 NUM_REQUESTS = 16
 
@@ -25,11 +32,38 @@ def decoding(**overrides: Any) -> Scheduler:
     return scheduler
 
 
-def run_decode_step(scheduler: Scheduler) -> list[RequestOutput]:
+def run_decode_step(scheduler: Scheduler, ends: str = "", **output: Any) -> list[RequestOutput]:
+    """Every request samples a token; that of the request `ends` ends it."""
     plan = scheduler.schedule()
     assert len(plan.num_scheduled_tokens) == NUM_REQUESTS
-    output = ModelRunnerOutput({request_id: [7] for request_id in plan.num_scheduled_tokens})
-    return flatten(scheduler.update_from_output(plan, output))
+    samples = {request_id: [EOS if request_id == ends else 7] for request_id in plan.num_scheduled_tokens}
+    return flatten(scheduler.update_from_output(plan, ModelRunnerOutput(samples, **output)))
+
+
+def lookups_of_enums(run: Callable[[], object]) -> Counter[str]:
+    """How often each function looked up an Enum class while this ran."""
+    counts: Counter[str] = Counter()
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        frame.f_trace_opcodes = True
+        name = _globals_loaded(frame.f_code).get(frame.f_lasti, "") if event == "opcode" else ""
+        if isinstance(frame.f_globals.get(name), EnumType):
+            counts[f"{frame.f_code.co_qualname} looks up {name}"] += 1
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(former)
+    return counts
+
+
+@cache
+def _globals_loaded(code: CodeType) -> dict[int, str]:
+    """By the place of the instruction."""
+    return {each.offset: each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
 
 
 def test_an_output_of_a_usual_step_is_made_without_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +77,23 @@ def test_an_output_of_a_usual_step_is_made_without_keywords(monkeypatch: pytest.
     outputs = run_decode_step(scheduler)
     assert outputs[3] == RequestOutput("r3", first_position=1, token_ids=(7,))
     assert keywords == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "output"),
+    [({}, {}), ({"num_speculative_tokens": 2}, {"draft_token_ids": {"r3": (1, 2)}, "unforeseeable": {"r5"}})],
+    ids=["without drafts", "with drafts"],
+)
+def test_members_of_enums_are_looked_up_once(overrides: dict[str, Any], output: dict[str, Any]) -> None:
+    scheduler = decoding(**overrides)
+    found = lookups_of_enums(lambda: run_decode_step(scheduler, **output))
+    assert found["Running.go_on looks up RequestStatus"] == 1
+    assert {name: count for name, count in found.items() if count > 1} == {}
+
+
+def test_an_end_does_not_look_up_members_for_requests_that_run_on() -> None:
+    scheduler = decoding()
+    found = lookups_of_enums(lambda: run_decode_step(scheduler, ends="r3"))
+    assert "r3" not in scheduler.request_ids
+    assert found["Running.drop_gone looks up RequestStatus"] == 1
+    assert found.total() < NUM_REQUESTS
