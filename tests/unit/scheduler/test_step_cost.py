@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from baton.kv import TransferRole
 from baton.request import RequestOutput
 from baton.step import ModelRunnerOutput
 from scheduler import Scheduler
 from scheduler import scheduler as scheduler_module
-from tests.factories.scheduling import EOS, flatten, make_request, make_scheduler
+from tests.factories.scheduling import EOS, FakeConnector, flatten, make_request, make_scheduler
 
 NUM_REQUESTS = 16
 
@@ -60,6 +61,23 @@ def lookups_of_enums(run: Callable[[], object]) -> Counter[str]:
     return counts
 
 
+def called_for_each(run: Callable[[], object]) -> set[str]:
+    """Python functions that were called at least once for each request while this ran."""
+    counts: Counter[str] = Counter()
+
+    def profile(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call":
+            counts[frame.f_code.co_qualname] += 1
+
+    former = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(former)
+    return {name for name, count in counts.items() if count >= NUM_REQUESTS}
+
+
 @cache
 def _globals_loaded(code: CodeType) -> dict[int, str]:
     """By the place of the instruction."""
@@ -97,3 +115,26 @@ def test_an_end_does_not_look_up_members_for_requests_that_run_on() -> None:
     assert "r3" not in scheduler.request_ids
     assert found["Running.drop_gone looks up RequestStatus"] == 1
     assert found.total() < NUM_REQUESTS
+
+
+def test_few_functions_are_called_for_each_request() -> None:
+    scheduler = decoding()
+    assert called_for_each(lambda: run_decode_step(scheduler)) == {
+        "Running.num_wanted_tokens",
+        "KVCache.extend_table",
+        "StepPlan.proceed",
+        "StepPlan._spend",
+        "Scheduler._take_tokens",
+        "__create_fn__.<locals>.__init__",  # of RequestOutput
+    }
+
+
+def test_the_role_in_a_hand_over_needs_no_call() -> None:
+    """Each step of a prefill worker looks at the role of all its requests."""
+    scheduler = make_scheduler(FakeConnector(), long_prefill_token_threshold=4)
+    for _ in range(NUM_REQUESTS):
+        scheduler.add_request(make_request(17, role=TransferRole.PRODUCER))
+    scheduler.schedule()
+    called = called_for_each(scheduler.schedule)
+    assert "Running.num_fitting_tokens" in called
+    assert {name for name in called if name.startswith("Request.is_")} <= {"Request.is_prefilling"}
