@@ -375,10 +375,11 @@ class Scheduler:
                     break
         if len(all_token_ids) >= request.next_hash_at:
             self._kv.tokens_arrived(request)
+        taken = token_ids if num_taken == len(token_ids) else token_ids[:num_taken]
         output = RequestOutput(
             request.request_id,
             first_position,
-            tuple(token_ids[:num_taken]),
+            tuple(taken),
             tuple(logprobs[:num_taken]) if logprobs else None,
         )
         output.num_cached_tokens = request.num_cached_tokens

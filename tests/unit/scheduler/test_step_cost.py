@@ -97,6 +97,22 @@ def test_an_output_of_a_usual_step_is_made_without_keywords(monkeypatch: pytest.
     assert keywords == []
 
 
+class Uncut(list[int]):
+    """Sampled tokens that may be copied only as a whole."""
+
+    def __getitem__(self, index: Any) -> Any:
+        assert not isinstance(index, slice), "tokens are copied twice"
+        return super().__getitem__(index)
+
+
+def test_the_tokens_of_an_output_are_copied_once() -> None:
+    scheduler = decoding()
+    plan = scheduler.schedule()
+    samples = {request_id: Uncut([7]) for request_id in plan.num_scheduled_tokens}
+    outputs = flatten(scheduler.update_from_output(plan, ModelRunnerOutput(samples)))
+    assert [output.token_ids for output in outputs] == [(7,)] * NUM_REQUESTS
+
+
 @pytest.mark.parametrize(
     ("overrides", "output"),
     [({}, {}), ({"num_speculative_tokens": 2}, {"draft_token_ids": {"r3": (1, 2)}, "unforeseeable": {"r5"}})],
