@@ -13,6 +13,7 @@ import pytest
 from kv_transfer.protocol import messages
 from tests.simulation.planted import NEEDS_WINDOWS, PLANTED, Plant, hunt
 from tests.simulation.run import play, results
+from tests.simulation.scenario import GREEDY_EVERY, GREEDY_SEED
 from tests.simulation.unmended import UNMENDED
 
 SEEDS = range(420, 480)
@@ -109,7 +110,6 @@ QUICK = {
     "go on behind too few tokens": 0,
     "overlook losses while it moves": 0,
     "count sub requests of ended attempts": 0,
-    "one caller takes all": 166,
     "forget poison": 0,
     "trust heartbeats alone": 54,
 }
@@ -121,3 +121,11 @@ def test_a_planted_bug_is_found(name: str, first: int) -> None:
     """Bugs that few seeds find; `python -m tests.simulation.planted` hunts all of them."""
     outcome = hunt(PLANTED[name], num_jobs=1, first=first, needs_windows=name in NEEDS_WINDOWS)
     assert outcome.found is not None, f"not found in {outcome.num_seeds} seeds"
+
+
+@pytest.mark.parametrize("seed", range(GREEDY_SEED, 3 * GREEDY_EVERY, GREEDY_EVERY))
+def test_every_greedy_seed_notices_a_caller_that_takes_all(seed: int) -> None:
+    with PLANTED["one caller takes all"]():
+        violation = play(seed).violation
+    assert violation is not None
+    assert violation.invariant == "one caller cannot take all"
