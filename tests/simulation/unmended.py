@@ -12,7 +12,7 @@ from kv_transfer.consumer.block_writer import WrittenPieces
 from kv_transfer.consumer.endpoint import ConsumerEndpoint
 from kv_transfer.protocol.outgoing import OutgoingState, OutgoingTransfer
 from kv_transfer.protocol.producer import Producer
-from tests.simulation.planted import Plant, bug, hunt
+from tests.simulation.hunt import Plant, bug, hunt
 
 
 @bug(Attempt, "on_lost")
