@@ -106,14 +106,17 @@ def _reader(names: list[str]) -> Callable[[Any], list[Any]]:
 
 
 def _dataclass_decoder(kind: type[Any]) -> Convert:
+    """A gateway decodes a RequestOutput for every token, and most of its fields have their defaults."""
     hints = get_type_hints(kind)
-    plan = [(f.name, _decoder(hints[f.name])) for f in fields(kind)]
+    plan = [(f.name, f.default, _decoder(hints[f.name])) for f in fields(kind)]
 
     def decode(values: Any) -> Any:
         if not isinstance(values, list) or len(values) != len(plan):
             raise WireError(f": expected {len(plan)} fields, got {_brief(values)}")
         arguments = {}
-        for (name, convert), value in zip(plan, values, strict=True):
+        for (name, default, convert), value in zip(plan, values, strict=True):
+            if value is default:  # None, a flag or a small number: the constructor knows it
+                continue
             try:
                 arguments[name] = convert(value)
             except WireError as error:
@@ -230,9 +233,10 @@ def _scalar_decoder(hint: type) -> Convert:
 
 def _enum_decoder(hint: type[Enum]) -> Convert:
     members = {member.value: member for member in hint}
+    value_types = set(map(type, members))
 
     def decode(value: Any) -> Enum:
-        if not isinstance(value, str | int) or value not in members:
+        if type(value) not in value_types or value not in members:
             raise WireError(f": expected one of {list(members)}, got {_brief(value)}")
         return members[value]
 
@@ -240,12 +244,12 @@ def _enum_decoder(hint: type[Enum]) -> Convert:
 
 
 def _sequence_decoder(item: Any) -> Convert:
-    decode_item = _decoder(item)
+    decode_item, only_int = _decoder(item), {int}
 
     def decode(values: Any) -> tuple[Any, ...]:
         if not isinstance(values, list):
             raise WireError(f": expected an array, got {_brief(values)}")
-        if item is int and set(map(type, values)) <= {int}:
+        if item is int and set(map(type, values)) <= only_int:
             return tuple(values)
         return tuple([decode_item(value) for value in values])
 

@@ -1,4 +1,4 @@
-"""A worker encodes an output for every token: what that costs is counted in calls of Python functions."""
+"""There is an output for every token: what it costs to encode and to decode is counted in calls of Python functions."""
 
 import sys
 from collections.abc import Callable
@@ -46,3 +46,9 @@ def test_an_output_that_ends_its_request_costs_little_more() -> None:
     message = Outputs((output,) * NUM_OUTPUTS)
     assert TO_GATEWAY.decode(TO_GATEWAY.encode(message)) == message
     assert num_calls(lambda: TO_GATEWAY.encode(message)) <= 3 * NUM_OUTPUTS + AROUND
+
+
+def test_a_usual_output_is_decoded_in_six_calls() -> None:
+    """For its id, its position, its tokens, the kind of an error that it does not have, itself, and its constructor."""
+    data = TO_GATEWAY.encode(USUAL)
+    assert num_calls(lambda: TO_GATEWAY.decode(data)) <= 6 * NUM_OUTPUTS + AROUND
