@@ -25,7 +25,13 @@ class MakeSide(Protocol):
     def __call__(self, settings: Settings, *, is_async: bool = False) -> Side: ...
 
 
-def decode_us(make_side: MakeSide, num_running: int, num_blocks: int, num_drafts: int = 0) -> list[float]:
+def decode_us(
+    make_side: MakeSide,
+    num_running: int,
+    num_blocks: int,
+    num_drafts: int = 0,
+    num_steps: int = NUM_DECODE_STEPS,
+) -> list[float]:
     """Microseconds of each step, for planning the step and for processing its tokens.
 
     In each step, every request gets a token, and half of its drafts are right.
@@ -37,7 +43,7 @@ def decode_us(make_side: MakeSide, num_running: int, num_blocks: int, num_drafts
     for _ in range(3):
         _step_us(side, num_drafts=num_drafts)
     with _settled_heap():
-        return [_step_us(side, num_drafts=num_drafts) for _ in range(NUM_DECODE_STEPS)]
+        return [_step_us(side, num_drafts=num_drafts) for _ in range(num_steps)]
 
 
 def admit_us(make_side: MakeSide) -> list[float]:

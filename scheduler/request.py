@@ -26,7 +26,10 @@ QueueKey = tuple[float | str, ...]
 
 
 class RequestStatus(Enum):
-    """The state of a request; see the drawing above."""
+    """The state of a request; see the drawing above.
+
+    Python looks up a member of an Enum slowly. So loops over a step's requests look it up once, before they begin.
+    """
 
     WAITING = auto()
     WAITING_FOR_FSM = auto()
@@ -87,7 +90,9 @@ class Request:
         "cache_salt",
         "client_id",
         "first_token",
+        "is_consumer",
         "is_finished",
+        "is_producer",
         "is_unforeseeable",
         "kv_transfer",
         "max_num_tokens",
@@ -144,6 +149,11 @@ class Request:
         self.client_id = client_id
         self.cache_salt = cache_salt
         self.kv_transfer = kv_transfer
+        role = kv_transfer.role if kv_transfer is not None else None
+        self.is_producer = role is TransferRole.PRODUCER
+        """Computes its initial tokens for another worker, and stops after one new token."""
+        self.is_consumer = role is TransferRole.CONSUMER
+        """The KV of its initial tokens comes from another worker."""
         self.on_preemption = on_preemption
 
         has_grammar = sampling_params.structured_output is not None
@@ -225,16 +235,6 @@ class Request:
     @property
     def is_given_back(self) -> bool:
         return self.status is RequestStatus.FINISHED_GIVEN_BACK
-
-    @property
-    def is_producer(self) -> bool:
-        """Computes its initial tokens for another worker, and stops after one new token."""
-        return self.kv_transfer is not None and self.kv_transfer.role is TransferRole.PRODUCER
-
-    @property
-    def is_consumer(self) -> bool:
-        """The KV of its initial tokens comes from another worker."""
-        return self.kv_transfer is not None and self.kv_transfer.role is TransferRole.CONSUMER
 
     @property
     def must_report_failure(self) -> bool:

@@ -42,12 +42,12 @@ class Running:
         began in this step are neither continued nor preempted.
         """
         victims: Iterator[Request] | None = None
-        requests, scheduled = self._not_in(step), step.num_scheduled_tokens
+        requests, scheduled, running = self._not_in(step), step.num_scheduled_tokens, RequestStatus.RUNNING
         extend_table, max_num_seqs, threshold = self._kv.extend_table, self._max_num_seqs, self._threshold
         for request in requests:
             if step.token_budget == 0 or len(scheduled) == max_num_seqs:
                 break
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not running:
                 continue  # preempted in this step
             num_tokens = self.num_wanted_tokens(request, request.num_computed_tokens)
             if num_tokens > step.token_budget or num_tokens == threshold:
@@ -107,7 +107,8 @@ class Running:
 
     def drop_gone(self) -> None:
         """Removes finished and preempted requests; the others keep their order."""
-        self.requests = [request for request in self.requests if request.status is RequestStatus.RUNNING]
+        running = RequestStatus.RUNNING
+        self.requests = [request for request in self.requests if request.status is running]
 
     def num_fitting_tokens(
         self, request: Request, num_wanted: int, num_computed_tokens: int, step: StepPlan

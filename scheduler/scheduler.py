@@ -130,7 +130,7 @@ class Scheduler:
         """Processes a step's samples. Returns the outputs by client, including those of finished requests."""
         outputs = ClientOutputs()
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
-        forced = model_runner_output.forced_token_ids
+        forced, preempted = model_runner_output.forced_token_ids, RequestStatus.PREEMPTED
         requests = self._under_way.pop(scheduler_output.step, [])
         self._speculation.verify(requests, scheduler_output.scheduled_spec_decode_tokens, sampled)
         if scored := model_runner_output.prompt_logprobs:
@@ -143,7 +143,7 @@ class Scheduler:
                 continue  # not all of its known tokens are computed, or it failed, or it has ended
             if request.num_output_placeholders:
                 request.num_output_placeholders -= 1
-            if request.status is RequestStatus.PREEMPTED and self._must_sample_again(request):
+            if request.status is preempted and self._must_sample_again(request):
                 continue
             asked = logprobs.get(name) if logprobs else None
             if forced and (behind := forced.get(name)):
@@ -375,13 +375,14 @@ class Scheduler:
                     break
         if len(all_token_ids) >= request.next_hash_at:
             self._kv.tokens_arrived(request)
+        taken = token_ids if num_taken == len(token_ids) else token_ids[:num_taken]
         output = RequestOutput(
-            request_id=request.request_id,
-            first_position=first_position,
-            token_ids=tuple(token_ids[:num_taken]),
-            logprobs=tuple(logprobs[:num_taken]) if logprobs else None,
-            num_cached_tokens=request.num_cached_tokens,
+            request.request_id,
+            first_position,
+            tuple(taken),
+            tuple(logprobs[:num_taken]) if logprobs else None,
         )
+        output.num_cached_tokens = request.num_cached_tokens
         if request.prompt_logprobs is not None:
             output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         if status is None:

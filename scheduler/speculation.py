@@ -96,12 +96,13 @@ class Speculation:
         """Keeps drafts for each request's next step, or drops them if that step is already under way."""
         if not self._is_active:
             return
+        running = RequestStatus.RUNNING
         for request in requests:
             name = request.request_id
             if name in output.sampled_token_ids:
                 drafts = output.draft_token_ids.get(name, ())[: self._num_speculative_tokens]
                 request.is_unforeseeable = bool(drafts) or name in output.unforeseeable
-                if request.status is RequestStatus.RUNNING and not request.num_output_placeholders:
+                if request.status is running and not request.num_output_placeholders:
                     request.spec_token_ids = drafts
 
     def append_forced(self, request: Request, forced: tuple[int, ...], num_taken: int) -> None:

@@ -109,6 +109,18 @@ class SimConnector:
     def shutdown(self) -> None:
         self.endpoint.close()
 
+    def blocks_to_write(self) -> dict[str, set[int]]:
+        """By request: the blocks that its load may still write."""
+        blocks: dict[str, set[int]] = {}
+        for transfer in self.endpoint._consumer_end._consumer._transfers.values():
+            # A load that was given up writes only what is arriving already.
+            indices = transfer.targets if transfer.is_loading else transfer.arriving
+            if indices:
+                pieces_per_block = transfer.shape.pieces_per_block
+                pieces = (transfer.targets[index] for index in indices)
+                blocks[transfer.rank_transfer.request_id] = {piece // pieces_per_block for piece in pieces}
+        return blocks
+
     # the transfer thread's part
 
     def turn(self) -> None:

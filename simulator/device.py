@@ -6,7 +6,7 @@ that attention would read, and samples a wrong token if one byte is wrong.
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -89,6 +89,8 @@ class SimRunner:
         """The next step that computes anything raises DeviceFailure."""
         self.on_killed: Callable[[], None] = lambda: None
         """Called when a request ends this device's process."""
+        self.blocks_to_load: Callable[[], Set[int]] = frozenset
+        """The blocks that transfers may still write."""
         self.num_spoiled_steps: float = 0
         """How many more sampling steps compute values that are not finite, each for one request (inf: all)."""
         self._has_spoiled = False
@@ -116,9 +118,11 @@ class SimRunner:
         self._suffer({self._known[request_id].prompt[0] for request_id in starts})
         ends = {request_id: starts[request_id] + num for request_id, num in plan.num_scheduled_tokens.items()}
         drafts = {request_id: plan.scheduled_spec_decode_tokens.get(request_id, ()) for request_id in ends}
+        loading = self.blocks_to_load()
         for request_id, end in ends.items():
             known = self._known[request_id]
             known.kv += kv_of(drafts[request_id], bytes(known.kv[-SLOT_BYTES:]))
+            self._check_no_load(loading, known, starts[request_id], end)
             self._write(known, starts[request_id], end)
         sampled, non_finite, guessed, taken = {}, set(), {}, dict[str, tuple[int, ...]]()
         scored = {}
@@ -222,6 +226,14 @@ class SimRunner:
             blocks, offsets = self._slots(known, group, start, end)
             assert (blocks != NULL_BLOCK_ID).all(), "a step writes the null block"
             self._pool[blocks, :, :, offsets] = self._content(known, group, start, end)
+
+    def _check_no_load(self, loading: Set[int], known: KnownRequest, start: int, end: int) -> None:
+        """No transfer may write what a step writes. The KV that is overwritten is read much later, if ever."""
+        for group in range(self._groups.num_groups if loading else 0):
+            blocks, _ = self._slots(known, group, start, end)
+            if both := loading & set(blocks.tolist()):
+                written = f"{self._name}: a step and a load both write {sorted(both)}"
+                self._world.violate("blocks to be written are kept", written)
 
     def _reads_from(self, group: int, start: int) -> int:
         """The first position that tokens from `start` on attend to."""

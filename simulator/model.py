@@ -68,3 +68,13 @@ def random_prompt(
     stem = rng.choice(stems)
     length = rng.randrange(max(min_len, len(stem) + 1), max_len)
     return (*stem, *(rng.randrange(1_000, 2_000) for _ in range(length - len(stem))))
+
+
+def prompt_of_long_answer(
+    rng: random.Random, min_len: int, max_len: int, num_answer_tokens: int
+) -> tuple[int, ...]:
+    """A prompt that no other shares a stem with, and whose answer has at least so many tokens."""
+    while True:
+        prompt = random_prompt(rng, [()], min_len, max_len)
+        if EOS not in (next_token(prompt, position) for position in range(num_answer_tokens)):
+            return prompt

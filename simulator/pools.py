@@ -108,6 +108,7 @@ class SimReader:
         self.poll_interval_s = None if is_instant else POLL_INTERVAL_S
         self.pools = pools
         self.pool = pool.reshape(-1)
+        self.block_nbytes = pool.nbytes // len(pool)
         self.process = process
         self.on_done = on_done
         self.is_instant = is_instant
@@ -140,6 +141,14 @@ class SimReader:
 
     def close(self) -> None:
         """Does nothing: nothing here outlives the process."""
+
+    def blocks_under_way(self) -> set[int]:
+        """Our blocks that reads still write."""
+        blocks: set[int] = set()
+        for runs in (runs for pool in self.mapped for runs in pool.under_way.values()):
+            for start, length in zip(runs.local.tolist(), runs.lengths.tolist(), strict=True):
+                blocks.update(range(start // self.block_nbytes, -(-(start + length) // self.block_nbytes)))
+        return blocks
 
     def break_reads(self) -> None:
         """About half of the reads under way fail."""

@@ -129,6 +129,7 @@ class Worker(Process):
         )
         self.connector = SimConnector(world, self, self.clock, self.wake)
         self.connector.max_command_delay_s = spec.max_command_delay_s
+        self.runner.blocks_to_load = lambda: set().union(*self.connector.blocks_to_write().values())
         self.channel = SimChannel(site.network, spec.name, self)
         self.readers = self._make_readers(site)
         self._attach_endpoint(site)

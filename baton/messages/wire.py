@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -79,20 +80,43 @@ def unpack(data: bytes | memoryview) -> Any:
 
 
 def _dataclass_encoder(kind: type[Any]) -> Convert:
+    """There is a RequestOutput for every token. So only fields that msgpack cannot pack as they are cost a call."""
     hints = get_type_hints(kind)
-    plan = [(f.name, _encoder(hints[f.name])) for f in fields(kind)]
-    return lambda value: [encode(getattr(value, name)) for name, encode in plan]
+    names = [f.name for f in fields(kind)]
+    encoders = [(index, _encoder(hints[name])) for index, name in enumerate(names)]
+    plan = [(index, encode) for index, encode in encoders if encode is not _as_it_is]
+    read = _reader(names)
+
+    def encode(value: Any) -> list[Any]:
+        values = read(value)
+        for index, encode_field in plan:
+            if values[index] is not None:
+                values[index] = encode_field(values[index])
+        return values
+
+    return encode
+
+
+def _reader(names: list[str]) -> Callable[[Any], list[Any]]:
+    """Reads these attributes of an object."""
+    if len(names) > 1:
+        read = attrgetter(*names)
+        return lambda value: list(read(value))
+    return lambda value: [getattr(value, name) for name in names]
 
 
 def _dataclass_decoder(kind: type[Any]) -> Convert:
+    """A gateway decodes a RequestOutput for every token, and most of its fields have their defaults."""
     hints = get_type_hints(kind)
-    plan = [(f.name, _decoder(hints[f.name])) for f in fields(kind)]
+    plan = [(f.name, f.default, _decoder(hints[f.name])) for f in fields(kind)]
 
     def decode(values: Any) -> Any:
         if not isinstance(values, list) or len(values) != len(plan):
             raise WireError(f": expected {len(plan)} fields, got {_brief(values)}")
         arguments = {}
-        for (name, convert), value in zip(plan, values, strict=True):
+        for (name, default, convert), value in zip(plan, values, strict=True):
+            if value is default:  # None, a flag or a small number: the constructor knows it
+                continue
             try:
                 arguments[name] = convert(value)
             except WireError as error:
@@ -111,20 +135,26 @@ def _encoder(hint: Any) -> Convert:
     inner, *others = _alternatives(hint)
     if inner is not hint:
         encode_inner = _union_encoder([inner, *others]) if others else _encoder(inner)
+        if encode_inner is _as_it_is:
+            return _as_it_is
         return lambda value: None if value is None else encode_inner(value)
     if is_dataclass(hint):
         return _dataclass_encoder(_as_type(hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return lambda value: value.value
+        return attrgetter("_value_")  # `value` is a property, and several calls
     if get_origin(hint) in (tuple, frozenset):
         item = get_args(hint)[0]
         if len(get_args(hint)) == 2 and get_args(hint)[1] is Ellipsis and item in (int, str, float):
-            return list
+            return list if get_origin(hint) is frozenset else _as_it_is
         encoders = [_encoder(arg) for arg in get_args(hint) if arg is not Ellipsis]
         if len(encoders) == 1:
             return lambda values: [encoders[0](value) for value in values]
         return lambda values: [encode(value) for encode, value in zip(encoders, values, strict=True)]
-    return _mapping_encoder(*get_args(hint)) if _is_mapping(hint) else lambda value: value
+    return _mapping_encoder(*get_args(hint)) if _is_mapping(hint) else _as_it_is
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _mapping_encoder(key: Any, value: Any) -> Convert:
@@ -203,9 +233,10 @@ def _scalar_decoder(hint: type) -> Convert:
 
 def _enum_decoder(hint: type[Enum]) -> Convert:
     members = {member.value: member for member in hint}
+    value_types = set(map(type, members))
 
     def decode(value: Any) -> Enum:
-        if not isinstance(value, str | int) or value not in members:
+        if type(value) not in value_types or value not in members:
             raise WireError(f": expected one of {list(members)}, got {_brief(value)}")
         return members[value]
 
@@ -213,12 +244,12 @@ def _enum_decoder(hint: type[Enum]) -> Convert:
 
 
 def _sequence_decoder(item: Any) -> Convert:
-    decode_item = _decoder(item)
+    decode_item, only_int = _decoder(item), {int}
 
     def decode(values: Any) -> tuple[Any, ...]:
         if not isinstance(values, list):
             raise WireError(f": expected an array, got {_brief(values)}")
-        if item is int and set(map(type, values)) <= {int}:
+        if item is int and set(map(type, values)) <= only_int:
             return tuple(values)
         return tuple([decode_item(value) for value in values])
 

@@ -53,6 +53,7 @@ class Invariants:
             if self._num_turns.get(worker.incarnation) != worker.num_turns:
                 self._num_turns[worker.incarnation] = worker.num_turns
                 _check_scheduler(worker, is_costly=worker.num_turns % TURNS_PER_COSTLY_CHECK == 0)
+                _check_blocks_to_write(worker)
             if is_costly:
                 self._check_transfers(worker)
             if is_costly and self._tells_of_ends:
@@ -234,3 +235,27 @@ def _check_scheduler(worker: Worker, *, is_costly: bool) -> None:
             worker.scheduler.check_integrity()
         except AssertionError as error:
             raise Violation("integrity of the scheduler", f"{worker.incarnation}: {error}") from error
+
+
+def _check_blocks_to_write(worker: Worker) -> None:
+    """No block is free, or another request's, while a transfer may still write it.
+
+    Without this check, such a bug shows only if the block has a new owner, whose KV is written and then overwritten.
+    """
+    kv, to_write = worker.scheduler._kv, worker.connector.blocks_to_write()
+    for request_id, block_ids in to_write.items():
+        table = kv._tables.get(request_id)
+        held = {block.block_id for block in (table.blocks if table else kv._quarantined.get(request_id, ()))}
+        expect(
+            "blocks to be written are kept",
+            block_ids <= held,
+            f"{worker.incarnation}: {request_id} gave up {sorted(block_ids - held)}",
+        )
+    is_kept = set().union(*to_write.values())
+    for reader in worker.readers.values():
+        read_into = reader.blocks_under_way()
+        expect(
+            "blocks to be written are kept",
+            read_into <= is_kept,
+            f"{worker.incarnation}: {reader.name} still writes {sorted(read_into - is_kept)}",
+        )

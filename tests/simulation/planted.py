@@ -6,14 +6,9 @@ python -m tests.simulation.planted          # a table; exit code 1 if one surviv
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, replace
-from functools import wraps
-from itertools import count
+from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 from baton.kv_groups import NULL_BLOCK_ID, KVGroups
 from baton.messages import session
@@ -39,34 +34,13 @@ from scheduler.kv_cache import KVCache
 from scheduler.request import Request, RequestStatus
 from scheduler.speculation import Speculation
 from simulator.connector import SimConnector
-from tests.simulation.run import Result, results
-from tests.simulation.windows import has_windows
+from tests.simulation.hunt import TIME_LIMIT_S, Plant, bug, hunt
 from worker.kv_connector import KVConnectorScheduler
-
-TIME_LIMIT_S = 60.0
-
-Plant = Callable[[], AbstractContextManager[Any]]
-"""Puts a bug in for as long as its context lasts."""
 
 PLANTED: dict[str, Plant] = {}
 """By the bug's name in words."""
 NEEDS_WINDOWS: set[str] = set()
 """Names of those that only seeds with sliding windows can find."""
-
-
-def bug(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
-    """The decorated function replaces `owner.name`; its first argument is the original."""
-
-    def make_plant(broken: Callable[..., Any]) -> Plant:
-        original = getattr(owner, name)
-
-        @wraps(broken)
-        def plant() -> AbstractContextManager[Any]:
-            return patch.object(owner, name, lambda *args, **options: broken(original, *args, **options))
-
-        return plant
-
-    return make_plant
 
 
 def planted(owner: Any, name: str, *, needs_windows: bool = False) -> Callable[[Callable[..., Any]], None]:
@@ -90,6 +64,13 @@ def free_consumers_blocks_on_abort(original: Any, self: Any, request: Request, b
 def free_producers_blocks_at_the_end(original: Any, self: Any, request: Request, block_ids: Any) -> bool:
     """The scheduler does not wait until the blocks are read."""
     return original(self, request, block_ids) and not request.is_producer
+
+
+@planted(KVConnectorScheduler, "build_connector_meta")
+def start_loads_beside_a_step(original: Any, self: Any, plan: Any) -> Any:
+    """A load begins while a step that was planned earlier may still write its blocks."""
+    meta = original(self, plan)
+    return None if meta is None else replace(meta, at_once=(*meta.at_once, *meta.loads), loads=())
 
 
 @planted(consumer_endpoint, "_pool_key")
@@ -342,35 +323,6 @@ def one_caller_takes_all(_original: Any, *_args: Any) -> bool:
 @planted(Suspects, "refusal")
 def forget_poison(_original: Any, *_args: Any) -> None:
     """A request that ended its workers is served again when it comes again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hunt:
-    """How long it took to find a bug; `found` is None if it survived."""
-
-    num_seeds: int
-    elapsed_s: float
-    found: Result | None
-
-
-def hunt(
-    plant: Plant,
-    num_jobs: int,
-    time_limit_s: float = TIME_LIMIT_S,
-    *,
-    first: int = 0,
-    needs_windows: bool = False,
-) -> Hunt:
-    """Plays seeds from `first` on with the bug in place. `needs_windows`: only those that have sliding windows."""
-    begun, num_seeds = time.monotonic(), 0
-    seeds = filter(has_windows, count(first)) if needs_windows else count(first)
-    with plant(), closing(results(seeds, num_jobs)) as played:
-        for result in played:
-            num_seeds += 1
-            elapsed_s = time.monotonic() - begun
-            if result.violation is not None or elapsed_s > time_limit_s:
-                return Hunt(num_seeds, elapsed_s, result if result.violation is not None else None)
-    raise AssertionError("there is always another seed")
 
 
 def main() -> int:

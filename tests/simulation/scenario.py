@@ -11,7 +11,7 @@ from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from kv_transfer.protocol.transports import NIXL, SHARED_MEMORY, ZMQ_TCP
 from simulator.gateway import RequestSpec
-from simulator.model import BREAKS_STEPS, KILLS_WORKERS, random_prompt
+from simulator.model import BREAKS_STEPS, KILLS_WORKERS, prompt_of_long_answer, random_prompt
 from simulator.network import NetworkFaults
 from simulator.pools import ReadFaults
 from simulator.worker import WorkerSpec
@@ -24,9 +24,9 @@ PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
 CROWDED_EVERY = 8
 """One seed in so many is crowded."""
 
-GREEDY_EVERY = 32
-"""In one seed in so many, one caller takes all it can before others come."""
-GREEDY, NEWCOMER = "greedy", "newcomer"
+GREEDY_EVERY, GREEDY_SEED = 32, 6
+"""In one seed in so many, from this one on, one caller takes all it can before others come."""
+GREEDY, NEWCOMER, GREEDY_TOKENS = "greedy", "newcomer", 36
 
 TWO_GATEWAYS_EVERY = 5
 
@@ -117,7 +117,7 @@ def _with_one_gateway(seed: int) -> Scenario:
     rng = random.Random(seed)
     if seed % CROWDED_EVERY == 3:
         return _crowded(rng, seed)
-    if seed % GREEDY_EVERY == 6:
+    if seed % GREEDY_EVERY == GREEDY_SEED:
         return _greedy(rng, seed)
     if seed % POISONED_EVERY == 7:
         return _poisoned(rng, seed)
@@ -177,7 +177,8 @@ def _crowded(rng: random.Random, seed: int) -> Scenario:
 
 
 def _greedy(rng: random.Random, seed: int) -> Scenario:
-    """Long answers of one caller fill the decode workers' few slots, or their few blocks; then others come."""
+    """Long answers of one caller fill the decode workers' few slots, or their few blocks; then others come.
+    None of them ends early: it would leave room for others, even if one caller could hold everything."""
     workers = []
     for spec in _workers(rng, (ZMQ_TCP,), has_one_host=True, is_tight=False):
         few = rng.choice([{"max_num_seqs": 8, "num_blocks": 400}, {"max_num_seqs": 64, "num_blocks": 100}])
@@ -192,8 +193,8 @@ def _greedy(rng: random.Random, seed: int) -> Scenario:
         replace(
             plain,
             request_id=f"g{number}",
-            prompt=random_prompt(rng, [()], 8, 12),
-            max_tokens=36,
+            prompt=prompt_of_long_answer(rng, 8, 12, GREEDY_TOKENS),
+            max_tokens=GREEDY_TOKENS,
             caller=GREEDY,
         )
         for number in range(60)

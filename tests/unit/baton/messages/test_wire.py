@@ -186,3 +186,42 @@ def test_size_limits_hold_on_both_ends() -> None:
         codec.encode(Hello("x" * 64, "g", 1, None, 0))
     with pytest.raises(WireError, match="exceeds the limit of 64"):
         codec.decode(b"x" * 65)
+
+
+class Level(Enum):
+    LOW = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    size: int = 0
+    share: float = 0.0
+    is_new: bool = False
+    level: Level = Level.LOW
+    maybe: Inner | None = None
+
+
+USUAL: Codec[Usual] = Codec(Usual)
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ([False, 0.0, False, 1, None], "size: expected int, got False"),
+        ([None, 0.0, False, 1, None], "size: expected int, got None"),
+        ([0, False, False, 1, None], "share: expected float, got False"),
+        ([0, 0.0, 0, 1, None], "is_new: expected bool, got 0"),
+        ([0, 0.0, False, True, None], "level: expected one of .1., got True"),
+        ([0, 0.0, False, [1], None], "level: expected one of .1., got list"),
+        ([0, 0.0, False, 1, False], "maybe: expected 1 fields, got False"),
+    ],
+)
+def test_a_value_that_only_equals_the_default_is_refused(values: list[Any], complaint: str) -> None:
+    with pytest.raises(WireError, match=complaint):
+        USUAL.decode(msgpack.packb(["Usual", *values]))
+
+
+def test_a_whole_number_may_be_the_default_of_a_share() -> None:
+    decoded = USUAL.decode(msgpack.packb(["Usual", 0, 0, False, 1, None]))
+    assert decoded == Usual()
+    assert type(decoded.share) is float
