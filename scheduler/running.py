@@ -123,7 +123,7 @@ class Running:
         is_whole = num_computed_tokens + num_tokens >= request.num_tokens
         if self._joins_parts or not request.is_producer or is_whole:
             return num_tokens
-        return 0 if any(_is_prompt_that_ends(other, step) for other in step.requests) else num_tokens
+        return 0 if step.prompts_that_end else num_tokens
 
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """The request's uncomputed tokens and its drafts, limited to one step's share.
@@ -158,11 +158,6 @@ class Running:
             if new_blocks is not None:
                 return new_blocks
         return None
-
-
-def _is_prompt_that_ends(request: Request, step: StepPlan) -> bool:
-    end = request.num_computed_tokens + step.num_scheduled_tokens[request.request_id]
-    return request.is_producer and end >= request.num_tokens
 
 
 def _is_overtaken(running: Request, request: Request) -> bool:

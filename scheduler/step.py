@@ -22,6 +22,8 @@ class StepPlan:
         """By request: tokens that the runner appends before it computes the step."""
         self.num_reused_tokens = 0
         """Tokens of admitted requests that the step need not compute."""
+        self.prompts_that_end: set[str] = set()
+        """Prompts for other workers whose last token is in this step."""
         self.preempted: set[str] = set()
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
@@ -73,6 +75,7 @@ class StepPlan:
             self.token_budget += num_tokens
             self.requests.remove(request)
             self.spec_token_ids.pop(request.request_id, None)
+            self.prompts_that_end.discard(request.request_id)
             self._has_withdrawn = True
 
     def finish(self, preempted: set[str], finished: set[str]) -> SchedulerOutput:
@@ -110,3 +113,5 @@ class StepPlan:
         self.requests.append(request)
         self.num_scheduled_tokens[request.request_id] = num_tokens
         self.token_budget -= num_tokens
+        if request.is_producer and request.num_computed_tokens + num_tokens >= request.num_tokens:
+            self.prompts_that_end.add(request.request_id)

@@ -102,6 +102,15 @@ def complete_twice(original: Any, self: Consumer, transfer: IncomingTransfer, no
     return effects
 
 
+@planted(Consumer, "_end_load")
+def give_up_loads_before_reads_end(
+    original: Any, self: Consumer, transfer: IncomingTransfer, outcome: Any
+) -> Any:
+    """A load that is given up counts as quiet while a read still writes its blocks."""
+    transfer.arriving.clear()
+    return original(self, transfer, outcome)
+
+
 @planted(OutgoingTransfer, "withdraw")
 def offer_withdrawn_blocks(_original: Any, self: OutgoingTransfer) -> None:
     """Blocks that were taken back can still be sent."""

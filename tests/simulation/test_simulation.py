@@ -128,8 +128,9 @@ GIVEN_UP_TOO_EARLY = {
     "free consumers blocks on abort": 4,
     "quarantine full attention alone": 4,
     "start loads beside a step": 123,
+    "give up loads before reads end": 4,
 }
-"""Seeds in which a block is given up that a load, or a step, still writes. Its content is never read there."""
+"""Seeds in which a block is given up that a load, a step or a read still writes. No step reads wrong KV there."""
 
 
 @pytest.mark.parametrize(("name", "seed"), GIVEN_UP_TOO_EARLY.items(), ids=GIVEN_UP_TOO_EARLY)

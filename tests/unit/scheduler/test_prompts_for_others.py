@@ -7,6 +7,7 @@ import pytest
 from baton.kv import TransferRole
 from baton.request import FinishReason
 from scheduler import Request, Scheduler
+from scheduler.step import StepPlan
 from tests.factories.driving import Driver
 from tests.factories.scheduling import FakeConnector, make_config, make_request, make_scheduler
 
@@ -220,3 +221,11 @@ def test_a_prompt_that_lost_its_part_of_the_step_holds_no_other_part_back() -> N
     assert plan.preempted_req_ids == {"worse"}, "it was scheduled before the local request needed its block"
     assert plan.num_scheduled_tokens == {"local": 8, "for another": 8}
     driver.run_to_end()
+
+
+def test_a_prompt_that_lost_its_blocks_in_this_step_keeps_no_part_out() -> None:
+    step, ends = StepPlan(1, 100), prompt("ends", 20)
+    step.proceed(ends, 20, ())
+    assert step.prompts_that_end == {"ends"}
+    step.preempt(ends)
+    assert step.prompts_that_end == set()

@@ -61,8 +61,8 @@ def lookups_of_enums(run: Callable[[], object]) -> Counter[str]:
     return counts
 
 
-def called_for_each(run: Callable[[], object]) -> set[str]:
-    """Python functions that were called at least once for each request while this ran."""
+def calls_in(run: Callable[[], object]) -> Counter[str]:
+    """How often each Python function was called while this ran."""
     counts: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, _argument: object) -> None:
@@ -75,7 +75,12 @@ def called_for_each(run: Callable[[], object]) -> set[str]:
         run()
     finally:
         sys.setprofile(former)
-    return {name for name, count in counts.items() if count >= NUM_REQUESTS}
+    return counts
+
+
+def called_for_each(run: Callable[[], object]) -> set[str]:
+    """Python functions that were called at least once for each request while this ran."""
+    return {name for name, count in calls_in(run).items() if count >= NUM_REQUESTS}
 
 
 @cache
@@ -154,3 +159,14 @@ def test_the_role_in_a_hand_over_needs_no_call() -> None:
     called = called_for_each(scheduler.schedule)
     assert "Running.num_fitting_tokens" in called
     assert {name for name in called if name.startswith("Request.is_")} <= {"Request.is_prefilling"}
+
+
+def test_parts_of_prompts_do_not_look_at_one_another() -> None:
+    """A step may have parts of hundreds of prompts."""
+    scheduler = make_scheduler(FakeConnector(), long_prefill_token_threshold=4)
+    for _ in range(NUM_REQUESTS):
+        scheduler.add_request(make_request(17, role=TransferRole.PRODUCER))
+    scheduler.schedule()
+    counts = calls_in(scheduler.schedule)
+    assert counts["Running.num_fitting_tokens"] == NUM_REQUESTS
+    assert max(counts.values()) <= 2 * NUM_REQUESTS
