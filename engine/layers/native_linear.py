@@ -11,6 +11,7 @@ import torch
 
 from engine.layers.backend import Activations
 from engine.layers.grouped_weight import GroupedWeight
+from engine.layers.weight_memory import weight_memory
 from engine.native.products import ADD, GATE, NO_CENTRE, STORE, FloatLayer, GroupedLayer, Product, Products
 from engine.native.types import TYPE_CODES
 
@@ -57,7 +58,7 @@ class NativeLinear:
         values_OI = w.values_OI.contiguous()
         halves = [(per_group_OG / factor).to(torch.float16).contiguous() for per_group_OG in kept]
         mins_address = halves[1].data_ptr() if has_mins else None
-        packed = torch.empty(products.grouped_packed_bytes(*size, has_mins), dtype=torch.uint8)
+        packed = weight_memory(products.grouped_packed_bytes(*size, has_mins))
         products.grouped_pack(
             *(values_OI.data_ptr(), halves[0].data_ptr(), mins_address),
             *(*size, packed.data_ptr(), torch.get_num_threads()),
@@ -76,7 +77,7 @@ class NativeLinear:
         by_units = weight_OI.dtype is torch.bfloat16 and products.has_bfloat16_units
         weight_OI = shortened(weight_OI).contiguous()
         size = (*weight_OI.shape, TYPE_CODES[weight_OI.dtype])
-        packed = torch.empty(products.float_packed_bytes(*size), dtype=torch.uint8)
+        packed = weight_memory(products.float_packed_bytes(*size))
         products.float_pack(weight_OI.data_ptr(), *size, packed.data_ptr(), torch.get_num_threads())
         return cls(products.float_product, FloatLayer(None, None, *size, by_units), packed, bias_O)
 
