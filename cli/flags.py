@@ -37,6 +37,8 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--trace-dir": ("engine", "trace_dir"),
     "--max-num-seqs": ("scheduler", "max_num_seqs"),
     "--max-num-batched-tokens": ("scheduler", "max_num_batched_tokens"),
+    "--prefill-max-num-batched-tokens": ("cluster", "prefill_max_num_batched_tokens"),
+    "--decode-max-num-batched-tokens": ("cluster", "decode_max_num_batched_tokens"),
     "--max-model-len": ("scheduler", "max_model_len"),
     "--block-size": ("scheduler", "block_size"),
     "--num-blocks": ("scheduler", "num_blocks"),

@@ -37,6 +37,7 @@ from engine.executor import Executor, start_executor
 from engine.grammars.compiler import GrammarCompiler
 from engine.lent_cpus import LendingPipeline, LentCpus
 from engine.pipeline import Pipeline
+from engine.prefill_steps import with_prefill_steps
 from engine.ranks.processes import RankProcesses
 from prefill_worker import PrefillWorker
 from scheduler import Scheduler
@@ -122,8 +123,11 @@ class EngineHost:
         with ExitStack() as on_failure:
             if self._lent_cpus is not None:
                 on_failure.callback(self._lent_cpus.close)
+            config = self._config.for_worker(self._role)
+            if self._role is WorkerRole.PREFILL:
+                config = with_prefill_steps(config, self._model_path)
             executor = compose_executor(
-                self._config.for_worker(self._role),
+                config,
                 self._config.num_ranks(self._role),
                 self._keys.kv,
                 self._model_path,

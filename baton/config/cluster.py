@@ -39,6 +39,12 @@ class ClusterConfig(Section):
     more threads than cores, or a container's CPU quota is below its number of CPUs."""
     decode_num_threads: int | None = Field(None, ge=1)
     """Threads of each rank of a decode worker on a CPU. If unset: `engine.num_threads`."""
+    prefill_max_num_batched_tokens: int | None = Field(None, ge=1)
+    """Tokens that one step of a worker started as a prefill worker may compute. If unset:
+    `scheduler.max_num_batched_tokens`."""
+    decode_max_num_batched_tokens: int | None = Field(None, ge=1)
+    """Tokens that one step of a worker started as a decode worker may compute. If unset:
+    `scheduler.max_num_batched_tokens`."""
     lend_cores: bool = True
     """On a CPU, a pinned worker that computes nothing lends its cores to the other workers of the fleet on its
     machine."""

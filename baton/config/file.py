@@ -65,6 +65,7 @@ class BatonConfig(Section):
         self._check_expert_parallel()
         self._check_draft_model()
         self._check_room_for_drafts()
+        self._check_whole_prompts()
         if self.autoscaling.mode != "off":
             self._check_bounds()
         return self
@@ -120,16 +121,40 @@ class BatonConfig(Section):
         if self.speculation.method == "off":
             return
         scheduler, method = self.scheduler, self.speculation.method
-        if scheduler.max_num_batched_tokens < 4:
-            raise ValueError(
-                f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) leaves no room for the drafts "
-                f"of speculation.method '{method}'; set max_num_batched_tokens to 4 or more, or the method to 'off'"
-            )
+        budgets = {
+            "scheduler.max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            **self._own_step_tokens(),
+        }
+        for key, budget in budgets.items():
+            if budget < 4:
+                raise ValueError(
+                    f"{key} ({budget}) leaves no room for the drafts of speculation.method '{method}'; set it to 4 or "
+                    "more, or the method to 'off'"
+                )
         if scheduler.long_prefill_token_threshold == 1:
             raise ValueError(
                 "scheduler.long_prefill_token_threshold (1) leaves no room for the drafts of speculation.method "
                 f"'{method}'; set the threshold to 0, or to 2 or more, or the method to 'off'"
             )
+
+    def _own_step_tokens(self) -> dict[str, int]:
+        """The numbers of tokens in a step that roles have of their own, by key."""
+        budgets = {
+            f"cluster.{role.value}_max_num_batched_tokens": self._step_tokens(role) for role in WorkerRole
+        }
+        return {key: budget for key, budget in budgets.items() if budget is not None}
+
+    def _check_whole_prompts(self) -> None:
+        """As the section `scheduler` checks its own budget."""
+        length = self.scheduler.max_model_len
+        if self.scheduler.enable_chunked_prefill or length is None:
+            return
+        for key, budget in self._own_step_tokens().items():
+            if budget < length:
+                raise ValueError(
+                    f"{key} ({budget}) must be at least scheduler.max_model_len ({length}) when "
+                    "scheduler.enable_chunked_prefill is false; otherwise long prompts could never run"
+                )
 
     def _check_bounds(self) -> None:
         for role in WorkerRole:
@@ -169,10 +194,20 @@ class BatonConfig(Section):
         return is_enabled and self.num_ranks(role) > 1
 
     def for_worker(self, role: WorkerRole) -> Self:
-        """A copy in which `engine` has the values of a worker started in this role: ranks know no role."""
+        """A copy in which `engine` and `scheduler` have the values of a worker started in this role.
+
+        Ranks know no role."""
         is_enabled = self.has_expert_parallel(role)
         engine = self.engine.with_values("engine", enable_expert_parallel=is_enabled)
-        return self.model_copy(update={"engine": engine})
+        scheduler, step_tokens = self.scheduler, self._step_tokens(role)
+        if step_tokens is not None:
+            scheduler = scheduler.with_values("scheduler", max_num_batched_tokens=step_tokens)
+        return self.model_copy(update={"engine": engine, "scheduler": scheduler})
+
+    def _step_tokens(self, role: WorkerRole) -> int | None:
+        """The role's own number of tokens in a step, if it has one."""
+        cluster, is_prefill = self.cluster, role is WorkerRole.PREFILL
+        return cluster.prefill_max_num_batched_tokens if is_prefill else cluster.decode_max_num_batched_tokens
 
     def num_threads(self, role: WorkerRole) -> int | None:
         """Threads of each rank of a worker started in this role; None: an equal part of the machine's cores."""

@@ -17,7 +17,9 @@ class SchedulerConfig(Section):
     """Tokens that one step may compute. A prompt is handed over in parts of this size while the next part is
     computed, and a prompt that arrives meanwhile waits for the current part. If unset, at least `max_num_seqs`, and at
     least 512 and `max_model_len` where prompts are not split; with `batching: mixed` on a CPU, as many as the KV pool
-    holds. Default on a GPU: the fewest that keep the GPU busy, at most 8192."""
+    holds. Default of prefill workers on a CPU with AMX, for weights in bfloat16: 512. Default on a GPU: the fewest that
+    keep the GPU busy, at most 8192. `cluster.prefill_max_num_batched_tokens` and
+    `cluster.decode_max_num_batched_tokens` override it."""
     max_model_len: int | None = Field(None, ge=1)
     """Prompt and output tokens of one request. If unset: the model's own limit."""
     long_prefill_token_threshold: int = Field(0, ge=0)

@@ -388,6 +388,43 @@ def test_experts_are_not_divided_among_one_rank(values: dict[str, Any], key: str
         BatonConfig.from_mapping(values)
 
 
+def test_each_role_may_have_steps_of_its_own_size() -> None:
+    def of_roles(**cluster: int) -> list[int]:
+        values = {"scheduler": {"max_num_batched_tokens": 200}, "cluster": cluster}
+        config = BatonConfig.from_mapping(values)
+        return [config.for_worker(role).scheduler.max_num_batched_tokens for role in WorkerRole]
+
+    assert of_roles() == [200, 200]
+    assert of_roles(prefill_max_num_batched_tokens=512) == [512, 200]
+    assert of_roles(decode_max_num_batched_tokens=64) == [200, 64]
+    unset = BatonConfig.from_mapping({"cluster": {"prefill_max_num_batched_tokens": 512}})
+    is_set = [
+        "max_num_batched_tokens" in unset.for_worker(role).scheduler.model_fields_set for role in WorkerRole
+    ]
+    assert is_set == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        (
+            {"speculation": {"method": "ngram"}},
+            r"\(3\) leaves no room for the drafts of speculation.method 'ngram'",
+        ),
+        (
+            {"scheduler": {"enable_chunked_prefill": False, "max_model_len": 100}},
+            r"\(3\) must be at least scheduler.max_model_len \(100\) when scheduler.enable_chunked_prefill is false",
+        ),
+    ],
+    ids=["drafts", "whole prompts"],
+)
+@pytest.mark.parametrize("role", WorkerRole)
+def test_steps_of_a_role_that_are_too_small(values: dict[str, Any], complaint: str, role: WorkerRole) -> None:
+    key = f"{role.value}_max_num_batched_tokens"
+    with pytest.raises(ConfigError, match=rf"cluster\.{key} {complaint}"):
+        BatonConfig.from_mapping(values | {"cluster": {key: 3}})
+
+
 @pytest.mark.parametrize("key", ["prefill_num_threads", "decode_num_threads"])
 def test_threads_of_a_role_are_for_cpus_only(key: str) -> None:
     values: dict[str, Any] = {"cluster": {key: 2}}
