@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <mutex>
+#include <numeric>
+#include <vector>
 
 #include "team.h"
 
@@ -44,14 +47,24 @@ void parallel_for(int64_t count, int64_t grain, int num_threads, const Work &wor
         &call, num_parts, num_threads);
 }
 
-// Calls `work(i)` for each i of 0..count - 1. Each thread takes the next i that no thread has taken; a guest takes one
-// only as long as its CPU is lent.
+// Calls `work(i)` for each i of 0..count - 1, until it has returned true. Each thread takes the next i that no thread has
+// taken; a guest takes one only as long as its CPU is lent. If a guest must leave while it works, its `work` may return
+// false: then a thread begins again with this i.
 template <typename Work>
 void for_each(int64_t count, int num_threads, const Work &work) {
-    std::atomic<int64_t> next{0};
-    const auto take = [&](int64_t, int64_t) {
-        for (int64_t i; !Team::must_leave() && (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
-    };
-    parallel_for(count, 1, num_threads, take);
-    take(0, 0);  // what is left if guests took every part, and all had to leave
+    std::vector<int64_t> waiting(count), left;
+    std::iota(waiting.begin(), waiting.end(), 0);
+    for (std::mutex mutex; !waiting.empty(); waiting.swap(left), left.clear()) {
+        const int64_t num_waiting = waiting.size();
+        std::atomic<int64_t> next{0};
+        const auto take = [&](int64_t, int64_t) {
+            for (int64_t i; !Team::must_leave() && (i = next.fetch_add(1, std::memory_order_relaxed)) < num_waiting;) {
+                if (work(waiting[i])) continue;
+                const std::lock_guard<std::mutex> lock(mutex);
+                left.push_back(waiting[i]);
+            }
+        };
+        parallel_for(num_waiting, 1, num_threads, take);
+        take(0, 0);  // what nobody has taken, if guests took every part, and all had to leave
+    }
 }
