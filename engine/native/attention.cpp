@@ -302,7 +302,7 @@ void baton_rope_store(const Step *step, int64_t layer, const float *cos_sin_X2F,
                     }
                 }
             }
-        });
+        }, parts_for_guests(s.num_tokens * 2 * s.token_size() * sizeof(Activation)));
     });
 }
 

@@ -11,11 +11,11 @@
 
 #include "team.h"
 
-// The least number of parts of a product that takes guests. A worker that takes back its CPU waits for a guest's part,
-// so a part takes less than a millisecond.
-inline int64_t parts_for_guests(int64_t num_products, int64_t num_weight_bytes) {
+// The least number of parts of work that takes guests. A worker that takes back its CPU waits for a guest's part, so a
+// part takes less than a millisecond. `num_bytes` are read or written; the products are of a matrix product.
+inline int64_t parts_for_guests(int64_t num_bytes, int64_t num_products = 0) {
     constexpr int64_t PART_PRODUCTS = 8'000'000, PART_BYTES = 2'000'000;
-    return std::max(num_products / PART_PRODUCTS, num_weight_bytes / PART_BYTES);
+    return std::max(num_products / PART_PRODUCTS, num_bytes / PART_BYTES);
 }
 
 // Calls `work(begin, end)` for equal parts of 0..count, one for each of at most `num_threads` threads and for each
