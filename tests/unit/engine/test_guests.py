@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.native.library import native_library
-from tests.unit.engine.test_lent_cpus import HERE, THERE, needs_two_cpus
+from tests.unit.engine.test_lent_cpus import HERE, NOWHERE, THERE, needs_two_cpus
 
 pytestmark = needs_two_cpus
 
@@ -21,11 +21,11 @@ from engine.layers.native_attention import NativeAttention
 from engine.native.library import native_library
 from tests.factories.attention_steps import MIXED, Heads, Layout, make_layout
 
-folder, here, there = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+folder, here, there, nowhere = sys.argv[1], *map(int, sys.argv[2:])
 os.sched_setaffinity(0, {here})
 torch.set_num_threads(1)
 library = native_library()
-lent = LentCpus(library, [here], [there], "fleet", Path(folder))
+lent = LentCpus(library, [here], [there, nowhere], "fleet", Path(folder))
 [path] = Path(folder).iterdir()
 with path.open("rb+") as file:
     table = np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64).reshape(-1, 8)
@@ -125,13 +125,27 @@ expect_that_a_guest_leaves_half_of_the_work(compute)
 """
 
 
+NO_GUEST = """
+attention = Attention(make_layout(MIXED, Heads(6, 2, 64), torch.float32))
+borrowers = []
+for _ in range(2):
+    table[nowhere] = 1, *(0,) * 7
+    lent.begin_step()
+    attention.compute()
+    borrowers.append(int(table[nowhere, 1]))
+    lent.end_step()
+assert borrowers == [here + 1, 0]
+"""
+
+
 @pytest.mark.parametrize(
     "script",
-    [SAME_BITS, LEAVE + LEAVE_AN_ITEM, LEAVE + LEAVE_ROWS],
-    ids=["same bits", "leave an item", "leave rows"],
+    [SAME_BITS, LEAVE + LEAVE_AN_ITEM, LEAVE + LEAVE_ROWS, NO_GUEST],
+    ids=["same bits", "leave an item", "leave rows", "no guest"],
 )
-def test_guests_change_no_bit_and_leave_soon(script: str, tmp_path: Path) -> None:
+def test_guests(script: str, tmp_path: Path) -> None:
     assert native_library() is not None
     subprocess.run(
-        [sys.executable, "-c", BORROWER + script, str(tmp_path), str(HERE), str(THERE)], check=True
+        [sys.executable, "-c", BORROWER + script, str(tmp_path), *map(str, (HERE, THERE, NOWHERE))],
+        check=True,
     )
