@@ -7,6 +7,7 @@ kernels (engine/native/) borrow CPUs.
 import ctypes
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from baton.step import SchedulerOutput
@@ -99,7 +100,8 @@ def _open_file(folder: Path, fleet: str) -> int:
     for path in folder.glob(f"{prefix}*"):
         parent = path.name.removeprefix(prefix).partition("-")[0]
         if not Path("/proc", parent).exists():
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # another user may have made it
+                path.unlink()
     path = folder / f"{prefix}{os.getppid()}-{fleet}"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

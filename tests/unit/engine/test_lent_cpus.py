@@ -203,6 +203,15 @@ def test_workers_of_a_fleet_share_a_file_and_files_of_ended_fleets_are_removed(t
     assert (tmp_path / f"baton-cpus-1-{user}-{parent}-a").stat().st_mode & 0o777 == 0o600
 
 
+def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    folder = tmp_path / f"baton-cpus-1-{os.geteuid()}-{ended.pid}-baton"
+    folder.mkdir()  # `unlink` fails, as it does for another user's file
+    LentCpus(library(), [0], [1], "fleet", tmp_path)
+    assert folder.is_dir()
+
+
 def test_memory_that_cannot_be_shared_is_an_os_error(tmp_path: Path) -> None:
     failing = Mock(baton_open_lent_cpus=Mock(return_value=12))
     with pytest.raises(OSError, match="Cannot allocate memory"):
