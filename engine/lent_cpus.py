@@ -7,6 +7,7 @@ kernels (engine/native/) borrow CPUs.
 import ctypes
 import fcntl
 import os
+import stat
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -108,8 +109,11 @@ class _SharedFile:
         """Opens the file, and makes it if it is missing. Removes files whose workers all died."""
         prefix = f"{_PREFIX}{os.geteuid()}-"
         for path in folder.glob(f"{prefix}*"):
-            with suppress(FileNotFoundError), path.open("rb") as file:
-                _remove_unless_used(path, file.fileno())
+            with suppress(OSError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                    with path.open("rb") as file:
+                        _remove_unless_used(path, file.fileno())
         self._path = folder / f"{prefix}{os.getppid()}-{fleet}"
         while not self._open():
             continue

@@ -28,8 +28,8 @@ class LayerAttention {
           scale(LOG2_E * (step.cap > 0.0f ? step.cap : step.scale)) {}
 
     // Computes the item's final result, or its partial result. `next` is the item that this thread will probably
-    // compute next, or the same item.
-    void run(const Item &item, const Item &next, float *partials) const {
+    // compute next, or the same item. Returns false, without a result, if this thread is a guest that had to leave.
+    bool run(const Item &item, const Item &next, float *partials) const {
         [[maybe_unused]] const std::conditional_t<BY_MATRIX_UNITS<Unit>, matrix_units::NoSubnormals, Nothing> as_in_units;
         scratch.lay_out(D);
         take_queries_of(item);
@@ -39,11 +39,13 @@ class LayerAttention {
         total.clear();
         attend(item, next, item.first_key, total);
         for (int64_t key = end_of_range(item.first_key); key < item.end_key; key = end_of_range(key)) {
+            if (Team::must_leave()) return false;
             range.clear();
             attend(item, next, key, range);
             total.add(range, scale);
         }
         if (item.partial < 0) write(item, total);
+        return true;
     }
 
     void merge(const Item *items, int64_t num_items, float *partials) const {
@@ -136,8 +138,7 @@ class Plan {
   public:
     Plan(const Step &step, int64_t window, int64_t num_guests, Item *items, Merge *merges)
         : s(step), window(window), tile_queries(std::max<int64_t>(1, TILE_ROWS / step.heads_per_kv_head())),
-          num_threads(step.num_threads + num_guests), most_cost(num_guests > 0 ? MOST_COST_OF_GUEST : INT64_MAX),
-          items(items), merges(merges) {
+          num_threads(step.num_threads + num_guests), items(items), merges(merges) {
         const int64_t most_heads = std::min(s.num_kv_heads, tile_queries);
         for_each_tile([&](Item item) {
             item.num_kv_heads = s.num_kv_heads;
@@ -162,11 +163,8 @@ class Plan {
     int64_t num_items = 0, num_merges = 0, num_partials = 0;  // partials in floats
 
   private:
-    // A worker that takes back its CPU waits for a guest's item.
-    static constexpr int64_t MOST_COST_OF_GUEST = 4 * RANGE_KEYS * TILE_ROWS;
-
     const Step &s;
-    const int64_t window, tile_queries, num_threads, most_cost;
+    const int64_t window, tile_queries, num_threads;
     Item *items;
     Merge *merges;
     int64_t total_cost = 0;
@@ -198,10 +196,8 @@ class Plan {
         return (item.end_key - item.first_key) * item.num_kv_heads * (item.is_decode ? 16 : item.num_rows);
     }
 
-    // Whether threads could end at very different times, or a guest could take too long.
-    bool is_large(const Item &item) const {
-        return num_threads > 1 && (cost(item) * num_threads * 4 > total_cost || cost(item) > most_cost);
-    }
+    // Whether threads could end at very different times.
+    bool is_large(const Item &item) const { return num_threads > 1 && cost(item) * num_threads * 4 > total_cost; }
 
     int64_t partial_size(const Item &item) const {
         return Softmax::size(item.is_decode ? item.num_rows : padded_rows(item.num_rows), s.head_dim);
@@ -306,7 +302,7 @@ void baton_rope_store(const Step *step, int64_t layer, const float *cos_sin_X2F,
                     }
                 }
             }
-        });
+        }, parts_for_guests(s.num_tokens * 2 * s.token_size() * sizeof(Activation)));
     });
 }
 
@@ -321,10 +317,11 @@ void baton_attend(const Step *step, int64_t layer, int64_t window, const void *q
         const LayerAttention<Activation, Stored> attention(*step, layer, window, qkv_TPD, sinks_Q, out_TQD);
         const int num_threads = static_cast<int>(step->num_threads);
         for_each(num_items, num_threads, [&](int64_t i) {
-            attention.run(items[i], items[std::min(i + num_threads, num_items - 1)], partials);
+            return attention.run(items[i], items[std::min(i + num_threads, num_items - 1)], partials);
         });
         for_each(num_merges, num_threads, [&](int64_t i) {
             attention.merge(items + merges[i].first_item, merges[i].num_items, partials);
+            return true;
         });
     });
 }

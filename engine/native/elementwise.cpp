@@ -78,7 +78,7 @@ void gate_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_to
                     store_some(out + i, combined(load_some(gate + i, left), load_some(up + i, left)), left);
                 }
             }
-        });
+        }, parts_for_guests(num_tokens * 3 * width * sizeof(Element)));
     });
 }
 
@@ -99,7 +99,7 @@ void baton_add_rms_norm(int64_t type, int64_t weight_type, const void *branch_TE
             for (int64_t t = begin; t < end; ++t)
                 norm_row(branch ? branch + t * width : nullptr, residual + t * width,
                          static_cast<const Weight *>(weight_E), out + t * width, width, eps);
-        });
+        }, parts_for_guests(num_tokens * 4 * width * sizeof(Element)));
     });
 }
 
@@ -114,7 +114,7 @@ void baton_add_normed(int64_t type, int64_t weight_type, const void *x_TE, void 
         parallel_for(num_tokens, rows_per_grain(width), num_threads, [&](int64_t begin, int64_t end) {
             for (int64_t t = begin; t < end; ++t)
                 add_normed_row(x + t * width, residual + t * width, static_cast<const Weight *>(weight_E), width, eps);
-        });
+        }, parts_for_guests(num_tokens * 3 * width * sizeof(Element)));
     });
 }
 
@@ -159,7 +159,7 @@ void baton_embed(int64_t element_bytes, const int64_t *ids_T, const void *weight
             else
                 std::memset(out, 0, row_bytes);
         }
-    });
+    }, parts_for_guests(num_tokens * 2 * row_bytes));
 }
 
 }  // extern "C"

@@ -232,7 +232,7 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
                 for (int64_t block = 0; block < num_blocks; ++block)
                     convert_row(from.row(first + row), from.type, block * INPUT_BLOCK, layer->num_inputs,
                                 rows + (block * tiles.num_rows + row) * row_bytes, row_type);
-        });
+        }, parts_for_guests(2 * num_blocks * tiles.num_rows * row_bytes));
         parallel_for(num_panels, 1, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
             const int64_t stride = tiles.num_rows * PANEL;  // floats of a panel's sums
             float *sums = reinterpret_cast<float *>(scratch<1>(MAX_PANELS * stride * 4));
@@ -272,7 +272,7 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
                             finish(sum, layer->bias, left, y_row, to.type, output, static_cast<Epilogue>(epilogue));
                     }
             }
-        }, parts_for_guests(tiles.num_rows * layer->num_inputs * layer->num_outputs, panel_bytes * num_panels));
+        }, parts_for_guests(panel_bytes * num_panels, tiles.num_rows * layer->num_inputs * layer->num_outputs));
     }
 }
 }

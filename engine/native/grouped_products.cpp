@@ -355,7 +355,7 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
                     quantize_row(from.row(first + tiles.begin(tile) + row), from.type, groups, group_size, multiple,
                                  row, places, q);
             }
-        });
+        }, parts_for_guests(tiles.num_rows * layer->num_inputs * 8));
         const int64_t num_blocks = (num_outputs + BLOCK - 1) / BLOCK;
         parallel_for(num_blocks, 1, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
             alignas(64) float sums[2][MAX_ROWS * BLOCK];
@@ -392,7 +392,7 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
                     }
                 }
             }
-        }, parts_for_guests(tiles.num_rows * layer->num_inputs * layer->num_outputs, block_bytes * num_blocks));
+        }, parts_for_guests(block_bytes * num_blocks, tiles.num_rows * layer->num_inputs * layer->num_outputs));
     }
 }
 }

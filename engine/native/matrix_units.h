@@ -212,7 +212,7 @@ inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num
                     }
                 }
             }
-        }, parts_for_guests(count * num_inputs * num_outputs, num_panels * steps * PANEL_STEP_BYTES));
+        }, parts_for_guests(num_panels * steps * PANEL_STEP_BYTES, count * num_inputs * num_outputs));
     }
 }
 #else

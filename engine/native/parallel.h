@@ -5,14 +5,17 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <mutex>
+#include <numeric>
+#include <vector>
 
 #include "team.h"
 
-// The least number of parts of a product that takes guests. A worker that takes back its CPU waits for a guest's part,
-// so a part takes less than a millisecond.
-inline int64_t parts_for_guests(int64_t num_products, int64_t num_weight_bytes) {
+// The least number of parts of work that takes guests. A worker that takes back its CPU waits for a guest's part, so a
+// part takes less than a millisecond. `num_bytes` are read or written; the products are of a matrix product.
+inline int64_t parts_for_guests(int64_t num_bytes, int64_t num_products = 0) {
     constexpr int64_t PART_PRODUCTS = 8'000'000, PART_BYTES = 2'000'000;
-    return std::max(num_products / PART_PRODUCTS, num_weight_bytes / PART_BYTES);
+    return std::max(num_products / PART_PRODUCTS, num_bytes / PART_BYTES);
 }
 
 // Calls `work(begin, end)` for equal parts of 0..count, one for each of at most `num_threads` threads and for each
@@ -44,14 +47,24 @@ void parallel_for(int64_t count, int64_t grain, int num_threads, const Work &wor
         &call, num_parts, num_threads);
 }
 
-// Calls `work(i)` for each i of 0..count - 1. Each thread takes the next i that no thread has taken; a guest takes one
-// only as long as its CPU is lent.
+// Calls `work(i)` for each i of 0..count - 1, until it has returned true. Each thread takes the next i that no thread has
+// taken; a guest takes one only as long as its CPU is lent. If a guest must leave while it works, its `work` may return
+// false: then a thread begins again with this i.
 template <typename Work>
 void for_each(int64_t count, int num_threads, const Work &work) {
-    std::atomic<int64_t> next{0};
-    const auto take = [&](int64_t, int64_t) {
-        for (int64_t i; !Team::must_leave() && (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
-    };
-    parallel_for(count, 1, num_threads, take);
-    take(0, 0);  // what is left if guests took every part, and all had to leave
+    std::vector<int64_t> waiting(count), left;
+    std::iota(waiting.begin(), waiting.end(), 0);
+    for (std::mutex mutex; !waiting.empty(); waiting.swap(left), left.clear()) {
+        const int64_t num_waiting = waiting.size();
+        std::atomic<int64_t> next{0};
+        const auto take = [&](int64_t, int64_t) {
+            for (int64_t i; !Team::must_leave() && (i = next.fetch_add(1, std::memory_order_relaxed)) < num_waiting;) {
+                if (work(waiting[i])) continue;
+                const std::lock_guard<std::mutex> lock(mutex);
+                left.push_back(waiting[i]);
+            }
+        };
+        parallel_for(num_waiting, 1, num_threads, take);
+        take(0, 0);  // what nobody has taken, if guests took every part, and all had to leave
+    }
 }

@@ -74,13 +74,16 @@ int main() {
     if (lent.open(file, own, 1, others, 2) != 0) return 1;
     lent.begin_step();
     table[0].idle_since_ns = 1;
-    for_each(2, 1, [](int64_t) {});
+    for_each(2, 1, [](int64_t) { return true; });
     table[0].idle_since_ns = 0;
     while (num_waiting < 2) sched_yield();
     is_rehearsed = true;
     table[0].idle_since_ns = 1;
     std::atomic<int> num_by_caller{0}, num_by_guests{0};
-    for_each(2, 1, [&](int64_t) { ++(gettid() == caller ? num_by_caller : num_by_guests); });
+    for_each(2, 1, [&](int64_t) {
+        ++(gettid() == caller ? num_by_caller : num_by_guests);
+        return true;
+    });
     std::printf("the caller computed %d items, guests %d", num_by_caller.load(), num_by_guests.load());
 }
 """

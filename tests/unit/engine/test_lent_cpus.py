@@ -234,6 +234,15 @@ def test_a_worker_that_finds_its_file_removed_makes_another(
     assert os.listdir(tmp_path) == []
 
 
+def test_what_is_no_file_of_this_user_stays(tmp_path: Path) -> None:
+    """Another user may make it; a pipe would let a worker wait for ever."""
+    pipe, folder = (tmp_path / f"baton-cpus-1-{os.geteuid()}-{name}" for name in ("pipe", "folder"))
+    os.mkfifo(pipe)
+    folder.mkdir()
+    lent_cpus(tmp_path, "fleet").close()
+    assert set(tmp_path.iterdir()) == {pipe, folder}
+
+
 def test_memory_that_cannot_be_shared_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Cannot allocate memory"):
         lent_cpus(tmp_path, "fleet", error=12)
