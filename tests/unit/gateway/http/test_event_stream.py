@@ -1,12 +1,15 @@
 """EventStream: server-sent events that end with their reader, errors before the first of them, and pings."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Iterator
+from itertools import count
 
 import pytest
 from starlette.types import Message
 
 from baton.errors import Overloaded
+from gateway.http import event_stream
 from gateway.http.event_stream import PING_INTERVAL_S, EventSender, EventStream, comment, event, stream_of
 from tests.factories.virtual_loop import in_virtual_time
 
@@ -131,6 +134,29 @@ async def test_no_ping_comes_within_an_event_or_before_a_slow_reader() -> None:
     reader = Reader()
     await reader.get(EventStream(produce, comment))
     assert reader.body == b"data: a large one\n\ndata: 2\n\n"
+
+
+async def test_no_ping_comes_while_the_pieces_of_events_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events and pings share their numbers."""
+    numbers = count()
+
+    def numbered() -> bytes:
+        return b"%d " % next(numbers)
+
+    def pieces() -> Iterator[str]:
+        for _ in range(10):
+            yield numbered().decode()
+            time.sleep(0.005)  # so other tasks run before the next piece
+
+    async def produce(send: EventSender) -> None:
+        await send.pieces(pieces())
+        reader.leaves.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(event_stream, "PING_INTERVAL_S", 0.001)
+    reader = Reader()
+    await reader.get(EventStream(produce, numbered))
+    assert [int(number) for number in reader.body.split()] == list(range(10))
 
 
 @in_virtual_time
