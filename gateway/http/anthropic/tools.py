@@ -9,7 +9,7 @@ from baton.errors import InvalidRequest
 from gateway.conversation import Tool, ToolChoice, ToolUse
 from gateway.conversation.checks import check_among, check_tools
 from gateway.http.anthropic.blocks import MAX_NAME_CHARACTERS, CacheControl
-from gateway.http.body import Body, NotSupported, OnlyFalse
+from gateway.http.body import Body, NotSupported
 
 MAX_TOOLS = 1024
 
@@ -37,7 +37,9 @@ class ToolDefinition(Body):
     eager_input_streaming: bool | None = Field(
         None, description="Accepted and ignored: input always streams as the model writes it."
     )
-    defer_loading: OnlyFalse | None = None
+    defer_loading: bool | None = Field(
+        None, description="Accepted and ignored: the model knows all tools from the beginning."
+    )
     allowed_callers: Annotated[list[Literal["direct"]], Field(min_length=1, max_length=1)] | None = None
     input_examples: NotSupported = None
 

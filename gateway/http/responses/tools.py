@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from baton.errors import InvalidRequest
 from gateway.conversation import Tool, ToolChoice, ToolUse
 from gateway.conversation.checks import check_among, check_tools
-from gateway.http.body import Body, NotSupported, OnlyFalse
+from gateway.http.body import Body, NotSupported
 from gateway.http.openai.tools import MAX_NAME_CHARACTERS, ToolName
 
 MAX_TOOLS = 1024
@@ -32,7 +32,9 @@ class ResponseFunctionTool(Body):
     )
     allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=1)] | None = None
     async_: NotSupported = Field(None, alias="async")
-    defer_loading: OnlyFalse | None = None
+    defer_loading: bool | None = Field(
+        None, description="Accepted and ignored: the model knows all functions from the beginning."
+    )
     output_schema: NotSupported = None
 
     def as_tool(self) -> Tool:

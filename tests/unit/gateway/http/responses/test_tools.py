@@ -45,6 +45,14 @@ def test_the_model_knows_functions_of_a_namespace_by_both_names() -> None:
     assert conversation.tool_choice == ToolChoice(ToolUse.REQUIRED, ("mcp__files.read",))
 
 
+def test_the_model_knows_deferred_functions_at_once() -> None:
+    deferred = function("look", defer_loading=True)
+    asked = body({"type": "tool_search"}, deferred, space("files", deferred))
+    assert [tool.name for tool in conversation_of(asked, []).tools] == ["look", "files.look"]
+    with pytest.raises(ValidationError, match="defer_loading"):
+        body(function("look", defer_loading=0))
+
+
 def test_a_call_comes_back_with_its_namespace_and_may_be_sent_back() -> None:
     asked = body(FILES, function("look"))
     output = ResponseOutput("r", None, asked.namespaces)
