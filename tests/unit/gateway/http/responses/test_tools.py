@@ -79,6 +79,21 @@ def test_a_call_comes_back_with_its_namespace_and_may_be_sent_back() -> None:
     assert as_kept(items[0], "fc")["namespace"] == "mcp__files"
 
 
+def test_a_result_may_repeat_the_names_of_its_call_but_no_others() -> None:
+    call = {"type": "function_call", "call_id": "c", "namespace": "files", "name": "read", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "text"}
+
+    def said(**fields: str) -> str | None:
+        asked = body(input=[call, result | fields])
+        return conversation_of(asked, kept(asked)).messages[-1].name
+
+    for fields in ({}, {"name": "read"}, {"namespace": "files"}, {"name": "read", "namespace": "files"}):
+        assert said(**fields) == "files.read"
+    for others, got in (({"name": "write"}, "write"), ({"namespace": "disks"}, "disks.read")):
+        with pytest.raises(InvalidRequest, match=f"'c' was to 'files.read', but its output is of '{got}'"):
+            said(**others)
+
+
 @pytest.mark.parametrize(
     ("tools", "field"),
     [
