@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from openai.types.responses import NamespaceTool
 from pydantic import ValidationError
 
 from baton.errors import InvalidRequest
@@ -77,6 +78,12 @@ def test_a_call_comes_back_with_its_namespace_and_may_be_sent_back() -> None:
     assert said.tool_calls == (ToolCall("c", "mcp__files.read", "{}"),)
     assert answered.name == "mcp__files.read"
     assert as_kept(items[0], "fc")["namespace"] == "mcp__files"
+
+
+def test_a_response_repeats_namespaces_as_the_package_describes_them() -> None:
+    (shown,) = shown_tools(body({"type": "namespace", "name": "a", "tools": [function("b")]}).tools)
+    assert NamespaceTool.model_validate(shown).description == ""
+    assert [tool["name"] for tool in shown["tools"]] == ["b"]
 
 
 def test_a_result_may_repeat_the_names_of_its_call_but_no_others() -> None:
