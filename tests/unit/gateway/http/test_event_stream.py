@@ -130,10 +130,25 @@ async def test_no_ping_comes_within_an_event_or_before_a_slow_reader() -> None:
         reader.reads.clear()
         asyncio.get_running_loop().call_later(3 * PING_INTERVAL_S, reader.reads.set)
         await send(b"data: 2\n\n")
+        await intervals(0.5)
 
     reader = Reader()
     await reader.get(EventStream(produce, comment))
     assert reader.body == b"data: a large one\n\ndata: 2\n\n"
+
+
+@in_virtual_time
+async def test_an_event_waits_for_the_ping_before_it() -> None:
+    async def produce(send: EventSender) -> None:
+        asyncio.get_running_loop().call_later(2 * PING_INTERVAL_S, reader.reads.set)
+        await intervals(1.5)
+        await send(b"data: 1\n\n")
+
+    reader = Reader()
+    reader.reads.clear()
+    await reader.get(EventStream(produce, comment))
+    assert [message["type"] for message in reader.messages].count("http.response.start") == 1
+    assert reader.body == comment() + b"data: 1\n\n"
 
 
 async def test_no_ping_comes_while_the_pieces_of_events_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
