@@ -189,8 +189,9 @@ async def test_an_error_before_the_first_ping_has_its_own_status() -> None:
 
 @in_virtual_time
 async def test_an_error_while_the_first_ping_cannot_go_out_has_its_own_status() -> None:
-    async def produce(_: EventSender) -> None:
+    async def produce(send: EventSender) -> None:
         await intervals(1.5)
+        assert not send.has_begun
         raise Overloaded("full", retry_after_s=1.0)
 
     reader = Reader()
