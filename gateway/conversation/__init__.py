@@ -23,7 +23,7 @@ from gateway.conversation.messages import (
     ToolCall,
     ToolChoice,
     ToolUse,
-    with_system_first,
+    stricter_forms,
 )
 
 __all__ = [
@@ -50,5 +50,5 @@ __all__ = [
     "Vocabulary",
     "answer_format_of",
     "checked_answer",
-    "with_system_first",
+    "stricter_forms",
 ]

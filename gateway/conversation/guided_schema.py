@@ -54,8 +54,13 @@ closed."""
 _CONDITIONS = ("not", "if", "then", "else")
 _SAME_OBJECT = (REFERENCE, "anyOf", "oneOf", *_CONDITIONS)
 """Keywords whose schemas apply to the same object as `properties` beside them."""
+_BESIDE = frozenset(
+    "properties patternProperties additionalProperties unevaluatedProperties minProperties".split()  # noqa: SIM905
+)
+"""If an object has one of these keywords, its alternatives must accept properties that they do not list."""
+_TUPLES = ("prefixItems", "items")  # a list of items is of an older draft
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains")
-_LISTS = ("prefixItems", "items", "anyOf", "oneOf", "allOf")
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
 
 
@@ -130,13 +135,19 @@ def check_parameters(tool: Tool) -> None:
 
 def _may_close(schema: Any) -> bool:
     """Whether objects may be closed. Each part of `allOf` must accept all properties, and so must what a `$ref`
-    beside `properties` refers to, also from within `anyOf` and the like."""
+    beside `properties` or `required` refers to, also from within `anyOf` and the like."""
     if isinstance(schema, list):
         return all(map(_may_close, schema))
     if not isinstance(schema, Mapping):
         return True
-    is_extended = "allOf" in schema or ("properties" in schema and _refers(schema))
+    has_more = "required" in schema or _has_more(schema)
+    is_extended = "allOf" in schema or (has_more and _refers(schema))
     return not is_extended and all(map(_may_close, schema.values()))
+
+
+def _has_more(schema: Mapping[str, Any]) -> bool:
+    """Whether the object of a schema may have properties that one of its alternatives does not list."""
+    return not _BESIDE.isdisjoint(schema) or sum(key in schema for key in _SAME_OBJECT) > 1
 
 
 def _refers(schema: Any) -> bool:
@@ -148,17 +159,21 @@ def _refers(schema: Any) -> bool:
     return REFERENCE in schema or any(_refers(schema[key]) for key in _SAME_OBJECT if key in schema)
 
 
-def _guided(schema: Any, is_closing: bool) -> Any:
+def _guided(schema: Any, is_closing: bool, needed: tuple[frozenset[str | None], ...] = ()) -> Any:
+    """`needed`: the names that schemas of the same object require. None: a name that no object has."""
     if not isinstance(schema, Mapping):
         return schema
     guided: dict[str, Any] = {}
-    is_closing_parts = is_closing and "properties" not in schema  # the parts must accept these properties
+    is_closing_parts = is_closing and not _has_more(schema)
+    if isinstance(required := schema.get("required"), list):
+        needed = (*needed, frozenset(name if isinstance(name, str) else None for name in required))
     for key, value in schema.items():
         if key in _CONDITIONS:
-            guided[key] = _guided(value, is_closing_parts)
-        elif key in _LISTS and isinstance(value, list):
-            is_of_items = key in ("prefixItems", "items")  # a list of items is of an older draft
-            guided[key] = [_guided(part, is_closing if is_of_items else is_closing_parts) for part in value]
+            guided[key] = _guided(value, is_closing_parts, needed)
+        elif key in _TUPLES and isinstance(value, list):
+            guided[key] = [_guided(part, is_closing) for part in value]
+        elif key in _ALTERNATIVES and isinstance(value, list):
+            guided[key] = [_guided(part, is_closing_parts, needed) for part in value]
         elif key in _SCHEMAS:
             guided[key] = _guided(value, is_closing)
         elif key in _MAPS and isinstance(value, Mapping):
@@ -166,7 +181,8 @@ def _guided(schema: Any, is_closing: bool) -> Any:
             guided[key] = {name: _guided(part, is_of_parts) for name, part in value.items()}
         elif not _is_idle(key, value):
             guided[key] = value
-    if is_closing and "properties" in guided and _OPENING.isdisjoint(guided) and _lists_enough(guided):
+    has_all = "properties" in guided and _OPENING.isdisjoint(guided) and _lists_enough(guided, needed)
+    if is_closing and has_all:
         guided["additionalProperties"] = False
     return guided
 
@@ -178,17 +194,12 @@ def _is_idle(key: str, value: Any) -> bool:
     return key in REMARKS or (key == "uniqueItems" and value is False)
 
 
-def _lists_enough(schema: Mapping[str, Any]) -> bool:
-    """Whether `properties` lists all that is required."""
-    properties, required, number = (
-        schema["properties"],
-        schema.get("required", []),
-        schema.get("minProperties", 0),
-    )
-    if not isinstance(properties, Mapping) or not isinstance(required, list) or not isinstance(number, int):
+def _lists_enough(schema: Mapping[str, Any], needed: tuple[frozenset[str | None], ...]) -> bool:
+    """Whether `properties` lists all that is required. Quick even if many schemas require many names."""
+    properties, number = schema["properties"], schema.get("minProperties", 0)
+    if not isinstance(properties, Mapping) or not isinstance(number, int):
         return True
-    is_listed = all(isinstance(name, str) and name in properties for name in required)
-    return is_listed and number <= len(properties)
+    return number <= len(properties) and all(properties.keys() >= names for names in needed)
 
 
 def _levels(schema: object) -> int:

@@ -1,12 +1,12 @@
 """Messages, tools, and the conversation that a model continues."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-BETWEEN_SYSTEM = "\n\n"
-"""Written between the texts of system messages that are joined."""
+BETWEEN_JOINED = "\n\n"
+"""Written between the texts of messages that are joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,9 @@ class ChatMessage:
     """In a tool's result: the id of its call."""
     name: str | None = None
     """In a tool's result: the name of the tool. In other messages: who wrote them; not over gRPC."""
+
+
+Messages = tuple[ChatMessage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +115,72 @@ class Conversation:
         )
 
 
-def with_system_first(conversation: Conversation) -> Conversation | None:
-    """The conversation with all system messages joined to its first message. None if no other message is one."""
-    systems = [message for message in conversation.messages if message.role == "system"]
-    others = tuple(message for message in conversation.messages if message.role != "system")
-    if not systems or (*systems[:1], *others) == conversation.messages:
-        return None
-    text = BETWEEN_SYSTEM.join(message.content for message in systems if message.content)
-    return replace(conversation, messages=(replace(systems[0], content=text), *others))
+def stricter_forms(conversation: Conversation) -> Iterator[Conversation]:
+    """The conversation for templates that refuse it as it is. Each form has fewer messages than the one before.
+
+    Qwen3.5's template wants system messages only at the beginning, Gemma's wants users and assistants to alternate, and
+    those of Mistral want no user behind a result.
+    """
+    changes: tuple[Callable[[Messages], Messages], ...] = (
+        _system_first,
+        _alternating,
+        _no_user_behind_result,
+    )
+    messages = conversation.messages
+    for change in changes:
+        if (changed := change(messages)) != messages:
+            messages = changed
+            yield replace(conversation, messages=messages)
+
+
+def _system_first(messages: Messages) -> Messages:
+    """All system messages, joined to one that comes first."""
+    systems = [message for message in messages if message.role == "system"]
+    others = tuple(message for message in messages if message.role != "system")
+    if not systems:
+        return messages
+    return (replace(systems[0], content=_joined(system.content for system in systems)), *others)
+
+
+def _alternating(messages: Messages) -> Messages:
+    """Adjacent messages of one user, and adjacent messages of the assistant, as one message."""
+
+    def is_same_turn(last: ChatMessage, message: ChatMessage) -> bool:
+        is_same_author = (last.role, last.name) == (message.role, message.name)
+        return is_same_author and message.role in ("user", "assistant") and not last.tool_calls
+
+    turns: list[ChatMessage] = []
+    for run in _runs(messages, is_same_turn):
+        thoughts = [message.reasoning for message in run if message.reasoning is not None]
+        reasoning = _joined(thoughts) if thoughts else None
+        turns.append(
+            replace(run[-1], content=_joined(message.content for message in run), reasoning=reasoning)
+        )
+    return tuple(turns)
+
+
+def _no_user_behind_result(messages: Messages) -> Messages:
+    """The text of users behind the result of a call, at the end of this result."""
+
+    def is_behind_result(last: ChatMessage, message: ChatMessage) -> bool:
+        return last.role == "tool" and message.role == "user"
+
+    runs = _runs(messages, is_behind_result)
+    return tuple(replace(run[0], content=_joined(message.content for message in run)) for run in runs)
+
+
+def _runs(
+    messages: Messages, belong_together: Callable[[ChatMessage, ChatMessage], bool]
+) -> list[list[ChatMessage]]:
+    """The messages, where those that belong to the one before are in one list with it."""
+    runs: list[list[ChatMessage]] = []
+    for message in messages:
+        if runs and belong_together(runs[-1][-1], message):
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+    return runs
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return BETWEEN_JOINED.join(text for text in texts if text)

@@ -1,9 +1,9 @@
 """What the bodies of all APIs have in common: strict fields, and fields that are refused by name."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -16,6 +16,16 @@ def _refuse(value: object) -> None:
 
 
 NotSupported = Annotated[None, BeforeValidator(_refuse), Field(description="Not supported; only `null`.")]
+
+
+def _refuse_number(value: object) -> object:
+    if not isinstance(value, bool) and value == 0:
+        raise PydanticKnownError("literal_error", {"expected": "False"})
+    return value
+
+
+OnlyFalse = Annotated[Literal[False], BeforeValidator(_refuse_number)]
+"""The type of a field that may only be false. For Python, and so for `Literal`, 0 is false, too."""
 
 
 class Body(BaseModel):

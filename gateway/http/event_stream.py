@@ -2,11 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from gateway.http.whole_json import portions
 
 PING_INTERVAL_S = 15.0
 """A stream gets a ping after this time without an event. Many proxies end a connection after a minute without a byte,
@@ -43,6 +45,7 @@ class EventSender:
         self._send = send
         self._sending = asyncio.Lock()
         self._is_between_events = True
+        self._is_writing_pieces = False
         self._last_s = asyncio.get_running_loop().time()
         self.has_begun = False
         """True once the status is sent."""
@@ -57,6 +60,20 @@ class EventSender:
         if body:
             self._is_between_events = body.endswith(b"\n\n")
             self._last_s = asyncio.get_running_loop().time()
+
+    async def pieces(self, pieces: Iterable[str]) -> None:
+        """Sends whole events, whose pieces are ASCII, in large parts.
+
+        No ping comes from the first piece to the last. Pings may be numbered like the events, and events get their
+        numbers when their pieces are made.
+        """
+        self._is_writing_pieces = True
+        try:
+            async with aclosing(portions(pieces)) as each:
+                async for portion in each:
+                    await self(portion.encode("ascii"))
+        finally:
+            self._is_writing_pieces = False
 
     async def end(self) -> None:
         """Sends the end of the response. No write may follow."""
@@ -77,7 +94,8 @@ class EventSender:
     @property
     def _is_idle(self) -> bool:
         """False while the client still has to read an event."""
-        return self._is_between_events and not self._sending.locked()
+        is_writing = self._is_writing_pieces or self._sending.locked()
+        return self._is_between_events and not is_writing
 
 
 class EventStream(Response):

@@ -12,7 +12,7 @@ from gateway.conversation import (
     Conversation,
     Vocabulary,
     answer_format_of,
-    with_system_first,
+    stricter_forms,
 )
 from gateway.conversation.checks import check_num_values
 from gateway.text.plain_tokenizer import PlainTokenizer
@@ -101,8 +101,8 @@ class Tokenizer:
     def render_chat(self, conversation: Conversation, add_generation_prompt: bool = True) -> str:
         """The conversation in the format of the model's training, up to the beginning of the answer.
 
-        Agents send system messages in mid-conversation, and some templates refuse them there. Then all system
-        messages become the first message.
+        Some templates refuse what agents send, such as system messages in mid-conversation. Then messages are joined
+        until the template accepts them.
 
         The template is a program by the model's author; it runs in transformers' sandbox. Its exceptions
         become an InvalidRequest that names `chat`. The calling code must limit its time.
@@ -112,12 +112,14 @@ class Tokenizer:
                 "chat", "this model's tokenizer has no chat template; send text or token ids"
             )
         check_num_values(conversation.messages)
-        try:
-            return self._rendered(self.answer_format, conversation, add_generation_prompt)
-        except InvalidRequest:
-            if (moved := with_system_first(conversation)) is None:
-                raise
-        return self._rendered(self.answer_format, moved, add_generation_prompt)
+        forms = stricter_forms(conversation)
+        while True:
+            try:
+                return self._rendered(self.answer_format, conversation, add_generation_prompt)
+            except InvalidRequest:
+                if (stricter := next(forms, None)) is None:
+                    raise
+            conversation = stricter
 
     def _rendered(
         self, answer_format: AnswerFormat, conversation: Conversation, add_generation_prompt: bool

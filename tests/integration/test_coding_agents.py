@@ -198,3 +198,45 @@ async def test_late_system_messages_move_only_if_the_template_refuses_them(tmp_p
             request = await under_test.workers["d0"].next_request()
         turns = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in expected.split("|"))
         assert prompt_of(request) == turns + end
+
+
+ALTERNATING = (
+    "{% set turns = namespace(number=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (turns.number % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set turns.number = turns.number + 1 %}{% endif %}{% endfor %}" + SYSTEM_FIRST
+)
+"""A template like those of Mistral: no user behind a result, and no two messages of a user."""
+
+
+async def test_messages_are_joined_for_a_template_in_which_roles_must_alternate(tmp_path: Path) -> None:
+    """Codex sends its environment and the user's text as two messages. Claude Code writes reminders behind results."""
+    folder = make_tokenizer_dir(tmp_path, ALTERNATING)
+    call = {"type": "tool_use", "id": "toolu_1", "name": "search", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "found"}
+    reminder = {"type": "text", "text": "Remember"}
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, reminder]},
+    ]
+    async with (
+        gateway_with(folder, {}, {"d0": answering(ANSWER)}, max_model_len=1024) as under_test,
+        under_test.http() as client,
+    ):
+        for path, fields, expected in (
+            (
+                "/v1/responses",
+                {"input": [{"role": "user", "content": "In /tmp"}, *HELLO]},
+                "user\nIn /tmp\n\nHello",
+            ),
+            ("/v1/messages", {"messages": turns, "max_tokens": 5}, "tool\nfound\n\nRemember"),
+        ):
+            answer = await client.post(path, json={"model": "tiny"} | fields)
+            assert answer.status_code == 200, answer.text
+            request = await under_test.workers["d0"].next_request()
+            assert f"<|im_start|>{expected}<|im_end|>" in prompt_of(request)
+        refused = {"model": "tiny", "messages": [{"role": "assistant", "content": "Hi"}, *HELLO]}
+        answer = await client.post("/v1/chat/completions", json=refused)
+        assert answer.status_code == 400
+        assert "roles must alternate" in answer.text

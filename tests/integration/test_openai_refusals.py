@@ -178,6 +178,7 @@ def part(**fields: Any) -> dict[str, Any]:
                 ("guided_json", {"guided_json": {}}, "use structured_outputs or response_format"),
                 ("guided_choice", {"guided_choice": ["a"]}, "use structured_outputs or response_format"),
                 ("store", {"store": True}, "must be false, got true"),
+                ("store", {"store": 0}, "must be false, got 0"),
                 ("service_tier", {"service_tier": "flex"}, "must be 'auto' or 'default', got 'flex'"),
                 ("modalities.0", {"modalities": ["audio"]}, "must be 'text', got 'audio'"),
                 ("routing_mode", {"routing_mode": "magic"}, "got 'magic'"),

@@ -1,5 +1,6 @@
 """The content blocks of a request's messages, and the turns that contain them."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -68,7 +69,21 @@ class RedactedThinkingBlock(Body):
     data: str
 
 
-ResultContent = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
+class ToolReferenceBlock(_Block):
+    """A tool that a search among deferred tools found. The model knows the tool already, so it only gets the name."""
+
+    type: Literal["tool_reference"]
+    tool_name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS)
+
+    @property
+    def text(self) -> str:
+        return f"Found the tool {self.tool_name}.\n"
+
+
+ResultContent = Annotated[
+    list[Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type")]],
+    Field(max_length=MAX_BLOCKS, fail_fast=True),
+]
 
 
 class ToolResultBlock(_Block):
@@ -112,7 +127,7 @@ class SystemTurn(Body):
 Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
 
 
-def text_of(content: str | list[TextBlock] | None) -> str:
+def text_of(content: str | Sequence[TextBlock | ToolReferenceBlock] | None) -> str:
     """The text of the blocks, joined without separators like the parts of a chat's message."""
     if content is None:
         return ""

@@ -37,7 +37,9 @@ class ToolDefinition(Body):
     eager_input_streaming: bool | None = Field(
         None, description="Accepted and ignored: input always streams as the model writes it."
     )
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = Field(
+        None, description="Accepted and ignored: the model knows all tools from the beginning."
+    )
     allowed_callers: Annotated[list[Literal["direct"]], Field(min_length=1, max_length=1)] | None = None
     input_examples: NotSupported = None
 

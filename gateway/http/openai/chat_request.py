@@ -8,7 +8,7 @@ from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.conversation import Conversation
 from gateway.conversation.template import MAX_OPTIONS, TemplateValue, check_template_options
-from gateway.http.body import NotSupported
+from gateway.http.body import NotSupported, OnlyFalse
 from gateway.http.openai.fields import Effort, GenerationFields, reasoning_of
 from gateway.http.openai.messages import Messages, chat_messages_of
 from gateway.http.openai.tools import NamedTool, ToolChoiceField, Tools, tool_choice_of, tools_of
@@ -38,7 +38,7 @@ class ChatCompletionRequest(GenerationFields):
         None,
         description="How much the model thinks first; a level has no effect if the model's template has none.",
     )
-    store: Literal[False] | None = Field(None, description="Nothing is stored.")
+    store: OnlyFalse | None = Field(None, description="Nothing is stored.")
     service_tier: Literal["auto", "default"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
 

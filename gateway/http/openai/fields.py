@@ -11,7 +11,7 @@ from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.choices import MAX_CHOICES
 from gateway.conversation import ReasoningOptions
-from gateway.http.body import Body
+from gateway.http.body import Body, OnlyFalse
 from gateway.http.openai.structured import (
     OldGuided,
     ResponseFormat,
@@ -39,7 +39,7 @@ class StreamOptions(Body):
         None,
         description="vLLM's extension: with include_usage, every chunk has the usage so far; default false.",
     )
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 class GenerationFields(SamplingFields):

@@ -1,6 +1,6 @@
 """Converts items to the turns of a conversation, and leaves out old turns if a prompt is too long."""
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from baton.errors import TOO_LONG, InvalidRequest, PromptTooLong
@@ -49,7 +49,7 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
     An incomplete call is left out: its arguments are not valid JSON, and it has no result.
     """
     messages: list[ChatMessage] = []
-    names: dict[str, str] = {}
+    names: dict[str, tuple[str | None, str]] = {}
     turn_of: dict[str, int] = {}  # of each call, the number of messages up to its turn
     for item in items:
         turn = messages[-1] if messages and messages[-1].role == "assistant" else None
@@ -63,9 +63,9 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
                         "input",
                         f"two function_calls of one turn have the call_id '{call_id[:60]}'; give each its own",
                     )
-                names[call_id] = joined_name(item.namespace, item.name)
+                names[call_id] = (item.namespace, item.name)
                 turn_of[call_id] = len(messages)
-                call = ToolCall(call_id, names[call_id], item.arguments)
+                call = ToolCall(call_id, joined_name(*names[call_id]), item.arguments)
                 messages[-1] = replace(turn, tool_calls=(*turn.tool_calls, call))
             case ReasoningItem():
                 if turn is None or turn.content or turn.tool_calls:
@@ -86,7 +86,10 @@ def _new_turn(messages: list[ChatMessage]) -> ChatMessage:
     return messages[-1]
 
 
-def _of_others(item: MessageItem | FunctionCallOutputItem, names: dict[str, str]) -> ChatMessage:
+def _of_others(
+    item: MessageItem | FunctionCallOutputItem, names: Mapping[str, tuple[str | None, str]]
+) -> ChatMessage:
+    """`names`: the namespace and the name of each earlier call, by its id."""
     if isinstance(item, MessageItem):
         return ChatMessage("system" if item.role == "developer" else item.role, item.text)
     if item.call_id not in names:
@@ -94,7 +97,14 @@ def _of_others(item: MessageItem | FunctionCallOutputItem, names: dict[str, str]
             "input",
             f"no function_call with the call_id '{item.call_id[:60]}' precedes its function_call_output",
         )
-    return ChatMessage("tool", item.text, tool_call_id=item.call_id, name=names[item.call_id])
+    namespace, name = names[item.call_id]
+    if item.name not in (None, name) or item.namespace not in (None, namespace):
+        called, got = joined_name(namespace, name), joined_name(item.namespace, item.name or name)
+        raise InvalidRequest(
+            "input",
+            f"the call '{item.call_id[:60]}' was to {called[:60]!r}, but its output is of {got[:60]!r}",
+        )
+    return ChatMessage("tool", item.text, tool_call_id=item.call_id, name=joined_name(namespace, name))
 
 
 async def shortened(

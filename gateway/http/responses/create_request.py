@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, GrammarKind, SamplingParams, StructuredOutput
 from gateway.conversation import ReasoningOptions
-from gateway.http.body import Body, NotSupported
+from gateway.http.body import Body, NotSupported, OnlyFalse
 from gateway.http.openai.fields import Effort, reasoning_of
 from gateway.http.responses.items import MAX_ID_CHARACTERS, InputItem, InputItems, MessageItem
 from gateway.http.responses.tools import MAX_TOOLS, ResponseTool, ToolChoiceField, namespaces_of
@@ -87,7 +87,7 @@ class ReasoningFields(Body):
 class ResponseStreamOptions(Body):
     """Options of a stream."""
 
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 class PromptFields(Body):
@@ -178,7 +178,7 @@ class ResponseRequest(PromptFields, SamplingFields):
         None, description="Accepted and ignored: Codex describes itself here."
     )
     service_tier: Literal["auto", "default"] | None = None
-    background: Literal[False] | None = None
+    background: OnlyFalse | None = None
     prompt_cache_key: PromptCacheKey | None = None
 
     access_programs: NotSupported = None

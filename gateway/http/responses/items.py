@@ -91,7 +91,7 @@ class FunctionCallItem(Body):
 
 
 class FunctionCallOutputItem(Body):
-    """The result of a call."""
+    """The result of a call. It may repeat the call's name and namespace."""
 
     type: Literal["function_call_output"]
     call_id: ItemId
@@ -99,8 +99,8 @@ class FunctionCallOutputItem(Body):
     id: ItemId | None = None
     status: Status | None = None
     caller: NotSupported = None
-    name: NotSupported = None
-    namespace: NotSupported = None
+    name: Name | None = Field(None, description="If set, the name of the call.")
+    namespace: Name | None = Field(None, description="If set, the namespace of the call.")
 
     @property
     def text(self) -> str:

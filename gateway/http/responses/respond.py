@@ -3,9 +3,9 @@
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from starlette.responses import Response
@@ -102,8 +102,7 @@ class Responding(Response):
         try:
             async with answering(self._driver, [self._generation.request], CLIENT_NAMES) as batches:
                 async for _, delta in in_turns(batches):
-                    await self._write(send, events.opening())
-                    await self._write(send, events.of(self._changes(delta)))
+                    await send.pieces(chain(events.opening(), events.of(self._changes(delta))))
             state = self._end_state()
             await self._store(state)
         except Exception as error:
@@ -112,10 +111,10 @@ class Responding(Response):
                     await self._store_cancelled(error)
                 raise
             state = self._failed_state(error)
-            await self._write(send, events.of(self._output.end(is_cut=True)))
+            await send.pieces(events.of(self._output.end(is_cut=True)))
             if not isinstance(error, StoreUnavailable):
                 await self._store_if_possible(state)
-        await self._write(send, events.ending(state, self._output.items))
+        await send.pieces(events.ending(state, self._output.items))
 
     def _changes(self, delta: Delta) -> Iterator[Change]:
         """The changes of a delta. Use up this iterator before the next delta."""
@@ -174,12 +173,6 @@ class Responding(Response):
         response = await _joined(generation.response.pieces(state, items))
         context = await _joined(context_pieces(generation.history, generation.own_items, items))
         await self._running.keep(StoredResponse(response, context))
-
-    async def _write(self, send: EventSender, pieces: Iterable[str]) -> None:
-        """Writes the pieces, which are ASCII, in large parts."""
-        async with aclosing(portions(pieces)) as each:
-            async for portion in each:
-                await send(portion.encode("ascii"))
 
 
 async def _joined(pieces: Iterable[str]) -> bytes:

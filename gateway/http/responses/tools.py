@@ -32,7 +32,9 @@ class ResponseFunctionTool(Body):
     )
     allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=1)] | None = None
     async_: NotSupported = Field(None, alias="async")
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = Field(
+        None, description="Accepted and ignored: the model knows all functions from the beginning."
+    )
     output_schema: NotSupported = None
 
     def as_tool(self) -> Tool:

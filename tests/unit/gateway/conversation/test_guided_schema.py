@@ -70,6 +70,16 @@ def test_parts_of_all_of_stay_open() -> None:
             "dependentSchemas": {"a": {"properties": {"b": {}}}},
         },
         {"properties": {"a": {}}, "required": ["a", "b"]},
+        {"anyOf": [{"properties": {"a": {}}}, {"anyOf": [{"properties": {"b": {}}}]}], "required": ["c"]},
+        {"$ref": "#/$defs/d", "required": ["c"], "$defs": {"d": {"properties": {"a": {}}}}},
+        {"anyOf": [{"properties": {"a": {}}}], "additionalProperties": {"type": "string"}},
+        {"anyOf": [{"properties": {"a": {}}}], "patternProperties": {"^x": {}}},
+        {"anyOf": [{"properties": {"a": {}}}], "oneOf": [{"properties": {"b": {}}}]},
+        {
+            "anyOf": [{"properties": {"a": {}}}],
+            "$ref": "#/$defs/d",
+            "$defs": {"d": {"properties": {"b": {}}}},
+        },
         {"properties": {"a": {}}, "minProperties": 2},
     ],
     ids=[
@@ -78,6 +88,12 @@ def test_parts_of_all_of_stay_open() -> None:
         "a reference in a part beside properties",
         "a part for objects with a property",
         "required but not listed",
+        "required but not listed in an alternative",
+        "required but not listed in what a reference refers to",
+        "alternatives beside further properties",
+        "alternatives beside a pattern of properties",
+        "alternatives beside alternatives",
+        "alternatives beside a reference",
         "more required than listed",
     ],
 )
@@ -116,6 +132,9 @@ def test_alternatives_that_list_all_their_properties_are_closed() -> None:
     assert guided({"type": "object", "anyOf": parts})["anyOf"] == [
         {**part, "additionalProperties": False} for part in parts
     ]
+    first, second = guided({"type": "object", "anyOf": parts, "required": ["a"]})["anyOf"]
+    assert first == {**parts[0], "additionalProperties": False}
+    assert second == parts[1], "it does not list what is required"
 
 
 def test_remarks_and_unknown_formats_are_left_out_but_properties_of_these_names_stay() -> None:
@@ -243,6 +262,10 @@ def test_many_properties_and_many_required_names_take_no_time_on_the_event_loop(
 
     assert len(listed_properties(GuidedTool("act", json.dumps(schema), None))) == len(properties)
     assert may_be_json_call(json.dumps({**schema, "additionalProperties": {}}), {"act"})
+
+    parts = [{"properties": {"x": {}}, "required": ["y"]}, {"properties": {"x": {}}}] * 10_000
+    for names in (required, list(properties)):
+        guided_schema(Tool("act", None, {"anyOf": parts, "required": names}))
 
     assert time.process_time() - began < 2.0
 

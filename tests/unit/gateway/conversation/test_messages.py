@@ -1,23 +1,69 @@
-"""Conversations whose system messages become the first message."""
+"""Forms of a conversation for chat templates that refuse it as it is."""
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from gateway.conversation import ChatMessage, Conversation, with_system_first
+from gateway.conversation import ChatMessage, ToolCall, stricter_forms
 from tests.factories.conversations import ASKED
 
 FIRST, LATE = ChatMessage("system", "Be brief"), ChatMessage("system", "In Dutch")
 (USER,) = ASKED.messages
+BOB = ChatMessage("user", "Or cold?", name="bob")
+ANSWER = ChatMessage("assistant", "Yes", reasoning="It is July")
+CALL = ChatMessage("assistant", "", reasoning="I should look", tool_calls=(ToolCall("1", "search", "{}"),))
+RESULT = ChatMessage("tool", "found", tool_call_id="1", name="search")
 
 
-@pytest.mark.parametrize("messages", [(USER,), (FIRST, USER), (FIRST,), ()])
-def test_nothing_moves_if_no_later_message_is_of_the_system(messages: tuple[ChatMessage, ...]) -> None:
-    assert with_system_first(replace(ASKED, messages=messages)) is None
+def forms(*messages: ChatMessage) -> list[Sequence[ChatMessage]]:
+    return [form.messages for form in stricter_forms(replace(ASKED, messages=messages))]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (),
+        (USER,),
+        (FIRST, USER),
+        (FIRST,),
+        (USER, BOB),
+        (USER, CALL, RESULT, CALL, RESULT, ANSWER, USER),
+        (USER, CALL, CALL, RESULT, RESULT),
+    ],
+)
+def test_a_conversation_without_anything_to_join_has_no_other_form(messages: tuple[ChatMessage, ...]) -> None:
+    assert forms(*messages) == []
 
 
 @pytest.mark.parametrize("messages", [(FIRST, LATE, USER), (FIRST, USER, LATE), (USER, FIRST, LATE)])
 def test_all_system_messages_become_the_first(messages: tuple[ChatMessage, ...]) -> None:
-    joined = ChatMessage("system", "Be brief\n\nIn Dutch")
-    assert with_system_first(replace(ASKED, messages=messages)) == replace(ASKED, messages=(joined, USER))
-    assert with_system_first(Conversation((USER, LATE))) == Conversation((LATE, USER))
+    assert forms(*messages) == [(ChatMessage("system", "Be brief\n\nIn Dutch"), USER)]
+    assert forms(USER, LATE) == [(LATE, USER)]
+
+
+def test_adjacent_messages_of_one_author_become_one() -> None:
+    assert forms(USER, USER, BOB, USER) == [
+        (ChatMessage("user", f"{USER.content}\n\n{USER.content}"), BOB, USER)
+    ]
+    assert forms(ANSWER, CALL, RESULT) == [
+        (replace(CALL, content="Yes", reasoning="It is July\n\nI should look"), RESULT)
+    ]
+
+
+def test_each_form_is_stricter_than_the_one_before() -> None:
+    joined = replace(USER, content=f"{USER.content}\n\n{USER.content}")
+    assert forms(USER, LATE, USER, CALL, RESULT, USER, FIRST, USER) == [
+        (system := ChatMessage("system", "In Dutch\n\nBe brief"), USER, USER, CALL, RESULT, USER, USER),
+        (system, joined, CALL, RESULT, joined),
+        (system, joined, CALL, replace(RESULT, content=f"found\n\n{joined.content}")),
+    ]
+
+
+def test_thousands_of_long_messages_take_little() -> None:
+    text = "x" * 16_384
+    began = time.process_time()
+    (joined,) = forms(*(ChatMessage("user", text) for _ in range(4_096)))
+    assert len(joined[0].content) == 4_096 * (len(text) + 2) - 2
+    assert time.process_time() - began < 2.0

@@ -1,12 +1,15 @@
 """EventStream: server-sent events that end with their reader, errors before the first of them, and pings."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Iterator
+from itertools import count
 
 import pytest
 from starlette.types import Message
 
 from baton.errors import Overloaded
+from gateway.http import event_stream
 from gateway.http.event_stream import PING_INTERVAL_S, EventSender, EventStream, comment, event, stream_of
 from tests.factories.virtual_loop import in_virtual_time
 
@@ -127,10 +130,48 @@ async def test_no_ping_comes_within_an_event_or_before_a_slow_reader() -> None:
         reader.reads.clear()
         asyncio.get_running_loop().call_later(3 * PING_INTERVAL_S, reader.reads.set)
         await send(b"data: 2\n\n")
+        await intervals(0.5)
 
     reader = Reader()
     await reader.get(EventStream(produce, comment))
     assert reader.body == b"data: a large one\n\ndata: 2\n\n"
+
+
+@in_virtual_time
+async def test_an_event_waits_for_the_ping_before_it() -> None:
+    async def produce(send: EventSender) -> None:
+        asyncio.get_running_loop().call_later(2 * PING_INTERVAL_S, reader.reads.set)
+        await intervals(1.5)
+        await send(b"data: 1\n\n")
+
+    reader = Reader()
+    reader.reads.clear()
+    await reader.get(EventStream(produce, comment))
+    assert [message["type"] for message in reader.messages].count("http.response.start") == 1
+    assert reader.body == comment() + b"data: 1\n\n"
+
+
+async def test_no_ping_comes_while_the_pieces_of_events_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events and pings share their numbers."""
+    numbers = count()
+
+    def numbered() -> bytes:
+        return b"%d " % next(numbers)
+
+    def pieces() -> Iterator[str]:
+        for _ in range(10):
+            yield numbered().decode()
+            time.sleep(0.005)  # so other tasks run before the next piece
+
+    async def produce(send: EventSender) -> None:
+        await send.pieces(pieces())
+        reader.leaves.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(event_stream, "PING_INTERVAL_S", 0.001)
+    reader = Reader()
+    await reader.get(EventStream(produce, numbered))
+    assert [int(number) for number in reader.body.split()] == list(range(10))
 
 
 @in_virtual_time
@@ -148,8 +189,9 @@ async def test_an_error_before_the_first_ping_has_its_own_status() -> None:
 
 @in_virtual_time
 async def test_an_error_while_the_first_ping_cannot_go_out_has_its_own_status() -> None:
-    async def produce(_: EventSender) -> None:
+    async def produce(send: EventSender) -> None:
         await intervals(1.5)
+        assert not send.has_begun
         raise Overloaded("full", retry_after_s=1.0)
 
     reader = Reader()

@@ -118,6 +118,12 @@ def test_calls_and_their_results() -> None:
     ]
 
 
+def test_a_search_among_deferred_tools_finds_their_names() -> None:
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("mcp__a__b", "mcp__a__c")]
+    *_, said = messages(USER, turn("assistant", call("a")), turn("user", result("a", found)))
+    assert said.content == "Found the tool mcp__a__b.\nFound the tool mcp__a__c.\n"
+
+
 CALLED = turn("assistant", call("a"), call("b"))
 WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
     "a result without a call": ([turn("user", result("x"))], "messages.0.content.0.tool_use_id"),

@@ -69,6 +69,7 @@ def test_no_parameter_of_the_package_is_an_unknown_field() -> None:
         ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
         ("stop", ["x"]),
         ("max_tokens", 0),
+        ("tools", [{"name": "a", "input_schema": {}, "defer_loading": 0}]),
         ("foo", 1),
     ],
 )
@@ -94,6 +95,7 @@ def test_what_a_coding_agent_sends_is_taken() -> None:
                     "input_schema": {"type": "object", "properties": {}},
                     "strict": True,
                     "eager_input_streaming": True,
+                    "defer_loading": True,
                     "cache_control": {"type": "ephemeral"},
                 }
             ],

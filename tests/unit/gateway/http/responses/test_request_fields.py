@@ -113,6 +113,8 @@ def test_some_are_refused() -> None:
     ("fields", "words"),
     [
         ({"background": True}, "background"),
+        ({"background": 0}, "background"),
+        ({"stream": True, "stream_options": {"include_obfuscation": 0}}, "include_obfuscation"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"tools": [{"type": "local_shell"}]}, "local_shell"),

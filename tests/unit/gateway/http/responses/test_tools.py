@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from openai.types.responses import NamespaceTool
 from pydantic import ValidationError
 
 from baton.errors import InvalidRequest
@@ -45,6 +46,14 @@ def test_the_model_knows_functions_of_a_namespace_by_both_names() -> None:
     assert conversation.tool_choice == ToolChoice(ToolUse.REQUIRED, ("mcp__files.read",))
 
 
+def test_the_model_knows_deferred_functions_at_once() -> None:
+    deferred = function("look", defer_loading=True)
+    asked = body({"type": "tool_search"}, deferred, space("files", deferred))
+    assert [tool.name for tool in conversation_of(asked, []).tools] == ["look", "files.look"]
+    with pytest.raises(ValidationError, match="defer_loading"):
+        body(function("look", defer_loading=0))
+
+
 def test_a_call_comes_back_with_its_namespace_and_may_be_sent_back() -> None:
     asked = body(FILES, function("look"))
     output = ResponseOutput("r", None, asked.namespaces)
@@ -69,6 +78,27 @@ def test_a_call_comes_back_with_its_namespace_and_may_be_sent_back() -> None:
     assert said.tool_calls == (ToolCall("c", "mcp__files.read", "{}"),)
     assert answered.name == "mcp__files.read"
     assert as_kept(items[0], "fc")["namespace"] == "mcp__files"
+
+
+def test_a_response_repeats_namespaces_as_the_package_describes_them() -> None:
+    (shown,) = shown_tools(body({"type": "namespace", "name": "a", "tools": [function("b")]}).tools)
+    assert NamespaceTool.model_validate(shown).description == ""
+    assert [tool["name"] for tool in shown["tools"]] == ["b"]
+
+
+def test_a_result_may_repeat_the_names_of_its_call_but_no_others() -> None:
+    call = {"type": "function_call", "call_id": "c", "namespace": "files", "name": "read", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "text"}
+
+    def said(**fields: str) -> str | None:
+        asked = body(input=[call, result | fields])
+        return conversation_of(asked, kept(asked)).messages[-1].name
+
+    for fields in ({}, {"name": "read"}, {"namespace": "files"}, {"name": "read", "namespace": "files"}):
+        assert said(**fields) == "files.read"
+    for others, got in (({"name": "write"}, "write"), ({"namespace": "disks"}, "disks.read")):
+        with pytest.raises(InvalidRequest, match=f"'c' was to 'files.read', but its output is of '{got}'"):
+            said(**others)
 
 
 @pytest.mark.parametrize(
