@@ -134,7 +134,7 @@ def _print(measured: dict[str, dict[str, float]], slo: Slo) -> None:
     for name, each in measured.items():
         table.add_row(
             name,
-            *(f"{each[key]:.0f}" for key in COLUMNS.values()),
+            *(f"{each[key]:.0f}" if key in each else "" for key in COLUMNS.values()),
             f"{each['tokens_per_s']:.1f}",
             f"{each['goodput_chats_per_s']:.2f}/s",
             f"{each['good_share']:.0%}",

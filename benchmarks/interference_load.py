@@ -139,7 +139,7 @@ class Slo:
 
 
 def figures(rounds: list[list[Seen]], workload: Workload, slo: Slo) -> dict[str, float]:
-    """Figures over all rounds.
+    """Figures over all rounds; without long prompts, there are none about them.
 
     `gap_ms`: between two tokens of a chat; `goodput`: chats per second within the SLO.
     """
@@ -150,14 +150,15 @@ def figures(rounds: list[list[Seen]], workload: Workload, slo: Slo) -> dict[str,
     num_in_time = sum(at <= workload.seconds for each in seen for at in each.arrivals_s)
     num_pieces = sum(len(each.arrivals_s) for each in seen)
     num_good = sum(map(slo.is_met_by, chats))
+    long_ttfts = [each.ttft_s for each in longs]
+    of_longs = {f"long_ttft_p{each}_ms": 1e3 * percentile(long_ttfts, each) for each in (50, 99) if longs}
     return {
         "gap_p50_ms": 1e3 * percentile(gaps, 50),
         "gap_p99_ms": 1e3 * percentile(gaps, 99),
         "gap_max_ms": 1e3 * max(gaps),
         "chat_ttft_p50_ms": 1e3 * percentile((each.ttft_s for each in chats), 50),
         "chat_ttft_p99_ms": 1e3 * percentile((each.ttft_s for each in chats), 99),
-        "long_ttft_p50_ms": 1e3 * percentile((each.ttft_s for each in longs), 50),
-        "long_ttft_p99_ms": 1e3 * percentile((each.ttft_s for each in longs), 99),
+        **of_longs,
         "tokens_per_s": num_in_time * sum(each.num_tokens for each in seen) / num_pieces / seconds,
         "chats_per_s": len(chats) / seconds,
         "goodput_chats_per_s": num_good / seconds,

@@ -66,6 +66,12 @@ def test_figures_of_what_clients_saw() -> None:
     assert over_peer({"Baton": slower, VLLM: found})["Baton"]["chat_ttft_p50_ms"] == pytest.approx(4.0)
 
 
+def test_without_long_prompts_there_are_no_figures_about_them() -> None:
+    found = figures([[CHAT]], WORKLOAD, Slo(1.0, 0.25))
+    assert not [key for key in found if key.startswith("long_")]
+    assert found["num_long_prompts"] == 0
+
+
 def test_a_percentile_is_one_of_the_values() -> None:
     assert [percentile(range(1, 101), percent) for percent in (50, 99, 100)] == [50, 99, 100]
     assert percentile([7.0], 99) == 7.0
