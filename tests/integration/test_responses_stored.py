@@ -1,5 +1,6 @@
 """Stored responses: read, listed, ended and deleted by their caller alone; shared by gateways through a real Redis."""
 
+import asyncio
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from baton.request import EngineRequest, FinishReason, RequestOutput
 from cluster.serve.gateway import check_access
 from gateway.http.responses.stores import store_for
 from tests.factories.api_keys import ALICE, API_KEYS, BOB
-from tests.factories.gateway import GatewayUnderTest, beginning, gateway_with, outputs_of
+from tests.factories.gateway import GatewayUnderTest, beginning, gateway_with, outputs_of, silent
 from tests.factories.models import make_tokenizer
 from tests.factories.openai import openai_with
 from tests.factories.redis_server import redis_server
@@ -169,6 +170,21 @@ async def test_a_running_response_is_ended_by_its_caller(folder: Path) -> None:
                 await alice.responses.cancel(cancelled.id)
         await under_test.workers["d0"].next_request()
         await under_test.workers["d0"].next_abort()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_response_that_is_ended_before_its_first_token_is_kept_as_cancelled(
+    folder: Path, is_stream: bool
+) -> None:
+    async with openai_with(folder, silent) as (under_test, client):
+        creating = asyncio.create_task(client.responses.create(model="tiny", input="Hello", stream=is_stream))
+        request = await under_test.workers["d0"].next_request()
+        response_id = f"resp_{request.request_id.partition('.')[0]}"
+        assert (await client.responses.cancel(response_id)).status == "cancelled"
+        with pytest.raises(openai.APIStatusError) as caught:
+            await creating
+        assert caught.value.status_code == 410
+        assert (await client.responses.retrieve(response_id)).status == "cancelled"
 
 
 async def test_a_client_that_leaves_leaves_nothing(folder: Path) -> None:
