@@ -81,6 +81,42 @@ is_over.set()
 lender.join()
 """
 
+SAME_PRODUCTS = """
+from engine.layers.grouped_weight import GroupedWeight
+from engine.layers.native_linear import NativeLinear
+from engine.native.products import Products
+
+products = Products(library)
+weight_OI = torch.randn(768, 576)
+layers = [
+    (NativeLinear.of_floats(products, weight_OI.to(dtype), None), dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
+layers += [
+    (NativeLinear.of_groups(products, GroupedWeight.quantize(weight_OI, bits), None), dtype)
+    for bits in (4, 8)
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+def results() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    found = []
+    for layer, dtype in layers:
+        for num_rows in (1, 20, 300):
+            x_TI, gated_TP = torch.randn(num_rows, 576).to(dtype), torch.empty(num_rows, 384, dtype=dtype)
+            layer.gated(x_TI, gated_TP)
+            found += [layer(x_TI), gated_TP]
+    return found
+
+alone = results()
+lend(True)
+lent.begin_step()
+deadline = time.monotonic() + 60.0
+while borrowed_s() < 0.02:
+    assert time.monotonic() < deadline, f"borrowed for {borrowed_s()} s"
+    assert all(map(torch.equal, results(), alone))
+"""
+
 LEAVE = """
 def expect_that_a_guest_leaves_half_of_the_work(compute) -> None:
     # Without guests, one thread computes both halves.
@@ -140,8 +176,8 @@ assert borrowers == [here + 1, 0]
 
 @pytest.mark.parametrize(
     "script",
-    [SAME_BITS, LEAVE + LEAVE_AN_ITEM, LEAVE + LEAVE_ROWS, NO_GUEST],
-    ids=["same bits", "leave an item", "leave rows", "no guest"],
+    [SAME_BITS, SAME_PRODUCTS, LEAVE + LEAVE_AN_ITEM, LEAVE + LEAVE_ROWS, NO_GUEST],
+    ids=["same bits", "same products", "leave an item", "leave rows", "no guest"],
 )
 def test_guests(script: str, tmp_path: Path) -> None:
     assert native_library() is not None
