@@ -25,8 +25,8 @@ template <typename Work>
 void parallel_for(int64_t count, int64_t grain, int num_threads, const Work &work, int64_t parts_with_guests = 0) {
     const int64_t num_grains = (count + grain - 1) / grain;
     int64_t most_parts = num_threads;
-    if (num_grains > 1)
-        if (const int64_t num_guests = Team::mine().invite_guests(); num_guests > 0)
+    if (num_grains > num_threads)
+        if (const int64_t num_guests = Team::mine().invite_guests(num_grains - num_threads); num_guests > 0)
             most_parts = std::max(num_threads + num_guests, parts_with_guests);
     const int64_t num_parts = std::min({most_parts, num_grains, Team::MAX_PARTS});
     if (num_parts <= 1) {
@@ -64,7 +64,7 @@ void for_each(int64_t count, int num_threads, const Work &work) {
                 left.push_back(waiting[i]);
             }
         };
+        // There are fewer guests than parts. So another thread begins one, and takes what guests leave.
         parallel_for(num_waiting, 1, num_threads, take);
-        take(0, 0);  // what nobody has taken, if guests took every part, and all had to leave
     }
 }

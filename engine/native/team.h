@@ -32,13 +32,13 @@ class Team {
         return team;
     }
 
-    // How many guests will help in the next call of `run`: borrows CPUs that are lent at present, except those on which no
-    // thread of this process may run.
-    int64_t invite_guests() {
+    // How many guests will help in the next call of `run`: borrows at most `most` CPUs that are lent at present, except
+    // those on which no thread of this process may run.
+    int64_t invite_guests(int64_t most = MAX_GUESTS) {
         LentCpus &lent = LentCpus::of_process();
         num_invited_ = 0;
         if (!lent.is_in_step()) return 0;
-        for (int64_t i = 0; i < std::min(lent.num_others(), MAX_GUESTS); ++i)
+        for (int64_t i = 0; i < std::min(lent.num_others(), MAX_GUESTS) && num_invited_ < most; ++i)
             if (guests_[i].state != Guest::CANNOT_COME && lent.borrow(i) && has_guest(i))
                 invited_[num_invited_++] = &guests_[i];
         return num_invited_;

@@ -1,4 +1,4 @@
-"""`for_each` of parallel.h: what guests leave is computed nevertheless."""
+"""Guests of a Team: what they leave is computed nevertheless, and none is invited in vain."""
 
 import os
 import subprocess
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(
     native_library() is None or not compilers(os.environ), reason="needs a C++ compiler"
 )
 
-PROGRAM = """
-// Two guests take both parts of a call while its caller has no CPU. Before they begin, their CPU is taken back.
+LEFT_ITEMS = """
+// Two guests take two of three parts of a call while its caller has no CPU. Before they begin, their CPU is taken back.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -74,13 +74,13 @@ int main() {
     if (lent.open(file, own, 1, others, 2) != 0) return 1;
     lent.begin_step();
     table[0].idle_since_ns = 1;
-    for_each(2, 1, [](int64_t) { return true; });
+    for_each(3, 1, [](int64_t) { return true; });
     table[0].idle_since_ns = 0;
     while (num_waiting < 2) sched_yield();
     is_rehearsed = true;
     table[0].idle_since_ns = 1;
     std::atomic<int> num_by_caller{0}, num_by_guests{0};
-    for_each(2, 1, [&](int64_t) {
+    for_each(3, 1, [&](int64_t) {
         ++(gettid() == caller ? num_by_caller : num_by_guests);
         return true;
     });
@@ -89,12 +89,44 @@ int main() {
 """
 
 
-def test_the_caller_computes_the_items_that_all_guests_have_left(tmp_path: Path) -> None:
-    source, program = tmp_path / "left.cpp", tmp_path / "left"
-    source.write_text(PROGRAM)
+INVITATIONS = """
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+
+#include "team.h"
+
+int main() {
+    const int file = memfd_create("cpus", 0);
+    const size_t size = LentCpus::MOST_CPUS * sizeof(LentCpu);
+    if (ftruncate(file, size) != 0) return 1;
+    const int64_t own[] = {1023}, others[] = {HERE, HERE, HERE};
+    LentCpus &lent = LentCpus::of_process();
+    if (lent.open(file, own, 1, others, 3) != 0) return 1;
+    static_cast<LentCpu *>(mmap(nullptr, size, PROT_WRITE, MAP_SHARED, file, 0))[HERE].idle_since_ns = 1;
+    lent.begin_step();
+    for (int64_t most : {-1, 0, 1, 2, 9})
+        std::printf("%ld ", static_cast<long>(Team::mine().invite_guests(most)));
+}
+"""
+
+
+def output_of(text: str, folder: Path) -> str:
+    """What this C++ program prints."""
+    source, program = folder / "program.cpp", folder / "program"
+    source.write_text(text)
     compiler = compilers(os.environ)[0]
-    subprocess.run(
-        [*compiler, "-std=c++17", "-pthread", f"-I{SOURCES}", str(source), "-o", str(program)], check=True
-    )
-    done = subprocess.run([program], check=True, capture_output=True, text=True)
-    assert done.stdout == "the caller computed 2 items, guests 0"
+    flags = ("-std=c++17", "-pthread", f"-I{SOURCES}")
+    subprocess.run([*compiler, *flags, str(source), "-o", str(program)], check=True)
+    return subprocess.run([program], check=True, capture_output=True, text=True).stdout
+
+
+def test_the_caller_computes_the_items_that_all_guests_have_left(tmp_path: Path) -> None:
+    assert output_of(LEFT_ITEMS, tmp_path) == "the caller computed 3 items, guests 0"
+
+
+def test_no_more_guests_are_invited_than_there_are_parts_for_them(tmp_path: Path) -> None:
+    """Each would be woken, which takes longer than many products."""
+    cpu = max(os.sched_getaffinity(0))
+    assert output_of(INVITATIONS.replace("HERE", str(cpu)), tmp_path) == "0 0 1 2 3 "
