@@ -118,13 +118,24 @@ class EventStream(Response):
         if self._ping is None:
             await self._produce(sender)
         else:
-            pinging = asyncio.create_task(sender.keep_alive(self._ping))
-            try:
-                await self._produce(sender)
-            finally:
-                pinging.cancel()
-                await asyncio.wait((pinging,))
+            await self._produce_with(self._ping, sender)
         await sender.end()
+
+    async def _produce_with(self, ping: Ping, sender: EventSender) -> None:
+        """Pings once the stream is old enough. Most streams end before, and a timer costs less than a task."""
+        pinging: list[asyncio.Task[None]] = []
+
+        def begin() -> None:
+            pinging.append(asyncio.create_task(sender.keep_alive(ping)))
+
+        timer = asyncio.get_running_loop().call_later(PING_INTERVAL_S, begin)
+        try:
+            await self._produce(sender)
+        finally:
+            timer.cancel()
+            for task in pinging:
+                task.cancel()
+                await asyncio.wait((task,))
 
 
 def stream_of(events: AsyncGenerator[bytes, None]) -> EventStream:
