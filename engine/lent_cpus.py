@@ -17,7 +17,7 @@ from engine.pipeline import Pipeline, StepResult
 
 FOLDER = Path("/dev/shm")
 MOST_CPUS = 1024
-"""CPUs with higher numbers are neither lent nor borrowed."""
+"""CPUs with higher numbers are not borrowed. A worker with such a CPU neither lends nor borrows."""
 _FILE_BYTES = 64 * MOST_CPUS
 _PREFIX = "baton-cpus-1-"
 """Of the files' names, with the version of their format."""
@@ -34,7 +34,7 @@ class LentCpus:
         fleet: str,
         folder: Path = FOLDER,
     ) -> None:
-        """Lends the CPUs `own` whenever no step is under way, from the end of the first step on.
+        """Lends the CPUs `own`, below MOST_CPUS, whenever no step is under way, from the end of the first step on.
 
         A step also computes with those of the CPUs `others` that other workers lend then: workers of the same `fleet`
         with the same parent process. OSError if there is no memory to share with them.
@@ -42,7 +42,7 @@ class LentCpus:
         library.baton_borrowed_ns.restype = ctypes.c_int64
         self._library = library
         array, count = ctypes.c_int64 * MOST_CPUS, ctypes.c_int64
-        ours, theirs = (sorted(cpu for cpu in cpus if cpu < MOST_CPUS) for cpus in (own, others))
+        ours, theirs = sorted(own), sorted(cpu for cpu in others if cpu < MOST_CPUS)
         self._file = _SharedFile(folder, fleet)
         error = library.baton_open_lent_cpus(
             count(self._file.number), array(*ours), count(len(ours)), array(*theirs), count(len(theirs))

@@ -31,7 +31,7 @@ from baton.system.paced import paced
 from baton.system.secret import load_secret
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerRole
-from engine.lent_cpus import LentCpus
+from engine.lent_cpus import MOST_CPUS, LentCpus
 from engine.loading.dtype import with_chosen_dtype
 from engine.loading.pretrained import default_cache_dir, resolve
 from engine.native.library import native_library
@@ -66,7 +66,9 @@ def build_worker(
 
 def _lend(config: BatonConfig, role: WorkerRole, own: tuple[int, ...]) -> LentCpus | None:
     """What a worker on these CPUs lends and borrows; call it before the worker is pinned. None if it does neither."""
-    if not own or not config.cluster.lend_cores or (library := native_library()) is None:
+    if not own or max(own) >= MOST_CPUS or not config.cluster.lend_cores:
+        return None
+    if (library := native_library()) is None:
         return None
     others: list[int] = []
     if config.num_ranks(role) == 1:

@@ -13,17 +13,21 @@ CHUNK_BYTES = 32 * 2**20
 """Small weights share a chunk of this size; larger weights have one of their own."""
 _ALIGNMENT = 64
 
-_chunk = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_chunk = _NOTHING
 """What is left of the latest chunk."""
 
 
 def weight_memory(num_bytes: int) -> torch.Tensor:
     """uint8 [num_bytes], aligned to 64 bytes. The memory of a chunk is freed with the last tensor in it."""
     global _chunk
+    if num_bytes > CHUNK_BYTES:
+        return _new_chunk(num_bytes)
     size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     if size > len(_chunk):
-        _chunk = _new_chunk(max(size, CHUNK_BYTES))
-    taken, _chunk = _chunk[:num_bytes], _chunk[size:]
+        _chunk = _new_chunk(CHUNK_BYTES)
+    taken, left = _chunk[:num_bytes], _chunk[size:]
+    _chunk = left if len(left) > 0 else _NOTHING  # an empty part would keep the whole chunk
     return taken
 
 

@@ -93,13 +93,18 @@ def check_beginning(path: str, text: str) -> None:
     assert beginning.count("event: ") == 2
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_a_stream_that_waits_gets_pings(folder: Path, path: str, pinged: asyncio.Event) -> None:
+async def text_after_a_ping(folder: Path, path: str, pinged: asyncio.Event, *, fails: bool) -> str:
     async with gateway_with(folder, {}, {"d0": silent}) as under_test:
         stream = asyncio.create_task(text_of(under_test, path))
-        await answered_after_a_ping(under_test, pinged, fails=False)
+        await answered_after_a_ping(under_test, pinged, fails=fails)
         text = await stream
     check_beginning(path, text)
+    return text
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_stream_that_waits_gets_pings(folder: Path, path: str, pinged: asyncio.Event) -> None:
+    text = await text_after_a_ping(folder, path, pinged, fails=False)
     events = text.replace(": ping\n\n", "").removesuffix("\n\n").split("\n\n")
     assert "baton" in text
     assert all("data: " in event for event in events), "no ping is within an event"
@@ -107,11 +112,7 @@ async def test_a_stream_that_waits_gets_pings(folder: Path, path: str, pinged: a
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_an_error_after_a_ping_is_an_event(folder: Path, path: str, pinged: asyncio.Event) -> None:
-    async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-        stream = asyncio.create_task(text_of(under_test, path))
-        await answered_after_a_ping(under_test, pinged, fails=True)
-        text = await stream
-    check_beginning(path, text)
+    text = await text_after_a_ping(folder, path, pinged, fails=True)
     assert LATE[path] in text
     assert "[DONE]" not in text
 

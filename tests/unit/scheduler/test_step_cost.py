@@ -19,6 +19,7 @@ from baton.request import RequestOutput
 from baton.step import ModelRunnerOutput
 from scheduler import Scheduler
 from scheduler import scheduler as scheduler_module
+from tests.factories.call_counts import calls_in
 from tests.factories.scheduling import EOS, FakeConnector, flatten, make_request, make_scheduler
 
 NUM_REQUESTS = 16
@@ -58,23 +59,6 @@ def lookups_of_enums(run: Callable[[], object]) -> Counter[str]:
         run()
     finally:
         sys.settrace(former)
-    return counts
-
-
-def calls_in(run: Callable[[], object]) -> Counter[str]:
-    """How often each Python function was called while this ran."""
-    counts: Counter[str] = Counter()
-
-    def profile(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call":
-            counts[frame.f_code.co_qualname] += 1
-
-    former = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        run()
-    finally:
-        sys.setprofile(former)
     return counts
 
 

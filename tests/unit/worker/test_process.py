@@ -47,8 +47,13 @@ def test_a_worker_of_several_ranks_only_lends(lent: Mock) -> None:
 
 @pytest.mark.parametrize(
     ("share", "cluster"),
-    [(None, {}), (CpuShare(4), {}), (CpuShare(1, (2, 3)), {"lend_cores": False})],
-    ids=["no share", "not pinned", "lend_cores: false"],
+    [
+        (None, {}),
+        (CpuShare(4), {}),
+        (CpuShare(1, (2, 3)), {"lend_cores": False}),
+        (CpuShare(1, (1023, 1024)), {}),
+    ],
+    ids=["no share", "not pinned", "lend_cores: false", "a CPU with too high a number"],
 )
 def test_a_worker_that_lends_nothing(lent: Mock, share: CpuShare | None, cluster: dict[str, Any]) -> None:
     build(share, **cluster)
