@@ -64,7 +64,7 @@ void for_each(int64_t count, int num_threads, const Work &work) {
                 left.push_back(waiting[i]);
             }
         };
-        // There are fewer guests than parts. So another thread begins one, and takes what guests leave.
         parallel_for(num_waiting, 1, num_threads, take);
+        take(0, 0);  // what nobody has taken, if guests took every part, also late ones of a former call, and all left
     }
 }
