@@ -1,6 +1,8 @@
 """An engine without a device: real loop, core and scheduler, a fake runner, a scripted connector."""
 
 import queue
+import threading
+import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,7 +148,11 @@ class RunningLoop:
         )
 
     def __enter__(self) -> "RunningLoop":
+        others = threading.enumerate()
         self.loop.start()
+        (self._thread,) = (
+            each for each in threading.enumerate() if each.name == "engine" and each not in others
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -167,6 +173,11 @@ class RunningLoop:
         while (output := self.next_output()[1]).finish_reason is None:
             continue
         return output
+
+    def cpu_s(self) -> float:
+        """What the engine's own thread has computed so far, in seconds."""
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     # Outbox
 

@@ -19,7 +19,7 @@ from baton.request import RequestOutput
 from baton.step import ModelRunnerOutput
 from scheduler import Scheduler
 from scheduler import scheduler as scheduler_module
-from tests.factories.call_counts import calls_in
+from tests.factories.costs import calls_in
 from tests.factories.scheduling import EOS, FakeConnector, flatten, make_request, make_scheduler
 
 NUM_REQUESTS = 16

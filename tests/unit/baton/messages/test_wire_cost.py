@@ -2,7 +2,7 @@
 
 from baton.messages.request_plane import TO_GATEWAY, Outputs
 from baton.request import ErrorKind, FinishReason, RequestOutput
-from tests.factories.call_counts import calls_in
+from tests.factories.costs import calls_in
 
 NUM_OUTPUTS = 100
 USUAL = Outputs(tuple(RequestOutput(f"r{number}", 1, (number,)) for number in range(NUM_OUTPUTS)))

@@ -1,8 +1,8 @@
 """Harmony's messages are read as they come, guided by their channels, and rendered one call to a turn."""
 
 import random
-import time
 from dataclasses import replace
+from functools import partial
 
 import llguidance
 import pytest
@@ -33,6 +33,7 @@ from tests.factories.conversations import (
     random_answer,
     rendered,
 )
+from tests.factories.costs import expect_cost_in_proportion
 from tests.factories.guided import Guide
 
 FORMAT = format_of("harmony")
@@ -185,15 +186,14 @@ def test_300_answers_give_the_same_events_wherever_they_are_cut() -> None:
     ],
 )
 def test_hostile_text_costs_time_in_proportion(text: str) -> None:
-    parser = FORMAT.new_parser(ASKED, "")
-    assert parser is not None
-    began = time.process_time()
+    def read(length: int) -> None:
+        parser = FORMAT.new_parser(ASKED, "")
+        assert parser is not None
+        for begin in range(0, length, 50):
+            parser.push(text[begin : min(begin + 50, length)])
+        parser.flush()
 
-    for begin in range(0, len(text), 50):
-        parser.push(text[begin : begin + 50])
-    parser.flush()
-
-    assert time.process_time() - began < 10
+    expect_cost_in_proportion(lambda length: partial(read, length), len(text))
 
 
 def accepts(guide: Guide, conversation: object, answer: str, form: StructuredOutput | None = None) -> bool:

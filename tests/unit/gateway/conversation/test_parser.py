@@ -2,8 +2,8 @@
 
 import json
 import random
-import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from tests.factories.conversations import (
     random_answer,
     written_answer,
 )
+from tests.factories.costs import expect_cost_in_proportion
 
 CALLS = (
     ("get_weather", '{"city": "Zürich \\"Süd\\"", "days": 3, "hourly": true}'),
@@ -130,16 +131,16 @@ def test_60_answers_give_the_same_events_wherever_they_are_cut(family: str) -> N
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
 def test_hostile_text_costs_time_in_proportion(family: str, number: int) -> None:
-    parser = format_of(family).new_parser(ASKED, "")
-    assert parser is not None
     text = HOSTILE[number]
-    began = time.process_time()
 
-    for begin in range(0, len(text), 50):
-        parser.push(text[begin : begin + 50])
-    parser.flush()
+    def read(length: int) -> None:
+        parser = format_of(family).new_parser(ASKED, "")
+        assert parser is not None
+        for begin in range(0, length, 50):
+            parser.push(text[begin : min(begin + 50, length)])
+        parser.flush()
 
-    assert time.process_time() - began < 20
+    expect_cost_in_proportion(lambda length: partial(read, length), len(text))
 
 
 @pytest.mark.parametrize(
