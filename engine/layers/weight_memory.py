@@ -6,6 +6,7 @@ a virtual machine, whose pages are translated twice.
 
 import mmap
 from contextlib import suppress
+from threading import Lock
 
 import torch
 
@@ -16,6 +17,8 @@ _ALIGNMENT = 64
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _chunk = _NOTHING
 """What is left of the latest chunk."""
+_lock = Lock()
+"""Protects `_chunk`: the ranks of a test load their weights in threads of one process."""
 
 
 def weight_memory(num_bytes: int) -> torch.Tensor:
@@ -24,10 +27,11 @@ def weight_memory(num_bytes: int) -> torch.Tensor:
     if num_bytes > CHUNK_BYTES:
         return _new_chunk(num_bytes)
     size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-    if size > len(_chunk):
-        _chunk = _new_chunk(CHUNK_BYTES)
-    taken, left = _chunk[:num_bytes], _chunk[size:]
-    _chunk = left if len(left) > 0 else _NOTHING  # an empty part would keep the whole chunk
+    with _lock:
+        if size > len(_chunk):
+            _chunk = _new_chunk(CHUNK_BYTES)
+        taken, left = _chunk[:num_bytes], _chunk[size:]
+        _chunk = left if len(left) > 0 else _NOTHING  # an empty part would keep the whole chunk
     return taken
 
 

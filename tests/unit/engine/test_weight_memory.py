@@ -1,7 +1,9 @@
 """Memory of packed weights: aligned, apart, in huge pages, and freed with its weights."""
 
 import mmap
+import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
@@ -25,6 +27,20 @@ def test_weights_are_aligned_and_apart() -> None:
         assert (tensor.dtype, tensor.shape) == (torch.uint8, (size,))
         assert tensor.data_ptr() % 64 == 0
         assert bool((tensor == number).all())
+
+
+def test_threads_get_memory_of_their_own() -> None:
+    def addresses(_: int) -> list[int]:
+        return [weight_memory(64).data_ptr() for _ in range(1_000)]
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = [address for each in threads.map(addresses, range(4)) for address in each]
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert len(set(found)) == len(found)
 
 
 def test_memory_is_freed_with_the_last_weight_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
