@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 LEFT_ITEMS = """
-// A guest that is late for the second call wakes in the third. So two guests take both parts of the third call, while its
-// caller has no CPU. Before they begin, their CPU is taken back.
+// A guest that is late for the second call wakes in the third. So two guests take both parts of the third call, while
+// its caller has no CPU. Before they begin, their CPU is taken back.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
