@@ -9,6 +9,7 @@
 
 #include "attention_chunk.h"
 #include "attention_decode.h"
+#include "attention_matrix.h"
 #include "parallel.h"
 
 namespace {
@@ -83,7 +84,9 @@ class LayerAttention {
             else for (int64_t i = 0; i < item.num_rows * D; i += LANES) store(queries + i, load(query(0) + i));
             return;
         }
-        take_queries<Activation>(query, item.num_rows, D, reinterpret_cast<Unit *>(scratch.queries));
+        if constexpr (BY_MATRIX_UNITS<Unit>)
+            lay_out_queries(query, item.num_rows, D, reinterpret_cast<BFloat16 *>(scratch.queries));
+        else take_queries<Activation>(query, item.num_rows, D, reinterpret_cast<Unit *>(scratch.queries));
         for (int64_t r = 0; r < padded_rows(item.num_rows); ++r)
             scratch.positions[r] = static_cast<int32_t>(item.first_position + std::min(r, item.num_rows - 1) / G);
     }
@@ -97,7 +100,9 @@ class LayerAttention {
         if (BY_MATRIX_UNITS<Unit>) shape.for_panels(matrix_units::TILE, matrix_units::TILE);
         for (int64_t end; key < stop; key = end) {
             end = std::min(stop, end_of_tile(key));
-            chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, tanh_scale, scale, state);
+            if constexpr (BY_MATRIX_UNITS<Unit>)
+                matrix_tile(pool, block_ids_M, item, G, window, key, end, scratch, tanh_scale, scale, state);
+            else chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, tanh_scale, scale, state);
         }
     }
 
@@ -126,7 +131,7 @@ class LayerAttention {
             const int64_t head = item.kv_head * G + r % rows;
             Activation *out = out_TQD + ((item.first_token + r / rows) * s.num_heads + head) * D;
             float sum = total.sum[r];
-            if (sinks_Q) sum += exp2_of(sinks_Q[head] * LOG2_E - total.largest[r] * scale);
+            if (sinks_Q) sum += exp2_of(sinks_Q[head] * LOG2_E - total.reference[r] * scale);
             const float inverse = 1.0f / sum;
             for (int64_t i = 0; i < D; i += LANES) store(out + i, load(total.out + r * D + i) * inverse);
         }
@@ -137,9 +142,9 @@ class LayerAttention {
 class Plan {
   public:
     Plan(const Step &step, int64_t window, int64_t num_guests, Item *items, Merge *merges)
-        : s(step), window(window), tile_queries(std::max<int64_t>(1, TILE_ROWS / step.heads_per_kv_head())),
-          num_threads(step.num_threads + num_guests), items(items), merges(merges) {
-        const int64_t most_heads = std::min(s.num_kv_heads, tile_queries);
+        : s(step), window(window), num_threads(step.num_threads + num_guests), tile_queries(queries_in(tile_rows())),
+          items(items), merges(merges) {
+        const int64_t most_heads = std::min(s.num_kv_heads, queries_in(TILE_ROWS));
         for_each_tile([&](Item item) {
             item.num_kv_heads = s.num_kv_heads;
             total_cost += cost(item);
@@ -164,11 +169,21 @@ class Plan {
 
   private:
     const Step &s;
-    const int64_t window, tile_queries, num_threads;
+    const int64_t window, num_threads, tile_queries;
     Item *items;
     Merge *merges;
     int64_t total_cost = 0;
     int64_t num_wanted = 0;  // partial results of the items that are not added yet, in floats
+
+    int64_t queries_in(int64_t num_rows) const { return std::max<int64_t>(1, num_rows / s.heads_per_kv_head()); }
+
+    // With matrix units, tiles are larger, as long as there are some for each thread.
+    int64_t tile_rows() const {
+        constexpr int64_t TILES_OF_THREAD = 8;
+        if (s.activation_type != BFLOAT16) return TILE_ROWS;
+        const int64_t share = (s.num_tokens - s.num_decodes) * s.num_heads / (num_threads * TILES_OF_THREAD);
+        return num_threads == 1 ? MATRIX_ROWS : std::clamp(share, TILE_ROWS, MATRIX_ROWS);
+    }
 
     template <typename Call>
     void for_each_tile(const Call &call) const {

@@ -15,18 +15,6 @@ static_assert(TILE_ROWS % ROW_PANEL == 0 && TILE_ROWS % OUT_ROWS == 0 && KEY_PAN
 
 inline int64_t padded_rows(int64_t num_rows) { return (num_rows + ROW_PANEL - 1) / ROW_PANEL * ROW_PANEL; }
 
-// Units of a key or a query, and keys of a tile, that are multiplied. Matrix units take whole steps, padded with zeros.
-template <typename Unit>
-constexpr bool BY_MATRIX_UNITS = std::is_same_v<Unit, Pair> && matrix_units::ARE_THERE;
-template <typename Unit> int64_t padded_depth(int64_t head_dim) {
-    const int64_t depth = head_dim / PER_UNIT<Unit>, multiple = BY_MATRIX_UNITS<Unit> ? matrix_units::STEP / 2 : 1;
-    return (depth + multiple - 1) / multiple * multiple;
-}
-template <typename Unit> int64_t padded_count(int64_t num_keys) {
-    const int64_t multiple = BY_MATRIX_UNITS<Unit> ? matrix_units::STEP : KEY_PANEL;
-    return (num_keys + multiple - 1) / multiple * multiple;
-}
-
 // Units of one tile of keys [key][depth], and of values [key or pair of keys][D]. `count` is even for pairs; a null
 // pointer stands for zeros.
 template <typename Stored>
@@ -37,10 +25,8 @@ void take_keys(const Stored *const *keys, int64_t count, int64_t head_dim, float
 template <typename Stored>
 void take_keys(const Stored *const *keys, int64_t count, int64_t head_dim, Pair *to) {
     BFloat16 *each = reinterpret_cast<BFloat16 *>(to);
-    const int64_t row = 2 * padded_depth<Pair>(head_dim);
-    for (int64_t k = 0; k < count; ++k, each += row)
-        for (int64_t i = 0; i < row; i += LANES)
-            store(each + i, keys[k] && i < head_dim ? load(keys[k] + i) : Floats{});
+    for (int64_t k = 0; k < count; ++k, each += head_dim)
+        for (int64_t i = 0; i < head_dim; i += LANES) store(each + i, keys[k] ? load(keys[k] + i) : Floats{});
 }
 template <typename Stored>
 void take_values(const Stored *const *keys, int64_t values, int64_t count, int64_t head_dim, float *to) {
@@ -71,26 +57,27 @@ inline void put_weights(Floats first, Floats second, Pair *weights, int64_t k) {
 // Replaces scores [key][row] of LANES rows by weights. Writes the factor by which the rows' earlier results must be
 // multiplied. `hides` says which rows do not see a key.
 template <typename Unit, typename Hides>
-void weigh(float *scores, int64_t num_keys, float scale, float *largest, float *sum, float *kept, const Hides &hides) {
-    Floats most = load(largest);
+void weigh(float *scores, int64_t num_keys, float scale, float *reference, float *sum, float *kept, const Hides &hides) {
+    Floats most = load(reference);
     for (int64_t k = 0; k < num_keys; ++k) {
         const Floats score = hides(load(scores + k * TILE_ROWS), k);
         store(scores + k * TILE_ROWS, score);
         most = larger(score, most);
     }
-    const Floats factor = exp2((load(largest) - most) * scale), most_scaled = most * scale;
+    const Floats before = load(reference), now = next_reference(before, most, scale), shift = now * scale;
+    const Floats factor = exp2((before - now) * scale);
     Floats sums[LANES] = {};
     for (int64_t k = 0; k < num_keys; k += LANES)
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i += 2) {
-            const Floats first = weight_of(load(scores + (k + i) * TILE_ROWS), scale, most_scaled);
-            const Floats second = weight_of(load(scores + (k + i + 1) * TILE_ROWS), scale, most_scaled);
+            const Floats first = weight_of(load(scores + (k + i) * TILE_ROWS), scale, shift);
+            const Floats second = weight_of(load(scores + (k + i + 1) * TILE_ROWS), scale, shift);
             sums[i] += first, sums[i + 1] += second;
             put_weights(first, second, reinterpret_cast<Unit *>(scores), k + i);
         }
     for (int width = LANES / 2; width > 0; width /= 2)  // in the order in which `sum_of` adds the lanes of a vector
         for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
-    store(largest, most);
+    store(reference, now);
     store(sum, fused(load(sum), factor, sums[0]));
     store(kept, factor);
 }
@@ -112,21 +99,6 @@ void take_queries(const Query &query, int64_t num_rows, int64_t head_dim, Pair *
         else std::memset(values, 0, head_dim * sizeof(Activation));
         for (int64_t i = 0; i < head_dim / 2; ++i) to[i * TILE_ROWS + r] = values[i];
     }
-    for (int64_t i = head_dim / 2; i < padded_depth<Pair>(head_dim); ++i)
-        std::memset(to + i * TILE_ROWS, 0, padded_rows(num_rows) * sizeof(Pair));
-}
-
-// Weights of pairs of keys [pair][row] as [row][TILE_KEYS / 2 pairs].
-inline void transpose_weights(const Pair *weights, int64_t num_pairs, int64_t begin, int64_t stop, Pair *to) {
-    for (int64_t r = begin; r < stop; r += LANES)
-        for (int64_t p = 0; p < num_pairs; p += LANES) {
-            Floats pairs[LANES];
-            for (int i = 0; i < LANES; ++i)
-                pairs[i] = load(reinterpret_cast<const float *>(weights + (p + i) * TILE_ROWS + r));
-            transpose(pairs);
-            for (int i = 0; i < LANES; ++i)
-                store(reinterpret_cast<float *>(to + (r + i) * (TILE_KEYS / 2) + p), pairs[i]);
-        }
 }
 
 // Adds keys `key` to `end`, at most a tile, to the rows that see any of these keys.
@@ -134,8 +106,8 @@ template <typename Unit, typename Stored>
 void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const Item &item, int64_t heads_per_kv_head,
                 int64_t window, int64_t key, int64_t end, Scratch &scratch, float tanh_scale, float scale,
                 const Softmax &state) {
-    const int64_t D = state.head_dim, depth = padded_depth<Unit>(D), num_keys = end - key;
-    const int64_t padded_keys = padded_count<Unit>(num_keys);
+    const int64_t D = state.head_dim, depth = D / PER_UNIT<Unit>;
+    const int64_t padded_keys = (end - key + KEY_PANEL - 1) / KEY_PANEL * KEY_PANEL;
     const int64_t first_row = std::max<int64_t>(0, (key - item.first_position) * heads_per_kv_head);
     const int64_t end_row = std::min(item.num_rows, (end - 1 + window - item.first_position) * heads_per_kv_head);
     const int64_t begin = first_row / ROW_PANEL * ROW_PANEL, stop = padded_rows(end_row);
@@ -148,10 +120,7 @@ void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const
     const int64_t num_next = std::min(TILE_KEYS, item.end_key - end);  // of the next tile, which is prefetched meanwhile
     const Stored *next[TILE_KEYS];
     pool.find_keys(block_ids_M, item.kv_head, end, end + num_next, next);
-    if constexpr (BY_MATRIX_UNITS<Unit>)
-        matrix_units::add_product<false>(keys, depth, queries + begin, TILE_ROWS, scratch.scores + begin, TILE_ROWS,
-                                         depth, padded_keys, stop - begin);
-    else for (int64_t r = begin; r < stop; r += ROW_PANEL)
+    for (int64_t r = begin; r < stop; r += ROW_PANEL)
         for (int64_t k = 0; k < padded_keys; k += SCORE_KEYS) {
             for (int64_t i = k; r == begin && i < std::min(k + SCORE_KEYS, num_next); ++i)
                 prefetch(next[i], D), prefetch(next[i] + pool.values, D);
@@ -167,13 +136,10 @@ void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const
 
     float kept[TILE_ROWS];
     const bool all_see_all = key + padded_keys - 1 <= scratch.positions[begin] && key > scratch.positions[stop - 1] - window;
-    int64_t asked = BY_MATRIX_UNITS<Unit> ? 0 : num_next;  // keys and values of the next tile
     for (int64_t r = begin; r < stop; r += LANES) {
-        for (const int64_t share = num_next * (r + LANES - begin) / (stop - begin); asked < share; ++asked)
-            prefetch(next[asked], D), prefetch(next[asked] + pool.values, D);
         const Ints positions = load_raw<Ints>(scratch.positions + r), oldest = positions - static_cast<int32_t>(window);
         const auto weigh_rows = [&](const auto &hides) {
-            weigh<Unit>(scratch.scores + r, padded_keys, scale, state.largest + r, state.sum + r, kept + r, hides);
+            weigh<Unit>(scratch.scores + r, padded_keys, scale, state.reference + r, state.sum + r, kept + r, hides);
         };
         if (all_see_all) {
             weigh_rows([](Floats score, int64_t) { return score; });
@@ -190,12 +156,6 @@ void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const
     for (int64_t r = begin; r < stop; ++r)
         if (kept[r] != 1.0f)
             for (int64_t i = r * D; i < (r + 1) * D; i += LANES) store(state.out + i, load(state.out + i) * kept[r]);
-    if constexpr (BY_MATRIX_UNITS<Unit>) {
-        Pair *of_rows = reinterpret_cast<Pair *>(scratch.scores) + TILE_KEYS / 2 * TILE_ROWS;  // behind the weights
-        transpose_weights(weights, padded_keys / 2, begin, stop, of_rows);
-        return matrix_units::add_product<true>(of_rows + begin * (TILE_KEYS / 2), TILE_KEYS / 2, values, D,
-                                               state.out + begin * D, D, padded_keys / 2, stop - begin, D);
-    }
     for (int64_t i = 0; i < D;) {
         const bool is_wide = i + OUT_COLS * LANES <= D;
         for (int64_t r = first_row / OUT_ROWS * OUT_ROWS; r < stop; r += OUT_ROWS) {

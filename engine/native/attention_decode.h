@@ -140,22 +140,23 @@ inline void weighted_sum(const Unit *weights, const float *kept, HeadTile<Stored
 // Writes the weights of a row's scores, of which the row does not see the first `num_hidden`; `num_keys` is a multiple
 // of LANES. Returns the factor by which earlier results must be multiplied.
 template <bool in_steps, typename Unit>
-inline float weigh(float *scores, int64_t num_hidden, int64_t end, int64_t num_keys, float scale, float *largest,
+inline float weigh(float *scores, int64_t num_hidden, int64_t end, int64_t num_keys, float scale, float *reference,
                    float *sum, Unit *weights) {
     std::fill(scores, scores + num_hidden, -INFINITY);
     std::fill(scores + end, scores + num_keys, -INFINITY);
-    Floats most = all(*largest);
+    Floats most = all(*reference);
     for (int64_t k = 0; k < num_keys; k += LANES) most = larger(load(scores + k), most);
-    const float now = largest_of(most), kept = exp2_of((*largest - now) * scale);
-    const Floats most_scaled = all(now) * scale;
+    const float before = *reference, now = next_reference(all(before), all(largest_of(most)), scale)[0];
+    const float kept = exp2_of((before - now) * scale);
+    const Floats shift = all(now) * scale;
     Floats sums = {};
     for (int64_t k = 0; k < num_keys; k += LANES) {
-        const Floats weight = weight_of(load(scores + k), scale, most_scaled);
+        const Floats weight = weight_of(load(scores + k), scale, shift);
         if constexpr (PER_UNIT<Unit> == 2) store(reinterpret_cast<BFloat16 *>(weights) + k, weight);
         else store(weights + k, in_steps ? rounded_to_bfloat16(weight) : weight);
         sums += weight;
     }
-    *largest = now;
+    *reference = now;
     *sum = fused(all(*sum), all(kept), all(sum_of(sums)))[0];
     return kept;
 }
@@ -188,7 +189,7 @@ void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> 
     float kept[heads];
     Unit weights[heads * TILE_KEYS / PER_UNIT<Unit>];
     for (int h = 0; h < heads; ++h)
-        kept[h] = weigh<in_steps>(scores + h * TILE_KEYS, num_hidden, end, num_keys, scale, &state.largest[h],
+        kept[h] = weigh<in_steps>(scores + h * TILE_KEYS, num_hidden, end, num_keys, scale, &state.reference[h],
                                   &state.sum[h], weights + h * TILE_KEYS / PER_UNIT<Unit>);
     const int64_t num_units = in_steps ? (end + 1) / 2 * 2 : (end + PER_UNIT<Unit> - 1) / PER_UNIT<Unit>;
     const auto add = [&](auto cols, int64_t i) {

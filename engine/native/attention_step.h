@@ -12,6 +12,11 @@
 constexpr int64_t TILE_KEYS = 64;
 constexpr int64_t RANGE_KEYS = 256;  // a multiple of TILE_KEYS
 constexpr int64_t TILE_ROWS = 96;  // of a chunk: queries x heads of a kv head that are computed together
+#if defined(__AMX_BF16__)
+constexpr int64_t MATRIX_ROWS = 384;  // with matrix units: more rows share the work of laying out keys and values
+#else
+constexpr int64_t MATRIX_ROWS = TILE_ROWS;
+#endif
 constexpr int64_t MAX_HEAD_DIM = 576;
 constexpr int64_t MAX_PARTIALS = 1 << 24;  // floats of a step's partial results: 64 MiB
 constexpr float LEAST_SCORE = -1e30f;  // finite, also times a scale: hidden scores (-inf) less this are -inf, not NaN
@@ -48,35 +53,37 @@ struct Merge {
     int64_t first_item, num_items;
 };
 
-// Attention over the keys visited so far. `sum` and `out` are relative to a row's largest score.
+// Attention over the keys visited so far. `sum` and `out` are relative to a row's reference, one of its scores.
 struct Softmax {
-    float *largest, *sum, *out;  // out: rows x D
+    float *reference, *sum, *out;  // out: rows x D
     int64_t num_rows, head_dim;
 
     static int64_t size(int64_t num_rows, int64_t head_dim) { return num_rows * (head_dim + 2); }
     Softmax(float *memory, int64_t num_rows, int64_t head_dim)
-        : largest(memory), sum(memory + num_rows), out(memory + 2 * num_rows), num_rows(num_rows), head_dim(head_dim) {}
+        : reference(memory), sum(memory + num_rows), out(memory + 2 * num_rows), num_rows(num_rows), head_dim(head_dim) {}
 
     Softmax of_rows(int64_t first, int64_t count) const {
         Softmax part = *this;
-        part.largest += first, part.sum += first, part.out += first * head_dim, part.num_rows = count;
+        part.reference += first, part.sum += first, part.out += first * head_dim, part.num_rows = count;
         return part;
     }
 
     void clear() {
-        std::fill_n(largest, num_rows, LEAST_SCORE);
+        std::fill_n(reference, num_rows, LEAST_SCORE);
         std::fill_n(sum, num_rows * (head_dim + 1), 0.0f);
     }
 
     // Adds the next keys' result. `scale`: of scores, to powers of 2.
     void add(const Softmax &next, float scale) {
-        for (int64_t r = 0; r < num_rows; ++r) {
-            const float both = largest[r] > next.largest[r] ? largest[r] : next.largest[r];
-            const float a = exp2_of((largest[r] - both) * scale), b = exp2_of((next.largest[r] - both) * scale);
-            largest[r] = both;
-            sum[r] = fused(all(sum[r]), all(a), all(next.sum[r] * b))[0];
-            for (int64_t i = r * head_dim; i < (r + 1) * head_dim; i += LANES)
-                store(out + i, fused(load(out + i), all(a), load(next.out + i) * b));
+        for (int64_t first = 0; first < num_rows; first += LANES) {
+            const int64_t count = std::min<int64_t>(LANES, num_rows - first);
+            const Floats ours = load_some(reference + first, count), theirs = load_some(next.reference + first, count);
+            const Floats both = larger(ours, theirs), a = exp2((ours - both) * scale), b = exp2((theirs - both) * scale);
+            store_some(reference + first, both, count);
+            store_some(sum + first, fused(load_some(sum + first, count), a, load_some(next.sum + first, count) * b), count);
+            for (int64_t r = 0; r < count; ++r)
+                for (int64_t i = (first + r) * head_dim; i < (first + r + 1) * head_dim; i += LANES)
+                    store(out + i, fused(load(out + i), all(a[r]), load(next.out + i) * b[r]));
         }
     }
 };
@@ -126,14 +133,14 @@ struct alignas(64) Scratch {
 
     void lay_out(int64_t head_dim) {
         queries = memory;
-        keys = queries + head_dim * TILE_ROWS;
+        keys = queries + head_dim * MATRIX_ROWS;
         values = keys + TILE_KEYS * head_dim;
         scores = values + TILE_KEYS * head_dim;
         range = scores + TILE_KEYS * TILE_ROWS;
-        total = range + TILE_ROWS * (head_dim + 2);
-        positions = reinterpret_cast<int32_t *>(total + TILE_ROWS * (head_dim + 2));
+        total = range + MATRIX_ROWS * (head_dim + 2);
+        positions = reinterpret_cast<int32_t *>(total + MATRIX_ROWS * (head_dim + 2));
     }
 
   private:
-    alignas(64) float memory[TILE_ROWS * (3 * MAX_HEAD_DIM + 5) + TILE_KEYS * (2 * MAX_HEAD_DIM + TILE_ROWS)];
+    alignas(64) float memory[MATRIX_ROWS * (3 * MAX_HEAD_DIM + 5) + TILE_KEYS * (2 * MAX_HEAD_DIM + TILE_ROWS)];
 };

@@ -27,6 +27,9 @@ struct Pair {
 template <typename Unit>
 constexpr int64_t PER_UNIT = std::is_same_v<Unit, Pair> ? 2 : 1;
 
+template <typename Unit>
+constexpr bool BY_MATRIX_UNITS = std::is_same_v<Unit, Pair> && matrix_units::ARE_THERE;
+
 inline Floats broadcast(float a) { return all(a); }
 inline Floats vector_of(const float *b) { return load(b); }
 inline Floats multiply_add(Floats a, Floats b, Floats sum, float) { return fused(a, b, sum); }
@@ -102,7 +105,14 @@ inline Floats tanh_of(Floats scores, float scale) {
     return 1.0f - 2.0f / (exp2(scores * (2.0f * LOG2_E * scale)) + 1.0f);
 }
 
-// The weights of scores, as powers of 2, relative to the weight of the largest score.
-inline Floats weight_of(Floats scores, float scale, Floats most_scaled) {
-    return exp2(fused(scores, all(scale), -most_scaled));
+// The score to which a row's weights will be relative, if `most` is the largest score. It changes only if weights could
+// become large, since a change costs a multiplication of all earlier results.
+inline Floats next_reference(Floats reference, Floats most, float scale) {
+    constexpr float MOST_POWER = 8.0f;
+    return (most - reference) * scale > all(MOST_POWER) ? most : reference;
+}
+
+// The weights of scores, as powers of 2, relative to a reference.
+inline Floats weight_of(Floats scores, float scale, Floats scaled_reference) {
+    return exp2_below_128(fused(scores, all(scale), -scaled_reference));
 }

@@ -123,29 +123,39 @@ template <bool adds, typename Pair>
 void add_product(const Pair *a, int64_t a_row, const Pair *b, int64_t b_row, float *c, int64_t c_row, int64_t depth,
                  int64_t rows, int64_t cols) {
     asm volatile("" : : "r"(a), "r"(b), "r"(c) : "memory");
-    for (int64_t i = 0; i < rows; i += 2 * TILE) {
-        const bool has_two = i + TILE < rows;
-        for (int64_t j = 0; j < cols; j += TILE) {
+    for (int64_t i = 0; i < rows; i += 2 * TILE)
+        for (int64_t j = 0; j < cols; j += 2 * TILE) {
+            const bool has_two = i + TILE < rows, is_wide = j + TILE < cols;
             float *first = c + i * c_row + j, *second = first + TILE * c_row;
             if constexpr (adds) {
                 _tile_loadd(0, first, c_row * 4);
-                if (has_two) _tile_loadd(1, second, c_row * 4);
+                if (is_wide) _tile_loadd(1, first + TILE, c_row * 4);
+                if (has_two) _tile_loadd(2, second, c_row * 4);
+                if (has_two && is_wide) _tile_loadd(3, second + TILE, c_row * 4);
             } else {
                 _tile_zero(0);
                 _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
             }
             for (int64_t k = 0; k < depth; k += TILE) {
                 _tile_loadd(4, b + k * b_row + j, b_row * 4);
                 _tile_loadd(6, a + i * a_row + k, a_row * 4);
                 _tile_dpbf16ps(0, 6, 4);
+                if (is_wide) {
+                    _tile_loadd(5, b + k * b_row + j + TILE, b_row * 4);
+                    _tile_dpbf16ps(1, 6, 5);
+                }
                 if (!has_two) continue;
                 _tile_loadd(7, a + (i + TILE) * a_row + k, a_row * 4);
-                _tile_dpbf16ps(1, 7, 4);
+                _tile_dpbf16ps(2, 7, 4);
+                if (is_wide) _tile_dpbf16ps(3, 7, 5);
             }
             _tile_stored(0, first, c_row * 4);
-            if (has_two) _tile_stored(1, second, c_row * 4);
+            if (is_wide) _tile_stored(1, first + TILE, c_row * 4);
+            if (has_two) _tile_stored(2, second, c_row * 4);
+            if (has_two && is_wide) _tile_stored(3, second + TILE, c_row * 4);
         }
-    }
 }
 
 // Converts a row of a block to bfloat16, and lays it out in its tile.
