@@ -283,6 +283,9 @@ void rotate(Activation *x_D, const float *cos_sin_D, const float *norm_D, float 
 
 }  // namespace
 
+// The keys and values of a token this far ahead are prefetched, since they may lie in any block of the pool.
+constexpr int64_t TOKENS_AHEAD = 8;
+
 extern "C" {
 
 // Writes the items and merges of a step for layers with this window; items must have room for those of all ranges.
@@ -304,6 +307,11 @@ void baton_rope_store(const Step *step, int64_t layer, const float *cos_sin_X2F,
         const int64_t D = s.head_dim, rotated = D - s.rotated_from;
         parallel_for(s.num_tokens, ceil_div(4096, s.token_size()), s.num_threads, [&](int64_t begin, int64_t end) {
             for (int64_t t = begin; t < end; ++t) {
+                for (int64_t head = 0; t + TOKENS_AHEAD < end && head < s.num_kv_heads; ++head) {
+                    const Stored *next_D = pool.key(s.slots_T[t + TOKENS_AHEAD], head);
+                    for (int64_t i = 0; i < D; i += 64 / static_cast<int64_t>(sizeof(Stored)))
+                        __builtin_prefetch(next_D + i, 1), __builtin_prefetch(next_D + pool.values + i, 1);
+                }
                 Activation *x_D = static_cast<Activation *>(qkv_TPD) + t * s.token_size();
                 const float *cos_sin_2F = cos_sin_X2F + s.positions_T[t] * rotated;
                 for (int64_t head = 0; head < s.num_heads + s.num_kv_heads; ++head, x_D += D)

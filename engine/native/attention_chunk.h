@@ -11,7 +11,8 @@ constexpr int SCORE_KEYS = LANES == 8 ? 4 : 8, SCORE_COLS = 3;
 constexpr int KEY_PANEL = SCORE_KEYS > LANES ? SCORE_KEYS : LANES;  // keys are padded to a multiple
 constexpr int OUT_ROWS = 6, OUT_COLS = LANES == 8 ? 2 : 4;
 constexpr int64_t ROW_PANEL = SCORE_COLS * LANES;  // rows are padded to a multiple, which is also a multiple of OUT_ROWS
-static_assert(TILE_ROWS % ROW_PANEL == 0 && TILE_ROWS % OUT_ROWS == 0 && KEY_PANEL % SCORE_KEYS == 0 && KEY_PANEL % LANES == 0 && TILE_KEYS % KEY_PANEL == 0, "");
+static_assert(TILE_ROWS % ROW_PANEL == 0 && MATRIX_ROWS % ROW_PANEL == 0 && TILE_ROWS % OUT_ROWS == 0, "");
+static_assert(KEY_PANEL % SCORE_KEYS == 0 && KEY_PANEL % LANES == 0 && TILE_KEYS % KEY_PANEL == 0, "");
 
 inline int64_t padded_rows(int64_t num_rows) { return (num_rows + ROW_PANEL - 1) / ROW_PANEL * ROW_PANEL; }
 
