@@ -84,8 +84,9 @@ class Shape {
 };
 
 // sums[row][PANEL] of one or two tiles of rows. `rows`: the rows of the first tile; the rows of the second tile follow.
-template <bool TWO>
-void multiply(const uint8_t *rows, const uint8_t *panel, int64_t steps, float *sums, products::Prefetch prefetch) {
+// `meanwhile` is called with every step: vectors work while the units multiply.
+template <bool TWO, typename Meanwhile>
+void multiply(const uint8_t *rows, const uint8_t *panel, int64_t steps, float *sums, const Meanwhile &meanwhile) {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (TWO) {
@@ -94,7 +95,7 @@ void multiply(const uint8_t *rows, const uint8_t *panel, int64_t steps, float *s
     }
     const uint8_t *second = rows + steps * TILE_BYTES;
     for (int64_t step = 0; step < steps; ++step) {
-        prefetch.step();
+        meanwhile();
         _tile_stream_loadd(6, rows, 64);
         _tile_loadd(4, panel, PANEL * 4);
         _tile_dpbf16ps(0, 6, 4);
@@ -196,8 +197,23 @@ inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num
         parallel_for(num_panels, 1, num_threads, [&](int64_t begin, int64_t end) {
             Shape shape;
             const int64_t pair_size = 2 * TILE * PANEL;  // floats
-            float *sums = reinterpret_cast<float *>(scratch<1>((num_pairs + 1) * pair_size * 4));
-            float *gates = sums + pair_size;  // of all pairs
+            float *sums = reinterpret_cast<float *>(scratch<1>((num_pairs + 2) * pair_size * 4)), *former = sums + pair_size;
+            float *gates = former + pair_size;  // of all pairs
+            // Rows of the former pair whose sums are not finished yet: they are before the units store the next sums.
+            const int64_t rows_of_step = (2 * TILE + steps - 1) / steps;
+            struct {
+                const float *gate;
+                int64_t panel, row, end;
+            } unfinished{};
+            const auto finish_row = [&] {
+                const int64_t output = unfinished.panel * PANEL, num = std::min(PANEL, num_outputs - output);
+                const int64_t at = unfinished.row % (2 * TILE) * PANEL;
+                void *y = to.row(first + unfinished.row++);
+                if (is_gated)
+                    finish_gated(unfinished.gate + at, former + at, bias, up_bias, num, y, to.type, output);
+                else
+                    finish(former + at, bias, num, y, to.type, output, epilogue);
+            };
             for (int64_t panel = begin; panel < end; ++panel) {
                 for (int64_t half = 0; half <= is_gated; ++half) {
                     const uint8_t *values = weights + (panel + half * num_panels) * steps * PANEL_STEP_BYTES;
@@ -206,22 +222,21 @@ inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num
                         const int64_t row = pair * 2 * TILE, left = count - row;
                         const uint8_t *tile = rows + pair * 2 * steps * TILE_BYTES;
                         float *gate = gates + pair * pair_size, *of_pair = half < is_gated ? gate : sums;
-                        const Prefetch prefetch(values + steps * PANEL_STEP_BYTES, PANEL_STEP_BYTES, steps, pair,
-                                                num_pairs);
+                        Prefetch prefetch(values + steps * PANEL_STEP_BYTES, PANEL_STEP_BYTES, steps, pair, num_pairs);
+                        const auto meanwhile = [&] {
+                            prefetch.step();
+                            for (int64_t i = 0; i < rows_of_step && unfinished.row < unfinished.end; ++i) finish_row();
+                        };
                         shape.for_panels(std::min<int64_t>(left, TILE), std::clamp<int64_t>(left - TILE, 0, TILE));
-                        (left > TILE ? multiply<true> : multiply<false>)(tile, values, steps, of_pair, prefetch);
+                        if (left > TILE) multiply<true>(tile, values, steps, of_pair, meanwhile);
+                        else multiply<false>(tile, values, steps, of_pair, meanwhile);
                         if (half < is_gated) continue;
-                        const int64_t output = panel * PANEL, num = std::min(PANEL, num_outputs - output);
-                        for (int64_t i = 0; i < std::min<int64_t>(left, 2 * TILE); ++i) {
-                            void *y = to.row(first + row + i);
-                            if (is_gated)
-                                finish_gated(gate + i * PANEL, sums + i * PANEL, bias, up_bias, num, y, to.type, output);
-                            else
-                                finish(sums + i * PANEL, bias, num, y, to.type, output, epilogue);
-                        }
+                        std::swap(sums, former);
+                        unfinished = {gate, panel, row, std::min(row + 2 * TILE, count)};
                     }
                 }
             }
+            while (unfinished.row < unfinished.end) finish_row();
         }, parts_for_guests(num_panels * steps * PANEL_STEP_BYTES, count * num_inputs * num_outputs));
     }
 }
