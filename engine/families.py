@@ -32,7 +32,7 @@ class Family(Enum):
 
     @property
     def is_gemma(self) -> bool:
-        """Whether norms multiply by 1 + weight, and the MLP's gate is a GELU."""
+        """Whether norms multiply by 1 + weight, and embeddings have a scale; the MLP's gate is a GELU."""
         return self in (Family.GEMMA2, Family.GEMMA3)
 
     @property

@@ -236,7 +236,7 @@ class Dispatcher:
         state, refusal = entry.item, None
         # The entry is put back only if it waits on. Otherwise the sweep removes it, even after an unexpected error.
         del self._entries[state]
-        with self._costs_only(state):
+        with self._errors_end_only(state):
             if (refusal := self._place(state, self._now)) is not None:
                 self._entries[state] = entry
         return refusal
@@ -315,7 +315,7 @@ class Dispatcher:
         """Ignores outputs of requests that are no longer placed."""
         for output in outputs:
             if (state := self._placed.get(output.request_id)) is not None:
-                with self._costs_only(state):
+                with self._errors_end_only(state):
                     for source, each in state.attempt.in_order(worker, output):
                         self._on_output(state, source, each)
 
@@ -361,7 +361,7 @@ class Dispatcher:
                 self._stop(*stopped)
         for state in list(self._placed.values()):
             if state.phase is RequestPhase.PLACED and worker in state.attempt.workers:
-                with self._costs_only(state):
+                with self._errors_end_only(state):
                     self._on_lost(state, worker, reason, has_left)
 
     def _on_lost(self, state: RequestState, worker: str, reason: str, has_left: bool) -> None:
@@ -381,7 +381,7 @@ class Dispatcher:
                 self._refuse(state, error)
 
     @contextmanager
-    def _costs_only(self, state: RequestState) -> Iterator[None]:
+    def _errors_end_only(self, state: RequestState) -> Iterator[None]:
         """Ends only this request if an unexpected error occurs. The error must not reach the worker
         connection or the client whose message is handled, and other requests must continue."""
         try:

@@ -243,14 +243,14 @@ class Router:
         """Why a request that requires no mode should use this decode worker alone; empty if it should not."""
         costs, threshold = self._costs, self._config.local_prefill_tokens
         wait_s = costs.wait_s(pair[0])
-        alone_s, local_s = costs.pair_s(*pair, need) - wait_s, costs.local_s(local, need, load_s=wait_s)
-        if threshold is None and local_s <= alone_s:
+        idle_pair_s, local_s = costs.pair_s(*pair, need) - wait_s, costs.local_s(local, need, load_s=wait_s)
+        if threshold is None and local_s <= idle_pair_s:
             if local.num_requests:
                 return "short prompt"
             if need.num_missing(local.name) <= local.step_tokens:  # later requests wait for at most one step
                 return "idle decode worker"
         order_s = costs.order_s(pair[0], need)
-        return "busy prefill workers" if order_s > 0.0 and local_s <= alone_s + order_s else ""
+        return "busy prefill workers" if order_s > 0.0 and local_s <= idle_pair_s + order_s else ""
 
     def _local(self, need: Need, decode: WorkerEstimate, reason: str, is_fallback: bool = False) -> Placement:
         return Placement(
