@@ -16,6 +16,9 @@ namespace {
 
 thread_local Scratch scratch;
 
+// Rows of partial results that are added up at once. A guest does not leave meanwhile.
+constexpr int64_t MERGED_ROWS = 48, PARTS_OF_MERGE = MATRIX_ROWS / MERGED_ROWS;
+
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename Activation, typename Stored>
@@ -31,7 +34,7 @@ class LayerAttention {
     // Computes the item's final result, or its partial result. `next` is the item that this thread will probably
     // compute next, or the same item. Returns false, without a result, if this thread is a guest that had to leave.
     bool run(const Item &item, const Item &next, float *partials) const {
-        [[maybe_unused]] const std::conditional_t<BY_MATRIX_UNITS<Unit>, matrix_units::NoSubnormals, Nothing> as_in_units;
+        [[maybe_unused]] const AsInUnits as_in_units;
         scratch.lay_out(D);
         take_queries_of(item);
         const int64_t rows = state_rows(item);
@@ -45,20 +48,26 @@ class LayerAttention {
             attend(item, next, key, range);
             total.add(range, scale);
         }
-        if (item.partial < 0) write(item, total);
+        if (item.partial < 0) write(item, total, 0, item.num_rows);
         return true;
     }
 
-    void merge(const Item *items, int64_t num_items, float *partials) const {
-        const int64_t rows = state_rows(items[0]);
-        Softmax total(partials + items[0].partial, rows, D);
-        for (int64_t i = 1; i < num_items; ++i) total.add(Softmax(partials + items[i].partial, rows, D), scale);
-        write(items[0], total);
+    // Adds up the partial results of a part of the rows.
+    void merge(const Item *items, int64_t num_items, float *partials, int64_t part) const {
+        [[maybe_unused]] const AsInUnits as_in_units;
+        const int64_t rows = state_rows(items[0]), first = part * MERGED_ROWS;
+        const int64_t count = std::min(MERGED_ROWS, items[0].num_rows - first);
+        if (count <= 0) return;
+        Softmax total = Softmax(partials + items[0].partial, rows, D).of_rows(first, count);
+        for (int64_t i = 1; i < num_items; ++i)
+            total.add(Softmax(partials + items[i].partial, rows, D).of_rows(first, count), scale);
+        write(items[0], total, first, count);
     }
 
   private:
     using Unit = std::conditional_t<std::is_same_v<Activation, BFloat16> && HAS_PAIRS, Pair, float>;
     using DecodeUnit = std::conditional_t<BY_MATRIX_UNITS<Unit>, float, Unit>;
+    using AsInUnits = std::conditional_t<BY_MATRIX_UNITS<Unit>, matrix_units::NoSubnormals, Nothing>;
 
     const Step &s;
     const int64_t D, G, window;
@@ -125,15 +134,17 @@ class LayerAttention {
                   std::min(item.end_key, end_of_tile(key)));
     }
 
-    void write(const Item &item, const Softmax &total) const {
+    // `total`: of `count` rows of the item, from row `first` on.
+    void write(const Item &item, const Softmax &total, int64_t first, int64_t count) const {
         const int64_t rows = item.num_kv_heads * G;
-        for (int64_t r = 0; r < item.num_rows; ++r) {
-            const int64_t head = item.kv_head * G + r % rows;
-            Activation *out = out_TQD + ((item.first_token + r / rows) * s.num_heads + head) * D;
+        for (int64_t r = 0; r < count; ++r) {
+            const int64_t row = first + r, head = item.kv_head * G + row % rows;
+            Activation *out = out_TQD + ((item.first_token + row / rows) * s.num_heads + head) * D;
             float sum = total.sum[r];
             if (sinks_Q) sum += exp2_of(sinks_Q[head] * LOG2_E - total.reference[r] * scale);
             const float inverse = 1.0f / sum;
-            for (int64_t i = 0; i < D; i += LANES) store(out + i, load(total.out + r * D + i) * inverse);
+            // 0 is added since only a chunk adds the zeros of hidden keys, which make 0 of -0.
+            for (int64_t i = 0; i < D; i += LANES) store(out + i, load(total.out + r * D + i) * inverse + Floats{});
         }
     }
 };
@@ -177,12 +188,14 @@ class Plan {
 
     int64_t queries_in(int64_t num_rows) const { return std::max<int64_t>(1, num_rows / s.heads_per_kv_head()); }
 
-    // With matrix units, tiles are larger, as long as there are some for each thread.
+    // With matrix units, tiles are larger, as long as there are some for each thread, and a range of keys takes much less
+    // than a millisecond.
     int64_t tile_rows() const {
-        constexpr int64_t TILES_OF_THREAD = 8;
+        constexpr int64_t TILES_OF_THREAD = 8, MULTIPLE = 32;
         if (s.activation_type != BFLOAT16) return TILE_ROWS;
+        const int64_t most = std::max(TILE_ROWS, s.head_dim <= 256 ? MATRIX_ROWS : MATRIX_ROWS / 2);
         const int64_t share = (s.num_tokens - s.num_decodes) * s.num_heads / (num_threads * TILES_OF_THREAD);
-        return num_threads == 1 ? MATRIX_ROWS : std::clamp(share, TILE_ROWS, MATRIX_ROWS);
+        return num_threads == 1 ? most : std::clamp(share / MULTIPLE * MULTIPLE, TILE_ROWS, most);
     }
 
     template <typename Call>
@@ -342,8 +355,9 @@ void baton_attend(const Step *step, int64_t layer, int64_t window, const void *q
         for_each(num_items, num_threads, [&](int64_t i) {
             return attention.run(items[i], items[std::min(i + num_threads, num_items - 1)], partials);
         });
-        for_each(num_merges, num_threads, [&](int64_t i) {
-            attention.merge(items + merges[i].first_item, merges[i].num_items, partials);
+        for_each(num_merges * PARTS_OF_MERGE, num_threads, [&](int64_t i) {
+            const Merge &merge = merges[i / PARTS_OF_MERGE];
+            attention.merge(items + merge.first_item, merge.num_items, partials, i % PARTS_OF_MERGE);
             return true;
         });
     });

@@ -65,8 +65,8 @@ void weigh(float *scores, int64_t num_keys, float scale, float *reference, float
         store(scores + k * TILE_ROWS, score);
         most = larger(score, most);
     }
-    const Floats before = load(reference), now = next_reference(before, most, scale), shift = now * scale;
-    const Floats factor = exp2((before - now) * scale);
+    const Floats before = load(reference), now = next_reference(before, most, scale);
+    const Floats shift = scaled_reference(now, most, scale), factor = exp2((before - now) * scale);
     Floats sums[LANES] = {};
     for (int64_t k = 0; k < num_keys; k += LANES)
 #pragma GCC unroll 16

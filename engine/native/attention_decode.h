@@ -146,9 +146,10 @@ inline float weigh(float *scores, int64_t num_hidden, int64_t end, int64_t num_k
     std::fill(scores + end, scores + num_keys, -INFINITY);
     Floats most = all(*reference);
     for (int64_t k = 0; k < num_keys; k += LANES) most = larger(load(scores + k), most);
-    const float before = *reference, now = next_reference(all(before), all(largest_of(most)), scale)[0];
+    most = all(largest_of(most));
+    const float before = *reference, now = next_reference(all(before), most, scale)[0];
     const float kept = exp2_of((before - now) * scale);
-    const Floats shift = all(now) * scale;
+    const Floats shift = scaled_reference(all(now), most, scale);
     Floats sums = {};
     for (int64_t k = 0; k < num_keys; k += LANES) {
         const Floats weight = weight_of(load(scores + k), scale, shift);

@@ -58,7 +58,8 @@ void weigh_rows(float *scores, int64_t num_keys, float scale, float *reference, 
             each[r] = larger(score, each[r]);
         }
     }
-    const Floats before = load(reference), now = next_reference(before, reduced(each, larger), scale), shifts = now * scale;
+    const Floats before = load(reference), most = larger(reduced(each, larger), before);
+    const Floats now = next_reference(before, most, scale), shifts = scaled_reference(now, most, scale);
     const Floats factor = exp2((before - now) * scale), earlier = load(sum);
     for (int r = 0; r < LANES; ++r) {
         const Floats shift = all(shifts[r]);

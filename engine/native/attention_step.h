@@ -19,7 +19,7 @@ constexpr int64_t MATRIX_ROWS = TILE_ROWS;
 #endif
 constexpr int64_t MAX_HEAD_DIM = 576;
 constexpr int64_t MAX_PARTIALS = 1 << 24;  // floats of a step's partial results: 64 MiB
-constexpr float LEAST_SCORE = -1e30f;  // finite, also times a scale: hidden scores (-inf) less this are -inf, not NaN
+constexpr float LEAST_SCORE = -1e30f;  // finite, also times any usual scale: hidden scores (-inf) less this are -inf, not NaN
 
 // A step; the same for all layers. The same structure as in engine/native/attention.py.
 struct Step {
@@ -45,7 +45,6 @@ struct Step {
 struct Item {
     int64_t request, is_decode, kv_head, num_kv_heads, first_token, num_rows, first_position, first_key, end_key;
     int64_t partial;  // where its result lies among the partial results, in floats; -1: the item visits all keys
-
 };
 
 // Consecutive items with the same queries, whose partial results are added up.
@@ -125,9 +124,9 @@ inline void prefetch(const Stored *at, int64_t count) {
 
 // Memory of one thread, reused from layer to layer. Small heads lie close together in it.
 struct alignas(64) Scratch {
-    float *queries;  // a chunk's: D x rows; a decode's: rows x D
+    float *queries;  // a chunk's: D x rows; a decode's, and those of matrix units: rows x D
     float *keys, *values;
-    float *scores;  // a chunk's: keys x rows; a decode's: rows x keys
+    float *scores;  // a chunk's: keys x rows; a decode's, and those of matrix units: rows x keys
     float *range, *total;
     int32_t *positions;  // of a chunk's rows
 

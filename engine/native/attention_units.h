@@ -112,7 +112,14 @@ inline Floats next_reference(Floats reference, Floats most, float scale) {
     return (most - reference) * scale > all(MOST_POWER) ? most : reference;
 }
 
+// A reference times the scale. NaN if it is so large that its rounding would change weights by powers of 2: a model's
+// wrong numbers must show. Rows that see no key yet have no score.
+inline Floats scaled_reference(Floats reference, Floats most, float scale) {
+    const Floats scaled = reference * scale, power = fused(most, all(scale), -scaled);
+    return (power > all(64.0f)) & (most > all(LEAST_SCORE)) ? all(NAN) : scaled;
+}
+
 // The weights of scores, as powers of 2, relative to a reference.
 inline Floats weight_of(Floats scores, float scale, Floats scaled_reference) {
-    return exp2_below_128(fused(scores, all(scale), -scaled_reference));
+    return exp2_up_to_127(fused(scores, all(scale), -scaled_reference));
 }

@@ -96,8 +96,11 @@ inline Floats load(const Float16 *from) {
 }
 
 inline Floats load(const Float8 *from) {
-    const Bits x = widened(load_raw<Bits8>(from)), magnitude = x & 0x7f;
-    const Bits finite = (Bits)((Floats)(magnitude << 20) * all(0x1p120f));
+    // The exponent's bias differs by 120. Subnormal numbers have the least exponent, and no leading 1. They become no
+    // subnormal float32, which may count as 0.
+    const Bits x = widened(load_raw<Bits8>(from)), magnitude = x & 0x7f, normal = (magnitude << 20) + (120u << 23);
+    const Bits subnormal = (Bits)((Floats)(normal + (1u << 23)) - all(0x1p-6f));
+    const Bits finite = magnitude < all_bits(8) ? subnormal : normal;
     return (Floats)((magnitude == all_bits(0x7f) ? all_bits(0x7fc00000) : finite) | (x & 0x80) << 24);
 }
 
@@ -265,9 +268,9 @@ inline float largest_of(Floats v) {
     return a > b ? a : b;
 }
 
-// 2 to the power of x, for x below 128; the relative error is at most 1.7e-7. 0 below -126.5. The polynomial has the
-// least relative error from -0.5 to 0.5 of those of its degree that are 1 at 0.
-inline Floats exp2_below_128(Floats x) {
+// 2 to the power of x, for x up to 127.5, or NaN; the relative error is at most 1.7e-7. 0 below -126.5. The polynomial
+// has the least relative error from -0.5 to 0.5 of those of its degree that are 1 at 0.
+inline Floats exp2_up_to_127(Floats x) {
     x = larger(all(-127.0f), x);  // NaN stays
     // Adding `magic` rounds to an integer. Its sum with 127, which is the exponent of the result, is then in the lowest bits.
     const Floats magic = all(0x1.8p23f + 127.0f), shifted = x + magic, f = x - (shifted - magic);
@@ -280,8 +283,8 @@ inline Floats exp2_below_128(Floats x) {
     return p * (Floats)((Bits)shifted << 23);
 }
 
-// Infinity from 127.5 on.
-inline Floats exp2(Floats x) { return exp2_below_128(smaller(all(128.0f), x)); }
+// Infinity above 127.5.
+inline Floats exp2(Floats x) { return exp2_up_to_127(smaller(all(128.0f), x)); }
 
 inline float exp2_of(float x) { return exp2(all(x))[0]; }
 

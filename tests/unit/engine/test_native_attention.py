@@ -248,25 +248,47 @@ def test_decodes_of_any_heads_equal_a_chunk(heads: Heads, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("size", [1e-39, 3e-38, 1e-36])
-def test_a_decode_equals_a_chunk_if_results_are_nearly_zero(size: float) -> None:
+def test_neither_decodes_nor_threads_matter_if_results_are_nearly_zero(size: float) -> None:
     """Instructions for bfloat16 take subnormal numbers as 0."""
-    heads = Heads(2, 1, 64)
-    whole = make_layout([(100, 100)], heads, torch.bfloat16)
+    heads, length = Heads(2, 1, 64), 1000  # several ranges, which are added up
+    whole = make_layout([(length, length)], heads, torch.bfloat16)
     whole.qkv_TPD[:, -1] *= size
-    expected, pool = whole.native_out(0)
-    batch = step_batch([(100, 1)], [whole.batch.blocks[0].block_ids_BM[0].tolist()[:7]], 16)
-    part = Layout(whole.architecture, pool, batch, whole.qkv_TPD[99:], heads)
-    assert torch.equal(part.native_out(0)[0], expected[99:])
+    expected, pool = whole.native_out(0, num_threads=1)
+    assert torch.equal(whole.native_out(0, num_threads=3)[0], expected)
+    batch = step_batch(
+        [(length, 1)], [whole.batch.blocks[0].block_ids_BM[0].tolist()[: -(-length // 16)]], 16
+    )
+    part = Layout(whole.architecture, pool, batch, whole.qkv_TPD[-1:], heads)
+    for num_threads in (1, 3):
+        assert torch.equal(part.native_out(0, num_threads=num_threads)[0], expected[-1:])
 
 
-def test_wrong_numbers_stay_wrong() -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_numbers_in_8_bits_are_not_zero(dtype: torch.dtype) -> None:
+    """The smallest are subnormal."""
+    layout = make_layout([(200, 200)], Heads(2, 1, 64), dtype, pool_dtype=FP8)
+    layout.qkv_TPD[:, -1] *= 0.005
+    out, expected = layout.native_out(0)[0].float(), layout.torch_out(0).float()
+    assert (out - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wrong_numbers_stay_wrong(dtype: torch.dtype) -> None:
     """A NaN of the model must reach its logits, where it is noticed; other requests do not see it."""
-    layout = make_layout([(100, 1), (90, 1), (80, 20)], Heads(6, 2, 64), torch.float32)
+    layout = make_layout([(100, 1), (90, 1), (80, 20)], Heads(6, 2, 64), dtype)
     for token in (0, 10):
         layout.qkv_TPD[token, 0, 0] = torch.nan
         out = layout.native_out(0)[0]
         assert out[token].isnan().any()
         assert not out[1].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_whose_rounding_is_larger_than_weights_can_be_are_no_numbers(dtype: torch.dtype) -> None:
+    layout = make_layout([(300, 1), (300, 300)], Heads(2, 1, 64), dtype)
+    layout.qkv_TPD[:, :-1] *= 1e6
+    out = layout.native_out(0)[0]
+    assert out[1:].isnan().float().mean() > 0.9
 
 
 def test_heads_that_the_kernels_cannot_compute() -> None:

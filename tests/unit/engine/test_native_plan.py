@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 from engine.layers.native_attention import UNLIMITED
 from engine.native.attention import (
@@ -17,6 +18,7 @@ from engine.native.attention import (
     most_items,
 )
 from engine.native.library import native_library
+from engine.native.types import TYPE_CODES
 from engine.request_table import IntArray
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
@@ -36,13 +38,14 @@ class Plan:
     num_partials: int
 
 
-def plan_of(contexts: list[tuple[int, int]], num_threads: int) -> Plan:
+def plan_of(contexts: list[tuple[int, int]], num_threads: int, dtype: torch.dtype = torch.float32) -> Plan:
     """Of requests with (tokens up to the end of the step, tokens of the step); decodes come first."""
     library = native_library()
     assert library is not None
     context_lens_B, num_tokens_B = (np.array(values) for values in zip(*contexts, strict=True))
     starts_B = np.cumsum(num_tokens_B) - num_tokens_B
     step = Step(
+        activation_type=TYPE_CODES[dtype],
         num_heads=NUM_HEADS,
         num_kv_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
@@ -74,10 +77,13 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2, 16, 128])
 @pytest.mark.parametrize("contexts", STEPS.values(), ids=STEPS)
-def test_partial_results_are_bounded_and_lie_apart(contexts: list[tuple[int, int]], num_threads: int) -> None:
-    plan = plan_of(contexts, num_threads)
+def test_partial_results_are_bounded_and_lie_apart(
+    contexts: list[tuple[int, int]], num_threads: int, dtype: torch.dtype
+) -> None:
+    plan = plan_of(contexts, num_threads, dtype)
     assert plan.num_partials <= MAX_PARTIALS
     parts = plan.items[plan.items[:, PARTIAL] >= 0]
     ends = [*parts[1:, PARTIAL], plan.num_partials]
@@ -86,12 +92,13 @@ def test_partial_results_are_bounded_and_lie_apart(contexts: list[tuple[int, int
         assert plan.num_partials == len(parts) == len(plan.merges) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2, 16, 128])
 @pytest.mark.parametrize("contexts", STEPS.values(), ids=STEPS)
 def test_every_query_visits_every_key_before_it_once(
-    contexts: list[tuple[int, int]], num_threads: int
+    contexts: list[tuple[int, int]], num_threads: int, dtype: torch.dtype
 ) -> None:
-    plan = plan_of(contexts, num_threads)
+    plan = plan_of(contexts, num_threads, dtype)
     visited: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     num_rows = 0
     for item in plan.items.tolist():
