@@ -9,7 +9,9 @@
 
 constexpr int64_t BLOCK_ROWS = 2 * matrix_units::TILE;  // computed together, while their scores are in the first-level cache
 
-// Values [pair of keys][D] of one tile of keys. Pairs beyond `count` keys are zeros.
+inline Bits lane_numbers() { return (Bits)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+
+// Values of one tile as [pair of keys][D]. Values beyond `count` keys are zeros.
 template <typename Stored>
 void pair_values(HeadTile<Stored> values, int64_t count, int64_t padded_count, int64_t head_dim, Pair *to) {
     for (int64_t k = 0; k < padded_count; k += 2, to += head_dim)
@@ -20,7 +22,7 @@ void pair_values(HeadTile<Stored> values, int64_t count, int64_t padded_count, i
         }
 }
 inline void pair_values(HeadTile<BFloat16> values, int64_t count, int64_t padded_count, int64_t head_dim, Pair *to) {
-    const Bits lanes = (Bits)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const Bits lanes = lane_numbers();
     const __m512i low = (__m512i)(lanes | (lanes + 32) << 16), high = (__m512i)((lanes + 16) | (lanes + 48) << 16);
     for (int64_t k = 0; k < padded_count; k += 2, to += head_dim)
         for (int64_t i = 0; i < head_dim; i += 2 * LANES) {
@@ -42,8 +44,9 @@ void lay_out_queries(const Query &query, int64_t num_rows, int64_t head_dim, BFl
     }
 }
 
-// Replaces scores [row][TILE_KEYS] of LANES rows by weights, in pairs of keys. Writes the factor by which the rows'
-// earlier results must be multiplied. `hides(row, k)` says which of LANES keys from `k` on the row does not see.
+// Computes the weights [row][TILE_KEYS / 2 pairs of keys] of LANES rows from their scores [row][TILE_KEYS]. Writes to `kept`
+// by what the rows' earlier results must be multiplied. `hides(scores, row, k)` returns the row's scores of LANES keys from
+// `k` on, with -inf for keys that the row does not see.
 template <typename Hides>
 void weigh_rows(float *scores, int64_t num_keys, float scale, float *reference, float *sum, float *kept, Pair *weights,
                 const Hides &hides) {
@@ -74,7 +77,7 @@ void weigh_rows(float *scores, int64_t num_keys, float scale, float *reference, 
     }
     store(reference, now);
     store(sum, fused(earlier, factor, reduced(each, [](Floats a, Floats b) { return a + b; })));
-    store(kept, earlier == 0.0f ? all(1.0f) : factor);
+    store(kept, earlier == 0.0f ? all(1.0f) : factor);  // results that are still 0 stay so
 }
 
 // Adds keys `key` to `end`, at most a tile, to the rows that see any of these keys.
@@ -104,7 +107,6 @@ void matrix_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, cons
     pool.find_keys(block_ids_M, item.kv_head, end, end + num_next, next);
     int64_t asked = 0;
 
-    const Ints from_first = (Ints)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     for (int64_t row = begin; row < stop; row += BLOCK_ROWS) {
         const int64_t num_rows = std::min(BLOCK_ROWS, stop - row);
         for (const int64_t share = num_next * (row + num_rows - begin) / (stop - begin); asked < share; ++asked)
@@ -124,7 +126,7 @@ void matrix_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, cons
                 weigh([](Floats score, int, int64_t) { return score; });
             else
                 weigh([&](Floats score, int r, int64_t k) {
-                    const Ints at = from_first + static_cast<int32_t>(key + k);
+                    const Ints at = (Ints)lane_numbers() + static_cast<int32_t>(key + k);
                     const Ints is_hidden = (at > positions[r]) | (at <= positions[r] - static_cast<int32_t>(window));
                     return is_hidden ? all(-INFINITY) : score;
                 });
