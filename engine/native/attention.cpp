@@ -16,9 +16,6 @@ namespace {
 
 thread_local Scratch scratch;
 
-// Rows of partial results that are added up at once. A guest does not leave meanwhile.
-constexpr int64_t MERGED_ROWS = 48, PARTS_OF_MERGE = MATRIX_ROWS / MERGED_ROWS;
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename Activation, typename Stored>
@@ -52,16 +49,16 @@ class LayerAttention {
         return true;
     }
 
-    // Adds up the partial results of a part of the rows.
-    void merge(const Item *items, int64_t num_items, float *partials, int64_t part) const {
+    void merge(const Merge &merge, const Item *items, float *partials) const {
         [[maybe_unused]] const AsInUnits as_in_units;
-        const int64_t rows = state_rows(items[0]), first = part * MERGED_ROWS;
-        const int64_t count = std::min(MERGED_ROWS, items[0].num_rows - first);
-        if (count <= 0) return;
-        Softmax total = Softmax(partials + items[0].partial, rows, D).of_rows(first, count);
-        for (int64_t i = 1; i < num_items; ++i)
-            total.add(Softmax(partials + items[i].partial, rows, D).of_rows(first, count), scale);
-        write(items[0], total, first, count);
+        const Item &first = items[merge.first_item];
+        const int64_t rows = state_rows(first), count = std::min(MERGED_ROWS, first.num_rows - merge.first_row);
+        const auto partial = [&](int64_t i) {
+            return Softmax(partials + items[merge.first_item + i].partial, rows, D).of_rows(merge.first_row, count);
+        };
+        Softmax total = partial(0);
+        for (int64_t i = 1; i < merge.num_items; ++i) total.add(partial(i), scale);
+        write(first, total, merge.first_row, count);
     }
 
   private:
@@ -254,7 +251,8 @@ class Plan {
             part.partial = num_partials;
             num_partials += partial_size(item);
         }
-        merges[num_merges++] = {first_item, num_items - first_item};
+        for (int64_t row = 0; row < item.num_rows; row += MERGED_ROWS)
+            merges[num_merges++] = {first_item, num_items - first_item, row};
     }
 };
 
@@ -355,9 +353,8 @@ void baton_attend(const Step *step, int64_t layer, int64_t window, const void *q
         for_each(num_items, num_threads, [&](int64_t i) {
             return attention.run(items[i], items[std::min(i + num_threads, num_items - 1)], partials);
         });
-        for_each(num_merges * PARTS_OF_MERGE, num_threads, [&](int64_t i) {
-            const Merge &merge = merges[i / PARTS_OF_MERGE];
-            attention.merge(items + merge.first_item, merge.num_items, partials, i % PARTS_OF_MERGE);
+        for_each(num_merges, num_threads, [&](int64_t i) {
+            attention.merge(merges[i], items, partials);
             return true;
         });
     });

@@ -11,7 +11,7 @@ TILE_ROWS = 96
 RANGE_KEYS = 256
 MAX_PARTIALS = 2**24
 """The most floats of a step's partial results; they take 64 MiB."""
-ITEM_FIELDS, MERGE_FIELDS = 10, 2
+ITEM_FIELDS, MERGE_FIELDS = 10, 3
 """Numbers of fields of an item and of a merge; each field has 64 bits."""
 
 
@@ -64,7 +64,7 @@ class AttentionKernels:
 
 
 def most_items(num_tokens_B: IntArray, context_lens_B: IntArray, num_heads: int, num_kv_heads: int) -> int:
-    """The most items into which a step can be cut; there are always fewer merges."""
+    """The most items into which a step can be cut; there are never more merges."""
     tile = max(1, TILE_ROWS * num_kv_heads // num_heads)
     num_ranges_B = -(-context_lens_B // RANGE_KEYS)
     return num_kv_heads * int((-(-num_tokens_B // tile) * num_ranges_B).sum())

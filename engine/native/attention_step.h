@@ -47,9 +47,11 @@ struct Item {
     int64_t partial;  // where its result lies among the partial results, in floats; -1: the item visits all keys
 };
 
-// Consecutive items with the same queries, whose partial results are added up.
+// Consecutive items with the same queries, whose partial results are added up: MERGED_ROWS rows from `first_row` on. A
+// guest does not leave meanwhile.
+constexpr int64_t MERGED_ROWS = 48;
 struct Merge {
-    int64_t first_item, num_items;
+    int64_t first_item, num_items, first_row;
 };
 
 // Attention over the keys visited so far. `sum` and `out` are relative to a row's reference, one of its scores.

@@ -29,6 +29,8 @@ REQUEST, IS_DECODE, KV_HEAD, NUM_KV, FIRST_TOKEN, NUM_ROWS, _, FIRST_KEY, END_KE
     ITEM_FIELDS
 )
 CONTEXT = 131_072
+MERGED_ROWS = 48
+"""As in attention_step.h."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,14 @@ def test_merges_name_the_parts_of_one_item_and_those_that_are_begun_last_are_sha
     first = int(is_part.argmax())
     assert 0 < first < len(is_part), "some items are computed whole, since memory does not suffice for all"
     assert is_part[first:].all()
-    assert plan.merges[0, 0] == first
-    assert (plan.merges[:, 0] + plan.merges[:, 1]).tolist() == [*plan.merges[1:, 0], len(plan.items)]
-    for begin, count in plan.merges.tolist():
+    merges = plan.merges[plan.merges[:, 2] == 0]
+    assert merges[0, 0] == first
+    assert (merges[:, 0] + merges[:, 1]).tolist() == [*merges[1:, 0], len(plan.items)]
+    rows = [
+        (begin, row) for begin in merges[:, 0] for row in range(0, plan.items[begin, NUM_ROWS], MERGED_ROWS)
+    ]
+    assert plan.merges[:, [0, 2]].tolist() == [list(each) for each in rows]
+    for begin, count, _ in plan.merges.tolist():
         same = plan.items[begin : begin + count][:, [REQUEST, KV_HEAD, FIRST_TOKEN]]
         assert (same == same[0]).all()
 
