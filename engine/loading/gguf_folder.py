@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
 }
 """`general.architecture` -> `architectures[0]` of a config.json."""
-WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "expert_count": (0,),
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -45,7 +45,7 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }
 """Keys that change what a model computes. With the listed values they change nothing; other values are
 refused."""
-READ = {"gemma3": ("final_logit_softcapping",)}
+KEYS_READ = {"gemma3": ("final_logit_softcapping",)}
 """The keys of these that an architecture supports with any value."""
 GEMMA3_PATTERN = 6
 """Every sixth layer has no window. Files do not contain this number; llama.cpp has it in its code, too."""
@@ -165,9 +165,9 @@ def _refuse_unsupported(file: GgufFile, name: str) -> None:
         raise ModelError(
             f"{file.path} is one of several parts; join them first: llama-gguf-split --merge FIRST_PART WHOLE_FILE"
         )
-    for key, harmless in WITHOUT_EFFECT.items():
+    for key, harmless in KEYS_WITHOUT_EFFECT.items():
         value = file.metadata.get(f"{name}.{key}")
-        if value is not None and value not in harmless and key not in READ.get(name, ()):
+        if value is not None and value not in harmless and key not in KEYS_READ.get(name, ()):
             raise ModelError(f"{file.path}: {name}.{key} ({value!r:.80}) is not supported")
 
 

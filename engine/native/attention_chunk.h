@@ -109,8 +109,7 @@ void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const
                 const Softmax &state) {
     const int64_t D = state.head_dim, depth = D / PER_UNIT<Unit>;
     const int64_t padded_keys = (end - key + KEY_PANEL - 1) / KEY_PANEL * KEY_PANEL;
-    const int64_t first_row = std::max<int64_t>(0, (key - item.first_position) * heads_per_kv_head);
-    const int64_t end_row = std::min(item.num_rows, (end - 1 + window - item.first_position) * heads_per_kv_head);
+    const auto [first_row, end_row] = item.rows_that_see(key, end, window, heads_per_kv_head);
     const int64_t begin = first_row / ROW_PANEL * ROW_PANEL, stop = padded_rows(end_row);
     Unit *queries = reinterpret_cast<Unit *>(scratch.queries), *weights = reinterpret_cast<Unit *>(scratch.scores);
     Unit *keys = reinterpret_cast<Unit *>(scratch.keys), *values = reinterpret_cast<Unit *>(scratch.values);

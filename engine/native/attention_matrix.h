@@ -88,8 +88,7 @@ void matrix_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, cons
     using matrix_units::STEP, matrix_units::TILE;
     const int64_t D = state.head_dim, depth = matrix_units::num_steps(D) * STEP / 2;
     const int64_t num_keys = (end - key + STEP - 1) / STEP * STEP;
-    const int64_t first_row = std::max<int64_t>(0, (key - item.first_position) * heads_per_kv_head);
-    const int64_t end_row = std::min(item.num_rows, (end - 1 + window - item.first_position) * heads_per_kv_head);
+    const auto [first_row, end_row] = item.rows_that_see(key, end, window, heads_per_kv_head);
     const int64_t begin = first_row / TILE * TILE, stop = (end_row + TILE - 1) / TILE * TILE;
     const Pair *queries = reinterpret_cast<const Pair *>(scratch.queries);
     Pair *keys = reinterpret_cast<Pair *>(scratch.keys), *values = reinterpret_cast<Pair *>(scratch.values);

@@ -45,6 +45,12 @@ struct Step {
 struct Item {
     int64_t request, is_decode, kv_head, num_kv_heads, first_token, num_rows, first_position, first_key, end_key;
     int64_t partial;  // where its result lies among the partial results, in floats; -1: the item visits all keys
+
+    // Of a chunk: from the row of the first query that sees any of the keys `key` to `end`, to that after the last one.
+    std::pair<int64_t, int64_t> rows_that_see(int64_t key, int64_t end, int64_t window, int64_t heads_per_kv_head) const {
+        return {std::max<int64_t>(0, (key - first_position) * heads_per_kv_head),
+                std::min(num_rows, (end - 1 + window - first_position) * heads_per_kv_head)};
+    }
 };
 
 // Consecutive items with the same queries, whose partial results are added up: MERGED_ROWS rows from `first_row` on. A
