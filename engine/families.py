@@ -19,11 +19,15 @@ class Family(Enum):
     QWEN3 = "qwen3"
     QWEN3_MOE = "qwen3_moe"
     MIXTRAL = "mixtral"
+    MINIMAX_M2 = "minimax_m2"
     SMOLLM3 = "smollm3"
     GRANITE = "granite"
     PHI3 = "phi3"
     OLMO2 = "olmo2"
+    OLMO3 = "olmo3"
     GLM4 = "glm4"
+    GLM4_MOE = "glm4_moe"
+    GLM4_MOE_LITE = "glm4_moe_lite"
     GEMMA2 = "gemma2"
     GEMMA3 = "gemma3_text"
     GPT_OSS = "gpt_oss"
@@ -36,9 +40,14 @@ class Family(Enum):
         return self in (Family.GEMMA2, Family.GEMMA3)
 
     @property
-    def is_deepseek(self) -> bool:
-        """Whether heads share a latent, and some experts are shared by all tokens."""
-        return self in (Family.DEEPSEEK_V2, Family.DEEPSEEK_V3)
+    def has_latent(self) -> bool:
+        """Whether all heads share a latent."""
+        return self in (Family.DEEPSEEK_V2, Family.DEEPSEEK_V3, Family.GLM4_MOE_LITE)
+
+    @property
+    def has_shared_experts(self) -> bool:
+        """Whether all tokens use some experts, in addition to those that they choose."""
+        return self.has_latent or self is Family.GLM4_MOE
 
 
 ARCHITECTURES = {
@@ -48,11 +57,15 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Family.QWEN3,
     "Qwen3MoeForCausalLM": Family.QWEN3_MOE,
     "MixtralForCausalLM": Family.MIXTRAL,
+    "MiniMaxM2ForCausalLM": Family.MINIMAX_M2,
     "SmolLM3ForCausalLM": Family.SMOLLM3,
     "GraniteForCausalLM": Family.GRANITE,
     "Phi3ForCausalLM": Family.PHI3,
     "Olmo2ForCausalLM": Family.OLMO2,
+    "Olmo3ForCausalLM": Family.OLMO3,
     "Glm4ForCausalLM": Family.GLM4,
+    "Glm4MoeForCausalLM": Family.GLM4_MOE,
+    "Glm4MoeLiteForCausalLM": Family.GLM4_MOE_LITE,
     "Gemma2ForCausalLM": Family.GEMMA2,
     "Gemma3ForCausalLM": Family.GEMMA3,
     "GptOssForCausalLM": Family.GPT_OSS,
@@ -74,6 +87,15 @@ _DEEPSEEK: dict[str, object] = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+}
+_GLM4_MOE: dict[str, object] = {
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "topk_group": 1,
 }
 DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
     Family.LLAMA: {},
@@ -98,6 +120,12 @@ DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
         "rope_theta": 1_000_000.0,
         "num_experts_per_tok": 2,
     },
+    Family.MINIMAX_M2: {
+        "head_dim": 128,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 8,
+        "rope_theta": 5_000_000.0,
+    },
     Family.SMOLLM3: {
         "num_key_value_heads": 4,
         "no_rope_layer_interval": 4,
@@ -107,12 +135,34 @@ DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
     Family.GRANITE: {},
     Family.PHI3: {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     Family.OLMO2: {"rms_norm_eps": 1e-5},
+    Family.OLMO3: {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
     Family.GLM4: {
         "attention_bias": True,
         "head_dim": 128,
         "num_key_value_heads": 2,
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1.5625e-7,
+    },
+    Family.GLM4_MOE: {
+        **_GLM4_MOE,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "routed_scaling_factor": 1.0,
+    },
+    Family.GLM4_MOE_LITE: {
+        **_GLM4_MOE,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "routed_scaling_factor": 1.8,
+        "v_head_dim": 256,
     },
     Family.GEMMA2: {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     Family.GEMMA3: {
@@ -173,6 +223,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "layer_types": ("full_attention",),
     "logit_scale": (1.0,),
     "logits_scaling": (1.0,),
+    "mlp_layer_types": ("dense",),
     "mlp_only_layers": (),
     "moe_intermediate_size": (),
     "moe_layer_freq": (1,),
@@ -196,10 +247,12 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "residual_multiplier": (1.0,),
     "rope_interleave": (),
     "rope_local_base_freq": (),
+    "rotary_dim": (),
     "rotary_pct": (1.0,),
     "routed_scaling_factor": (1.0,),
     "scoring_func": ("softmax",),
     "shared_expert_intermediate_size": (0,),
+    "shared_intermediate_size": (0,),
     "sliding_window": (),
     "sliding_window_pattern": (),
     "swiglu_alpha": (),
@@ -215,10 +268,9 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
 a list, this applies to its elements."""
 
 _EXPERTS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok"})
-_LATENT = frozenset(
+_SHARED_EXPERTS = frozenset(
     {
         "first_k_dense_replace",
-        "kv_lora_rank",
         "moe_intermediate_size",
         "moe_layer_freq",
         "n_group",
@@ -226,16 +278,14 @@ _LATENT = frozenset(
         "n_shared_experts",
         "norm_topk_prob",
         "num_experts_per_tok",
-        "q_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
         "routed_scaling_factor",
         "scoring_func",
         "topk_group",
         "topk_method",
-        "v_head_dim",
     }
 )
+_LATENT = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
+_GUESSING_LAYERS = frozenset({"num_nextn_predict_layers"})
 _WINDOWS_ON_SOME = frozenset({"use_sliding_window", "sliding_window", "layer_types"})
 READ: Mapping[Family, frozenset[str]] = {
     Family.LLAMA: frozenset(),
@@ -253,13 +303,20 @@ READ: Mapping[Family, frozenset[str]] = {
         "use_sliding_window",
     },
     Family.MIXTRAL: _EXPERTS | {"sliding_window"},
+    Family.MINIMAX_M2: _EXPERTS | {"partial_rotary_factor", "rotary_dim", "scoring_func", "use_qk_norm"},
     Family.SMOLLM3: _WINDOWS_ON_SOME | {"no_rope_layers", "no_rope_layer_interval"},
     Family.GRANITE: frozenset(
         {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"}
     ),
     Family.PHI3: frozenset({"partial_rotary_factor", "sliding_window"}),
     Family.OLMO2: frozenset(),
+    Family.OLMO3: frozenset({"layer_types", "sliding_window"}),
     Family.GLM4: frozenset({"partial_rotary_factor"}),
+    Family.GLM4_MOE: _SHARED_EXPERTS | _GUESSING_LAYERS | {"partial_rotary_factor", "use_qk_norm"},
+    Family.GLM4_MOE_LITE: _SHARED_EXPERTS
+    | _LATENT
+    | _GUESSING_LAYERS
+    | {"mlp_layer_types", "rope_interleave"},
     Family.GEMMA2: frozenset(
         {
             "attn_logit_softcapping",
@@ -280,8 +337,8 @@ READ: Mapping[Family, frozenset[str]] = {
         }
     ),
     Family.GPT_OSS: _EXPERTS | {"layer_types", "sliding_window", "swiglu_alpha", "swiglu_limit"},
-    Family.DEEPSEEK_V2: _LATENT,
-    Family.DEEPSEEK_V3: _LATENT | {"num_nextn_predict_layers", "rope_interleave"},
+    Family.DEEPSEEK_V2: _SHARED_EXPERTS | _LATENT,
+    Family.DEEPSEEK_V3: _SHARED_EXPERTS | _LATENT | _GUESSING_LAYERS | {"rope_interleave"},
 }
 """The keys of `WITHOUT_EFFECT` that a family reads. Other keys of it are refused if they would have an
 effect."""

@@ -63,7 +63,7 @@ class LatentAttention:
 
 def read_latent(config: Mapping[str, Any], family: Family) -> LatentAttention | None:
     """None for a family whose heads have their own keys and values. ModelError names an unsupported key."""
-    if not family.is_deepseek:
+    if not family.has_latent:
         return None
     num_heads, num_kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     if num_kv_heads not in (None, num_heads):

@@ -54,12 +54,10 @@ class Mixture:
 
 def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[Mixture | None, ...]:
     """The mixture of every layer; None for a layer with an MLP. ModelError names an unsupported key."""
-    if family.is_deepseek:
-        num_dense = config.get("first_k_dense_replace")
-        if not isinstance(num_dense, int) or num_dense < 0:
-            raise ModelError(f"first_k_dense_replace must be an integer of at least 0, got {num_dense!r}")
-        mixture = None if num_dense >= num_layers else _deepseek(config, family)
-        return tuple(None if layer < num_dense else mixture for layer in range(num_layers))
+    if family.has_shared_experts:
+        are_dense = _dense_layers(config, family, num_layers)
+        mixture = None if all(are_dense) else _with_shared_experts(config, family)
+        return tuple(None if is_dense else mixture for is_dense in are_dense)
     if "num_experts" not in READ[family]:
         return (None,) * num_layers
     is_qwen = family is Family.QWEN3_MOE
@@ -69,11 +67,17 @@ def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) ->
         raise ModelError(
             f"num_experts_per_tok must be at most the number of experts, {num_experts}, got {num_chosen}"
         )
+    is_minimax = family is Family.MINIMAX_M2
+    if is_minimax:
+        refuse_other(config, "scoring_func", "sigmoid")
     mixture = Mixture(
         num_experts=num_experts,
         num_chosen=num_chosen,
         intermediate_size=count_of(config, "moe_intermediate_size" if is_qwen else "intermediate_size"),
         is_normalized=not is_qwen or flag_of(config, "norm_topk_prob"),
+        is_sigmoid=is_minimax,
+        routes_in_float32=is_minimax,
+        has_choice_bias=is_minimax,
         activation=_clamped(config) if family is Family.GPT_OSS else Gate.SILU,
     )
     every = count_of(config, "decoder_sparse_step") if is_qwen else 1
@@ -87,7 +91,7 @@ def _num_experts(config: Mapping[str, Any], family: Family) -> int:
     """transformers has two names for this number, and takes either."""
     _check_equal(config, "num_experts", "num_local_experts")
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
-    return count_of(config, key, 8 if family is Family.MIXTRAL else 128)
+    return count_of(config, key, {Family.MIXTRAL: 8, Family.MINIMAX_M2: 256}.get(family, 128))
 
 
 def _clamped(config: Mapping[str, Any]) -> ClampedSwiglu:
@@ -101,8 +105,27 @@ def _check_equal(config: Mapping[str, Any], *names: str) -> None:
         raise ModelError(f"{' and '.join(f'{key} ({config[key]!r})' for key in keys)} must be equal")
 
 
-def _deepseek(config: Mapping[str, Any], family: Family) -> Mixture:
-    is_v3 = family is Family.DEEPSEEK_V3
+def _dense_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    """Whether each layer has one MLP instead of experts."""
+    num_dense = config.get("first_k_dense_replace")
+    if not isinstance(num_dense, int) or num_dense < 0:
+        raise ModelError(f"first_k_dense_replace must be an integer of at least 0, got {num_dense!r}")
+    kinds = config.get("mlp_layer_types") if "mlp_layer_types" in READ[family] else None
+    if kinds is None:
+        return [layer < num_dense for layer in range(num_layers)]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not all(kind in ("dense", "sparse") for kind in kinds)
+    ):
+        raise ModelError(
+            f"mlp_layer_types must list 'dense' or 'sparse' for each of {num_layers} layers, got {kinds!r:.80}"
+        )
+    return [kind == "dense" for kind in kinds]
+
+
+def _with_shared_experts(config: Mapping[str, Any], family: Family) -> Mixture:
+    is_v3 = family is not Family.DEEPSEEK_V2  # or GLM-4.5, which chooses its experts like DeepSeek-V3
     refuse_other(config, "moe_layer_freq", 1)
     refuse_other(config, "scoring_func", "sigmoid" if is_v3 else "softmax")
     if is_v3:

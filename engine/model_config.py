@@ -16,10 +16,11 @@ from engine.rope_config import RopeConfig, read_rope, read_ropes_by_kind
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The values of `layer_types`."""
-_WITHOUT_ATTENTION_BIAS = (Family.MISTRAL, Family.MIXTRAL, Family.QWEN2, Family.PHI3)
+_WITHOUT_ATTENTION_BIAS = (Family.MISTRAL, Family.MIXTRAL, Family.MINIMAX_M2, Family.QWEN2, Family.PHI3)
 _WITH_MLP_BIAS = (Family.LLAMA, Family.SMOLLM3, Family.GRANITE)
 """Families for which transformers ignores `attention_bias`, and families for which it reads `mlp_bias`. Qwen2
 always has biases on queries, keys and values."""
+_WITH_HEAD_NORM = (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +166,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelArchitecture:
     family = family_of(given)
     refuse_unsupported(given, family)
-    if "use_qk_norm" in READ[family]:
+    if "use_qk_norm" in READ[family] and family is not Family.GLM4_MOE:
         refuse_other(given, "use_qk_norm", True)  # Qwen3-Coder has this key; the norms are always there
     read_quantization(given)  # refuses quantizations that the loader could not read
     config = {**DEFAULTS[family], **given}
+    if family is Family.MINIMAX_M2:
+        _minimax(config)
     num_layers, num_heads = count_of(config, "num_hidden_layers"), count_of(config, "num_attention_heads")
     latent = read_latent(config, family)
     num_kv_heads = count_of(config, "num_key_value_heads", num_heads) if latent is None else 1
@@ -204,9 +207,10 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
         attention_scale=head_dim**-0.5,
         tie_word_embeddings=flag_of(config, "tie_word_embeddings"),
         has_qkv_bias=has_bias or family is Family.QWEN2,
-        has_o_bias=has_bias and family is not Family.GLM4,
+        has_o_bias=has_bias and family not in (Family.GLM4, Family.GLM4_MOE),
         has_mlp_bias=flag_of(config, "mlp_bias") and family in _WITH_MLP_BIAS,
-        has_qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA3),
+        has_qk_norm=family in _WITH_HEAD_NORM
+        or (family is Family.GLM4_MOE and flag_of(config, "use_qk_norm")),
         num_guessing_layers=_guessing_layers(config, family),
         has_sinks=family is Family.GPT_OSS,
     )
@@ -215,6 +219,14 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
     if latent is not None:
         return replace(architecture, latent=latent, attention_scale=latent.scale(architecture.ropes[0]))
     return _gemma(architecture, config) if family.is_gemma else architecture
+
+
+def _minimax(config: dict[str, Any]) -> None:
+    """Makes `partial_rotary_factor` from `rotary_dim`, as transformers does, and refuses other MiniMax models."""
+    refuse_other(config, "qk_norm_type", "per_layer")
+    refuse_other(config, "use_routing_bias", True)
+    if config.get("rotary_dim") is not None and config.get("partial_rotary_factor") is None:
+        config["partial_rotary_factor"] = count_of(config, "rotary_dim") / count_of(config, "head_dim")
 
 
 def _granite(architecture: ModelArchitecture, config: Mapping[str, Any]) -> ModelArchitecture:
@@ -249,9 +261,10 @@ def _gemma(architecture: ModelArchitecture, config: Mapping[str, Any]) -> ModelA
 
 
 def _guessing_layers(config: Mapping[str, Any], family: Family) -> int:
-    number = config.get("num_nextn_predict_layers") or 0 if family is Family.DEEPSEEK_V3 else 0
+    key = "num_nextn_predict_layers"
+    number = config.get(key) or 0 if key in READ[family] else 0
     if not isinstance(number, int) or number < 0:
-        raise ModelError(f"num_nextn_predict_layers must be an integer of at least 0, got {number!r}")
+        raise ModelError(f"{key} must be an integer of at least 0, got {number!r}")
     return number
 
 
@@ -263,7 +276,7 @@ def _ropes(
     max_length: int,
     max_model_len: int,
 ) -> tuple[RopeConfig | None, ...]:
-    if family is Family.GEMMA3:
+    if family in (Family.GEMMA3, Family.OLMO3):
         by_kind = read_ropes_by_kind(config, family, head_dim, max_length)
         return tuple(by_kind[kind] for kind in _kinds(config, family, num_layers))
     rope = read_rope(config, family, head_dim, max_length, max_model_len)
@@ -324,8 +337,10 @@ def _kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[s
 def _pattern(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
     if family is Family.SMOLLM3:
         slides = [not rotates for rotates in _rotating_layers(config, num_layers)]
-    elif family.is_gemma or family is Family.GPT_OSS:
-        every = count_of(config, "sliding_window_pattern") if family is Family.GEMMA3 else 2
+    elif family.is_gemma or family in (Family.GPT_OSS, Family.OLMO3):
+        every = 4 if family is Family.OLMO3 else 2
+        if family is Family.GEMMA3:
+            every = count_of(config, "sliding_window_pattern")
         slides = [(layer + 1) % every != 0 for layer in range(num_layers)]
     elif family is Family.MISTRAL:
         slides = [True] * num_layers

@@ -66,7 +66,7 @@ _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}
 """Names of rotations in Phi-3's first versions, and their present names."""
 _THETA = 10_000.0
 """The base of the angles if neither a config.json nor its family names one."""
-_PARTIAL = (Family.PHI3, Family.GLM4)
+_PARTIAL = (Family.PHI3, Family.GLM4, Family.GLM4_MOE, Family.MINIMAX_M2)
 _OWN: Mapping[Family, Mapping[str, Any]] = {
     Family.GPT_OSS: {
         "rope_type": "yarn",
@@ -96,7 +96,7 @@ def read_rope(
 def read_ropes_by_kind(
     config: Mapping[str, Any], family: Family, head_dim: int, max_length: int
 ) -> dict[str, RopeConfig]:
-    """Gemma 3: the rotation of each kind in `layer_types`.
+    """Gemma 3 and OLMo 3: the rotation of each kind in `layer_types`.
 
     `rope_scaling` is for layers without a window, and replaces single keys of their `rope_parameters`.
     """
@@ -105,8 +105,9 @@ def read_ropes_by_kind(
     if unknown:
         raise ModelError(f"rope_parameters: {sorted(unknown)[0]!r} is not supported for {family.value!r}")
     full = object_of(new, "full_attention") | object_of(config, "rope_scaling")
-    sliding, key = object_of(new, "sliding_attention"), "rope_local_base_freq"
+    sliding = object_of(new, "sliding_attention")
     if sliding.get("rope_theta") is None:
+        key = "rope_local_base_freq" if family is Family.GEMMA3 else "rope_theta"
         sliding["rope_theta"] = positive_of(config, key, DEFAULTS[family][key])
     return {
         kind: _rope(values, config, family, head_dim, max_length, max_length)

@@ -14,7 +14,6 @@ from engine.model_config import ModelArchitecture, check_device
 GROUPED = ("int8", "int4")
 """Values of `model.quantization` that only a CPU supports."""
 _ALL_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.weight)?$")
-_OF_SINGLE_EXPERTS = (Family.QWEN3_MOE, Family.MIXTRAL)
 
 
 def check_demands(config: BatonConfig, architecture: ModelArchitecture) -> None:
@@ -131,8 +130,8 @@ def _check_expert_parallel(architecture: ModelArchitecture, mixture: Mixture | N
 
 
 def check_experts(architecture: ModelArchitecture, names: Iterable[str]) -> None:
-    """ModelError if a tensor of these names contains all experts of a layer, if the family forbids that."""
-    if architecture.family in _OF_SINGLE_EXPERTS:
+    """ModelError if a tensor of these names contains all experts of a layer; gpt-oss has no other tensors."""
+    if architecture.family is not Family.GPT_OSS:
         for name in names:
             if _ALL_EXPERTS.search(name):
                 raise ModelError(

@@ -30,6 +30,7 @@ from engine.models.gemma import GemmaLayer
 from engine.models.glm4 import Glm4Layer
 from engine.models.gpt_oss import GptOssLayer
 from engine.models.llama import LlamaLayer
+from engine.models.minimax import MiniMaxLayer
 from engine.models.mixture import mixture_layer
 from engine.models.olmo2 import Olmo2Layer
 from engine.models.phi3 import Phi3Layer
@@ -53,11 +54,15 @@ LAYERS: Mapping[Family, Callable[[ModelArchitecture, int, Projections], Layer]] 
     Family.QWEN3: LlamaLayer,
     Family.QWEN3_MOE: mixture_layer,
     Family.MIXTRAL: mixture_layer,
+    Family.MINIMAX_M2: MiniMaxLayer,
     Family.SMOLLM3: LlamaLayer,
     Family.GRANITE: LlamaLayer,
     Family.PHI3: Phi3Layer,
     Family.OLMO2: Olmo2Layer,
+    Family.OLMO3: Olmo2Layer,
     Family.GLM4: Glm4Layer,
+    Family.GLM4_MOE: mixture_layer,
+    Family.GLM4_MOE_LITE: DeepSeekLayer,
     Family.GEMMA2: GemmaLayer,
     Family.GEMMA3: GemmaLayer,
     Family.GPT_OSS: GptOssLayer,

@@ -1,4 +1,4 @@
-"""Layers of DeepSeek-V2 and -V3: all heads attend to one latent per token; some experts serve all tokens.
+"""Layers of DeepSeek-V2, -V3 and GLM-4.7-Flash: heads attend to one latent per token; some experts serve all tokens.
 
 The checkpoint projects each latent to keys and values of all heads. Here queries are projected into the latent space,
 and the output of attention is projected back. The results are the same, but the cache holds only latents.
@@ -13,9 +13,9 @@ from engine.layers.attention import Attention
 from engine.layers.residual_stream import ResidualStream
 from engine.layers.rope import head_order
 from engine.model_config import ModelArchitecture
-from engine.models.projections import Columns, ExpertNames, Projections, gate_up
+from engine.models.mixture import MLP, MixtureBranch
+from engine.models.projections import Columns, Projections, gate_up
 
-NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 LATENT_EPS = 1e-6
 """The epsilon of the norms of latents; config.json is about the other norms."""
 
@@ -88,24 +88,21 @@ class DeepSeekLayer:
         self._heads = LatentHeads(a, index, parts, heads)
         self._o_proj = parts.rows(f"{heads}.o_proj", e, a.num_heads * latent.value_dim)
         self._post_norm_E = parts.norm(f"{prefix}.post_attention_layernorm", e)
-        self._mixture, size = None, a.intermediate_size
+        self._experts = None
         if mixture is not None:
-            experts = parts.experts(mixture, f"{mlp}.experts", NAMES, e)
-            self._mixture = parts.mixture(mixture, f"{mlp}.gate", experts, e)
-            mlp, size = f"{mlp}.shared_experts", mixture.shared_size
-        self._gate_up_proj = parts.columns(gate_up(mlp, size), e)
-        self._down_proj = parts.rows(f"{mlp}.down_proj", e, size)
+            self._experts = MixtureBranch(mixture, prefix, MLP, e, parts)
+            return
+        self._gate_up_proj = parts.columns(gate_up(mlp, a.intermediate_size), e)
+        self._down_proj = parts.rows(f"{mlp}.down_proj", e, a.intermediate_size)
 
     def forward(self, stream: ResidualStream, attention: Attention) -> None:
         """Adds both branches to the stream."""
         stream.add(self._o_proj, self._heads(stream, self._input_norm_E, attention))
-        if self._mixture is None:
-            x_TE = stream.normed(self._post_norm_E)
-            stream.add(self._down_proj, self._backend.gated(self._gate_up_proj, x_TE))
+        if self._experts is not None:
+            self._experts.add_to(stream, self._post_norm_E)
             return
-        rows_TE = stream.normed_rows(self._post_norm_E)
-        branch_TE = self._mixture(rows_TE)
-        stream.add_parts(branch_TE.add_(self._down_proj(self._backend.gated(self._gate_up_proj, rows_TE))))
+        x_TE = stream.normed(self._post_norm_E)
+        stream.add(self._down_proj, self._backend.gated(self._gate_up_proj, x_TE))
 
 
 def _order(num_plain: int, num_rotated: int, *, is_interleaved: bool) -> torch.Tensor | None:

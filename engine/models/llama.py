@@ -1,4 +1,6 @@
-"""Layers of Llama, Mistral, Qwen2, Qwen3, SmolLM3 and Granite; they differ in their attention and in scales.
+"""Layers of Llama, Mistral, Qwen2, Qwen3, SmolLM3 and Granite, and the first ones of Qwen3-MoE and GLM-4.5.
+
+They differ in their attention and in scales.
 
 Suffixes: T tokens of a step, P query, key and value heads of this rank, D head dimension, E hidden size.
 """
@@ -6,7 +8,7 @@ Suffixes: T tokens of a step, P query, key and value heads of this rank, D head 
 from engine.layers.attention import Attention
 from engine.layers.residual_stream import ResidualStream
 from engine.model_config import ModelArchitecture
-from engine.models.projections import Projections, gate_up, qkv
+from engine.models.projections import Projections, gate_up, order_of, qkv
 
 
 class LlamaLayer:
@@ -15,12 +17,13 @@ class LlamaLayer:
     def __init__(self, architecture: ModelArchitecture, index: int, parts: Projections) -> None:
         a, prefix = architecture, f"model.layers.{index}"
         heads, mlp, e = f"{prefix}.self_attn", f"{prefix}.mlp", a.hidden_size
+        order_D = order_of(a, index)
         self._index = index
         self._backend = parts.backend
         self._head_dim = a.head_dim
         self._input_norm_E = parts.norm(f"{prefix}.input_layernorm", e)
-        self._qkv_proj = parts.columns(qkv(a, heads), e, has_bias=a.has_qkv_bias)
-        self._head_norm = parts.head_norm(a, heads)
+        self._qkv_proj = parts.columns(qkv(a, heads, order_D), e, has_bias=a.has_qkv_bias)
+        self._head_norm = parts.head_norm(a, heads, order_D)
         self._o_proj = parts.rows(f"{heads}.o_proj", e, a.num_heads * a.head_dim, has_bias=a.has_o_bias)
         self._post_norm_E = parts.norm(f"{prefix}.post_attention_layernorm", e)
         self._gate_up_proj = parts.columns(gate_up(mlp, a.intermediate_size), e, has_bias=a.has_mlp_bias)

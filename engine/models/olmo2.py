@@ -1,13 +1,12 @@
-"""Layers of OLMo 2: each branch ends with a norm, and queries and keys are normalized over all heads together.
+"""Layers of OLMo 2 and 3: each branch ends with a norm, and queries and keys are normalized over all heads together.
 
 Suffixes: T tokens of a step, X outputs of this rank's projection, D head dimension, E hidden size.
 """
 
 from engine.layers.attention import Attention
-from engine.layers.projection_norm import ProjectionNorm
 from engine.layers.residual_stream import ResidualStream
 from engine.model_config import ModelArchitecture
-from engine.models.projections import Projections, gate_up, qkv, shard_of
+from engine.models.projections import Projections, gate_up, qkv
 
 
 class Olmo2Layer:
@@ -16,19 +15,12 @@ class Olmo2Layer:
     def __init__(self, architecture: ModelArchitecture, index: int, parts: Projections) -> None:
         a, prefix = architecture, f"model.layers.{index}"
         heads, mlp, e = f"{prefix}.self_attn", f"{prefix}.mlp", a.hidden_size
-        share = shard_of(0, parts.collectives)
-        q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         self._index = index
         self._backend = parts.backend
         self._head_dim = a.head_dim
         self._qkv_proj = parts.columns(qkv(a, heads), e, has_bias=a.has_qkv_bias)
-        self._qk_norm = ProjectionNorm(
-            parts.weights.take_tensor(f"{heads}.q_norm.weight", q_size, shard=share),
-            parts.weights.take_tensor(f"{heads}.k_norm.weight", kv_size, shard=share),
-            a.rms_norm_eps,
-            parts.collectives,
-        )
-        self._o_proj = parts.rows(f"{heads}.o_proj", e, q_size, has_bias=a.has_o_bias)
+        self._qk_norm = parts.projection_norm(a, heads)
+        self._o_proj = parts.rows(f"{heads}.o_proj", e, a.num_heads * a.head_dim, has_bias=a.has_o_bias)
         self._attention_norm_E = parts.norm(f"{prefix}.post_attention_layernorm", e)
         self._gate_up_proj = parts.columns(gate_up(mlp, a.intermediate_size), e)
         self._down_proj = parts.rows(f"{mlp}.down_proj", e, a.intermediate_size)

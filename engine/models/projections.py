@@ -14,6 +14,7 @@ from engine.collectives import Collectives
 from engine.layers.attention import HeadNorm
 from engine.layers.backend import Backend, Expert, ExpertRouter, LinearLayer, MakeLinear, Matrix, MixtureLayer
 from engine.layers.merged_linear import merged_linear
+from engine.layers.projection_norm import ProjectionNorm
 from engine.layers.rope import head_order
 from engine.layers.scaled_attention import KVScale
 from engine.loading.weights import Shard, WeightSource
@@ -86,12 +87,14 @@ class Projections:
         num_inputs: int,
         *,
         has_bias: bool = False,
+        choice_bias: str = "",
     ) -> MixtureLayer:
         """A mixture of experts made by `experts` or `interleaved_experts`.
 
         The caller adds up the ranks' results.
 
         Every rank has the whole router, which is not quantized. `has_bias`: whether the router has a bias.
+        `choice_bias`: the name of the bias for the choice, if the mixture has one.
         """
         weight, size = f"{router}.weight", mixture.num_experts
         take = self.weights.take_float32 if mixture.routes_in_float32 else self.weights.take_tensor
@@ -99,7 +102,7 @@ class Projections:
         bias_X = self.weights.take_tensor(f"{router}.bias", size) if has_bias else None
         choice_bias_X = None
         if mixture.has_choice_bias:
-            choice_bias_X = self.weights.take_float32(f"{router}.e_score_correction_bias", size)
+            choice_bias_X = self.weights.take_float32(choice_bias, size)
         found = ExpertRouter(weight_XE, bias_X, choice_bias_X)
         return self.backend.mixture(mixture, found, experts, self.linear, self._experts_here(mixture))
 
@@ -153,12 +156,24 @@ class Projections:
         weight = self.weights.take_tensor(f"{name}.weight", size)
         return plus_one(weight) if from_one else weight
 
-    def head_norm(self, a: ModelArchitecture, heads: str, *, from_one: bool = False) -> HeadNorm | None:
-        """The norm of each head of queries and keys, if the architecture has it."""
+    def head_norm(
+        self,
+        a: ModelArchitecture,
+        heads: str,
+        order_D: torch.Tensor | None = None,
+        *,
+        from_one: bool = False,
+    ) -> HeadNorm | None:
+        """The norm of each head of queries and keys, if the architecture has it.
+
+        `order_D`: the new order of a head's dimensions.
+        """
         if not a.has_qk_norm:
             return None
         q_weight_D = self.norm(f"{heads}.q_norm", a.head_dim, from_one=from_one)
         k_weight_D = self.norm(f"{heads}.k_norm", a.head_dim, from_one=from_one)
+        if order_D is not None:
+            q_weight_D, k_weight_D = _reordered(q_weight_D, order_D), _reordered(k_weight_D, order_D)
         if (scale := self.kv_scales.get(heads)) is not None:  # see HeadFactors
             q_weight_D = q_weight_D.to(torch.float32) * scale.key
             k_weight_D = k_weight_D.to(torch.float32) / scale.key
@@ -166,6 +181,22 @@ class Projections:
         return HeadNorm(
             q_weight_D, k_weight_D, a.num_heads // num_ranks, a.num_kv_heads // num_ranks, a.rms_norm_eps
         )
+
+    def projection_norm(
+        self, a: ModelArchitecture, heads: str, order_D: torch.Tensor | None = None
+    ) -> ProjectionNorm:
+        """The norm of all queries together, and of all keys together.
+
+        `order_D`: the new order of a head's dimensions.
+        """
+        q_size, kv_size = _sizes(a)
+        weights = [
+            self.weights.take_tensor(f"{heads}.{name}.weight", size, shard=shard_of(0, self.collectives))
+            for name, size in (("q_norm", q_size), ("k_norm", kv_size))
+        ]
+        if order_D is not None:
+            weights = [_reordered(each, _of_every_head(order_D, len(each))) for each in weights]
+        return ProjectionNorm(weights[0], weights[1], a.rms_norm_eps, self.collectives)
 
     def _experts_here(self, mixture: Mixture) -> range:
         """The experts that are on this rank, wholly or in part."""

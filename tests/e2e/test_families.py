@@ -76,7 +76,7 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None
     assert check_batch(load_model(FLOAT32, path, CPU, TorchBackend()), theirs) == batched
 
 
-@pytest.mark.parametrize("name", ["olmo2", "gemma2", "gemma3", "gpt oss", "deepseek v3"])
+@pytest.mark.parametrize("name", ["olmo2", "gemma2", "gemma3", "gpt oss", "deepseek v3", "minimax m2"])
 def test_bfloat16_stays_close_to_transformers(tmp_path: Path, name: str) -> None:
     """These have norms of their own, or sinks, or attend to latents."""
     case = CASES[name]

@@ -66,6 +66,21 @@ DEEPSEEK = {
     "num_experts_per_tok": 3,
 }
 """A multiple of 16 numbers in the cache, as our own CPU kernels require."""
+MINIMAX_M2 = {
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "rotary_dim": 8,
+}
+GLM4_MOE = {
+    "head_dim": 16,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+}
 DEEPSEEK_V3 = {**DEEPSEEK, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 CASES: dict[str, Case] = {
@@ -135,8 +150,31 @@ CASES: dict[str, Case] = {
             "tie_word_embeddings": True,
         },
     ),
+    "minimax m2": Case(Family.MINIMAX_M2, MINIMAX_M2),
+    "minimax m2, all of a head rotated, tied": Case(
+        Family.MINIMAX_M2, {**MINIMAX_M2, "rotary_dim": 16, "tie_word_embeddings": True}
+    ),
     "olmo2": Case(Family.OLMO2),
     "olmo2, biased": Case(Family.OLMO2, {"attention_bias": True}),
+    "olmo3": Case(
+        Family.OLMO3,
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "full_attention": {**YARN, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "olmo3, another pattern, biased": Case(
+        Family.OLMO3,
+        {
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+        },
+    ),
     "granite": Case(Family.GRANITE, GRANITE),
     "granite, tied, biased": Case(
         Family.GRANITE, {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
@@ -166,6 +204,28 @@ CASES: dict[str, Case] = {
         {
             "head_dim": 16,
             "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+    ),
+    "glm4 moe": Case(Family.GLM4_MOE, {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True}),
+    "glm4 moe, groups, two shared, all of a head rotated": Case(
+        Family.GLM4_MOE,
+        {
+            **GLM4_MOE,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+    ),
+    "glm4 moe lite": Case(Family.GLM4_MOE_LITE, DEEPSEEK),
+    "glm4 moe lite, another pattern, whole queries, halves rotated": Case(
+        Family.GLM4_MOE_LITE,
+        {
+            **DEEPSEEK,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "q_lora_rank": None,
+            "rope_interleave": False,
         },
     ),
     "gemma2": Case(Family.GEMMA2, {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
@@ -211,14 +271,24 @@ NAMES = {
     Family.QWEN3: ("Qwen3, dense", "norms of heads; windows on some layers"),
     Family.QWEN3_MOE: ("Qwen3, mixture of experts", "experts in all layers, or some"),
     Family.MIXTRAL: ("Mixtral", "experts in all layers; a window on every layer"),
+    Family.MINIMAX_M2: (
+        "MiniMax-M2, M2.1, M2.5",
+        "norms of whole projections; a part of a head rotated; experts chosen with a bias",
+    ),
     Family.SMOLLM3: ("SmolLM3", "layers that do not rotate"),
     Family.GRANITE: ("Granite 3, dense", "scales of embedding, branches, scores and logits"),
     Family.PHI3: ("Phi-3, Phi-3.5, Phi-4", "a part of a head rotated; LongRoPE; a window on every layer"),
     Family.OLMO2: ("OLMo 2", "norms of whole projections, and behind branches"),
+    Family.OLMO3: ("OLMo 3", "the same; three of four layers with a window, and a rotation of their own"),
     Family.GLM4: (
         "GLM-4 (GLM-4-0414)",
         "half of a head rotated, in neighbouring pairs; norms behind branches",
     ),
+    Family.GLM4_MOE: (
+        "GLM-4.5, 4.5-Air, 4.6, 4.7",
+        "half of a head rotated; experts chosen with a bias, and a shared one",
+    ),
+    Family.GLM4_MOE_LITE: ("GLM-4.7-Flash", "all heads share a latent; experts as in GLM-4.5"),
     Family.GEMMA2: ("Gemma 2", "every other layer with a window; soft caps"),
     Family.GEMMA3: ("Gemma 3, text", "five of six layers with a window, and a rotation of their own"),
     Family.GPT_OSS: (

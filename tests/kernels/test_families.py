@@ -32,12 +32,16 @@ def test_the_same_tokens_as_on_a_cpu(tmp_path: Path, device: torch.device, name:
     case = CASES[name]
     overrides = dict(case.overrides)
     has_equal_layers = case.family in (Family.PHI3, Family.OLMO2, Family.GRANITE, Family.GLM4)
-    num_layers = 1 if has_equal_layers or case.family.is_deepseek else 2
+    num_layers = 1 if has_equal_layers or case.family.has_shared_experts else 2
     for key in ("layer_types", "no_rope_layers"):
         if key in overrides:
             overrides[key] = overrides[key][-num_layers:]
-    if case.family.is_deepseek:
-        overrides |= {"num_key_value_heads": SMALL["num_attention_heads"], "first_k_dense_replace": 0}
+    if case.family.has_shared_experts:
+        overrides |= {"first_k_dense_replace": 0}
+    if case.family is Family.GLM4_MOE_LITE:
+        overrides |= {"mlp_layer_types": ["sparse"]}
+    if case.family.has_latent:
+        overrides |= {"num_key_value_heads": SMALL["num_attention_heads"]}
     shape = SMALL | {"num_hidden_layers": num_layers}
     path = make_model_dir(tmp_path / "model", case.architecture, **(shape | overrides))
     config = make_config(16, 16)

@@ -26,7 +26,7 @@ from engine.native.compilers import may_have_kernels
 from engine.native.instructions import machine_instructions
 from engine.native.library import native_library
 from engine.native.products import Products
-from tests.factories.families import CASES, GPT_OSS
+from tests.factories.families import CASES, GLM4_MOE, GPT_OSS
 from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_model_dir
 from tests.factories.quantized_checkpoints import KINDS, make_mxfp4, make_quantized
@@ -299,8 +299,13 @@ def test_schemes_of_kv_are_read_where_kv_has_8_bits(tmp_path: Path) -> None:
         footprint(config_of(engine={"kv_cache_dtype": "fp8"}), folder)
 
 
-def test_all_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
-    folder = make_model_dir(tmp_path / "m", "mixtral", num_local_experts=3)
+@pytest.mark.parametrize(
+    ("architecture", "overrides"), [("mixtral", {"num_local_experts": 3}), ("glm4_moe", GLM4_MOE)]
+)
+def test_all_experts_in_one_tensor_are_refused(
+    tmp_path: Path, architecture: str, overrides: dict[str, Any]
+) -> None:
+    folder = make_model_dir(tmp_path / "m", architecture, **overrides)
     footprint(config_of(), folder)
     tensors = load_file(folder / "model.safetensors")
     whole = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(3, 8, 8)}

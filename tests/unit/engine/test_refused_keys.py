@@ -1,50 +1,16 @@
 """A key of a config.json that changes what a model computes is read or refused, never ignored."""
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.errors import ModelError
-from engine.activation import ClampedSwiglu
-from engine.families import ARCHITECTURES, READ, WITHOUT_EFFECT, Family, refused_keys
-from engine.mixture_config import Mixture
-from engine.model_config import ModelArchitecture, read_architecture
-from engine.rope_config import ROPE_KEYS_WITHOUT_EFFECT, RopeConfig, RopeType
+from engine.families import READ, WITHOUT_EFFECT, Family, refused_keys
+from engine.model_config import read_architecture
+from engine.rope_config import ROPE_KEYS_WITHOUT_EFFECT
+from tests.factories.model_configs import OF_FAMILY, read_config
 
-BASE: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
-WITH_WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
-LATENT = {
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "num_experts_per_tok": 4,
-}
-OF_FAMILY: dict[Family, dict[str, Any]] = {
-    Family.QWEN2: WITH_WINDOWS,
-    Family.QWEN3: WITH_WINDOWS,
-    Family.QWEN3_MOE: {
-        "use_sliding_window": True,
-        "sliding_window": 9,
-        "norm_topk_prob": True,
-        "num_experts_per_tok": 4,
-    },
-    Family.SMOLLM3: WITH_WINDOWS | {"no_rope_layers": [1, 1, 0]},
-    Family.GEMMA3: {"sliding_window_pattern": 3},
-    Family.DEEPSEEK_V2: LATENT | {"topk_method": "group_limited_greedy"},
-    Family.DEEPSEEK_V3: LATENT,
-}
 EFFECTIVE: dict[str, Any] = {
     "alibi": True,
     "attention_chunk_size": 8192,
@@ -62,6 +28,7 @@ EFFECTIVE: dict[str, Any] = {
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     "logit_scale": 0.0625,
     "logits_scaling": 2.0,
+    "mlp_layer_types": ["dense", "dense", "sparse"],
     "mlp_only_layers": [1],
     "moe_intermediate_size": 96,
     "moe_layer_freq": 2,
@@ -85,10 +52,12 @@ EFFECTIVE: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "rope_interleave": False,
     "rope_local_base_freq": 123.0,
+    "rotary_dim": 8,
     "rotary_pct": 0.5,
     "routed_scaling_factor": 1.5,
     "scoring_func": "sigmoid",
     "shared_expert_intermediate_size": 64,
+    "shared_intermediate_size": 64,
     "sliding_window": 7,
     "sliding_window_pattern": 2,
     "swiglu_alpha": 1.5,
@@ -101,29 +70,26 @@ EFFECTIVE: dict[str, Any] = {
     "v_head_dim": 32,
 }
 """For each key a value that changes what a model computes."""
+LIKE_V3 = {
+    "moe_layer_freq": (1, 2),
+    "scoring_func": ("sigmoid", "softmax"),
+    "topk_method": ("noaux_tc", "greedy"),
+}
 ONE_VALUE: dict[Family, dict[str, tuple[Any, Any]]] = {
     Family.QWEN3: {"use_qk_norm": (True, False)},
     Family.QWEN3_MOE: {"use_qk_norm": (True, False)},
+    Family.MINIMAX_M2: {"scoring_func": ("sigmoid", "softmax"), "use_qk_norm": (True, False)},
+    Family.GLM4_MOE: LIKE_V3,
+    Family.GLM4_MOE_LITE: LIKE_V3,
     Family.DEEPSEEK_V2: {
         "moe_layer_freq": (1, 2),
         "norm_topk_prob": (False, True),
         "scoring_func": ("softmax", "sigmoid"),
         "topk_method": ("group_limited_greedy", "noaux_tc"),
     },
-    Family.DEEPSEEK_V3: {
-        "moe_layer_freq": (1, 2),
-        "scoring_func": ("sigmoid", "softmax"),
-        "topk_method": ("noaux_tc", "greedy"),
-    },
+    Family.DEEPSEEK_V3: LIKE_V3,
 }
 """Keys that a family reads to refuse other values: the value that it computes, and another."""
-
-
-def read(path: Path, family: Family, **overrides: Any) -> ModelArchitecture:
-    (architecture,) = [name for name, each in ARCHITECTURES.items() if each is family]
-    values = BASE | OF_FAMILY.get(family, {}) | {"architectures": [architecture]} | overrides
-    (path / "config.json").write_text(json.dumps(values))
-    return read_architecture(path)
 
 
 def test_every_key_has_a_value_with_effect() -> None:
@@ -133,77 +99,35 @@ def test_every_key_has_a_value_with_effect() -> None:
 
 @pytest.mark.parametrize("family", Family)
 def test_what_a_family_does_not_read_is_refused_by_its_key(tmp_path: Path, family: Family) -> None:
-    plain = read(tmp_path, family)
+    plain = read_config(tmp_path, family)
     for key in refused_keys(family):
         with pytest.raises(ModelError, match=rf"config\.json: {key}.* is not supported for model_type"):
-            read(tmp_path, family, **{key: EFFECTIVE[key]})
+            read_config(tmp_path, family, **{key: EFFECTIVE[key]})
         for harmless in (None, *WITHOUT_EFFECT[key]):
-            assert read(tmp_path, family, **{key: harmless}) == plain
+            assert read_config(tmp_path, family, **{key: harmless}) == plain
     for harmless_list in ({"layer_types": ["full_attention"] * 3}, {"no_rope_layers": [1] * 3}):
         if not set(harmless_list) & READ[family]:
-            assert read(tmp_path, family, **harmless_list) == plain
+            assert read_config(tmp_path, family, **harmless_list) == plain
 
 
 @pytest.mark.parametrize("family", Family)
 def test_what_a_family_reads_changes_its_architecture(tmp_path: Path, family: Family) -> None:
-    plain = read(tmp_path, family)
+    plain = read_config(tmp_path, family)
     for key in sorted(READ[family] - ONE_VALUE.get(family, {}).keys()):
         base: dict[str, Any] = {"no_rope_layers": None} if key == "no_rope_layer_interval" else {}
         value = not OF_FAMILY[family][key] if key == "use_sliding_window" else EFFECTIVE[key]
-        assert read(tmp_path, family, **base, **{key: value}) != (
-            read(tmp_path, family, **base) if base else plain
+        assert read_config(tmp_path, family, **base, **{key: value}) != (
+            read_config(tmp_path, family, **base) if base else plain
         ), key
 
 
 @pytest.mark.parametrize("family", ONE_VALUE)
 def test_what_a_family_computes_in_one_way_is_refused_in_others(tmp_path: Path, family: Family) -> None:
-    plain = read(tmp_path, family)
+    plain = read_config(tmp_path, family)
     for key, (own, other) in ONE_VALUE[family].items():
-        assert read(tmp_path, family, **{key: own}) == plain
+        assert read_config(tmp_path, family, **{key: own}) == plain
         with pytest.raises(ModelError, match=rf"{key} {other!r} is not supported; only"):
-            read(tmp_path, family, **{key: other})
-
-
-def test_deepseek_v2_chooses_by_groups_only_if_it_says_so(tmp_path: Path) -> None:
-    for method, num_groups in (("group_limited_greedy", 4), ("greedy", 1), (None, 1)):
-        *_, mixture = read(tmp_path, Family.DEEPSEEK_V2, topk_method=method).mixtures
-        assert mixture is not None
-        assert mixture.num_groups == num_groups
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("attention_bias", True, "attention_bias True is not supported for model_type 'deepseek_v3'"),
-        ("num_key_value_heads", 2, "num_key_value_heads (2) must equal num_attention_heads (4)"),
-        ("qk_rope_head_dim", 7, "qk_rope_head_dim must be even, got 7"),
-        ("kv_lora_rank", 0, "kv_lora_rank must be a positive integer, got 0"),
-        ("kv_lora_rank", 7, "kv_lora_rank must be even, got 7"),
-        ("q_lora_rank", "x", "q_lora_rank must be a positive integer, got 'x'"),
-        ("first_k_dense_replace", -1, "first_k_dense_replace must be an integer of at least 0, got -1"),
-        ("n_group", 7, "n_group must divide the 256 experts into equal groups of two or more, got 7"),
-        ("n_group", 256, "n_group must divide the 256 experts into equal groups of two or more, got 256"),
-        ("topk_group", 5, "topk_group must be at most n_group, 4, got 5"),
-        ("num_experts_per_tok", 129, "num_experts_per_tok must be at most the 128 experts of a choice"),
-        ("n_shared_experts", 0, "n_shared_experts must be a positive integer, got 0"),
-        ("routed_scaling_factor", 0, "routed_scaling_factor must be a positive number, got 0"),
-        ("num_nextn_predict_layers", "x", "num_nextn_predict_layers must be an integer of at least 0"),
-    ],
-)
-def test_values_that_deepseek_cannot_have_are_named(
-    tmp_path: Path, key: str, value: object, message: str
-) -> None:
-    with pytest.raises(ModelError) as raised:
-        read(tmp_path, Family.DEEPSEEK_V3, **{key: value})
-    assert message in str(raised.value)
-
-
-def test_yarn_s_temperature_is_in_the_scale_as_far_as_it_is_not_in_the_rotation(tmp_path: Path) -> None:
-    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0}
-    for weight, factor in ((1.0, 1.0 + 0.1 * math.log(40)), (0, 1.0), (0.5, 1.0 + 0.05 * math.log(40))):
-        scaling = {**yarn, "mscale_all_dim": weight}
-        read_in = read(tmp_path, Family.DEEPSEEK_V3, max_position_embeddings=163840, rope_scaling=scaling)
-        assert read_in.attention_scale == pytest.approx(192**-0.5 * factor**2)
+            read_config(tmp_path, family, **{key: other})
 
 
 @pytest.mark.parametrize("key", ROPE_KEYS_WITHOUT_EFFECT)
@@ -212,24 +136,28 @@ def test_what_is_not_honoured_of_a_rotation_is_refused_by_its_key(
     tmp_path: Path, name: str, key: str
 ) -> None:
     for value in (None, *ROPE_KEYS_WITHOUT_EFFECT[key]):
-        assert read(tmp_path, Family.LLAMA, **{name: {key: value}}) == read(tmp_path, Family.LLAMA)
+        assert read_config(tmp_path, Family.LLAMA, **{name: {key: value}}) == read_config(
+            tmp_path, Family.LLAMA
+        )
     for value in (0.7, [16, 24, 24]):
         with pytest.raises(ModelError, match=rf"{key} .* of a rotation is not supported"):
-            read(tmp_path, Family.LLAMA, **{name: {key: value}})
+            read_config(tmp_path, Family.LLAMA, **{name: {key: value}})
 
 
 def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
-    plain = read(tmp_path, Family.LLAMA)
-    assert read(tmp_path, Family.LLAMA, sliding_window=9, use_sliding_window=False) == plain
+    plain = read_config(tmp_path, Family.LLAMA)
+    assert read_config(tmp_path, Family.LLAMA, sliding_window=9, use_sliding_window=False) == plain
 
 
 @pytest.mark.parametrize("family", Family)
 def test_another_activation_is_refused(tmp_path: Path, family: Family) -> None:
     own = "gelu_pytorch_tanh" if family.is_gemma else "silu"
-    assert read(tmp_path, family, hidden_act=own, hidden_activation=own) == read(tmp_path, family)
+    assert read_config(tmp_path, family, hidden_act=own, hidden_activation=own) == read_config(
+        tmp_path, family
+    )
     for key in ("hidden_act", "hidden_activation"):
         with pytest.raises(ModelError, match=rf"{key} 'relu2' is not supported; only '{own}' is"):
-            read(tmp_path, family, **{key: "relu2"})
+            read_config(tmp_path, family, **{key: "relu2"})
 
 
 @pytest.mark.parametrize(
@@ -266,6 +194,31 @@ def test_another_activation_is_refused(tmp_path: Path, family: Family) -> None:
             9,
             "num_experts_per_tok must be at most the number of experts, 8, got 9",
         ),
+        (
+            Family.GLM4_MOE_LITE,
+            "mlp_layer_types",
+            ["dense"],
+            "mlp_layer_types must list 'dense' or 'sparse' for",
+        ),
+        (
+            Family.GLM4_MOE,
+            "first_k_dense_replace",
+            -1,
+            "first_k_dense_replace must be an integer of at least 0",
+        ),
+        (
+            Family.MINIMAX_M2,
+            "qk_norm_type",
+            "per_head",
+            "qk_norm_type 'per_head' is not supported; only 'per_la",
+        ),
+        (Family.MINIMAX_M2, "use_routing_bias", False, "use_routing_bias False is not supported; only True"),
+        (
+            Family.MINIMAX_M2,
+            "rotary_dim",
+            32,
+            "partial_rotary_factor 2.0 of heads of 16 does not give an even",
+        ),
         (Family.MIXTRAL, "num_local_experts", 0, "num_local_experts must be a positive integer, got 0"),
         (Family.GPT_OSS, "swiglu_limit", 0, "swiglu_limit must be a positive number, got 0"),
         (
@@ -301,70 +254,8 @@ def test_values_that_cannot_be_are_named(
     tmp_path: Path, family: Family, key: str, value: object, message: str
 ) -> None:
     with pytest.raises(ModelError) as raised:
-        read(tmp_path, family, **{key: value})
+        read_config(tmp_path, family, **{key: value})
     assert message in str(raised.value)
-
-
-def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
-    for family in (Family.QWEN3_MOE, Family.MIXTRAL, Family.GPT_OSS):
-        one = read(tmp_path, family, num_experts=16)
-        assert one == read(tmp_path, family, num_local_experts=16)
-        assert one == read(tmp_path, family, num_experts=16, num_local_experts=16)
-        with pytest.raises(ModelError, match=r"num_experts \(16\) and num_local_experts \(8\) must be equal"):
-            read(tmp_path, family, num_experts=16, num_local_experts=8)
-
-
-def test_a_sparse_config_gets_the_experts_of_its_family(tmp_path: Path) -> None:
-    """As transformers takes them."""
-    qwen, mixtral = (read(tmp_path, family).mixtures[0] for family in (Family.QWEN3_MOE, Family.MIXTRAL))
-    own = Mixture(num_experts=128, num_chosen=4, intermediate_size=768, is_normalized=True)  # by OF_FAMILY
-    assert qwen == own
-    assert mixtral == Mixture(num_experts=8, num_chosen=2, intermediate_size=128, is_normalized=True)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sparse"),
-    [
-        ({}, [0, 1, 2]),
-        ({"decoder_sparse_step": 2}, [1]),
-        ({"decoder_sparse_step": 3}, [2]),
-        ({"mlp_only_layers": [1]}, [0, 2]),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, []),
-    ],
-    ids=str,
-)
-def test_which_layers_of_qwen3_moe_have_experts(
-    tmp_path: Path, overrides: dict[str, Any], sparse: list[int]
-) -> None:
-    mixtures = read(tmp_path, Family.QWEN3_MOE, **overrides).mixtures
-    assert [layer for layer, mixture in enumerate(mixtures) if mixture is not None] == sparse
-
-
-def test_a_sparse_gpt_oss_has_what_transformers_takes(tmp_path: Path) -> None:
-    a = read(tmp_path, Family.GPT_OSS)
-    assert (a.head_dim, a.num_kv_heads, a.has_qkv_bias, a.has_o_bias, a.has_sinks) == (
-        64,
-        2,
-        True,
-        True,
-        True,
-    )
-    assert a.sliding_windows == (128, None, 128)
-    assert a.ropes[0] == RopeConfig(
-        rope_type=RopeType.YARN,
-        theta=150_000.0,
-        factor=32.0,
-        original_max_position_embeddings=4096,
-        extended_length=32 * 4096,
-        truncate=False,
-    )
-    assert a.mixtures[0] == Mixture(
-        num_experts=128,
-        num_chosen=4,
-        intermediate_size=128,
-        is_normalized=True,
-        activation=ClampedSwiglu(alpha=1.702, limit=7.0),
-    )
 
 
 def test_longrope_s_factors_follow_the_longest_request(tmp_path: Path) -> None:
@@ -372,7 +263,7 @@ def test_longrope_s_factors_follow_the_longest_request(tmp_path: Path) -> None:
     scaling = {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
     for name in ("longrope", "su", "yarn"):
         phi3 = {"original_max_position_embeddings": 512, "rope_scaling": {"type": name, **scaling}}
-        read(tmp_path, Family.PHI3, **phi3)
+        read_config(tmp_path, Family.PHI3, **phi3)
         for max_model_len, key in ((None, "long_factor"), (513, "long_factor"), (512, "short_factor")):
             for rope in read_architecture(tmp_path, max_model_len).ropes:
                 assert rope is not None
@@ -381,7 +272,7 @@ def test_longrope_s_factors_follow_the_longest_request(tmp_path: Path) -> None:
 
 
 def test_gemma_3_s_two_rotations_may_be_written_in_two_ways(tmp_path: Path) -> None:
-    old = read(
+    old = read_config(
         tmp_path,
         Family.GEMMA3,
         rope_theta=5e5,
@@ -392,7 +283,7 @@ def test_gemma_3_s_two_rotations_may_be_written_in_two_ways(tmp_path: Path) -> N
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
     }
-    assert old == read(tmp_path, Family.GEMMA3, rope_parameters=kinds)
+    assert old == read_config(tmp_path, Family.GEMMA3, rope_parameters=kinds)
     sliding, _, full = old.ropes
     assert sliding is not None
     assert full is not None
