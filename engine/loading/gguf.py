@@ -14,11 +14,11 @@ Every length is checked against the file's size before it is used.
 import mmap
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 from baton.errors import ModelError
 
@@ -102,6 +102,11 @@ class GgufTensor:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape[:-1]) * self.row_bytes
+
+    def part(self, number: int) -> Self:
+        """A part of a tensor that has one for each number of its first dimension; keeps the name."""
+        num_bytes = self.num_bytes // self.shape[0]
+        return replace(self, shape=self.shape[1:], offset=self.offset + number * num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ModelError
+from engine.families import ARCHITECTURES as FAMILIES
 from engine.loading.gguf import GgufFile, GgufType, read_gguf
 from engine.loading.gguf_tokenizer import special_token_ids, special_tokens, tokenizer_json
 
@@ -23,11 +24,20 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
 """`general.architecture` -> `architectures[0]` of a config.json."""
 KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "expert_count": (0,),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
+    "interleave_moe_layer_step": (0, 1),
+    "leading_dense_block_count": (0,),
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
@@ -45,7 +55,7 @@ KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }
 """Keys that change what a model computes. With the listed values they change nothing; other values are
 refused."""
-KEYS_READ = {"gemma3": ("final_logit_softcapping",)}
+KEYS_READ = {"gemma3": ("final_logit_softcapping",), "qwen3moe": ("expert_count",)}
 """The keys of these that an architecture supports with any value."""
 GEMMA3_PATTERN = 6
 """Every sixth layer has no window. Files do not contain this number; llama.cpp has it in its code, too."""
@@ -115,7 +125,7 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     architecture = "MistralForCausalLM" if window and name == "llama" else ARCHITECTURES[name]
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "model_type": FAMILIES[architecture].value,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
         "intermediate_size": _size(file, f"{name}.feed_forward_length"),
@@ -133,6 +143,13 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     }
     if window:
         config["sliding_window"] = window
+    if name == "qwen3moe":
+        config |= {
+            "num_experts": _size(file, f"{name}.expert_count"),
+            "num_experts_per_tok": _size(file, f"{name}.expert_used_count"),
+            "moe_intermediate_size": _size(file, f"{name}.expert_feed_forward_length"),
+            "norm_topk_prob": True,  # llama.cpp has it in its code
+        }
     return _gemma3(file, config) if name == "gemma3" else config
 
 
@@ -145,7 +162,6 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     local_base = _positive(file, "gemma3.rope.freq_base_swa", default=10_000.0)
     del config["hidden_act"]
     return config | {
-        "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
         if is_27b

@@ -1,12 +1,15 @@
 """GgufWeights: a GGUF file's tensors by their Hugging Face names, memory-mapped; knows no architecture.
 
+All experts of a layer are one tensor. Here each expert's part is a tensor of its own: `blk.3.ffn_up_exps.7.weight` is a
+part of `blk.3.ffn_up_exps.weight`.
+
 llama.cpp rotates pairs of neighbouring numbers of a head; Hugging Face rotates pairs of numbers half a head
 apart. So llama.cpp's converter reorders the outputs of q and k in models of the architecture `llama`. This
 module restores the original order.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -33,6 +36,7 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
 """A Hugging Face name, without the layer and without `.weight` or `.bias` -> its name in GGUF files."""
 _NAMES_OF = {
@@ -46,6 +50,9 @@ _NAMES_OF = {
 _NORMS_FROM_ZERO = ("gemma3",)
 """Architectures for which the converter adds 1 to the weights of norms; transformers adds this 1 when it
 computes."""
+STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+"""An expert's matrix -> the tensor with this matrix of all experts."""
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _REORDERED = ("attn_q", "attn_k")
 _NO_WEIGHT = ("rope_freqs.weight",)
@@ -53,10 +60,12 @@ _NO_WEIGHT = ("rope_freqs.weight",)
 
 
 def gguf_name(name: str, architecture: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
+    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`; of an expert's tensor, the name of its part."""
     stem, _, kind = name.rpartition(".")
     match = _LAYER.fullmatch(stem)
     prefix, stem = (f"blk.{match[1]}.", match[2]) if match else ("", stem)
+    if expert := _EXPERT.fullmatch(stem):
+        return f"{prefix}{STACKS[expert[2]]}.{expert[1]}.{kind}"
     return f"{prefix}{(_NAMES | _NAMES_OF.get(architecture, {}))[stem]}.{kind}"
 
 
@@ -81,7 +90,8 @@ class GgufWeights(FileWeights):
         """
         self._file = read_gguf(path)
         self._architecture = self._file.need("general.architecture", str)
-        names = {self._find(take).name for take in takes}
+        self._tensors = dict(_parts(self._file.tensors))
+        names = {self._find(take)[0] for take in takes}
         self._bytes = _mapped(path)
         self._dtype = dtype
         self._device = device
@@ -91,7 +101,7 @@ class GgufWeights(FileWeights):
         self._taken: set[str] = set()
         self._on_progress = on_progress
         self._loaded_bytes = 0
-        self._total_bytes = sum(self._file.tensors[name].num_bytes for name in names)
+        self._total_bytes = sum(self._tensors[name].num_bytes for name in names)
 
     def close(self) -> None:
         """Does nothing: the file stays mapped as long as a tensor uses its bytes."""
@@ -114,10 +124,11 @@ class GgufWeights(FileWeights):
         *,
         allowed: tuple[str, ...] = (),  # noqa: ARG002
         unread: tuple[str, ...] = (),  # noqa: ARG002
-        elsewhere: Iterable[Take] = (),  # noqa: ARG002 - no such file has experts
+        elsewhere: Iterable[Take] = (),
     ) -> None:
-        """ModelError if the file has tensors that were not requested; there are no other exceptions."""
-        unexpected = sorted(name for name in self._file.tensors if name not in {*self._taken, *_NO_WEIGHT})
+        """ModelError if the file has tensors that were not requested, here or `elsewhere`."""
+        of_others = {gguf_name(take.name, self._architecture) for take in elsewhere}
+        unexpected = sorted(self._tensors.keys() - self._taken - of_others - {*_NO_WEIGHT})
         if unexpected:
             shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
             raise ModelError(
@@ -162,17 +173,17 @@ class GgufWeights(FileWeights):
         return torch.arange(num_outputs).view(-1, self._head_dim // 2, 2).transpose(1, 2).flatten()
 
     def _taken_tensor(self, take: Take) -> GgufTensor:
-        tensor = self._find(take)
-        self._taken.add(tensor.name)
+        name, tensor = self._find(take)
+        self._taken.add(name)
         self._loaded_bytes += tensor.num_bytes
         if self._on_progress is not None:
             self._on_progress(self._loaded_bytes, self._total_bytes)
         return tensor
 
-    def _find(self, take: Take) -> GgufTensor:
-        """The requested tensor; ModelError if it is missing or has another shape."""
+    def _find(self, take: Take) -> tuple[str, GgufTensor]:
+        """The requested tensor and its name; ModelError if it is missing or has another shape."""
         name = gguf_name(take.name, self._architecture)
-        tensor = self._file.tensors.get(name)
+        tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self._file.path}: tensor {name} (shape {list(take.shape)}) is missing")
         if tensor.shape != take.shape:
@@ -180,7 +191,18 @@ class GgufWeights(FileWeights):
                 f"{self._file.path}: tensor {name} has shape {list(tensor.shape)}, but the metadata implies "
                 f"{list(take.shape)}"
             )
-        return tensor
+        return name, tensor
+
+
+def _parts(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
+    """Every tensor by its name, or each expert's part of it."""
+    for name, tensor in tensors.items():
+        if _kind(tensor) not in STACKS.values() or len(tensor.shape) != 3:
+            yield name, tensor
+            continue
+        stem, _, suffix = name.rpartition(".")
+        for number in range(tensor.shape[0]):
+            yield f"{stem}.{number}.{suffix}", tensor.part(number)
 
 
 def _mapped(path: Path) -> torch.Tensor:

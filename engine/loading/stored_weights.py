@@ -20,8 +20,8 @@ from engine.quantization_scheme import Scheme
 BITS_OF_FLOATS = 16
 """Even for float32: a CPU keeps such weights in 16 bits if these represent them exactly, as in most checkpoints."""
 ROUNDED: dict[str | None, int] = {None: BITS_OF_FLOATS, "fp8": 8, "int8": 8, "int4": 4}
-EXPERTS = ".experts."
-"""Part of the names of tensors of a mixture's experts."""
+EXPERTS, GGUF_EXPERTS = ".experts.", "_exps."
+"""Part of the names of tensors of a mixture's experts; in GGUF files such a tensor has all experts of a layer."""
 _TABLES = ("model.embed_tokens", "lm_head")
 _STACK = re.compile(r"(\.experts\.(?:gate_up|down)_proj)_(blocks|scales|bias)$")
 """The end of a name of a tensor of all experts of a layer."""
@@ -223,6 +223,7 @@ def _read_gguf(file: Path) -> StoredWeights:
         num_parameters=sum(table.num_parameters for table in tables.values()),
         num_bytes=sum(table.num_bytes for table in tables.values()),
         is_gguf=True,
+        num_expert_bytes=sum(table.num_bytes for name, table in tables.items() if GGUF_EXPERTS in name),
         embeddings=tables.get("token_embd.weight", StoredTable()),
         lm_head=tables.get("output.weight", StoredTable()),
     )

@@ -53,7 +53,12 @@ GPT_OSS = {
         "truncate": False,
     },
 }
-QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3}
+QWEN3_MOE: dict[str, Any] = {
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+}
 DEEPSEEK = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,

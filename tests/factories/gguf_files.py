@@ -1,8 +1,10 @@
 """GGUF files of tiny models, written by the `gguf` package; and transformers' model of any folder."""
 
 import json
+import re
 import struct
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ ARCHITECTURES = {
     "mistral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
 }
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """The positions of a block's float16 numbers."""
 
@@ -42,7 +46,7 @@ def make_gguf(path: Path, model: Path, kind: Kind | str = "F32", **metadata: Any
         if value is not None:
             _add(writer, key, value)
     names = _names(architecture, config["num_hidden_layers"])
-    for name, tensor in load_file(model / "model.safetensors").items():
+    for name, tensor in _with_stacks(load_file(model / "model.safetensors")).items():
         stem, _, suffix = name.rpartition(".")
         gguf_name = f"{names.get_name(stem)}.{suffix}"
         if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
@@ -54,17 +58,47 @@ def make_gguf(path: Path, model: Path, kind: Kind | str = "F32", **metadata: Any
         wanted = "F32" if tensor.dim() == 1 else kind if isinstance(kind, str) else kind(gguf_name)
         quantization = gguf.GGMLQuantizationType[wanted]
         numbers = tensor.float().numpy()
-        data = (
-            random_blocks(wanted, *numbers.shape)
-            if wanted in HALVES
-            else gguf.quantize(numbers, quantization)
-        )
+        if wanted in HALVES:
+            blocks = random_blocks(wanted, prod(numbers.shape[:-1]), numbers.shape[-1])
+            data = blocks.reshape(*numbers.shape[:-1], -1)
+        else:
+            data = gguf.quantize(numbers, quantization)
         writer.add_tensor(gguf_name, data, raw_dtype=quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _with_stacks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, but one for each matrix of all experts of a layer."""
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    others = {}
+    for name, tensor in tensors.items():
+        if match := EXPERT.fullmatch(name):
+            stacks.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+        else:
+            others[name] = tensor
+    stacked = {
+        name: torch.stack([each for _, each in sorted(parts.items())]) for name, parts in stacks.items()
+    }
+    return others | stacked
+
+
+def _fused(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of experts as transformers has them: gates and ups together, without `.weight`."""
+    fused = {}
+    for name, tensor in state.items():
+        experts, mark, matrix = name.partition(".experts.")
+        if not mark:
+            fused[name] = tensor
+        elif matrix == "down_proj.weight":
+            fused[f"{experts}.experts.down_proj"] = tensor
+        elif matrix == "gate_proj.weight":
+            ups = state[f"{experts}.experts.up_proj.weight"]
+            fused[f"{experts}.experts.gate_up_proj"] = torch.cat((tensor, ups), 1)
+    return fused
 
 
 def random_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -104,7 +138,7 @@ def transformers_model(folder: Path) -> Any:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(state)
+    model.load_state_dict(_fused(state))
     return model.eval()
 
 
@@ -140,6 +174,9 @@ def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[st
         "attention.sliding_window": config.get("sliding_window"),
         "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "expert_count": config.get("num_experts", config.get("num_local_experts")),
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
     }
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -183,11 +220,11 @@ def _names(architecture: str, num_layers: int) -> Any:
 def _stems(num_layers: int) -> list[str]:
     """The names of all modules of a model, in Hugging Face's naming."""
     attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
-    mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    mlp = [f"mlp.{part}{name}_proj" for part in ("", "experts.") for name in ("gate", "up", "down")]
     norms = [
         f"{name}_layernorm" for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
     ]
-    parts = [*norms, *attention, *mlp]
+    parts = [*norms, *attention, *mlp, "mlp.gate"]
     layers = [f"model.layers.{layer}.{part}" for layer in range(num_layers) for part in parts]
     return ["model.embed_tokens", "model.norm", "lm_head", *layers]
 

@@ -18,6 +18,7 @@ from engine.model_config import read_architecture
 from engine.rope_config import RopeType
 from gateway.conversation import ChatMessage, Conversation
 from gateway.text.tokenizer import Tokenizer
+from tests.factories.families import QWEN3_MOE
 from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_model_dir
 
@@ -38,6 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("mistral", {"sliding_window": 40}),
         ("qwen2", {}),
         ("qwen3", {"head_dim": 32}),
+        ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": True}),
         ("gemma3_text", GEMMA3),
         ("gemma3_text", GEMMA3 | {"final_logit_softcapping": 3.0, "tie_word_embeddings": False}),
     ],
@@ -206,7 +208,6 @@ SIZES = {
             {"general__architecture": "gemma2"},
             r"architecture 'gemma2' is not supported; supported are llama, qwen2",
         ),
-        ({"general__architecture": "qwen3moe"}, r"architecture 'qwen3moe' is not supported"),
         ({"general__architecture": "gpt-oss"}, r"architecture 'gpt-oss' is not supported"),
         ({"llama__expert_count": 8}, r"llama\.expert_count \(8\) is not supported"),
         ({"llama__logit_scale": 16.0}, r"llama\.logit_scale \(16\.0\) is not supported"),

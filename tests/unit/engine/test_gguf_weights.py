@@ -1,6 +1,7 @@
 """Models from GGUF files give transformers' tokens with the file's numbers; shared by ranks, and quantized."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from baton.config import BatonConfig, EngineConfig, ModelConfig
 from baton.errors import ConfigError, ModelError
 from engine.batch import RequestBatch
 from engine.build import build_device_engine
-from engine.collectives import SINGLE_RANK
+from engine.collectives import SINGLE_RANK, Collectives
 from engine.layers.backend import InputTokens, LinearLayer, Matrix
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.paged_attention import PagedAttention
@@ -20,8 +21,9 @@ from engine.loading.gguf_folder import describe
 from engine.loading.gguf_weights import GgufWeights, gguf_name
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.quantized_weights import QuantizedWeights
-from engine.loading.weights import Shard
+from engine.loading.weights import Shard, Take
 from engine.native.library import native_library
+from tests.factories.families import QWEN3_MOE
 from tests.factories.gguf_files import Kind, make_gguf, transformers_model
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
@@ -63,6 +65,7 @@ def expected_tokens(folder: Path) -> list[int]:
         ("mistral", {"sliding_window": 4}),
         ("qwen2", {}),
         ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+        ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": True}),
         (
             "gemma3_text",
             {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4, "num_hidden_layers": 7},
@@ -93,6 +96,39 @@ def mixed(name: str) -> str:
 def test_projections_of_one_input_may_have_different_bits(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, kind=mixed, num_hidden_layers=2, tie_word_embeddings=True, **K_QUANTS)
     assert error(load(folder), load(folder, quantization="none")) < 0.05
+
+
+def test_experts_of_one_tensor_are_shared_by_ranks(tmp_path: Path) -> None:
+    """As in files of the mixture Q4_K_M; the router stays in floats."""
+
+    def kind(name: str) -> str:
+        return "F32" if "gate_inp" in name else "Q6_K" if "down_exps" in name else "Q4_K"
+
+    sizes = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 512, "num_hidden_layers": 2}
+    folder = make_folder(tmp_path, "qwen3_moe", kind, **QWEN3_MOE | {"norm_topk_prob": True} | sizes)
+    assert tokens(load(folder, quantization="none")) == expected_tokens(folder)
+    alone = tokens(load(folder))
+
+    def on_rank(collectives: Collectives, *, expert_parallel: bool) -> list[int]:
+        config = ModelConfig(dtype="float32")
+        return tokens(
+            load_model(config, folder, CPU, collectives=collectives, expert_parallel=expert_parallel)
+        )
+
+    for expert_parallel in (False, True):
+        assert on_ranks(2, partial(on_rank, expert_parallel=expert_parallel)) == [alone, alone]
+
+
+def test_experts_are_named_by_their_number(tmp_path: Path) -> None:
+    source = source_of(make_folder(tmp_path, "qwen3_moe", num_hidden_layers=1, **QWEN3_MOE))
+    experts = "model.layers.0.mlp.experts"
+    for number in range(5):
+        source.take_matrix(f"{experts}.{number}.up_proj.weight", 32, 64)
+    with pytest.raises(ModelError, match=r"blk\.0\.ffn_up_exps\.6\.weight \(shape \[32, 64\]\) is missing"):
+        source.take_matrix(f"{experts}.6.up_proj.weight", 32, 64)
+    elsewhere = [Take(f"{experts}.{number}.down_proj.weight", (64, 32), None) for number in range(6)]
+    with pytest.raises(ModelError, match="19 tensors do not belong to the architecture"):
+        source.check_all_taken(elsewhere=elsewhere)
 
 
 @torch.inference_mode()
