@@ -1,22 +1,28 @@
 """A mixture of experts: chooses each row's experts, computes one expert after another; knows no checkpoint.
 
-Shape suffixes: T tokens of a step, X experts, G groups of experts, K experts of a token, R rows of one
-expert, E hidden size.
+Shape suffixes: T tokens of a step, X experts, G groups of experts, K experts of a token, P pairs of a token and one of
+its experts, E hidden size.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
 from engine.layers.backend import Activations, ExpertRouter, LinearLayer
 from engine.mixture_config import LEAST_SUM, Mixture
 
+SumPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""`sum_pairs`, or another function that does the same."""
+
 
 class LoopedMixture:
     """Satisfies `engine.layers.backend.MixtureLayer`, with one product for all rows of an expert.
 
-    Experts without rows are skipped. The host must know how many rows each expert has.
+    Pairs of a token and an expert are in the order of the experts' numbers. So each token's experts are added up in
+    this order, whatever experts other tokens use. Experts without pairs are skipped. The host must know how many pairs
+    each expert has.
     """
 
     def __init__(
@@ -24,6 +30,7 @@ class LoopedMixture:
         choice: "ExpertChoice",
         experts: Sequence[tuple[LinearLayer, LinearLayer]],
         gated: Callable[[LinearLayer, torch.Tensor], Activations],
+        sum_pairs: SumPairs,
         here: range | None = None,
     ) -> None:
         """`experts`: for each expert, the projection to gate and up, and the projection back (down).
@@ -34,18 +41,23 @@ class LoopedMixture:
         self._choice = choice
         self._experts = experts
         self._gated = gated
+        self._sum_pairs = sum_pairs
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         experts_TK, weights_TK = self._choice(x_TE)
-        # A row's experts are added in the order of their numbers, whatever experts the other rows use.
-        sums_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
-        rows_by_expert = _rows_by_expert(experts_TK, weights_TK, self._choice.num_experts)
-        for expert, (gate_up, down) in zip(self._here, self._experts, strict=True):
-            rows_R, weights_R = rows_by_expert[expert]
-            if len(rows_R):
-                y_RE = down(self._gated(gate_up, x_TE[rows_R]))
-                sums_TE.index_add_(0, rows_R, y_RE * weights_R.unsqueeze(1))
-        return sums_TE.to(x_TE.dtype)
+        experts_P, order_P = experts_TK.flatten().sort(stable=True)
+        firsts = [0, *accumulate(experts_P.bincount(minlength=self._choice.num_experts).tolist())]
+        begin, end = firsts[self._here.start], firsts[self._here.stop]
+        if begin == end:
+            return torch.zeros_like(x_TE)
+        order_P = order_P[begin:end]
+        tokens_P, weights_P = order_P // experts_TK.shape[1], weights_TK.flatten()[order_P]
+        x_PE, y_PE = x_TE[tokens_P], []
+        for number, (gate_up, down) in zip(self._here, self._experts, strict=True):
+            pairs = slice(firsts[number] - begin, firsts[number + 1] - begin)
+            if pairs.start < pairs.stop:
+                y_PE.append(down(self._gated(gate_up, x_PE[pairs])))
+        return self._sum_pairs(torch.cat(y_PE), tokens_P, weights_P, len(x_TE))
 
     def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
         del x_TE, residual_TE
@@ -106,11 +118,9 @@ def _within_best_groups(ranked_TX: torch.Tensor, mixture: Mixture) -> torch.Tens
     return visible_TGX.flatten(-2)
 
 
-def _rows_by_expert(
-    experts_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each expert, the rows that use it, and its weight in each of these rows."""
-    order = experts_TK.flatten().argsort(stable=True)
-    counts = torch.bincount(experts_TK.flatten(), minlength=num_experts).tolist()
-    rows, weights = order // experts_TK.shape[1], weights_TK.flatten()[order]
-    return list(zip(rows.split(counts), weights.split(counts), strict=True))
+def sum_pairs(
+    y_PE: torch.Tensor, tokens_P: torch.Tensor, weights_P: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """T x E: the weighted sum of each token's pairs, added in the order of the pairs in float32."""
+    sums_TE = torch.zeros(num_tokens, y_PE.shape[1], dtype=torch.float32, device=y_PE.device)
+    return sums_TE.index_add_(0, tokens_P, y_PE * weights_P.unsqueeze(1)).to(y_PE.dtype)

@@ -1,6 +1,7 @@
 """NativeBackend: the parts of a decoder layer by Baton's CPU kernels, each in one pass over reused memory.
 
-Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate size, M = 2 x I.
+Shape suffixes: T tokens of a step, P pairs of a token and one of its experts, E hidden size, V vocabulary, I
+intermediate size, M = 2 x I.
 """
 
 import ctypes
@@ -32,6 +33,7 @@ class NativeBackend(TorchBackend):
         self._kernels = ElementwiseKernels(library)
         self._products = Products(library)
         self._embedded, self._normed, self._gated = Workspace(CPU), Workspace(CPU), Workspace(CPU)
+        self._summed = Workspace(CPU)
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         if isinstance(weight_OI, GroupedWeight):
@@ -75,6 +77,14 @@ class NativeBackend(TorchBackend):
         out_TI = self._gated.borrow(gate_up_TM.dtype, len(gate_up_TM), gate_up_TM.shape[1] // 2)
         self._kernels.gate_mul(gate_up_TM, gate, out_TI)
         return out_TI
+
+    def sum_pairs(
+        self, y_PE: torch.Tensor, tokens_P: torch.Tensor, weights_P: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        sums_TE = self._summed.borrow(torch.float32, num_tokens, y_PE.shape[1])
+        out_TE = y_PE.new_empty(num_tokens, y_PE.shape[1])
+        self._kernels.sum_pairs(y_PE, tokens_P, weights_P, sums_TE, out_TE)
+        return out_TE
 
     def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
         if isinstance(linear, NativeLinear):

@@ -1,6 +1,7 @@
 """TorchBackend: the parts of a decoder layer in plain torch, for any device that torch knows.
 
-Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate size, M = 2 x I.
+Shape suffixes: T tokens of a step, P pairs of a token and one of its experts, E hidden size, V vocabulary, I
+intermediate size, M = 2 x I.
 """
 
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Fp8Linear, GroupedLinear, Linear
 from engine.layers.merged_linear import merged_linear
-from engine.layers.mixture import ExpertChoice, LoopedMixture
+from engine.layers.mixture import ExpertChoice, LoopedMixture, sum_pairs
 from engine.mixture_config import Mixture
 
 
@@ -58,7 +59,15 @@ class TorchBackend:
             )
             for expert in experts
         ]
-        return LoopedMixture(choice, layers, partial(self.gated, gate=mixture.activation), here)
+        return LoopedMixture(
+            choice, layers, partial(self.gated, gate=mixture.activation), self.sum_pairs, here
+        )
+
+    def sum_pairs(
+        self, y_PE: torch.Tensor, tokens_P: torch.Tensor, weights_P: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        """See `engine.layers.mixture.sum_pairs`."""
+        return sum_pairs(y_PE, tokens_P, weights_P, num_tokens)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is None, "without a device sampler the host knows all tokens"

@@ -1,6 +1,7 @@
 """The functions of elementwise.cpp, on tensors: contiguous rows on a CPU.
 
-Shape suffixes: T tokens, E hidden size, I intermediate size, M = 2 x I, V vocabulary (this rank's share).
+Shape suffixes: T tokens, P pairs of a token and one of its experts, E hidden size, I intermediate size, M = 2 x I, V
+vocabulary (this rank's share).
 """
 
 import ctypes
@@ -38,8 +39,10 @@ class ElementwiseKernels:
         )
         self._embed = library.baton_embed
         self._embed.argtypes = (number, *(address,) * 3, *(number,) * 4, ctypes.c_int)
+        self._sum_pairs = library.baton_sum_pairs
+        self._sum_pairs.argtypes = (number, *(address,) * 5, *(number,) * 3, ctypes.c_int)
         gates = (*self._gate_mul.values(), self._swiglu_mul)
-        for function in (self._add_rms_norm, self._add_normed, *gates, self._embed):
+        for function in (self._add_rms_norm, self._add_normed, *gates, self._embed, self._sum_pairs):
             function.restype = None
 
     def add_rms_norm(
@@ -110,5 +113,32 @@ class ElementwiseKernels:
             *out_TE.shape,
             first_token,
             len(weight_VE),
+            torch.get_num_threads(),
+        )
+
+    def sum_pairs(
+        self,
+        y_PE: torch.Tensor,
+        tokens_P: torch.Tensor,
+        weights_P: torch.Tensor,
+        sums_TE: torch.Tensor,
+        out_TE: torch.Tensor,
+    ) -> None:
+        """Writes the weighted sum of each token's pairs, added in the order of the pairs in float32.
+
+        `tokens_P` (int64): the token of each pair. `weights_P` and `sums_TE` (float32): the weight of each pair, and
+        scratch memory.
+        """
+        assert y_PE.is_contiguous()
+        assert weights_P.is_contiguous()
+        self._sum_pairs(
+            TYPE_CODES[y_PE.dtype],
+            y_PE.data_ptr(),
+            tokens_P.data_ptr(),
+            weights_P.data_ptr(),
+            sums_TE.data_ptr(),
+            out_TE.data_ptr(),
+            len(y_PE),
+            *out_TE.shape,
             torch.get_num_threads(),
         )

@@ -19,7 +19,7 @@ from engine.activation import ClampedSwiglu
 from engine.layers.backend import Backend, Expert, ExpertRouter, LinearLayer, Matrix, MixtureLayer
 from engine.layers.fp8 import quantize_rows
 from engine.layers.grouped_weight import GroupedWeight
-from engine.layers.mixture import route
+from engine.layers.mixture import route, sum_pairs
 from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import load_model
@@ -201,6 +201,24 @@ def test_ranks_with_whole_experts_sum_up_to_the_mixture(make_backend: Any, kept:
         assert torch.equal((part_TE == 0).all(1), is_elsewhere_T)
         sum_TE += part_TE
     torch.testing.assert_close(sum_TE, whole_TE)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 40])
+@pytest.mark.parametrize("width", [1, 83, 2048])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_our_kernel_sums_pairs_as_torch_does(dtype: torch.dtype, width: int, num_pairs: int) -> None:
+    """Also tokens without a pair, and the same bits by any number of threads."""
+    generator = torch.Generator().manual_seed(5)
+    y_PE = torch.randn(num_pairs, width, generator=generator).to(dtype)
+    tokens_P = torch.randint(0, 9, (num_pairs,), generator=generator)
+    weights_P = torch.rand(num_pairs, generator=generator)
+    before, sums = torch.get_num_threads(), []
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        sums.append(native().sum_pairs(y_PE, tokens_P, weights_P, 9))
+    torch.set_num_threads(before)
+    assert torch.equal(*sums)
+    torch.testing.assert_close(sums[0], sum_pairs(y_PE, tokens_P, weights_P, 9))
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
