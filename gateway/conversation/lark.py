@@ -33,6 +33,12 @@ class Lark:
         token_id = self._vocabulary.ids.get(text)
         return quoted(text) if token_id is None else f"<[{token_id}]>"
 
+    def marked(self, text: str, *markers: str) -> str:
+        """The expression for a text that may contain markers. Only markers that are tokens divide the text."""
+        tokens = [marker for marker in markers if self.is_token(marker)]
+        parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+        return " ".join(self.marker(part) if part in tokens else quoted(part) for part in parts if part)
+
     def is_token(self, text: str) -> bool:
         return text in self._vocabulary.ids
 

@@ -60,3 +60,17 @@ def property_schema(tool: Tool | None, name: str) -> Mapping[str, Any]:
     properties = {} if tool is None else tool.parameters.get("properties", {})
     schema = properties.get(name, {}) if isinstance(properties, Mapping) else {}
     return schema if isinstance(schema, Mapping) else {}
+
+
+def value_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """JSON's types that a value of this schema may have. Empty: the schema does not list them."""
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return frozenset((kinds,))
+    if isinstance(kinds, list):
+        return frozenset(kind for kind in kinds if isinstance(kind, str))
+    parts = schema.get("anyOf", schema.get("oneOf"))
+    each = (
+        [value_types(part) for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+    )
+    return frozenset().union(*each) if all(each) else frozenset()

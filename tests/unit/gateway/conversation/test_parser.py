@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -143,6 +144,18 @@ def test_hostile_text_costs_time_in_proportion(family: str, number: int) -> None
     expect_cost_in_proportion(lambda length: partial(read, length), len(text))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keyword", ["enum", "anyOf"])
+def test_many_values_of_a_large_schema_cost_time_in_proportion(keyword: str) -> None:
+    def prepare(number: int) -> Callable[[], object]:
+        part: object = "x" if keyword == "enum" else {"type": "string"}
+        tool = Tool("f", None, {"properties": {"a": {keyword: [part] * number}}})
+        answer = f"<tool_call><function=f>{'<parameter=a>x</parameter>' * number}</function>"
+        return partial(parts_of, format_of("qwen_coder"), [answer], replace(ASKED, tools=(tool,)))
+
+    expect_cost_in_proportion(prepare, 4_000)
+
+
 @pytest.mark.parametrize(
     ("family", "begin"), [("hermes", '<tool_call>{"id": "'), ("pythonic", "[search(query='")]
 )
@@ -209,23 +222,66 @@ def test_behind_reasoning_what_is_no_call_is_text() -> None:
     assert (parts.reasoning, parts.text) == ("Hm.", "<tool_call>{no}")
 
 
+TAGGED = {
+    "qwen_coder": "<tool_call><function=f><parameter=a>{}</parameter></function></tool_call>",
+}
+"""Calls in the formats that write arguments between tags."""
+
+
+@pytest.mark.parametrize("family", TAGGED)
 @pytest.mark.parametrize(
     ("value", "json_"),
     [
         ("True", "true"),
+        (" None", "null"),
         ("NaN", '"NaN"'),
+        (" -1e999", "-1e999"),
+        ('{"a":[8e999]}', '{"a":[8e999]}'),
         ("[1,2]", "[1, 2]"),
         ("['x']", "\"['x']\""),
-        ('"a\\"</parameter>"', '"a\\"</parameter>"'),
+        (" x  ", '" x  "'),
+        ('"a\\"{end}"', '"a\\"{end}"'),
     ],
 )
-def test_values_without_quotes_become_json_by_what_they_are(value: str, json_: str) -> None:
+def test_values_without_quotes_become_json_by_what_they_are(family: str, value: str, json_: str) -> None:
     """Whether or not there is such a tool, and whatever is wrong with its schema."""
-    call = f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>"
-    schemas: tuple[dict[str, Any], ...] = ({}, {"properties": []}, {"properties": {"a": 1}})
+    end = TAGGED[family].partition("{}")[2].partition(">")[0] + ">"
+    call = TAGGED[family].format(value.replace("{end}", end))
+    schemas: tuple[dict[str, Any], ...] = (
+        {},
+        {"properties": []},
+        {"properties": {"a": 1}},
+        {"properties": {"a": {"type": 1}}},
+        {"properties": {"a": {"anyOf": [{}, {"type": "string"}]}}},
+    )
     for tools in (TOOLS, *((Tool("f", None, schema),) for schema in schemas)):
-        parts = parts_of(format_of("qwen_coder"), [*call], replace(ASKED, tools=tools))
-        assert calls_in(parts) == [("f", f'{{"a": {json_}}}', True)]
+        parts = parts_of(format_of(family), [*call], replace(ASKED, tools=tools))
+        assert calls_in(parts) == [("f", f'{{"a": {json_.replace("{end}", end)}}}', True)]
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize(
+    ("schema", "value", "json_"),
+    [
+        ({"type": "string"}, '"x"', '"\\"x\\""'),
+        ({"type": "string", "minLength": 1}, "2024", '"2024"'),
+        ({"type": "string", "minLength": 1}, '"2024"', '"2024"'),
+        ({"type": "string", "format": "date"}, "{", '"{"'),
+        ({"type": ["string", "null"]}, "True", '"True"'),
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "[1]", '"[1]"'),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "1", "1"),
+        ({"oneOf": [{"type": "string"}, {"type": "array"}]}, "[1]", "[1]"),
+        ({"type": "integer"}, "1.0", "1.0"),
+        ({"type": "integer"}, "x", '"x"'),
+    ],
+)
+def test_what_cannot_be_another_value_by_its_schema_is_a_string(
+    family: str, schema: dict[str, Any], value: str, json_: str
+) -> None:
+    tool = Tool("f", None, {"type": "object", "properties": {"a": schema}})
+    parts = parts_of(format_of(family), [TAGGED[family].format(value)], replace(ASKED, tools=(tool,)))
+    assert calls_in(parts) == [("f", f'{{"a": {json_}}}', True)]
 
 
 @pytest.mark.parametrize(

@@ -58,3 +58,9 @@ def test_a_parameter_that_python_could_not_name_is_written_and_read_or_refused()
     with pytest.raises(InvalidRequest, match=r"cannot write 'user id' of 'act'") as refused:
         grammar_of(GUIDE, "pythonic", with_tool("act", {"user id": {"type": "string"}}, REQUIRED))
     assert refused.value.field == "tools"
+
+
+@pytest.mark.parametrize("name", ["a>b", "a\nb", "x" * 501])
+def test_a_parameter_whose_name_would_end_early_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"tools: this model writes names .* of 'act'"):
+        grammar_of(GUIDE, "qwen_coder", with_tool("act", {name: {"type": "string"}}, REQUIRED))

@@ -1,0 +1,222 @@
+"""ArgumentTags: reads and guides arguments that are written one by one between tags; strings have no quotes.
+
+Arguments become JSON while they arrive: strings piece by piece, other values when they are complete.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.errors import InvalidRequest
+from gateway.conversation.call_syntax import CallWriter, GuidedTool
+from gateway.conversation.json_call import one_of
+from gateway.conversation.lark import Lark, escaped, quoted
+from gateway.conversation.listed_properties import Property, listed_properties, property_schema, value_types
+from gateway.conversation.reader import Markers, Reader, Steps
+
+MAX_VALUE_CHARACTERS = 65_536
+"""Longest JSON value that may contain the tag after a value. A longer value ends at this tag."""
+MAX_MISREAD = 8
+"""Most values of an answer that may begin like JSON but be none, because each is read twice."""
+MAX_KEY_CHARACTERS = 500
+_TYPES: Mapping[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number", "integer"),
+    dict: ("object",),
+    list: ("array",),
+    type(None): ("null",),
+}
+"""The names that a schema may give to the type of a JSON value. An integer may be written as 1.0."""
+_NOT_PLAIN = frozenset(
+    {
+        *("pattern", "format", "minLength", "maxLength", "const"),
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref"),
+    }
+)
+"""Keywords beside `type` or `enum` that limit a string: only a grammar of JSON can follow them."""
+
+
+class ArgumentTags:
+    """The tags around an argument's key and around its value."""
+
+    def __init__(self, *, key: str, key_end: str, value: str = "", value_end: str, padding: str = "") -> None:
+        """`value`: the tag before a value; empty if `key_end` ends this tag. `padding`: the newline, if any, between a
+        value and its tags, which is no part of the value."""
+        self.tags = (key, key_end, value, value_end) if value else (value_end,)
+        """The whole tags, each of which may be a token."""
+        self._key, self._key_end, self._value, self._value_end = key, key_end, value, value_end
+        self._padding = padding
+        self._end = Markers((value_end,))
+
+    def read(self, reader: Reader, calls: CallWriter, name: str, key: str | None) -> Steps[None]:
+        """Reads the arguments of a call of the tool `name`, and passes them on as JSON without its closing brace.
+
+        `key`: the first key, which was read already; None: there are no arguments.
+        """
+        calls.add("{")
+        before = ""
+        while key is not None:
+            calls.add(f"{before}{json.dumps(key)}: ")
+            before = ", "
+            yield from self._read_value(reader, calls, self._types(calls, name, key))
+            key = yield from self.next_key(reader)
+
+    def next_key(self, reader: Reader) -> Steps[str | None]:
+        """Reads the next argument's key and the tags around it. None: no argument follows; then nothing is read."""
+        reader.begin_attempt()
+        key = yield from self.read_key(reader)
+        if key is None:
+            reader.rewind()
+        else:
+            reader.commit()
+        return key
+
+    def read_key(self, reader: Reader) -> Steps[str | None]:
+        """Does what `next_key` does, within an attempt that the caller ends."""
+        yield from reader.skip_spaces()
+        if not (yield from reader.skip(self._key)):
+            return None
+        key = yield from reader.word(f"{self._key_end[0]}\n", MAX_KEY_CHARACTERS)
+        if not (yield from reader.skip(self._key_end)):
+            return None
+        if self._value:
+            yield from reader.skip_spaces()
+        return key if (yield from reader.skip(self._value)) else None
+
+    def _types(self, calls: CallWriter, name: str, key: str) -> frozenset[str] | None:
+        """What `value_types` says of an argument. None: its value has no quotes. The work on a large schema is done
+        once for an answer, not for each value."""
+        if (name, key) in calls.types:
+            return calls.types[name, key]
+        schema = property_schema(calls.tools.get(name), key)
+        types = None if self._is_plain(schema) else value_types(schema)
+        if schema:
+            calls.types[name, key] = types
+        return types
+
+    def _read_value(self, reader: Reader, calls: CallWriter, types: frozenset[str] | None) -> Steps[None]:
+        if self._padding and (yield from reader.peek()) == self._padding:
+            reader.read_arrived(1)
+        if types is not None:
+            value = yield from self._json_value(reader, calls, types)
+            if value is not None:
+                calls.add(value)
+            return
+        calls.add('"')
+        num_spaces, length = yield from reader.until(self._end, lambda text: calls.add(_within_quotes(text)))
+        if length:
+            calls.add(_within_quotes(reader.read_arrived(num_spaces).removesuffix(self._padding)) + '"')
+            reader.read_arrived(length)
+
+    def _json_value(self, reader: Reader, calls: CallWriter, types: frozenset[str]) -> Steps[str | None]:
+        """Reads a value that is not plain text, and its end. None: the answer ended first. `types`: as of
+        `value_types`.
+
+        A JSON string may contain the tag after a value. So the value is first read as JSON, if it begins like
+        JSON.
+        """
+        reader.begin_attempt(MAX_VALUE_CHARACTERS)
+        begin = (yield from reader.peek()) if calls.num_misread < MAX_MISREAD else ""
+        kind = {'"': "string", "{": "object", "[": "array"}.get(begin)
+        is_read = kind is not None and (not types or kind in types)
+        value = (yield from _json(reader, begin, types)) if is_read else None
+        if value is not None:
+            yield from reader.skip_spaces()
+            if (yield from reader.skip(self._value_end)):
+                reader.commit()
+                return value
+        reader.rewind()
+        calls.num_misread += is_read
+        pieces: list[str] = []
+        num_spaces, length = yield from reader.until(self._end, pieces.append)
+        text = "".join(pieces) + reader.read_arrived(num_spaces).removesuffix(self._padding)
+        reader.read_arrived(length)
+        return _as_json(text, types) if length else None
+
+    def guided(self, lark: Lark, tools: Sequence[GuidedTool], gap: str) -> list[str]:
+        """The Lark expressions for the arguments of each tool. `gap`: what the model writes between tags, and behind
+        the last tag. Raises InvalidRequest if a key cannot be written."""
+        free = f"{lark.up_to('value', self._value_end)} {quoted(gap) if gap else ''}"
+        return [self._arguments(lark, tool, free, gap) for tool in tools]
+
+    def _arguments(self, lark: Lark, tool: GuidedTool, free: str, gap: str) -> str:
+        behind_key = f"{self._key_end}{f'{gap}{self._value}' if self._value else ''}{self._padding}"
+        if tool.tool is None:
+            excluded = "".join(sorted({"<", ">", self._key_end[0]}))
+            key = rf"/[^{escaped(excluded)}\n]{{1,64}}/"
+            return f"( {self._marked(lark, self._key)} {key} {self._marked(lark, behind_key)} {free} )*"
+        written = []
+        for part in listed_properties(tool):
+            if len(part.name) > MAX_KEY_CHARACTERS or not {"\n", self._key_end[0]}.isdisjoint(part.name):
+                raise InvalidRequest(
+                    "tools",
+                    f"this model writes names of arguments up to {self._key_end}, so it cannot write "
+                    f"{part.name[:60]!r} of '{tool.name}'",
+                )
+            head = self._marked(lark, f"{self._key}{part.name}{behind_key}")
+            text = f"{head} {self._written_value(lark, part, free, gap)}"
+            written.append(text if part.is_required else f"( {text} )?")
+        return " ".join(written)
+
+    def _written_value(self, lark: Lark, part: Property, free: str, gap: str) -> str:
+        """The expression for a value and the end of its argument."""
+        end = self._marked(lark, f"{self._padding}{self._value_end}{gap}")
+        if not self._is_plain(part.schema):
+            return f"%json {part.json_schema} {end}"
+        if "enum" in part.schema:
+            return f"{one_of([quoted(value) for value in part.schema['enum']])} {end}"
+        return free
+
+    def _marked(self, lark: Lark, text: str) -> str:
+        return lark.marked(text, *self.tags)
+
+    def _is_plain(self, schema: Mapping[str, Any]) -> bool:
+        """Whether a value is written without quotes: any string, or one of several listed strings."""
+        if not _NOT_PLAIN.isdisjoint(schema):
+            return False
+        if "enum" in schema:
+            values = schema["enum"]
+            return isinstance(values, list) and all(
+                isinstance(value, str) and self._value_end not in value for value in values
+            )
+        return schema.get("type") == "string"
+
+
+def _json(reader: Reader, begin: str, types: frozenset[str]) -> Steps[str | None]:
+    """Reads a JSON string, object or array that begins with the character `begin`. None: there is none."""
+    if begin == '"':
+        text = yield from reader.json_string()
+        return None if text is None else json.dumps(text, ensure_ascii=False)
+    source = yield from reader.brackets()
+    return None if source is None else _as_json(source, types)
+
+
+def _within_quotes(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """The value as JSON. The model may have written JSON, a Python literal, or text without quotes. JSON of a type
+    that cannot be is text, if a text can be."""
+    literal = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
+    try:
+        value = json.loads(literal, parse_constant=_refuse)
+        if "string" not in types or not types.isdisjoint(_TYPES[type(value)]):
+            return _spaced(value) or literal.strip()
+    except (ValueError, RecursionError):
+        pass
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _spaced(value: object) -> str:
+    """The value as JSON; empty if it has a number that is too large for a float."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return ""
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
