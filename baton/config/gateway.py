@@ -13,6 +13,7 @@ AnswerFormatName = Literal[
     "deepseek_v3",
     "deepseek_v31",
     "generic",
+    "glm",
     "harmony",
     "hermes",
     "llama",

@@ -82,8 +82,8 @@ class CallSyntax(Protocol):
 
     @property
     def repeats(self) -> str | None:
-        """The text that the model writes between two sections. None: one section contains all calls of a
-        turn."""
+        """The text that the model writes between two sections; a newline may also come before the first one. None: one
+        section contains all calls of a turn."""
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
         """Reads a section after its marker, or a section without a marker. False: there is no call. The

@@ -79,7 +79,14 @@ def guided_tools(conversation: Conversation) -> list[GuidedTool]:
 
 def _thought(lark: Lark, tags: ReasoningTags, has_begun: bool, budget: int | None) -> str:
     rest = thought_up_to(lark, tags.end, budget) + r" ( /\n{1,2}/ )?"
-    return rest if has_begun else f"( {lark.marker(tags.begin)} {rest} )?"
+    # GLM-4.5 writes a newline first
+    return rest if has_begun else f"( {_after_newline(lark, tags.begin)} {rest} )?"
+
+
+def _after_newline(lark: Lark, marker: str) -> str:
+    """The expression for a marker, or a newline and the marker. An optional newline of its own will not do: where text
+    may begin, too, the lexer does not go back to where the newline ended."""
+    return f"( {lark.marker(marker)} | {lark.marked(chr(10) + marker, marker)} )"
 
 
 def _body(
@@ -118,9 +125,10 @@ def _calls(
         tools = [replace(tool, is_beside_json=True) for tool in tools]
     lark.rule("section", syntax.section(lark, tools, is_parallel))
     begin = "" if syntax.bare_beginning is not None else lark.marker(syntax.markers[0])
+    first = _after_newline(lark, syntax.markers[0]) if begin and syntax.repeats == "\n" else begin
     if is_parallel and syntax.repeats is not None:
-        return f"{begin} section ( {quoted(syntax.repeats)} {begin} section )*"
-    return f"{begin} section"
+        return f"{first} section ( {quoted(syntax.repeats)} {begin} section )*"
+    return f"{first} section"
 
 
 def _guided_tool(tool: Tool, fits: bool) -> GuidedTool:

@@ -59,6 +59,19 @@ def _with_calls(calls: str, also: str = "") -> str:
 
 _EACH = "{% for call in m.tool_calls %}{% set f = call.function %}"
 
+
+def _of_glm(before: str, gap: str) -> str:
+    """A template of GLM, which writes `before` before each call, and `gap` between tags."""
+    key, value, call = "<arg_key>{}</arg_key>", "<arg_value>{}</arg_value>", "<tool_call>{}"
+    parts = [call.format("{function-name}"), key.format("{arg-key-1}"), value.format("{arg-value-1}")]
+    written = "{{ value if value is string else value | tojson(ensure_ascii=False) }}"
+    return _with_calls(
+        f"{_EACH}{before}{call.format('{{ f.name }}')}{gap}{{% for key, value in f.arguments.items() %}}"
+        f"{key.format('{{ key }}')}{gap}{value.format(written)}{gap}{{% endfor %}}</tool_call>{{% endfor %}}",
+        also=f"{gap.join(parts)}\n",
+    )
+
+
 TEMPLATES = {
     "hermes": _with_calls(
         _EACH
@@ -106,11 +119,13 @@ TEMPLATES = {
 {% endfor %}</function>
 </tool_call>{% endfor %}"""
     ),
+    "glm": _of_glm("{{ '\\n' }}", "\n"),
+    "glm 4.7": _of_glm("", ""),
     "generic": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     + GENERATION,
 }
 """Templates by the family that writes calls as text. Each contains the family's markers, and writes calls as
-the family does."""
+the family does. A family is the format's name, and behind a space what tells it from others of this format."""
 
 HARMONY = (
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
@@ -137,6 +152,11 @@ THINKING = TEMPLATES["hermes"].replace(
     ),
 )
 """A template of a model that thinks unless the prompt forbids it."""
+
+
+def name_of(family: str) -> str:
+    """The name of the family's format."""
+    return family.partition(" ")[0]
 
 
 def format_of(family: str, vocabulary: Vocabulary | None = None) -> AnswerFormat:

@@ -8,17 +8,18 @@ from tokenizers import AddedToken, Tokenizer
 
 from baton.sampling import GrammarKind, StructuredOutput
 from gateway.conversation import Vocabulary
-from gateway.conversation.formats import deepseek, harmony_parser
+from gateway.conversation.formats import deepseek, glm, harmony_parser
 from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
 
 MARKERS = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]"),
     *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"),
     *(deepseek.BEGIN, deepseek.END, deepseek.CALL, deepseek.CALL_END, deepseek.SEPARATOR),
+    *glm.TAGS.tags,
     *harmony_parser.TOKENS,
 )
 CLOSING = frozenset('"}])>,<')
-END_OF_VALUE = "\n</parameter>\n"
+ENDS_OF_VALUES = ("\n</parameter>\n", "</arg_value>")
 """Tokens that random answers prefer. Other answers would never end."""
 
 
@@ -61,7 +62,8 @@ class Guide:
         """A random answer that the grammar allows, and whether it ended within `limit` tokens."""
         matcher = self.matcher(grammar)
         ids: list[int] = []
-        end_of_value = self.tokenizer.encode(END_OF_VALUE, add_special_tokens=False).ids
+        end = max(ENDS_OF_VALUES, key=lambda end: grammar.source.count(end.strip()))
+        end_of_value = self.tokenizer.encode(end, add_special_tokens=False).ids
         while len(ids) < limit and not matcher.is_stopped():
             if rng.random() < 0.2 and matcher.validate_tokens(end_of_value) == len(end_of_value):
                 assert matcher.try_consume_tokens(end_of_value) == len(end_of_value), matcher.get_error()

@@ -1,6 +1,5 @@
 """Chooses a model's format by signs in its chat template, or by name."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
@@ -8,6 +7,7 @@ from gateway.conversation.answer_format import AnswerFormat
 from gateway.conversation.call_syntax import CallSyntax
 from gateway.conversation.formats.deepseek import BEGIN as DEEPSEEK_BEGIN
 from gateway.conversation.formats.deepseek import DeepSeekCalls
+from gateway.conversation.formats.glm import GlmCalls
 from gateway.conversation.formats.harmony import HarmonyFormat
 from gateway.conversation.formats.harmony_parser import CHANNEL, MESSAGE
 from gateway.conversation.formats.hermes import HermesCalls
@@ -27,6 +27,8 @@ TAGS = (ReasoningTags("<think>", "</think>"), ReasoningTags("[THINK]", "[/THINK]
 class FormatFamily:
     """How one family of models writes calls."""
 
+    name: str
+    """The format's name. Families whose formats differ only in what their grammars make a model write share a name."""
     syntax: CallSyntax | None
     """None: answers are messages on channels, not text that contains calls."""
     style: TemplateStyle | None
@@ -34,27 +36,40 @@ class FormatFamily:
     signs: tuple[str, ...]
     """A template that contains all these texts belongs to the family."""
 
+    def has(self, template: ChatTemplate) -> bool:
+        """Whether the template shows this family."""
+        can_use = self.style is None or template.reads("tools")
+        return can_use and all(sign in template.source for sign in self.signs)
+
 
 _NATIVE = TemplateStyle()
 _MISTRAL = TemplateStyle(ids_are_short=True)
 _DEEPSEEK = TemplateStyle(arguments_are_text=True, has_null_content=True)
 
-FAMILIES: Mapping[str, FormatFamily] = {
-    "harmony": FormatFamily(None, _NATIVE, (CHANNEL, MESSAGE)),
-    "deepseek_v3": FormatFamily(DeepSeekCalls(is_fenced=True), _DEEPSEEK, (DEEPSEEK_BEGIN, "```json")),
-    "deepseek_v31": FormatFamily(DeepSeekCalls(is_fenced=False), _DEEPSEEK, (DEEPSEEK_BEGIN,)),
-    "mistral_named": FormatFamily(MistralNamedCalls(), _MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
-    "mistral": FormatFamily(MistralCalls(), _MISTRAL, ("[TOOL_CALLS]",)),
-    "qwen_coder": FormatFamily(QwenCoderCalls(), _NATIVE, ("<tool_call>", "<function=", "<parameter=")),
-    "hermes": FormatFamily(HermesCalls(), _NATIVE, ("<tool_call>",)),
-    "pythonic": FormatFamily(PythonicCalls(), _NATIVE, ("[func_name",)),
-    "llama": FormatFamily(LlamaCalls(), _NATIVE, ("ipython", '"parameters"')),
-    "generic": FormatFamily(HermesCalls(), None, ()),
-}
-"""Families by name. A model has the first family whose signs its template contains. If the template reads no
-tools, the model has the last family."""
 
-FORMAT_NAMES = tuple(FAMILIES)
+def _glm(gap: str) -> FormatFamily:
+    shown = ("<tool_call>{function-name}", "<arg_key>{arg-key-1}</arg_key>", "<arg_value>")
+    return FormatFamily("glm", GlmCalls(gap), _NATIVE, (gap.join(shown),))
+
+
+FAMILIES = (
+    FormatFamily("harmony", None, _NATIVE, (CHANNEL, MESSAGE)),
+    FormatFamily("deepseek_v3", DeepSeekCalls(is_fenced=True), _DEEPSEEK, (DEEPSEEK_BEGIN, "```json")),
+    FormatFamily("deepseek_v31", DeepSeekCalls(is_fenced=False), _DEEPSEEK, (DEEPSEEK_BEGIN,)),
+    FormatFamily("mistral_named", MistralNamedCalls(), _MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
+    FormatFamily("mistral", MistralCalls(), _MISTRAL, ("[TOOL_CALLS]",)),
+    _glm("\n"),
+    _glm(""),
+    FormatFamily("qwen_coder", QwenCoderCalls(), _NATIVE, ("<tool_call>", "<function=", "<parameter=")),
+    FormatFamily("hermes", HermesCalls(), _NATIVE, ("<tool_call>",)),
+    FormatFamily("pythonic", PythonicCalls(), _NATIVE, ("[func_name",)),
+    FormatFamily("llama", LlamaCalls(), _NATIVE, ("ipython", '"parameters"')),
+    FormatFamily("generic", HermesCalls(), None, ()),
+)
+"""A model has the first family that its template shows. If the template reads no tools, the model has the last
+family."""
+
+FORMAT_NAMES = tuple(dict.fromkeys(family.name for family in FAMILIES))
 
 
 def answer_format_of(chat_template: str, vocabulary: Vocabulary, name: str | None = None) -> AnswerFormat:
@@ -69,19 +84,15 @@ def answer_format_of(chat_template: str, vocabulary: Vocabulary, name: str | Non
 
 
 def _chosen(template: ChatTemplate) -> FormatFamily:
-    return next(
-        family
-        for family in FAMILIES.values()
-        if (family.style is None or template.reads("tools"))
-        and all(sign in template.source for sign in family.signs)
-    )
+    return next(family for family in FAMILIES if family.has(template))
 
 
 def _named(template: ChatTemplate, name: str) -> FormatFamily:
-    family = FAMILIES[name]
-    if family.style is not None and not template.reads("tools"):
+    """The first family of this name that the template shows; if it shows none, the last family of this name."""
+    families = [family for family in FAMILIES if family.name == name]
+    if families[-1].style is not None and not template.reads("tools"):
         raise ConfigError(
             f"gateway.answer_format: {name!r} needs a chat template that reads `tools`, and this model's does not; use "
             "'generic' or 'auto'"
         )
-    return family
+    return next((family for family in families if family.has(template)), families[-1])

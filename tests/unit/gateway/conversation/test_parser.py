@@ -45,6 +45,8 @@ ODDITIES = (
     "[f(",
     "<think>",
     "</think>",
+    "<arg_key>",
+    "</arg_value>",
 )
 HOSTILE = (
     *(marker * 2_000 for marker in ("<tool_call>", "<tool_call>{", "[TOOL_CALLS][", deepseek.BEGIN + deepseek.CALL)),
@@ -58,6 +60,11 @@ HOSTILE = (
     "<tool_call>\n<function=search>\n" + "<parameter=a>" * 20_000,
     "<tool_call>\n<function=search>\n" + "<parameter=a>{</parameter>" * 10_000,
     "<tool_call>\n<function=search>\n<parameter=query>\n" + "\n" * 100_000,
+    "<tool_call>search" + "<arg_key>" * 20_000,
+    "<tool_call>search" + "<arg_key>a</arg_key><arg_value>{</arg_value>" * 5_000,
+    "<tool_call>search<arg_key>query</arg_key><arg_value>" + " \n" * 50_000,
+    "<tool_call>search<arg_key>a</arg_key><arg_value>" + "</arg_value" * 10_000,
+    "<tool_call>search\n" * 5_000,
     " \n" * 100_000,
     "<think>" * 10_000 + "</think" * 10_000,
     "<" * 100_000,
@@ -224,6 +231,7 @@ def test_behind_reasoning_what_is_no_call_is_text() -> None:
 
 TAGGED = {
     "qwen_coder": "<tool_call><function=f><parameter=a>{}</parameter></function></tool_call>",
+    "glm": "<tool_call>f<arg_key>a</arg_key><arg_value>{}</arg_value></tool_call>",
 }
 """Calls in the formats that write arguments between tags."""
 

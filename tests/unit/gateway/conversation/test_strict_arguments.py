@@ -31,15 +31,17 @@ def with_tool(name: str, properties: dict[str, Any], choice: ToolChoice) -> Any:
     ids=str,
 )
 def test_a_string_without_quotes_follows_all_of_its_schema(unit: dict[str, Any]) -> None:
-    grammar = grammar_of(GUIDE, "qwen_coder", with_tool("act", {"unit": unit}, REQUIRED))
-
-    def call(value: str) -> str:
-        return (
-            f"<tool_call>\n<function=act>\n<parameter=unit>\n{value}\n</parameter>\n</function>\n</tool_call>"
-        )
-
-    assert not GUIDE.accepts(grammar, call("zzz"))
-    assert GUIDE.accepts(grammar, call('"metric"'))
+    for family, call in (
+        (
+            "qwen_coder",
+            "<tool_call>\n<function=act>\n<parameter=unit>\n{}\n</parameter>\n</function>\n</tool_call>",
+        ),
+        ("glm", "<tool_call>act\n<arg_key>unit</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+        ("glm 4.7", "<tool_call>act<arg_key>unit</arg_key><arg_value>{}</arg_value></tool_call>"),
+    ):
+        grammar = grammar_of(GUIDE, family, with_tool("act", {"unit": unit}, REQUIRED))
+        assert not GUIDE.accepts(grammar, call.format("zzz"))
+        assert GUIDE.accepts(grammar, call.format('"metric"'))
 
 
 @pytest.mark.parametrize("name", ["get-weather", "weather/get", "a:b", "2d_weather"])
@@ -60,7 +62,9 @@ def test_a_parameter_that_python_could_not_name_is_written_and_read_or_refused()
     assert refused.value.field == "tools"
 
 
-@pytest.mark.parametrize("name", ["a>b", "a\nb", "x" * 501])
-def test_a_parameter_whose_name_would_end_early_is_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen_coder", "a>b"), ("qwen_coder", "a\nb"), ("glm", "a<b"), ("glm", "x" * 501)]
+)
+def test_a_parameter_whose_name_would_end_early_is_refused(family: str, name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"tools: this model writes names .* of 'act'"):
-        grammar_of(GUIDE, "qwen_coder", with_tool("act", {name: {"type": "string"}}, REQUIRED))
+        grammar_of(GUIDE, family, with_tool("act", {name: {"type": "string"}}, REQUIRED))

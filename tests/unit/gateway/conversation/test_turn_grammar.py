@@ -263,7 +263,8 @@ SCHEMAS = {
         "type": "object",
         "properties": {
             "a": {"type": "boolean"}, "b": {"type": ["string", "null"]}, "c": {"type": "string"}, "d": {"const": 1},
-            "e": {"type": "string", "maxLength": 4}, "f": {"enum": ["x y", "</parameter>"]}, "g": {"type": "null"},
+            "e": {"type": "string", "maxLength": 4}, "f": {"enum": ["x y", "</parameter>", "</arg_value>"]},
+            "g": {"type": "null"},
         },
         "required": ["c", "f"],
     },
