@@ -17,6 +17,7 @@ AnswerFormatName = Literal[
     "harmony",
     "hermes",
     "llama",
+    "minimax",
     "mistral",
     "mistral_named",
     "pythonic",

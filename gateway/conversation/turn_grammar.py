@@ -78,7 +78,8 @@ def guided_tools(conversation: Conversation) -> list[GuidedTool]:
 
 
 def _thought(lark: Lark, tags: ReasoningTags, has_begun: bool, budget: int | None) -> str:
-    rest = thought_up_to(lark, tags.end, budget) + r" ( /\n{1,2}/ )?"
+    # MiniMax-M2 writes three newlines between its reasoning and a call
+    rest = thought_up_to(lark, tags.end, budget) + r" ( /\n{1,3}/ )?"
     # GLM-4.5 writes a newline first
     return rest if has_begun else f"( {_after_newline(lark, tags.begin)} {rest} )?"
 

@@ -121,6 +121,15 @@ TEMPLATES = {
     ),
     "glm": _of_glm("{{ '\\n' }}", "\n"),
     "glm 4.7": _of_glm("", ""),
+    "minimax": _with_calls(
+        "{{ '\\n' }}<minimax:tool_call>\n"
+        + _EACH
+        + """<invoke name="{{ f.name }}">
+{% for key, value in f.arguments.items() %}<parameter name="{{ key }}">
+{{- value if value is string else value | tojson(ensure_ascii=False) }}</parameter>
+{% endfor %}</invoke>
+{% endfor %}</minimax:tool_call>"""
+    ),
     "generic": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     + GENERATION,
 }

@@ -12,6 +12,8 @@ from gateway.conversation.formats.harmony import HarmonyFormat
 from gateway.conversation.formats.harmony_parser import CHANNEL, MESSAGE
 from gateway.conversation.formats.hermes import HermesCalls
 from gateway.conversation.formats.llama import LlamaCalls
+from gateway.conversation.formats.minimax import BEGIN as MINIMAX_BEGIN
+from gateway.conversation.formats.minimax import INVOKE, MiniMaxCalls
 from gateway.conversation.formats.mistral import MistralCalls, MistralNamedCalls
 from gateway.conversation.formats.pythonic import PythonicCalls
 from gateway.conversation.formats.qwen_coder import QwenCoderCalls
@@ -58,6 +60,7 @@ FAMILIES = (
     FormatFamily("deepseek_v31", DeepSeekCalls(is_fenced=False), _DEEPSEEK, (DEEPSEEK_BEGIN,)),
     FormatFamily("mistral_named", MistralNamedCalls(), _MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
     FormatFamily("mistral", MistralCalls(), _MISTRAL, ("[TOOL_CALLS]",)),
+    FormatFamily("minimax", MiniMaxCalls(), _NATIVE, (MINIMAX_BEGIN, INVOKE.rstrip('"'))),
     _glm("\n"),
     _glm(""),
     FormatFamily("qwen_coder", QwenCoderCalls(), _NATIVE, ("<tool_call>", "<function=", "<parameter=")),

@@ -47,6 +47,8 @@ ODDITIES = (
     "</think>",
     "<arg_key>",
     "</arg_value>",
+    '<minimax:tool_call><invoke name="',
+    "</invoke>",
 )
 HOSTILE = (
     *(marker * 2_000 for marker in ("<tool_call>", "<tool_call>{", "[TOOL_CALLS][", deepseek.BEGIN + deepseek.CALL)),
@@ -65,6 +67,10 @@ HOSTILE = (
     "<tool_call>search<arg_key>query</arg_key><arg_value>" + " \n" * 50_000,
     "<tool_call>search<arg_key>a</arg_key><arg_value>" + "</arg_value" * 10_000,
     "<tool_call>search\n" * 5_000,
+    "<minimax:tool_call>" * 2_000,
+    '<minimax:tool_call><invoke name="' + "x" * 100_000,
+    "<minimax:tool_call>" + '<invoke name="search">' * 5_000,
+    '<minimax:tool_call><invoke name="search">' + '<parameter name="a">{</parameter>' * 5_000,
     " \n" * 100_000,
     "<think>" * 10_000 + "</think" * 10_000,
     "<" * 100_000,
@@ -231,6 +237,7 @@ def test_behind_reasoning_what_is_no_call_is_text() -> None:
 
 TAGGED = {
     "qwen_coder": "<tool_call><function=f><parameter=a>{}</parameter></function></tool_call>",
+    "minimax": '<minimax:tool_call><invoke name="f"><parameter name="a">{}</parameter></invoke></minimax:tool_call>',
     "glm": "<tool_call>f<arg_key>a</arg_key><arg_value>{}</arg_value></tool_call>",
 }
 """Calls in the formats that write arguments between tags."""

@@ -14,6 +14,11 @@ from tests.unit.gateway.conversation.test_turn_grammar import grammar_of
 
 GUIDE = Guide(has_markers=False)
 REQUIRED = ToolChoice(ToolUse.REQUIRED)
+MINIMAX_ACT = """<minimax:tool_call>
+<invoke name="act">
+<parameter name="unit">{}</parameter>
+</invoke>
+</minimax:tool_call>"""
 
 
 def with_tool(name: str, properties: dict[str, Any], choice: ToolChoice) -> Any:
@@ -37,6 +42,7 @@ def test_a_string_without_quotes_follows_all_of_its_schema(unit: dict[str, Any])
             "<tool_call>\n<function=act>\n<parameter=unit>\n{}\n</parameter>\n</function>\n</tool_call>",
         ),
         ("glm", "<tool_call>act\n<arg_key>unit</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+        ("minimax", MINIMAX_ACT),
         ("glm 4.7", "<tool_call>act<arg_key>unit</arg_key><arg_value>{}</arg_value></tool_call>"),
     ):
         grammar = grammar_of(GUIDE, family, with_tool("act", {"unit": unit}, REQUIRED))
@@ -63,7 +69,8 @@ def test_a_parameter_that_python_could_not_name_is_written_and_read_or_refused()
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("qwen_coder", "a>b"), ("qwen_coder", "a\nb"), ("glm", "a<b"), ("glm", "x" * 501)]
+    ("family", "name"),
+    [("qwen_coder", "a>b"), ("qwen_coder", "a\nb"), ("glm", "a<b"), ("glm", "x" * 501), ("minimax", 'a"b')],
 )
 def test_a_parameter_whose_name_would_end_early_is_refused(family: str, name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"tools: this model writes names .* of 'act'"):
