@@ -98,21 +98,38 @@ def read_ropes_by_kind(
 ) -> dict[str, RopeConfig]:
     """Gemma 3 and OLMo 3: the rotation of each kind in `layer_types`.
 
-    `rope_scaling` is for layers without a window, and replaces single keys of their `rope_parameters`.
+    `rope_scaling` is for layers without a window, and replaces single keys of their `rope_parameters`. As in
+    transformers, only these objects may have `original_max_position_embeddings`.
     """
-    new = object_of(config, "rope_parameters")
+    new, old = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")
     unknown = set(new) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ModelError(f"rope_parameters: {sorted(unknown)[0]!r} is not supported for {family.value!r}")
-    full = object_of(new, "full_attention") | object_of(config, "rope_scaling")
+    full = (object_of(new, "full_attention") if new else {"rope_type": "default"}) | old
     sliding = object_of(new, "sliding_attention")
     if sliding.get("rope_theta") is None:
-        key = "rope_local_base_freq" if family is Family.GEMMA3 else "rope_theta"
-        sliding["rope_theta"] = positive_of(config, key, DEFAULTS[family][key])
+        sliding["rope_theta"] = _theta_within_windows(config, family)
+    rest = {key: value for key, value in config.items() if key != "original_max_position_embeddings"}
     return {
-        kind: _rope(values, config, family, head_dim, max_length, max_length)
+        kind: _rope(values, rest, family, head_dim, max_length, max_length)
         for kind, values in (("full_attention", full), ("sliding_attention", sliding))
     }
+
+
+def _theta_within_windows(config: Mapping[str, Any], family: Family) -> float:
+    """The base of the angles in layers with a window, if their `rope_parameters` name none.
+
+    transformers reads OLMo 3's `rope_theta` only for the other layers.
+    """
+    key = "rope_local_base_freq" if family is Family.GEMMA3 else "rope_theta"
+    default: float = DEFAULTS[family][key]
+    theta = positive_of(config, key, default)
+    if family is Family.OLMO3 and theta != default:
+        raise ModelError(
+            f"rope_theta {theta:g} would be lost in layers with a window, for which transformers takes {default:g}; "
+            "give full_attention and sliding_attention in rope_parameters their own rope_theta"
+        )
+    return theta
 
 
 def _check_nothing_is_lost(

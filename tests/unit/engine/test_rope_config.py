@@ -27,6 +27,7 @@ GEMMA3 = BASE | {
     "model_type": "gemma3_text",
     "layer_types": ["sliding_attention", "full_attention"],
 }
+OLMO3 = GEMMA3 | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 
 
@@ -109,6 +110,41 @@ def test_two_types_of_one_rotation_are_refused(tmp_path: Path) -> None:
         ModelError, match=r"rope_type \('default'\) and type \('linear'\) of a rotation must be eq"
     ):
         read(tmp_path, GEMMA3, rope_parameters=saved, rope_scaling={"type": "linear", "factor": 8.0})
+
+
+@pytest.mark.parametrize("config", [GEMMA3, OLMO3], ids=["gemma3", "olmo3"])
+def test_the_old_name_of_a_type_is_refused_where_transformers_ignores_it(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        ModelError, match=r"rope_type \('default'\) and type \('linear'\) of a rotation must be eq"
+    ):
+        read(tmp_path, config, rope_scaling={"type": "linear", "factor": 8.0})
+    assert theirs(tmp_path)["full_attention"]["rope_type"] == "default"
+
+
+@pytest.mark.parametrize("config", [GEMMA3, OLMO3], ids=["gemma3", "olmo3"])
+def test_the_original_length_beside_rotations_of_kinds_of_layers_has_no_effect(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """As in transformers."""
+    for scaling, original in ((YARN, 256), ({"rope_type": "yarn", "factor": 4.0}, 1024)):
+        _, full = read(tmp_path, config, rope_scaling=scaling, original_max_position_embeddings=64).ropes
+        assert full is not None
+        assert full.original_max_position_embeddings == original
+        assert theirs(tmp_path)["full_attention"]["original_max_position_embeddings"] == original
+
+
+def test_a_base_of_olmo_3_that_its_windows_would_lose_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match="rope_theta 10000 would be lost in layers with a window, for which tran"
+    ):
+        read(tmp_path, OLMO3, rope_theta=1e4)
+    assert [theirs(tmp_path)[kind]["rope_theta"] for kind in OLMO3["layer_types"]] == [5e5, 1e4]
+    kinds = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in OLMO3["layer_types"]}
+    ropes = read(tmp_path, OLMO3, rope_theta=1e4, rope_parameters=kinds).ropes
+    assert [rope.theta for rope in ropes if rope is not None] == [1e4, 1e4]
+    assert theirs(tmp_path) == kinds
 
 
 def test_yarn_s_turns_of_zero_mean_its_own(tmp_path: Path) -> None:
