@@ -225,7 +225,7 @@ def _minimax(config: dict[str, Any]) -> None:
     """Makes `partial_rotary_factor` from `rotary_dim`, as transformers does, and refuses other MiniMax models."""
     refuse_other(config, "qk_norm_type", "per_layer")
     refuse_other(config, "use_routing_bias", True)
-    if config.get("rotary_dim") is not None and config.get("partial_rotary_factor") is None:
+    if config.get("rotary_dim") is not None and "partial_rotary_factor" not in config:
         config["partial_rotary_factor"] = count_of(config, "rotary_dim") / count_of(config, "head_dim")
 
 

@@ -28,6 +28,7 @@ GEMMA3 = BASE | {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 OLMO3 = GEMMA3 | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
+MINIMAX = BASE | {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 
 
@@ -179,3 +180,24 @@ def test_numbers_that_cannot_be_are_named(tmp_path: Path, rotation: object, mess
     with pytest.raises(ModelError) as raised:
         read(tmp_path, QWEN3, rope_scaling=rotation)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"rotary_dim": 4},
+        {"rotary_dim": 4, "partial_rotary_factor": 0.5},
+        {"rotary_dim": 4, "partial_rotary_factor": None},
+        {"rotary_dim": 4, "rope_scaling": YARN},
+        {"rotary_dim": 4, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+    ],
+    ids=str,
+)
+def test_minimax_rotates_as_much_of_a_head_as_in_transformers(
+    tmp_path: Path, overrides: dict[str, Any]
+) -> None:
+    rope, _ = read(tmp_path, MINIMAX, **overrides).ropes
+    assert rope is not None
+    share = theirs(tmp_path).get("partial_rotary_factor", 1.0)
+    assert (rope.rotary_dim or BASE["head_dim"]) == BASE["head_dim"] * share
