@@ -97,7 +97,20 @@ def replaced(config: dict[str, Any], path: tuple[str, ...], value: object) -> di
 
 
 @pytest.mark.parametrize(
-    "name", ["granite", "smollm3", "phi3", "gemma3", "gpt oss", "deepseek v3", "qwen3 moe"]
+    "name",
+    [
+        "granite",
+        "smollm3",
+        "phi3",
+        "olmo3",
+        "gemma3",
+        "gpt oss",
+        "deepseek v3",
+        "qwen3 moe",
+        "minimax m2",
+        "glm4 moe",
+        "glm4 moe lite",
+    ],
 )
 def test_wrong_values_under_every_key(tmp_path: Path, name: str) -> None:
     config = config_of(CASES[name])

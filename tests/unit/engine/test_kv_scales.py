@@ -17,6 +17,7 @@ from engine.layers.fp8 import FP8, saturate
 from engine.layers.paged_attention import TorchStepAttention
 from engine.layers.scaled_attention import KVScale
 from engine.loading.loader import LoadedModel, load_model
+from tests.factories.families import GLM4_MOE, MINIMAX_M2
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 from tests.factories.threaded_ranks import on_ranks
@@ -31,8 +32,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9},
     "olmo2": {},
+    "minimax_m2": MINIMAX_M2,
+    "glm4_moe": {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True},
 }
-"""Two norm each head of keys, which would undo a factor, and one norms all heads together."""
+"""Three norm each head of keys, which would undo a factor, and two norm all heads together. The last two reorder the
+norms' weights, since they rotate a part of a head."""
 
 
 def add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
