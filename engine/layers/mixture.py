@@ -1,7 +1,7 @@
 """A mixture of experts: chooses each row's experts, computes one expert after another; knows no checkpoint.
 
 Shape suffixes: T tokens of a step, X experts, G groups of experts, K experts of a token, P pairs of a token and one of
-its experts, E hidden size.
+its experts, R those of one expert, E hidden size, I intermediate size of an expert.
 """
 
 import math
@@ -13,8 +13,28 @@ import torch
 from engine.layers.backend import Activations, ExpertRouter, LinearLayer
 from engine.mixture_config import LEAST_SUM, Mixture
 
-SumPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""`sum_pairs`, or another function that does the same."""
+
+class Pairs:
+    """The inputs and the results of pairs, by torch."""
+
+    def inputs(self, x_TE: torch.Tensor, tokens_P: torch.Tensor) -> torch.Tensor:
+        """P x E: each pair's row of `x_TE`."""
+        return x_TE[tokens_P]
+
+    def results(self, x_PE: torch.Tensor) -> torch.Tensor:
+        """Uninitialized memory of the shape and type of `x_PE`."""
+        return torch.empty_like(x_PE)
+
+    def project(self, down: LinearLayer, x_RI: Activations, y_RE: torch.Tensor) -> None:
+        """Writes `down(x_RI)` to `y_RE`."""
+        y_RE.copy_(down(x_RI))
+
+    def sums(
+        self, y_PE: torch.Tensor, tokens_P: torch.Tensor, weights_P: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        """T x E: the weighted sum of each token's pairs, added in the order of the pairs in float32."""
+        sums_TE = torch.zeros(num_tokens, y_PE.shape[1], dtype=torch.float32, device=y_PE.device)
+        return sums_TE.index_add_(0, tokens_P, y_PE * weights_P.unsqueeze(1)).to(y_PE.dtype)
 
 
 class LoopedMixture:
@@ -30,7 +50,7 @@ class LoopedMixture:
         choice: "ExpertChoice",
         experts: Sequence[tuple[LinearLayer, LinearLayer]],
         gated: Callable[[LinearLayer, torch.Tensor], Activations],
-        sum_pairs: SumPairs,
+        pairs: Pairs,
         here: range | None = None,
     ) -> None:
         """`experts`: for each expert, the projection to gate and up, and the projection back (down).
@@ -41,7 +61,7 @@ class LoopedMixture:
         self._choice = choice
         self._experts = experts
         self._gated = gated
-        self._sum_pairs = sum_pairs
+        self._pairs = pairs
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         experts_TK, weights_TK = self._choice(x_TE)
@@ -52,12 +72,13 @@ class LoopedMixture:
             return torch.zeros_like(x_TE)
         order_P = order_P[begin:end]
         tokens_P, weights_P = order_P // experts_TK.shape[1], weights_TK.flatten()[order_P]
-        x_PE, y_PE = x_TE[tokens_P], []
+        x_PE = self._pairs.inputs(x_TE, tokens_P)
+        y_PE = self._pairs.results(x_PE)
         for number, (gate_up, down) in zip(self._here, self._experts, strict=True):
-            pairs = slice(firsts[number] - begin, firsts[number + 1] - begin)
-            if pairs.start < pairs.stop:
-                y_PE.append(down(self._gated(gate_up, x_PE[pairs])))
-        return self._sum_pairs(torch.cat(y_PE), tokens_P, weights_P, len(x_TE))
+            own = slice(firsts[number] - begin, firsts[number + 1] - begin)
+            if own.start < own.stop:
+                self._pairs.project(down, self._gated(gate_up, x_PE[own]), y_PE[own])
+        return self._pairs.sums(y_PE, tokens_P, weights_P, len(x_TE))
 
     def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
         del x_TE, residual_TE
@@ -116,11 +137,3 @@ def _within_best_groups(ranked_TX: torch.Tensor, mixture: Mixture) -> torch.Tens
     is_hidden_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(-1, best_TG, value=False)
     visible_TGX: torch.Tensor = ranked_TGX.masked_fill(is_hidden_TG.unsqueeze(-1), -math.inf)
     return visible_TGX.flatten(-2)
-
-
-def sum_pairs(
-    y_PE: torch.Tensor, tokens_P: torch.Tensor, weights_P: torch.Tensor, num_tokens: int
-) -> torch.Tensor:
-    """T x E: the weighted sum of each token's pairs, added in the order of the pairs in float32."""
-    sums_TE = torch.zeros(num_tokens, y_PE.shape[1], dtype=torch.float32, device=y_PE.device)
-    return sums_TE.index_add_(0, tokens_P, y_PE * weights_P.unsqueeze(1)).to(y_PE.dtype)

@@ -12,6 +12,7 @@ from engine.activation import Activation, Gate
 from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
+from engine.layers.mixture import Pairs
 from engine.layers.native_linear import NativeLinear
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.workspace import Workspace
@@ -19,6 +20,34 @@ from engine.native.elementwise import ElementwiseKernels
 from engine.native.products import Products
 
 CPU = torch.device("cpu")
+
+
+class NativePairs(Pairs):
+    """The same in reused memory, summed by a kernel."""
+
+    def __init__(self, kernels: ElementwiseKernels) -> None:
+        self._kernels = kernels
+        self._inputs, self._results = Workspace(CPU), Workspace(CPU)
+
+    def inputs(self, x_TE: torch.Tensor, tokens_P: torch.Tensor) -> torch.Tensor:
+        x_PE = self._inputs.borrow(x_TE.dtype, len(tokens_P), x_TE.shape[1])
+        return torch.index_select(x_TE, 0, tokens_P, out=x_PE)
+
+    def results(self, x_PE: torch.Tensor) -> torch.Tensor:
+        return self._results.borrow(x_PE.dtype, *x_PE.shape)
+
+    def project(self, down: LinearLayer, x_RI: Activations, y_RE: torch.Tensor) -> None:
+        if isinstance(down, NativeLinear):
+            down.store(x_RI, y_RE)
+        else:
+            super().project(down, x_RI, y_RE)
+
+    def sums(
+        self, y_PE: torch.Tensor, tokens_P: torch.Tensor, weights_P: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        out_TE = y_PE.new_empty(num_tokens, y_PE.shape[1])
+        self._kernels.sum_pairs(y_PE, tokens_P, weights_P, out_TE)
+        return out_TE
 
 
 class NativeBackend(TorchBackend):
@@ -32,8 +61,8 @@ class NativeBackend(TorchBackend):
         self.library = library
         self._kernels = ElementwiseKernels(library)
         self._products = Products(library)
+        self.pairs = NativePairs(self._kernels)
         self._embedded, self._normed, self._gated = Workspace(CPU), Workspace(CPU), Workspace(CPU)
-        self._summed = Workspace(CPU)
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         if isinstance(weight_OI, GroupedWeight):
@@ -77,14 +106,6 @@ class NativeBackend(TorchBackend):
         out_TI = self._gated.borrow(gate_up_TM.dtype, len(gate_up_TM), gate_up_TM.shape[1] // 2)
         self._kernels.gate_mul(gate_up_TM, gate, out_TI)
         return out_TI
-
-    def sum_pairs(
-        self, y_PE: torch.Tensor, tokens_P: torch.Tensor, weights_P: torch.Tensor, num_tokens: int
-    ) -> torch.Tensor:
-        sums_TE = self._summed.borrow(torch.float32, num_tokens, y_PE.shape[1])
-        out_TE = y_PE.new_empty(num_tokens, y_PE.shape[1])
-        self._kernels.sum_pairs(y_PE, tokens_P, weights_P, sums_TE, out_TE)
-        return out_TE
 
     def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
         if isinstance(linear, NativeLinear):

@@ -89,8 +89,12 @@ class NativeLinear:
     def __call__(self, x_TI: Activations) -> torch.Tensor:
         assert isinstance(x_TI, torch.Tensor), "8-bit activations are for 8-bit products"
         y_TO = x_TI.new_empty(len(x_TI), self.num_outputs)
-        self._multiply(x_TI, y_TO, STORE)
+        self.store(x_TI, y_TO)
         return y_TO
+
+    def store(self, x_TI: Activations, y_TO: torch.Tensor) -> None:
+        """Writes the product to `y_TO`."""
+        self._multiply(x_TI, y_TO, STORE)
 
     def add_(self, y_TO: torch.Tensor, x_TI: Activations) -> None:
         """Adds the product in place."""

@@ -1,7 +1,6 @@
 """TorchBackend: the parts of a decoder layer in plain torch, for any device that torch knows.
 
-Shape suffixes: T tokens of a step, P pairs of a token and one of its experts, E hidden size, V vocabulary, I
-intermediate size, M = 2 x I.
+Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate size, M = 2 x I.
 """
 
 from collections.abc import Iterable
@@ -25,12 +24,15 @@ from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Fp8Linear, GroupedLinear, Linear
 from engine.layers.merged_linear import merged_linear
-from engine.layers.mixture import ExpertChoice, LoopedMixture, sum_pairs
+from engine.layers.mixture import ExpertChoice, LoopedMixture, Pairs
 from engine.mixture_config import Mixture
 
 
 class TorchBackend:
     """Satisfies `engine.layers.backend.Backend`."""
+
+    pairs = Pairs()
+    """Of all mixtures' layers, which run one after another."""
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         if isinstance(weight_OI, GroupedWeight):
@@ -59,15 +61,8 @@ class TorchBackend:
             )
             for expert in experts
         ]
-        return LoopedMixture(
-            choice, layers, partial(self.gated, gate=mixture.activation), self.sum_pairs, here
-        )
-
-    def sum_pairs(
-        self, y_PE: torch.Tensor, tokens_P: torch.Tensor, weights_P: torch.Tensor, num_tokens: int
-    ) -> torch.Tensor:
-        """See `engine.layers.mixture.sum_pairs`."""
-        return sum_pairs(y_PE, tokens_P, weights_P, num_tokens)
+        gated = partial(self.gated, gate=mixture.activation)
+        return LoopedMixture(choice, layers, gated, self.pairs, here)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is None, "without a device sampler the host knows all tokens"

@@ -163,29 +163,26 @@ void baton_embed(int64_t element_bytes, const int64_t *ids_T, const void *weight
     }, parts_for_guests(num_tokens * 2 * row_bytes));
 }
 
-// out_TE[t] = the sum of weights_P[p] x y_PE[p] over the pairs p of token t, in the order of the pairs. `sums_TE` is
-// scratch memory. Threads divide the columns, so each token's pairs stay in their order.
-void baton_sum_pairs(int64_t type, const void *y_PE, const int64_t *tokens_P, const float *weights_P, float *sums_TE,
-                     void *out_TE, int64_t num_pairs, int64_t num_tokens, int64_t width, int num_threads) {
+// out_TE[t] = the sum of weights_P[p] x y_PE[p] over the pairs p of token t, in the order of the pairs.
+void baton_sum_pairs(int64_t type, const void *y_PE, const int64_t *tokens_P, const float *weights_P, void *out_TE,
+                     int64_t num_pairs, int64_t num_tokens, int64_t width, int num_threads) {
+    std::vector<int64_t> ends(num_tokens), by_token(num_pairs);
+    for (int64_t p = 0; p < num_pairs; ++p) ++ends[tokens_P[p]];
+    std::partial_sum(ends.begin(), ends.end(), ends.begin());
+    for (int64_t p = num_pairs; p-- > 0;) by_token[--ends[tokens_P[p]]] = p;  // now `ends` are the tokens' first pairs
+    ends.push_back(num_pairs);
     with_type(type, [&](auto *element) {
         using Element = std::remove_pointer_t<decltype(element)>;
-        const int64_t num_lanes = (width + LANES - 1) / LANES;
-        parallel_for(num_lanes, rows_per_grain((num_pairs + num_tokens) * LANES), num_threads, [&](int64_t begin, int64_t end) {
-            const int64_t first = begin * LANES, last = std::min(end * LANES, width);
-            for (int64_t t = 0; t < num_tokens; ++t) std::fill(sums_TE + t * width + first, sums_TE + t * width + last, 0.0f);
-            for (int64_t p = 0; p < num_pairs; ++p) {
-                const Element *y = static_cast<const Element *>(y_PE) + p * width;
-                float *sum = sums_TE + tokens_P[p] * width;
-                const Floats weight = all(weights_P[p]);
-                for (int64_t i = first; i < last; i += LANES) {
-                    const int64_t left = last - i;
-                    store_some(sum + i, fused(load_some(y + i, left), weight, load_some(sum + i, left)), left);
+        const Element *y = static_cast<const Element *>(y_PE);
+        parallel_for(num_tokens, rows_per_grain(width), num_threads, [&](int64_t begin, int64_t end) {
+            for (int64_t t = begin; t < end; ++t) {
+                const int64_t *first = by_token.data() + ends[t], *last = by_token.data() + ends[t + 1];
+                for (int64_t i = 0; i < width; i += LANES) {
+                    Floats sum = {};
+                    for (const int64_t *p = first; p < last; ++p)
+                        sum = fused(load_some(y + *p * width + i, width - i), all(weights_P[*p]), sum);
+                    store_some(static_cast<Element *>(out_TE) + t * width + i, sum, width - i);
                 }
-            }
-            for (int64_t t = 0; t < num_tokens; ++t) {
-                const float *sum = sums_TE + t * width;
-                Element *out = static_cast<Element *>(out_TE) + t * width;
-                for (int64_t i = first; i < last; i += LANES) store_some(out + i, load_some(sum + i, last - i), last - i);
             }
         }, parts_for_guests((num_pairs + num_tokens) * width * sizeof(Element)));
     });

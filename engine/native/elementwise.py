@@ -40,7 +40,7 @@ class ElementwiseKernels:
         self._embed = library.baton_embed
         self._embed.argtypes = (number, *(address,) * 3, *(number,) * 4, ctypes.c_int)
         self._sum_pairs = library.baton_sum_pairs
-        self._sum_pairs.argtypes = (number, *(address,) * 5, *(number,) * 3, ctypes.c_int)
+        self._sum_pairs.argtypes = (number, *(address,) * 4, *(number,) * 3, ctypes.c_int)
         gates = (*self._gate_mul.values(), self._swiglu_mul)
         for function in (self._add_rms_norm, self._add_normed, *gates, self._embed, self._sum_pairs):
             function.restype = None
@@ -117,17 +117,11 @@ class ElementwiseKernels:
         )
 
     def sum_pairs(
-        self,
-        y_PE: torch.Tensor,
-        tokens_P: torch.Tensor,
-        weights_P: torch.Tensor,
-        sums_TE: torch.Tensor,
-        out_TE: torch.Tensor,
+        self, y_PE: torch.Tensor, tokens_P: torch.Tensor, weights_P: torch.Tensor, out_TE: torch.Tensor
     ) -> None:
         """Writes the weighted sum of each token's pairs, added in the order of the pairs in float32.
 
-        `tokens_P` (int64): the token of each pair. `weights_P` and `sums_TE` (float32): the weight of each pair, and
-        scratch memory.
+        `tokens_P` (int64): the token of each pair. `weights_P` (float32): the weight of each pair.
         """
         assert y_PE.is_contiguous()
         assert weights_P.is_contiguous()
@@ -136,7 +130,6 @@ class ElementwiseKernels:
             y_PE.data_ptr(),
             tokens_P.data_ptr(),
             weights_P.data_ptr(),
-            sums_TE.data_ptr(),
             out_TE.data_ptr(),
             len(y_PE),
             *out_TE.shape,

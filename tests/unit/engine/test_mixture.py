@@ -19,7 +19,7 @@ from engine.activation import ClampedSwiglu
 from engine.layers.backend import Backend, Expert, ExpertRouter, LinearLayer, Matrix, MixtureLayer
 from engine.layers.fp8 import quantize_rows
 from engine.layers.grouped_weight import GroupedWeight
-from engine.layers.mixture import route, sum_pairs
+from engine.layers.mixture import Pairs, route
 from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import load_model
@@ -215,10 +215,10 @@ def test_our_kernel_sums_pairs_as_torch_does(dtype: torch.dtype, width: int, num
     before, sums = torch.get_num_threads(), []
     for num_threads in (1, 3):
         torch.set_num_threads(num_threads)
-        sums.append(native().sum_pairs(y_PE, tokens_P, weights_P, 9))
+        sums.append(native().pairs.sums(y_PE, tokens_P, weights_P, 9))
     torch.set_num_threads(before)
     assert torch.equal(*sums)
-    torch.testing.assert_close(sums[0], sum_pairs(y_PE, tokens_P, weights_P, 9))
+    torch.testing.assert_close(sums[0], Pairs().sums(y_PE, tokens_P, weights_P, 9))
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
