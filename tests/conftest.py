@@ -1,6 +1,7 @@
 """What every test may rely on."""
 
 import asyncio
+import atexit
 import gc
 import inspect
 import logging
@@ -142,8 +143,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # extension modules want to see their objects freed
+# When everything has ended: extension modules want to see their objects freed. Not before, since pytest itself looks
+# for garbage at its end, again and again.
+atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)
