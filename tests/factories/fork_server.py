@@ -4,9 +4,9 @@
     fork server       has imported everything, has one thread, and does nothing else    `_serve`
     worker            a fork of it, which runs the module as `python -m` does, and becomes a child of the test's process
 
-The worker has the command's arguments, environment, folder and files, and starts its ranks in the same way. Tests of
-how processes start must start real ones. `python -m tests.factories.fork_server MODULE ...` is `python -m MODULE ...`
-whose workers are forks.
+The worker has the command's arguments, environment, folder and files, and starts its ranks in the same way. Code that
+wants PyTorch and a process of its own may be forked, too (code.py). Tests of how processes start must start real ones.
+`python -m tests.factories.fork_server MODULE ...` is `python -m MODULE ...` whose workers are forks.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ from tests.factories.sabotage import VARIABLE, obey
 
 RANK_0 = "tests.integration.test_ranks"
 WORKERS = ("worker", "tests.factories.warm_worker", RANK_0)
-PROGRAMS = (*WORKERS, "engine.ranks.entry", "tests.factories.fake_rank")
+PROGRAMS = (*WORKERS, "engine.ranks.entry", "tests.factories.fake_rank", "tests.factories.code")
 """What is forked, if it is started as `python -m PROGRAM ...`."""
 _IMPORTED = (
     "worker.process",

@@ -9,7 +9,7 @@ import pytest
 from engine.native.library import native_library
 from tests.unit.engine.test_lent_cpus import HERE, NOWHERE, THERE, needs_two_cpus
 
-pytestmark = needs_two_cpus
+pytestmark = [needs_two_cpus, pytest.mark.usefixtures("forked_workers")]
 
 BORROWER = """
 import ctypes, mmap, os, sys, threading, time
@@ -181,7 +181,8 @@ assert borrowers == [here + 1, 0]
 )
 def test_guests(script: str, tmp_path: Path) -> None:
     assert native_library() is not None
+    command = (sys.executable, "-m", "tests.factories.code")
     subprocess.run(
-        [sys.executable, "-c", BORROWER + script, str(tmp_path), *map(str, (HERE, THERE, NOWHERE))],
+        [*command, BORROWER + script, str(tmp_path), *map(str, (HERE, THERE, NOWHERE))],
         check=True,
     )

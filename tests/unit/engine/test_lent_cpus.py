@@ -23,6 +23,8 @@ HERE, THERE = (sorted(os.sched_getaffinity(0)) * 2)[:2]
 NOWHERE = 1023
 """A CPU that no machine of ours has: of a worker that lends nothing, and runs on HERE."""
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 needs_two_cpus = pytest.mark.skipif(
     native_library() is None or HERE == THERE, reason="needs a C++ compiler and two CPUs"
 )
@@ -99,7 +101,14 @@ class Worker:
 @contextmanager
 def worker(folder: Path, cpu: int, own: int, *others: int) -> Iterator[Worker]:
     """A worker on this CPU, which lends `own`."""
-    command = [sys.executable, "-c", WORKER, str(folder), *map(str, (cpu, own, *others))]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.factories.code",
+        WORKER,
+        str(folder),
+        *map(str, (cpu, own, *others)),
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Worker(process)

@@ -40,8 +40,11 @@ ROWS = (*range(1, 21), 64, 300)
 
 @pytest.fixture(scope="module", params=SETS, ids=lambda instructions: instructions.name)
 def products(request: pytest.FixtureRequest) -> Products:
-    """Compiled anew only if their source has changed, like the machine's own. These alone are optimized as a user's: the
-    others are optimized little, which takes half the time, and use the same instructions."""
+    """Compiled anew only if their source has changed, like the machine's own.
+
+    These alone are optimized as a user's. The others are optimized little, which takes half the time, and use the same
+    instructions.
+    """
     if request.param == MACHINES:
         return Products(cast("ctypes.CDLL", native_library()))
     assert request.config.cache is not None
