@@ -38,6 +38,7 @@ def _patch_lang_for_good(fn: Any) -> Any:
 def _block_type(element_ty: Any, shape: tuple[int, ...]) -> Any:
     made = object.__new__(tl.block_type)
     _init_block_type(made, element_ty, list(shape))
+    made.numel_and_shape = _numel_and_shape(shape)
     return made
 
 
@@ -60,7 +61,7 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle = handle
     self.type = type
     self.dtype = type.scalar
-    self.numel, self.shape = _numel_and_shape(tuple(type.shape.values) if type.is_block() else ())
+    self.numel, self.shape = type.numel_and_shape if type.is_block() else _numel_and_shape(())
 
 
 def _patch_attr_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
