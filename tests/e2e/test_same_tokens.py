@@ -35,10 +35,12 @@ Mode = Literal["disaggregated", "local"]
 MODES: tuple[Mode, ...] = ("disaggregated", "local")
 
 
-def make_config(speculation: dict[str, object] | None = None, **scheduler: object) -> BatonConfig:
+def make_config(
+    speculation: dict[str, object] | None = None, dtype: str = "float32", **scheduler: object
+) -> BatonConfig:
     return BatonConfig.from_mapping(
         {
-            "model": {"dtype": "float32", "quantization": "none"},
+            "model": {"dtype": dtype, "quantization": "none"},
             "engine": {"num_threads": 1, "kv_cache_memory_mib": 256},
             "scheduler": {"max_num_batched_tokens": 128, **scheduler},
             "speculation": speculation or {},

@@ -15,6 +15,7 @@ from gateway.client import GatewayError
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.model import ServedModel
 from tests.e2e.test_same_tokens import MODES, make_config
+from tests.e2e.tool_calls import DTYPE
 from tests.factories.local_cluster import LocalCluster, local_cluster
 
 pytestmark = pytest.mark.slow
@@ -38,7 +39,7 @@ def test_c13_an_answer_matches_its_grammar_and_what_is_no_grammar_is_the_clients
     """In every mode. After a wrong grammar, the next request is served."""
 
     async def run() -> None:
-        async with local_cluster(make_config(), smollm2) as cluster:
+        async with local_cluster(make_config(dtype=DTYPE), smollm2) as cluster:
             await check_answers_match(cluster)
             for mode in MODES:
                 with pytest.raises(GatewayError, match=r"structured_output: .*unclosed group"):
