@@ -1,6 +1,7 @@
 """Compiles every kernel without a GPU, and prints what the compiler made of it.
 
-    python -m tests.kernels.compile_only [--arch 90] [--first-for 80 100] [--usual] [--json FILE] [NAME ...]
+    python -m tests.kernels.compile_only [--arch 90] [--first-for 80 100 [--first-of NAME ...]] [--usual] [--json FILE]
+                                         [NAME ...]
 
 Each module `tests/kernels/test_X.py` names real launches in `LAUNCHES`; they are run on CPU tensors with launching
 replaced by compiling, so that what is compiled is what a GPU would get: the same specializations and the same options.
@@ -197,6 +198,9 @@ def main() -> int:
         default=(),
         help="architectures for the first launch of each module",
     )
+    parser.add_argument(
+        "--first-of", nargs="*", default=(), help="beginnings of names of those first launches; all without"
+    )
     parser.add_argument("--usual", action="store_true", help="without the rare launches of each module")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -204,7 +208,9 @@ def main() -> int:
     wanted = [(arch, False) for arch in options.arch] + [(arch, True) for arch in options.first_for]
     for arch, only_first in wanted:
         launches_by_name = chosen(
-            options.names, only_first=only_first, only_usual=options.usual and not only_first
+            options.first_of if only_first and options.first_of else options.names,
+            only_first=only_first,
+            only_usual=options.usual and not only_first,
         )
         if arch < FIRST_WITH_FLOAT8:
             launches_by_name = {name: each for name, each in launches_by_name.items() if "float8" not in name}
