@@ -1,6 +1,7 @@
 """Serves requests of every kind as on a GPU, and prints which kernels would have been compiled while they waited.
 
-    python -m tests.kernels.serving [--architecture NAME] [--no-graphs] [--fp8] [--one-at-once] [--next ...]
+    python -m tests.kernels.serving [--architecture NAME] [--no-graphs] [--fp8] [--one-at-once]
+                                     [--requests 150] [--next ...]
 
 Nothing is compiled, and nothing runs: each kernel that Triton lacks is noted, and replaced by a stand-in. Tokens are
 arbitrary memory. Prints a JSON object for each case: how many kernels the rehearsal and the recording needed, and the
@@ -42,7 +43,6 @@ from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 
 CPU = torch.device("cpu")
-NUM_REQUESTS = 150
 CONFIG = SchedulerConfig(
     max_model_len=1024,
     max_num_seqs=32,
@@ -98,7 +98,7 @@ def noting_what_is_wanted(device: int = 90) -> Iterator[list[str]]:
         JITFunction._do_compile = do_compile
 
 
-def serve(runner: ModelRunner, config: SchedulerConfig, kv_groups: KVGroups) -> None:
+def serve(runner: ModelRunner, config: SchedulerConfig, kv_groups: KVGroups, num_requests: int) -> None:
     """Requests of all lengths, one by one and many at once, more than there are blocks for."""
     core = EngineCore(
         Scheduler(config, KVConnectorScheduler(config.block_size, kv_groups), kv_groups=kv_groups),
@@ -109,7 +109,7 @@ def serve(runner: ModelRunner, config: SchedulerConfig, kv_groups: KVGroups) -> 
         SystemClock(),
     )
     rng = random.Random(0)
-    requests = iter(range(NUM_REQUESTS))
+    requests = iter(range(num_requests))
     while (left := [*zip(range(rng.choice((1, 2, 5, 17, 40))), requests, strict=False)]) != []:
         for _, number in left:
             prompt = tuple(rng.randrange(300) for _ in range(rng.choice((1, 2, 3, 17, 60, 150, 900))))
@@ -133,6 +133,7 @@ def play(arguments: Sequence[str], device: int) -> dict[str, Any]:
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--one-at-once", action="store_true")
+    parser.add_argument("--requests", type=int, default=150)
     options = parser.parse_args(arguments)
     config = CONFIG.model_copy(update={"max_num_seqs": 1}) if options.one_at_once else CONFIG
     with tempfile.TemporaryDirectory() as folder, noting_what_is_wanted(device) as wanted:
@@ -159,7 +160,7 @@ def play(arguments: Sequence[str], device: int) -> dict[str, Any]:
             parts.record(Repeats())
         runner = parts.runner(pool, CONFIG.num_swap_blocks or 0)
         num_rehearsed = len(wanted)
-        serve(runner, config, parts.forward.groups)
+        serve(runner, config, parts.forward.groups, options.requests)
     return {"rehearsed": num_rehearsed, "late": [*by_check, *wanted[num_rehearsed:]]}
 
 

@@ -156,7 +156,8 @@ def test_kernels_of_a_decode_step_wait_for_the_one_before_them(compiled: Compile
     assert all(kernel["before_wait"] is None for kernel in of_arch(compiled, 80)), "there is no such launch"
 
 
-SERVED = (("--no-graphs",), ("--fp8",), ("--no-graphs", "--one-at-once"))
+SERVED = (("--no-graphs",), ("--fp8",), ("--no-graphs", "--one-at-once", "--requests", "50"))
+"""One at once, they take longest; fifty have every length and every kind of sampling."""
 SERVED_BY_HAND = tuple(
     ("--no-graphs", f"--architecture={name}") for name in ("mixtral", "gpt_oss", "deepseek_v3", "qwen2")
 )
