@@ -16,7 +16,8 @@ REQUESTS ?= 20000
 EXAMPLES ?= 500
 # Tests of which `make test` leaves out cases that are near others, beside those of kernels. Other tests marked by_hand are
 # run by hand.
-BY_HAND := $(addprefix tests/e2e/test_,poison.py quantized_tokens.py same_tokens.py tensor_parallel.py worker_faults.py) \
+BY_HAND := $(addprefix tests/e2e/test_,poison.py quantized_tokens.py same_tokens.py scheduler_modes.py \
+	tensor_parallel.py worker_faults.py) \
 	tests/integration/test_examples.py tests/simulation tests/unit/engine/test_native_linear.py
 CHAOS ?=
 HOSTILE ?=
