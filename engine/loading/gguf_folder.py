@@ -55,6 +55,10 @@ KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }
 """Keys that change what a model computes. With the listed values they change nothing; other values are
 refused."""
+MAX_EXPERTS = 4096
+"""Most experts of a layer. llama.cpp has at most 512."""
+EXPERTS = "_exps."
+"""Part of the names of tensors that have all experts of a layer."""
 KEYS_READ = {"gemma3": ("final_logit_softcapping",), "qwen3moe": ("expert_count",)}
 """The keys of these that an architecture supports with any value."""
 GEMMA3_PATTERN = 6
@@ -145,12 +149,23 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
         config["sliding_window"] = window
     if name == "qwen3moe":
         config |= {
-            "num_experts": _size(file, f"{name}.expert_count"),
+            "num_experts": _size(file, f"{name}.expert_count", most=MAX_EXPERTS),
             "num_experts_per_tok": _size(file, f"{name}.expert_used_count"),
             "moe_intermediate_size": _size(file, f"{name}.expert_feed_forward_length"),
             "norm_topk_prob": True,  # llama.cpp has it in its code
         }
+    _check_experts(file, config.get("num_experts", 0))
     return _gemma3(file, config) if name == "gemma3" else config
+
+
+def _check_experts(file: GgufFile, num_experts: int) -> None:
+    """ModelError if a tensor that has all experts of a layer does not have this number of them."""
+    for name, tensor in file.tensors.items():
+        if EXPERTS in name and (len(tensor.shape) != 3 or tensor.shape[0] != num_experts):
+            raise ModelError(
+                f"{file.path}: tensor {name} has shape {list(tensor.shape)}, but the metadata implies "
+                f"{num_experts} experts, a matrix each"
+            )
 
 
 def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:

@@ -214,8 +214,8 @@ def _mapped(path: Path) -> torch.Tensor:
 
 
 def _kind(tensor: GgufTensor) -> str:
-    """`blk.3.attn_q.weight` -> `attn_q`."""
-    return tensor.name.split(".")[-2]
+    """`blk.3.attn_q.weight` -> `attn_q`; empty if the name has no dots."""
+    return tensor.name.rpartition(".")[0].rpartition(".")[2]
 
 
 def _floats(matrix: Matrix) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from engine.loading.demands import check_experts
 from engine.loading.gguf import GgufType, read_gguf
+from engine.loading.gguf_folder import EXPERTS as GGUF_EXPERTS
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.model_files import TensorEntry, indexed_files, stored_tensors
 from engine.loading.vocabulary import ROUNDED_GROUP_SIZE, StoredTable
@@ -20,8 +21,8 @@ from engine.quantization_scheme import Scheme
 BITS_OF_FLOATS = 16
 """Even for float32: a CPU keeps such weights in 16 bits if these represent them exactly, as in most checkpoints."""
 ROUNDED: dict[str | None, int] = {None: BITS_OF_FLOATS, "fp8": 8, "int8": 8, "int4": 4}
-EXPERTS, GGUF_EXPERTS = ".experts.", "_exps."
-"""Part of the names of tensors of a mixture's experts; in GGUF files such a tensor has all experts of a layer."""
+EXPERTS = ".experts."
+"""Part of the names of tensors of a mixture's experts in safetensors files."""
 _TABLES = ("model.embed_tokens", "lm_head")
 _STACK = re.compile(r"(\.experts\.(?:gate_up|down)_proj)_(blocks|scales|bias)$")
 """The end of a name of a tensor of all experts of a layer."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +295,24 @@ def test_keys_with_a_value_that_changes_nothing_are_no_obstacle(tmp_path: Path, 
     }
     describe(make_gguf(tmp_path / "m.gguf", source, **keys), tmp_path / "folder")
     assert json.loads((tmp_path / "folder" / "config.json").read_text())["num_hidden_layers"] == 1
+
+
+def test_stacks_of_experts_must_match_the_number_of_experts(tmp_path: Path) -> None:
+    """Otherwise a damaged file would keep the loader busy with experts that it does not have."""
+    model = make_model_dir(tmp_path / "model", "qwen3_moe", num_hidden_layers=1, **QWEN3_MOE)
+    stack = "blk.0.ffn_up_exps.weight"
+    for number, message in (
+        (7, r"has shape \[6, \d+, \d+\], .* 7 experts"),
+        (4097, "from 1 to 4,096, got 4,097"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            hugging_face_config(read_gguf(make_gguf(tmp_path / "m", model, qwen3moe__expert_count=number)))
+    file = read_gguf(make_gguf(tmp_path / "m", model))
+    hugging_face_config(file)
+    for shape in ((6 * 32, 64), (7, 32, 64), (2**40, 1, 1)):
+        tensors = file.tensors | {stack: replace(file.tensors[stack], shape=shape)}
+        with pytest.raises(ModelError, match=r"ffn_up_exps\.weight has shape .* implies 6 experts"):
+            hugging_face_config(replace(file, tensors=tensors))
+    dense = read_gguf(make_gguf(tmp_path / "m", make_model_dir(tmp_path / "dense", num_hidden_layers=1)))
+    with pytest.raises(ModelError, match="implies 0 experts"):
+        hugging_face_config(replace(dense, tensors=dense.tensors | {stack: file.tensors[stack]}))

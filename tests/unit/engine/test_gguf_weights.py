@@ -131,6 +131,14 @@ def test_experts_are_named_by_their_number(tmp_path: Path) -> None:
         source.check_all_taken(elsewhere=elsewhere)
 
 
+def test_a_tensor_whose_name_has_no_dots_is_another_tensor(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, num_hidden_layers=1)
+    content = (folder / "model.gguf").read_bytes()
+    (folder / "model.gguf").write_bytes(content.replace(b"output_norm.weight", b"output_norm_weight"))
+    with pytest.raises(ModelError, match=r"tensor output_norm\.weight .* is missing"):
+        load(folder)
+
+
 @torch.inference_mode()
 def logits(model: LoadedModel) -> torch.Tensor:
     """Of every position of the prompt."""
