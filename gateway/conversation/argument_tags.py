@@ -188,7 +188,7 @@ def _json(reader: Reader, begin: str, types: frozenset[str]) -> Steps[str | None
     """Reads a JSON string, object or array that begins with the character `begin`. None: there is none."""
     if begin == '"':
         text = yield from reader.json_string()
-        return None if text is None else json.dumps(text, ensure_ascii=False)
+        return None if text is None else _spaced(text)
     source = yield from reader.brackets()
     return None if source is None else _as_json(source, types)
 
@@ -213,9 +213,14 @@ def _as_json(text: str, types: frozenset[str]) -> str:
 def _spaced(value: object) -> str:
     """The value as JSON; empty if it has a number that is too large for a float."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        source = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
         return ""
+    try:
+        source.encode()
+    except UnicodeEncodeError:  # half a pair of surrogates, which only an escape can express
+        return json.dumps(value)
+    return source
 
 
 def _refuse(constant: str) -> None:

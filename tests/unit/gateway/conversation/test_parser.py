@@ -256,6 +256,9 @@ TAGGED = {
         ("['x']", "\"['x']\""),
         (" x  ", '" x  "'),
         ('"a\\"{end}"', '"a\\"{end}"'),
+        (r'"\ud83d\ude00"', '"😀"'),
+        (r'"\ud83d"', r'"\ud83d"'),
+        (r'{"a": ["\ude00"]}', r'{"a": ["\ude00"]}'),
     ],
 )
 def test_values_without_quotes_become_json_by_what_they_are(family: str, value: str, json_: str) -> None:
