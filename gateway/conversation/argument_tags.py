@@ -11,7 +11,14 @@ from baton.errors import InvalidRequest
 from gateway.conversation.call_syntax import CallWriter, GuidedTool
 from gateway.conversation.json_call import one_of
 from gateway.conversation.lark import Lark, escaped, quoted
-from gateway.conversation.listed_properties import Property, listed_properties, property_schema, value_types
+from gateway.conversation.listed_properties import (
+    TYPES,
+    Property,
+    listed_properties,
+    property_schema,
+    value_types,
+)
+from gateway.conversation.python_literals import python_literal
 from gateway.conversation.reader import Markers, Reader, Steps
 
 MAX_VALUE_CHARACTERS = 65_536
@@ -19,16 +26,6 @@ MAX_VALUE_CHARACTERS = 65_536
 MAX_MISREAD = 8
 """Most values of an answer that may begin like JSON but be none, because each is read twice."""
 MAX_KEY_CHARACTERS = 500
-_TYPES: Mapping[type, tuple[str, ...]] = {
-    str: ("string",),
-    bool: ("boolean",),
-    int: ("integer", "number"),
-    float: ("number", "integer"),
-    dict: ("object",),
-    list: ("array",),
-    type(None): ("null",),
-}
-"""The names that a schema may give to the type of a JSON value. An integer may be written as 1.0."""
 _NOT_PLAIN = frozenset(
     {
         *("pattern", "format", "minLength", "maxLength", "const"),
@@ -90,8 +87,9 @@ class ArgumentTags:
         once for an answer, not for each value."""
         if (name, key) in calls.types:
             return calls.types[name, key]
-        schema = property_schema(calls.tools.get(name), key)
-        types = None if self._is_plain(schema) else value_types(schema)
+        tool = calls.tools.get(name)
+        schema, root = property_schema(tool, key), {} if tool is None else tool.parameters
+        types = None if self._is_plain(schema) else value_types(schema, root)
         if schema:
             calls.types[name, key] = types
         return types
@@ -199,14 +197,18 @@ def _within_quotes(text: str) -> str:
 
 def _as_json(text: str, types: frozenset[str]) -> str:
     """The value as JSON. The model may have written JSON, a Python literal, or text without quotes. JSON of a type
-    that cannot be is text, if a text can be."""
+    that cannot be is text, if a text can be. A literal other than True, False and None is text, unless the schema
+    forbids text."""
     literal = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
         value = json.loads(literal, parse_constant=_refuse)
-        if "string" not in types or not types.isdisjoint(_TYPES[type(value)]):
+        if "string" not in types or not types.isdisjoint(TYPES[type(value)]):
             return _spaced(value) or literal.strip()
     except (ValueError, RecursionError):
-        pass
+        if types and "string" not in types:
+            value = python_literal(text)
+            if value is not None and not types.isdisjoint(TYPES[type(value)]):
+                return _spaced(value)
     return json.dumps(text, ensure_ascii=False)
 
 

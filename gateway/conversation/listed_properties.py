@@ -7,7 +7,8 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from gateway.conversation.call_syntax import GuidedTool
-from gateway.conversation.guided_schema import DEFINITIONS, SPACING_KEY
+from gateway.conversation.endless_schema import resolved
+from gateway.conversation.guided_schema import DEFINITIONS, REFERENCE, SPACING_KEY
 from gateway.conversation.messages import Tool
 
 _SHAPING = frozenset(
@@ -18,6 +19,20 @@ _SHAPING = frozenset(
     }
 )
 """Keywords that say more about an object than a list of properties."""
+
+
+MAX_PARTS = 1_000
+"""Most parts of a schema that `value_types` reads. A larger schema counts as one that does not list its types."""
+TYPES: Mapping[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number", "integer"),
+    dict: ("object",),
+    list: ("array",),
+    type(None): ("null",),
+}
+"""The names that a schema may give to the type of a JSON value. An integer may be written as 1.0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +77,31 @@ def property_schema(tool: Tool | None, name: str) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def value_types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """JSON's types that a value of this schema may have. Empty: the schema does not list them."""
-    kinds = schema.get("type")
-    if isinstance(kinds, str):
-        return frozenset((kinds,))
-    if isinstance(kinds, list):
-        return frozenset(kind for kind in kinds if isinstance(kind, str))
-    parts = schema.get("anyOf", schema.get("oneOf"))
-    each = (
-        [value_types(part) for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
-    )
-    return frozenset().union(*each) if all(each) else frozenset()
+def value_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
+    """JSON's types that a value of this schema may have. Empty: the schema does not list them. `root`: the schema to
+    which references refer."""
+    types: set[str] = set()
+    references: set[str] = set()
+    parts: list[Any] = [schema]
+    for part in parts:  # it grows
+        if not isinstance(part, Mapping) or len(parts) > MAX_PARTS:
+            return frozenset()
+        kinds, alternatives = part.get("type"), part.get("anyOf", part.get("oneOf"))
+        values = [part["const"]] if "const" in part else part.get("enum")
+        if isinstance(kinds, str):
+            types.add(kinds)
+        elif isinstance(kinds, list):
+            types.update(kind for kind in kinds if isinstance(kind, str))
+        elif isinstance(values, list):
+            types.update(name for kind in set(map(type, values)) for name in TYPES[kind])
+        elif isinstance(reference := part.get(REFERENCE), str):
+            if reference not in references:
+                references.add(reference)
+                parts.append(resolved(root, reference))
+        elif isinstance(alternatives, list):
+            parts += alternatives
+        elif isinstance(all_of := part.get("allOf"), list) and len(all_of) == 1:
+            parts += all_of
+        else:
+            return frozenset()
+    return frozenset(types)

@@ -1,4 +1,4 @@
-"""Reads keyword arguments of Python literals, such as `a=1, b=[None]`.
+"""Reads Python literals, and keyword arguments with such values, as in `a=1, b=[None]`.
 
 Python's own compiler is not used, because it may recurse too deep.
 """
@@ -51,6 +51,15 @@ def keyword_arguments(source: str) -> dict[str, Any] | None:
         return None
 
 
+def python_literal(source: str) -> Any:
+    """The value of a literal. None if the text is something else, is nested too deep, or has a value that JSON cannot
+    express."""
+    try:
+        return _Literals(source).literal()
+    except (ValueError, IndexError):
+        return None
+
+
 class _Literals:
     """Reads the tokens of a source. Raises ValueError or IndexError if the source is invalid."""
 
@@ -76,6 +85,12 @@ class _Literals:
             if self._at < len(self._tokens):
                 self._expect(",")
         return arguments
+
+    def literal(self) -> Any:
+        value = self._value(1)
+        if self._at < len(self._tokens):
+            raise ValueError("more than a literal")
+        return value
 
     def _value(self, depth: int) -> Any:
         kind, text = self._take()

@@ -292,12 +292,36 @@ def test_values_without_quotes_become_json_by_what_they_are(family: str, value: 
         ({"oneOf": [{"type": "string"}, {"type": "array"}]}, "[1]", "[1]"),
         ({"type": "integer"}, "1.0", "1.0"),
         ({"type": "integer"}, "x", '"x"'),
+        ({"type": "integer"}, "['x']", "\"['x']\""),
+        (
+            {"type": "array"},
+            "['x', None, '</arg_value></parameter>']",
+            '["x", null, "</arg_value></parameter>"]',
+        ),
+        ({"type": ["object", "null"]}, "{'x': 1,}", '{"x": 1}'),
+        ({"type": ["object", "null"]}, "{'x'", "\"{'x'\""),
+        ({"type": ["string", "array"]}, "['x']", "\"['x']\""),
+        ({"$ref": "#/$defs/year"}, "2024", '"2024"'),
+        ({"allOf": [{"$ref": "#/$defs/year"}]}, "2024", '"2024"'),
+        ({"anyOf": [{"$ref": "#/$defs/year"}, {"type": "null"}]}, "null", "null"),
+        ({"anyOf": [{"$ref": "#/$defs/year"}, {"$ref": "#/$defs/year"}]}, "1", '"1"'),
+        ({"anyOf": [{"$ref": "#/$defs/year"}, {"$ref": "#/$defs/unknown"}]}, "1", "1"),
+        ({"$ref": "#/$defs/itself"}, "1", "1"),
+        ({"$ref": "#/$defs/far0"}, "1", "1"),
+        ({"enum": ["1", "2", None]}, "1", '"1"'),
+        ({"enum": ["1", "2", None]}, "null", "null"),
+        ({"enum": [1, 2]}, "1", "1"),
+        ({"anyOf": [{"const": "1"}] * 1_000}, "1", "1"),
+        ({"anyOf": []}, "1", "1"),
+        ({"const": "1"}, "1", '"1"'),
     ],
 )
 def test_what_cannot_be_another_value_by_its_schema_is_a_string(
     family: str, schema: dict[str, Any], value: str, json_: str
 ) -> None:
-    tool = Tool("f", None, {"type": "object", "properties": {"a": schema}})
+    chain = {f"far{i}": {"$ref": f"#/$defs/far{i + 1}"} for i in range(3_000)}
+    definitions = {"year": {"enum": ["2024"]}, "itself": {"$ref": "#/$defs/itself"}, **chain}
+    tool = Tool("f", None, {"type": "object", "properties": {"a": schema}, "$defs": definitions})
     parts = parts_of(format_of(family), [TAGGED[family].format(value)], replace(ASKED, tools=(tool,)))
     assert calls_in(parts) == [("f", f'{{"a": {json_}}}', True)]
 
