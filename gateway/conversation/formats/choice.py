@@ -49,11 +49,6 @@ _MISTRAL = TemplateStyle(ids_are_short=True)
 _DEEPSEEK = TemplateStyle(arguments_are_text=True, has_null_content=True)
 
 
-def _glm(gap: str) -> FormatFamily:
-    shown = ("<tool_call>{function-name}", "<arg_key>{arg-key-1}</arg_key>", "<arg_value>")
-    return FormatFamily("glm", GlmCalls(gap), _NATIVE, (gap.join(shown),))
-
-
 FAMILIES = (
     FormatFamily("harmony", None, _NATIVE, (CHANNEL, MESSAGE)),
     FormatFamily("deepseek_v3", DeepSeekCalls(is_fenced=True), _DEEPSEEK, (DEEPSEEK_BEGIN, "```json")),
@@ -61,8 +56,8 @@ FAMILIES = (
     FormatFamily("mistral_named", MistralNamedCalls(), _MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
     FormatFamily("mistral", MistralCalls(), _MISTRAL, ("[TOOL_CALLS]",)),
     FormatFamily("minimax", MiniMaxCalls(), _NATIVE, (MINIMAX_BEGIN, INVOKE.rstrip('"'))),
-    _glm("\n"),
-    _glm(""),
+    FormatFamily("glm", GlmCalls("\n"), _NATIVE, ("<tool_call>", "</arg_key>\n<arg_value>")),
+    FormatFamily("glm", GlmCalls(""), _NATIVE, ("<tool_call>", "<arg_key>", "<arg_value>")),
     FormatFamily("qwen_coder", QwenCoderCalls(), _NATIVE, ("<tool_call>", "<function=", "<parameter=")),
     FormatFamily("hermes", HermesCalls(), _NATIVE, ("<tool_call>",)),
     FormatFamily("pythonic", PythonicCalls(), _NATIVE, ("[func_name",)),

@@ -46,6 +46,15 @@ def test_a_template_shows_its_family(family: str) -> None:
     assert by_template.syntax in [each.syntax for each in FAMILIES if each.name == name_of(family)]
 
 
+def test_glm_is_known_by_its_tags_however_a_template_describes_a_call() -> None:
+    for family, other in (("glm", "{name}"), ("glm 4.7", "{name}"), ("glm 4.7", "{function-name}\n  ")):
+        template = TEMPLATES[family].replace("{function-name}", other).replace("{arg-key-1}", "{key}")
+        own, found = format_of(family), answer_format_of(template, Vocabulary())
+        assert isinstance(own, ModelFormat)
+        assert isinstance(found, ModelFormat)
+        assert found.syntax is own.syntax
+
+
 def test_every_format_has_a_template_here_and_can_be_configured() -> None:
     assert {*map(name_of, TEMPLATES), "harmony"} == set(FORMAT_NAMES)
     assert len(TEMPLATES) == len(FAMILIES) - 1, "each row of the table has a template of its own"
