@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from gateway.conversation.call_syntax import CallWriter, GuidedTool
+from gateway.conversation.guided_schema import FORMATS
 from gateway.conversation.json_call import one_of
 from gateway.conversation.lark import Lark, escaped, quoted
 from gateway.conversation.listed_properties import (
@@ -28,11 +29,12 @@ MAX_MISREAD = 8
 MAX_KEY_CHARACTERS = 500
 _NOT_PLAIN = frozenset(
     {
-        *("pattern", "format", "minLength", "maxLength", "const"),
+        *("pattern", "minLength", "maxLength", "const"),
         *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref"),
     }
 )
-"""Keywords beside `type` or `enum` that limit a string: only a grammar of JSON can follow them."""
+"""Keywords beside `type` or `enum` that limit a string: only a grammar of JSON can follow them. `format` does so, too,
+if its value is one of FORMATS."""
 
 
 class ArgumentTags:
@@ -172,7 +174,7 @@ class ArgumentTags:
 
     def _is_plain(self, schema: Mapping[str, Any]) -> bool:
         """Whether a value is written without quotes: any string, or one of several listed strings."""
-        if not _NOT_PLAIN.isdisjoint(schema):
+        if not _NOT_PLAIN.isdisjoint(schema) or schema.get("format") in tuple(FORMATS):  # it may be a list
             return False
         if "enum" in schema:
             values = schema["enum"]
