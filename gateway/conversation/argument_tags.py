@@ -17,6 +17,7 @@ from gateway.conversation.listed_properties import (
     Property,
     listed_properties,
     property_schema,
+    unlisted_property,
     value_types,
 )
 from gateway.conversation.python_literals import python_literal
@@ -87,13 +88,13 @@ class ArgumentTags:
     def _types(self, calls: CallWriter, name: str, key: str) -> frozenset[str] | None:
         """What `value_types` says of an argument. None: its value has no quotes. The work on a large schema is done
         once for an answer, not for each value."""
-        if (name, key) in calls.types:
-            return calls.types[name, key]
         tool = calls.tools.get(name)
         schema, root = property_schema(tool, key), {} if tool is None else tool.parameters
+        if id(schema) in calls.types:
+            return calls.types[id(schema)]
         types = None if self._is_plain(schema) else value_types(schema, root)
         if schema:
-            calls.types[name, key] = types
+            calls.types[id(schema)] = types
         return types
 
     def _read_value(self, reader: Reader, calls: CallWriter, types: frozenset[str] | None) -> Steps[None]:
@@ -143,10 +144,12 @@ class ArgumentTags:
 
     def _arguments(self, lark: Lark, tool: GuidedTool, free: str, gap: str) -> str:
         behind_key = f"{self._key_end}{f'{gap}{self._value}' if self._value else ''}{self._padding}"
-        if tool.tool is None:
+        unlisted = None if tool.tool is None else unlisted_property(tool)
+        if tool.tool is None or unlisted is not None:
             excluded = "".join(sorted({"<", ">", self._key_end[0]}))
             key = rf"/[^{escaped(excluded)}\n]{{1,64}}/"
-            return f"( {self._marked(lark, self._key)} {key} {self._marked(lark, behind_key)} {free} )*"
+            value = free if unlisted is None else self._written_value(lark, unlisted, free, gap)
+            return f"( {self._marked(lark, self._key)} {key} {self._marked(lark, behind_key)} {value} )*"
         written = []
         for part in listed_properties(tool):
             if len(part.name) > MAX_KEY_CHARACTERS or not {"\n", self._key_end[0]}.isdisjoint(part.name):

@@ -26,8 +26,8 @@ class CallWriter:
         self.tools = {tool.name: tool for tool in tools}
         self.num_misread = 0
         """Number of values so far that the syntax had to read twice."""
-        self.types: dict[tuple[str, str], frozenset[str] | None] = {}
-        """By tool and argument, what ArgumentTags found out about the argument's values."""
+        self.types: dict[int, frozenset[str] | None] = {}
+        """By the id of an argument's schema, a part of `tools`: what ArgumentTags found out about values."""
         self._emit = emit
         self._index = -1
 

@@ -56,13 +56,18 @@ def listed_properties(guided: GuidedTool) -> list[Property]:
             f"this model writes arguments one by one, so the parameters of '{guided.name}' can only be guided if "
             f"their schema just lists properties; remove {', '.join(shaping)}",
         )
-    shared = {key: schema[key] for key in (*DEFINITIONS, SPACING_KEY) if key in schema}
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise InvalidRequest("tools", f"the parameters of '{guided.name}' are not a valid schema")
     # a set, since a list would be searched for each property
     names = {name for name in required if isinstance(name, str)}
+    shared = _shared(schema)
     return [_property(name, part, shared, name in names) for name, part in properties.items()]
+
+
+def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a tool's schema that the schema of each property needs."""
+    return {key: schema[key] for key in (*DEFINITIONS, SPACING_KEY) if key in schema}
 
 
 def _property(name: str, part: object, shared: Mapping[str, Any], is_required: bool) -> Property:
@@ -70,10 +75,21 @@ def _property(name: str, part: object, shared: Mapping[str, Any], is_required: b
     return Property(name, schema, json.dumps({**schema, **shared}, ensure_ascii=False), is_required)
 
 
+def unlisted_property(guided: GuidedTool) -> Property | None:
+    """What holds for each property of a tool that lists none, but allows some; None for other tools."""
+    schema = json.loads(guided.schema)
+    part = schema.get("additionalProperties", False)
+    if schema.get("properties") or part is False:
+        return None
+    return _property("", part, _shared(schema), False)
+
+
 def property_schema(tool: Tool | None, name: str) -> Mapping[str, Any]:
     """The schema of a tool's property. Empty if the tool or the property is unknown."""
-    properties = {} if tool is None else tool.parameters.get("properties", {})
-    schema = properties.get(name, {}) if isinstance(properties, Mapping) else {}
+    parameters = {} if tool is None else tool.parameters
+    properties = parameters.get("properties", {})
+    is_listed = isinstance(properties, Mapping) and name in properties
+    schema = properties[name] if is_listed else parameters.get("additionalProperties")
     return schema if isinstance(schema, Mapping) else {}
 
 

@@ -8,7 +8,7 @@ import pytest
 from baton.errors import InvalidRequest
 from gateway.conversation import Tool, ToolChoice, ToolUse
 from gateway.conversation.python_literals import keyword_arguments
-from tests.factories.conversations import ASKED
+from tests.factories.conversations import ASKED, calls_in, format_of, parts_of
 from tests.factories.guided import Guide
 from tests.unit.gateway.conversation.test_turn_grammar import grammar_of
 
@@ -75,3 +75,41 @@ def test_a_parameter_that_python_could_not_name_is_written_and_read_or_refused()
 def test_a_parameter_whose_name_would_end_early_is_refused(family: str, name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"tools: this model writes names .* of 'act'"):
         grammar_of(GUIDE, family, with_tool("act", {name: {"type": "string"}}, REQUIRED))
+
+
+@pytest.mark.parametrize(
+    ("others", "value", "wrong", "json_"),
+    [
+        ({"type": "string"}, "2024", None, '"2024"'),
+        ({"type": "integer"}, "2024", "x", "2024"),
+        ({"$ref": "#/$defs/year"}, '"2024"', "x", '"2024"'),
+        (True, "null", "x", "null"),
+    ],
+)
+def test_a_tool_that_lists_no_properties_may_have_others(
+    others: Any, value: str, wrong: str | None, json_: str
+) -> None:
+    schema = {"additionalProperties": others, "$defs": {"year": {"type": "string", "pattern": "^[0-9]+$"}}}
+    for family, begin, argument, end in (
+        (
+            "qwen_coder",
+            "<tool_call>\n<function=act>\n",
+            "<parameter={}>\n{}\n</parameter>\n",
+            "</function>\n</tool_call>",
+        ),
+        ("glm 4.7", "<tool_call>act", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", "</tool_call>"),
+        (
+            "minimax",
+            '<minimax:tool_call>\n<invoke name="act">\n',
+            '<parameter name="{}">{}</parameter>\n',
+            "</invoke>\n</minimax:tool_call>",
+        ),
+    ):
+        asked = replace(ASKED, tools=(Tool("act", None, schema),), tool_choice=REQUIRED)
+        grammar = grammar_of(GUIDE, family, asked)
+        call = f"{begin}{argument.format('a', value)}{argument.format('b c', value)}{end}"
+        assert GUIDE.accepts(grammar, call)
+        assert GUIDE.accepts(grammar, begin + end)
+        assert wrong is None or not GUIDE.accepts(grammar, begin + argument.format("a", wrong) + end)
+        parts = parts_of(format_of(family), [*call], asked)
+        assert calls_in(parts) == [("act", f'{{"a": {json_}, "b c": {json_}}}', True)]
