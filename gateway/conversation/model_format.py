@@ -64,11 +64,17 @@ class ModelFormat:
         syntax = (
             None if conversation.tool_choice.use is ToolUse.NONE or not conversation.tools else self.syntax
         )
-        if tags is None and syntax is None:
+        is_behind_reasoning = self._tags is not None and prompt_end.endswith(self._tags.end)
+        if tags is None and syntax is None and not is_behind_reasoning:
             return None
-        must_call = conversation.tool_choice.use is ToolUse.REQUIRED
         return TurnParser(
-            syntax, conversation.tools, tags, has_begun, is_formatted=answer is not None, must_call=must_call
+            syntax,
+            conversation.tools,
+            tags,
+            has_begun,
+            is_behind_reasoning=is_behind_reasoning,
+            is_formatted=answer is not None,
+            must_call=conversation.tool_choice.use is ToolUse.REQUIRED,
         )
 
     def _reasoning(self, prompt_end: str) -> tuple[ReasoningTags | None, bool]:

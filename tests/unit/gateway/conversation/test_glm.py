@@ -188,6 +188,15 @@ def test_prompts_begin_or_end_the_reasoning(family: str, guide: Guide) -> None:
     assert (parts.reasoning, parts.text, len(parts.calls)) == ("Hm.", "Look:", 1)
 
 
+@pytest.mark.parametrize("family", NOTATIONS)
+def test_spaces_behind_a_prompt_that_ends_the_reasoning_are_dropped(family: str) -> None:
+    """GLM-4.5 writes a newline there."""
+    for conversation in (OFF, replace(OFF, tools=())):
+        answer_format, prompt_end = thinker_and_prompt(family, conversation, Vocabulary())
+        parts = parts_of(answer_format, [*"\nHello.\n"], conversation, prompt_end)
+        assert (parts.reasoning, parts.text) == ("", "Hello.\n")
+
+
 def test_reasoning_and_results_are_given_to_the_template() -> None:
     turns = (
         replace(called(("search", '{"query": "x", "days": [1, "ü"]}')), content="Look:", reasoning="Hm."),
