@@ -16,9 +16,10 @@ REQUESTS ?= 20000
 EXAMPLES ?= 500
 # Tests of which `make test` leaves out cases that are near others, beside those of kernels. Other tests marked by_hand are
 # run by hand.
-BY_HAND := $(addprefix tests/e2e/test_,poison.py quantized_tokens.py same_tokens.py scheduler_modes.py \
+BY_HAND := $(addprefix tests/e2e/test_,config_fields.py poison.py quantized_tokens.py same_tokens.py scheduler_modes.py \
 	tensor_parallel.py worker_faults.py) \
-	tests/integration/test_examples.py tests/simulation tests/unit/engine/test_native_linear.py
+	tests/integration/test_examples.py tests/property/test_malformed_configs.py tests/simulation \
+	tests/unit/engine/test_native_linear.py
 CHAOS ?=
 HOSTILE ?=
 CLIENTS ?=

@@ -1,6 +1,7 @@
 """No field of a family's config in transformers changes logits without Baton: it is read or refused, never ignored.
 
-A new version of transformers may have new fields; this test names those that Baton does not know yet.
+A new version of transformers may have new fields; this test names those that Baton does not know yet. With a new
+version, run it for all families (`make test-all`).
 """
 
 import json
@@ -27,6 +28,18 @@ OVERRIDES: dict[Family, dict[str, Any]] = {
     Family.QWEN3: WINDOWS | {"head_dim": 16},
 }
 """Families whose models are not in `CASES`."""
+NEAR_OTHERS = (
+    Family.MISTRAL,
+    Family.QWEN2,
+    Family.MIXTRAL,
+    Family.GRANITE,
+    Family.OLMO2,
+    Family.GLM4,
+    Family.GLM4_MOE_LITE,
+    Family.GEMMA2,
+    Family.DEEPSEEK_V2,
+)
+"""Families whose fields other families have, too. `make test-all` has all."""
 NAMES = {"architectures", "model_type", "dtype", "transformers_version"}
 GENERIC = {"is_causal": True}
 """Fields that no config class declares, but transformers' code reads."""
@@ -65,7 +78,10 @@ def architecture(path: Path) -> ModelArchitecture | None:
         return None
 
 
-@pytest.mark.parametrize("family", Family)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=[pytest.mark.by_hand] if family in NEAR_OTHERS else []) for family in Family],
+)
 def test_a_field_that_changes_logits_is_read_or_refused(tmp_path: Path, family: Family) -> None:
     cases = [case.overrides for case in CASES.values() if case.family is family]
     path = make_model_dir(tmp_path, family.value, **(cases[0] if cases else OVERRIDES[family]))
