@@ -98,7 +98,10 @@ class ServeProcess:
 
         Fails with the processes that are left.
         """
-        code = self.process.wait(timeout=STOP_TIMEOUT_S)
+        try:
+            code = self.process.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end:\n{self.stderr}") from None
         self._reader.join(STOP_TIMEOUT_S)
         _, alive = psutil.wait_procs(self.descendants(), timeout=STOP_TIMEOUT_S)
         assert alive == [], f"left behind: {[(p.pid, p.cmdline()) for p in alive]}\n{self.stderr}"

@@ -31,12 +31,16 @@ def test_a_fleet_is_taken_over_and_what_died_while_the_controller_hung_leaves_no
     config: Path, address_of_ray: str
 ) -> None:
     """Neither a process nor its room, as the last test with this cluster shows."""
-    more = '"orphan_timeout_s": 300.0, "unresponsive_timeout_s": 8.0, "name": "blue"'
+    more = '"orphan_timeout_s": 300.0, "unresponsive_timeout_s": 20.0, "name": "blue"'
     config.write_text(config.read_text().replace("600.0", f"600.0, {more}"))
     arguments = (str(config), "--ray-address", address_of_ray)
     with serving(*arguments, environment=RAY_ENVIRONMENT) as serve:
         pids = {worker["pid"] for worker in serve.wait_ready()["workers"]}
         workers = [psutil.Process(pid) for pid in pids]
+        with serving(*arguments, environment=RAY_ENVIRONMENT) as second:
+            assert second.wait_gone() == 1
+            assert "a fleet named 'blue' is in use by another `baton serve`" in second.stderr
+            assert f"(process {serve.process.pid} on " in second.stderr
         with serving(*arguments, "--dtype", "bfloat16", environment=RAY_ENVIRONMENT) as other:
             assert other.wait_gone() == 1
             assert (
