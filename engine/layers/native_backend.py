@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class NativePairs(Pairs):
-    """The same in reused memory, summed by a kernel."""
+    """Pairs in reused memory; products write where a kernel sums."""
 
     def __init__(self, kernels: ElementwiseKernels) -> None:
         self._kernels = kernels

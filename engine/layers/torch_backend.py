@@ -32,7 +32,7 @@ class TorchBackend:
     """Satisfies `engine.layers.backend.Backend`."""
 
     pairs = Pairs()
-    """Of all mixtures' layers, which run one after another."""
+    """All mixtures share it, since they compute one after another."""
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         if isinstance(weight_OI, GroupedWeight):

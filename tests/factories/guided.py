@@ -4,6 +4,7 @@ import random
 
 import llguidance
 import numpy as np
+import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from baton.sampling import GrammarKind, StructuredOutput
@@ -83,3 +84,7 @@ class Guide:
         if token_id == EOS_TOKEN_ID:
             return 100.0
         return 30.0 if CLOSING & set(self.tokenizer.id_to_token(token_id) or "") else 1.0
+
+
+GUIDES = {"markers are tokens": Guide(has_markers=True), "markers are text": Guide(has_markers=False)}
+both = pytest.mark.parametrize("guide", GUIDES.values(), ids=GUIDES.keys())

@@ -26,10 +26,8 @@ from tests.factories.conversations import (
     rendered,
     written_answer,
 )
-from tests.factories.guided import Guide
+from tests.factories.guided import Guide, both
 
-GUIDES = {"markers are tokens": Guide(has_markers=True), "markers are text": Guide(has_markers=False)}
-both = pytest.mark.parametrize("guide", GUIDES.values(), ids=GUIDES.keys())
 NOTATIONS = ("glm", "glm 4.7")
 REQUIRED = replace(ASKED, tool_choice=ToolChoice(ToolUse.REQUIRED))
 OFF = replace(ASKED, reasoning=ReasoningOptions(is_enabled=False))

@@ -34,11 +34,9 @@ from tests.factories.conversations import (
     rendered,
 )
 from tests.factories.costs import expect_cost_in_proportion
-from tests.factories.guided import Guide
+from tests.factories.guided import GUIDES, Guide, both
 
 FORMAT = format_of("harmony")
-GUIDES = {"markers are tokens": Guide(has_markers=True), "markers are text": Guide(has_markers=False)}
-both = pytest.mark.parametrize("guide", GUIDES.values(), ids=GUIDES.keys())
 
 ARGUMENTS = '{"city": "Zürich", "days": 3}'
 AGAIN = "<|start|>assistant"

@@ -17,10 +17,8 @@ from tests.factories.conversations import (
     rendered,
     written_answer,
 )
-from tests.factories.guided import Guide
+from tests.factories.guided import Guide, both
 
-GUIDES = {"markers are tokens": Guide(has_markers=True), "markers are text": Guide(has_markers=False)}
-both = pytest.mark.parametrize("guide", GUIDES.values(), ids=GUIDES.keys())
 REQUIRED = replace(ASKED, tool_choice=ToolChoice(ToolUse.REQUIRED))
 CALL = """<minimax:tool_call>
 <invoke name="search">

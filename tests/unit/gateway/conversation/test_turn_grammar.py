@@ -32,10 +32,8 @@ from tests.factories.conversations import (
     parts_of,
     written_answer,
 )
-from tests.factories.guided import Guide
+from tests.factories.guided import GUIDES, Guide, both
 
-GUIDES = {"markers are tokens": Guide(has_markers=True), "markers are text": Guide(has_markers=False)}
-both = pytest.mark.parametrize("guide", GUIDES.values(), ids=GUIDES.keys())
 families = pytest.mark.parametrize("family", TEMPLATES)
 
 REQUIRED = replace(ASKED, tool_choice=ToolChoice(ToolUse.REQUIRED))
