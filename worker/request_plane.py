@@ -229,7 +229,7 @@ class RequestServer:
         if isinstance(message, Hello):
             if ended := self._sessions.on_hello(peer, message, self._running_s()):
                 self._end_requests(ended.peer, ended.reason)
-            self._send_heartbeat(peer, self._status())
+            self._send_heartbeat(peer, self._status_after_outputs())
             return
         self._sessions.count_command(peer, message)
         match message:
@@ -277,9 +277,16 @@ class RequestServer:
     def _beat(self) -> None:
         for peer in self._sessions.silent_for(self._network.peer_timeout_s, self._running_s()):
             self._forget(peer, "silent for too long")
-        status = self._status()
+        status = self._status_after_outputs()
         for peer in self._sessions.peers:
             self._send_heartbeat(peer, status)
+
+    def _status_after_outputs(self) -> WorkerStatus:
+        """The status to send next. Sends first what the engine sent before it, since nothing counts after an engine's
+        end."""
+        status = self._status()
+        self._send_outbox()
+        return status
 
     def _status(self) -> WorkerStatus:
         suspects, is_free = self._suspects.running(), self._suspects.is_free(self._running_s())

@@ -1,7 +1,8 @@
 """A worker's end of the request plane over real ZeroMQ: who may talk, what comes back, and who counts as gone."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -177,6 +178,32 @@ def test_heartbeats_count_the_outputs_before_them(server: RequestServer, gateway
     server.send(gateway.client_id, [RequestOutput(request_id="r", first_position=0, token_ids=(7,))])
     gateway.receive_outputs()
     assert gateway.receive() == Heartbeat(STATUS, 1, 1)
+
+
+def test_the_end_of_an_engine_is_told_after_its_last_outputs(sink: RecordingSink) -> None:
+    """Even where it ends while the plane is about to send a heartbeat."""
+    output = RequestOutput(request_id="r", first_position=0, token_ids=(7,))
+
+    def end() -> WorkerStatus:
+        server.send(b"\x01gateway".hex(), [output])
+        return replace(STATUS, state=WorkerState.DEAD)
+
+    current: list[Callable[[], WorkerStatus]] = [lambda: STATUS]
+    server = RequestServer(NETWORK, KEYS.request, "incarnation-1", lambda: current[0](), SystemClock())
+    server.start(sink)
+    with zmq.Context() as context:
+        gateway = GatewaySocket(context, server.address, b"\x01gateway")
+        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+        assert gateway.receive() == Heartbeat(STATUS, 1, 0)
+        current[0] = end
+        server.beat()
+        while (message := gateway.receive()) == Heartbeat(STATUS, 1, 0):
+            pass
+        assert message == Outputs((output,))
+        assert isinstance(last := gateway.receive(), Heartbeat)
+        assert last.status.state is WorkerState.DEAD
+        gateway.socket.close()
+    server.stop()
 
 
 def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: RecordingSink) -> None:
