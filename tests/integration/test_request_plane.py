@@ -185,25 +185,25 @@ def test_the_end_of_an_engine_is_told_after_its_last_outputs(sink: RecordingSink
     output = RequestOutput(request_id="r", first_position=0, token_ids=(7,))
 
     def end() -> WorkerStatus:
-        server.send(b"\x01gateway".hex(), [output])
+        plane.send(b"\x01gateway".hex(), [output])
         return replace(STATUS, state=WorkerState.DEAD)
 
     current: list[Callable[[], WorkerStatus]] = [lambda: STATUS]
-    server = RequestServer(NETWORK, KEYS.request, "incarnation-1", lambda: current[0](), SystemClock())
-    server.start(sink)
+    plane = RequestServer(NETWORK, KEYS.request, "incarnation-1", lambda: current[0](), SystemClock())
+    plane.start(sink)
     with zmq.Context() as context:
-        gateway = GatewaySocket(context, server.address, b"\x01gateway")
+        gateway = GatewaySocket(context, plane.address, b"\x01gateway")
         gateway.send(Hello("incarnation-1", "g", 1, None, 0))
         assert gateway.receive() == Heartbeat(STATUS, 1, 0)
         current[0] = end
-        server.beat()
+        plane.beat()
         while (message := gateway.receive()) == Heartbeat(STATUS, 1, 0):
             pass
         assert message == Outputs((output,))
         assert isinstance(last := gateway.receive(), Heartbeat)
         assert last.status.state is WorkerState.DEAD
         gateway.socket.close()
-    server.stop()
+    plane.stop()
 
 
 def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: RecordingSink) -> None:
