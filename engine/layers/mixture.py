@@ -3,10 +3,12 @@
 Shape suffixes: T tokens of a step, X experts, G groups of experts, K experts of a token, P pairs of a token and one of
 its experts, R those of one expert, E hidden size, I intermediate size of an expert.
 """
+# ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -14,27 +16,24 @@ from engine.layers.backend import Activations, ExpertRouter, LinearLayer
 from engine.mixture_config import LEAST_SUM, Mixture
 
 
-class Pairs:
-    """The inputs and the results of pairs, by torch."""
+@dataclass(frozen=True, slots=True)
+class SortedPairs:
+    """Pairs in the order of the experts' numbers, and of tokens for each expert."""
 
-    def inputs(self, x_TE: torch.Tensor, tokens_P: torch.Tensor) -> torch.Tensor:
-        """P x E: each pair's row of `x_TE`."""
-        return x_TE[tokens_P]
+    firsts_X: torch.Tensor
+    """int64, of X + 1: each expert's first pair, and the number of pairs."""
+    tokens_P: torch.Tensor
+    """int64."""
+    weights_P: torch.Tensor
 
-    def results(self, x_PE: torch.Tensor) -> torch.Tensor:
-        """Uninitialized memory of the shape and type of `x_PE`."""
-        return torch.empty_like(x_PE)
 
-    def project(self, down: LinearLayer, x_RI: Activations, y_RE: torch.Tensor) -> None:
-        """Writes `down(x_RI)` to `y_RE`."""
-        y_RE.copy_(down(x_RI))
-
-    def sums(
-        self, y_PE: torch.Tensor, tokens_P: torch.Tensor, weights_P: torch.Tensor, num_tokens: int
-    ) -> torch.Tensor:
-        """T x E: the weighted sum of each token's pairs, added in the order of the pairs in float32."""
-        sums_TE = torch.zeros(num_tokens, y_PE.shape[1], dtype=torch.float32, device=y_PE.device)
-        return sums_TE.index_add_(0, tokens_P, y_PE * weights_P.unsqueeze(1)).to(y_PE.dtype)
+def sorted_pairs(experts_TK: torch.Tensor, weights_TK: torch.Tensor, here: range) -> SortedPairs:
+    """The pairs with the experts `here`."""
+    experts_P, order_P = experts_TK.flatten().sort(stable=True)
+    numbers_X = torch.arange(here.start, here.stop + 1, device=experts_P.device)
+    firsts_X = torch.searchsorted(experts_P, numbers_X)
+    order_P = order_P[firsts_X[0] : firsts_X[-1]]
+    return SortedPairs(firsts_X - firsts_X[0], order_P // experts_TK.shape[1], weights_TK.flatten()[order_P])
 
 
 class LoopedMixture:
@@ -50,35 +49,28 @@ class LoopedMixture:
         choice: "ExpertChoice",
         experts: Sequence[tuple[LinearLayer, LinearLayer]],
         gated: Callable[[LinearLayer, torch.Tensor], Activations],
-        pairs: Pairs,
-        here: range | None = None,
+        here: range,
     ) -> None:
         """`experts`: for each expert, the projection to gate and up, and the projection back (down).
 
-        `here`: the numbers of these experts; None: these are all experts."""
-        self._here = range(choice.num_experts) if here is None else here
-        assert len(experts) == len(self._here)
+        `here`: the numbers of these experts."""
+        assert len(experts) == len(here)
+        self._here = here
         self._choice = choice
         self._experts = experts
         self._gated = gated
-        self._pairs = pairs
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        experts_TK, weights_TK = self._choice(x_TE)
-        experts_P, order_P = experts_TK.flatten().sort(stable=True)
-        firsts = [0, *accumulate(experts_P.bincount(minlength=self._choice.num_experts).tolist())]
-        begin, end = firsts[self._here.start], firsts[self._here.stop]
-        if begin == end:
-            return torch.zeros_like(x_TE)
-        order_P = order_P[begin:end]
-        tokens_P, weights_P = order_P // experts_TK.shape[1], weights_TK.flatten()[order_P]
-        x_PE = self._pairs.inputs(x_TE, tokens_P)
-        y_PE = self._pairs.results(x_PE)
-        for number, (gate_up, down) in zip(self._here, self._experts, strict=True):
-            own = slice(firsts[number] - begin, firsts[number + 1] - begin)
-            if own.start < own.stop:
-                self._pairs.project(down, self._gated(gate_up, x_PE[own]), y_PE[own])
-        return self._pairs.sums(y_PE, tokens_P, weights_P, len(x_TE))
+        pairs = sorted_pairs(*self._choice(x_TE), self._here)
+        x_PE = x_TE[pairs.tokens_P]
+        y_PE = torch.empty_like(x_PE)
+        for (gate_up, down), (first, end) in zip(
+            self._experts, pairwise(pairs.firsts_X.tolist()), strict=True
+        ):
+            if first < end:
+                y_PE[first:end] = down(self._gated(gate_up, x_PE[first:end]))
+        sums_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
+        return sums_TE.index_add_(0, pairs.tokens_P, y_PE * pairs.weights_P.unsqueeze(1)).to(x_TE.dtype)
 
     def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
         del x_TE, residual_TE

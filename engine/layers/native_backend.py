@@ -1,53 +1,26 @@
 """NativeBackend: the parts of a decoder layer by Baton's CPU kernels, each in one pass over reused memory.
 
-Shape suffixes: T tokens of a step, P pairs of a token and one of its experts, E hidden size, V vocabulary, I
-intermediate size, M = 2 x I.
+Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate size, M = 2 x I.
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
 from engine.activation import Activation, Gate
-from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix
+from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix, MixtureLayer
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
-from engine.layers.mixture import Pairs
-from engine.layers.native_linear import NativeLinear
+from engine.layers.mixture import ExpertChoice
+from engine.layers.native_linear import NativeLinear, NativeLinears
+from engine.layers.native_mixture import NativeMixture
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.workspace import Workspace
 from engine.native.elementwise import ElementwiseKernels
 from engine.native.products import Products
 
 CPU = torch.device("cpu")
-
-
-class NativePairs(Pairs):
-    """Pairs in reused memory; products write where a kernel sums."""
-
-    def __init__(self, kernels: ElementwiseKernels) -> None:
-        self._kernels = kernels
-        self._inputs, self._results = Workspace(CPU), Workspace(CPU)
-
-    def inputs(self, x_TE: torch.Tensor, tokens_P: torch.Tensor) -> torch.Tensor:
-        x_PE = self._inputs.borrow(x_TE.dtype, len(tokens_P), x_TE.shape[1])
-        return torch.index_select(x_TE, 0, tokens_P, out=x_PE)
-
-    def results(self, x_PE: torch.Tensor) -> torch.Tensor:
-        return self._results.borrow(x_PE.dtype, *x_PE.shape)
-
-    def project(self, down: LinearLayer, x_RI: Activations, y_RE: torch.Tensor) -> None:
-        if isinstance(down, NativeLinear):
-            down.store(x_RI, y_RE)
-        else:
-            super().project(down, x_RI, y_RE)
-
-    def sums(
-        self, y_PE: torch.Tensor, tokens_P: torch.Tensor, weights_P: torch.Tensor, num_tokens: int
-    ) -> torch.Tensor:
-        out_TE = y_PE.new_empty(num_tokens, y_PE.shape[1])
-        self._kernels.sum_pairs(y_PE, tokens_P, weights_P, out_TE)
-        return out_TE
 
 
 class NativeBackend(TorchBackend):
@@ -61,8 +34,8 @@ class NativeBackend(TorchBackend):
         self.library = library
         self._kernels = ElementwiseKernels(library)
         self._products = Products(library)
-        self.pairs = NativePairs(self._kernels)
         self._embedded, self._normed, self._gated = Workspace(CPU), Workspace(CPU), Workspace(CPU)
+        self._experts_products = Workspace(CPU)
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         if isinstance(weight_OI, GroupedWeight):
@@ -70,6 +43,22 @@ class NativeBackend(TorchBackend):
         if isinstance(weight_OI, Fp8Weight):
             return super().linear(weight_OI, bias_O)
         return NativeLinear.of_floats(self._products, weight_OI, bias_O)
+
+    def mixture_of(
+        self, choice: ExpertChoice, experts: Sequence[tuple[LinearLayer, LinearLayer]], here: range
+    ) -> MixtureLayer:
+        gate_ups, downs = [gate_up for gate_up, _ in experts], [down for _, down in experts]
+        if not experts or not (NativeLinears.can_join(gate_ups) and NativeLinears.can_join(downs)):
+            return super().mixture_of(choice, experts, here)
+        return NativeMixture(
+            choice,
+            NativeLinears(gate_ups),
+            NativeLinears(downs),
+            choice.mixture.activation,
+            self._kernels,
+            (self._experts_products, self._gated),
+            here,
+        )
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         if not isinstance(weight_VE, torch.Tensor):

@@ -5,11 +5,12 @@ Shape suffixes: T tokens, I input features, O output features, P = O / 2.
 
 import ctypes
 import math
-from typing import Self
+from collections.abc import Sequence
+from typing import Self, TypeGuard
 
 import torch
 
-from engine.layers.backend import Activations
+from engine.layers.backend import Activations, LinearLayer
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.weight_memory import weight_memory
 from engine.native.products import ADD, GATE, NO_CENTRE, STORE, FloatLayer, GroupedLayer, Product, Products
@@ -34,14 +35,15 @@ class NativeLinear:
         packed: torch.Tensor,
         bias_O: torch.Tensor | None,
     ) -> None:
-        self._product = product
+        self.product = product
         self._layer = layer
-        self._layer_address = ctypes.addressof(layer)
+        self.layer_address = ctypes.addressof(layer)
         self._packed = packed
         self._bias_O = None if bias_O is None else bias_O.to(torch.float32).contiguous()
         layer.weights = packed.data_ptr()
         layer.bias = None if self._bias_O is None else self._bias_O.data_ptr()
         self.num_outputs: int = layer.num_outputs
+        self.num_inputs: int = layer.num_inputs
 
     @classmethod
     def of_groups(cls, products: Products, weight_OI: GroupedWeight, bias_O: torch.Tensor | None) -> Self:
@@ -106,13 +108,73 @@ class NativeLinear:
 
     def _multiply(self, x_TI: Activations, y_TO: torch.Tensor, epilogue: int) -> None:
         assert isinstance(x_TI, torch.Tensor), "8-bit activations are for 8-bit products"
-        assert x_TI.shape[1] == self._layer.num_inputs
+        assert x_TI.shape[1] == self.num_inputs
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
-        self._product(
-            *(self._layer_address, x_TI.data_ptr(), x_TI.stride(0), TYPE_CODES[x_TI.dtype]),
+        self.product.one(
+            *(self.layer_address, x_TI.data_ptr(), x_TI.stride(0), TYPE_CODES[x_TI.dtype]),
             *(y_TO.data_ptr(), y_TO.stride(0), TYPE_CODES[y_TO.dtype]),
             *(len(x_TI), epilogue, torch.get_num_threads()),
+        )
+
+
+class NativeLinears:
+    """Layers of equal shape, as of experts. Each multiplies rows of its own, all at once.
+
+    Suffixes: N layers, P rows of all layers.
+    """
+
+    def __init__(self, layers: Sequence[NativeLinear]) -> None:
+        first = layers[0]
+        self._layers = layers
+        self._many = first.product.many
+        self._addresses = (ctypes.c_void_p * len(layers))(*(layer.layer_address for layer in layers))
+        self.num_outputs, self.num_inputs, self.can_gate = first.num_outputs, first.num_inputs, first.can_gate
+
+    @staticmethod
+    def can_join(layers: Sequence[LinearLayer]) -> TypeGuard[Sequence[NativeLinear]]:
+        """Whether one call can compute the products of all these layers."""
+        return all(
+            isinstance(layer, NativeLinear)
+            and isinstance(first := layers[0], NativeLinear)
+            and layer.product == first.product
+            and (layer.num_outputs, layer.num_inputs) == (first.num_outputs, first.num_inputs)
+            for layer in layers
+        )
+
+    def store(
+        self, x_TI: torch.Tensor, firsts_N: torch.Tensor, order_P: torch.Tensor | None, y_PO: torch.Tensor
+    ) -> None:
+        """Writes the products to `y_PO`: layer n computes the rows from firsts_N[n] to firsts_N[n + 1].
+
+        `order_P` (int64): which row of `x_TI` each is; None: all in order."""
+        self._multiply(x_TI, firsts_N, order_P, y_PO, STORE)
+
+    def gated(
+        self, x_TI: torch.Tensor, firsts_N: torch.Tensor, order_P: torch.Tensor | None, y_PO: torch.Tensor
+    ) -> None:
+        """Like `store`, with the epilogue of `NativeLinear.gated`."""
+        self._multiply(x_TI, firsts_N, order_P, y_PO, GATE)
+
+    def _multiply(
+        self,
+        x_TI: torch.Tensor,
+        firsts_N: torch.Tensor,
+        order_P: torch.Tensor | None,
+        y_PO: torch.Tensor,
+        epilogue: int,
+    ) -> None:
+        assert x_TI.shape[1] == self.num_inputs
+        assert x_TI.stride(1) == 1
+        assert len(firsts_N) == len(self._layers) + 1
+        assert firsts_N.is_contiguous()
+        assert order_P is None or order_P.is_contiguous()
+        self._many(
+            *(self._addresses, firsts_N.data_ptr(), len(self._layers)),
+            *(x_TI.data_ptr(), x_TI.stride(0), TYPE_CODES[x_TI.dtype]),
+            None if order_P is None else order_P.data_ptr(),
+            *(y_PO.data_ptr(), y_PO.stride(0), TYPE_CODES[y_PO.dtype]),
+            *(epilogue, torch.get_num_threads()),
         )
 
 

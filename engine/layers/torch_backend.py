@@ -3,7 +3,7 @@
 Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate size, M = 2 x I.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -24,15 +24,12 @@ from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Fp8Linear, GroupedLinear, Linear
 from engine.layers.merged_linear import merged_linear
-from engine.layers.mixture import ExpertChoice, LoopedMixture, Pairs
+from engine.layers.mixture import ExpertChoice, LoopedMixture
 from engine.mixture_config import Mixture
 
 
 class TorchBackend:
     """Satisfies `engine.layers.backend.Backend`."""
-
-    pairs = Pairs()
-    """All mixtures share it, since they compute one after another."""
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         if isinstance(weight_OI, GroupedWeight):
@@ -61,8 +58,14 @@ class TorchBackend:
             )
             for expert in experts
         ]
-        gated = partial(self.gated, gate=mixture.activation)
-        return LoopedMixture(choice, layers, gated, self.pairs, here)
+        return self.mixture_of(choice, layers, range(mixture.num_experts) if here is None else here)
+
+    def mixture_of(
+        self, choice: ExpertChoice, experts: Sequence[tuple[LinearLayer, LinearLayer]], here: range
+    ) -> MixtureLayer:
+        """A mixture of experts with these projections: to gate and up, and back (down)."""
+        gated = partial(self.gated, gate=choice.mixture.activation)
+        return LoopedMixture(choice, experts, gated, here)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is None, "without a device sampler the host knows all tokens"

@@ -200,24 +200,23 @@ void float_pack(const uint8_t *weights, int64_t num_outputs, int64_t num_inputs,
     });
 }
 
-// y = x @ weight.T + bias, with an epilogue. x and y: `num_rows` rows of `x_type` and `y_type`, strides in values. With
-// GATE, y has half of the layer's outputs, which must be a multiple of 32.
-void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x_type, void *y, int64_t y_stride,
-                   int64_t y_type, int64_t num_rows, int64_t epilogue, int64_t num_threads) {
-    const Type weight_type = static_cast<Type>(layer->weight_type);
-    const bool by_units = HAS_UNITS && layer->by_units != 0, is_gated = epilogue == GATE;
+// A share of y = x @ weight.T + bias, with an epilogue.
+static void multiply(const FloatLayer &layer, const Rows &from, const Rows &to, int64_t num_rows, Epilogue epilogue,
+                     const Share &share, int num_threads) {
+    const Type weight_type = static_cast<Type>(layer.weight_type);
+    const bool by_units = HAS_UNITS && layer.by_units != 0, is_gated = epilogue == GATE;
     const Type row_type = by_units ? BFLOAT16 : FLOAT32;
-    const int64_t padded = (layer->num_inputs + 1) / 2 * 2, num_blocks = (padded + INPUT_BLOCK - 1) / INPUT_BLOCK;
-    const int64_t panel_bytes = PANEL * padded_inputs(layer->num_inputs, weight_type) * size_of(weight_type);
-    const int64_t num_outputs = is_gated ? layer->num_outputs / 2 : layer->num_outputs;
+    const int64_t padded = (layer.num_inputs + 1) / 2 * 2, num_blocks = (padded + INPUT_BLOCK - 1) / INPUT_BLOCK;
+    const int64_t panel_bytes = PANEL * padded_inputs(layer.num_inputs, weight_type) * size_of(weight_type);
+    const int64_t num_outputs = is_gated ? layer.num_outputs / 2 : layer.num_outputs;
     const int64_t num_panels = (num_outputs + PANEL - 1) / PANEL;
-    const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
+    const int64_t first_panel = share.begin(num_panels), own_panels = share.end(num_panels) - first_panel;
 #if defined(__AMX_BF16__)
     if (by_units)
-        return matrix_units::multiply_rows(layer->weights, layer->bias, layer->num_outputs, layer->num_inputs, from, to,
-                                           num_rows, static_cast<Epilogue>(epilogue), static_cast<int>(num_threads));
+        return matrix_units::multiply_rows(layer.weights, layer.bias, layer.num_outputs, layer.num_inputs, from, to,
+                                           num_rows, epilogue, share, num_threads);
 #endif
-    const float *up_bias = layer->bias == nullptr ? nullptr : layer->bias + num_outputs;
+    const float *up_bias = layer.bias == nullptr ? nullptr : layer.bias + num_outputs;
     const Tiles row_blocks(num_rows, ROW_BLOCK);
     for (int64_t row_block = 0; row_block < row_blocks.count; ++row_block) {
         const int64_t first = row_blocks.begin(row_block);
@@ -226,14 +225,15 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
         const int64_t row_bytes = ROW_FLOATS * size_of(row_type);
         uint8_t *rows = scratch<0>(num_blocks * tiles.num_rows * row_bytes);
         // Waking threads takes longer than converting few rows.
-        const int64_t grain = tiles.num_rows * layer->num_inputs < (1 << 15) ? tiles.num_rows : 1;
-        parallel_for(tiles.num_rows, grain, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
+        const int64_t grain = tiles.num_rows * layer.num_inputs < (1 << 15) ? tiles.num_rows : 1;
+        parallel_for(tiles.num_rows, grain, num_threads, [&](int64_t begin, int64_t end) {
             for (int64_t row = begin; row < end; ++row)
                 for (int64_t block = 0; block < num_blocks; ++block)
-                    convert_row(from.row(first + row), from.type, block * INPUT_BLOCK, layer->num_inputs,
+                    convert_row(from.row(first + row), from.type, block * INPUT_BLOCK, layer.num_inputs,
                                 rows + (block * tiles.num_rows + row) * row_bytes, row_type);
         }, parts_for_guests(2 * num_blocks * tiles.num_rows * row_bytes));
-        parallel_for(num_panels, 1, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
+        parallel_for(own_panels, 1, num_threads, [&](int64_t begin, int64_t end) {
+            begin += first_panel, end += first_panel;
             const int64_t stride = tiles.num_rows * PANEL;  // floats of a panel's sums
             float *sums = reinterpret_cast<float *>(scratch<1>(MAX_PANELS * stride * 4));
             const int64_t step = is_gated ? MAX_PANELS / 2 : MAX_PANELS;
@@ -244,7 +244,7 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
                     const int64_t input = block * INPUT_BLOCK, num_pairs = std::min(INPUT_BLOCK, padded - input) / 2;
                     const uint8_t *panels[MAX_PANELS];
                     for (int64_t i = 0; i < count; ++i)
-                        panels[i] = layer->weights + (panel + i % outputs + i / outputs * num_panels) * panel_bytes +
+                        panels[i] = layer.weights + (panel + i % outputs + i / outputs * num_panels) * panel_bytes +
                                     input * PANEL * size_of(weight_type);
                     const bool at_once = count == MAX_PANELS && tiles.num_rows <= FEW_ROWS;
                     for (int64_t i = 0; i < count; i += at_once ? MAX_PANELS : 1) {
@@ -266,13 +266,32 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
                         const float *sum = sums + i * stride + row * PANEL;
                         void *y_row = to.row(first + row);
                         if (is_gated)
-                            finish_gated(sum, sum + outputs * stride, layer->bias, up_bias, left, y_row, to.type,
+                            finish_gated(sum, sum + outputs * stride, layer.bias, up_bias, left, y_row, to.type,
                                          output);
                         else
-                            finish(sum, layer->bias, left, y_row, to.type, output, static_cast<Epilogue>(epilogue));
+                            finish(sum, layer.bias, left, y_row, to.type, output, epilogue);
                     }
             }
-        }, parts_for_guests(panel_bytes * num_panels, tiles.num_rows * layer->num_inputs * layer->num_outputs));
+        }, parts_for_guests(panel_bytes * own_panels, tiles.num_rows * layer.num_inputs * layer.num_outputs / share.count));
     }
+}
+
+// y = x @ weight.T + bias, with an epilogue. x and y: `num_rows` rows of `x_type` and `y_type`, strides in values. With
+// GATE, y has half of the layer's outputs, which must be a multiple of 32.
+void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x_type, void *y, int64_t y_stride,
+                   int64_t y_type, int64_t num_rows, int64_t epilogue, int64_t num_threads) {
+    multiply(*layer, {x, x_stride, static_cast<Type>(x_type)}, {y, y_stride, static_cast<Type>(y_type)}, num_rows,
+             static_cast<Epilogue>(epilogue), {}, static_cast<int>(num_threads));
+}
+
+// The same for rows of many layers (multiply_each). Row i of the products is row x_order[i] of x, and row i of y.
+void float_products(const FloatLayer *const *layers, const int64_t *firsts, int64_t num_layers, void *x,
+                    int64_t x_stride, int64_t x_type, const int64_t *x_order, void *y, int64_t y_stride, int64_t y_type,
+                    int64_t epilogue, int64_t num_threads) {
+    multiply_each(layers, firsts, num_layers, {x, x_stride, static_cast<Type>(x_type), x_order},
+                  {y, y_stride, static_cast<Type>(y_type)}, static_cast<int>(num_threads),
+                  [&](const FloatLayer &layer, const Rows &from, const Rows &to, int64_t num_rows, const Share &share) {
+                      multiply(layer, from, to, num_rows, static_cast<Epilogue>(epilogue), share, 1);
+                  });
 }
 }

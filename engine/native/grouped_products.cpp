@@ -19,14 +19,14 @@
 //     8 bits: [group_size / 4][16 outputs][4 inputs]     a byte each
 //     4 bits: [group_size / 8][16 outputs][4 inputs]     low nibbles: the group's first half of inputs; high: the other
 //
-// Quantized rows: [tiles][groups] of [places of the tile (places_of)][group_size] signed bytes; then for each row
-// x_scale and x_scale * sum(q), float32, and the multiple of sum(q) that is added to its products' sums, int32.
+// Quantized rows (quantized_rows.h): tiles of `places_of` places.
 
 #include <utility>
 
 #include "grouped_dots.h"
 #include "matrix_units.h"
 #include "products.h"
+#include "quantized_rows.h"
 
 using namespace grouped_dots;
 using namespace products;
@@ -36,7 +36,6 @@ namespace {
 constexpr int BLOCK = 16;  // outputs
 constexpr int64_t NO_CENTRE = -1;
 constexpr int64_t scale_bytes(bool has_mins) { return (has_mins ? 2 : 1) * BLOCK * 2; }
-constexpr int64_t ROW_SUMS_BYTES = 3 * 4;
 constexpr int64_t ROW_BLOCK = 256;  // rows that are quantized at a time
 constexpr int64_t MIN_UNIT_ROWS = 13;  // of a tile; with fewer rows, matrix units are slower
 
@@ -239,36 +238,6 @@ template <int BITS, bool IS_E2M1, bool HAS_MINS> Sums sums_of(int64_t group_size
     return sums_of<Format<BITS, 16, IS_E2M1, HAS_MINS>>(all);
 }
 
-// Quantizes one row of a tile of `rows` rows. `multiple` times a group's sum is added to the group's products. If a
-// group is not finite, its scale is NaN, so its results are NaN.
-void quantize_row(const void *values, Type type, int64_t num_groups, int64_t group_size, int64_t multiple, int64_t row,
-                  int64_t rows, int8_t *tile) {
-    const Floats shifter = all(0x1.8p23f);  // adding it rounds to a whole number, which is then in the lowest bits
-    const int num_vectors = static_cast<int>(group_size / LANES);
-    for (int64_t g = 0; g < num_groups; ++g) {
-        int8_t *q = tile + g * rows * (group_size + ROW_SUMS_BYTES);
-        Floats x[32 / LANES], largest = {}, sums = {};  // sums of whole numbers below 2^24 are exact
-        for (int i = 0; i < num_vectors; ++i) {
-            x[i] = load(values, type, g * group_size + i * LANES);
-            largest = larger(x[i] < 0.0f ? -x[i] : x[i], largest);
-        }
-        const float top = largest_of(largest), inverse = top > 0x1p-120f ? 127.0f / top : 0.0f;  // finite
-        for (int i = 0; i < num_vectors; ++i) {
-            const Floats shifted = x[i] * inverse + shifter;
-            const Bits8 bytes = lowest_8((Bits)shifted - (Bits)shifter);
-            std::memcpy(q + row * group_size + i * LANES, &bytes, sizeof bytes);
-            sums += shifted - shifter;
-        }
-        float *scales = reinterpret_cast<float *>(q + rows * group_size);
-        const float sum_of_q = sum_of(sums);
-        const bool is_finite = std::abs(sum_of_q) <= 127.0f * 32;
-        const int32_t first = is_finite ? static_cast<int32_t>(multiple * static_cast<int64_t>(sum_of_q)) : 0;
-        scales[row] = is_finite ? top / 127.0f : NAN;
-        scales[rows + row] = scales[row] * sum_of_q;
-        std::memcpy(scales + 2 * rows + row, &first, sizeof first);
-    }
-}
-
 }  // namespace
 
 extern "C" {
@@ -324,29 +293,29 @@ void grouped_pack(const uint8_t *values, const uint16_t *scales, const uint16_t 
     });
 }
 
-// y = x @ weight.T + bias, with an epilogue. x and y: `num_rows` rows of `x_type` and `y_type`, strides in values. With
-// GATE, y has half of the layer's outputs, which must be a multiple of 16.
-void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64_t x_type, void *y, int64_t y_stride,
-                     int64_t y_type, int64_t num_rows, int64_t epilogue, int64_t num_threads) {
-    const int64_t group_size = layer->group_size, groups = layer->num_inputs / group_size;
-    const bool has_mins = layer->centre == NO_CENTRE;
-    const int64_t multiple = (layer->bits == 8 ? Dot<8>::OFFSET : Dot<4>::OFFSET) - (has_mins ? 0 : layer->centre);
-    const int64_t block_bytes = groups * (scale_bytes(has_mins) + BLOCK * group_size * layer->bits / 8);
+// A share of y = x @ weight.T + bias, with an epilogue.
+static void multiply(const GroupedLayer &layer, const Rows &from, const Rows &to, int64_t num_rows, Epilogue epilogue,
+                     const Share &share, int num_threads) {
+    const int64_t group_size = layer.group_size, groups = layer.num_inputs / group_size;
+    const bool has_mins = layer.centre == NO_CENTRE;
+    const int64_t multiple = (layer.bits == 8 ? Dot<8>::OFFSET : Dot<4>::OFFSET) - (has_mins ? 0 : layer.centre);
+    const int64_t block_bytes = groups * (scale_bytes(has_mins) + BLOCK * group_size * layer.bits / 8);
     const int64_t row_bytes = groups * (group_size + ROW_SUMS_BYTES);
-    const int64_t num_outputs = epilogue == GATE ? layer->num_outputs / 2 : layer->num_outputs;
-    const float factor = static_cast<float>(layer->factor);
-    const float *up_bias = layer->bias == nullptr ? nullptr : layer->bias + num_outputs;
-    const Sums by = sums_of(*layer);
+    const int64_t num_outputs = epilogue == GATE ? layer.num_outputs / 2 : layer.num_outputs;
+    const int64_t num_blocks = (num_outputs + BLOCK - 1) / BLOCK;
+    const int64_t first_block = share.begin(num_blocks), own_blocks = share.end(num_blocks) - first_block;
+    const float factor = static_cast<float>(layer.factor);
+    const float *up_bias = layer.bias == nullptr ? nullptr : layer.bias + num_outputs;
+    const Sums by = sums_of(layer);
     const Tiles row_blocks(num_rows, ROW_BLOCK);
     for (int64_t row_block = 0; row_block < row_blocks.count; ++row_block) {
         const int64_t first = row_blocks.begin(row_block);
         const Tiles tiles(row_blocks.size(row_block), MAX_ROWS, matrix_units::ARE_THERE);
-        const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
         const bool uses_units = is_for_units(tiles.size(0));
         int8_t *quantized = reinterpret_cast<int8_t *>(scratch<0>(tiles.count * MAX_ROWS * row_bytes));
         // Waking threads takes longer than quantizing few rows.
-        const int64_t grain = tiles.num_rows * layer->num_inputs < (1 << 15) ? tiles.count : 1;
-        parallel_for(tiles.count, grain, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
+        const int64_t grain = tiles.num_rows * layer.num_inputs < (1 << 15) ? tiles.count : 1;
+        parallel_for(tiles.count, grain, num_threads, [&](int64_t begin, int64_t end) {
             for (int64_t tile = begin; tile < end; ++tile) {
                 const int64_t rows = tiles.size(tile), places = places_of(rows);
                 int8_t *q = quantized + tiles.begin(tile) * row_bytes;
@@ -355,16 +324,15 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
                     quantize_row(from.row(first + tiles.begin(tile) + row), from.type, groups, group_size, multiple,
                                  row, places, q);
             }
-        }, parts_for_guests(tiles.num_rows * layer->num_inputs * 8));
-        const int64_t num_blocks = (num_outputs + BLOCK - 1) / BLOCK;
-        parallel_for(num_blocks, 1, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
+        }, parts_for_guests(tiles.num_rows * layer.num_inputs * 8));
+        parallel_for(own_blocks, 1, num_threads, [&](int64_t begin, int64_t end) {
             alignas(64) float sums[2][MAX_ROWS * BLOCK];
             matrix_units::Shape shape;
             const int64_t num_parts = epilogue == GATE ? 2 : 1, num_bytes = uses_units ? groups * group_size * BLOCK : 0;
             uint8_t *bytes = scratch<1>(2 * num_bytes);
-            for (int64_t block = begin; block < end; ++block) {
+            for (int64_t block = first_block + begin; block < first_block + end; ++block) {
                 const int64_t output = block * BLOCK, count = std::min<int64_t>(BLOCK, num_outputs - output);
-                const auto weights = [&](int64_t part) { return layer->weights + (block + part * num_blocks) * block_bytes; };
+                const auto weights = [&](int64_t part) { return layer.weights + (block + part * num_blocks) * block_bytes; };
                 for (int64_t part = 0; uses_units && part < num_parts; ++part)
                     by.unpack(weights(part), groups, bytes + part * num_bytes);
                 for (int64_t tile = 0; tile < tiles.count; ++tile) {
@@ -384,15 +352,33 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
                     for (int64_t r = 0; r < rows; ++r) {
                         const float *sum = sums[0] + r * BLOCK;
                         if (epilogue == GATE)
-                            finish_gated(sum, sums[1] + r * BLOCK, layer->bias, up_bias, count, to.row(row + r), to.type,
+                            finish_gated(sum, sums[1] + r * BLOCK, layer.bias, up_bias, count, to.row(row + r), to.type,
                                          output);
                         else
-                            finish(sum, layer->bias, count, to.row(row + r), to.type, output,
-                                   static_cast<Epilogue>(epilogue));
+                            finish(sum, layer.bias, count, to.row(row + r), to.type, output, epilogue);
                     }
                 }
             }
-        }, parts_for_guests(block_bytes * num_blocks, tiles.num_rows * layer->num_inputs * layer->num_outputs));
+        }, parts_for_guests(block_bytes * own_blocks, tiles.num_rows * layer.num_inputs * layer.num_outputs / share.count));
     }
+}
+
+// y = x @ weight.T + bias, with an epilogue. x and y: `num_rows` rows of `x_type` and `y_type`, strides in values. With
+// GATE, y has half of the layer's outputs, which must be a multiple of 16.
+void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64_t x_type, void *y, int64_t y_stride,
+                     int64_t y_type, int64_t num_rows, int64_t epilogue, int64_t num_threads) {
+    multiply(*layer, {x, x_stride, static_cast<Type>(x_type)}, {y, y_stride, static_cast<Type>(y_type)}, num_rows,
+             static_cast<Epilogue>(epilogue), {}, static_cast<int>(num_threads));
+}
+
+// The same for rows of many layers (multiply_each). Row i of the products is row x_order[i] of x, and row i of y.
+void grouped_products(const GroupedLayer *const *layers, const int64_t *firsts, int64_t num_layers, void *x,
+                      int64_t x_stride, int64_t x_type, const int64_t *x_order, void *y, int64_t y_stride,
+                      int64_t y_type, int64_t epilogue, int64_t num_threads) {
+    multiply_each(layers, firsts, num_layers, {x, x_stride, static_cast<Type>(x_type), x_order},
+                  {y, y_stride, static_cast<Type>(y_type)}, static_cast<int>(num_threads),
+                  [&](const GroupedLayer &layer, const Rows &from, const Rows &to, int64_t num_rows, const Share &share) {
+                      multiply(layer, from, to, num_rows, static_cast<Epilogue>(epilogue), share, 1);
+                  });
 }
 }

@@ -174,14 +174,15 @@ inline void lay_out_row(const void *row, Type type, int64_t num_inputs, int64_t 
     }
 }
 
-// y = x @ weight.T + bias, with an epilogue. `weights`: panels.
+// A share of y = x @ weight.T + bias, with an epilogue. `weights`: panels.
 inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num_outputs, int64_t num_inputs,
                           const products::Rows &from, const products::Rows &to, int64_t num_rows,
-                          products::Epilogue epilogue, int num_threads) {
+                          products::Epilogue epilogue, const products::Share &share, int num_threads) {
     using namespace products;
     const bool is_gated = epilogue == GATE;
     if (is_gated) num_outputs /= 2;
     const int64_t steps = num_steps(num_inputs), num_panels = (num_outputs + PANEL - 1) / PANEL;
+    const int64_t first_panel = share.begin(num_panels), own_panels = share.end(num_panels) - first_panel;
     const float *up_bias = bias == nullptr ? nullptr : bias + num_outputs;
     const int64_t fitting = ROW_BLOCK_BYTES / (steps * STEP * 2) / PANEL * PANEL;
     const Tiles row_blocks(num_rows, std::clamp(fitting, MIN_ROW_BLOCK, MAX_ROW_BLOCK));
@@ -194,7 +195,7 @@ inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num
             for (int64_t row = begin; row < end; ++row)
                 lay_out_row(from.row(first + row), from.type, num_inputs, row, rows);
         });
-        parallel_for(num_panels, 1, num_threads, [&](int64_t begin, int64_t end) {
+        parallel_for(own_panels, 1, num_threads, [&](int64_t begin, int64_t end) {
             Shape shape;
             const int64_t pair_size = 2 * TILE * PANEL;  // floats
             float *sums = reinterpret_cast<float *>(scratch<1>((num_pairs + 2) * pair_size * 4)), *former = sums + pair_size;
@@ -214,7 +215,7 @@ inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num
                 else
                     finish(former + at, bias, num, y, to.type, output, epilogue);
             };
-            for (int64_t panel = begin; panel < end; ++panel) {
+            for (int64_t panel = first_panel + begin; panel < first_panel + end; ++panel) {
                 for (int64_t half = 0; half <= is_gated; ++half) {
                     const uint8_t *values = weights + (panel + half * num_panels) * steps * PANEL_STEP_BYTES;
                     asm volatile("" : : "r"(rows), "r"(values) : "memory");
@@ -237,7 +238,7 @@ inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num
                 }
             }
             while (unfinished.row < unfinished.end) finish_row();
-        }, parts_for_guests(num_panels * steps * PANEL_STEP_BYTES, count * num_inputs * num_outputs));
+        }, parts_for_guests(own_panels * steps * PANEL_STEP_BYTES, count * num_inputs * own_panels * PANEL));
     }
 }
 #else

@@ -20,12 +20,13 @@ inline int64_t parts_for_guests(int64_t num_bytes, int64_t num_products = 0) {
 
 // Calls `work(begin, end)` for equal parts of 0..count, one for each of at most `num_threads` threads and for each
 // guest; if there are guests, for at least `parts_with_guests` parts. All parts except the last are multiples of
-// `grain`.
+// `grain`. Within a part of another call, this thread computes all.
 template <typename Work>
 void parallel_for(int64_t count, int64_t grain, int num_threads, const Work &work, int64_t parts_with_guests = 0) {
     const int64_t num_grains = (count + grain - 1) / grain;
     int64_t most_parts = num_threads;
-    if (num_grains > num_threads)
+    if (Team::is_in_part()) most_parts = 1;
+    else if (num_grains > num_threads)
         if (const int64_t num_guests = Team::mine().invite_guests(num_grains - num_threads); num_guests > 0)
             most_parts = std::max(num_threads + num_guests, parts_with_guests);
     const int64_t num_parts = std::min({most_parts, num_grains, Team::MAX_PARTS});

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <vector>
 
 #include "parallel.h"
 #include "vectors.h"
@@ -37,8 +38,24 @@ struct Rows {
     void *values;
     int64_t stride;  // values from one row to the next
     Type type;
+    const int64_t *order = nullptr;  // the rows' places; null: 0, 1, 2, ...
 
-    void *row(int64_t index) const { return static_cast<char *>(values) + index * stride * size_of(type); }
+    void *row(int64_t index) const {
+        const int64_t place = order == nullptr ? index : order[index];
+        return static_cast<char *>(values) + place * stride * size_of(type);
+    }
+    // The rows from `first` on.
+    Rows from(int64_t first) const {
+        return order == nullptr ? Rows{row(first), stride, type} : Rows{values, stride, type, order + first};
+    }
+};
+
+// One of `count` equal shares of a layer's outputs.
+struct Share {
+    int64_t index = 0, count = 1;
+
+    int64_t begin(int64_t size) const { return size * index / count; }
+    int64_t end(int64_t size) const { return size * (index + 1) / count; }
 };
 
 // The first `count` lanes of an output's final values.
@@ -135,6 +152,40 @@ struct Prefetch {
         next += lines * 64;
     }
 };
+
+// Products of many layers of equal shape at once, as of experts: layer i multiplies the rows from firsts[i] to
+// firsts[i + 1], counted from firsts[0]. `multiply(layer, from, to, num_rows, share)` computes a share of one product.
+//
+// Each thread computes products by itself: it waits for other threads once in all, not once in each product.
+template <typename Layer, typename Multiply>
+void multiply_each(const Layer *const *layers, const int64_t *firsts, int64_t num_layers, const Rows &from,
+                   const Rows &to, int num_threads, const Multiply &multiply) {
+    constexpr int64_t SHARES_OF_THREAD = 4, SHARE_OUTPUTS = 64;
+    constexpr int64_t GUEST_PRODUCTS = 64'000'000;  // each share converts all rows, so a guest's are not much smaller
+    struct Part {
+        int64_t layer;
+        Share share;
+    };
+    std::vector<Part> parts;
+    const int64_t num_shares = SHARES_OF_THREAD * num_threads, all_rows = firsts[num_layers] - firsts[0];
+    for (int64_t i = 0; i < num_layers; ++i) {
+        const int64_t rows = firsts[i + 1] - firsts[i], outputs = layers[i]->num_outputs;
+        if (rows == 0) continue;
+        int64_t count = rows * num_shares / all_rows;
+        if (LentCpus::of_process().is_in_step())
+            count = std::max(count, rows * layers[i]->num_inputs * outputs / GUEST_PRODUCTS);
+        count = std::clamp<int64_t>(count, 1, (outputs + SHARE_OUTPUTS - 1) / SHARE_OUTPUTS);
+        for (int64_t share = 0; share < count; ++share) parts.push_back({i, {share, count}});
+    }
+    const auto size = [&](const Part &part) { return (firsts[part.layer + 1] - firsts[part.layer]) / part.share.count; };
+    std::stable_sort(parts.begin(), parts.end(), [&](const Part &a, const Part &b) { return size(a) > size(b); });
+    for_each(parts.size(), num_threads, [&](int64_t index) {
+        const Part &part = parts[index];
+        const int64_t first = firsts[part.layer] - firsts[0], rows = firsts[part.layer + 1] - firsts[part.layer];
+        multiply(*layers[part.layer], from.from(first), to.from(first), rows, part.share);
+        return true;
+    });
+}
 
 }  // namespace products
 

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
+from typing import NamedTuple
 
 STORE, ADD, GATE = range(3)
 """The values of `products::Epilogue`."""
@@ -39,8 +40,15 @@ class FloatLayer(ctypes.Structure):
 
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
-Product = Callable[..., None]
 _PRODUCT = (_P, _P, _N, _N, _P, _N, _N, _N, _N, _N)
+_PRODUCTS = (_P, _P, _N, _P, _N, _N, _P, _P, _N, _N, _N, _N)
+
+
+class Product(NamedTuple):
+    """The product of one layer, and the products of many layers of equal shape."""
+
+    one: Callable[..., None]
+    many: Callable[..., None]
 
 
 class Products:
@@ -51,13 +59,15 @@ class Products:
         self.grouped_packed_bytes.argtypes, self.grouped_packed_bytes.restype = (_N, _N, _N, _N, _N), _N
         self.grouped_pack = library.grouped_pack
         self.grouped_pack.argtypes, self.grouped_pack.restype = (_P, _P, _P, _N, _N, _N, _N, _P, _N), None
-        self.grouped_product: Product = library.grouped_product
-        library.grouped_product.argtypes, library.grouped_product.restype = _PRODUCT, None
+        self.grouped_product = Product(library.grouped_product, library.grouped_products)
         self.float_packed_bytes = library.float_packed_bytes
         self.float_packed_bytes.argtypes, self.float_packed_bytes.restype = (_N, _N, _N), _N
         self.float_pack = library.float_pack
         self.float_pack.argtypes, self.float_pack.restype = (_P, _N, _N, _N, _P, _N), None
-        self.float_product: Product = library.float_product
-        library.float_product.argtypes, library.float_product.restype = _PRODUCT, None
+        self.float_product = Product(library.float_product, library.float_products)
+        for function in (library.grouped_product, library.float_product):
+            function.argtypes, function.restype = _PRODUCT, None
+        for function in (library.grouped_products, library.float_products):
+            function.argtypes, function.restype = _PRODUCTS, None
         library.float_has_bfloat16_units.restype = _N
         self.has_bfloat16_units = bool(library.float_has_bfloat16_units())

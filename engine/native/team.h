@@ -66,6 +66,9 @@ class Team {
         }
     }
 
+    // Whether this thread computes a part at present: what the part calls is computed by this thread alone.
+    static bool is_in_part() { return is_in_part_; }
+
     // Whether this thread is a guest whose CPU is no longer lent. Long parts ask this from time to time.
     static bool must_leave() { return guest_ >= 0 && !LentCpus::of_process().may_use(guest_); }
 
@@ -173,7 +176,9 @@ class Team {
             if (taken_in >= last.number) continue;
             if (!taken_in_[part].compare_exchange_strong(taken_in, last.number)) continue;
             const int64_t begin = guest_ < 0 ? 0 : monotonic_ns();
+            is_in_part_ = true;
             run_(call_, part);
+            is_in_part_ = false;
             if (guest_ >= 0) LentCpus::of_process().add_borrowed(monotonic_ns() - begin);
             if (unfinished_.fetch_sub(1) == 1 && is_caller_asleep_.load()) futex(unfinished_, FUTEX_WAKE_PRIVATE, 1);
         }
@@ -205,6 +210,7 @@ class Team {
         syscall(SYS_futex, &word, what, value, nullptr, nullptr, 0);
     }
 
+    inline static thread_local bool is_in_part_ = false;
     inline static thread_local int64_t guest_ = -1;  // this thread's index among guests; -1: it is no guest
     alignas(64) std::atomic<Call> last_{Call{0, 0}};
     Signal begins_;

@@ -83,11 +83,12 @@ lender.join()
 
 SAME_PRODUCTS = """
 from engine.layers.grouped_weight import GroupedWeight
-from engine.layers.native_linear import NativeLinear
+from engine.layers.native_linear import NativeLinear, NativeLinears
 from engine.native.products import Products
 
 products = Products(library)
 weight_OI = torch.randn(768, 576)
+firsts_N, order_P = torch.tensor([0, 1, 1, 200, 300]), torch.arange(300).flip(0) // 2
 layers = [
     (NativeLinear.of_floats(products, weight_OI.to(dtype), None), dtype)
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -106,6 +107,9 @@ def results() -> list[torch.Tensor]:
             x_TI, gated_TP = torch.randn(num_rows, 576).to(dtype), torch.empty(num_rows, 384, dtype=dtype)
             layer.gated(x_TI, gated_TP)
             found += [layer(x_TI), gated_TP]
+        y_PO = torch.empty(300, 768, dtype=dtype)
+        NativeLinears([layer] * 4).store(x_TI, firsts_N, order_P, y_PO)
+        found.append(y_PO)
     return found
 
 alone = results()

@@ -51,7 +51,7 @@ x_TI = weights_OI[:NUM_ROWS]
 def multiply():
     y_TO = np.zeros((NUM_ROWS, NUM_OUTPUTS), np.float32)
     x, y = (x_TI.ctypes.data, NUM_INPUTS, FLOAT32), (y_TO.ctypes.data, NUM_OUTPUTS, FLOAT32)
-    products.float_product(ctypes.byref(layer), *x, *y, NUM_ROWS, STORE, 1)
+    products.float_product.one(ctypes.byref(layer), *x, *y, NUM_ROWS, STORE, 1)
     return y_TO
 
 alone_TO = multiply()

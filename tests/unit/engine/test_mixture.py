@@ -19,11 +19,12 @@ from engine.activation import ClampedSwiglu
 from engine.layers.backend import Backend, Expert, ExpertRouter, LinearLayer, Matrix, MixtureLayer
 from engine.layers.fp8 import quantize_rows
 from engine.layers.grouped_weight import GroupedWeight
-from engine.layers.mixture import Pairs, route
+from engine.layers.mixture import route
 from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import load_model
 from engine.mixture_config import Mixture
+from engine.native.elementwise import ElementwiseKernels
 from engine.native.library import native_library
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
@@ -208,17 +209,21 @@ def test_ranks_with_whole_experts_sum_up_to_the_mixture(make_backend: Any, kept:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_our_kernel_sums_pairs_as_torch_does(dtype: torch.dtype, width: int, num_pairs: int) -> None:
     """Also tokens without a pair, and the same bits by any number of threads."""
+    kernels = ElementwiseKernels(native().library)
     generator = torch.Generator().manual_seed(5)
     y_PE = torch.randn(num_pairs, width, generator=generator).to(dtype)
     tokens_P = torch.randint(0, 9, (num_pairs,), generator=generator)
     weights_P = torch.rand(num_pairs, generator=generator)
-    before, sums = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    sums: list[torch.Tensor] = []
     for num_threads in (1, 3):
         torch.set_num_threads(num_threads)
-        sums.append(native().pairs.sums(y_PE, tokens_P, weights_P, 9))
+        sums.append(y_PE.new_empty(9, width))
+        kernels.sum_pairs(y_PE, tokens_P, weights_P, sums[-1])
     torch.set_num_threads(before)
     assert torch.equal(*sums)
-    torch.testing.assert_close(sums[0], Pairs().sums(y_PE, tokens_P, weights_P, 9))
+    expected_TE = torch.zeros(9, width).index_add_(0, tokens_P, y_PE * weights_P.unsqueeze(1))
+    torch.testing.assert_close(sums[0], expected_TE.to(dtype))
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])

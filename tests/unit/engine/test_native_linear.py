@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.layers.grouped_weight import GroupedWeight
-from engine.layers.native_linear import NativeLinear, shortened
+from engine.layers.linear import Linear
+from engine.layers.native_linear import NativeLinear, NativeLinears, shortened
 from engine.native.instructions import InstructionSet, machine_instruction_sets, machine_instructions
 from engine.native.library import _file_name, compile_kernels, native_library
 from engine.native.products import Products
@@ -303,3 +304,62 @@ def test_products_with_less_work_than_threads_keep_all_threads(products: Product
 
 def thread_ids() -> set[str]:
     return {task.name for task in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.parametrize("num_threads", [1, 3, 16])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "4 bits", "8 bits"])
+def test_layers_of_equal_shape_multiply_their_own_rows(
+    products: Products, kind: str, num_threads: int
+) -> None:
+    """Like one after another, to the bit: layers with many rows, few or none; rows in any order; shares of outputs."""
+    torch.manual_seed(8)
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    weights = [torch.randn(192, 96).to(dtype) for _ in range(5)]
+    if "bits" in kind:
+        bits: Literal[4, 8] = 4 if kind == "4 bits" else 8
+        layers = [NativeLinear.of_groups(products, GroupedWeight.quantize(w, bits), w[:, 0]) for w in weights]
+    else:
+        layers = [NativeLinear.of_floats(products, w, w[:, 0]) for w in weights]
+    x_TI, together = torch.randn(60, 96).to(dtype), NativeLinears(layers)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    for counts in ([1, 0, 2, 1, 0], [0, 290, 1, 12, 20], [0, 0, 0, 0, 0]):
+        order_P = torch.randint(0, 60, (sum(counts),))
+        firsts_N = torch.tensor([0, *counts]).cumsum(0)
+        y_PO, gated_PO = x_TI.new_empty(sum(counts), 192), x_TI.new_empty(sum(counts), 96)
+        together.store(x_TI, firsts_N, order_P, y_PO)
+        in_order_PO = torch.empty_like(y_PO)
+        together.store(x_TI[order_P], firsts_N, None, in_order_PO)
+        together.gated(x_TI, firsts_N, order_P, gated_PO)
+        assert torch.equal(in_order_PO, y_PO)
+        assert torch.equal(
+            y_PO, torch.cat([layer(rows) for layer, rows in of_each(layers, x_TI[order_P], counts)])
+        )
+        for (layer, rows_RI), found_RO in zip(
+            of_each(layers, x_TI[order_P], counts), gated_PO.split(counts), strict=True
+        ):
+            layer.gated(rows_RI, expected_RO := torch.empty_like(found_RO))
+            assert torch.equal(found_RO, expected_RO)
+    torch.set_num_threads(before)
+
+
+def of_each(
+    layers: list[NativeLinear], x_PI: torch.Tensor, counts: list[int]
+) -> list[tuple[NativeLinear, torch.Tensor]]:
+    return list(zip(layers, x_PI.split(counts), strict=True))
+
+
+def test_only_layers_of_one_kind_and_shape_are_joined(products: Products) -> None:
+    def layer(weight: torch.Tensor | GroupedWeight) -> NativeLinear:
+        made = NativeLinear.of_groups if isinstance(weight, GroupedWeight) else NativeLinear.of_floats
+        return made(products, weight, None)  # type: ignore[arg-type]
+
+    plain, other, grouped = (
+        torch.randn(32, 64),
+        torch.randn(64, 64),
+        GroupedWeight.quantize(torch.randn(32, 64), 8),
+    )
+    assert NativeLinears.can_join([layer(plain), layer(plain.to(torch.bfloat16))])
+    assert not NativeLinears.can_join([layer(plain), layer(other)])
+    assert not NativeLinears.can_join([layer(plain), layer(grouped)])
+    assert not NativeLinears.can_join([layer(plain), Linear(plain, None)])

@@ -1,0 +1,64 @@
+"""NativeMixture: a mixture of experts by Baton's own CPU kernels, all experts in one call; knows no checkpoint.
+
+Shape suffixes: T tokens, X experts, P pairs of a token and one of its experts, E hidden size, I intermediate size of an
+expert, M = 2 x I.
+"""
+
+import torch
+
+from engine.activation import Activation, Gate
+from engine.layers.mixture import ExpertChoice, sorted_pairs
+from engine.layers.native_linear import NativeLinears
+from engine.layers.workspace import Workspace
+from engine.native.elementwise import ElementwiseKernels
+
+
+class NativeMixture:
+    """Satisfies `engine.layers.backend.MixtureLayer`. Gives the same bits as `LoopedMixture` with the same layers."""
+
+    def __init__(
+        self,
+        choice: ExpertChoice,
+        gate_ups: NativeLinears,
+        downs: NativeLinears,
+        activation: Activation,
+        kernels: ElementwiseKernels,
+        memory: tuple[Workspace, Workspace],
+        here: range,
+    ) -> None:
+        """`gate_ups`, `downs`: the projections of the experts with the numbers `here`.
+
+        `memory`: for results of products, and for their activations."""
+        self._choice = choice
+        self._gate_ups, self._downs = gate_ups, downs
+        self._activation = activation
+        self._kernels = kernels
+        self._products, self._activated = memory
+        self._here = here
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        pairs = sorted_pairs(*self._choice(x_TE), self._here)
+        x_PI = self._activations(x_TE, pairs.firsts_X, pairs.tokens_P)
+        y_PE = self._products.borrow(x_TE.dtype, len(x_PI), x_TE.shape[1])
+        self._downs.store(x_PI, pairs.firsts_X, None, y_PE)
+        out_TE = torch.empty_like(x_TE)
+        self._kernels.sum_pairs(y_PE, pairs.tokens_P, pairs.weights_P, out_TE)
+        return out_TE
+
+    def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
+        del x_TE, residual_TE
+        return False
+
+    def _activations(
+        self, x_TE: torch.Tensor, firsts_X: torch.Tensor, tokens_P: torch.Tensor
+    ) -> torch.Tensor:
+        """P x I."""
+        num_pairs, num_outputs = len(tokens_P), self._gate_ups.num_outputs
+        x_PI = self._activated.borrow(x_TE.dtype, num_pairs, num_outputs // 2)
+        if self._activation is Gate.SILU and self._gate_ups.can_gate:
+            self._gate_ups.gated(x_TE, firsts_X, tokens_P, x_PI)
+            return x_PI
+        gate_up_PM = self._products.borrow(x_TE.dtype, num_pairs, num_outputs)
+        self._gate_ups.store(x_TE, firsts_X, tokens_P, gate_up_PM)
+        self._kernels.gate_mul(gate_up_PM, self._activation, x_PI)
+        return x_PI
