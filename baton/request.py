@@ -36,7 +36,8 @@ class ErrorKind(Enum):
     KV_LOAD_FAILED = "kv_load_failed"
     """The prompt did not arrive from the prefill worker; this worker is healthy."""
     GIVEN_BACK = "given_back"
-    """This worker is healthy, but drains, changes its role or lacks blocks. Another worker continues the request."""
+    """This worker drains, changes its role or lacks blocks, or its device or an earlier step failed. The request is not
+    to blame. Another worker continues it."""
 
 
 class OnPreemption(Enum):

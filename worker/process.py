@@ -1,6 +1,6 @@
 """One worker as a process; knows neither Ray nor its parent.
 
-Ray actors use `build_worker`. Without Ray, for tests, benchmarks and manual set-ups:
+Ray actors use `build_worker`. Without Ray (`baton serve` with `cluster.ray_address: none`, tests, benchmarks):
 
     python -m worker --role prefill --name w0 --config FILE
 

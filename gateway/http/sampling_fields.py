@@ -54,7 +54,7 @@ PromptCacheKey = Annotated[
 
 
 class SamplingFields(Body):
-    """Fields with OpenAI's names and meanings, then fields with vLLM's."""
+    """Fields with OpenAI's names and meanings, then fields with vLLM's, then Baton's own."""
 
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
     temperature: float | None = Field(

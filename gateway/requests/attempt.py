@@ -1,4 +1,4 @@
-"""Attempt: one try at a request on a pair of workers, and what each output or loss means for it; pure.
+"""Attempt: one try at a request, and what each output or loss means for it; pure.
 
 An attempt has a prefill request and a decode request, or only a decode request. A sub-request stays open
 until its worker ends it, or until the attempt is closed. Then the worker gets an abort.
@@ -23,8 +23,8 @@ class Cause(Enum):
     FAILED = "failed"
     """A healthy worker reported a failure."""
     GIVEN_BACK = "given_back"
-    """A healthy worker gave the request back: the worker drains, changes its role, or has no blocks left. Or
-    the gateway took the request back, since its caller held more than its share."""
+    """The worker gave the request back for a reason of its own (see ErrorKind.GIVEN_BACK), or had left when the
+    request came. Or the gateway took the request back, since its caller held more than its share."""
     REFUSED = "refused"
     """A healthy worker did not start the request, since the worker is full."""
 

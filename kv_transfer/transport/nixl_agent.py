@@ -88,7 +88,8 @@ def nixl_is_available() -> bool:
 def has_rdma() -> bool:
     """Whether this machine has an active port on an RDMA network.
 
-    A port of AWS EFA counts, too: it cannot be told from RDMA here. UCX must support the network.
+    A port of AWS EFA counts, too: only its driver (`device/driver`), which is not read, would tell it apart. UCX must
+    support the network.
     """
     return any("ACTIVE" in file.read_text() for file in Path("/").glob(RDMA_PORT_STATES.lstrip("/")))
 
