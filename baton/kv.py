@@ -62,8 +62,8 @@ class OnLoadFailure(Enum):
 class KVTransferParams:
     """How one request takes part in a hand-over; minted by the gateway, never by a client.
 
-    (transfer_id, attempt) identifies the hand-over on both sides. Both sides need only these values and
-    `peer.incarnation`: no address, and no id that only one engine knows.
+    (transfer_id, attempt) identifies the hand-over on both sides. To name it, both sides need only these values and
+    the two incarnations: no address, and no id that only one engine knows.
     """
 
     role: TransferRole

@@ -108,9 +108,8 @@ class ModelRunnerOutput:
     forced_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The tokens after those sampled, where the request's grammar leaves no choice."""
     unforeseeable: Set[str] = frozenset()
-    """Requests that sampled, and whose next step may yield more than one token, or new drafts. The step after
-    that next step is planned only when the output of the next step is known. Requests with drafts may be left
-    out."""
+    """Requests that sampled, and whose next step may yield several tokens or new drafts. So the output of that step
+    must be known before the step behind it is planned. Requests with drafts may be left out."""
     prompt_logprobs: Mapping[str, ScoredTokens] = field(default_factory=dict)
     """The prompt's tokens that follow tokens of this step, of requests that want their log-probabilities."""
 

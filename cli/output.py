@@ -9,7 +9,8 @@ from typing import IO, Any
 
 
 class OutputError(Exception):
-    """Stdout cannot be written, for example because the disk is full. That its reader has left is no OutputError."""
+    """Stdout cannot be written, for example because the disk is full. If the reader has left,
+    BrokenPipeError is raised instead."""
 
 
 class Output:

@@ -66,10 +66,12 @@ class ModelRunner:
     def launch(self, plan: SchedulerOutput) -> "LaunchedStep":
         """Runs the model on the plan's tokens, and samples for requests whose known tokens are all computed.
 
-        A plan without tokens still removes finished requests, and swaps KV to host memory. While the caller
-        has not waited for a step, it may launch only one more step, which may not resume a request of the
-        first step. The caller must wait for a step before it launches the next step if the first step has
-        drafts, or if the next step has drafts or forced tokens.
+        A plan without tokens still removes finished requests, and swaps KV to host memory. Before the caller has
+        waited for a step:
+
+        * The caller may launch at most one further step.
+        * The further step must not resume a request of the first.
+        * If either step has drafts, or the further step has forced tokens, the caller must wait first.
         """
         self._settle_before(plan)
         self._requests.update(plan)  # first: finished requests must be removed even if something below fails

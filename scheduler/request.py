@@ -4,7 +4,7 @@
               v                                             |
 (add) --> WAITING / PREEMPTED -- blocks, budget granted --> RUNNING --> FINISHED_
             |      ^                                          STOPPED        EOS or a stop token
-            |      | received, put off, or failed             LENGTH_CAPPED  max_tokens, max_model_len
+            |      | received, postponed, or failed           LENGTH_CAPPED  max_tokens, max_model_len
   blocks    |      | and to be recomputed                     HANDED_OVER    one token sampled; D goes on
   reserved  v      |                                          ABORTED, ERROR, GIVEN_BACK (from every state
           WAITING_FOR_REMOTE_KVS                                              above too)
@@ -165,7 +165,8 @@ class Request:
         initial tokens and hands them over; a consumer receives them. The first new token follows them."""
         wants_scores = sampling_params.prompt_logprobs is not None and self.num_output_tokens == 0
         self.prompt_logprobs = PackedLogprobs() if wants_scores and not self.is_consumer else None
-        """Of the prompt's tokens so far, but the first; None if not wanted, or reported."""
+        """Log-probabilities of the prompt's tokens computed so far, without the first. None: not asked for, or already
+        reported."""
         self.skip_reading_prefix_cache = skip_reading_prefix_cache or self.prompt_logprobs is not None
         """A prompt whose log-probabilities are wanted must be computed whole."""
         self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens

@@ -45,7 +45,7 @@ from worker.suspect_turns import SuspectTurns
 logger = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES = 100_000
-"""The most messages that wait for a gateway that does not read. If there are more, the gateway counts as gone."""
+"""The most messages that wait for a gateway that does not read. If there are more, the gateway counts as lost."""
 
 PROGRESS_TIMEOUT_S = 60.0
 """The longest permitted turn of the request plane. After that it counts as hung, and the worker ends."""

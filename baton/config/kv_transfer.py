@@ -20,8 +20,8 @@ class KVTransferConfig(Section):
     load_timeout_s: float = Field(120.0, gt=0.0)
     """A consumer gives up a load after this long, including the time in the prefill worker's queue."""
     peer_timeout_s: float = Field(5.0, gt=0.0)
-    """A peer that answers no heartbeats for this long counts as dead, and its loads fail. If its pauses were short, 2/5
-    of this time may be enough."""
+    """A peer that answers no heartbeats for this long counts as lost, and its loads fail. A peer that normally answers
+    without long pauses counts as lost after 2/5 of this time."""
     load_failure_policy: Literal["retry", "recompute", "fail"] = "retry"
     """What happens if a prompt's KV does not arrive. `retry`: another prefill worker computes it or, without one, the
     decode worker. `recompute`: the decode worker computes it. `fail`: the request fails."""

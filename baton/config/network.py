@@ -31,11 +31,11 @@ class NetworkConfig(Section):
     heartbeat_interval_s: float = Field(0.5, gt=0.0)
     """How often gateways and workers send a sign of life; at most half of `peer_timeout_s`."""
     peer_timeout_s: float = Field(5.0, gt=0.0)
-    """A worker or gateway that is silent for this long counts as dead. For a worker whose pauses were short, 2/5 of
-    this time may be enough."""
+    """A worker or gateway that is silent for this long counts as lost. A worker that normally sends without long pauses
+    counts as lost after 2/5 of this time."""
     reconnect_grace_s: float = Field(0.5, gt=0.0)
-    """A worker whose connection broke counts as dead if it does not reconnect within this time. If its port refuses
-    connections, as after the end of its process, it counts as dead at once."""
+    """A worker whose connection broke counts as lost if it does not reconnect within this time. If its port refuses
+    connections, as after the end of its process, it counts as lost at once."""
 
     @field_validator("bind_host", "advertise_host")
     @classmethod
@@ -62,6 +62,6 @@ class NetworkConfig(Section):
         if 2 * self.heartbeat_interval_s > self.peer_timeout_s:
             raise ValueError(
                 f"heartbeat_interval_s ({self.heartbeat_interval_s:g}) must not be above half of peer_timeout_s "
-                f"({self.peer_timeout_s:g}), or healthy workers would count as dead"
+                f"({self.peer_timeout_s:g}), or healthy workers would count as lost"
             )
         return self

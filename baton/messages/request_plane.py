@@ -20,7 +20,7 @@ REQUEST_PLANE_VERSION = 12
 class Hello:
     """Gateway -> worker, first and then at a fixed pace: announces the gateway and asks for outputs and heartbeats.
 
-    A gateway silent for longer than the worker's limit counts as gone, and its requests are aborted.
+    A gateway silent for longer than the worker's limit counts as lost, and its requests are aborted.
     """
 
     version: int = field(default=REQUEST_PLANE_VERSION, kw_only=True)

@@ -13,7 +13,7 @@ _WITH_PARTS = frozenset(
         *("properties", "patternProperties", "additionalProperties"),
     }
 )
-"""Only a schema with one of these keywords needs or may have other parts."""
+"""A schema without any of these keywords has no parts."""
 
 
 def check_ends(field: str, whose: str, schema: dict[str, Any]) -> None:

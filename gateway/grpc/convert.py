@@ -98,7 +98,7 @@ def common_sampling(message: Any, **others: Any) -> SamplingParams:
 
 
 def unset_in(message: Any) -> list[str]:
-    """The settings that become the model's defaults. A field that is not `optional` is none of them: it reads as 0
+    """The settings that become the model's defaults. A field that is not `optional` never does: it reads as 0
     whether it was set to 0 or not set."""
     fields = message.DESCRIPTOR.fields_by_name
     return [

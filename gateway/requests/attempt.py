@@ -115,7 +115,8 @@ class Attempt:
         return (self.placement.decode,) if prefill is None else (self.placement.decode, prefill)
 
     def split(self, request: EngineRequest, transfer_id: str) -> list[tuple[str, EngineRequest]]:
-        """The sub-request for each worker, to be sent in this order: the decode worker first reserves blocks.
+        """The sub-request for each worker, to be sent in this order: the decode worker's first, so that it reserves
+        blocks early.
 
         (transfer_id, attempt number) identifies the hand-over, so each attempt has its own. A prefill worker that
         runs out of blocks keeps the request and computes the prompt again later.

@@ -60,7 +60,7 @@ class QueueEntry(Generic[T]):
     num_passed: int = 0
     """How many later entries were placed before it."""
     place: int = 0
-    """How many entries were before it when its patience began. When it joins, all other entries count."""
+    """How many entries were before it when its patience began. At first: the number of all other entries."""
     num_placed_then: int = 0
     """How many entries the queue had placed when its patience began."""
     lost_workers_at: float = -math.inf

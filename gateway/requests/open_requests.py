@@ -28,7 +28,7 @@ class OpenRequests:
         return iter(self._states.values())
 
     def lost_with(self, status: WorkerStatus) -> WorkerLoss:
-        """Which requests a worker had that ended after this heartbeat.
+        """The requests of a worker that has ended. `status`: its last heartbeat.
 
         A suspect that the heartbeat names ran on the worker. Its attempt may have failed since then, for example
         because the other worker of the pair refused it.

@@ -88,8 +88,7 @@ class CallerShares:
         self._decoding: defaultdict[str, dict[str, _States]] = defaultdict(dict)
         """The same for each decode worker."""
         self._in_prefill: defaultdict[str, _States] = defaultdict(dict)
-        """The requests whose prompts each worker computes, or has not begun to compute, and some whose prompts are
-        computed."""
+        """By worker: the requests whose prompts it computes or will compute. Some stay here for a while after that."""
 
     def begun(self, state: RequestState) -> None:
         """An attempt has begun."""

@@ -1,6 +1,6 @@
 """Consumer: every rank transfer that this rank receives, as one sans-IO state machine; see incoming.py for its states.
 
-Hold and Open are repeated at a fixed pace while nothing arrives. A producer counts as dead if it is silent for too long
+Hold and Open are repeated at a fixed pace while nothing arrives. A producer counts as lost if it is silent for too long
 (waits.py), or if nothing listens at its address any more (`on_gone`). A load that takes longer than `load_timeout_s`
 fails. Messages about unknown rank transfers are counted.
 """

@@ -1,4 +1,4 @@
-"""A worker's end of the request plane over real ZeroMQ: who may talk, what comes back, and who counts as gone."""
+"""A worker's end of the request plane over real ZeroMQ: who may talk, what comes back, and who counts as lost."""
 
 import threading
 from collections.abc import Callable, Iterator

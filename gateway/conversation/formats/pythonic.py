@@ -17,7 +17,7 @@ from gateway.conversation.python_literals import is_keyword, keyword_arguments
 from gateway.conversation.reader import Reader, Steps
 
 MAX_CALL_CHARACTERS = 65_536
-"""Longest call. A longer text counts as text."""
+"""The longest text that is read as calls. A longer text is ordinary text."""
 
 ANY_LITERAL = r"""( /[a-zA-Z_]\w*/ "=" %json {} ( ", " /[a-zA-Z_]\w*/ "=" %json {} )* )?"""
 

@@ -1,4 +1,4 @@
-"""Loads that were put off, as the scheduler sees them: the room comes back, the request keeps its place and waits."""
+"""Postponed loads, as the scheduler sees them: the room comes back, the request keeps its place and waits."""
 
 from baton.kv import TransferRole
 from baton.request import ErrorKind
