@@ -138,7 +138,7 @@ class FailedKV:
     request_id: str
     num_valid_blocks: int
     reason: str
-    is_cancelled: bool = False
+    is_unneeded: bool = False
     """The producer ended the request itself (cancelled, or answered with its first token): do not recompute."""
     is_postponed: bool = False
     """The load is postponed. `KVConnectorOutput.can_load` names the request once the load may begin again."""

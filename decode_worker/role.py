@@ -1,4 +1,4 @@
-"""DecodeWorker: the role that decodes, with KV from other workers or its own; knows no engine."""
+"""DecodeRole: the role that decodes, with KV from other workers or its own; knows no engine."""
 
 from baton.errors import Overloaded
 from baton.kv import TransferRole
@@ -6,7 +6,7 @@ from baton.request import EngineRequest
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 
 
-class DecodeWorker:
+class DecodeRole:
     """Accepts the decode request of a hand-over, or a whole request to compute by itself.
 
     The request says what to load; the scheduler chooses when to load, once blocks are free.

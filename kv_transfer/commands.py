@@ -50,11 +50,15 @@ class FinishSend:
 
 @dataclass(frozen=True, slots=True)
 class AbortSend:
-    """The producer ended without handing over. `is_held`: its blocks are freed only once no transfer reads them."""
+    """The producer ended without handing over.
+
+    `is_unneeded`: the request itself has ended, so no prompt is needed. `is_held`: the blocks are freed only once no
+    transfer reads them.
+    """
 
     request_id: str
     reason: str
-    is_cancelled: bool
+    is_unneeded: bool
     is_held: bool
 
 
@@ -90,7 +94,7 @@ class GiveUpLoad:
 
     request_id: str
     reason: str
-    is_cancelled: bool
+    is_unneeded: bool
     is_postponed: bool = False
 
 

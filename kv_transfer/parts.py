@@ -143,7 +143,7 @@ class GiveUp(Generic[P]):
 
     parts: tuple[P, ...]
     reason: str
-    is_cancelled: bool
+    is_unneeded: bool
     is_postponed: bool = False
     """The part was postponed; postpone these too."""
 
@@ -183,7 +183,7 @@ class Loads(Generic[P]):
             return self._outcome(failed.request_id, load)
         load.failed = failed
         if load.open and not load.is_aborted:
-            return GiveUp(tuple(load.open), failed.reason, failed.is_cancelled, failed.is_postponed)
+            return GiveUp(tuple(load.open), failed.reason, failed.is_unneeded, failed.is_postponed)
         return self._outcome(failed.request_id, load)
 
     def quiet(self, request_id: str, part: P) -> LoadOutcome[P]:
@@ -227,7 +227,7 @@ def _least(one: FailedKV, other: FailedKV) -> FailedKV:
     return replace(
         one,
         num_valid_blocks=min(one.num_valid_blocks, other.num_valid_blocks),
-        is_cancelled=one.is_cancelled or other.is_cancelled,
+        is_unneeded=one.is_unneeded or other.is_unneeded,
         is_postponed=one.is_postponed and other.is_postponed,
     )
 

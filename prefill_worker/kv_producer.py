@@ -51,10 +51,8 @@ class KVProducerScheduler:
             self._commands.append(WithdrawBlocks(request.request_id))
         self._with_blocks.discard(request.request_id)
         if not request.is_handed_over:
-            is_held, is_cancelled = bool(block_ids), not (request.is_failed or request.is_given_back)
-            self._commands.append(
-                AbortSend(request.request_id, _abort_reason(request), is_cancelled, is_held)
-            )
+            is_held, is_unneeded = bool(block_ids), not (request.is_failed or request.is_given_back)
+            self._commands.append(AbortSend(request.request_id, _abort_reason(request), is_unneeded, is_held))
             return is_held
         assert request.first_token is not None
         num_groups = self._groups.num_groups

@@ -1,4 +1,4 @@
-"""PrefillWorker: the role that computes prompts for other workers; knows neither its engine nor the decode worker."""
+"""PrefillRole: the role that computes prompts for other workers; knows neither its engine nor the decode worker."""
 
 from baton.errors import Overloaded
 from baton.kv import TransferRole
@@ -6,7 +6,7 @@ from baton.request import EngineRequest
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 
 
-class PrefillWorker:
+class PrefillRole:
     """Accepts only prefill requests of hand-overs. It is drained once their last block was read.
 
     The role does not decide when to hand over: `scheduler/request.py` limits a producing request to one new token, and

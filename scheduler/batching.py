@@ -45,7 +45,7 @@ class Unified:
         return self._running.num_fitting_tokens(request, num_wanted, num_computed_tokens, step)
 
 
-class PromptsFirst:
+class WholePrompts:
     """The classical schedulers: whole prompts come before outputs, and every waiting request before every running one.
 
     As in nano-vLLM, a whole prompt must fit into the budget and the free blocks. This check counts the whole prompt,
@@ -85,4 +85,4 @@ class PromptsFirst:
 def make_batching(config: SchedulerConfig, running: Running, admission: Admission, kv: KVCache) -> Batching:
     if config.batching == "unified":
         return Unified(config, running, admission)
-    return PromptsFirst(config, running, admission, kv)
+    return WholePrompts(config, running, admission, kv)

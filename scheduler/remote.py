@@ -221,4 +221,4 @@ def _end_of(failure: FailedKV) -> str:
     """The last part of this failure's counter name."""
     if failure.is_postponed:
         return "postponed"
-    return "not_needed" if failure.is_cancelled else "failed"
+    return "not_needed" if failure.is_unneeded else "failed"

@@ -244,7 +244,7 @@ class Scheduler:
             if request := self._remote.fail(failure):
                 if failure.is_postponed:
                     self._admission.push(request)
-                elif failure.is_cancelled:
+                elif failure.is_unneeded:
                     self._ending.end(request, RequestStatus.FINISHED_ABORTED, outputs, failure.reason)
                 elif request.must_report_failure:
                     status, kind = RequestStatus.FINISHED_ERROR, ErrorKind.KV_LOAD_FAILED

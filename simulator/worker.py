@@ -22,13 +22,13 @@ from baton.sampling import StructuredOutput
 from baton.step import ClientOutputs
 from baton.system.progress import Progress
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
-from decode_worker import DecodeWorker
+from decode_worker import DecodeRole
 from engine.grammars.compiler import CompiledGrammar, GrammarCompiler
 from engine.pipeline import Pipeline, StreamPipeline
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.transports import ZMQ_TCP
 from kv_transfer.transport.base import Bytes
-from prefill_worker import PrefillWorker
+from prefill_worker import PrefillRole
 from scheduler import Scheduler
 from simulator.connector import SimConnector
 from simulator.device import CELL_BYTES, NUM_HEADS, NUM_PLANES, AsyncDevice, SimRunner, SlowRunner
@@ -152,9 +152,7 @@ class Worker(Process):
         )
         self.requests = ClientRequests(self.core, self.clock)
         self.suspects = SuspectTurns()
-        self.role: Role = (
-            DecodeWorker(spec.max_waiting) if self.is_decode else PrefillWorker(spec.max_waiting)
-        )
+        self.role: Role = DecodeRole(spec.max_waiting) if self.is_decode else PrefillRole(spec.max_waiting)
         self.ref = WorkerRef(spec.name, self.incarnation, (self.channel.address,), config.block_size)
 
     @property

@@ -27,7 +27,7 @@ MAX_LINES = 400
 
 # What other packages may import from a package. A change here is a change of the architecture.
 PUBLIC_NAMES = {
-    "decode_worker": {"DecodeWorker", "KVConsumerScheduler"},
+    "decode_worker": {"DecodeRole", "KVConsumerScheduler"},
     "gateway": {"Gateway", "GatewayClient", "GatewayError", "ServedModel", "Tokenizer"},
     "kv_transfer": {
         "ConnectorWorker",
@@ -39,7 +39,7 @@ PUBLIC_NAMES = {
         "SharedMemory",
         "pinned_array",
     },
-    "prefill_worker": {"KVProducerScheduler", "PrefillWorker"},
+    "prefill_worker": {"KVProducerScheduler", "PrefillRole"},
     "scheduler": {
         "KVConnector",
         "ModelRunnerOutput",

@@ -1,6 +1,6 @@
-"""ClientRequests: which client each unfinished request belongs to, and its deadline; knows no thread and no queue.
+"""ClientRequests: which client, a gateway, each unfinished request belongs to, and its deadline.
 
-The loop calls it on the engine's thread, the simulator in virtual time.
+Knows no thread and no queue. The loop calls it on the engine's thread, the simulator in virtual time.
 """
 
 import heapq

@@ -1,4 +1,4 @@
-"""EngineHost: composes everything that one device process runs, whatever its role; knows no Ray and no cluster.
+"""EngineHost: composes everything that one worker process runs, whatever its role; knows no Ray and no cluster.
 
 request plane thread   frames <-> messages, heartbeats            worker/request_plane.py
 engine thread          admit, schedule, run, deliver              worker/loop.py, worker/core.py
@@ -29,7 +29,7 @@ from baton.system.curve import ClusterKeys, PlaneKeys
 from baton.system.progress import Progress
 from baton.system.progress_watch import ProgressWatch
 from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
-from decode_worker import DecodeWorker
+from decode_worker import DecodeRole
 from engine.build import DeviceEngine, OnProgress, build_device_engine
 from engine.collectives import Collectives
 from engine.device import device_memory
@@ -39,7 +39,7 @@ from engine.lent_cpus import LendingPipeline, LentCpus
 from engine.pipeline import Pipeline
 from engine.prefill_steps import with_prefill_steps
 from engine.ranks.processes import RankProcesses
-from prefill_worker import PrefillWorker
+from prefill_worker import PrefillRole
 from scheduler import Scheduler
 from worker.commands import CommandQueue
 from worker.core import EngineCore
@@ -103,8 +103,8 @@ class EngineHost:
         """The role in which the worker starts; the loop knows the present role."""
         max_waiting = config.gateway.max_in_flight
         self._roles: dict[WorkerRole, Role] = {
-            WorkerRole.PREFILL: PrefillWorker(max_waiting),
-            WorkerRole.DECODE: DecodeWorker(max_waiting),
+            WorkerRole.PREFILL: PrefillRole(max_waiting),
+            WorkerRole.DECODE: DecodeRole(max_waiting),
         }
         self._name = name
         self._incarnation = secrets.token_hex(8)

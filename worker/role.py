@@ -7,7 +7,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 
 
 class Role(Protocol):
-    """A device process's part in the cluster. Roles hold no engine state, so one can replace another at run time."""
+    """A worker process's part in the cluster. Roles hold no engine state, so one can replace another at run time."""
 
     @property
     def kind(self) -> WorkerRole: ...

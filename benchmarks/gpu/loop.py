@@ -22,7 +22,7 @@ from baton.worker import KVPeerCounts
 from benchmarks.gpu.build import device_engine
 from benchmarks.gpu.measure import make_recorder
 from benchmarks.gpu.setting import Setting
-from decode_worker import DecodeWorker
+from decode_worker import DecodeRole
 from engine.batch import StepLimits
 from engine.gpu.graphs import decode_sizes
 from engine.grammars.compiler import GrammarCompiler
@@ -109,7 +109,7 @@ class LoopedEngine:
             clock,
         )
         self._loop = EngineLoop(
-            self._core, DecodeWorker(1_000_000), self, clock, lease_s=0.0, commands=CommandQueue()
+            self._core, DecodeRole(1_000_000), self, clock, lease_s=0.0, commands=CommandQueue()
         )
 
     def __enter__(self) -> "LoopedEngine":

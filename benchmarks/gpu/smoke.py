@@ -18,9 +18,9 @@ from benchmarks.gpu.precompile import precompile
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
+from engine.kernels.gate_mul import gate_mul
 from engine.kernels.rms_norm import add_rms_norm_
-from engine.kernels.silu_mul import silu_mul
-from tests.kernels.references import add_rms_norm_reference_, silu_mul_reference
+from tests.kernels.references import add_rms_norm_reference_, gate_mul_reference
 
 PART = "smoke"
 NUM_LAUNCHES = 3
@@ -88,13 +88,13 @@ def _graph(setting: Setting, shapes: Shapes) -> Iterator[Row]:
     residual_TE, weight_E = shapes.randn(shapes.tokens, shapes.hidden), shapes.randn(shapes.hidden)
     buffer_TM, buffer_TE = torch.zeros_like(x_TM), torch.zeros_like(residual_TE)
     given_TE, replay = make_recorder(setting.device).record(
-        lambda: add_rms_norm_(silu_mul(buffer_TM), buffer_TE, weight_E, 1e-5)
+        lambda: add_rms_norm_(gate_mul(buffer_TM), buffer_TE, weight_E, 1e-5)
     )
     buffer_TM.copy_(x_TM)
     buffer_TE.copy_(residual_TE)
     replay()
     synchronize(setting.device)
-    want_TE = add_rms_norm_reference_(silu_mul_reference(x_TM), residual_TE, weight_E, 1e-5)
+    want_TE = add_rms_norm_reference_(gate_mul_reference(x_TM), residual_TE, weight_E, 1e-5)
     error = error_of(given_TE, want_TE)
     yield Row(
         PART,

@@ -13,15 +13,15 @@ from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
 from engine.kernels.expert_linear import ExpertMatrices, expert_linear
 from engine.kernels.routing import route_rows
 from engine.kernels.skinny_epilogue import InputNorm
-from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_linear, skinny_silu_mul
+from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_gate_mul, skinny_linear
 from engine.kernels.sort_pairs import ExpertPairs
 from engine.kernels.sum_pairs import sum_pairs
 from engine.layers.mixture import route
 from engine.mixture_config import Mixture
 from tests.kernels.references import (
     expert_linear_reference,
+    gate_mul_reference,
     rms_norm_reference,
-    silu_mul_reference,
     skinny_linear_reference,
 )
 
@@ -68,8 +68,8 @@ def _fused(shapes: Shapes, num_tokens: int, is_fp8: bool) -> Iterator[SmokeCase]
     yield SmokeCase(
         f"{name}, silu" + (" and norm" if norm else ""),
         (file, "skinny_epilogue"),
-        lambda: (skinny_silu_mul(x_TI, weight_OI, None, scales_O, norm=norm),),
-        lambda: (silu_mul_reference(product(weight_OI, scales_O)),),
+        lambda: (skinny_gate_mul(x_TI, weight_OI, None, scales_O, norm=norm),),
+        lambda: (gate_mul_reference(product(weight_OI, scales_O)),),
         max_error,
     )
     yield SmokeCase(
@@ -102,10 +102,10 @@ def _chain(shapes: Shapes, num_tokens: int) -> Iterator[SmokeCase]:
         residual_TE = rows_TE.clone()
         for _ in range(NUM_LINKS):
             if is_reference:
-                gated_TP = silu_mul_reference(skinny_linear_reference(residual_TE, gate_up_OE))
+                gated_TP = gate_mul_reference(skinny_linear_reference(residual_TE, gate_up_OE))
                 residual_TE += skinny_linear_reference(gated_TP, down_EP)
             else:
-                skinny_add_(residual_TE, skinny_silu_mul(residual_TE, gate_up_OE), down_EP)
+                skinny_add_(residual_TE, skinny_gate_mul(residual_TE, gate_up_OE), down_EP)
         return (residual_TE,)
 
     yield SmokeCase(
@@ -135,7 +135,7 @@ def _experts(shapes: Shapes, num_tokens: int) -> Iterator[SmokeCase]:
 
     def torchs() -> Outputs:
         experts_TK, weights_TK = route(logits_TX, mixture)
-        x_NI = silu_mul_reference(expert_linear_reference(x_TE, gate_up, experts_TK, None))
+        x_NI = gate_mul_reference(expert_linear_reference(x_TE, gate_up, experts_TK, None))
         y_NE = expert_linear_reference(x_NI, down, experts_TK, weights_TK.flatten())
         return (weights_TK, y_NE.float().unflatten(0, (num_tokens, 2)).sum(1).to(x_TE.dtype))
 

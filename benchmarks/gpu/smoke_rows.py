@@ -12,10 +12,10 @@ import torch
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
 from engine.kernels.copy_blocks import copy_blocks
 from engine.kernels.embedding import embed
+from engine.kernels.gate_mul import gate_mul, gate_mul_fp8
 from engine.kernels.quantize_fp8 import quantize_fp8
 from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_fp8_, rms_norm
 from engine.kernels.rope_store import rope_store
-from engine.kernels.silu_mul import silu_mul, silu_mul_fp8
 from engine.kernels.skinny_linear import choose_launch, skinny_linear
 from engine.kernels.skinny_linear_fma import FmaLaunch
 from engine.layers.fp8 import quantize_rows
@@ -23,11 +23,11 @@ from tests.kernels.references import (
     add_rms_norm_reference_,
     copy_blocks_reference,
     embed_reference,
+    gate_mul_fp8_reference,
+    gate_mul_reference,
     rms_norm_fp8_reference,
     rms_norm_reference,
     rope_store_reference,
-    silu_mul_fp8_reference,
-    silu_mul_reference,
     skinny_linear_reference,
 )
 
@@ -75,17 +75,17 @@ def _norms(shapes: Shapes) -> Iterator[SmokeCase]:
 def _activations(shapes: Shapes) -> Iterator[SmokeCase]:
     x_TM = shapes.randn(shapes.tokens, 2 * shapes.intermediate)
     yield SmokeCase(
-        "silu_mul",
-        ("silu_mul",),
-        lambda: (silu_mul(x_TM),),
-        lambda: (silu_mul_reference(x_TM),),
+        "gate_mul",
+        ("gate_mul",),
+        lambda: (gate_mul(x_TM),),
+        lambda: (gate_mul_reference(x_TM),),
         shapes.max_error,
     )
     yield SmokeCase(
-        "silu_mul_fp8",
-        ("silu_mul",),
-        lambda: silu_mul_fp8(x_TM),
-        lambda: silu_mul_fp8_reference(x_TM),
+        "gate_mul_fp8",
+        ("gate_mul",),
+        lambda: gate_mul_fp8(x_TM),
+        lambda: gate_mul_fp8_reference(x_TM),
         shapes.max_error_fp8,
     )
 

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from engine.activation import Activation
 from engine.kernels.dependent_launch import launch_options, wait_for_former
-from engine.kernels.silu_mul import activation_constants, gated
+from engine.kernels.gate_mul import activation_constants, gated
 from engine.kernels.skinny_epilogue import weight_row
 from engine.kernels.sort_pairs import MAX_UNSORTED_TOKENS, ExpertPairs
 

@@ -55,7 +55,7 @@ def skinny_linear(
     return y_TO
 
 
-def skinny_silu_mul(
+def skinny_gate_mul(
     x_TI: torch.Tensor,
     weight_OI: torch.Tensor,
     bias_O: torch.Tensor | None = None,
@@ -64,7 +64,7 @@ def skinny_silu_mul(
     norm: InputNorm | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """`silu_mul` of the product of `skinny_linear`, bit for bit: T x O / 2, silu of its first half times its second."""
+    """`gate_mul` of the product of `skinny_linear`, bit for bit: T x O / 2, silu of its first half times its second."""
     assert len(weight_OI) % 2 == 0, f"{len(weight_OI)} outputs are not pairs"
     y_TP = torch.empty((len(x_TI), len(weight_OI) // 2), dtype=x_TI.dtype, device=x_TI.device)
     _launch(Operands(x_TI, weight_OI, bias_O, scales_O, y_TP, norm, is_gated=True), launch)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.dependent_launch import launch_options, wait_for_former
-from engine.kernels.skinny_epilogue import Operands, silu_mul_pairs, weight_row
+from engine.kernels.skinny_epilogue import Operands, gate_mul_pairs, weight_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _skinny_linear_dot_kernel(  # type: ignore[no-untyped-def]
     if bias_ptr is not None:
         y_OT += tl.load(bias_ptr + weight_rows, is_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        y_OT = silu_mul_pairs(tl.permute(tl.reshape(y_OT.to(dtype), [OUTPUTS, 2, PADDED_T]), (0, 2, 1)))
+        y_OT = gate_mul_pairs(tl.permute(tl.reshape(y_OT.to(dtype), [OUTPUTS, 2, PADDED_T]), (0, 2, 1)))
     outputs = first_output + tl.arange(0, OUTPUTS)
     y_mask = (tokens < num_tokens)[None, :] & (outputs < num_outputs)[:, None]
     y_ptrs = y_ptr + tokens[None, :] * num_outputs + outputs[:, None]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.dependent_launch import launch_options, wait_for_former
-from engine.kernels.skinny_epilogue import Operands, silu_mul_pairs, weight_row
+from engine.kernels.skinny_epilogue import Operands, gate_mul_pairs, weight_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _skinny_linear_fma_kernel(  # type: ignore[no-untyped-def]
         if bias_ptr is not None:
             y += tl.load(bias_ptr + weight_rows, is_row, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            y = silu_mul_pairs(tl.reshape(y.to(dtype), [PADDED_T, OUTPUTS, 2]))
+            y = gate_mul_pairs(tl.reshape(y.to(dtype), [PADDED_T, OUTPUTS, 2]))
         if ADDED:
             y = before + y.to(dtype).to(tl.float32)
         tl.store(y_ptrs, y.to(dtype), y_mask)

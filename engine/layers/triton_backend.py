@@ -10,9 +10,9 @@ import torch
 from engine.activation import Activation, Gate
 from engine.kernels.embedding import embed
 from engine.kernels.expert_linear import token_counts_by_launch
+from engine.kernels.gate_mul import gate_mul, gate_mul_fp8
 from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_fp8_, rms_norm
 from engine.kernels.row_launch import MAX_WIDTH
-from engine.kernels.silu_mul import silu_mul, silu_mul_fp8
 from engine.kernels.skinny_linear import MAX_FMA_TOKENS, MAX_TOKENS
 from engine.kernels.switches import kernel_switches
 from engine.layers.backend import (
@@ -116,8 +116,8 @@ class TritonBackend:
     def gate_mul(self, gate_up_TM: torch.Tensor, gate: Activation = Gate.SILU) -> Activations:
         """T x I: the activation of the first I columns, times the other I columns."""
         if self._quantizes(gate_up_TM, gate_up_TM.shape[1] // 2):
-            return QuantizedRows(*silu_mul_fp8(gate_up_TM, gate), gate_up_TM.dtype)
-        return silu_mul(gate_up_TM, gate)
+            return QuantizedRows(*gate_mul_fp8(gate_up_TM, gate), gate_up_TM.dtype)
+        return gate_mul(gate_up_TM, gate)
 
     def _quantizes(self, x_TE: torch.Tensor, width: int) -> bool:
         """Whether kernels quantize these rows. They must be many, 16-bit, and fit into a program's registers."""

@@ -19,7 +19,7 @@ from engine.kernels.quantize_fp8 import quantize_fp8
 from engine.kernels.rms_norm import rms_norm
 from engine.kernels.row_launch import MAX_WIDTH
 from engine.kernels.skinny_epilogue import InputNorm
-from engine.kernels.skinny_linear import MAX_TOKENS, norms_input, skinny_add_, skinny_linear, skinny_silu_mul
+from engine.kernels.skinny_linear import MAX_TOKENS, norms_input, skinny_add_, skinny_gate_mul, skinny_linear
 from engine.kernels.switches import kernel_switches
 from engine.layers.backend import Activations, QuantizedRows, UnnormedRows
 from engine.layers.fp8 import Fp8Weight, quantize_rows
@@ -62,7 +62,7 @@ class FewRows:
     def gated(self, x_TI: Activations) -> torch.Tensor:
         """T x P: silu of the first P outputs, times the other P."""
         rows_TI, norm = self._input(x_TI)
-        return skinny_silu_mul(rows_TI, self.weight_OI, self.bias_O, self.scales_O, norm=norm)
+        return skinny_gate_mul(rows_TI, self.weight_OI, self.bias_O, self.scales_O, norm=norm)
 
     def add_(self, y_TO: torch.Tensor, x_TI: Activations) -> None:
         """Adds the product in place."""

@@ -119,14 +119,14 @@ void baton_add_normed(int64_t type, int64_t weight_type, const void *x_TE, void 
     });
 }
 
-void baton_silu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
+void baton_gate_mul_silu(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
                     int num_threads) {
     gate_mul(type, gate_up_TM, out_TI, num_tokens, width, num_threads,
              [](Floats x, Floats up) { return x / (1.0f + exp2(x * -LOG2_E)) * up; });
 }
 
 // GELU by its approximation: x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3).
-void baton_gelu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
+void baton_gate_mul_gelu(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
                     int num_threads) {
     constexpr float FIRST = 1.5957691216f, THIRD = 0.0713548163f;  // factors of x and x^3 in 2u
     gate_mul(type, gate_up_TM, out_TI, num_tokens, width, num_threads,
@@ -135,7 +135,7 @@ void baton_gelu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t 
 
 // The activation of gpt-oss: (up + 1) x / (1 + e^(-alpha x)), where x is the gate; gates are at most `limit`, ups
 // between -limit and limit. NaN stays.
-void baton_swiglu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
+void baton_gate_mul_swiglu(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
                       int num_threads, float alpha, float limit) {
     const float rate = -LOG2_E * alpha;
     const Floats most = all(limit), least = all(-limit);

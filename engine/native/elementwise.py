@@ -29,11 +29,11 @@ class ElementwiseKernels:
             *(number, number, address, address, address),
             *(number, number, ctypes.c_float, ctypes.c_int),
         )
-        self._gate_mul = {Gate.SILU: library.baton_silu_mul, Gate.GELU_TANH: library.baton_gelu_mul}
+        self._gate_mul = {Gate.SILU: library.baton_gate_mul_silu, Gate.GELU_TANH: library.baton_gate_mul_gelu}
         for function in self._gate_mul.values():
             function.argtypes = (number, address, address, number, number, ctypes.c_int)
-        self._swiglu_mul = library.baton_swiglu_mul
-        self._swiglu_mul.argtypes = (
+        self._gate_mul_swiglu = library.baton_gate_mul_swiglu
+        self._gate_mul_swiglu.argtypes = (
             *(number, address, address, number, number, ctypes.c_int),
             *(ctypes.c_float, ctypes.c_float),
         )
@@ -41,7 +41,7 @@ class ElementwiseKernels:
         self._embed.argtypes = (number, *(address,) * 3, *(number,) * 4, ctypes.c_int)
         self._sum_pairs = library.baton_sum_pairs
         self._sum_pairs.argtypes = (number, *(address,) * 4, *(number,) * 3, ctypes.c_int)
-        gates = (*self._gate_mul.values(), self._swiglu_mul)
+        gates = (*self._gate_mul.values(), self._gate_mul_swiglu)
         for function in (self._add_rms_norm, self._add_normed, *gates, self._embed, self._sum_pairs):
             function.restype = None
 
@@ -96,7 +96,7 @@ class ElementwiseKernels:
             torch.get_num_threads(),
         )
         if isinstance(gate, ClampedSwiglu):
-            self._swiglu_mul(*what, gate.alpha, gate.limit)
+            self._gate_mul_swiglu(*what, gate.alpha, gate.limit)
         else:
             self._gate_mul[gate](*what)
 

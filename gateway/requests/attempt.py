@@ -55,7 +55,7 @@ class AttemptFailure:
     reason: str = ""
     is_prompt_lost: bool = False
     """The decode worker is healthy, but its prompt's KV did not arrive."""
-    gives_way: bool = False
+    is_taken_back: bool = False
     """The gateway took the request back for other callers."""
     error: RequestError | None = None
     """The request itself is at fault, so no other worker could serve it either."""

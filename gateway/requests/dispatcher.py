@@ -204,7 +204,7 @@ class Dispatcher:
             num_tokens=state.num_tokens,
             priority=request.priority,
             is_resumed=state.num_attempts > 0,
-            gave_way=state.gave_way,
+            was_taken_back=state.was_taken_back,
             needs=lambda: (self.suspects.is_suspect(state.identity), state.retry.needs()),
             begin_by=None if state.deadline is None else state.deadline - least_prefill_s,
             deadline=state.deadline,
@@ -216,7 +216,7 @@ class Dispatcher:
 
     def _take_back(self, *workers: str) -> None:
         """Returns requests on these workers to the queue if their callers hold more than their share."""
-        for state, failure in self._shares.to_give_back(workers, self._now):
+        for state, failure in self._shares.to_take_back(workers, self._now):
             self._fail(state, failure)
 
     def _leave_queue(self, state: RequestState) -> None:

@@ -38,7 +38,7 @@ class QueueEntry(Generic[T]):
     priority: int = 0
     is_resumed: bool = False
     """The request ran before. The queue never refuses it in favour of other requests."""
-    gave_way: bool = False
+    was_taken_back: bool = False
     """The request ran, and was taken back since its caller held more than its share. Now it waits for the
     caller's turn, before the caller's other requests."""
     needs: Callable[[], object] = lambda: None
@@ -69,7 +69,7 @@ class QueueEntry(Generic[T]):
     @property
     def goes_first(self) -> bool:
         """Whether the entry comes before requests that wait for their callers' turns."""
-        return self.is_resumed and not self.gave_way
+        return self.is_resumed and not self.was_taken_back
 
     @property
     def has_workers(self) -> bool:
@@ -84,11 +84,11 @@ class _Flow(Generic[T]):
     begins_at: float
     """The virtual time at which the first entry begins."""
     entries: dict[QueueEntry[T], None] = field(default_factory=dict)
-    """In order of arrival, but entries that gave way come first."""
+    """In order of arrival, but entries that were taken back come first."""
     num_tokens: int = 0
 
     def add(self, entry: QueueEntry[T]) -> None:
-        if entry.gave_way:
+        if entry.was_taken_back:
             self.entries = {entry: None, **self.entries}
         self.entries[entry] = None
         self.num_tokens += entry.num_tokens
@@ -130,7 +130,7 @@ class _Level(Generic[T]):
     def charge(self, entry: QueueEntry[T]) -> None:
         if entry.goes_first:
             return  # the caller was charged when the request first began
-        # A request that gave way is charged again: its caller's charges may have been forgotten meanwhile.
+        # A request that was taken back is charged again: its caller's charges may have been forgotten meanwhile.
         flow = self.flows[entry.caller]
         self.now = max(self.now, flow.begins_at)
         flow.begins_at += entry.num_tokens

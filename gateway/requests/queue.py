@@ -174,7 +174,7 @@ class RequestQueue(Generic[T]):
         """Entries that found no worker within their patience. They stay in the queue until they `leave`.
 
         Four kinds of requests may wait longer. If a caller holds its share, its requests wait for the caller's
-        other requests, not for workers. A request that gave way may wait as long as workers for it exist.
+        other requests, not for workers. A request that was taken back may wait as long as workers for it exist.
         Otherwise it would be refused because of other callers. A request with a better place than before waits on:
         the queue moves. So does a request if only slots are lacking, until MAX_PASSED requests have overtaken it:
         long answers run, and will end.
@@ -186,7 +186,7 @@ class RequestQueue(Generic[T]):
             lacks_slot = lacks_slot or isinstance(self._reason(entry), NoSlot)
             if entry not in over:
                 continue
-            if self._holds_share(entry) or (entry.gave_way and entry.has_workers):
+            if self._holds_share(entry) or (entry.was_taken_back and entry.has_workers):
                 self._begin_patience(entry, max(entry.patience_s, MIN_REST_S), place, now)
             elif self._has_moved_up(entry, place):
                 self._begin_patience(entry, self._patience_s, place, now)

@@ -115,10 +115,10 @@ class RequestState:
         return self.attempts[-1]
 
     @property
-    def gave_way(self) -> bool:
+    def was_taken_back(self) -> bool:
         """Whether the gateway took the latest attempt back for other callers."""
         failure = self.attempt.failure if self.attempts else None
-        return failure is not None and failure.gives_way
+        return failure is not None and failure.is_taken_back
 
     @property
     def path(self) -> str | None:

@@ -30,7 +30,7 @@ from gateway.routing.router import Router
 from gateway.routing.worker_estimate import WorkerEstimate
 
 SHARE = 7 / 8
-GIVE_BACK_FROM = 15 / 16
+TAKE_BACK_FROM = 15 / 16
 MAX_PROMPTS_S = 0.05
 
 PRESENT_S = 60.0
@@ -64,9 +64,9 @@ class _Holding:
     held: int
     free: int
 
-    def to_give_back(self) -> Iterator[RequestState]:
+    def to_take_back(self) -> Iterator[RequestState]:
         room = self.held + self.free
-        excess = self.held - SHARE * room if self.held > GIVE_BACK_FROM * room else 0.0
+        excess = self.held - SHARE * room if self.held > TAKE_BACK_FROM * room else 0.0
         for state in reversed(list(self.states)[1:]):
             if excess <= 0.0:
                 return
@@ -154,23 +154,22 @@ class CallerShares:
             return HeldBack(f"other prompts wait at {worker}")
         return None
 
-    def to_give_back(self, workers: Iterable[str], now: float) -> list[tuple[RequestState, AttemptFailure]]:
+    def to_take_back(self, workers: Iterable[str], now: float) -> list[tuple[RequestState, AttemptFailure]]:
         """Requests to take back from callers that hold too much: answers grew, or other callers appeared.
 
-        Of each resource, only the caller that holds most gives back. This increases the room of the other
-        callers.
+        Of each resource, only the caller that holds most loses requests. This increases the room of the other callers.
         """
         if not self._is_shared(now) or not self._placed:
             return []
         largest = max(self._placed, key=lambda name: len(self._placed[name]))
-        back = dict.fromkeys(self._places(largest).to_give_back())
+        back = dict.fromkeys(self._places(largest).to_take_back())
         for worker in workers:  # keeps their order
             if worker in self._decoding:
                 for holding_of in (self._slots, self._blocks):
                     holdings = (holding_of(name, worker) for name in self._decoding[worker])
-                    back |= dict.fromkeys(max(holdings, key=attrgetter("held")).to_give_back())
+                    back |= dict.fromkeys(max(holdings, key=attrgetter("held")).to_take_back())
             back |= dict.fromkeys(self._late_prompts(worker))
-        return [(state, _gives_way(state)) for state in back]
+        return [(state, _taken_back(state)) for state in back]
 
     def _seen(self, name: str, now: float) -> None:
         self._seen_at.pop(name, None)
@@ -253,9 +252,9 @@ def _refusal(name: str, number: int, holding: _Holding) -> OverShare | None:
     return OverShare(f"'{name}' holds {holding.held} {holding.what}, and other callers may need the rest")
 
 
-def _gives_way(state: RequestState) -> AttemptFailure:
+def _taken_back(state: RequestState) -> AttemptFailure:
     why = "its caller held more than its share, and other callers have requests"
-    return AttemptFailure(state.attempt.placement.decode, Cause.GIVEN_BACK, why, gives_way=True)
+    return AttemptFailure(state.attempt.placement.decode, Cause.GIVEN_BACK, why, is_taken_back=True)
 
 
 def _num_blocks(worker: WorkerEstimate, state: RequestState) -> int:

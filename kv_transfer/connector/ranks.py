@@ -126,8 +126,8 @@ class RankedConnector:
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[int]) -> KVConnectorOutput:
         match outcome:
-            case GiveUp(ranks, reason, is_cancelled, is_postponed):
-                give_up = GiveUpLoad(request_id, reason, is_cancelled, is_postponed)
+            case GiveUp(ranks, reason, is_unneeded, is_postponed):
+                give_up = GiveUpLoad(request_id, reason, is_unneeded, is_postponed)
                 commands = KVConnectorMetadata((give_up,), (), ())
                 for number in ranks:
                     self._ranks[number].send_commands(commands)

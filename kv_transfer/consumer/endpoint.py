@@ -174,7 +174,7 @@ class ConsumerEndpoint:
         if why.is_postponed:
             self._do(self._consumer.postpone(rank_transfer, why.reason, self._clock.now()))
         else:
-            self._do(self._consumer.give_up(rank_transfer, why.reason, why.is_cancelled))
+            self._do(self._consumer.give_up(rank_transfer, why.reason, why.is_unneeded))
 
     # pieces
 
@@ -271,12 +271,12 @@ class ConsumerEndpoint:
         self._conclude(rank_transfer.request_id, self._loads.arrived(rank_transfer, arrived))
 
     def _take_failed(self, failed: Failed) -> None:
-        rank_transfer, transport, is_cancelled = failed.rank_transfer, failed.transport, failed.is_cancelled
+        rank_transfer, transport, is_unneeded = failed.rank_transfer, failed.transport, failed.is_unneeded
         if not failed.is_postponed:
             self._metrics.missed(
-                self._rank_transfers.peer_of(rank_transfer), transport, is_needed=not is_cancelled
+                self._rank_transfers.peer_of(rank_transfer), transport, is_needed=not is_unneeded
             )
-            kind = TransferEventKind.NOT_NEEDED if is_cancelled else TransferEventKind.FAILED
+            kind = TransferEventKind.NOT_NEEDED if is_unneeded else TransferEventKind.FAILED
             self._timelines.part_ended(
                 rank_transfer.request_id,
                 kind,
@@ -289,7 +289,7 @@ class ConsumerEndpoint:
             rank_transfer.request_id,
             num_blocks,
             failed.reason,
-            is_cancelled,
+            is_unneeded,
             is_postponed=failed.is_postponed,
         )
         self._conclude(rank_transfer.request_id, self._loads.failed(rank_transfer, lost))
@@ -303,7 +303,7 @@ class ConsumerEndpoint:
             case FailedKV(is_postponed=True):
                 self.output += KVConnectorOutput(failed_recving=(outcome,))
             case FailedKV():
-                if not outcome.is_cancelled:
+                if not outcome.is_unneeded:
                     logger.warning(
                         "the KV cache of request %s did not arrive: %s", request_id, outcome.reason
                     )

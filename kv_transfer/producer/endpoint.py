@@ -86,8 +86,8 @@ class ProducerEndpoint:
                 case FinishSend(num_blocks=num_blocks, tail_block_ids=tail, first_token=first_token):
                     self._do(self._producer.blocks_ready(end.rank_transfer, num_blocks - len(tail), tail))
                     self._do(self._producer.finish(end.rank_transfer, first_token, now))
-                case AbortSend(reason=reason, is_cancelled=is_cancelled):
-                    self._do(self._producer.abort(end.rank_transfer, reason, is_cancelled))
+                case AbortSend(reason=reason, is_unneeded=is_unneeded):
+                    self._do(self._producer.abort(end.rank_transfer, reason, is_unneeded))
         if isinstance(command, AbortSend) and not command.is_held:
             self.output = output  # the request had no blocks, so none are reported free
 
@@ -137,7 +137,7 @@ class ProducerEndpoint:
         elif isinstance(command, FinishSend):
             kind = TransferEventKind.RELEASED
         else:
-            kind = TransferEventKind.NOT_NEEDED if command.is_cancelled else TransferEventKind.FAILED
+            kind = TransferEventKind.NOT_NEEDED if command.is_unneeded else TransferEventKind.FAILED
             reason = command.reason
         self._timelines.part_ended(command.request_id, kind, reason=reason or "")
         self._conclude(command.request_id)

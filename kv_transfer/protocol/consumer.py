@@ -120,7 +120,7 @@ class Consumer:
             failed = transfer.outcome
             if not isinstance(failed, Failed):
                 return []
-            has_failed = not (failed.is_cancelled or failed.is_postponed)
+            has_failed = not (failed.is_unneeded or failed.is_postponed)
             transfer.outcome = Quiesced(rank_transfer, failed.transport, has_failed=has_failed)
             return [cancel] if failed.is_postponed else []
         if not transfer.is_loading:
@@ -129,12 +129,12 @@ class Consumer:
         self._counters["kv_loads_aborted"] += 1
         return [cancel, *self._end_load(transfer, Quiesced(rank_transfer, transfer.transport or ""))]
 
-    def give_up(self, rank_transfer: RankTransfer, reason: str, is_cancelled: bool) -> list[Effect]:
+    def give_up(self, rank_transfer: RankTransfer, reason: str, is_unneeded: bool) -> list[Effect]:
         """Fails the load here too, since another rank transfer of it failed. Does nothing if it has ended."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or not transfer.is_loading:
             return []
-        return self._lose(transfer, Loss(reason, is_cancelled))
+        return self._lose(transfer, Loss(reason, is_unneeded))
 
     def postpone(self, rank_transfer: RankTransfer, reason: str, now: float) -> list[Effect]:
         """Postpones the load here, since another rank transfer of it was postponed. Ignored after its end."""
@@ -162,8 +162,8 @@ class Consumer:
             case Refused(reason=reason):
                 loss = link_failure(f"the prefill worker refused: {reason}", from_producer=True)
                 return self._lose(transfer, loss)
-            case Aborted(reason=reason, is_cancelled=is_cancelled):
-                return self._lose(transfer, Loss(reason, is_cancelled, from_producer=True))
+            case Aborted(reason=reason, is_cancelled=is_unneeded):
+                return self._lose(transfer, Loss(reason, is_unneeded, from_producer=True))
             case End():
                 return self._on_end(transfer, message, now)
             case Pieces():
@@ -341,7 +341,7 @@ class Consumer:
 
     def _lose(self, transfer: IncomingTransfer, loss: Loss) -> list[Effect]:
         """No more pieces will arrive: fails the load, or remembers the loss for a later load."""
-        cancel = Cancel(transfer.key, loss.reason, loss.is_cancelled)
+        cancel = Cancel(transfer.key, loss.reason, loss.is_unneeded)
         effects: list[Effect] = [] if loss.from_producer else [Send(transfer.address, cancel)]
         if transfer.state is IncomingState.HOLDING:
             transfer.loss = loss
@@ -351,7 +351,7 @@ class Consumer:
         return effects + self._end_load(transfer, self._failed(transfer, loss))
 
     def _failed(self, transfer: IncomingTransfer, loss: Loss) -> Failed:
-        self._counters["kv_loads_not_needed" if loss.is_cancelled else "kv_loads_failed"] += 1
+        self._counters["kv_loads_not_needed" if loss.is_unneeded else "kv_loads_failed"] += 1
         return transfer.failed(loss)
 
     def _end_load(self, transfer: IncomingTransfer, outcome: Notification) -> list[Effect]:

@@ -96,7 +96,7 @@ class Failed:
     rank_transfer: RankTransfer
     num_valid_tokens: int
     reason: str
-    is_cancelled: bool
+    is_unneeded: bool
     transport: str = field(default="", compare=False)
     is_postponed: bool = False
     """The rest may arrive later: the rank transfer holds again, and `CanLoad` says when to load it."""

@@ -59,7 +59,7 @@ class Loss:
     """Why there will be no more pieces."""
 
     reason: str
-    is_cancelled: bool = False
+    is_unneeded: bool = False
     from_producer: bool = False
     """The producer itself ended the rank transfer, and has forgotten it. Then no arrived piece is kept, since the
     producer may have computed the prompt wrongly."""
@@ -165,7 +165,7 @@ class IncomingTransfer:
             self.rank_transfer,
             num_valid_tokens=0 if loss.from_producer else self.num_valid_tokens,
             reason=loss.reason,
-            is_cancelled=loss.is_cancelled,
+            is_unneeded=loss.is_unneeded,
             transport=self.transport or "",
             is_postponed=is_postponed,
             is_link_failure=loss.is_link_failure,

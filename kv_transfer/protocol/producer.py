@@ -153,18 +153,18 @@ class Producer:
             return [Send(transfer.peer, self._opened(transfer))]
         return self._pump(transfer)
 
-    def abort(self, rank_transfer: RankTransfer, reason: str, is_cancelled: bool) -> list[Effect]:
-        """The request ended otherwise: notifies the consumer and frees. `is_cancelled`: see `Aborted`."""
+    def abort(self, rank_transfer: RankTransfer, reason: str, is_unneeded: bool) -> list[Effect]:
+        """The request ended otherwise: notifies the consumer and frees. `is_unneeded`: see `Aborted`."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return [Freed(rank_transfer, reason="another request has claimed this transfer")]
         effects: list[Effect] = []
-        farewell = Aborted(transfer.key, reason, is_cancelled)
+        farewell = Aborted(transfer.key, reason, is_unneeded)
         if transfer.peer and not transfer.is_cancelled:
             effects = [Send(transfer.peer, farewell)]
         self._count_end(transfer, "kv_sends_aborted", reason)
         if not transfer.is_cancelled:  # else it had ended before, and our engine only follows
-            transfer.is_needed = not is_cancelled
+            transfer.is_needed = not is_unneeded
         self._remember(transfer, farewell)
         return effects + self._forget(transfer)
 
@@ -200,8 +200,8 @@ class Producer:
                 if transfer.first_token is not None:
                     transfer.exposed_s = now - transfer.finished_at
                 return self._close(transfer)
-            case Cancel(reason=reason, is_cancelled=is_cancelled):
-                transfer.is_needed = not is_cancelled
+            case Cancel(reason=reason, is_cancelled=is_unneeded):
+                transfer.is_needed = not is_unneeded
                 self._count_end(transfer, "kv_sends_cancelled", reason)
                 return self._close(transfer)
 

@@ -15,7 +15,7 @@ from baton.sampling import SamplingParams
 from baton.step import KVConnectorOutput, SchedulerOutput
 from baton.system.progress import Progress
 from baton.worker import KVPeerCounts
-from decode_worker import DecodeWorker
+from decode_worker import DecodeRole
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Pipeline, StepLauncher, ThreadedPipeline, make_pipeline
 from kv_transfer import ConnectorWorker
@@ -144,7 +144,7 @@ class RunningLoop:
         """The state of the engine at each heartbeat."""
         self.commands = CommandQueue()
         self.loop = EngineLoop(
-            core or make_core(), role or DecodeWorker(100), self, SystemClock(), lease_s, self.commands
+            core or make_core(), role or DecodeRole(100), self, SystemClock(), lease_s, self.commands
         )
 
     def __enter__(self) -> "RunningLoop":

@@ -17,7 +17,7 @@ class Request:
     size: int = 1
     priority: int = 0
     is_resumed: bool = False
-    gave_way: bool = False
+    was_taken_back: bool = False
     refusal: RequestError | None = None
     """Why it gets no place, whatever room there is."""
     has_worker: bool = True
@@ -51,8 +51,8 @@ class QueueUnderTest:
             caller=request.caller,
             num_tokens=request.num_tokens,
             priority=request.priority,
-            is_resumed=request.is_resumed or request.gave_way,
-            gave_way=request.gave_way,
+            is_resumed=request.is_resumed or request.was_taken_back,
+            was_taken_back=request.was_taken_back,
             needs=lambda: request.has_worker,
             begin_by=request.deadline,
             deadline=ends_at,

@@ -334,9 +334,9 @@ def received(request: Request, token_id: int = 7) -> KVConnectorOutput:
     )
 
 
-def failed(request: Request, num_valid_blocks: int = 0, is_cancelled: bool = False) -> KVConnectorOutput:
+def failed(request: Request, num_valid_blocks: int = 0, is_unneeded: bool = False) -> KVConnectorOutput:
     return KVConnectorOutput(
-        failed_recving=(FailedKV(request.request_id, num_valid_blocks, "peer lost", is_cancelled),)
+        failed_recving=(FailedKV(request.request_id, num_valid_blocks, "peer lost", is_unneeded),)
     )
 
 

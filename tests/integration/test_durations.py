@@ -43,7 +43,7 @@ def succeeds(fabric: Fabric) -> None:
 
 def is_aborted(fabric: Fabric) -> None:
     prefill, _ = begin(fabric)
-    prefill.command(AbortSend("r", "the prefill failed", is_cancelled=False, is_held=True))
+    prefill.command(AbortSend("r", "the prefill failed", is_unneeded=False, is_held=True))
     fabric.deliver()
 
 
@@ -96,7 +96,7 @@ def outputs_of(origin: float, role: TransferRole) -> bytes:
 def output_of(fabric: Fabric, role: TransferRole) -> KVConnectorOutput:
     """How a real hand-over of the same request ended at one of its ends."""
     prefill, decode = begin(fabric)
-    prefill.command(AbortSend("r", "the prefill failed", is_cancelled=False, is_held=True))
+    prefill.command(AbortSend("r", "the prefill failed", is_unneeded=False, is_held=True))
     fabric.deliver()
     return (prefill if role is TransferRole.PRODUCER else decode).output()
 

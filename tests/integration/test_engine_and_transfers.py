@@ -14,10 +14,10 @@ from baton.kv import PROTOCOL_VERSION, KVFingerprint, KVTransferParams, Transfer
 from baton.request import FinishReason
 from baton.step import SchedulerOutput
 from baton.transfer import TransferEventKind
-from decode_worker import DecodeWorker
+from decode_worker import DecodeRole
 from engine.pipeline import DeviceLostError, StepLauncher
 from kv_transfer.connector.worker import KVConnectorWorker
-from prefill_worker import PrefillWorker
+from prefill_worker import PrefillRole
 from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
 from tests.factories.hand_overs import both_ends
 from tests.factories.security import KEYS
@@ -84,8 +84,8 @@ def test_c42_an_engine_that_dies_releases_the_consumers_of_its_prompts() -> None
         assert dies.wait(60)
         raise DeviceLostError("the device fell off the bus")
 
-    consuming = running_worker(DecodeWorker(9), SHORT_S, incarnation="consumer", load_timeout_s=LONG_S)
-    producing = running_worker(PrefillWorker(9), SHORT_S, incarnation="producer", runner=StepHook(die))
+    consuming = running_worker(DecodeRole(9), SHORT_S, incarnation="consumer", load_timeout_s=LONG_S)
+    producing = running_worker(PrefillRole(9), SHORT_S, incarnation="producer", runner=StepHook(die))
     with producing as producer, consuming as consumer:
         produced, loaded = both_ends(producer.ref, consumer.ref)
         producer.loop.submit("gateway", make_engine_request("gives", 40, kv_transfer=produced))
@@ -108,7 +108,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = SLACK_S) -> None:
 
 
 def test_c48_the_loop_keeps_stepping_while_a_load_is_outstanding() -> None:
-    with running_worker(DecodeWorker(100), LONG_S) as running:
+    with running_worker(DecodeRole(100), LONG_S) as running:
         running.loop.submit("gateway", make_engine_request("loads", kv_transfer=FROM_NOBODY))
         wait_until(lambda: running.loop.snapshot.requests.waiting_for_remote_kvs == 1)
         began = time.monotonic()
@@ -125,7 +125,7 @@ def test_c48_the_loop_keeps_stepping_while_a_load_is_outstanding() -> None:
 
 
 def test_c48_the_loop_keeps_stepping_while_the_freeing_of_blocks_is_delayed() -> None:
-    with running_worker(PrefillWorker(100), LONG_S) as running:
+    with running_worker(PrefillRole(100), LONG_S) as running:
         running.loop.submit("gateway", make_engine_request("gives", kv_transfer=TO_NOBODY))
         assert running.until_finished("gives").finish_reason is FinishReason.HANDED_OVER
         wait_until(lambda: running.loop.snapshot.kv_blocks.leased == 1)
@@ -140,7 +140,7 @@ def test_c48_the_loop_keeps_stepping_while_the_freeing_of_blocks_is_delayed() ->
 
 
 def test_c48_a_loads_deadline_fires_on_an_idle_engine_which_used_no_cpu_until_then() -> None:
-    with running_worker(DecodeWorker(100), SHORT_S) as running:
+    with running_worker(DecodeRole(100), SHORT_S) as running:
         before = time.process_time()
         running.loop.submit("gateway", make_engine_request("loads", max_tokens=1, kv_transfer=FROM_NOBODY))
         end = running.until_finished("loads")
@@ -154,7 +154,7 @@ def test_c48_a_loads_deadline_fires_on_an_idle_engine_which_used_no_cpu_until_th
 
 
 def test_c48_a_lease_ends_on_an_idle_engine_and_its_blocks_come_home() -> None:
-    with running_worker(PrefillWorker(100), SHORT_S) as running:
+    with running_worker(PrefillRole(100), SHORT_S) as running:
         running.loop.submit("gateway", make_engine_request("gives", kv_transfer=TO_NOBODY))
         assert running.until_finished("gives").finish_reason is FinishReason.HANDED_OVER
         wait_until(lambda: running.loop.snapshot.kv_blocks.free == NUM_BLOCKS - 1)
@@ -168,7 +168,7 @@ def test_c48_a_lease_ends_on_an_idle_engine_and_its_blocks_come_home() -> None:
 
 
 def test_c48_a_requests_own_deadline_fires_on_an_idle_engine_while_it_loads() -> None:
-    with running_worker(DecodeWorker(100), LONG_S) as running:
+    with running_worker(DecodeRole(100), LONG_S) as running:
         request = make_engine_request("loads", kv_transfer=FROM_NOBODY, timeout_s=SHORT_S)
         running.loop.submit("gateway", request)
         end = running.until_finished("loads")

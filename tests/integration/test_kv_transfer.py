@@ -273,7 +273,7 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_waited_for(
         prefill.command(BeginSend("r", to_prefill, 40), AbortSend("r", "the request ended", True, False))
         decode.command(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
     failed = decode.until(lambda news: news.failed_recving)
-    assert failed.is_cancelled
+    assert failed.is_unneeded
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -291,7 +291,7 @@ def test_c42_a_lost_prefill_worker_is_noticed(
     else:
         monkeypatch.setattr(prefill.connector._endpoint, "on_arrival", lambda _: None)
     failed = decode.until(lambda news: news.failed_recving)
-    assert (failed.num_valid_blocks, failed.is_cancelled) == (1, False)
+    assert (failed.num_valid_blocks, failed.is_unneeded) == (1, False)
     assert ("no longer accepts connections" if dies else "was silent for") in failed.reason
 
 

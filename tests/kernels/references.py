@@ -94,15 +94,15 @@ def _normed_reference(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) ->
     return x_TE * torch.rsqrt(x_TE.square().mean(-1, keepdim=True) + eps) * weight_E.to(torch.float32)
 
 
-def silu_mul_reference(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> torch.Tensor:
-    """`silu_mul` in torch, rounded once at the end."""
+def gate_mul_reference(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> torch.Tensor:
+    """`gate_mul` in torch, rounded once at the end."""
     return _gated_reference(gate_up_TM, activation).to(gate_up_TM.dtype)
 
 
-def silu_mul_fp8_reference(
+def gate_mul_fp8_reference(
     gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`silu_mul_fp8` in torch."""
+    """`gate_mul_fp8` in torch."""
     return quantize_rows(_gated_reference(gate_up_TM, activation))
 
 

@@ -137,7 +137,7 @@ def test_kernels_of_a_decode_step_wait_for_the_one_before_them(compiled: Compile
     }
     may_not = {
         "_skinny_linear_dot_kernel",
-        "_silu_mul_kernel",
+        "_gate_mul_kernel",
         "_merge_partials_kernel",
         "_route_rows_kernel",
         "_sort_pairs_kernel",

@@ -31,7 +31,7 @@ from engine.loading.weights import TakeRecorder
 from engine.mixture_config import Mixture
 from engine.model_config import read_architecture
 from engine.models.decoder import Decoder
-from tests.kernels.references import expert_linear_reference, silu_mul_reference
+from tests.kernels.references import expert_linear_reference, gate_mul_reference
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 
@@ -181,7 +181,7 @@ def test_an_activation_halves_the_outputs(
     found_NO = expert_linear(x_TI, matrices, ExpertPairs.of(experts_TK, 4, 4), activation=activation)
     gate_up_NM = expert_linear_reference(x_TI, matrices, experts_TK, None)
     tolerance = {F32: 1e-5, F16: 1e-2, BF16: 5e-2}[dtype]  # the products are rounded before the activation
-    expected_NO = silu_mul_reference(gate_up_NM, activation)
+    expected_NO = gate_mul_reference(gate_up_NM, activation)
     torch.testing.assert_close(found_NO, expected_NO, rtol=tolerance, atol=tolerance)
 
 

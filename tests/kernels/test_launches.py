@@ -68,7 +68,7 @@ class TestLaunches:
 
     def test_with_nothing_fused(self, tmp_path: Path, device: torch.device) -> None:
         expected = in_layers(
-            rms_norm=2, skinny_linear_fma=4, rope_store=1, paged_attention=1, merge_partials=1, silu_mul=1
+            rms_norm=2, skinny_linear_fma=4, rope_store=1, paged_attention=1, merge_partials=1, gate_mul=1
         )
         expected += Counter(embed=1, rms_norm=1, skinny_linear_fma=1)
         assert launches(tmp_path, ALL_OFF, 1, device) == expected
@@ -77,7 +77,7 @@ class TestLaunches:
         ("switch", "more"),
         [
             ("fused_merge", {"merge_partials": NUM_LAYERS}),
-            ("fused_silu", {"silu_mul": NUM_LAYERS}),
+            ("fused_silu", {"gate_mul": NUM_LAYERS}),
             ("fused_residual", {"rms_norm": 2 * NUM_LAYERS - 1}),
             ("fused_norm", {"rms_norm": 2 * NUM_LAYERS + 1}),
             ("pdl", {}),

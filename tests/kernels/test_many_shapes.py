@@ -15,6 +15,7 @@ from engine.kernels.attention_tuning import AttentionShape, decode_tuning, prefi
 from engine.kernels.copy_blocks import copy_blocks
 from engine.kernels.embedding import embed
 from engine.kernels.expert_linear import ExpertMatrices, expert_linear
+from engine.kernels.gate_mul import gate_mul
 from engine.kernels.logprobs import token_logprobs
 from engine.kernels.paged_attention import Softmax
 from engine.kernels.quantize_fp8 import quantize_fp8
@@ -22,19 +23,18 @@ from engine.kernels.rms_norm import add_rms_norm_, rms_norm
 from engine.kernels.rope_store import rope_store
 from engine.kernels.sample import sample
 from engine.kernels.sampling_parts import allocate_workspace
-from engine.kernels.silu_mul import silu_mul
 from engine.kernels.skinny_epilogue import InputNorm
-from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_linear, skinny_silu_mul
+from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_gate_mul, skinny_linear
 from engine.kernels.sort_pairs import ExpertPairs
 from engine.layers.fp8 import quantize_rows
 from tests.kernels.float8 import assert_same_float8
 from tests.kernels.references import (
     add_rms_norm_reference_,
     embed_reference,
+    gate_mul_reference,
     rms_norm_reference,
     rope_store_reference,
     sample_reference,
-    silu_mul_reference,
     token_logprobs_reference,
 )
 from tests.kernels.test_paged_attention import Case, Step
@@ -82,7 +82,7 @@ def _attention_cases() -> list[Any]:
 
 
 SHAPES: Shapes = {
-    "test_silu_mul": (
+    "test_gate_mul": (
         [(1, 32, F32)],
         [
             (tokens, width, dtype)
@@ -186,10 +186,10 @@ def _name(shape: tuple[Any, ...]) -> str:
     return text if len(text) < 120 else f"{text[:100]}-{crc32(text.encode()):08x}"
 
 
-def test_silu_mul(shape: Any, device: torch.device, generator: torch.Generator) -> None:
+def test_gate_mul(shape: Any, device: torch.device, generator: torch.Generator) -> None:
     tokens, width, dtype = shape
     x_TM = _randn(generator, device, dtype, tokens, 2 * width)
-    torch.testing.assert_close(silu_mul(x_TM), silu_mul_reference(x_TM))
+    torch.testing.assert_close(gate_mul(x_TM), gate_mul_reference(x_TM))
 
 
 def test_rms_norm(shape: Any, device: torch.device, generator: torch.Generator) -> None:
@@ -325,9 +325,9 @@ def test_fused_products(shape: Any, device: torch.device, generator: torch.Gener
     weight_OI = _randn(generator, device, dtype, outputs, inputs) * inputs**-0.5
     norm = InputNorm(_randn(generator, device, dtype, inputs), 1e-5)
     if norms_input(tokens, inputs, dtype.itemsize):
-        gated_TP = skinny_silu_mul(x_TI, weight_OI, norm=norm)
+        gated_TP = skinny_gate_mul(x_TI, weight_OI, norm=norm)
     else:
-        gated_TP = skinny_silu_mul(rms_norm(x_TI, norm.weight_I, norm.eps), weight_OI)
+        gated_TP = skinny_gate_mul(rms_norm(x_TI, norm.weight_I, norm.eps), weight_OI)
     normed_TI = rms_norm_reference(x_TI, norm.weight_I, norm.eps).double()
     gate_TP, up_TP = (normed_TI @ weight_OI.double().T).chunk(2, -1)
     y_TO = _randn(generator, device, dtype, tokens, outputs)

@@ -6,16 +6,16 @@ from functools import partial
 import pytest
 import torch
 
+from engine.kernels.gate_mul import gate_mul
 from engine.kernels.rms_norm import add_rms_norm_, rms_norm
-from engine.kernels.silu_mul import silu_mul
 from engine.kernels.skinny_epilogue import InputNorm
 from engine.kernels.skinny_linear import (
     MAX_FMA_TOKENS,
     choose_launch,
     norms_input,
     skinny_add_,
+    skinny_gate_mul,
     skinny_linear,
-    skinny_silu_mul,
 )
 from engine.kernels.skinny_linear_dot import DotLaunch
 from engine.kernels.skinny_linear_fma import FmaLaunch
@@ -36,7 +36,7 @@ def empty_launch(
     has_norm = "norm" in fused and norms_input(num_tokens, num_inputs, dtype.itemsize)
     norm = InputNorm(torch.empty(num_inputs, dtype=BF16, device="meta"), 1e-5) if has_norm else None
     if "silu" in fused:
-        skinny_silu_mul(x_TI, weight_OI, None, scales_O, norm=norm)
+        skinny_gate_mul(x_TI, weight_OI, None, scales_O, norm=norm)
     elif "add" in fused:
         y_TO = torch.empty(num_tokens, num_outputs, dtype=BF16, device="meta")
         skinny_add_(y_TO, x_TI, weight_OI, None, scales_O)
@@ -139,9 +139,9 @@ def test_the_activation_equals_a_separate_kernels_bit_for_bit(
     """In float32 the interpreter's sums depend on where a row lies."""
     arguments = inputs(generator, shape, dtype, device)
     skip_what_cannot_be_interpreted(shape, dtype, device)
-    expected_TP = silu_mul(skinny_linear(*arguments))
+    expected_TP = gate_mul(skinny_linear(*arguments))
     error = 1e-4 if shape[0] > MAX_FMA_TOKENS and dtype is torch.float32 else 0
-    torch.testing.assert_close(skinny_silu_mul(*arguments), expected_TP, rtol=error, atol=error)
+    torch.testing.assert_close(skinny_gate_mul(*arguments), expected_TP, rtol=error, atol=error)
 
 
 @DTYPES
@@ -172,7 +172,7 @@ def test_the_norm_equals_a_separate_kernels(
     x_TI, *weights = inputs(generator, shape, dtype, device)
     weight_I = torch.randn(shape[2], generator=generator).to(dtype).to(device)
     normed_TI = rms_norm(x_TI, weight_I, 1e-2)
-    for product in (skinny_linear, skinny_silu_mul):
+    for product in (skinny_linear, skinny_gate_mul):
         assert_close(product(x_TI, *weights, norm=InputNorm(weight_I, 1e-2)), product(normed_TI, *weights))
 
 
@@ -182,7 +182,7 @@ def test_fused_products_take_float8_weights(device: torch.device, generator: tor
         scales_O = (0.5 + torch.rand(34, generator=generator)).to(device)
         arguments = (x_TI, weight_OI.to(torch.float8_e4m3fn), bias_O, scales_O)
         y_TO = skinny_linear(*arguments)
-        torch.testing.assert_close(skinny_silu_mul(*arguments), silu_mul(y_TO), rtol=0, atol=0)
+        torch.testing.assert_close(skinny_gate_mul(*arguments), gate_mul(y_TO), rtol=0, atol=0)
         residual_TO = torch.ones_like(y_TO)
         skinny_add_(residual_TO, *arguments)
         torch.testing.assert_close(residual_TO, 1 + y_TO)
@@ -194,7 +194,7 @@ def test_any_launch_fuses_the_same(
 ) -> None:
     arguments = inputs(generator, (3, 42, 80), torch.float32, device)
     y_TO = skinny_linear(*arguments, launch=launch)
-    assert_close(skinny_silu_mul(*arguments, launch=launch), silu_mul(y_TO))
+    assert_close(skinny_gate_mul(*arguments, launch=launch), gate_mul(y_TO))
     residual_TO = y_TO.clone()
     skinny_add_(residual_TO, *arguments, launch=launch)
     assert_close(residual_TO, 2 * y_TO)

@@ -170,11 +170,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         num_valid_blocks=st.none() | st.integers(0, 4),
-        is_cancelled=st.booleans(),
+        is_unneeded=st.booleans(),
         is_repeated=st.booleans(),
     )
     def end_load(
-        self, data: st.DataObject, num_valid_blocks: int | None, is_cancelled: bool, is_repeated: bool
+        self, data: st.DataObject, num_valid_blocks: int | None, is_unneeded: bool, is_repeated: bool
     ) -> None:
         request = data.draw(st.sampled_from(list(self.connector.loading.values())))
         news = received(request, next_token(request))
@@ -183,7 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif num_valid_blocks is not None:
             num_groups = self.connector.memory.groups.num_groups
             num_rows = len(self.connector.started[request.request_id][0]) // num_groups
-            news = failed(request, min(num_valid_blocks, num_rows), is_cancelled)
+            news = failed(request, min(num_valid_blocks, num_rows), is_unneeded)
         for _ in range(1 + is_repeated):
             self.note(self.scheduler.update_connector_output(news))
 

@@ -93,7 +93,7 @@ def test_c33_a_hand_over_that_ends_while_it_is_copied_out_is_never_sent() -> Non
     fabric.drivers[0].is_slow = True
     give(prefill)
     fabric.advance(0.01)
-    prefill.command(AbortSend("r", "the client left", is_cancelled=True, is_held=True))
+    prefill.command(AbortSend("r", "the client left", is_unneeded=True, is_held=True))
     fabric.drivers[0].run()
     fabric.advance(0.1)
     assert num_offered(fabric) == 0

@@ -93,7 +93,7 @@ def test_c39_a_consumer_that_came_early_learns_that_the_prompt_is_aborted_and_do
     wire.begin_load(KEY, 16)
     wire.deliver()
     wire.begin_send(KEY, 16)
-    wire.at_producer(wire.producer.abort(RankTransfer("r"), "it failed", is_cancelled=False))
+    wire.at_producer(wire.producer.abort(RankTransfer("r"), "it failed", is_unneeded=False))
     wire.deliver()
     assert sent(wire, Aborted) == [Aborted(KEY, "it failed", False)]
     assert sent(wire, Cancel) == []

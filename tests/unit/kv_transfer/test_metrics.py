@@ -62,13 +62,13 @@ def test_what_did_not_arrive_counts_as_failed_on_both_ends() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     begin(fabric, prefill, decode, 32)
-    prefill.command(AbortSend("r", "the prefill failed", is_cancelled=False, is_held=True))
+    prefill.command(AbortSend("r", "the prefill failed", is_unneeded=False, is_held=True))
     fabric.deliver()
     assert ends(prefill) == ends(decode) == [(0, 1, 0)]
     begin(fabric, prefill, decode, 32, "late")
     fabric.network.cut("sim://p0/0")
     fabric.advance(LOAD_TIMEOUT_S)
-    prefill.command(AbortSend("late", "the prefill failed", is_cancelled=False, is_held=True))
+    prefill.command(AbortSend("late", "the prefill failed", is_unneeded=False, is_held=True))
     assert ends(prefill) == ends(decode) == [(0, 2, 0)]
 
 
@@ -80,7 +80,7 @@ def test_c40_a_prompt_that_the_prefill_worker_answered_alone_is_no_failed_hand_o
     begin(fabric, prefill, decode, 32)
     prefill.save(SendBlocks("r", 0, (1,)))
     fabric.deliver()
-    prefill.command(AbortSend("r", "token 0 was the last", is_cancelled=True, is_held=True))
+    prefill.command(AbortSend("r", "token 0 was the last", is_unneeded=True, is_held=True))
     fabric.deliver()
     assert ends(decode) == [(0, 0, num_ranks)]
     assert ends(prefill) == [(0, 0, num_ranks)]
@@ -94,7 +94,7 @@ def test_a_request_that_ends_in_the_queue_has_not_failed_to_be_handed_over() -> 
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     transfer = KVTransferParams(TransferRole.PRODUCER, "r", 0, decode.ref)
     prefill.command(BeginSend("r", transfer, 32))
-    prefill.command(AbortSend("r", "the client left", is_cancelled=True, is_held=False))
+    prefill.command(AbortSend("r", "the client left", is_unneeded=True, is_held=False))
     assert ends(prefill) == [(0, 0, 1)]
 
 

@@ -99,7 +99,7 @@ def test_c47_a_rank_that_sends_nothing_ends_with_the_others(ends_at: str) -> Non
         assert decode.output().quiesced == ("r",)
         finish(fabric, prefill, NUM_TOKENS)
     else:
-        prefill.command(AbortSend("r", "out of blocks", is_cancelled=False, is_held=True))
+        prefill.command(AbortSend("r", "out of blocks", is_unneeded=False, is_held=True))
         fabric.advance(1.0)
         (failed,) = decode.output().failed_recving
         assert "out of blocks" in failed.reason

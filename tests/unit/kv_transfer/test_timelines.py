@@ -114,7 +114,7 @@ def test_a_prefill_that_its_worker_gave_up_is_not_the_links_fault() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     begin(fabric, prefill, decode)
-    prefill.command(AbortSend("r", "it drains", is_cancelled=False, is_held=True))
+    prefill.command(AbortSend("r", "it drains", is_unneeded=False, is_held=True))
     fabric.deliver()
     taken = record_of(decode)
     assert (taken.events[-1].kind, taken.is_link_failure) == (TransferEventKind.FAILED, False)
@@ -136,7 +136,7 @@ def test_c40_a_prompt_that_the_prefill_worker_answered_alone_was_not_needed() ->
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     begin(fabric, prefill, decode)
-    prefill.command(AbortSend("r", "token 0 was the last", is_cancelled=True, is_held=True))
+    prefill.command(AbortSend("r", "token 0 was the last", is_unneeded=True, is_held=True))
     fabric.deliver()
     for worker in (prefill, decode):
         record = record_of(worker)
@@ -152,7 +152,7 @@ def test_an_aborted_hand_over_has_no_record(num_ranks: int) -> None:
     prefill, decode = fabric.add("p0", num_ranks), fabric.add("d0", num_ranks)
     begin(fabric, prefill, decode)
     decode.command(AbortLoad("r", "the client left"))
-    prefill.command(AbortSend("r", "the client left", is_cancelled=True, is_held=False))
+    prefill.command(AbortSend("r", "the client left", is_unneeded=True, is_held=False))
     fabric.deliver()
     assert not prefill.output().transfers
     assert not decode.output().transfers

@@ -116,5 +116,5 @@ def test_c55_a_prefill_that_is_not_finite_hands_nothing_over() -> None:
     run_step(scheduler, runner)
     commands = scheduler.schedule().kv_connector_metadata.at_once
     assert [command for command in commands if isinstance(command, AbortSend | FinishSend)] == [
-        AbortSend("wrong", "the prefill failed", is_cancelled=False, is_held=True)
+        AbortSend("wrong", "the prefill failed", is_unneeded=False, is_held=True)
     ]

@@ -308,7 +308,7 @@ def test_c34_a_failure_that_is_to_be_reported_ends_the_request_with_the_reason()
 def test_c34_a_prompt_that_was_cancelled_elsewhere_is_not_computed_here() -> None:
     scheduler, connector, _, request = start_load(40)
     connector.holds = False
-    outputs = flatten(scheduler.update_connector_output(failed(request, is_cancelled=True)))
+    outputs = flatten(scheduler.update_connector_output(failed(request, is_unneeded=True)))
     assert [output.finish_reason for output in outputs] == [FinishReason.ABORT]
     counters = scheduler.counters()
     assert (counters["kv_prompt_loads_not_needed"], counters.get("kv_prompt_loads_failed", 0)) == (1, 0)

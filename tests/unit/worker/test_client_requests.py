@@ -5,11 +5,11 @@ import pytest
 from baton.clock import VirtualClock
 from baton.errors import InvalidRequest
 from baton.request import FinishReason
-from decode_worker import DecodeWorker
+from decode_worker import DecodeRole
 from tests.factories.engine import make_core, make_engine_request
 from worker.client_requests import ClientRequests
 
-ROLE = DecodeWorker(100)
+ROLE = DecodeRole(100)
 
 
 def test_an_id_in_use_is_refused_whichever_client_asks() -> None:

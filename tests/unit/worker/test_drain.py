@@ -4,14 +4,14 @@ import pytest
 
 from baton.config import BatonConfig
 from cluster.controller.supervisor import Patience
-from decode_worker import DecodeWorker
-from prefill_worker import PrefillWorker
+from decode_worker import DecodeRole
+from prefill_worker import PrefillRole
 from worker.drain import ANSWER_TIMEOUT_S, LEGAL_MOVES, DrainStage, DrainState
 
 
 def drain_state(is_for_good: bool = True) -> DrainState:
     """Begun at 100, with 5 s for requests and 10 s for leases."""
-    return DrainState(None if is_for_good else PrefillWorker(1), 100.0, 5.0, 10.0)
+    return DrainState(None if is_for_good else PrefillRole(1), 100.0, 5.0, 10.0)
 
 
 @pytest.mark.parametrize("is_for_good", [True, False])
@@ -60,7 +60,7 @@ def test_the_more_urgent_of_two_drains_decides_for_both() -> None:
 
 def test_only_what_leads_to_the_same_role_may_join() -> None:
     drain, change = drain_state(), drain_state(is_for_good=False)
-    back = DrainState(DecodeWorker(1), 100.0, 5.0, 10.0)
+    back = DrainState(DecodeRole(1), 100.0, 5.0, 10.0)
     assert [drain.may_join(other) for other in (drain_state(), change, back)] == [True, False, False]
     assert [change.may_join(other) for other in (drain_state(False), drain, back)] == [True, False, False]
     drain.look(101.0, has_left=True)
@@ -79,5 +79,5 @@ def test_the_controller_waits_until_a_worker_has_given_up_its_drain() -> None:
     config = BatonConfig.from_mapping(
         {"kv_transfer": {"lease_s": 0.5}, "cluster": {"unresponsive_timeout_s": 1.0}}
     )
-    drain = DrainState(PrefillWorker(1), 0.0, config.cluster.drain_timeout_s, config.kv_transfer.lease_s)
+    drain = DrainState(PrefillRole(1), 0.0, config.cluster.drain_timeout_s, config.kv_transfer.lease_s)
     assert Patience.of(config).leave_s > drain.abandoned_at + ANSWER_TIMEOUT_S

@@ -11,7 +11,7 @@ from baton.errors import FleetError
 from baton.kv import KVTransferParams, TransferRole, WorkerRef
 from baton.request import FinishReason
 from baton.step import KVConnectorOutput, SchedulerOutput
-from prefill_worker import PrefillWorker
+from prefill_worker import PrefillRole
 from tests.factories.engine import (
     FakeConnectorWorker,
     RunningLoop,
@@ -92,7 +92,7 @@ def test_c63_blocks_that_a_reader_still_needs_survive_a_forced_flush() -> None:
         return counted.result(60)
 
     core = make_core(connector=connector)
-    with RunningLoop(core, PrefillWorker(9), lease_s=30.0) as running:
+    with RunningLoop(core, PrefillRole(9), lease_s=30.0) as running:
         assert [hand_over("a"), hand_over("b")] == [0, 32]
         with pytest.raises(FleetError, match=r"blocks are in use \(4 blocks are leased\)"):
             running.loop.flush_cache(PATIENCE_S, force=False)

@@ -159,7 +159,7 @@ def test_c39_a_consumer_that_ends_before_it_had_room_still_tells_its_producer() 
 
 
 def test_c40_a_producer_that_ended_otherwise_cancels_and_says_whether_the_prompt_is_still_wanted() -> None:
-    for status, is_cancelled in (
+    for status, is_unneeded in (
         (RequestStatus.FINISHED_ABORTED, True),
         (RequestStatus.FINISHED_ERROR, False),
         (RequestStatus.FINISHED_GIVEN_BACK, False),
@@ -173,7 +173,7 @@ def test_c40_a_producer_that_ended_otherwise_cancels_and_says_whether_the_prompt
         assert metadata is not None
         (command,) = metadata.at_once
         assert isinstance(command, AbortSend)
-        assert (command.is_cancelled, command.is_held) == (is_cancelled, True)
+        assert (command.is_unneeded, command.is_held) == (is_unneeded, True)
         assert scheduler.kv_block_counts().leased == 1
 
 

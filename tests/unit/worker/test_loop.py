@@ -14,8 +14,8 @@ from baton.kv import KVTransferParams, TransferRole, WorkerRef
 from baton.request import ErrorKind, FinishReason
 from baton.step import KVConnectorOutput, SchedulerOutput
 from baton.worker import WorkerRole
-from decode_worker import DecodeWorker
-from prefill_worker import PrefillWorker
+from decode_worker import DecodeRole
+from prefill_worker import PrefillRole
 from tests.factories.engine import (
     FakeConnectorWorker,
     RunningLoop,
@@ -91,7 +91,7 @@ def test_what_cannot_be_taken_is_refused_with_its_reason(
         assert go_on.wait(60)
 
     core = make_core(StepHook(hold), max_num_seqs=1)
-    with RunningLoop(core, DecodeWorker(max_waiting=1 if request_id == "late" else 9)) as running:
+    with RunningLoop(core, DecodeRole(max_waiting=1 if request_id == "late" else 9)) as running:
         running.loop.submit("gateway", make_engine_request("r", max_tokens=500))
         assert entered.wait(60)
         running.loop.submit("gateway", make_engine_request("waits"))
@@ -211,7 +211,7 @@ def test_c50_what_does_not_end_in_time_is_given_back() -> None:
 
 
 def test_c50_a_lease_that_does_not_end_bounds_the_drain() -> None:
-    with RunningLoop(make_core(), PrefillWorker(9), lease_s=0.2) as running:
+    with RunningLoop(make_core(), PrefillRole(9), lease_s=0.2) as running:
         hand_over(running)
         before = time.monotonic()
         assert not running.loop.drain(0.1)
@@ -222,7 +222,7 @@ def test_c50_a_lease_that_does_not_end_bounds_the_drain() -> None:
 
 def test_c50_a_drain_ends_with_the_last_lease_and_joins_another_one() -> None:
     connector = FakeConnectorWorker()
-    with RunningLoop(make_core(connector=connector), PrefillWorker(9), lease_s=30.0) as running:
+    with RunningLoop(make_core(connector=connector), PrefillRole(9), lease_s=30.0) as running:
         hand_over(running)
         drains = [in_background(lambda: running.loop.drain(30.0)) for _ in range(2)]
         until_draining(running)
@@ -241,10 +241,10 @@ def hand_over(running: RunningLoop, request_id: str = "p") -> None:
 
 
 def test_a_role_is_exchanged_between_steps_and_the_prefix_cache_is_kept() -> None:
-    with RunningLoop(make_core(), DecodeWorker(9)) as running:
+    with RunningLoop(make_core(), DecodeRole(9)) as running:
         running.loop.submit("gateway", make_engine_request("first", 40))
         assert running.until_finished("first").num_cached_tokens == 0
-        running.loop.set_role(PrefillWorker(9), 5.0)
+        running.loop.set_role(PrefillRole(9), 5.0)
         assert running.loop.snapshot.role is WorkerRole.PREFILL
         assert not running.loop.snapshot.is_draining
         beat = running.beats.get(timeout=60)
@@ -253,20 +253,20 @@ def test_a_role_is_exchanged_between_steps_and_the_prefix_cache_is_kept() -> Non
         assert running.until_finished("whole").error_kind is ErrorKind.OVERLOADED, "not what it does any more"
         hand_over(running)
         running.loop.abort("gateway", ("p",))
-    with RunningLoop(make_core(), DecodeWorker(9)) as running:
+    with RunningLoop(make_core(), DecodeRole(9)) as running:
         for request_id, num_cached in (("first", 0), ("second", 32)):
             running.loop.submit("gateway", make_engine_request(request_id, 40))
             assert running.until_finished(request_id).num_cached_tokens == num_cached
-            running.loop.set_role(PrefillWorker(9), 5.0)
-            running.loop.set_role(DecodeWorker(9), 5.0)
+            running.loop.set_role(PrefillRole(9), 5.0)
+            running.loop.set_role(DecodeRole(9), 5.0)
 
 
 def test_a_role_change_that_a_lease_holds_up_is_rolled_back() -> None:
     connector = FakeConnectorWorker()
-    with RunningLoop(make_core(connector=connector), PrefillWorker(9), lease_s=0.1) as running:
+    with RunningLoop(make_core(connector=connector), PrefillRole(9), lease_s=0.1) as running:
         hand_over(running)
         with pytest.raises(FleetError, match=r"3 blocks are leased.*serves in its old role"):
-            running.loop.set_role(DecodeWorker(9), 0.1)
+            running.loop.set_role(DecodeRole(9), 0.1)
         assert running.loop.snapshot.role is WorkerRole.PREFILL
         assert not running.loop.snapshot.is_draining
         hand_over(running, "next")  # it serves again
@@ -274,9 +274,9 @@ def test_a_role_change_that_a_lease_holds_up_is_rolled_back() -> None:
 
 def test_while_a_worker_leaves_nothing_else_may_begin() -> None:
     connector = FakeConnectorWorker()
-    with RunningLoop(make_core(connector=connector), PrefillWorker(9), lease_s=30.0) as running:
+    with RunningLoop(make_core(connector=connector), PrefillRole(9), lease_s=30.0) as running:
         hand_over(running)
-        change = in_background(lambda: running.loop.set_role(DecodeWorker(9), 30.0))
+        change = in_background(lambda: running.loop.set_role(DecodeRole(9), 30.0))
         until_draining(running)
         running.loop.submit("gateway", make_engine_request("late"))
         late = running.until_finished("late")
@@ -284,7 +284,7 @@ def test_while_a_worker_leaves_nothing_else_may_begin() -> None:
             ErrorKind.OVERLOADED,
             "this worker is changing to a decode worker",
         )
-        for call in (lambda: running.loop.drain(1.0), lambda: running.loop.set_role(PrefillWorker(9), 1.0)):
+        for call in (lambda: running.loop.drain(1.0), lambda: running.loop.set_role(PrefillRole(9), 1.0)):
             with pytest.raises(FleetError, match="it is changing to a decode worker"):
                 call()
         connector.outputs.append(KVConnectorOutput(finished_sending=("p",)))
@@ -292,20 +292,20 @@ def test_while_a_worker_leaves_nothing_else_may_begin() -> None:
         change.result(5)
         assert running.loop.drain(5.0)
         with pytest.raises(FleetError, match="it is draining"):
-            running.loop.set_role(PrefillWorker(9), 1.0)
+            running.loop.set_role(PrefillRole(9), 1.0)
 
 
 @pytest.mark.parametrize("is_in_time", [True, False])
 def test_a_second_call_for_the_same_role_has_the_outcome_of_the_first(is_in_time: bool) -> None:
     """A new controller calls again for what its predecessor began."""
     connector = FakeConnectorWorker()
-    with RunningLoop(make_core(connector=connector), PrefillWorker(9), lease_s=30.0) as running:
+    with RunningLoop(make_core(connector=connector), PrefillRole(9), lease_s=30.0) as running:
         hand_over(running)
-        changes = [in_background(lambda: running.loop.set_role(DecodeWorker(9), 30.0))]
+        changes = [in_background(lambda: running.loop.set_role(DecodeRole(9), 30.0))]
         until_draining(running)
         running.loop._lease_s = 30.0 if is_in_time else 0.0
         timeout_s = 30.0 if is_in_time else 0.1
-        changes.append(in_background(lambda: running.loop.set_role(DecodeWorker(9), timeout_s)))
+        changes.append(in_background(lambda: running.loop.set_role(DecodeRole(9), timeout_s)))
         if is_in_time:
             connector.outputs.append(KVConnectorOutput(finished_sending=("p",)))
             running.commands.wake()
@@ -322,10 +322,10 @@ def test_a_second_call_for_the_same_role_has_the_outcome_of_the_first(is_in_time
 
 def test_an_engine_that_ends_ends_every_wait_and_its_hand_overs() -> None:
     connector = FakeConnectorWorker()
-    running = RunningLoop(make_core(connector=connector), PrefillWorker(9), lease_s=30.0)
+    running = RunningLoop(make_core(connector=connector), PrefillRole(9), lease_s=30.0)
     running.loop.start()
     hand_over(running)
-    change = in_background(lambda: running.loop.set_role(DecodeWorker(9), 30.0))
+    change = in_background(lambda: running.loop.set_role(DecodeRole(9), 30.0))
     until_draining(running)
     running.loop.fail(RuntimeError("the request plane ended"))
     with pytest.raises(FleetError, match="its engine has ended"):
@@ -335,7 +335,7 @@ def test_an_engine_that_ends_ends_every_wait_and_its_hand_overs() -> None:
     assert not running.beats.empty(), "gateways learn of it at once"
     assert connector.is_shut_down, "so that peers need not wait for a deadline"
     with pytest.raises(FleetError, match="its engine has ended"):
-        running.loop.set_role(DecodeWorker(9), 30.0)
+        running.loop.set_role(DecodeRole(9), 30.0)
 
 
 def test_a_follower_of_the_prefix_cache_gets_a_listing_and_then_changes() -> None:

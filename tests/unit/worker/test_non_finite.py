@@ -8,8 +8,8 @@ from baton.kv import KVTransferParams, TransferRole, WorkerRef
 from baton.request import ErrorKind, FinishReason
 from baton.step import NON_FINITE, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import WorkerRole
-from decode_worker import DecodeWorker
-from prefill_worker import PrefillWorker
+from decode_worker import DecodeRole
+from prefill_worker import PrefillRole
 from tests.factories.engine import FakeConnectorWorker, RunningLoop, make_core, make_engine_request
 from tests.factories.scheduling import FakeRunner
 from worker.device_check import CHECKING, MAX_NON_FINITE_STEPS
@@ -94,12 +94,12 @@ def test_c55_it_ends_after_a_change_of_role_that_had_begun() -> None:
     connector = FakeConnectorWorker()
     device = WrongFor("wrong")
     core = make_core(device, connector, max_num_batched_tokens=16)
-    running = RunningLoop(core, PrefillWorker(9), lease_s=60.0)
+    running = RunningLoop(core, PrefillRole(9), lease_s=60.0)
     running.loop.start()
     submit_prefill(running, "leased", num_tokens=10)
     running.until_finished("leased")
     submit_prefill(running, "wrong", num_tokens=1_500)
-    change = threading.Thread(target=running.loop.set_role, args=(DecodeWorker(9), 60.0))
+    change = threading.Thread(target=running.loop.set_role, args=(DecodeRole(9), 60.0))
     change.start()
     while not running.beats.get(timeout=60).is_draining:
         continue

@@ -131,15 +131,15 @@ def test_requests_of_a_caller_that_holds_its_share_hold_up_no_other_and_are_not_
     assert refused == ["large"]
 
 
-def test_requests_that_gave_way_wait_for_their_callers_turn_before_its_new_ones() -> None:
+def test_requests_that_were_taken_back_wait_for_their_callers_turn_before_its_new_ones() -> None:
     queue = QueueUnderTest(max_queued=3)
     for name, caller in (("new", "a"), ("other", "b"), ("others next", "b")):
         queue.join(Request(name, caller=caller), 0.0)
-    queue.join(Request("gave way", caller="a", gave_way=True), 0.0)
+    queue.join(Request("taken back", caller="a", was_taken_back=True), 0.0)
     with pytest.raises(Overloaded):
         queue.join(Request("too many", caller="c", priority=1), 0.0)
     queue.make_room(10)
-    assert queue.placed == ["other", "gave way", "new", "others next"]
+    assert queue.placed == ["other", "taken back", "new", "others next"]
     assert len(queue.waiting) == 0
 
 

@@ -156,7 +156,7 @@ def test_c57_a_caller_alone_may_hold_everything_and_gives_some_back_as_soon_as_a
     under_test.ask("b")
     assert (under_test.held("a"), under_test.held("b")) == (56, 1)
     assert list(under_test.placed) == [*(f"a{number}" for number in range(56)), "b80"], (
-        "the youngest gave way"
+        "the youngest was taken back"
     )
     under_test.ask("b", 20)
     assert under_test.held("b") == 7, "and as much as 1/8 of what b might hold stays free"
@@ -297,7 +297,7 @@ def test_c57_a_short_prompt_goes_to_a_prefill_worker_that_computes_anothers_long
     assert under_test.held("b") == 0
 
 
-def test_c57_a_request_that_gave_way_is_refused_only_if_there_are_no_workers_for_it() -> None:
+def test_c57_a_request_that_was_taken_back_is_refused_only_if_there_are_no_workers_for_it() -> None:
     under_test = UnderTest(rate=100.0)
     under_test.ask("a", 20, prompt=400)
     under_test.ask("b", prompt=400)

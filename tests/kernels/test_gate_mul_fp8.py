@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from engine.activation import Activation, ClampedSwiglu, Gate
-from engine.kernels.silu_mul import silu_mul_fp8
+from engine.kernels.gate_mul import gate_mul_fp8
 from tests.kernels.float8 import assert_same_float8
-from tests.kernels.references import silu_mul_fp8_reference
+from tests.kernels.references import gate_mul_fp8_reference
 
 LAUNCHES = {
-    "Llama-3.1-8B, float8": lambda: silu_mul_fp8(torch.empty(2, 2 * 14336, dtype=torch.bfloat16)),
-    "Qwen3-8B, float8": lambda: silu_mul_fp8(torch.empty(2, 2 * 12288, dtype=torch.bfloat16)),
+    "Llama-3.1-8B, float8": lambda: gate_mul_fp8(torch.empty(2, 2 * 14336, dtype=torch.bfloat16)),
+    "Qwen3-8B, float8": lambda: gate_mul_fp8(torch.empty(2, 2 * 12288, dtype=torch.bfloat16)),
 }
 
 
@@ -29,17 +29,17 @@ def test_is_what_torch_computes(
     generator: torch.Generator,
 ) -> None:
     gate_up_TM = (4 * torch.randn(num_tokens, width, generator=generator)).to(dtype).to(device)
-    q_TI, scales_T1 = silu_mul_fp8(gate_up_TM, activation)
-    expected_TI, expected_scales_T1 = silu_mul_fp8_reference(gate_up_TM, activation)
+    q_TI, scales_T1 = gate_mul_fp8(gate_up_TM, activation)
+    expected_TI, expected_scales_T1 = gate_mul_fp8_reference(gate_up_TM, activation)
     torch.testing.assert_close(scales_T1, expected_scales_T1)
     assert_same_float8(q_TI, expected_TI, max_share=0.01)
 
 
 def test_rows_may_lie_within_longer_ones(device: torch.device, generator: torch.Generator) -> None:
     gate_up_TM = torch.randn(4, 50, generator=generator).to(device)[:, 10:30]
-    q_TI, _ = silu_mul_fp8(gate_up_TM)
-    assert_same_float8(q_TI, silu_mul_fp8_reference(gate_up_TM)[0], max_share=0.02)
+    q_TI, _ = gate_mul_fp8(gate_up_TM)
+    assert_same_float8(q_TI, gate_mul_fp8_reference(gate_up_TM)[0], max_share=0.02)
 
 
 def test_no_rows_are_no_launch(device: torch.device) -> None:
-    assert silu_mul_fp8(torch.empty(0, 8, device=device))[0].shape == (0, 4)
+    assert gate_mul_fp8(torch.empty(0, 8, device=device))[0].shape == (0, 4)

@@ -15,7 +15,7 @@ from engine.kernels.row_launch import row_launch
 BLOCK_I = 1024
 
 
-def silu_mul(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> torch.Tensor:
+def gate_mul(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> torch.Tensor:
     """T x I in the input's dtype, computed in float32. Rows may be strided; their elements are contiguous.
 
     `activation`: the activation that replaces SiLU.
@@ -25,7 +25,7 @@ def silu_mul(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> to
     assert width % 2 == 0, f"{width} columns are not pairs"
     out_TI = torch.empty((num_tokens, width // 2), dtype=gate_up_TM.dtype, device=gate_up_TM.device)
     grid = (num_tokens, triton.cdiv(width // 2, BLOCK_I))
-    _silu_mul_kernel[grid](
+    _gate_mul_kernel[grid](
         gate_up_TM,
         out_TI,
         gate_up_TM.stride(0),
@@ -38,7 +38,7 @@ def silu_mul(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> to
     return out_TI
 
 
-def silu_mul_fp8(
+def gate_mul_fp8(
     gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q_TI in float8_e4m3fn and float32 scales_T1, as `quantize_fp8` makes them; not rounded in between.
@@ -52,7 +52,7 @@ def silu_mul_fp8(
     scales_T1 = torch.empty((num_tokens, 1), dtype=torch.float32, device=gate_up_TM.device)
     if num_tokens > 0:
         padded, num_warps = row_launch(width // 2)
-        _silu_mul_fp8_kernel[(num_tokens,)](
+        _gate_mul_fp8_kernel[(num_tokens,)](
             gate_up_TM,
             q_TI,
             scales_T1,
@@ -73,7 +73,7 @@ def activation_constants(activation: Activation) -> dict[str, object]:
 
 
 @triton.jit
-def _silu_mul_kernel(  # type: ignore[no-untyped-def]
+def _gate_mul_kernel(  # type: ignore[no-untyped-def]
     gate_up_ptr,
     out_ptr,
     row_stride,
@@ -95,7 +95,7 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _silu_mul_fp8_kernel(  # type: ignore[no-untyped-def]
+def _gate_mul_fp8_kernel(  # type: ignore[no-untyped-def]
     gate_up_ptr,
     q_ptr,
     scales_ptr,

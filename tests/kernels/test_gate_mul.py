@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from engine.activation import Activation, ClampedSwiglu, Gate
-from engine.kernels.silu_mul import silu_mul
-from tests.kernels.references import silu_mul_reference
+from engine.kernels.gate_mul import gate_mul
+from tests.kernels.references import gate_mul_reference
 
 LAUNCHES = {
-    "Llama-3.1-8B": lambda: silu_mul(torch.empty(1, 2 * 14336, dtype=torch.bfloat16)),
-    "float32": lambda: silu_mul(torch.empty(1, 2 * 96)),
-    "Gemma-3-4B": lambda: silu_mul(torch.empty(1, 2 * 10240, dtype=torch.bfloat16), Gate.GELU_TANH),
-    "gpt-oss-20b": lambda: silu_mul(
+    "Llama-3.1-8B": lambda: gate_mul(torch.empty(1, 2 * 14336, dtype=torch.bfloat16)),
+    "float32": lambda: gate_mul(torch.empty(1, 2 * 96)),
+    "Gemma-3-4B": lambda: gate_mul(torch.empty(1, 2 * 10240, dtype=torch.bfloat16), Gate.GELU_TANH),
+    "gpt-oss-20b": lambda: gate_mul(
         torch.empty(1, 2 * 2880, dtype=torch.bfloat16), ClampedSwiglu(alpha=1.702, limit=7.0)
     ),
 }
@@ -32,17 +32,17 @@ def test_is_what_torch_computes(
     generator: torch.Generator,
 ) -> None:
     gate_up_TM = (4 * torch.randn(num_tokens, width, generator=generator)).to(dtype).to(device)
-    expected_TI = silu_mul_reference(gate_up_TM, activation)
-    torch.testing.assert_close(silu_mul(gate_up_TM, activation), expected_TI)
+    expected_TI = gate_mul_reference(gate_up_TM, activation)
+    torch.testing.assert_close(gate_mul(gate_up_TM, activation), expected_TI)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_a_gelu_of_large_numbers_is_finite(device: torch.device) -> None:
     gates = torch.tensor([[-1e20, -200.0, 200.0, 1e20]], device=device)
-    found = silu_mul(torch.cat([gates, torch.ones_like(gates)], 1), Gate.GELU_TANH)
+    found = gate_mul(torch.cat([gates, torch.ones_like(gates)], 1), Gate.GELU_TANH)
     torch.testing.assert_close(found, gates.clamp(min=0.0))
 
 
 def test_rows_may_lie_within_longer_ones(device: torch.device, generator: torch.Generator) -> None:
     wide_TX = torch.randn(4, 50, generator=generator).to(device)
-    torch.testing.assert_close(silu_mul(wide_TX[:, 10:30]), silu_mul_reference(wide_TX[:, 10:30]))
+    torch.testing.assert_close(gate_mul(wide_TX[:, 10:30]), gate_mul_reference(wide_TX[:, 10:30]))
