@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -47,8 +47,8 @@ class Property:
 
 
 def listed_properties(guided: GuidedTool) -> list[Property]:
-    """The tool's properties. Raises InvalidRequest if the tool's parameters are more than a list of
-    properties."""
+    """The tool's properties, and then those that are required, but not listed. Raises InvalidRequest if the tool's
+    parameters are more than a list of properties, or if they forbid what they require."""
     schema = json.loads(guided.schema)
     if shaping := sorted(_SHAPING & schema.keys()):
         raise InvalidRequest(
@@ -59,10 +59,19 @@ def listed_properties(guided: GuidedTool) -> list[Property]:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise InvalidRequest("tools", f"the parameters of '{guided.name}' are not a valid schema")
-    # a set, since a list would be searched for each property
-    names = {name for name in required if isinstance(name, str)}
-    shared = _shared(schema)
-    return [_property(name, part, shared, name in names) for name, part in properties.items()]
+    names = dict.fromkeys(name for name in required if isinstance(name, str))
+    shared, others = _shared(schema), schema.get("additionalProperties", True)
+    unlisted = [name for name in names if name not in properties]
+    if unlisted and others is False:
+        raise InvalidRequest(
+            "tools",
+            f"the parameters of '{guided.name}' require '{unlisted[0]}', but additionalProperties: false forbids it",
+        )
+    other = _property("", others, shared, True)
+    return [
+        *(_property(name, part, shared, name in names) for name, part in properties.items()),
+        *(replace(other, name=name) for name in unlisted),
+    ]
 
 
 def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,10 +85,10 @@ def _property(name: str, part: object, shared: Mapping[str, Any], is_required: b
 
 
 def unlisted_property(guided: GuidedTool) -> Property | None:
-    """What holds for each property of a tool that lists none, but allows some; None for other tools."""
+    """What holds for each property of a tool that lists and requires none, but allows some; None for other tools."""
     schema = json.loads(guided.schema)
     part = schema.get("additionalProperties", False)
-    if schema.get("properties") or part is False:
+    if schema.get("properties") or schema.get("required") or part is False:
         return None
     return _property("", part, _shared(schema), False)
 

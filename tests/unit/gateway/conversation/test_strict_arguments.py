@@ -113,3 +113,32 @@ def test_a_tool_that_lists_no_properties_may_have_others(
         assert wrong is None or not GUIDE.accepts(grammar, begin + argument.format("a", wrong) + end)
         parts = parts_of(format_of(family), [*call], asked)
         assert calls_in(parts) == [("act", f'{{"a": {json_}, "b c": {json_}}}', True)]
+
+
+def test_what_is_required_but_not_listed_follows_the_listed_properties() -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["b", "a"],
+    }
+    for others, value, wrong in (({"type": "boolean"}, "true", "1"), (True, "[1]", None)):
+        tool = Tool("act", None, {**schema, "additionalProperties": others})
+        asked = replace(ASKED, tools=(tool,), tool_choice=REQUIRED)
+        for family, begin, argument, end in (
+            ("glm 4.7", "<tool_call>act", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", "</tool_call>"),
+            ("pythonic", "[act(", "{}={}", ")]"),
+        ):
+            grammar, between = grammar_of(GUIDE, family, asked), ", " if family == "pythonic" else ""
+            listed = begin + argument.format("a", 1)
+            assert GUIDE.accepts(grammar, listed + between + argument.format("b", value) + end)
+            assert not GUIDE.accepts(grammar, listed + end)
+            assert wrong is None or not GUIDE.accepts(
+                grammar, listed + between + argument.format("b", wrong) + end
+            )
+    forbidding = Tool("act", None, {**schema, "additionalProperties": False})
+    with pytest.raises(InvalidRequest, match="'act' require 'b', but additionalProperties: false forbids it"):
+        grammar_of(GUIDE, "minimax", replace(ASKED, tools=(forbidding,), tool_choice=REQUIRED))
+    only_required = Tool("act", None, {"required": ["b"], "additionalProperties": {"type": "integer"}})
+    grammar = grammar_of(GUIDE, "pythonic", replace(ASKED, tools=(only_required,), tool_choice=REQUIRED))
+    assert GUIDE.accepts(grammar, "[act(b=1)]")
+    assert not GUIDE.accepts(grammar, "[act()]")
