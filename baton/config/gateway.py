@@ -20,6 +20,7 @@ AnswerFormatName = Literal[
     "minimax",
     "mistral",
     "mistral_named",
+    "olmo",
     "pythonic",
     "qwen_coder",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.errors import InvalidRequest
-from gateway.conversation.call_syntax import CallWriter, GuidedTool
+from gateway.conversation.call_syntax import MAX_MISREAD, CallWriter, GuidedTool
 from gateway.conversation.guided_schema import FORMATS
 from gateway.conversation.json_call import one_of
 from gateway.conversation.lark import Lark, escaped, quoted
@@ -25,8 +25,6 @@ from gateway.conversation.reader import Markers, Reader, Steps
 
 MAX_VALUE_CHARACTERS = 65_536
 """Longest JSON value that may contain the tag after a value. A longer value ends at this tag."""
-MAX_MISREAD = 8
-"""Most values of an answer that may begin like JSON but be none, because each is read twice."""
 MAX_KEY_CHARACTERS = 500
 _NOT_PLAIN = frozenset(
     {

@@ -102,6 +102,13 @@ TEMPLATES = {
         + """{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}
 {%- if not loop.last %}; {% endif %}{% endfor %}{# ipython #}"""
     ),
+    "olmo": _with_calls(
+        "<function_calls>"
+        + _EACH
+        + """{{ f.name }}({% for key, value in f.arguments.items() %}{{ key }}={{ value | tojson }}
+{%- if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}{{ '\\n' }}{% endif %}
+{%- endfor %}</function_calls>"""
+    ),
     "pythonic": _with_calls(
         "["
         + _EACH

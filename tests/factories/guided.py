@@ -9,14 +9,14 @@ from tokenizers import AddedToken, Tokenizer
 
 from baton.sampling import GrammarKind, StructuredOutput
 from gateway.conversation import Vocabulary
-from gateway.conversation.formats import deepseek, glm, harmony_parser, minimax
+from gateway.conversation.formats import deepseek, glm, harmony_parser, minimax, olmo
 from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
 
 MARKERS = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]"),
     *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"),
     *(deepseek.BEGIN, deepseek.END, deepseek.CALL, deepseek.CALL_END, deepseek.SEPARATOR),
-    *(*glm.TAGS.tags, minimax.BEGIN, minimax.END),
+    *(*glm.TAGS.tags, minimax.BEGIN, minimax.END, olmo.BEGIN, olmo.END),
     *harmony_parser.TOKENS,
 )
 CLOSING = frozenset('"}])>,<')

@@ -15,6 +15,8 @@ from gateway.conversation.formats.llama import LlamaCalls
 from gateway.conversation.formats.minimax import BEGIN as MINIMAX_BEGIN
 from gateway.conversation.formats.minimax import INVOKE, MiniMaxCalls
 from gateway.conversation.formats.mistral import MistralCalls, MistralNamedCalls
+from gateway.conversation.formats.olmo import BEGIN as OLMO_BEGIN
+from gateway.conversation.formats.olmo import OlmoCalls
 from gateway.conversation.formats.pythonic import PythonicCalls
 from gateway.conversation.formats.qwen_coder import QwenCoderCalls
 from gateway.conversation.lark import Vocabulary
@@ -60,6 +62,7 @@ FAMILIES = (
     FormatFamily("glm", GlmCalls(""), _NATIVE, ("<tool_call>", "<arg_key>", "<arg_value>")),
     FormatFamily("qwen_coder", QwenCoderCalls(), _NATIVE, ("<tool_call>", "<function=", "<parameter=")),
     FormatFamily("hermes", HermesCalls(), _NATIVE, ("<tool_call>",)),
+    FormatFamily("olmo", OlmoCalls(), _NATIVE, (OLMO_BEGIN,)),
     FormatFamily("pythonic", PythonicCalls(), _NATIVE, ("[func_name",)),
     FormatFamily("llama", LlamaCalls(), _NATIVE, ("ipython", '"parameters"')),
     FormatFamily("generic", HermesCalls(), None, ()),

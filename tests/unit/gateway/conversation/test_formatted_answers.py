@@ -25,6 +25,7 @@ ONE = StructuredOutput(GrammarKind.JSON_SCHEMA, '{"type": "object", "required": 
 SPELLED = (
     "<tool_call><function=search><parameter=query>x</parameter></function></tool_call>",
     "<tool_call>search<arg_key>query</arg_key><arg_value>x</arg_value></tool_call>",
+    '<function_calls>search(query="x")</function_calls>',
     '<minimax:tool_call><invoke name="search"><parameter name="query">x</parameter></invoke></minimax:tool_call>',
     "[TOOL_CALLS]search[ARGS]{} and [TOOL_CALLS]search{x: 1}",
     f"{deepseek.BEGIN}{deepseek.CALL}search{deepseek.SEPARATOR}{{}}{deepseek.CALL_END}{deepseek.END}",

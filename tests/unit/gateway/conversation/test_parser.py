@@ -11,8 +11,8 @@ import pytest
 
 from gateway.conversation import Text, Vocabulary, answer_format_of
 from gateway.conversation.formats import deepseek
-from gateway.conversation.formats.pythonic import MAX_CALL_CHARACTERS
 from gateway.conversation.messages import Tool, ToolChoice, ToolUse
+from gateway.conversation.python_call import MAX_CALL_CHARACTERS
 from gateway.conversation.reader import MAX_ATTEMPT_CHARACTERS
 from tests.factories.conversations import (
     ASKED,
@@ -48,6 +48,8 @@ ODDITIES = (
     "<arg_key>",
     "</arg_value>",
     '<minimax:tool_call><invoke name="',
+    "<function_calls>search(",
+    "</function_calls>",
     "</invoke>",
 )
 HOSTILE = (
@@ -68,6 +70,10 @@ HOSTILE = (
     "<tool_call>search<arg_key>a</arg_key><arg_value>" + "</arg_value" * 10_000,
     "<tool_call>search\n" * 5_000,
     "<minimax:tool_call>" * 2_000,
+    "<function_calls>search(" * 5_000,
+    "<function_calls>search()" * 5_000,
+    "<function_calls>" + "search(a=1)\n" * 5_000,
+    "<function_calls>search(a=" + "[" * 100_000,
     '<minimax:tool_call><invoke name="' + "x" * 100_000,
     "<minimax:tool_call>" + '<invoke name="search">' * 5_000,
     '<minimax:tool_call><invoke name="search">' + '<parameter name="a">{</parameter>' * 5_000,
@@ -170,12 +176,17 @@ def test_many_values_of_a_large_schema_cost_time_in_proportion(keyword: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "begin"), [("hermes", '<tool_call>{"id": "'), ("pythonic", "[search(query='")]
+    ("family", "begin"),
+    [
+        ("hermes", '<tool_call>{"id": "'),
+        ("pythonic", "[search(query='"),
+        ("olmo", "<function_calls>search(query='"),
+    ],
 )
 def test_what_does_not_become_a_call_is_not_held_back_for_ever(family: str, begin: str) -> None:
     parser = format_of(family).new_parser(ASKED, "")
     assert parser is not None
-    limit = MAX_CALL_CHARACTERS if family == "pythonic" else MAX_ATTEMPT_CHARACTERS
+    limit = MAX_ATTEMPT_CHARACTERS if family == "hermes" else MAX_CALL_CHARACTERS
     parser.push(begin)
 
     num_shown = sum(

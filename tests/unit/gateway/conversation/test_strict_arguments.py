@@ -104,15 +104,21 @@ def test_a_tool_that_lists_no_properties_may_have_others(
             '<parameter name="{}">{}</parameter>\n',
             "</invoke>\n</minimax:tool_call>",
         ),
+        ("olmo", "<function_calls>act(", "{}={}", ")</function_calls>"),
+        ("pythonic", "[act(", "{}={}", ")]"),
     ):
+        is_python = end.startswith(")")
+        key, between = ("b", ", ") if is_python else ("b c", "")
+        is_quoted = is_python and others == {"type": "string"}
+        written = f'"{value}"' if is_quoted else value
         asked = replace(ASKED, tools=(Tool("act", None, schema),), tool_choice=REQUIRED)
         grammar = grammar_of(GUIDE, family, asked)
-        call = f"{begin}{argument.format('a', value)}{argument.format('b c', value)}{end}"
+        call = f"{begin}{argument.format('a', written)}{between}{argument.format(key, written)}{end}"
         assert GUIDE.accepts(grammar, call)
         assert GUIDE.accepts(grammar, begin + end)
         assert wrong is None or not GUIDE.accepts(grammar, begin + argument.format("a", wrong) + end)
         parts = parts_of(format_of(family), [*call], asked)
-        assert calls_in(parts) == [("act", f'{{"a": {json_}, "b c": {json_}}}', True)]
+        assert calls_in(parts) == [("act", f'{{"a": {json_}, "{key}": {json_}}}', True)]
 
 
 def test_what_is_required_but_not_listed_follows_the_listed_properties() -> None:

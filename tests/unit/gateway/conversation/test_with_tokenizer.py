@@ -36,7 +36,9 @@ def texts_of(tokenizer: Tokenizer, groups: Sequence[Sequence[int]]) -> list[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mistral_named", "deepseek_v3", "glm", "minimax", "hermes", "harmony"])
+@pytest.mark.parametrize(
+    "family", ["mistral_named", "deepseek_v3", "glm", "minimax", "olmo", "hermes", "harmony"]
+)
 def test_170_sequences_of_tokens_give_the_same_events_however_they_come(tmp_path: Path, family: str) -> None:
     """More than 500 over these families, which mark calls by special tokens."""
     tokenizer = tokenizer_of(tmp_path, HARMONY if family == "harmony" else TEMPLATES[family])

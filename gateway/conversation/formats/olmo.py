@@ -1,0 +1,43 @@
+"""OLMo 3: `<function_calls>`, calls in Python's notation with JSON values, one a line, and `</function_calls>`."""
+
+from collections.abc import Sequence
+
+from gateway.conversation.call_syntax import MAX_MISREAD, CallWriter, GuidedTool
+from gateway.conversation.json_call import one_of
+from gateway.conversation.lark import Lark, quoted
+from gateway.conversation.python_call import MAX_CALL_CHARACTERS, python_arguments, read_python_call
+from gateway.conversation.reader import MAX_ATTEMPT_CHARACTERS, Reader, Steps
+
+BEGIN, END = "<function_calls>", "</function_calls>"
+
+
+class OlmoCalls:
+    """The CallSyntax of OLMo 3."""
+
+    markers = (BEGIN,)
+    tokens = (END,)
+    bare_beginning = None
+    repeats: str | None = None
+
+    def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
+        def read_call() -> Steps[bool]:
+            return read_python_call(reader, calls)
+
+        limit = MAX_CALL_CHARACTERS if calls.num_misread < MAX_MISREAD else MAX_ATTEMPT_CHARACTERS
+        if not (yield from reader.series("", "", read_call, limit)):
+            calls.num_misread += 1
+            return False
+        yield from reader.skip_optional(END)
+        return True
+
+    def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
+        call = one_of(
+            [
+                f'{quoted(f"{tool.name}(")} {python_arguments(lark, index, tool)} ")"'
+                for index, tool in enumerate(tools)
+            ]
+        )
+        if not is_parallel:
+            return f"{call} {lark.marker(END)}"
+        lark.rule("python_call", call)
+        return f'python_call ( "\\n" python_call )* {lark.marker(END)}'
