@@ -153,6 +153,8 @@ struct Prefetch {
     }
 };
 
+inline int64_t divided_up(int64_t size, int64_t by) { return (size + by - 1) / by; }
+
 // Products of many layers of equal shape at once, as of experts: layer i multiplies the rows from firsts[i] to
 // firsts[i + 1], counted from firsts[0]. `multiply(layer, from, to, num_rows, share)` computes a share of one product.
 //
@@ -171,10 +173,11 @@ void multiply_each(const Layer *const *layers, const int64_t *firsts, int64_t nu
     for (int64_t i = 0; i < num_layers; ++i) {
         const int64_t rows = firsts[i + 1] - firsts[i], outputs = layers[i]->num_outputs;
         if (rows == 0) continue;
-        int64_t count = rows * num_shares / all_rows;
+        // Rounded up: of ten layers with a row each, four threads would compute 3, 3, 2 and 2.
+        int64_t count = divided_up(rows * num_shares, all_rows);
         if (LentCpus::of_process().is_in_step())
             count = std::max(count, rows * layers[i]->num_inputs * outputs / GUEST_PRODUCTS);
-        count = std::clamp<int64_t>(count, 1, (outputs + SHARE_OUTPUTS - 1) / SHARE_OUTPUTS);
+        count = std::min(count, divided_up(outputs, SHARE_OUTPUTS));
         for (int64_t share = 0; share < count; ++share) parts.push_back({i, {share, count}});
     }
     const auto size = [&](const Part &part) { return (firsts[part.layer + 1] - firsts[part.layer]) / part.share.count; };
