@@ -163,29 +163,35 @@ template <typename Layer, typename Multiply>
 void multiply_each(const Layer *const *layers, const int64_t *firsts, int64_t num_layers, const Rows &from,
                    const Rows &to, int num_threads, const Multiply &multiply) {
     constexpr int64_t SHARES_OF_THREAD = 4, SHARE_OUTPUTS = 64;
-    constexpr int64_t GUEST_PRODUCTS = 64'000'000;  // each share converts all rows, so a guest's are not much smaller
+    constexpr int64_t GUEST_PRODUCTS = 64'000'000;  // each share converts its rows, so a guest's are not much smaller
     struct Part {
-        int64_t layer;
+        int64_t layer, first, rows;
         Share share;
     };
     std::vector<Part> parts;
+    const bool takes_guests = LentCpus::of_process().is_in_step();
     const int64_t num_shares = SHARES_OF_THREAD * num_threads, all_rows = firsts[num_layers] - firsts[0];
     for (int64_t i = 0; i < num_layers; ++i) {
-        const int64_t rows = firsts[i + 1] - firsts[i], outputs = layers[i]->num_outputs;
+        const int64_t rows = firsts[i + 1] - firsts[i], inputs = layers[i]->num_inputs, outputs = layers[i]->num_outputs;
         if (rows == 0) continue;
-        // Rounded up: of ten layers with a row each, four threads would compute 3, 3, 2 and 2.
-        int64_t count = divided_up(rows * num_shares, all_rows);
-        if (LentCpus::of_process().is_in_step())
-            count = std::max(count, rows * layers[i]->num_inputs * outputs / GUEST_PRODUCTS);
-        count = std::min(count, divided_up(outputs, SHARE_OUTPUTS));
-        for (int64_t share = 0; share < count; ++share) parts.push_back({i, {share, count}});
+        // With a guest's rows, the smallest share has no more products than a guest's part.
+        const int64_t guest_rows = std::max<int64_t>(1, GUEST_PRODUCTS / (SHARE_OUTPUTS * inputs));
+        const Tiles blocks(rows, takes_guests ? guest_rows : rows);
+        for (int64_t block = 0; block < blocks.count; ++block) {
+            const int64_t size = blocks.size(block);
+            // Rounded up: of ten layers with a row each, four threads would compute 3, 3, 2 and 2.
+            int64_t count = divided_up(size * num_shares, all_rows);
+            if (takes_guests) count = std::max(count, divided_up(size * inputs * outputs, GUEST_PRODUCTS));
+            count = std::min(count, divided_up(outputs, SHARE_OUTPUTS));
+            const int64_t first = firsts[i] - firsts[0] + blocks.begin(block);
+            for (int64_t share = 0; share < count; ++share) parts.push_back({i, first, size, {share, count}});
+        }
     }
-    const auto size = [&](const Part &part) { return (firsts[part.layer + 1] - firsts[part.layer]) / part.share.count; };
+    const auto size = [](const Part &part) { return part.rows / part.share.count; };
     std::stable_sort(parts.begin(), parts.end(), [&](const Part &a, const Part &b) { return size(a) > size(b); });
     for_each(parts.size(), num_threads, [&](int64_t index) {
         const Part &part = parts[index];
-        const int64_t first = firsts[part.layer] - firsts[0], rows = firsts[part.layer + 1] - firsts[part.layer];
-        multiply(*layers[part.layer], from.from(first), to.from(first), rows, part.share);
+        multiply(*layers[part.layer], from.from(part.first), to.from(part.first), part.rows, part.share);
         return true;
     });
 }

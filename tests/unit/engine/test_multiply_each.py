@@ -92,3 +92,11 @@ def test_threads_compute_nearly_the_same_for_one_token(
     for size in sorted(sizes, reverse=True):  # as threads take them
         busy[busy.index(min(busy))] += size
     assert max(busy) <= 1.15 * sum(busy) / num_threads
+
+
+def test_a_guests_part_is_small(program: Path) -> None:
+    """So that a worker gets back its CPU soon: of many rows and inputs, even few outputs are many products."""
+    counts, outputs, inputs = [700, 0, 30, 1], 4096, 14336
+    sizes = sizes_of_parts(program, counts, outputs, inputs, 2, has_guests=True)
+    assert max(sizes) * inputs < 66_000_000
+    assert len(sizes_of_parts(program, counts, outputs, inputs, 2)) < len(sizes) / 4, "only for guests"
