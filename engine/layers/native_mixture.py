@@ -14,7 +14,11 @@ from engine.native.elementwise import ElementwiseKernels
 
 
 class NativeMixture:
-    """Satisfies `engine.layers.backend.MixtureLayer`. Gives the same bits as `LoopedMixture` with the same layers."""
+    """Satisfies `engine.layers.backend.MixtureLayer`.
+
+    Each pair's result has the same bits as in `LoopedMixture` with the same layers. Sums of pairs may differ from it in
+    the last bit: ours round once for each pair, torch's twice.
+    """
 
     def __init__(
         self,
