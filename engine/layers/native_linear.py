@@ -147,7 +147,7 @@ class NativeLinears:
     ) -> None:
         """Writes the products to `y_PO`: layer n computes the rows from firsts_N[n] to firsts_N[n + 1].
 
-        `order_P` (int64): which row of `x_TI` each is; None: all in order."""
+        `order_P`: which row of `x_TI` each is; None: all in order. `firsts_N` and `order_P` are int64."""
         self._multiply(x_TI, firsts_N, order_P, y_PO, STORE)
 
     def gated(
@@ -167,8 +167,11 @@ class NativeLinears:
         assert x_TI.shape[1] == self.num_inputs
         assert x_TI.stride(1) == 1
         assert len(firsts_N) == len(self._layers) + 1
-        assert firsts_N.is_contiguous()
-        assert order_P is None or order_P.is_contiguous()
+        assert all(
+            numbers.dtype is torch.int64 and numbers.is_contiguous()
+            for numbers in (firsts_N, order_P)
+            if numbers is not None
+        )
         self._many(
             *(self._addresses, firsts_N.data_ptr(), len(self._layers)),
             *(x_TI.data_ptr(), x_TI.stride(0), TYPE_CODES[x_TI.dtype]),

@@ -349,6 +349,17 @@ def of_each(
     return list(zip(layers, x_PI.split(counts), strict=True))
 
 
+@pytest.mark.parametrize("dtypes", [(torch.int32, torch.int64), (torch.int64, torch.int32)])
+def test_places_of_rows_are_numbers_of_64_bits(
+    products: Products, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Others would be read as places far outside of the rows."""
+    together = NativeLinears([NativeLinear.of_floats(products, torch.randn(32, 64), None)])
+    firsts_N, order_P = (torch.tensor([0, 0], dtype=dtype) for dtype in dtypes)
+    with pytest.raises(AssertionError):
+        together.store(torch.randn(2, 64), firsts_N, order_P, torch.empty(0, 32))
+
+
 def test_only_layers_of_one_kind_and_shape_are_joined(products: Products) -> None:
     def layer(weight: torch.Tensor | GroupedWeight) -> NativeLinear:
         made = NativeLinear.of_groups if isinstance(weight, GroupedWeight) else NativeLinear.of_floats
