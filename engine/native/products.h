@@ -45,7 +45,7 @@ struct Rows {
         return static_cast<char *>(values) + place * stride * size_of(type);
     }
     // The rows from `first` on.
-    Rows from(int64_t first) const {
+    Rows skip(int64_t first) const {
         return order == nullptr ? Rows{row(first), stride, type} : Rows{values, stride, type, order + first};
     }
 };
@@ -191,7 +191,7 @@ void multiply_each(const Layer *const *layers, const int64_t *firsts, int64_t nu
     std::stable_sort(parts.begin(), parts.end(), [&](const Part &a, const Part &b) { return size(a) > size(b); });
     for_each(parts.size(), num_threads, [&](int64_t index) {
         const Part &part = parts[index];
-        multiply(*layers[part.layer], from.from(part.first), to.from(part.first), part.rows, part.share);
+        multiply(*layers[part.layer], from.skip(part.first), to.skip(part.first), part.rows, part.share);
         return true;
     });
 }
