@@ -56,7 +56,8 @@ class NativeBackend(TorchBackend):
             NativeLinears(downs),
             choice.mixture.activation,
             self._kernels,
-            (self._experts_products, self._gated),
+            self._experts_products,
+            self._gated,
             here,
         )
 

@@ -27,25 +27,26 @@ class NativeMixture:
         downs: NativeLinears,
         activation: Activation,
         kernels: ElementwiseKernels,
-        memory: tuple[Workspace, Workspace],
+        products: Workspace,
+        activations: Workspace,
         here: range,
     ) -> None:
         """`gate_ups`, `downs`: the projections of the experts with the numbers `here`.
 
-        `memory`: for results of products, and for their activations."""
+        `products`, `activations`: memory for what the names say."""
         self._choice = choice
         self._gate_ups, self._downs = gate_ups, downs
         self._activation = activation
         self._kernels = kernels
-        self._products, self._activated = memory
+        self._products, self._activations = products, activations
         self._here = here
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         pairs = sorted_pairs(*self._choice(x_TE), self._here)
-        x_PI = self._activations(x_TE, pairs.firsts_X, pairs.tokens_P)
+        x_PI = self._gated(x_TE, pairs.firsts_X, pairs.tokens_P)
         y_PE = self._products.borrow(x_TE.dtype, len(x_PI), x_TE.shape[1])
         self._downs.store(x_PI, pairs.firsts_X, None, y_PE)
-        out_TE = torch.empty_like(x_TE)
+        out_TE = x_TE.new_empty(x_TE.shape)
         self._kernels.sum_pairs(y_PE, pairs.tokens_P, pairs.weights_P, out_TE)
         return out_TE
 
@@ -53,12 +54,10 @@ class NativeMixture:
         del x_TE, residual_TE
         return False
 
-    def _activations(
-        self, x_TE: torch.Tensor, firsts_X: torch.Tensor, tokens_P: torch.Tensor
-    ) -> torch.Tensor:
+    def _gated(self, x_TE: torch.Tensor, firsts_X: torch.Tensor, tokens_P: torch.Tensor) -> torch.Tensor:
         """P x I."""
         num_pairs, num_outputs = len(tokens_P), self._gate_ups.num_outputs
-        x_PI = self._activated.borrow(x_TE.dtype, num_pairs, num_outputs // 2)
+        x_PI = self._activations.borrow(x_TE.dtype, num_pairs, num_outputs // 2)
         if self._activation is Gate.SILU and self._gate_ups.can_gate:
             self._gate_ups.gated(x_TE, firsts_X, tokens_P, x_PI)
             return x_PI
