@@ -5,6 +5,8 @@
         environment
         [--peer-llama PYTHON --gguf FILE]      llama.cpp (xllamacpp), installed in PYTHON's environment
         [--beside N]                           beside N other processes that always compute
+        [--model random-mixture]               a random Qwen3-MoE of 0.8 billion weights, of which a token
+        uses an eighth
 
 transformers is measured too, unless --no-transformers. Every pair of engine and data type is a process that runs
 until the end.
@@ -34,6 +36,7 @@ from benchmarks.peer import Peer
 from benchmarks.safetensors_folder import with_safetensors
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.pretrained import default_cache_dir, resolve
+from tests.factories.models import make_model_dir
 
 CONTEXT = 256
 """Prompt tokens of a request in the decode workload."""
@@ -52,6 +55,21 @@ INSTRUCTIONS = (
     "asimddp",
     "i8mm",
 )
+
+
+RANDOM_MIXTURE = "random-mixture"
+MIXTURE = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +130,15 @@ class Engine:
 def main() -> None:
     """Measures, prints a table, and writes JSON if requested."""
     arguments = _arguments()
-    model = resolve(arguments.model, default_cache_dir(os.environ))
-    if "gguf" in arguments.quantizations and gguf_of(model) is None:
-        sys.exit(f"--quantizations gguf: {arguments.model} is no GGUF file")
     with ExitStack() as stack:
-        floats = with_safetensors(model, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if arguments.model == RANDOM_MIXTURE:
+            model = make_model_dir(scratch / RANDOM_MIXTURE, "qwen3_moe", **MIXTURE)
+        else:
+            model = resolve(arguments.model, default_cache_dir(os.environ))
+        if "gguf" in arguments.quantizations and gguf_of(model) is None:
+            sys.exit(f"--quantizations gguf: {arguments.model} is no GGUF file")
+        floats = with_safetensors(model, scratch)
 
         def start(python: str, name: str, path: Path, dtype: str) -> Engine:
             order = [name, str(path), dtype, str(arguments.threads)]
@@ -238,7 +260,9 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", default="smollm2", help="model folder, GGUF file or name (default: smollm2)"
+        "--model",
+        default="smollm2",
+        help=f"model folder, GGUF file or name (default: smollm2), or {RANDOM_MIXTURE}",
     )
     parser.add_argument(
         "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
