@@ -20,6 +20,9 @@ and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same negative. Integers
 integers need."""
 CENTRES = (128, 8, 12, 16, 32)
 """The values that mean zero in symmetric formats: of 8 bits, 4 bits, E2M1, 5 bits and 6 bits."""
+MAX_SPAN = 2.0**38
+"""The kernels keep scales in 16 bits, beside a factor for the whole matrix. Scales that are powers of two stay exact if
+the largest is at most this multiple of the smallest."""
 CHUNK_VALUES = 2**18
 """How many values are quantized at a time: so few that the intermediate values stay in the processor's
 cache."""
@@ -98,10 +101,19 @@ class GroupedWeight:
     @property
     def centre(self) -> int | None:
         """The one of CENTRES that means zero in every group; None if there is none."""
-        for centre in CENTRES:
+        for centre in E2M1[:1] if self.is_e2m1 else CENTRES:
             if torch.equal(self.mins_OG, self.scales_OG * -float(centre)):
                 return centre
         return None
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether the kernels represent the scales of E2M1, powers of two, exactly. Groups of zeros do not count."""
+        scales_OG = self.scales_OG
+        if not self.is_e2m1 or scales_OG.max() <= scales_OG.min() * MAX_SPAN:
+            return True
+        used = scales_OG[(self.values_OI & 7).ne(0).unflatten(1, (-1, self.group_size)).any(-1)]
+        return not len(used) or bool(used.max() <= used.min() * MAX_SPAN)
 
     def dequantized(self) -> torch.Tensor:
         """O x I, float32."""
@@ -117,6 +129,13 @@ class GroupedWeight:
             scales_OG=self.scales_OG[index],
             mins_OG=self.mins_OG[index],
         )
+
+    def in_groups_of(self, size: int) -> Self:
+        """The same weight, with each group divided into groups of this size."""
+        assert self.group_size % size == 0, f"groups of {self.group_size} in groups of {size}"
+        times = self.group_size // size
+        scales_OG, mins_OG = (each.repeat_interleave(times, 1) for each in (self.scales_OG, self.mins_OG))
+        return replace(self, group_size=size, scales_OG=scales_OG, mins_OG=mins_OG)
 
     def inputs(self, index: slice) -> Self:
         """A weight with only the inputs of a slice, which must consist of whole groups."""

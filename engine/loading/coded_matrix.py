@@ -18,9 +18,6 @@ from engine.layers.grouped_weight import GROUP_SIZES, GroupedWeight, decoded_e2m
 
 CHUNK_VALUES = 2**24
 """How many values are converted to floats at a time, so that a large matrix is never in memory in float32."""
-MAX_SPAN = 2.0**38
-"""The kernels keep scales in 16 bits, beside a factor for the whole matrix. Scales that are powers of two stay exact if
-the largest is at most this multiple of the smallest."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The position of each of the 8 outputs in an int32 of AWQ's GEMM format, in units of 4 bits (AutoAWQ,
 awq/utils/packing_utils.py)."""
@@ -72,10 +69,9 @@ class CodedMatrix:
             return None
         size, groups_N = runs
         scales_ON = self.scales_OG.index_select(1, groups_N)
-        if self.is_e2m1 and not self._has_exact_scales(scales_ON, size):
-            return None
         mins_ON = self.zeros_OG.index_select(1, groups_N).mul_(scales_ON).neg_()
-        return GroupedWeight(self.values_OI, self.bits, size, scales_ON, mins_ON, self.is_e2m1)
+        weight = GroupedWeight(self.values_OI, self.bits, size, scales_ON, mins_ON, self.is_e2m1)
+        return weight if weight.can_be_kept else None
 
     def in_fp8(self, dtype: torch.dtype) -> Fp8Weight | None:
         """The matrix in 8-bit floats, if all inputs of an output share a scale.
@@ -85,13 +81,6 @@ class CodedMatrix:
         if self.values_OI.dtype is not FP8 or self.scales_OG.shape[1] != 1:
             return None
         return Fp8Weight(self.values_OI.contiguous(), self.scales_OG.contiguous(), dtype)
-
-    def _has_exact_scales(self, scales_ON: torch.Tensor, size: int) -> bool:
-        """Whether the kernels represent all powers of two exactly. Groups of zeros do not count."""
-        if scales_ON.max() <= scales_ON.min() * MAX_SPAN:
-            return True
-        used = scales_ON[(self.values_OI & 7).ne(0).unflatten(1, (-1, size)).any(-1)]
-        return not len(used) or bool(used.max() <= used.min() * MAX_SPAN)
 
     def _runs(self, *sizes: int) -> tuple[int, torch.Tensor] | None:
         """The first size for which each run of inputs belongs to one group, and the groups of the runs."""

@@ -227,15 +227,30 @@ def _kept_of_others(config: BatonConfig, quantization: str, weights: StoredWeigh
     if weights.quantization is not None:
         return _kept_of_checkpoint(config, weights) if quantization == "auto" else in_dtype
     if is_cpu and (quantization == "auto" or not weights.is_gguf):
-        return min(weights.num_bytes, in_dtype)
+        return min(weights.num_bytes + _added_by_cuts(config, weights), in_dtype)
     return in_dtype
+
+
+def _added_by_cuts(config: BatonConfig, weights: StoredWeights) -> int:
+    """How many bytes more some matrices of a GGUF file take as numbers, because ranks would cut their groups."""
+    divisions, number_bytes = _divisions(config), BYTES[config.model.dtype]
+    return sum(
+        max(size.num_parameters * number_bytes - size.num_bytes, 0)
+        for kind, size in weights.divided.items()
+        if not all(kind.stay_in_groups(n, expert_parallel=whole) for n, whole in divisions)
+    )
+
+
+def _divisions(config: BatonConfig) -> set[tuple[int, bool]]:
+    """The number of ranks of both roles, and whether each rank has whole experts."""
+    return {(config.num_ranks(role), config.has_expert_parallel(role)) for role in WorkerRole}
 
 
 def _kept_of_checkpoint(config: BatonConfig, weights: StoredWeights) -> int:
     """The same for a quantized checkpoint whose matrices keep their bits if a kernel multiplies them so."""
     is_cpu, number_bytes = config.engine.device == "cpu", BYTES[config.model.dtype]
     multiplies_fp8 = not is_cpu and config.model.dtype != "float32" and _multiplies_fp8()
-    divisions = {(config.num_ranks(role), config.has_expert_parallel(role)) for role in WorkerRole}
+    divisions = _divisions(config)
     total, rest = 0, Size(weights.num_parameters, weights.num_bytes)
     for kind, size in weights.matrices.items():
         rest = rest.plus(Size(-size.num_parameters, -size.num_bytes))

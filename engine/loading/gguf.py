@@ -51,6 +51,7 @@ class GgufType(Enum):
     Q4_K = (12, 256, 144, 4, 32, True)
     Q5_K = (13, 256, 176, 8, 32, True)
     Q6_K = (14, 256, 210, 8, 16)
+    MXFP4 = (39, 32, 17, 4)
 
     def __init__(
         self,

@@ -10,10 +10,12 @@ Shape suffixes: N blocks, B bytes of a block, S values of a block, G groups of a
 
 import torch
 
-from engine.layers.grouped_weight import GroupedWeight
+from engine.layers.grouped_weight import E2M1, GroupedWeight
 from engine.loading.gguf import GgufType
 
 FLOATS = {GgufType.F32: torch.float32, GgufType.F16: torch.float16, GgufType.BF16: torch.bfloat16}
+
+_POWERS = [2.0 ** (exponent - 128) for exponent in range(256)]
 
 Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Numbers as uint8 (N x S), and float32 scales and minima (N x G)."""
@@ -32,6 +34,7 @@ def matrix_of(kind: GgufType, bytes_OB: torch.Tensor) -> torch.Tensor | GroupedW
         group_size=kind.group_size,
         scales_OG=scales_NG.reshape(num_rows, -1),
         mins_OG=mins_NG.reshape(num_rows, -1),
+        is_e2m1=kind is GgufType.MXFP4,
     )
 
 
@@ -90,6 +93,15 @@ def _q6_k(b_NB: torch.Tensor) -> Groups:
     return (low | (high << 4)).flatten(1), scales_NG, scales_NG * -32.0
 
 
+def _mxfp4(b_NB: torch.Tensor) -> Groups:
+    """A byte with the exponent of the scale, then 16 bytes as in Q4_0: codes of E2M1.
+
+    E2M1 counts in halves, so the scale is 2^(exponent - 128).
+    """
+    scales_N1 = torch.tensor(_POWERS).index_select(0, b_NB[:, 0].to(torch.int32)).unsqueeze(1)
+    return _half_bytes(b_NB[:, 1:]), scales_N1, scales_N1 * -float(E2M1[0])
+
+
 def _halves(b_NB: torch.Tensor) -> torch.Tensor:
     """Reads every two bytes as a float16, and converts them to float32."""
     return b_NB.contiguous().view(torch.float16).to(torch.float32)
@@ -97,7 +109,11 @@ def _halves(b_NB: torch.Tensor) -> torch.Tensor:
 
 def _half_bytes(b_NB: torch.Tensor) -> torch.Tensor:
     """The low halves of all bytes, then the high halves."""
-    return torch.cat((b_NB & 15, b_NB >> 4), 1)
+    num_blocks, size = b_NB.shape
+    halves_NS = torch.empty(num_blocks, 2 * size, dtype=torch.uint8)
+    torch.bitwise_and(b_NB, 15, out=halves_NS[:, :size])
+    torch.bitwise_right_shift(b_NB, 4, out=halves_NS[:, size:])
+    return halves_NS
 
 
 def _two_by_two(b_NB: torch.Tensor, run: int) -> torch.Tensor:
@@ -133,4 +149,5 @@ _GROUPS = {
     GgufType.Q4_K: _q4_k,
     GgufType.Q5_K: _q5_k,
     GgufType.Q6_K: _q6_k,
+    GgufType.MXFP4: _mxfp4,
 }

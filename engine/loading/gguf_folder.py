@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 """`general.architecture` -> `architectures[0]` of a config.json."""
 KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
@@ -46,6 +47,7 @@ KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "final_logit_softcapping": (),
     "logit_scale": (1.0,),
     "residual_scale": (1.0,),
+    "swiglu_clamp_exp": (),
     "embedding_scale": (1.0,),
     "pooling_type": (0,),
     "rope.scaling.attn_factor": (1.0,),
@@ -55,15 +57,31 @@ KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }
 """Keys that change what a model computes. With the listed values they change nothing; other values are
 refused."""
+HEAD_SIZES = (
+    "attention.value_length",
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+    "rope.dimension_count",
+    "rope.dimension_count_swa",
+)
+"""Keys that must equal the size of heads' keys in layers without a window."""
 MAX_EXPERTS = 4096
 """Most experts of a layer. llama.cpp has at most 512."""
 EXPERTS = "_exps."
 """Part of the names of tensors that have all experts of a layer."""
-KEYS_READ = {"gemma3": ("final_logit_softcapping",), "qwen3moe": ("expert_count",)}
+KEYS_READ = {
+    "gemma3": ("final_logit_softcapping",),
+    "qwen3moe": ("expert_count",),
+    "gpt-oss": ("expert_count",),
+}
 """The keys of these that an architecture supports with any value."""
+INTERMEDIATE_SIZE = {"gpt-oss": "expert_feed_forward_length"}
+"""The key of `intermediate_size`, where it is not `feed_forward_length`."""
 GEMMA3_PATTERN = 6
 """Every sixth layer has no window. Files do not contain this number; llama.cpp has it in its code, too."""
 GEMMA3_27B_LAYERS = 62
+GPT_OSS_PATTERN = 2
+"""Every second layer has no window."""
 
 
 def gguf_of(folder: Path) -> Path | None:
@@ -118,13 +136,13 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     head_dim = _size(file, f"{name}.attention.key_length", default=hidden_size // num_heads)
     if head_dim % 2:
         raise ModelError(f"{file.path}: the heads' size must be even, got {head_dim}")
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in HEAD_SIZES:
         if (length := file.get(f"{name}.{key}", int)) not in (None, head_dim):
             raise ModelError(
                 f"{file.path}: {name}.{key} must equal the heads' size, {head_dim}, got {length}"
             )
     window = file.get(f"{name}.attention.sliding_window", int)
-    if window and name not in ("llama", "gemma3"):
+    if window and name not in ("llama", "gemma3", "gpt-oss"):
         raise ModelError(f"{file.path}: {name}.attention.sliding_window ({window}) is not supported")
     architecture = "MistralForCausalLM" if window and name == "llama" else ARCHITECTURES[name]
     config: dict[str, Any] = {
@@ -132,7 +150,7 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
         "model_type": FAMILIES[architecture].value,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "intermediate_size": _size(file, f"{name}.feed_forward_length"),
+        "intermediate_size": _size(file, f"{name}.{INTERMEDIATE_SIZE.get(name, 'feed_forward_length')}"),
         "num_hidden_layers": _size(file, f"{name}.block_count", most=len(file.tensors)),
         "num_attention_heads": num_heads,
         "num_key_value_heads": _size(file, f"{name}.attention.head_count_kv", default=num_heads),
@@ -154,6 +172,8 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
             "moe_intermediate_size": _size(file, f"{name}.expert_feed_forward_length"),
             "norm_topk_prob": True,  # llama.cpp has it in its code
         }
+    if name == "gpt-oss":
+        config |= _gpt_oss(file, config)
     _check_experts(file, config.get("num_experts", 0))
     return _gemma3(file, config) if name == "gemma3" else config
 
@@ -161,10 +181,11 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
 def _check_experts(file: GgufFile, num_experts: int) -> None:
     """ModelError if a tensor that has all experts of a layer does not have this number of them."""
     for name, tensor in file.tensors.items():
-        if EXPERTS in name and (len(tensor.shape) != 3 or tensor.shape[0] != num_experts):
+        dims, part = (2, "vector") if name.endswith(".bias") else (3, "matrix")
+        if EXPERTS in name and (len(tensor.shape) != dims or tensor.shape[0] != num_experts):
             raise ModelError(
                 f"{file.path}: tensor {name} has shape {list(tensor.shape)}, but the metadata implies "
-                f"{num_experts} experts, a matrix each"
+                f"{num_experts} experts, a {part} each"
             )
 
 
@@ -188,6 +209,29 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
             "full_attention": config["rope_parameters"],
             "sliding_attention": {"rope_type": "default", "rope_theta": local_base},
         },
+    }
+
+
+def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Values of gpt-oss's config.json. llama.cpp's code has those that the file lacks, but rounds YaRN's bounds."""
+    pattern, base = (
+        file.metadata.get("gpt-oss.attention.sliding_window_pattern"),
+        "gpt-oss.rope.freq_base_swa",
+    )
+    if pattern not in (None, GPT_OSS_PATTERN):
+        raise ModelError(
+            f"{file.path}: gpt-oss.attention.sliding_window_pattern ({pattern!r:.80}) is not supported"
+        )
+    rope = config["rope_parameters"]
+    if (theta := file.get(base, float)) not in (None, rope["rope_theta"]):
+        raise ModelError(f"{file.path}: {base} ({theta}) is not supported; only {rope['rope_theta']} is")
+    return {
+        "num_experts": _size(file, "gpt-oss.expert_count", most=MAX_EXPERTS),
+        "num_experts_per_tok": _size(file, "gpt-oss.expert_used_count"),
+        "sliding_window": _size(file, "gpt-oss.attention.sliding_window"),
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
     }
 
 

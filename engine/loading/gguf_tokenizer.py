@@ -27,6 +27,14 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    + _CONTRACTION
+    + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    + _CONTRACTION
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 _ENDS_OF_TEXTS = {"<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]"}
@@ -40,7 +48,9 @@ _ENDS_OF_TURNS = {
     "_<EOT>",
     "[EOT]",
 }
-_ENDS = frozenset({*_ENDS_OF_TEXTS, *_ENDS_OF_TURNS, "<|eom_id|>"})
+_ENDS_OF_HARMONY = frozenset({"<|return|>", "<|call|>"})
+"""In the harmony format (gpt-oss), these tokens end a turn, and `<|end|>` only a message of the turn."""
+_ENDS = frozenset({*_ENDS_OF_TEXTS, *_ENDS_OF_TURNS, "<|eom_id|>", *_ENDS_OF_HARMONY})
 """Tokens that end a text, a turn or a message in chat templates. llama.cpp ends an answer at each of these
 tokens, even if the file's keys do not name them."""
 _MAX_TOKEN_CHARS = 4096
@@ -74,6 +84,7 @@ _CUTS = {
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Cut((_QWEN2,), is_nfc=True)),
     "tekken": _Cut((_TEKKEN,), prefers_whole_words=True),
+    "gpt-4o": _Cut((_GPT_4O,), prefers_whole_words=True),
 }
 """The rule for each value of `tokenizer.ggml.pre`."""
 _BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
@@ -117,6 +128,8 @@ def special_token_ids(file: GgufFile) -> dict[str, int | list[int]]:
     by_key = (_token_id(file, tokens, name) for name in ("eos", "eot", "eom"))
     by_name = (token_id for token_id, token in enumerate(tokens) if token in _ENDS)
     ends = list(dict.fromkeys([*(token_id for token_id in by_key if token_id is not None), *by_name]))
+    if _ENDS_OF_HARMONY.issubset(tokens):  # as in llama.cpp, even if a key names the end of a message
+        ends = [token_id for token_id in ends if tokens[token_id] != "<|end|>"]
     bos = _token_id(file, tokens, "bos")
     ids: dict[str, int | list[int]] = {} if bos is None else {"bos_token_id": bos}
     return ids | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})

@@ -1,7 +1,7 @@
 """GgufWeights: a GGUF file's tensors by their Hugging Face names, memory-mapped; knows no architecture.
 
 All experts of a layer are one tensor. Here each expert's part is a tensor of its own: `blk.3.ffn_up_exps.7.weight` is a
-part of `blk.3.ffn_up_exps.weight`.
+part of `blk.3.ffn_up_exps.weight`. gpt-oss has one projection with gates and ups in turns; its files have two tensors.
 
 llama.cpp rotates pairs of neighbouring numbers of a head; Hugging Face rotates pairs of numbers half a head
 apart. So llama.cpp's converter reorders the outputs of q and k in models of the architecture `llama`. This
@@ -20,6 +20,7 @@ from engine.layers.grouped_weight import GroupedWeight
 from engine.loading.gguf import GgufTensor, read_gguf
 from engine.loading.gguf_blocks import matrix_of
 from engine.loading.weights import FileWeights, OnLoaded, Shard, Take
+from engine.quantization_scheme import SMALLEST_GROUP
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -44,7 +45,12 @@ _NAMES_OF = {
         "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
-    }
+    },
+    "gpt-oss": {
+        "post_attention_layernorm": "post_attention_norm",
+        "self_attn.sinks": "attn_sinks",
+        "mlp.router": "ffn_gate_inp",
+    },
 }
 """Names that differ in some architectures."""
 _NORMS_FROM_ZERO = ("gemma3",)
@@ -53,6 +59,8 @@ computes."""
 STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 """An expert's matrix -> the tensor with this matrix of all experts."""
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
+_INTERLEAVED = re.compile(r"(.+\.mlp\.experts\.\d+\.)gate_up_proj(\..+)")
+"""gpt-oss's projection of an expert to gates and ups in turns."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _REORDERED = ("attn_q", "attn_k")
 _NO_WEIGHT = ("rope_freqs.weight",)
@@ -61,6 +69,8 @@ _NO_WEIGHT = ("rope_freqs.weight",)
 
 def gguf_name(name: str, architecture: str) -> str:
     """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`; of an expert's tensor, the name of its part."""
+    if name.endswith(".sinks"):  # as the converter does
+        name = f"{name}.weight"
     stem, _, kind = name.rpartition(".")
     match = _LAYER.fullmatch(stem)
     prefix, stem = (f"blk.{match[1]}.", match[2]) if match else ("", stem)
@@ -91,7 +101,7 @@ class GgufWeights(FileWeights):
         self._file = read_gguf(path)
         self._architecture = self._file.need("general.architecture", str)
         self._tensors = dict(_parts(self._file.tensors))
-        names = {self._find(take)[0] for take in takes}
+        names = {self._find(part)[0] for take in takes for part in _takes_of(take)}
         self._bytes = _mapped(path)
         self._dtype = dtype
         self._device = device
@@ -107,17 +117,24 @@ class GgufWeights(FileWeights):
         """Does nothing: the file stays mapped as long as a tensor uses its bytes."""
 
     def take_tensor(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
-        take = Take(name, shape, shard)
-        part = self._vector(take) if len(shape) == 1 else _floats(self._matrix(take))
-        return part.to(self._device, self._dtype)
+        takes = _takes_of(Take(name, shape, shard))
+        parts = [self._vector(take) if len(shape) == 1 else _floats(self._matrix(take)) for take in takes]
+        return _in_turns(parts).to(self._device, self._dtype)
 
     def take_matrix(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> Matrix:
         matrix = self._matrix(Take(name, (num_outputs, num_inputs), shard))
-        if self._keeps_groups and isinstance(matrix, GroupedWeight):
+        if self._keeps_groups and isinstance(matrix, GroupedWeight) and matrix.can_be_kept:
             return matrix
         return _floats(matrix).to(self._device, self._dtype)
+
+    def take_interleaved(
+        self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
+    ) -> tuple[Matrix, Matrix]:
+        gate, up = _takes_of(Take(name, (num_outputs, num_inputs), shard))
+        first, second = (self.take_matrix(take.name, *take.shape, shard=take.shard) for take in (gate, up))
+        return first, second
 
     def check_all_taken(
         self,
@@ -127,7 +144,9 @@ class GgufWeights(FileWeights):
         elsewhere: Iterable[Take] = (),
     ) -> None:
         """ModelError if the file has tensors that were not requested, here or `elsewhere`."""
-        of_others = {gguf_name(take.name, self._architecture) for take in elsewhere}
+        of_others = {
+            gguf_name(part.name, self._architecture) for take in elsewhere for part in _takes_of(take)
+        }
         unexpected = sorted(self._tensors.keys() - self._taken - of_others - {*_NO_WEIGHT})
         if unexpected:
             shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
@@ -160,9 +179,10 @@ class GgufWeights(FileWeights):
         inputs = shard.slice_of(take.name, take.shape)
         if isinstance(matrix, torch.Tensor):
             return matrix[:, inputs]
-        if inputs.start % matrix.group_size or inputs.stop % matrix.group_size:
-            return matrix.dequantized()[:, inputs]  # no whole groups: the same values, but plain numbers
-        return matrix.inputs(inputs)
+        for size in (matrix.group_size, SMALLEST_GROUP):
+            if inputs.start % size == 0 and inputs.stop % size == 0:
+                return matrix.in_groups_of(size).inputs(inputs)
+        return matrix.dequantized()[:, inputs]  # no whole groups: the same values, but plain numbers
 
     def _rows(self, tensor: GgufTensor) -> torch.Tensor:
         """The tensor's bytes; a vector is one row."""
@@ -197,12 +217,30 @@ class GgufWeights(FileWeights):
 def _parts(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
     """Every tensor by its name, or each expert's part of it."""
     for name, tensor in tensors.items():
-        if _kind(tensor) not in STACKS.values() or len(tensor.shape) != 3:
+        stem, _, suffix = name.rpartition(".")
+        if _kind(tensor) not in STACKS.values() or len(tensor.shape) != (2 if suffix == "bias" else 3):
             yield name, tensor
             continue
-        stem, _, suffix = name.rpartition(".")
         for number in range(tensor.shape[0]):
             yield f"{stem}.{number}.{suffix}", tensor.part(number)
+
+
+def _takes_of(take: Take) -> tuple[Take, ...]:
+    """The request itself; for gates and ups in turns, those of the gates and of the ups."""
+    match = _INTERLEAVED.fullmatch(take.name)
+    if match is None:
+        return (take,)
+    shard, shape = take.shard, (take.shape[0] // 2, *take.shape[1:])
+    if shard is not None and shard.dim == 0:
+        part = shard.slice_of(take.name, take.shape)
+        assert part.start % 2 == part.stop % 2 == 0, f"{part} of {take.name}"
+        shard = Shard(0, first=part.start // 2, size=(part.stop - part.start) // 2)
+    return tuple(Take(f"{match[1]}{name}_proj{match[2]}", shape, shard) for name in ("gate", "up"))
+
+
+def _in_turns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The first output of each part, then the second of each, and so on."""
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts), 1).flatten(0, 1)
 
 
 def _mapped(path: Path) -> torch.Tensor:

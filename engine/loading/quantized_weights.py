@@ -38,8 +38,16 @@ class QuantizedWeights(WeightSource):
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> Matrix:
         """ModelError if the inputs, or a rank's part of them, are not whole groups."""
+        return self._rounded(name, self._source.take_matrix(name, num_outputs, num_inputs, shard=shard))
+
+    def take_interleaved(
+        self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
+    ) -> tuple[Matrix, Matrix]:
+        first, second = self._source.take_interleaved(name, num_outputs, num_inputs, shard=shard)
+        return self._rounded(name, first), self._rounded(name, second)
+
+    def _rounded(self, name: str, matrix: Matrix) -> Matrix:
         bits: Bits = 8 if name in _VOCABULARY else self._bits
-        matrix = self._source.take_matrix(name, num_outputs, num_inputs, shard=shard)
         if isinstance(matrix, GroupedWeight) and matrix.bits <= bits:
             return matrix
         if not isinstance(matrix, torch.Tensor):

@@ -16,7 +16,7 @@ from engine.loading.model_files import TensorEntry, indexed_files, stored_tensor
 from engine.loading.vocabulary import ROUNDED_GROUP_SIZE, StoredTable
 from engine.model_config import ModelArchitecture, read_json
 from engine.quantization_config import Quantization, read_quantization
-from engine.quantization_scheme import Scheme
+from engine.quantization_scheme import SMALLEST_GROUP, Scheme
 
 BITS_OF_FLOATS = 16
 """Even for float32: a CPU keeps such weights in 16 bits if these represent them exactly, as in most checkpoints."""
@@ -28,6 +28,8 @@ _STACK = re.compile(r"(\.experts\.(?:gate_up|down)_proj)_(blocks|scales|bias)$")
 """The end of a name of a tensor of all experts of a layer."""
 _DIVIDED = ("o_proj", "down_proj", "w2")
 """The matrices whose inputs ranks divide among themselves."""
+_GGUF_DIVIDED = ("attn_output", "ffn_down", "ffn_down_exps")
+"""The same in GGUF files."""
 _ALWAYS_NUMBERS = ("kv_b_proj",)
 """The matrices that become numbers of `model.dtype` in any quantization."""
 
@@ -66,6 +68,18 @@ class MatrixKind:
         return self.scheme is not None and self.scheme.can_stay_in_fp8
 
 
+class DividedInputs(NamedTuple):
+    """Matrices with so many inputs, which ranks divide among themselves."""
+
+    num_inputs: int
+    are_of_experts: bool
+
+    def stay_in_groups(self, num_ranks: int, *, expert_parallel: bool) -> bool:
+        """Whether a CPU keeps these matrices in groups. `expert_parallel`: ranks have whole experts."""
+        own = self.num_inputs // (1 if self.are_of_experts and expert_parallel else num_ranks)
+        return own % SMALLEST_GROUP == 0
+
+
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
     """The tensors of a folder's files."""
@@ -80,6 +94,8 @@ class StoredWeights:
     """The quantization of the checkpoint, if it is quantized already."""
     matrices: Mapping[MatrixKind, Size] = field(default_factory=dict)
     """The quantized matrices, without embeddings and projection to logits."""
+    divided: Mapping["DividedInputs", Size] = field(default_factory=dict)
+    """The matrices of a GGUF file that are in groups, and whose inputs ranks divide among themselves."""
     embeddings: StoredTable = field(default_factory=StoredTable)
     lm_head: StoredTable = field(default_factory=StoredTable)
     """Empty if the embeddings are also the projection to logits."""
@@ -217,14 +233,21 @@ def _table(module: _Module | None) -> StoredTable:
 
 
 def _read_gguf(file: Path) -> StoredWeights:
-    tables = {
-        name: _gguf_table(prod(tensor.shape), tensor.type) for name, tensor in read_gguf(file).tensors.items()
-    }
+    tensors = read_gguf(file).tensors
+    tables = {name: _gguf_table(prod(tensor.shape), tensor.type) for name, tensor in tensors.items()}
+    divided: dict[DividedInputs, Size] = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if module in _GGUF_DIVIDED and tensor.type.kept_bits is not None:
+            kind, table = DividedInputs(tensor.shape[-1], GGUF_EXPERTS in name), tables[name]
+            size = Size(table.num_parameters, table.num_bytes)
+            divided[kind] = divided.get(kind, _NOTHING).plus(size)
     return StoredWeights(
         num_parameters=sum(table.num_parameters for table in tables.values()),
         num_bytes=sum(table.num_bytes for table in tables.values()),
         is_gguf=True,
         num_expert_bytes=sum(table.num_bytes for name, table in tables.items() if GGUF_EXPERTS in name),
+        divided=divided,
         embeddings=tables.get("token_embd.weight", StoredTable()),
         lm_head=tables.get("output.weight", StoredTable()),
     )

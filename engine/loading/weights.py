@@ -76,9 +76,22 @@ class WeightSource(Protocol):
         """The same for a matrix that is only multiplied or looked up by row; it may stay quantized."""
         return self.take_tensor(name, num_outputs, num_inputs, shard=shard)
 
+    def take_interleaved(
+        self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
+    ) -> tuple[Matrix, Matrix]:
+        """The same for a matrix that has two matrices in turns: the even outputs, and the odd ones."""
+        matrix = self.take_matrix(name, num_outputs, num_inputs, shard=shard)
+        first, second = (_every_other(matrix, number) for number in range(2))
+        return first, second
+
     def take_float32(self, name: str, *shape: int) -> torch.Tensor:
         """A whole tensor in float32, for numbers that the target dtype would round too much."""
         return self.take_tensor(name, *shape).to(torch.float32)
+
+
+def _every_other(matrix: Matrix, first: int) -> Matrix:
+    outputs = slice(first, None, 2)
+    return matrix[outputs] if isinstance(matrix, torch.Tensor) else matrix.outputs(outputs)
 
 
 class FileWeights(WeightSource, Protocol):

@@ -129,15 +129,17 @@ class Projections:
         has_down_bias = self.expert_parallel or self.collectives.rank == 0
         for number in self._experts_here(mixture):
             gate_up, down = f"{experts}.{number}.gate_up_proj", f"{experts}.{number}.down_proj"
-            gate_up_ME = self.weights.take_matrix(f"{gate_up}.weight", 2 * size, num_inputs, shard=columns)
+            gate_IE, up_IE = self.weights.take_interleaved(
+                f"{gate_up}.weight", 2 * size, num_inputs, shard=columns
+            )
             bias_M = self.weights.take_tensor(f"{gate_up}.bias", 2 * size, shard=columns)
             down_EI = self.weights.take_matrix(
                 f"{down}.weight", num_inputs, size, shard=self._expert_shard(1)
             )
             down_bias_E = self.weights.take_tensor(f"{down}.bias", num_inputs)
             yield Expert(
-                _every_other(gate_up_ME, 0),
-                _every_other(gate_up_ME, 1),
+                gate_IE,
+                up_IE,
                 down_EI,
                 (bias_M[0::2], bias_M[1::2]),
                 down_bias_E if has_down_bias else None,
@@ -299,11 +301,6 @@ def _sizes(a: ModelArchitecture) -> tuple[int, int]:
 def _of_every_head(order_D: torch.Tensor, num_outputs: int) -> torch.Tensor:
     firsts_H1 = torch.arange(0, num_outputs, len(order_D)).unsqueeze(1)
     return (firsts_H1 + order_D).flatten()
-
-
-def _every_other(matrix: Matrix, first: int) -> Matrix:
-    outputs = slice(first, None, 2)
-    return matrix[outputs] if isinstance(matrix, torch.Tensor) else matrix.outputs(outputs)
 
 
 def _reordered(tensor: torch.Tensor, index_O: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import json
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from tests.factories.gguf_gpt_oss import joined, stored_tensors
+
 Kind = Callable[[str], str]
 """How a tensor is stored, by its GGUF name."""
 ARCHITECTURES = {
@@ -24,6 +26,7 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
 }
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -46,16 +49,26 @@ def make_gguf(path: Path, model: Path, kind: Kind | str = "F32", **metadata: Any
         if value is not None:
             _add(writer, key, value)
     names = _names(architecture, config["num_hidden_layers"])
-    for name, tensor in _with_stacks(load_file(model / "model.safetensors")).items():
+    is_gpt_oss = architecture == "gpt-oss"
+    for name, tensor in stored_tensors(model) if is_gpt_oss else _with_stacks(model):
         stem, _, suffix = name.rpartition(".")
         gguf_name = f"{names.get_name(stem)}.{suffix}"
+        if isinstance(tensor, np.ndarray):
+            writer.add_tensor(gguf_name, tensor, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+            continue
         if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
             tensor = _permuted(
                 tensor, config["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"]
             )
         if architecture == "gemma3" and stem.endswith("norm"):
             tensor = tensor + 1.0
-        wanted = "F32" if tensor.dim() == 1 else kind if isinstance(kind, str) else kind(gguf_name)
+        wanted = (
+            "F32"
+            if tensor.dim() == 1 or suffix == "bias"
+            else kind
+            if isinstance(kind, str)
+            else kind(gguf_name)
+        )
         quantization = gguf.GGMLQuantizationType[wanted]
         numbers = tensor.float().numpy()
         if wanted in HALVES:
@@ -71,19 +84,16 @@ def make_gguf(path: Path, model: Path, kind: Kind | str = "F32", **metadata: Any
     return path
 
 
-def _with_stacks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors, but one for each matrix of all experts of a layer."""
+def _with_stacks(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """A folder's tensors, but one for each matrix of all experts of a layer."""
     stacks: dict[str, dict[int, torch.Tensor]] = {}
-    others = {}
-    for name, tensor in tensors.items():
+    for name, tensor in load_file(model / "model.safetensors").items():
         if match := EXPERT.fullmatch(name):
             stacks.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
         else:
-            others[name] = tensor
-    stacked = {
-        name: torch.stack([each for _, each in sorted(parts.items())]) for name, parts in stacks.items()
-    }
-    return others | stacked
+            yield name, tensor
+    for name, parts in stacks.items():
+        yield name, torch.stack([each for _, each in sorted(parts.items())])
 
 
 def _fused(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -138,7 +148,7 @@ def transformers_model(folder: Path) -> Any:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(_fused(state))
+    model.load_state_dict(joined(state) if architecture == "gpt-oss" else _fused(state))
     return model.eval()
 
 
@@ -177,6 +187,7 @@ def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[st
         "expert_count": config.get("num_experts", config.get("num_local_experts")),
         "expert_used_count": config.get("num_experts_per_tok"),
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        **_yarn(rope, config),
     }
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -196,6 +207,18 @@ def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[st
         **{f"{architecture}.{key}": value for key, value in sizes.items()},
         **{f"tokenizer.ggml.{key}": value for key, value in words.items()},
         "tokenizer.chat_template": (model / "chat_template.jinja").read_text(),
+    }
+
+
+def _yarn(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Keys of gpt-oss, as in published files."""
+    if config["model_type"] != "gpt_oss":
+        return {}
+    return {
+        "expert_feed_forward_length": config["intermediate_size"],
+        "rope.scaling.type": rope["rope_type"],
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
     }
 
 
@@ -219,7 +242,8 @@ def _names(architecture: str, num_layers: int) -> Any:
 
 def _stems(num_layers: int) -> list[str]:
     """The names of all modules of a model, in Hugging Face's naming."""
-    attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks")
+    attention = [f"self_attn.{name}" for name in names]
     mlp = [f"mlp.{part}{name}_proj" for part in ("", "experts.") for name in ("gate", "up", "down")]
     norms = [
         f"{name}_layernorm" for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
