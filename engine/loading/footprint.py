@@ -232,13 +232,17 @@ def _kept_of_others(config: BatonConfig, quantization: str, weights: StoredWeigh
 
 
 def _added_by_cuts(config: BatonConfig, weights: StoredWeights) -> int:
-    """How many bytes more some matrices of a GGUF file take as numbers, because ranks would cut their groups."""
-    divisions, number_bytes = _divisions(config), BYTES[config.model.dtype]
-    return sum(
-        max(size.num_parameters * number_bytes - size.num_bytes, 0)
-        for kind, size in weights.divided.items()
-        if not all(kind.stay_in_groups(n, expert_parallel=whole) for n, whole in divisions)
-    )
+    """How many bytes more some matrices of a GGUF file take because ranks would cut their groups of 32.
+
+    They have groups of 16, with twice as many scales and minima; or they become numbers."""
+    added, divisions, number_bytes = 0, _divisions(config), BYTES[config.model.dtype]
+    for kind, size in weights.divided.items():
+        smallest = min(kind.group_size(n, expert_parallel=whole) for n, whole in divisions)
+        if smallest == 1:
+            added += max(size.num_parameters * number_bytes - size.num_bytes, 0)
+        elif smallest < ROUNDED_GROUP_SIZE:
+            added += size.num_parameters // 8
+    return added
 
 
 def _divisions(config: BatonConfig) -> set[tuple[int, bool]]:

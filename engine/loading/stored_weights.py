@@ -74,10 +74,12 @@ class DividedInputs(NamedTuple):
     num_inputs: int
     are_of_experts: bool
 
-    def stay_in_groups(self, num_ranks: int, *, expert_parallel: bool) -> bool:
-        """Whether a CPU keeps these matrices in groups. `expert_parallel`: ranks have whole experts."""
+    def group_size(self, num_ranks: int, *, expert_parallel: bool) -> int:
+        """The largest groups of a rank's inputs that a CPU keeps, or 1: it keeps none.
+
+        `expert_parallel`: ranks have whole experts."""
         own = self.num_inputs // (1 if self.are_of_experts and expert_parallel else num_ranks)
-        return own % SMALLEST_GROUP == 0
+        return next((size for size in (ROUNDED_GROUP_SIZE, SMALLEST_GROUP) if own % size == 0), 1)
 
 
 @dataclass(frozen=True, slots=True)
