@@ -213,18 +213,11 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Values of gpt-oss's config.json. llama.cpp's code has those that the file lacks, but rounds YaRN's bounds."""
-    pattern, base = (
-        file.metadata.get("gpt-oss.attention.sliding_window_pattern"),
-        "gpt-oss.rope.freq_base_swa",
-    )
-    if pattern not in (None, GPT_OSS_PATTERN):
-        raise ModelError(
-            f"{file.path}: gpt-oss.attention.sliding_window_pattern ({pattern!r:.80}) is not supported"
-        )
-    rope = config["rope_parameters"]
-    if (theta := file.get(base, float)) not in (None, rope["rope_theta"]):
-        raise ModelError(f"{file.path}: {base} ({theta}) is not supported; only {rope['rope_theta']} is")
+    """Values of gpt-oss's own keys. llama.cpp's code has those of the activation, too, but rounds YaRN's bounds."""
+    rope, allowed = config["rope_parameters"], {"attention.sliding_window_pattern": GPT_OSS_PATTERN}
+    for key, only in (allowed | {"rope.freq_base_swa": rope["rope_theta"]}).items():
+        if (value := file.metadata.get(f"gpt-oss.{key}")) not in (None, only):
+            raise ModelError(f"{file.path}: gpt-oss.{key} ({value!r:.80}) is not supported; only {only} is")
     return {
         "num_experts": _size(file, "gpt-oss.expert_count", most=MAX_EXPERTS),
         "num_experts_per_tok": _size(file, "gpt-oss.expert_used_count"),
