@@ -213,9 +213,16 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Values of gpt-oss's own keys. llama.cpp's code has those of the activation, too, but rounds YaRN's bounds."""
-    rope, allowed = config["rope_parameters"], {"attention.sliding_window_pattern": GPT_OSS_PATTERN}
-    for key, only in (allowed | {"rope.freq_base_swa": rope["rope_theta"]}).items():
+    """gpt-oss's own keys. Files do not contain the numbers of the activation; llama.cpp has them in its code, too.
+
+    llama.cpp rounds YaRN's bounds to whole dimensions, but the model was made without this (`truncate`).
+    """
+    rope = config["rope_parameters"]
+    supported = {
+        "attention.sliding_window_pattern": GPT_OSS_PATTERN,
+        "rope.freq_base_swa": rope["rope_theta"],
+    }
+    for key, only in supported.items():
         if (value := file.metadata.get(f"gpt-oss.{key}")) not in (None, only):
             raise ModelError(f"{file.path}: gpt-oss.{key} ({value!r:.80}) is not supported; only {only} is")
     return {
