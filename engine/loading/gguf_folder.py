@@ -7,13 +7,14 @@ FOLDER/model.gguf                                               the file itself,
 
 import json
 import math
-import struct
 from pathlib import Path
 from typing import Any
 
 from baton.errors import ModelError
 from engine.families import ARCHITECTURES as FAMILIES
-from engine.loading.gguf import GgufFile, GgufType, read_gguf
+from engine.loading.gguf import GgufFile, read_gguf
+from engine.loading.gguf_families import completed
+from engine.loading.gguf_keys import floats_in, positive_in, size_in
 from engine.loading.gguf_tokenizer import special_token_ids, special_tokens, tokenizer_json
 
 MODEL_FILE = "model.gguf"
@@ -65,8 +66,6 @@ HEAD_SIZES = (
     "rope.dimension_count_swa",
 )
 """Keys that must equal the size of heads' keys in layers without a window."""
-MAX_EXPERTS = 4096
-"""Most experts of a layer. llama.cpp has at most 512."""
 EXPERTS = "_exps."
 """Part of the names of tensors that have all experts of a layer."""
 KEYS_READ = {
@@ -77,11 +76,6 @@ KEYS_READ = {
 """The keys of these that an architecture supports with any value."""
 INTERMEDIATE_SIZE = {"gpt-oss": "expert_feed_forward_length"}
 """The key of `intermediate_size`, where it is not `feed_forward_length`."""
-GEMMA3_PATTERN = 6
-"""Every sixth layer has no window. Files do not contain this number; llama.cpp has it in its code, too."""
-GEMMA3_27B_LAYERS = 62
-GPT_OSS_PATTERN = 2
-"""Every second layer has no window."""
 
 
 def gguf_of(folder: Path) -> Path | None:
@@ -131,9 +125,9 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
     _refuse_unsupported(file, name)
-    hidden_size = _size(file, f"{name}.embedding_length")
-    num_heads = _size(file, f"{name}.attention.head_count")
-    head_dim = _size(file, f"{name}.attention.key_length", default=hidden_size // num_heads)
+    hidden_size = size_in(file, f"{name}.embedding_length")
+    num_heads = size_in(file, f"{name}.attention.head_count")
+    head_dim = size_in(file, f"{name}.attention.key_length", default=hidden_size // num_heads)
     if head_dim % 2:
         raise ModelError(f"{file.path}: the heads' size must be even, got {head_dim}")
     for key in HEAD_SIZES:
@@ -150,13 +144,13 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
         "model_type": FAMILIES[architecture].value,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "intermediate_size": _size(file, f"{name}.{INTERMEDIATE_SIZE.get(name, 'feed_forward_length')}"),
-        "num_hidden_layers": _size(file, f"{name}.block_count", most=len(file.tensors)),
+        "intermediate_size": size_in(file, f"{name}.{INTERMEDIATE_SIZE.get(name, 'feed_forward_length')}"),
+        "num_hidden_layers": size_in(file, f"{name}.block_count", most=len(file.tensors)),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": _size(file, f"{name}.attention.head_count_kv", default=num_heads),
+        "num_key_value_heads": size_in(file, f"{name}.attention.head_count_kv", default=num_heads),
         "head_dim": head_dim,
-        "max_position_embeddings": _size(file, f"{name}.context_length", most=2**30),
-        "rms_norm_eps": _positive(file, f"{name}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": size_in(file, f"{name}.context_length", most=2**30),
+        "rms_norm_eps": positive_in(file, f"{name}.attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, name, head_dim),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -165,17 +159,9 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     }
     if window:
         config["sliding_window"] = window
-    if name == "qwen3moe":
-        config |= {
-            "num_experts": _size(file, f"{name}.expert_count", most=MAX_EXPERTS),
-            "num_experts_per_tok": _size(file, f"{name}.expert_used_count"),
-            "moe_intermediate_size": _size(file, f"{name}.expert_feed_forward_length"),
-            "norm_topk_prob": True,  # llama.cpp has it in its code
-        }
-    if name == "gpt-oss":
-        config |= _gpt_oss(file, config)
+    config = completed(file, name, config)
     _check_experts(file, config.get("num_experts", 0))
-    return _gemma3(file, config) if name == "gemma3" else config
+    return config
 
 
 def _check_experts(file: GgufFile, num_experts: int) -> None:
@@ -189,52 +175,6 @@ def _check_experts(file: GgufFile, num_experts: int) -> None:
             )
 
 
-def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Adds values that llama.cpp's code has, but the file lacks: the windows, and the divisor of scores."""
-    key = "gemma3.attention.sliding_window_pattern"
-    if (pattern := file.metadata.get(key)) not in (None, GEMMA3_PATTERN):
-        raise ModelError(f"{file.path}: {key} ({pattern!r:.80}) is not supported")
-    is_27b = config["num_hidden_layers"] == GEMMA3_27B_LAYERS
-    local_base = _positive(file, "gemma3.rope.freq_base_swa", default=10_000.0)
-    del config["hidden_act"]
-    return config | {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if is_27b
-        else config["head_dim"],
-        "final_logit_softcapping": file.get("gemma3.final_logit_softcapping", float),
-        "sliding_window": _size(file, "gemma3.attention.sliding_window"),
-        "sliding_window_pattern": GEMMA3_PATTERN,
-        "rope_parameters": {
-            "full_attention": config["rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": local_base},
-        },
-    }
-
-
-def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """gpt-oss's own keys. Files do not contain the numbers of the activation; llama.cpp has them in its code, too.
-
-    llama.cpp rounds YaRN's bounds to whole dimensions, but the model was made without this (`truncate`).
-    """
-    rope = config["rope_parameters"]
-    supported = {
-        "attention.sliding_window_pattern": GPT_OSS_PATTERN,
-        "rope.freq_base_swa": rope["rope_theta"],
-    }
-    for key, only in supported.items():
-        if (value := file.metadata.get(f"gpt-oss.{key}")) not in (None, only):
-            raise ModelError(f"{file.path}: gpt-oss.{key} ({value!r:.80}) is not supported; only {only} is")
-    return {
-        "num_experts": _size(file, "gpt-oss.expert_count", most=MAX_EXPERTS),
-        "num_experts_per_tok": _size(file, "gpt-oss.expert_used_count"),
-        "sliding_window": _size(file, "gpt-oss.attention.sliding_window"),
-        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-    }
-
-
 def _refuse_unsupported(file: GgufFile, name: str) -> None:
     if (file.metadata.get("split.count") or 1) != 1:
         raise ModelError(
@@ -246,22 +186,6 @@ def _refuse_unsupported(file: GgufFile, name: str) -> None:
             raise ModelError(f"{file.path}: {name}.{key} ({value!r:.80}) is not supported")
 
 
-def _size(file: GgufFile, key: str, *, default: int | None = None, most: int = 2**18) -> int:
-    """A length or count of the metadata; ModelError if the value is not from 1 to `most`."""
-    value = file.need(key, int) if default is None or key in file.metadata else default
-    if not 1 <= value <= most:
-        raise ModelError(f"{file.path}: {key} must be from 1 to {most:,}, got {value:,}")
-    return value
-
-
-def _positive(file: GgufFile, key: str, *, default: float | None = None) -> float:
-    """A positive number of the metadata, neither tiny nor huge, which is safe to divide by."""
-    value = file.need(key, float) if default is None or key in file.metadata else default
-    if not 1e-30 < value < 1e30:
-        raise ModelError(f"{file.path}: {key} must be a positive number, got {value}")
-    return value
-
-
 def _vocab_size(file: GgufFile) -> int:
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
@@ -270,10 +194,10 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, object]:
     """`rope_parameters` of a config.json. As in llama.cpp, a factor without a type means linear scaling."""
-    theta = _positive(file, f"{name}.rope.freq_base", default=10_000.0)
+    theta = positive_in(file, f"{name}.rope.freq_base", default=10_000.0)
     kind = file.get(f"{name}.rope.scaling.type", str) or "linear"
-    older = _positive(file, f"{name}.rope.scale_linear", default=1.0)
-    factor = _positive(file, f"{name}.rope.scaling.factor", default=older)
+    older = positive_in(file, f"{name}.rope.scale_linear", default=1.0)
+    factor = positive_in(file, f"{name}.rope.scaling.factor", default=older)
     is_scaled = kind != "none" and (kind, factor) != ("linear", 1.0)
     if "rope_freqs.weight" in file.tensors:
         if is_scaled:
@@ -288,7 +212,7 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, object]:
     scaled: dict[str, object] = {"rope_type": kind, "rope_theta": theta, "factor": factor}
     for beta in ("beta_fast", "beta_slow"):
         if (key := f"{name}.rope.scaling.yarn_{beta}") in file.metadata:
-            scaled[beta] = _positive(file, key)
+            scaled[beta] = positive_in(file, key)
     if original := file.get(f"{name}.rope.scaling.original_context_length", int):
         scaled["original_max_position_embeddings"] = original
     return scaled
@@ -300,7 +224,7 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, objec
     The largest divisor is the scaling's factor. The other parameters are the same in all models of Meta; the
     code checks that the divisors match them.
     """
-    divisors = _floats(file, "rope_freqs.weight")
+    divisors = floats_in(file, "rope_freqs.weight")
     if not all(1.0 <= divisor < math.inf for divisor in divisors):
         raise ModelError(f"{file.path}: the values of rope_freqs.weight must be at least 1")
     low, high, original, factor = 1.0, 4.0, 8192, max(divisors)
@@ -324,15 +248,6 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, objec
         "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }
-
-
-def _floats(file: GgufFile, name: str) -> tuple[float, ...]:
-    tensor = file.tensors[name]
-    if tensor.type is not GgufType.F32 or len(tensor.shape) != 1:
-        raise ModelError(f"{file.path}: tensor {name} must be a list of F32 numbers")
-    with file.path.open("rb") as content:
-        content.seek(tensor.offset)
-        return struct.unpack(f"<{tensor.shape[0]}f", content.read(tensor.num_bytes))
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

@@ -1,0 +1,90 @@
+"""The part of config.json that differs by family: a family's own keys, and what llama.cpp has in its code."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baton.errors import ModelError
+from engine.loading.gguf import GgufFile
+from engine.loading.gguf_keys import positive_in, size_in
+
+Config = dict[str, Any]
+"""The content of a config.json."""
+GEMMA3_PATTERN = 6
+"""Every sixth layer has no window. Files do not contain this number; llama.cpp has it in its code, too."""
+GEMMA3_27B_LAYERS = 62
+GPT_OSS_PATTERN = 2
+"""Every second layer has no window."""
+MAX_EXPERTS = 4096
+"""Most experts of a layer. llama.cpp has at most 512."""
+
+
+def completed(file: GgufFile, name: str, config: Config) -> Config:
+    """The config with the keys of this architecture's family."""
+    of_family = _OF_FAMILY.get(name)
+    return config if of_family is None else of_family(file, config)
+
+
+def _gemma3(file: GgufFile, config: Config) -> Config:
+    """Files lack the windows' pattern and the divisor of scores."""
+    key = "gemma3.attention.sliding_window_pattern"
+    if (pattern := file.metadata.get(key)) not in (None, GEMMA3_PATTERN):
+        raise ModelError(f"{file.path}: {key} ({pattern!r:.80}) is not supported")
+    local_base = positive_in(file, "gemma3.rope.freq_base_swa", default=10_000.0)
+    return _gemma(config, is_27b=config["num_hidden_layers"] == GEMMA3_27B_LAYERS) | {
+        "final_logit_softcapping": file.get("gemma3.final_logit_softcapping", float),
+        "sliding_window": size_in(file, "gemma3.attention.sliding_window"),
+        "sliding_window_pattern": GEMMA3_PATTERN,
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_base},
+        },
+    }
+
+
+def _gemma(config: Config, *, is_27b: bool) -> Config:
+    """Only the largest models divide scores by another number than the others."""
+    del config["hidden_act"]
+    by_width: int = config["hidden_size"] // config["num_attention_heads"]
+    return config | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": by_width if is_27b else config["head_dim"],
+    }
+
+
+def _qwen3_moe(file: GgufFile, config: Config) -> Config:
+    return config | {
+        "num_experts": size_in(file, "qwen3moe.expert_count", most=MAX_EXPERTS),
+        "num_experts_per_tok": size_in(file, "qwen3moe.expert_used_count"),
+        "moe_intermediate_size": size_in(file, "qwen3moe.expert_feed_forward_length"),
+        "norm_topk_prob": True,  # llama.cpp has it in its code
+    }
+
+
+def _gpt_oss(file: GgufFile, config: Config) -> Config:
+    """Files do not contain the numbers of the activation; llama.cpp has them in its code, too.
+
+    llama.cpp rounds YaRN's bounds to whole dimensions, but the model was made without this (`truncate`).
+    """
+    rope = config["rope_parameters"]
+    supported = {
+        "attention.sliding_window_pattern": GPT_OSS_PATTERN,
+        "rope.freq_base_swa": rope["rope_theta"],
+    }
+    for key, only in supported.items():
+        if (value := file.metadata.get(f"gpt-oss.{key}")) not in (None, only):
+            raise ModelError(f"{file.path}: gpt-oss.{key} ({value!r:.80}) is not supported; only {only} is")
+    return config | {
+        "num_experts": size_in(file, "gpt-oss.expert_count", most=MAX_EXPERTS),
+        "num_experts_per_tok": size_in(file, "gpt-oss.expert_used_count"),
+        "sliding_window": size_in(file, "gpt-oss.attention.sliding_window"),
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    }
+
+
+_OF_FAMILY: Mapping[str, Callable[[GgufFile, Config], Config]] = {
+    "gemma3": _gemma3,
+    "gpt-oss": _gpt_oss,
+    "qwen3moe": _qwen3_moe,
+}
