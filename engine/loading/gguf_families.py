@@ -60,6 +60,16 @@ def _qwen3_moe(file: GgufFile, config: Config) -> Config:
     }
 
 
+def _llama(file: GgufFile, config: Config) -> Config:
+    """Mixtral has experts."""
+    if config["architectures"] != ["MixtralForCausalLM"]:
+        return config
+    return config | {
+        "num_local_experts": size_in(file, "llama.expert_count", most=MAX_EXPERTS),
+        "num_experts_per_tok": size_in(file, "llama.expert_used_count"),
+    }
+
+
 def _gpt_oss(file: GgufFile, config: Config) -> Config:
     """Files do not contain the numbers of the activation; llama.cpp has them in its code, too.
 
@@ -86,5 +96,6 @@ def _gpt_oss(file: GgufFile, config: Config) -> Config:
 _OF_FAMILY: Mapping[str, Callable[[GgufFile, Config], Config]] = {
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
+    "llama": _llama,
     "qwen3moe": _qwen3_moe,
 }

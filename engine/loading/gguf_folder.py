@@ -7,6 +7,7 @@ FOLDER/model.gguf                                               the file itself,
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,11 @@ HEAD_SIZES = (
     "rope.dimension_count_swa",
 )
 """Keys that must equal the size of heads' keys in layers without a window."""
-EXPERTS = "_exps."
-"""Part of the names of tensors that have all experts of a layer."""
+EXPERTS = re.compile(r"(?:_exps|\.ffn_(?:gate|up|down)\.(\d+))\.")
+"""Part of the names of tensors that have all experts of a layer or, in older files of Mixtral, one expert."""
 KEYS_READ = {
     "gemma3": ("final_logit_softcapping",),
+    "llama": ("expert_count",),
     "qwen3moe": ("expert_count",),
     "gpt-oss": ("expert_count",),
 }
@@ -138,7 +140,11 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     window = file.get(f"{name}.attention.sliding_window", int)
     if window and name not in ("llama", "gemma3", "gpt-oss"):
         raise ModelError(f"{file.path}: {name}.attention.sliding_window ({window}) is not supported")
-    architecture = "MistralForCausalLM" if window and name == "llama" else ARCHITECTURES[name]
+    architecture = ARCHITECTURES[name]
+    if name == "llama" and (file.get("llama.expert_count", int) or 0) > 0:
+        architecture = "MixtralForCausalLM"
+    elif name == "llama" and window:
+        architecture = "MistralForCausalLM"
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": FAMILIES[architecture].value,
@@ -160,15 +166,22 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     if window:
         config["sliding_window"] = window
     config = completed(file, name, config)
-    _check_experts(file, config.get("num_experts", 0))
+    _check_experts(file, config.get("num_experts", config.get("num_local_experts", 0)))
     return config
 
 
 def _check_experts(file: GgufFile, num_experts: int) -> None:
-    """ModelError if a tensor that has all experts of a layer does not have this number of them."""
+    """ModelError if tensors have other experts than the metadata says."""
     for name, tensor in file.tensors.items():
+        match = EXPERTS.search(name)
+        if match is None:
+            continue
         dims, part = (2, "vector") if name.endswith(".bias") else (3, "matrix")
-        if EXPERTS in name and (len(tensor.shape) != dims or tensor.shape[0] != num_experts):
+        if match[1] is None:
+            fits = len(tensor.shape) == dims and tensor.shape[0] == num_experts
+        else:
+            fits = len(tensor.shape) == 2 and int(match[1]) < num_experts
+        if not fits:
             raise ModelError(
                 f"{file.path}: tensor {name} has shape {list(tensor.shape)}, but the metadata implies "
                 f"{num_experts} experts, a {part} each"

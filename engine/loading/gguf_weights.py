@@ -1,7 +1,8 @@
 """GgufWeights: a GGUF file's tensors by their Hugging Face names, memory-mapped; knows no architecture.
 
 All experts of a layer are one tensor. Here each expert's part is a tensor of its own: `blk.3.ffn_up_exps.7.weight` is a
-part of `blk.3.ffn_up_exps.weight`. gpt-oss has one projection with gates and ups in turns; its files have two tensors.
+part of `blk.3.ffn_up_exps.weight`. In older files of Mixtral it is a tensor, too, named `blk.3.ffn_up.7.weight`.
+gpt-oss has one projection with gates and ups in turns; its files have two tensors.
 
 llama.cpp rotates pairs of neighbouring numbers of a head; Hugging Face rotates pairs of numbers half a head
 apart. So llama.cpp's converter reorders the outputs of q and k in models of the architecture `llama`. This
@@ -38,6 +39,7 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
 """A Hugging Face name, without the layer and without `.weight` or `.bias` -> its name in GGUF files."""
 _NAMES_OF = {
@@ -56,9 +58,18 @@ _NAMES_OF = {
 _NORMS_FROM_ZERO = ("gemma3",)
 """Architectures for which the converter adds 1 to the weights of norms; transformers adds this 1 when it
 computes."""
-STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+STACKS = {
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
+}
 """An expert's matrix -> the tensor with this matrix of all experts."""
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
+"""The tensor of one expert in older files."""
 _INTERLEAVED = re.compile(r"(.+\.mlp\.experts\.\d+\.)gate_up_proj(\..+)")
 """gpt-oss's projection of an expert to gates and ups in turns."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -217,6 +228,9 @@ class GgufWeights(FileWeights):
 def _parts(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
     """Every tensor by its name, or each expert's part of it."""
     for name, tensor in tensors.items():
+        if match := _ONE_EXPERT.fullmatch(name):
+            yield f"{match[1]}_exps.{match[2]}.weight", tensor
+            continue
         stem, _, suffix = name.rpartition(".")
         if _kind(tensor) not in STACKS.values() or len(tensor.shape) != (2 if suffix == "bias" else 3):
             yield name, tensor

@@ -239,16 +239,19 @@ def _read_gguf(file: Path) -> StoredWeights:
     tables = {name: _gguf_table(prod(tensor.shape), tensor.type) for name, tensor in tensors.items()}
     divided: dict[DividedInputs, Size] = {}
     for name, tensor in tensors.items():
-        module = name.removesuffix(".weight").rpartition(".")[2]
-        if module in _GGUF_DIVIDED and tensor.type.kept_bits is not None:
-            kind, table = DividedInputs(tensor.shape[-1], GGUF_EXPERTS in name), tables[name]
+        of_experts = GGUF_EXPERTS.search(name)
+        stem = name.removesuffix(".weight")
+        if of_experts is not None and of_experts[1] is not None:
+            stem = stem.removesuffix(f".{of_experts[1]}")
+        if stem.rpartition(".")[2] in _GGUF_DIVIDED and tensor.type.kept_bits is not None:
+            kind, table = DividedInputs(tensor.shape[-1], of_experts is not None), tables[name]
             size = Size(table.num_parameters, table.num_bytes)
             divided[kind] = divided.get(kind, _NOTHING).plus(size)
     return StoredWeights(
         num_parameters=sum(table.num_parameters for table in tables.values()),
         num_bytes=sum(table.num_bytes for table in tables.values()),
         is_gguf=True,
-        num_expert_bytes=sum(table.num_bytes for name, table in tables.items() if GGUF_EXPERTS in name),
+        num_expert_bytes=sum(table.num_bytes for name, table in tables.items() if GGUF_EXPERTS.search(name)),
         divided=divided,
         embeddings=tables.get("token_embd.weight", StoredTable()),
         lm_head=tables.get("output.weight", StoredTable()),

@@ -317,7 +317,8 @@ def families_table() -> str:
     ]
     for architecture, family in ARCHITECTURES.items():
         name, special = NAMES[family]
-        kind = "llama" if family is Family.MISTRAL else in_gguf.get(architecture)
+        is_llama = family in (Family.MISTRAL, Family.MIXTRAL)
+        kind = "llama" if is_llama else in_gguf.get(architecture)
         gguf = "no" if kind is None else f"`{kind}`"
         rows.append(f"| {name} | `{architecture}` | {special} | yes | yes | yes | {gguf} |")
     return "\n".join(rows)

@@ -3,7 +3,7 @@
 import json
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
 }
@@ -33,11 +34,14 @@ HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """The positions of a block's float16 numbers."""
 
 
-def make_gguf(path: Path, model: Path, kind: Kind | str = "F32", **metadata: Any) -> Path:
+def make_gguf(
+    path: Path, model: Path, kind: Kind | str = "F32", *, has_stacks: bool = True, **metadata: Any
+) -> Path:
     """Writes `path` from a tiny model's folder, as llama.cpp's converter would.
 
     `kind` is for matrices; vectors are F32. The package cannot make K-quants: such a matrix is random, with
-    the same size. `metadata` has more keys, with `__` for a dot; a value of None leaves the key out.
+    the same size. `has_stacks` False: each expert's matrix is a tensor, as in files of early 2024. `metadata` has more
+    keys, with `__` for a dot; a value of None leaves the key out.
     """
     config = json.loads((model / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -49,10 +53,19 @@ def make_gguf(path: Path, model: Path, kind: Kind | str = "F32", **metadata: Any
         if value is not None:
             _add(writer, key, value)
     names = _names(architecture, config["num_hidden_layers"])
-    is_gpt_oss = architecture == "gpt-oss"
-    for name, tensor in stored_tensors(model) if is_gpt_oss else _with_stacks(model):
+    tensors: Iterable[tuple[str, torch.Tensor | np.ndarray[Any, Any]]]
+    if architecture == "gpt-oss":
+        tensors = stored_tensors(model)
+    else:
+        tensors = _with_stacks(model) if has_stacks else load_file(model / "model.safetensors").items()
+    for name, tensor in tensors:
         stem, _, suffix = name.rpartition(".")
-        gguf_name = f"{names.get_name(stem)}.{suffix}"
+        if has_stacks or not (match := EXPERT.fullmatch(stem)):
+            gguf_name = f"{names.get_name(stem)}.{suffix}"
+        else:
+            gguf_name = (
+                f"{names.get_name(f'{match[1]}.{match[3]}').removesuffix('_exps')}.{match[2]}.{suffix}"
+            )
         if isinstance(tensor, np.ndarray):
             writer.add_tensor(gguf_name, tensor, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
             continue

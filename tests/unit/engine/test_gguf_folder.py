@@ -206,10 +206,10 @@ SIZES = {
     ("metadata", "message"),
     [
         (
-            {"general__architecture": "gemma2"},
-            r"architecture 'gemma2' is not supported; supported are llama, qwen2",
+            {"general__architecture": "bert"},
+            r"architecture 'bert' is not supported; supported are llama, qwen2",
         ),
-        ({"llama__expert_count": 8}, r"llama\.expert_count \(8\) is not supported"),
+        ({"llama__expert_count": 8}, r"the metadata key llama\.expert_used_count is missing"),
         ({"llama__logit_scale": 16.0}, r"llama\.logit_scale \(16\.0\) is not supported"),
         ({"llama__attention__scale": 0.5}, r"llama\.attention\.scale \(0\.5\) is not supported"),
         (

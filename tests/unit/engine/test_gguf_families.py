@@ -1,0 +1,143 @@
+"""GGUF files of families with keys, tensors or rules of their own give transformers' tokens and logits."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from baton.config import ModelConfig
+from engine.batch import RequestBatch
+from engine.collectives import Collectives
+from engine.layers.backend import InputTokens
+from engine.layers.paged_attention import PagedAttention
+from engine.loading.gguf_folder import describe
+from engine.loading.loader import LoadedModel, load_model
+from engine.loading.stored_weights import read_weights
+from engine.model_config import read_architecture
+from tests.factories.gguf_files import Kind, make_gguf
+from tests.factories.models import make_model_dir
+from tests.factories.stepping import StepDriver
+from tests.factories.threaded_ranks import on_ranks
+
+CPU = torch.device("cpu")
+PROMPT = [5, 6, 7, 40, 41, 200, 3, 8, 9, 10, 77]
+SMALL_EPS = 2**-17
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, as arguments for `make_model_dir` and `make_gguf`."""
+
+    architecture: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    has_stacks: bool = True
+
+
+MIXTRAL = {"num_local_experts": 5, "num_hidden_layers": 2}
+CASES = {
+    "mixtral": Case("mixtral", MIXTRAL),
+    "mixtral, window, a tensor for each expert": Case(
+        "mixtral", MIXTRAL | {"sliding_window": 4, "num_experts_per_tok": 1}, has_stacks=False
+    ),
+}
+
+
+def folder_of(path: Path, source: Path, case: Case, kind: Kind | str = "F32", **metadata: Any) -> Path:
+    """The folder that `--model FILE.gguf` makes of the source's file."""
+    file = make_gguf(path / "model.gguf", source, kind, has_stacks=case.has_stacks, **metadata)
+    describe(file, path / "folder")
+    (path / "folder" / "model.gguf").symlink_to(file)
+    return path / "folder"
+
+
+def source_of(path: Path, case: Case, **sizes: int) -> Path:
+    return make_model_dir(
+        path / "source", case.architecture, rms_norm_eps=SMALL_EPS, **case.overrides, **sizes
+    )
+
+
+def load(path: Path, quantization: str = "none") -> LoadedModel:
+    return load_model(
+        ModelConfig.model_validate({"dtype": "float32", "quantization": quantization}), path, CPU
+    )
+
+
+def tokens(model: LoadedModel) -> list[int]:
+    return StepDriver(model).generate({"a": PROMPT}, 6)["a"]
+
+
+@torch.inference_mode()
+def check(folder: Path, reference: Path) -> None:
+    """The folder's tokens and logits are those that transformers computes from the reference."""
+    theirs = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).eval()
+    model = load(folder)
+    found = tokens(model)
+    whole = theirs(torch.tensor([[*PROMPT, *found]])).logits[0]
+    assert found == whole[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+    driver, requests = StepDriver(model), RequestBatch(4)
+    driver.add("a", PROMPT)
+    plan = driver.plan({"a": len(PROMPT)})
+    requests.update(plan)
+    attention = PagedAttention(driver.pool, model.architecture, model.num_heads, model.dtype)
+    hidden_TE = model.decoder.forward(
+        InputTokens(torch.tensor(PROMPT)), attention.prepare(requests.build(plan))
+    )
+    torch.testing.assert_close(model.decoder.logits(hidden_TE), whole[: len(PROMPT)], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    source = source_of(tmp_path, case)
+    folder = folder_of(tmp_path, source, case)
+    assert read_architecture(folder) == read_architecture(source)
+    check(folder, source)
+
+
+def rounded(path: Path, source: Path, kind: str) -> Path:
+    """The source with the numbers that its matrices have in a GGUF file."""
+    path.mkdir()
+    for file in source.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    quantization = gguf.GGMLQuantizationType[kind]
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1:
+            numbers = gguf.dequantize(gguf.quantize(tensor.numpy(), quantization), quantization)
+            tensors[name] = torch.from_numpy(numbers)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("name", ["mixtral"])
+def test_quantized_files(tmp_path: Path, name: str) -> None:
+    """Dequantized, they give transformers' tokens; in the file's bits, two ranks give those of one."""
+    case = CASES[name]
+    source = source_of(tmp_path, case, hidden_size=128, intermediate_size=128)
+    folder = folder_of(tmp_path, source, case, "Q8_0")
+    check(folder, rounded(tmp_path / "rounded", source, "Q8_0"))
+    alone = tokens(load(folder, "auto"))
+
+    def on_rank(collectives: Collectives) -> list[int]:
+        return tokens(load_model(ModelConfig(dtype="float32"), folder, CPU, collectives=collectives))
+
+    assert on_ranks(2, on_rank) == [alone, alone]
+
+
+def test_bytes_of_experts_are_counted_in_either_form(tmp_path: Path) -> None:
+    """Ranks with whole experts read only these bytes in part."""
+    case = CASES["mixtral"]
+    source = source_of(tmp_path, case)
+    expected = 4 * 3 * 64 * 128 * 5 * 2
+    for has_stacks in (True, False):
+        at = tmp_path / str(has_stacks)
+        at.mkdir()
+        folder = folder_of(at, source, Case(case.architecture, has_stacks=has_stacks))
+        weights = read_weights(folder, read_architecture(folder))
+        assert weights is not None
+        assert weights.num_expert_bytes == expected
