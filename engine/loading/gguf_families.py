@@ -1,11 +1,12 @@
 """The part of config.json that differs by family: a family's own keys, and what llama.cpp has in its code."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.errors import ModelError
 from engine.loading.gguf import GgufFile
-from engine.loading.gguf_keys import positive_in, size_in
+from engine.loading.gguf_keys import floats_in, positive_in, size_in
 
 Config = dict[str, Any]
 """The content of a config.json."""
@@ -16,6 +17,10 @@ GPT_OSS_PATTERN = 2
 """Every second layer has no window."""
 MAX_EXPERTS = 4096
 """Most experts of a layer. llama.cpp has at most 512."""
+ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+"""LongRoPE's divisors: the key of config.json -> the tensor."""
+PHI3_4K_WINDOW = 2047
+"""The window of Phi-3 for 4,096 positions, whose files of early 2024 lack it."""
 
 
 def completed(file: GgufFile, name: str, config: Config) -> Config:
@@ -93,9 +98,53 @@ def _gpt_oss(file: GgufFile, config: Config) -> Config:
     }
 
 
+def _phi3(file: GgufFile, config: Config) -> Config:
+    """The window is that of transformers. llama.cpp has switched it off."""
+    length = config["max_position_embeddings"]
+    if "phi3.attention.sliding_window" not in file.metadata and length == 4096:
+        config["sliding_window"] = PHI3_4K_WINDOW
+    return config | {
+        "original_max_position_embeddings": size_in(
+            file, "phi3.rope.scaling.original_context_length", default=length, most=2**30
+        ),
+        "rope_parameters": _phi3_rope(file, config["rope_parameters"])
+        | _rotated_part(file, "phi3", config["head_dim"]),
+    }
+
+
+def _phi3_rope(file: GgufFile, plain: Config) -> Config:
+    """LongRoPE if the file has its divisors. The file also has the factor that follows from the longer context."""
+    attention_factor = positive_in(file, "phi3.rope.scaling.attn_factor", default=1.0)
+    if plain["rope_type"] != "default":
+        raise ModelError(f"{file.path}: a rotation of type {plain['rope_type']!r} is not supported for phi3")
+    missing = [name for name in ROPE_FACTORS.values() if name not in file.tensors]
+    if len(missing) == len(ROPE_FACTORS):
+        if attention_factor != 1.0:
+            raise ModelError(
+                f"{file.path}: phi3.rope.scaling.attn_factor ({attention_factor}) is not supported without "
+                f"{', '.join(missing)}"
+            )
+        return plain
+    if missing:
+        raise ModelError(f"{file.path}: tensor {missing[0]} is missing")
+    divisors = {key: list(floats_in(file, name)) for key, name in ROPE_FACTORS.items()}
+    return plain | divisors | {"rope_type": "longrope", "attention_factor": attention_factor}
+
+
+def _rotated_part(file: GgufFile, name: str, head_dim: int) -> Config:
+    """How many of a head's first numbers are rotated; without the key all are, as in llama.cpp."""
+    key = f"{name}.rope.dimension_count"
+    dim = size_in(file, key, default=head_dim, most=head_dim)
+    if dim % 2:
+        raise ModelError(f"{file.path}: {key} must be even, got {dim}")
+    share = dim / head_dim
+    return {"partial_rotary_factor": share if int(head_dim * share) == dim else math.nextafter(share, 1.0)}
+
+
 _OF_FAMILY: Mapping[str, Callable[[GgufFile, Config], Config]] = {
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
     "llama": _llama,
+    "phi3": _phi3,
     "qwen3moe": _qwen3_moe,
 }

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
 """`general.architecture` -> `architectures[0]` of a config.json."""
 KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
@@ -72,12 +73,17 @@ EXPERTS = re.compile(r"(?:_exps|\.ffn_(?:gate|up|down)\.(\d+))\.")
 KEYS_READ = {
     "gemma3": ("final_logit_softcapping",),
     "llama": ("expert_count",),
+    "phi3": ("rope.scaling.attn_factor",),
     "qwen3moe": ("expert_count",),
     "gpt-oss": ("expert_count",),
 }
 """The keys of these that an architecture supports with any value."""
 INTERMEDIATE_SIZE = {"gpt-oss": "expert_feed_forward_length"}
 """The key of `intermediate_size`, where it is not `feed_forward_length`."""
+WINDOWED = ("llama", "gemma3", "gpt-oss", "phi3")
+"""Architectures that may have a sliding window."""
+PARTLY_ROTATED = ("phi3",)
+"""Architectures that may rotate only the first numbers of a head."""
 
 
 def gguf_of(folder: Path) -> Path | None:
@@ -133,12 +139,13 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     if head_dim % 2:
         raise ModelError(f"{file.path}: the heads' size must be even, got {head_dim}")
     for key in HEAD_SIZES:
-        if (length := file.get(f"{name}.{key}", int)) not in (None, head_dim):
+        is_free = key == "rope.dimension_count" and name in PARTLY_ROTATED
+        if (length := file.get(f"{name}.{key}", int)) not in (None, head_dim) and not is_free:
             raise ModelError(
                 f"{file.path}: {name}.{key} must equal the heads' size, {head_dim}, got {length}"
             )
     window = file.get(f"{name}.attention.sliding_window", int)
-    if window and name not in ("llama", "gemma3", "gpt-oss"):
+    if window and name not in WINDOWED:
         raise ModelError(f"{file.path}: {name}.attention.sliding_window ({window}) is not supported")
     architecture = ARCHITECTURES[name]
     if name == "llama" and (file.get("llama.expert_count", int) or 0) > 0:

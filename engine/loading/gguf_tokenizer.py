@@ -53,6 +53,8 @@ _ENDS_OF_HARMONY = frozenset({"<|return|>", "<|call|>"})
 _ENDS = frozenset({*_ENDS_OF_TEXTS, *_ENDS_OF_TURNS, "<|eom_id|>", *_ENDS_OF_HARMONY})
 """Tokens that end a text, a turn or a message in chat templates. llama.cpp ends an answer at each of these
 tokens, even if the file's keys do not name them."""
+_NEVER_STRIPPED = ("<s>", "<unk>", "<|endoftext|>")
+"""Tokens after which Phi-3, too, keeps spaces."""
 _MAX_TOKEN_CHARS = 4096
 
 
@@ -77,11 +79,13 @@ class _Cut:
 
 
 _CUTS = {
-    "gpt-2": _Cut((_GPT2,)),
+    **dict.fromkeys(("gpt-2", "olmo"), _Cut((_GPT2,))),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Cut((_DIGIT, _GPT2))),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _Cut((_LLAMA3,), prefers_whole_words=True)
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe"),
+        _Cut((_LLAMA3,), prefers_whole_words=True),
     ),
+    **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), _Cut((_LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Cut((_QWEN2,), is_nfc=True)),
     "tekken": _Cut((_TEKKEN,), prefers_whole_words=True),
     "gpt-4o": _Cut((_GPT_4O,), prefers_whole_words=True),
@@ -108,7 +112,7 @@ def tokenizer_json(file: GgufFile) -> Json:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added_tokens(file, tokens),
+        "added_tokens": _added_tokens(file, tokens, are_stripped=kind == "llama" and _is_phi3(file)),
         "post_processor": _template(file, tokens, has_bos=has_bos),
         **parts,
     }
@@ -232,8 +236,17 @@ def _pair(file: GgufFile, merge: str, tokens: set[str]) -> list[str]:
     return pair
 
 
-def _added_tokens(file: GgufFile, tokens: list[str]) -> list[Json]:
-    """Tokens that are found in a text before any other rule; a decoder may skip the special ones."""
+def _is_phi3(file: GgufFile) -> bool:
+    """Files do not say that Phi-3's marks swallow spaces; llama.cpp concludes it from the model's name, too."""
+    name = (file.get("general.name", str) or "").lower()
+    return file.get("general.architecture", str) == "phi3" or "phi-3" in name or "phi3" in name
+
+
+def _added_tokens(file: GgufFile, tokens: list[str], *, are_stripped: bool) -> list[Json]:
+    """Tokens that are found in a text before any other rule; a decoder may skip the special ones.
+
+    `are_stripped`: spaces and newlines after most of them are no part of the text.
+    """
     types = file.numbers("tokenizer.ggml.token_type")
     if types and len(types) != len(tokens):
         raise ModelError(
@@ -245,7 +258,7 @@ def _added_tokens(file: GgufFile, tokens: list[str]) -> list[Json]:
             "content": tokens[token_id],
             "single_word": False,
             "lstrip": False,
-            "rstrip": False,
+            "rstrip": are_stripped and tokens[token_id] not in _NEVER_STRIPPED,
             "normalized": False,
             "special": number == TokenType.CONTROL,
         }

@@ -53,6 +53,7 @@ _NAMES_OF = {
         "self_attn.sinks": "attn_sinks",
         "mlp.router": "ffn_gate_inp",
     },
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
 """Names that differ in some architectures."""
 _NORMS_FROM_ZERO = ("gemma3",)
@@ -74,8 +75,9 @@ _INTERLEAVED = re.compile(r"(.+\.mlp\.experts\.\d+\.)gate_up_proj(\..+)")
 """gpt-oss's projection of an expert to gates and ups in turns."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _REORDERED = ("attn_q", "attn_k")
-_NO_WEIGHT = ("rope_freqs.weight",)
-"""Tensors that describe the architecture; see `gguf_folder`."""
+_NO_WEIGHT = {"phi3": ("rope_factors_long.weight", "rope_factors_short.weight")}
+_NO_WEIGHT_ELSEWHERE = ("rope_freqs.weight",)
+"""Tensors that describe the architecture; see `gguf_folder` and `gguf_families`."""
 
 
 def gguf_name(name: str, architecture: str) -> str:
@@ -158,7 +160,8 @@ class GgufWeights(FileWeights):
         of_others = {
             gguf_name(part.name, self._architecture) for take in elsewhere for part in _takes_of(take)
         }
-        unexpected = sorted(self._tensors.keys() - self._taken - of_others - {*_NO_WEIGHT})
+        no_weights = _NO_WEIGHT.get(self._architecture, _NO_WEIGHT_ELSEWHERE)
+        unexpected = sorted(self._tensors.keys() - self._taken - of_others - {*no_weights})
         if unexpected:
             shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
             raise ModelError(
@@ -205,8 +208,9 @@ class GgufWeights(FileWeights):
 
     def _taken_tensor(self, take: Take) -> GgufTensor:
         name, tensor = self._find(take)
+        if name not in self._taken:  # parts of merged projections are taken one by one
+            self._loaded_bytes += tensor.num_bytes
         self._taken.add(name)
-        self._loaded_bytes += tensor.num_bytes
         if self._on_progress is not None:
             self._on_progress(self._loaded_bytes, self._total_bytes)
         return tensor

@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
+    "phi3": "phi3",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
 }
@@ -90,6 +91,9 @@ def make_gguf(
         else:
             data = gguf.quantize(numbers, quantization)
         writer.add_tensor(gguf_name, data, raw_dtype=quantization)
+    for kind_of_factor in ("long", "short") if "long_factor" in config["rope_parameters"] else ():
+        factors = np.array(config["rope_parameters"][f"{kind_of_factor}_factor"], dtype=np.float32)
+        writer.add_tensor(f"rope_factors_{kind_of_factor}.weight", factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -196,6 +200,9 @@ def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[st
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "attention.sliding_window": config.get("sliding_window"),
         "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
+        "rope.dimension_count": _rotary_dim(config, rope),
+        "rope.scaling.original_context_length": config.get("original_max_position_embeddings"),
+        "rope.scaling.attn_factor": rope.get("attention_factor"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
         "expert_count": config.get("num_experts", config.get("num_local_experts")),
         "expert_used_count": config.get("num_experts_per_tok"),
@@ -233,6 +240,13 @@ def _yarn(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         "rope.scaling.factor": rope["factor"],
         "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
     }
+
+
+def _rotary_dim(config: dict[str, Any], rope: dict[str, Any]) -> int | None:
+    """Converters of families that rotate whole heads may leave it out."""
+    if (share := rope.get("partial_rotary_factor")) is None:
+        return None
+    return int(share * (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]))
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

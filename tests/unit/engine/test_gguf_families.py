@@ -1,6 +1,6 @@
 """GGUF files of families with keys, tensors or rules of their own give transformers' tokens and logits."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from baton.config import ModelConfig
+from baton.errors import ModelError
 from engine.batch import RequestBatch
 from engine.collectives import Collectives
 from engine.layers.backend import InputTokens
 from engine.layers.paged_attention import PagedAttention
-from engine.loading.gguf_folder import describe
+from engine.loading.gguf import read_gguf
+from engine.loading.gguf_folder import describe, hugging_face_config
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.stored_weights import read_weights
 from engine.model_config import read_architecture
-from tests.factories.gguf_files import Kind, make_gguf
+from tests.factories.families import longrope
+from tests.factories.gguf_files import ARCHITECTURES, Kind, make_gguf
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 from tests.factories.threaded_ranks import on_ranks
@@ -39,11 +42,22 @@ class Case:
 
 
 MIXTRAL = {"num_local_experts": 5, "num_hidden_layers": 2}
+LONGROPE = longrope(1.5, 30.0, attention_factor=1.25)
 CASES = {
     "mixtral": Case("mixtral", MIXTRAL),
     "mixtral, window, a tensor for each expert": Case(
         "mixtral", MIXTRAL | {"sliding_window": 4, "num_experts_per_tok": 1}, has_stacks=False
     ),
+    "phi3": Case("phi3", {"num_hidden_layers": 2}),
+    "phi3, window, a part of a head rotated": Case(
+        "phi3",
+        {
+            "sliding_window": 4,
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75},
+        },
+    ),
+    "phi3, longrope, short": Case("phi3", LONGROPE | {"original_max_position_embeddings": 1024}),
+    "phi3, longrope, long": Case("phi3", LONGROPE | {"original_max_position_embeddings": 4}),
 }
 
 
@@ -114,7 +128,7 @@ def rounded(path: Path, source: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["mixtral"])
+@pytest.mark.parametrize("name", ["mixtral", "phi3"])
 def test_quantized_files(tmp_path: Path, name: str) -> None:
     """Dequantized, they give transformers' tokens; in the file's bits, two ranks give those of one."""
     case = CASES[name]
@@ -141,3 +155,44 @@ def test_bytes_of_experts_are_counted_in_either_form(tmp_path: Path) -> None:
         weights = read_weights(folder, read_architecture(folder))
         assert weights is not None
         assert weights.num_expert_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "message"),
+    [
+        ("phi3", {"rope__dimension_count": 7}, r"phi3\.rope\.dimension_count must be even, got 7"),
+        ("phi3", {"rope__dimension_count": 18}, r"rope\.dimension_count must be from 1 to 16, got 18"),
+        ("phi3", {"rope__scaling__attn_factor": 1.5}, r"attn_factor \(1\.5\) .* without rope_factors_short"),
+        ("phi3", {"rope__scaling__factor": 2.0}, r"a rotation of type 'linear' is not supported for phi3"),
+        ("phi3", {"rope__scaling__type": "longrope"}, r"rope\.scaling\.type 'longrope' is not supported"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_named(
+    tmp_path: Path, name: str, metadata: dict[str, Any], message: str
+) -> None:
+    case = CASES[name]
+    source = source_of(tmp_path, case)
+    keys = {f"{ARCHITECTURES[case.architecture]}__{key}": value for key, value in metadata.items()}
+    with pytest.raises(ModelError, match=rf"model\.gguf.*{message}"):
+        folder_of(tmp_path, source, case, **keys)
+
+
+def test_divisors_of_longrope_belong_together(tmp_path: Path) -> None:
+    case = CASES["phi3, longrope, long"]
+    source = source_of(tmp_path, case)
+    file = read_gguf(make_gguf(tmp_path / "model.gguf", source))
+    tensors = {key: value for key, value in file.tensors.items() if key != "rope_factors_long.weight"}
+    with pytest.raises(ModelError, match=r"tensor rope_factors_long\.weight is missing"):
+        hugging_face_config(replace(file, tensors=tensors))
+
+
+@pytest.mark.parametrize(("metadata", "window"), [({}, 2047), ({"sliding_window": 0}, None)], ids=str)
+def test_phi_3_for_4096_positions_has_a_window_without_the_key(
+    tmp_path: Path, metadata: dict[str, Any], window: int | None
+) -> None:
+    """As in llama.cpp until 2025. Files of Phi-4 say that it has none."""
+    source = make_model_dir(tmp_path / "source", "phi3", num_hidden_layers=1, max_position_embeddings=4096)
+    keys = {f"phi3__attention__{key}": value for key, value in metadata.items()}
+    config = hugging_face_config(read_gguf(make_gguf(tmp_path / "m.gguf", source, **keys)))
+    assert config.get("sliding_window") == window

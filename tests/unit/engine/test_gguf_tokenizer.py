@@ -17,6 +17,14 @@ from tests.factories.models import CORPUS
 ROOT = Path(__file__).parents[3]
 SPECIAL = ["<unk>", "<s>", "</s>"]
 PRE_TOKENIZERS = ["llama-bpe", "qwen2", "tekken", "gpt-2", "smollm", "gpt-4o"]
+SAME = {
+    "smaug-bpe": "llama-bpe",
+    "dbrx": "llama-bpe",
+    "glm4": "llama-bpe",
+    "chatglm-bpe": "llama-bpe",
+    "olmo": "gpt-2",
+}
+"""Other names of rules."""
 
 
 def texts() -> list[str]:
@@ -130,6 +138,19 @@ def test_pre_tokenizers_differ() -> None:
     assert len({str(cut) for cut in cuts}) == len(PRE_TOKENIZERS)
 
 
+@pytest.mark.parametrize("pre", SAME)
+def test_other_names_of_the_same_cut(pre: str) -> None:
+    """llama.cpp looks words up before it merges with `llama-bpe`, but not with these.
+
+    SmolLM3 has Llama 3's vocabulary, in which some words have no merges, so its rule looks words up.
+    """
+    found, known = tokenizer_json(byte_level(pre)), tokenizer_json(byte_level(SAME[pre]))
+    assert found["pre_tokenizer"] == known["pre_tokenizer"]
+    assert found["normalizer"] is None
+    assert found["model"]["ignore_merges"] == (pre == "smaug-bpe")
+    assert ours(byte_level(pre)).encode("x").tokens == ["x"], "without a beginning"
+
+
 def test_a_whole_word_of_the_vocabulary_needs_no_merges() -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {"tokens": [*SPECIAL, *alphabet, "ab", "hello"], "token_type": [], "merges": ["a b"]}
@@ -211,6 +232,21 @@ def test_sentence_piece_begins_with_bos_and_a_space() -> None:
     plain = ours(sentence_piece(add_space_prefix=False, add_bos_token=False))
     assert plain.encode("the cache").tokens == ["t", "he", "▁cache"]
     assert plain.decode(plain.encode(" the").ids) == " the"
+
+
+@pytest.mark.parametrize("name", ["general.architecture", "general.name"])
+def test_marks_of_phi_3_swallow_the_spaces_behind_them(name: str) -> None:
+    tokens = sentence_piece().strings("tokenizer.ggml.tokens")
+    file = sentence_piece(tokens=["<unk>", "<s>", "<|user|>", *tokens[3:]])
+    text = "<|user|>\n the<s> the"
+
+    def encoded() -> list[str | None]:
+        tokenizer = ours(file)
+        return [tokenizer.id_to_token(token_id) for token_id in tokenizer.encode(text).ids]
+
+    assert encoded() == ["<s>", "<|user|>", "▁", "<0x0A>", "▁the", "<s>", "▁", "▁the"]
+    file.metadata[name] = "phi3" if name == "general.architecture" else "Phi-3-mini"
+    assert encoded() == ["<s>", "<|user|>", "▁the", "<s>", "▁", "▁the"]
 
 
 def test_a_token_that_is_too_long_to_cut_everywhere_is_refused() -> None:

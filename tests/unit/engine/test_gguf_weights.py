@@ -330,9 +330,11 @@ def test_a_missing_tensor_is_found_before_a_byte_is_read(tmp_path: Path) -> None
     assert seen == []
 
 
-def test_progress_reaches_the_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+def test_progress_reaches_the_whole(tmp_path: Path, architecture: str) -> None:
+    """Phi-3 takes parts of merged tensors."""
     seen: list[tuple[int, int]] = []
-    folder = make_folder(tmp_path, kind="Q8_0")
+    folder = make_folder(tmp_path, architecture, kind="Q8_0")
     load_model(ModelConfig(dtype="float32"), folder, CPU, on_progress=lambda *progress: seen.append(progress))
     assert seen[-1][0] == seen[-1][1] > 0
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
