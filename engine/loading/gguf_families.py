@@ -19,6 +19,8 @@ MAX_EXPERTS = 4096
 """Most experts of a layer. llama.cpp has at most 512."""
 ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 """LongRoPE's divisors: the key of config.json -> the tensor."""
+SMOLLM3_PATTERN = 4
+"""Every fourth layer does not rotate; llama.cpp has this number in its code, too."""
 PHI3_4K_WINDOW = 2047
 """The window of Phi-3 for 4,096 positions, whose files of early 2024 lack it."""
 
@@ -141,10 +143,15 @@ def _rotated_part(file: GgufFile, name: str, head_dim: int) -> Config:
     return {"partial_rotary_factor": share if int(head_dim * share) == dim else math.nextafter(share, 1.0)}
 
 
+def _smollm3(_: GgufFile, config: Config) -> Config:
+    return config | {"no_rope_layer_interval": SMOLLM3_PATTERN}
+
+
 _OF_FAMILY: Mapping[str, Callable[[GgufFile, Config], Config]] = {
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
     "llama": _llama,
     "phi3": _phi3,
     "qwen3moe": _qwen3_moe,
+    "smollm3": _smollm3,
 }

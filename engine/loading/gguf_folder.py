@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 """`general.architecture` -> `architectures[0]` of a config.json."""
 KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {

@@ -5,8 +5,8 @@ part of `blk.3.ffn_up_exps.weight`. In older files of Mixtral it is a tensor, to
 gpt-oss has one projection with gates and ups in turns; its files have two tensors.
 
 llama.cpp rotates pairs of neighbouring numbers of a head; Hugging Face rotates pairs of numbers half a head
-apart. So llama.cpp's converter reorders the outputs of q and k in models of the architecture `llama`. This
-module restores the original order.
+apart. So llama.cpp's converter reorders the outputs of q and k in models of some architectures, such as `llama`.
+This module restores the original order.
 """
 
 import re
@@ -75,6 +75,8 @@ _INTERLEAVED = re.compile(r"(.+\.mlp\.experts\.\d+\.)gate_up_proj(\..+)")
 """gpt-oss's projection of an expert to gates and ups in turns."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _REORDERED = ("attn_q", "attn_k")
+_PERMUTED = ("llama", "smollm3")
+"""Architectures for which the converter reorders the outputs of these."""
 _NO_WEIGHT = {"phi3": ("rope_factors_long.weight", "rope_factors_short.weight")}
 _NO_WEIGHT_ELSEWHERE = ("rope_freqs.weight",)
 """Tensors that describe the architecture; see `gguf_folder` and `gguf_families`."""
@@ -119,7 +121,7 @@ class GgufWeights(FileWeights):
         self._dtype = dtype
         self._device = device
         self._head_dim = head_dim
-        self._is_reordered = self._architecture == "llama"
+        self._is_reordered = self._architecture in _PERMUTED
         self._keeps_groups = keeps_groups
         self._taken: set[str] = set()
         self._on_progress = on_progress

@@ -27,10 +27,12 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
     "phi3": "phi3",
+    "smollm3": "smollm3",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
 }
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+PERMUTED = ("llama", "smollm3")
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """The positions of a block's float16 numbers."""
 
@@ -70,7 +72,7 @@ def make_gguf(
         if isinstance(tensor, np.ndarray):
             writer.add_tensor(gguf_name, tensor, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
             continue
-        if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
+        if architecture in PERMUTED and stem.endswith(("q_proj", "k_proj")):
             tensor = _permuted(
                 tensor, config["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"]
             )

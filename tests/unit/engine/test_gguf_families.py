@@ -58,6 +58,9 @@ CASES = {
     ),
     "phi3, longrope, short": Case("phi3", LONGROPE | {"original_max_position_embeddings": 1024}),
     "phi3, longrope, long": Case("phi3", LONGROPE | {"original_max_position_embeddings": 4}),
+    "smollm3, biased": Case(
+        "smollm3", {"num_hidden_layers": 5, "attention_bias": True, "mlp_bias": True, "head_dim": 16}
+    ),
 }
 
 
@@ -128,7 +131,7 @@ def rounded(path: Path, source: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["mixtral", "phi3"])
+@pytest.mark.parametrize("name", ["mixtral", "phi3", "smollm3, biased"])
 def test_quantized_files(tmp_path: Path, name: str) -> None:
     """Dequantized, they give transformers' tokens; in the file's bits, two ranks give those of one."""
     case = CASES[name]
