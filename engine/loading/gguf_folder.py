@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "gpt-oss": "GptOssForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
 """`general.architecture` -> `architectures[0]` of a config.json."""
 KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {

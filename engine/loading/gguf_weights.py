@@ -53,6 +53,10 @@ _NAMES_OF = {
         "self_attn.sinks": "attn_sinks",
         "mlp.router": "ffn_gate_inp",
     },
+    "olmo2": {
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
 """Names that differ in some architectures."""

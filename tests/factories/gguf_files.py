@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "phi3": "phi3",
     "smollm3": "smollm3",
+    "olmo2": "olmo2",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
 }

@@ -61,6 +61,7 @@ CASES = {
     "smollm3, biased": Case(
         "smollm3", {"num_hidden_layers": 5, "attention_bias": True, "mlp_bias": True, "head_dim": 16}
     ),
+    "olmo2": Case("olmo2", {"num_hidden_layers": 2}),
 }
 
 
@@ -131,7 +132,7 @@ def rounded(path: Path, source: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["mixtral", "phi3", "smollm3, biased"])
+@pytest.mark.parametrize("name", ["mixtral", "phi3", "smollm3, biased", "olmo2"])
 def test_quantized_files(tmp_path: Path, name: str) -> None:
     """Dequantized, they give transformers' tokens; in the file's bits, two ranks give those of one."""
     case = CASES[name]
