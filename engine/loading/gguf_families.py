@@ -147,9 +147,27 @@ def _smollm3(_: GgufFile, config: Config) -> Config:
     return config | {"no_rope_layer_interval": SMOLLM3_PATTERN}
 
 
+def _granite(file: GgufFile, config: Config) -> Config:
+    """As in llama.cpp, a scale of 0 is no scale, and only `logit_scale`, which divides logits, must be there."""
+    key = "granite.rope.scaling.finetuned"
+    if file.get(key, bool) is False:
+        raise ModelError(f"{file.path}: {key} (False), a model without a rotation, is not supported")
+    scales = {
+        "attention_multiplier": ("attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": ("embedding_scale", 1.0),
+        "residual_multiplier": ("residual_scale", 1.0),
+    }
+    found = {
+        name: default if file.metadata.get(key := f"granite.{short}", 0.0) == 0.0 else positive_in(file, key)
+        for name, (short, default) in scales.items()
+    }
+    return config | found | {"logits_scaling": positive_in(file, "granite.logit_scale")}
+
+
 _OF_FAMILY: Mapping[str, Callable[[GgufFile, Config], Config]] = {
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
+    "granite": _granite,
     "llama": _llama,
     "phi3": _phi3,
     "qwen3moe": _qwen3_moe,

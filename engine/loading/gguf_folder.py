@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "granite": "GraniteForCausalLM",
 }
 """`general.architecture` -> `architectures[0]` of a config.json."""
 KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
@@ -74,6 +75,7 @@ EXPERTS = re.compile(r"(?:_exps|\.ffn_(?:gate|up|down)\.(\d+))\.")
 """Part of the names of tensors that have all experts of a layer or, in older files of Mixtral, one expert."""
 KEYS_READ = {
     "gemma3": ("final_logit_softcapping",),
+    "granite": ("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
     "llama": ("expert_count",),
     "phi3": ("rope.scaling.attn_factor",),
     "qwen3moe": ("expert_count",),

@@ -79,7 +79,7 @@ _INTERLEAVED = re.compile(r"(.+\.mlp\.experts\.\d+\.)gate_up_proj(\..+)")
 """gpt-oss's projection of an expert to gates and ups in turns."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _REORDERED = ("attn_q", "attn_k")
-_PERMUTED = ("llama", "smollm3")
+_PERMUTED = ("llama", "smollm3", "granite")
 """Architectures for which the converter reorders the outputs of these."""
 _NO_WEIGHT = {"phi3": ("rope_factors_long.weight", "rope_factors_short.weight")}
 _NO_WEIGHT_ELSEWHERE = ("rope_freqs.weight",)

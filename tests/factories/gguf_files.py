@@ -29,11 +29,12 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "smollm3": "smollm3",
     "olmo2": "olmo2",
+    "granite": "granite",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
 }
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
-PERMUTED = ("llama", "smollm3")
+PERMUTED = ("llama", "smollm3", "granite")
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """The positions of a block's float16 numbers."""
 
@@ -207,6 +208,10 @@ def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[st
         "rope.scaling.original_context_length": config.get("original_max_position_embeddings"),
         "rope.scaling.attn_factor": rope.get("attention_factor"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "attention.scale": config.get("attention_multiplier"),
+        "embedding_scale": config.get("embedding_multiplier"),
+        "residual_scale": config.get("residual_multiplier"),
+        "logit_scale": config.get("logits_scaling"),
         "expert_count": config.get("num_experts", config.get("num_local_experts")),
         "expert_used_count": config.get("num_experts_per_tok"),
         "expert_feed_forward_length": config.get("moe_intermediate_size"),

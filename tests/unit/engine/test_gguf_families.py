@@ -42,6 +42,12 @@ class Case:
 
 
 MIXTRAL = {"num_local_experts": 5, "num_hidden_layers": 2}
+GRANITE = {
+    "attention_multiplier": 0.125,
+    "embedding_multiplier": 6.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.375,
+}
 LONGROPE = longrope(1.5, 30.0, attention_factor=1.25)
 CASES = {
     "mixtral": Case("mixtral", MIXTRAL),
@@ -62,6 +68,7 @@ CASES = {
         "smollm3", {"num_hidden_layers": 5, "attention_bias": True, "mlp_bias": True, "head_dim": 16}
     ),
     "olmo2": Case("olmo2", {"num_hidden_layers": 2}),
+    "granite": Case("granite", GRANITE | {"num_hidden_layers": 2, "tie_word_embeddings": True}),
 }
 
 
@@ -132,7 +139,7 @@ def rounded(path: Path, source: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["mixtral", "phi3", "smollm3, biased", "olmo2"])
+@pytest.mark.parametrize("name", ["mixtral", "phi3", "smollm3, biased", "olmo2", "granite"])
 def test_quantized_files(tmp_path: Path, name: str) -> None:
     """Dequantized, they give transformers' tokens; in the file's bits, two ranks give those of one."""
     case = CASES[name]
@@ -169,6 +176,15 @@ def test_bytes_of_experts_are_counted_in_either_form(tmp_path: Path) -> None:
         ("phi3", {"rope__scaling__attn_factor": 1.5}, r"attn_factor \(1\.5\) .* without rope_factors_short"),
         ("phi3", {"rope__scaling__factor": 2.0}, r"a rotation of type 'linear' is not supported for phi3"),
         ("phi3", {"rope__scaling__type": "longrope"}, r"rope\.scaling\.type 'longrope' is not supported"),
+        (
+            "olmo2",
+            {"attention__sliding_window": 9},
+            r"olmo2\.attention\.sliding_window \(9\) is not supported",
+        ),
+        ("granite", {"expert_count": 8}, r"granite\.expert_count \(8\) is not supported"),
+        ("granite", {"logit_scale": None}, r"the metadata key granite\.logit_scale is missing"),
+        ("granite", {"residual_scale": -1.0}, r"granite\.residual_scale must be a positive number"),
+        ("granite", {"rope__scaling__finetuned": False}, r"finetuned \(False\), a model without a rotation"),
     ],
     ids=str,
 )
@@ -200,3 +216,15 @@ def test_phi_3_for_4096_positions_has_a_window_without_the_key(
     keys = {f"phi3__attention__{key}": value for key, value in metadata.items()}
     config = hugging_face_config(read_gguf(make_gguf(tmp_path / "m.gguf", source, **keys)))
     assert config.get("sliding_window") == window
+
+
+def test_granite_without_optional_keys_has_llama_cpps_defaults(tmp_path: Path) -> None:
+    source = make_model_dir(tmp_path / "source", "granite", num_hidden_layers=1)
+    keys: dict[str, Any] = {
+        "granite__attention__scale": 0.0,
+        "granite__embedding_scale": None,
+        "granite__residual_scale": None,
+    }
+    config = hugging_face_config(read_gguf(make_gguf(tmp_path / "m.gguf", source, **keys)))
+    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
+    assert [config[name] for name in names] == [0.25, 1.0, 1.0]
