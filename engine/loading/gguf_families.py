@@ -10,9 +10,9 @@ from engine.loading.gguf_keys import floats_in, positive_in, size_in
 
 Config = dict[str, Any]
 """The content of a config.json."""
-GEMMA3_PATTERN = 6
-"""Every sixth layer has no window. Files do not contain this number; llama.cpp has it in its code, too."""
-GEMMA3_27B_LAYERS = 62
+GEMMA2_PATTERN, GEMMA3_PATTERN = 2, 6
+"""Every second or sixth layer has no window. Files do not contain this number; llama.cpp has it in its code, too."""
+GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 GPT_OSS_PATTERN = 2
 """Every second layer has no window."""
 MAX_EXPERTS = 4096
@@ -31,11 +31,24 @@ def completed(file: GgufFile, name: str, config: Config) -> Config:
     return config if of_family is None else of_family(file, config)
 
 
+def _gemma2(file: GgufFile, config: Config) -> Config:
+    """Without their keys, window and caps have the values of all published models, as in llama.cpp."""
+    _check_pattern(file, "gemma2", GEMMA2_PATTERN)
+    base = config["rope_parameters"]["rope_theta"]
+    if (key := "gemma2.rope.freq_base_swa") in file.metadata and positive_in(file, key) != base:
+        raise ModelError(
+            f"{file.path}: {key} ({file.metadata[key]}) must equal gemma2.rope.freq_base ({base})"
+        )
+    return _gemma(config, is_27b=config["num_hidden_layers"] == GEMMA2_27B_LAYERS) | {
+        "attn_logit_softcapping": positive_in(file, "gemma2.attn_logit_softcapping", default=50.0),
+        "final_logit_softcapping": positive_in(file, "gemma2.final_logit_softcapping", default=30.0),
+        "sliding_window": size_in(file, "gemma2.attention.sliding_window", default=4096),
+    }
+
+
 def _gemma3(file: GgufFile, config: Config) -> Config:
     """Files lack the windows' pattern and the divisor of scores."""
-    key = "gemma3.attention.sliding_window_pattern"
-    if (pattern := file.metadata.get(key)) not in (None, GEMMA3_PATTERN):
-        raise ModelError(f"{file.path}: {key} ({pattern!r:.80}) is not supported")
+    _check_pattern(file, "gemma3", GEMMA3_PATTERN)
     local_base = positive_in(file, "gemma3.rope.freq_base_swa", default=10_000.0)
     return _gemma(config, is_27b=config["num_hidden_layers"] == GEMMA3_27B_LAYERS) | {
         "final_logit_softcapping": file.get("gemma3.final_logit_softcapping", float),
@@ -46,6 +59,12 @@ def _gemma3(file: GgufFile, config: Config) -> Config:
             "sliding_attention": {"rope_type": "default", "rope_theta": local_base},
         },
     }
+
+
+def _check_pattern(file: GgufFile, name: str, every: int) -> None:
+    key = f"{name}.attention.sliding_window_pattern"
+    if (pattern := file.metadata.get(key)) not in (None, every):
+        raise ModelError(f"{file.path}: {key} ({pattern!r:.80}) is not supported")
 
 
 def _gemma(config: Config, *, is_27b: bool) -> Config:
@@ -165,6 +184,7 @@ def _granite(file: GgufFile, config: Config) -> Config:
 
 
 _OF_FAMILY: Mapping[str, Callable[[GgufFile, Config], Config]] = {
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
     "granite": _granite,

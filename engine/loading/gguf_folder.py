@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
 }
 """`general.architecture` -> `architectures[0]` of a config.json."""
 KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
@@ -74,6 +75,7 @@ HEAD_SIZES = (
 EXPERTS = re.compile(r"(?:_exps|\.ffn_(?:gate|up|down)\.(\d+))\.")
 """Part of the names of tensors that have all experts of a layer or, in older files of Mixtral, one expert."""
 KEYS_READ = {
+    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": ("final_logit_softcapping",),
     "granite": ("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
     "llama": ("expert_count",),
@@ -84,7 +86,7 @@ KEYS_READ = {
 """The keys of these that an architecture supports with any value."""
 INTERMEDIATE_SIZE = {"gpt-oss": "expert_feed_forward_length"}
 """The key of `intermediate_size`, where it is not `feed_forward_length`."""
-WINDOWED = ("llama", "gemma3", "gpt-oss", "phi3")
+WINDOWED = ("llama", "gemma2", "gemma3", "gpt-oss", "phi3")
 """Architectures that may have a sliding window."""
 PARTLY_ROTATED = ("phi3",)
 """Architectures that may rotate only the first numbers of a head."""

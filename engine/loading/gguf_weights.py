@@ -42,12 +42,14 @@ _NAMES = {
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
 """A Hugging Face name, without the layer and without `.weight` or `.bias` -> its name in GGUF files."""
+_GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _NAMES_OF = {
-    "gemma3": {
-        "post_attention_layernorm": "post_attention_norm",
-        "pre_feedforward_layernorm": "ffn_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    },
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
     "gpt-oss": {
         "post_attention_layernorm": "post_attention_norm",
         "self_attn.sinks": "attn_sinks",
@@ -60,7 +62,7 @@ _NAMES_OF = {
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
 """Names that differ in some architectures."""
-_NORMS_FROM_ZERO = ("gemma3",)
+_NORMS_FROM_ZERO = ("gemma2", "gemma3")
 """Architectures for which the converter adds 1 to the weights of norms; transformers adds this 1 when it
 computes."""
 STACKS = {

@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
     "olmo2": "olmo2",
     "granite": "granite",
+    "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
 }
@@ -78,7 +79,7 @@ def make_gguf(
             tensor = _permuted(
                 tensor, config["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"]
             )
-        if architecture == "gemma3" and stem.endswith("norm"):
+        if architecture in ("gemma2", "gemma3") and stem.endswith("norm"):
             tensor = tensor + 1.0
         wanted = (
             "F32"
@@ -207,6 +208,7 @@ def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[st
         "rope.dimension_count": _rotary_dim(config, rope),
         "rope.scaling.original_context_length": config.get("original_max_position_embeddings"),
         "rope.scaling.attn_factor": rope.get("attention_factor"),
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
         "attention.scale": config.get("attention_multiplier"),
         "embedding_scale": config.get("embedding_multiplier"),

@@ -12,10 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from baton.config import ModelConfig
 from baton.errors import ModelError
-from engine.batch import RequestBatch
+from baton.sampling import MAX_LOGPROBS, SamplingParams
 from engine.collectives import Collectives
-from engine.layers.backend import InputTokens
-from engine.layers.paged_attention import PagedAttention
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import describe, hugging_face_config
 from engine.loading.loader import LoadedModel, load_model
@@ -69,6 +67,16 @@ CASES = {
     ),
     "olmo2": Case("olmo2", {"num_hidden_layers": 2}),
     "granite": Case("granite", GRANITE | {"num_hidden_layers": 2, "tie_word_embeddings": True}),
+    "gemma2": Case(
+        "gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 4,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
 }
 
 
@@ -99,20 +107,19 @@ def tokens(model: LoadedModel) -> list[int]:
 @torch.inference_mode()
 def check(folder: Path, reference: Path) -> None:
     """The folder's tokens and logits are those that transformers computes from the reference."""
+    driver = StepDriver(load(folder))
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=MAX_LOGPROBS)
+    request = driver.add("a", PROMPT, params)
+    while len(request.outputs) < 6:
+        driver.step({"a": min(7, request.num_tokens - request.num_computed)})
     theirs = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).eval()
-    model = load(folder)
-    found = tokens(model)
-    whole = theirs(torch.tensor([[*PROMPT, *found]])).logits[0]
-    assert found == whole[len(PROMPT) - 1 : -1].argmax(-1).tolist()
-    driver, requests = StepDriver(model), RequestBatch(4)
-    driver.add("a", PROMPT)
-    plan = driver.plan({"a": len(PROMPT)})
-    requests.update(plan)
-    attention = PagedAttention(driver.pool, model.architecture, model.num_heads, model.dtype)
-    hidden_TE = model.decoder.forward(
-        InputTokens(torch.tensor(PROMPT)), attention.prepare(requests.build(plan))
-    )
-    torch.testing.assert_close(model.decoder.logits(hidden_TE), whole[: len(PROMPT)], rtol=1e-3, atol=1e-3)
+    whole = theirs(torch.tensor([[*PROMPT, *request.outputs]])).logits[0]
+    logits = whole[len(PROMPT) - 1 : -1]
+    assert request.outputs == logits.argmax(-1).tolist()
+    for position, logprobs in enumerate(request.logprobs):
+        token_ids, values = zip(*logprobs.top, strict=True)
+        expected = logits[position].log_softmax(-1)[list(token_ids)]
+        torch.testing.assert_close(torch.tensor(values), expected, rtol=0, atol=5e-4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -139,7 +146,7 @@ def rounded(path: Path, source: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["mixtral", "phi3", "smollm3, biased", "olmo2", "granite"])
+@pytest.mark.parametrize("name", ["mixtral", "phi3", "smollm3, biased", "olmo2", "granite", "gemma2"])
 def test_quantized_files(tmp_path: Path, name: str) -> None:
     """Dequantized, they give transformers' tokens; in the file's bits, two ranks give those of one."""
     case = CASES[name]
@@ -185,6 +192,17 @@ def test_bytes_of_experts_are_counted_in_either_form(tmp_path: Path) -> None:
         ("granite", {"logit_scale": None}, r"the metadata key granite\.logit_scale is missing"),
         ("granite", {"residual_scale": -1.0}, r"granite\.residual_scale must be a positive number"),
         ("granite", {"rope__scaling__finetuned": False}, r"finetuned \(False\), a model without a rotation"),
+        (
+            "gemma2",
+            {"attention__sliding_window_pattern": 3},
+            r"sliding_window_pattern \(3\) is not supported",
+        ),
+        (
+            "gemma2",
+            {"rope__freq_base_swa": 5.0},
+            r"gemma2\.rope\.freq_base_swa \(5\.0\) must equal gemma2\.rope",
+        ),
+        ("gemma2", {"final_logit_softcapping": 0.0}, r"final_logit_softcapping must be a positive number"),
     ],
     ids=str,
 )
@@ -228,3 +246,15 @@ def test_granite_without_optional_keys_has_llama_cpps_defaults(tmp_path: Path) -
     config = hugging_face_config(read_gguf(make_gguf(tmp_path / "m.gguf", source, **keys)))
     names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
     assert [config[name] for name in names] == [0.25, 1.0, 1.0]
+
+
+def test_gemma_2_without_optional_keys_has_the_values_of_all_its_models(tmp_path: Path) -> None:
+    source = make_model_dir(tmp_path / "source", "gemma2", num_hidden_layers=46, hidden_size=32, head_dim=16)
+    keys: dict[str, Any] = {
+        "gemma2__attn_logit_softcapping": None,
+        "gemma2__final_logit_softcapping": None,
+        "gemma2__attention__sliding_window": None,
+    }
+    config = hugging_face_config(read_gguf(make_gguf(tmp_path / "m.gguf", source, **keys)))
+    names = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "query_pre_attn_scalar")
+    assert [config[name] for name in names] == [50.0, 30.0, 4096, 32 // 4], "46 layers: the largest model"
