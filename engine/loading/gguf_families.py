@@ -162,6 +162,15 @@ def _rotated_part(file: GgufFile, name: str, head_dim: int) -> Config:
     return {"partial_rotary_factor": share if int(head_dim * share) == dim else math.nextafter(share, 1.0)}
 
 
+def _glm4(file: GgufFile, config: Config) -> Config:
+    """q and k are in the order of Hugging Face; only in files of models that read images, they are not."""
+    for key, harmless in (("rope.dimension_sections", ([0] * 4,)), ("nextn_predict_layers", (0,))):
+        if (value := file.metadata.get(f"glm4.{key}")) is not None and value not in harmless:
+            raise ModelError(f"{file.path}: glm4.{key} ({value!r:.80}) is not supported")
+    rope = config["rope_parameters"] | _rotated_part(file, "glm4", config["head_dim"])
+    return config | {"rope_parameters": rope}
+
+
 def _smollm3(_: GgufFile, config: Config) -> Config:
     return config | {"no_rope_layer_interval": SMOLLM3_PATTERN}
 
@@ -186,6 +195,7 @@ def _granite(file: GgufFile, config: Config) -> Config:
 _OF_FAMILY: Mapping[str, Callable[[GgufFile, Config], Config]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "glm4": _glm4,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "llama": _llama,

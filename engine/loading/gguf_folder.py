@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "granite": "GraniteForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
 }
 """`general.architecture` -> `architectures[0]` of a config.json."""
 KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
@@ -88,7 +89,7 @@ INTERMEDIATE_SIZE = {"gpt-oss": "expert_feed_forward_length"}
 """The key of `intermediate_size`, where it is not `feed_forward_length`."""
 WINDOWED = ("llama", "gemma2", "gemma3", "gpt-oss", "phi3")
 """Architectures that may have a sliding window."""
-PARTLY_ROTATED = ("phi3",)
+PARTLY_ROTATED = ("glm4", "phi3")
 """Architectures that may rotate only the first numbers of a head."""
 
 

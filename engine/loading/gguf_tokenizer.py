@@ -47,12 +47,14 @@ _ENDS_OF_TURNS = {
     "<EOT>",
     "_<EOT>",
     "[EOT]",
+    "<|observation|>",
 }
 _ENDS_OF_HARMONY = frozenset({"<|return|>", "<|call|>"})
 """In the harmony format (gpt-oss), these tokens end a turn, and `<|end|>` only a message of the turn."""
 _ENDS = frozenset({*_ENDS_OF_TEXTS, *_ENDS_OF_TURNS, "<|eom_id|>", *_ENDS_OF_HARMONY})
 """Tokens that end a text, a turn or a message in chat templates. llama.cpp ends an answer at each of these
-tokens, even if the file's keys do not name them."""
+tokens, even if the file's keys do not name them. GLM-4 ends a call with `<|observation|>`, which only its
+generation_config.json names."""
 _NEVER_STRIPPED = ("<s>", "<unk>", "<|endoftext|>")
 """Tokens after which Phi-3, too, keeps spaces."""
 _MAX_TOKEN_CHARS = 4096
@@ -99,6 +101,7 @@ def tokenizer_json(file: GgufFile) -> Json:
     """The content of tokenizer.json; ModelError names an unsupported kind of tokenizer."""
     tokens = file.strings("tokenizer.ggml.tokens")
     kind = file.need("tokenizer.ggml.model", str)
+    is_phi3 = kind == "llama" and file.get("general.architecture", str) == "phi3"
     if kind == "gpt2":
         parts, has_bos = _byte_level(file, tokens)
     elif kind == "llama":
@@ -112,7 +115,7 @@ def tokenizer_json(file: GgufFile) -> Json:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added_tokens(file, tokens, are_stripped=kind == "llama" and _is_phi3(file)),
+        "added_tokens": _added_tokens(file, tokens, are_stripped=is_phi3),
         "post_processor": _template(file, tokens, has_bos=has_bos),
         **parts,
     }
@@ -236,16 +239,11 @@ def _pair(file: GgufFile, merge: str, tokens: set[str]) -> list[str]:
     return pair
 
 
-def _is_phi3(file: GgufFile) -> bool:
-    """Files do not say that Phi-3's marks swallow spaces; llama.cpp concludes it from the model's name, too."""
-    name = (file.get("general.name", str) or "").lower()
-    return file.get("general.architecture", str) == "phi3" or "phi-3" in name or "phi3" in name
-
-
 def _added_tokens(file: GgufFile, tokens: list[str], *, are_stripped: bool) -> list[Json]:
     """Tokens that are found in a text before any other rule; a decoder may skip the special ones.
 
-    `are_stripped`: spaces and newlines after most of them are no part of the text.
+    `are_stripped`: spaces and newlines after most of them are no part of the text. No key says so; llama.cpp has it in
+    its code, too.
     """
     types = file.numbers("tokenizer.ggml.token_type")
     if types and len(types) != len(tokens):

@@ -55,6 +55,12 @@ _NAMES_OF = {
         "self_attn.sinks": "attn_sinks",
         "mlp.router": "ffn_gate_inp",
     },
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+        "mlp.gate_up_proj": "ffn_up",
+    },
     "olmo2": {
         "post_attention_layernorm": "post_attention_norm",
         "post_feedforward_layernorm": "post_ffw_norm",

@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "granite": "granite",
     "gemma2": "gemma2",
+    "glm4": "glm4",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
 }

@@ -77,6 +77,15 @@ CASES = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "glm4": Case("glm4", {"head_dim": 16, "num_hidden_layers": 2}),
+    "glm4, all of a head rotated, not biased": Case(
+        "glm4",
+        {
+            "head_dim": 32,
+            "attention_bias": False,
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+    ),
 }
 
 
@@ -146,7 +155,7 @@ def rounded(path: Path, source: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["mixtral", "phi3", "smollm3, biased", "olmo2", "granite", "gemma2"])
+@pytest.mark.parametrize("name", ["mixtral", "phi3", "smollm3, biased", "olmo2", "granite", "gemma2", "glm4"])
 def test_quantized_files(tmp_path: Path, name: str) -> None:
     """Dequantized, they give transformers' tokens; in the file's bits, two ranks give those of one."""
     case = CASES[name]
@@ -175,45 +184,43 @@ def test_bytes_of_experts_are_counted_in_either_form(tmp_path: Path) -> None:
         assert weights.num_expert_bytes == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "metadata", "message"),
-    [
-        ("phi3", {"rope__dimension_count": 7}, r"phi3\.rope\.dimension_count must be even, got 7"),
-        ("phi3", {"rope__dimension_count": 18}, r"rope\.dimension_count must be from 1 to 16, got 18"),
-        ("phi3", {"rope__scaling__attn_factor": 1.5}, r"attn_factor \(1\.5\) .* without rope_factors_short"),
-        ("phi3", {"rope__scaling__factor": 2.0}, r"a rotation of type 'linear' is not supported for phi3"),
-        ("phi3", {"rope__scaling__type": "longrope"}, r"rope\.scaling\.type 'longrope' is not supported"),
-        (
-            "olmo2",
-            {"attention__sliding_window": 9},
-            r"olmo2\.attention\.sliding_window \(9\) is not supported",
-        ),
-        ("granite", {"expert_count": 8}, r"granite\.expert_count \(8\) is not supported"),
-        ("granite", {"logit_scale": None}, r"the metadata key granite\.logit_scale is missing"),
-        ("granite", {"residual_scale": -1.0}, r"granite\.residual_scale must be a positive number"),
-        ("granite", {"rope__scaling__finetuned": False}, r"finetuned \(False\), a model without a rotation"),
-        (
-            "gemma2",
-            {"attention__sliding_window_pattern": 3},
-            r"sliding_window_pattern \(3\) is not supported",
-        ),
-        (
-            "gemma2",
-            {"rope__freq_base_swa": 5.0},
-            r"gemma2\.rope\.freq_base_swa \(5\.0\) must equal gemma2\.rope",
-        ),
-        ("gemma2", {"final_logit_softcapping": 0.0}, r"final_logit_softcapping must be a positive number"),
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "phi3": [
+        ({"rope__dimension_count": 7}, r"phi3\.rope\.dimension_count must be even, got 7"),
+        ({"rope__dimension_count": 18}, r"rope\.dimension_count must be from 1 to 16, got 18"),
+        ({"rope__scaling__attn_factor": 1.5}, r"attn_factor \(1\.5\) .* without rope_factors_short"),
+        ({"rope__scaling__factor": 2.0}, r"a rotation of type 'linear' is not supported for phi3"),
+        ({"rope__scaling__type": "longrope"}, r"rope\.scaling\.type 'longrope' is not supported"),
     ],
-    ids=str,
-)
-def test_what_is_not_supported_is_named(
-    tmp_path: Path, name: str, metadata: dict[str, Any], message: str
-) -> None:
+    "olmo2": [
+        ({"attention__sliding_window": 9}, r"olmo2\.attention\.sliding_window \(9\) is not supported"),
+    ],
+    "granite": [
+        ({"expert_count": 8}, r"granite\.expert_count \(8\) is not supported"),
+        ({"logit_scale": None}, r"the metadata key granite\.logit_scale is missing"),
+        ({"residual_scale": -1.0}, r"granite\.residual_scale must be a positive number"),
+        ({"rope__scaling__finetuned": False}, r"finetuned \(False\), a model without a rotation"),
+    ],
+    "gemma2": [
+        ({"attention__sliding_window_pattern": 3}, r"sliding_window_pattern \(3\) is not supported"),
+        ({"rope__freq_base_swa": 5.0}, r"gemma2\.rope\.freq_base_swa \(5\.0\) must equal gemma2\.rope"),
+        ({"final_logit_softcapping": 0.0}, r"final_logit_softcapping must be a positive number"),
+    ],
+    "glm4": [
+        ({"rope__dimension_sections": [2, 3, 3, 0]}, r"glm4\.rope\.dimension_sections .* is not supported"),
+        ({"nextn_predict_layers": 1}, r"glm4\.nextn_predict_layers \(1\) is not supported"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_named(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     source = source_of(tmp_path, case)
-    keys = {f"{ARCHITECTURES[case.architecture]}__{key}": value for key, value in metadata.items()}
-    with pytest.raises(ModelError, match=rf"model\.gguf.*{message}"):
-        folder_of(tmp_path, source, case, **keys)
+    for metadata, message in REFUSED[name]:
+        keys = {f"{ARCHITECTURES[case.architecture]}__{key}": value for key, value in metadata.items()}
+        with pytest.raises(ModelError, match=rf"model\.gguf.*{message}"):
+            folder_of(tmp_path, source, case, **keys)
 
 
 def test_divisors_of_longrope_belong_together(tmp_path: Path) -> None:
@@ -225,15 +232,13 @@ def test_divisors_of_longrope_belong_together(tmp_path: Path) -> None:
         hugging_face_config(replace(file, tensors=tensors))
 
 
-@pytest.mark.parametrize(("metadata", "window"), [({}, 2047), ({"sliding_window": 0}, None)], ids=str)
-def test_phi_3_for_4096_positions_has_a_window_without_the_key(
-    tmp_path: Path, metadata: dict[str, Any], window: int | None
-) -> None:
+def test_phi_3_for_4096_positions_has_a_window_without_the_key(tmp_path: Path) -> None:
     """As in llama.cpp until 2025. Files of Phi-4 say that it has none."""
     source = make_model_dir(tmp_path / "source", "phi3", num_hidden_layers=1, max_position_embeddings=4096)
-    keys = {f"phi3__attention__{key}": value for key, value in metadata.items()}
-    config = hugging_face_config(read_gguf(make_gguf(tmp_path / "m.gguf", source, **keys)))
-    assert config.get("sliding_window") == window
+    file = read_gguf(make_gguf(tmp_path / "m.gguf", source))
+    assert hugging_face_config(file)["sliding_window"] == 2047
+    without = replace(file, metadata=file.metadata | {"phi3.attention.sliding_window": 0})
+    assert "sliding_window" not in hugging_face_config(without)
 
 
 def test_granite_without_optional_keys_has_llama_cpps_defaults(tmp_path: Path) -> None:
