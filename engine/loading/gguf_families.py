@@ -139,7 +139,8 @@ def _phi3_rope(file: GgufFile, plain: Config) -> Config:
     if plain["rope_type"] != "default":
         raise ModelError(f"{file.path}: a rotation of type {plain['rope_type']!r} is not supported for phi3")
     missing = [name for name in ROPE_FACTORS.values() if name not in file.tensors]
-    if len(missing) == len(ROPE_FACTORS):
+    is_named = file.get("phi3.rope.scaling.type", str) == "longrope"
+    if len(missing) == len(ROPE_FACTORS) and not is_named:
         if attention_factor != 1.0:
             raise ModelError(
                 f"{file.path}: phi3.rope.scaling.attn_factor ({attention_factor}) is not supported without "

@@ -185,19 +185,19 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _check_experts(file: GgufFile, num_experts: int) -> None:
-    """ModelError if tensors have other experts than the metadata says."""
-    for name, tensor in file.tensors.items():
-        match = EXPERTS.search(name)
-        if match is None:
-            continue
-        dims, part = (2, "vector") if name.endswith(".bias") else (3, "matrix")
+    """ModelError if tensors have other experts than the metadata says, or have them twice."""
+    matches = [(tensor, match) for name, tensor in file.tensors.items() if (match := EXPERTS.search(name))]
+    if len({match[1] is None for _, match in matches}) > 1:
+        raise ModelError(f"{file.path}: some tensors have all experts of a layer, others only one")
+    for tensor, match in matches:
+        dims, part = (2, "vector") if tensor.name.endswith(".bias") else (3, "matrix")
         if match[1] is None:
             fits = len(tensor.shape) == dims and tensor.shape[0] == num_experts
         else:
             fits = len(tensor.shape) == 2 and int(match[1]) < num_experts
         if not fits:
             raise ModelError(
-                f"{file.path}: tensor {name} has shape {list(tensor.shape)}, but the metadata implies "
+                f"{file.path}: tensor {tensor.name} has shape {list(tensor.shape)}, but the metadata implies "
                 f"{num_experts} experts, a {part} each"
             )
 
@@ -225,7 +225,8 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, object]:
     kind = file.get(f"{name}.rope.scaling.type", str) or "linear"
     older = positive_in(file, f"{name}.rope.scale_linear", default=1.0)
     factor = positive_in(file, f"{name}.rope.scaling.factor", default=older)
-    is_scaled = kind != "none" and (kind, factor) != ("linear", 1.0)
+    by_tensors = ("longrope",) if name == "phi3" else ()
+    is_scaled = kind != "none" and not (kind in ("linear", *by_tensors) and factor == 1.0)
     if "rope_freqs.weight" in file.tensors:
         if is_scaled:
             raise ModelError(

@@ -14,7 +14,7 @@ from baton.config import ModelConfig
 from baton.errors import ModelError
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from engine.collectives import Collectives
-from engine.loading.gguf import read_gguf
+from engine.loading.gguf import GgufTensor, read_gguf
 from engine.loading.gguf_folder import describe, hugging_face_config
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.stored_weights import read_weights
@@ -175,6 +175,7 @@ def test_bytes_of_experts_are_counted_in_either_form(tmp_path: Path) -> None:
     case = CASES["mixtral"]
     source = source_of(tmp_path, case)
     expected = 4 * 3 * 64 * 128 * 5 * 2
+    tensors: dict[str, GgufTensor] = {}
     for has_stacks in (True, False):
         at = tmp_path / str(has_stacks)
         at.mkdir()
@@ -182,6 +183,10 @@ def test_bytes_of_experts_are_counted_in_either_form(tmp_path: Path) -> None:
         weights = read_weights(folder, read_architecture(folder))
         assert weights is not None
         assert weights.num_expert_bytes == expected
+        file = read_gguf(at / "model.gguf")
+        tensors |= file.tensors
+    with pytest.raises(ModelError, match="some tensors have all experts of a layer, others only one"):
+        hugging_face_config(replace(file, tensors=tensors))
 
 
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -190,7 +195,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rope__dimension_count": 18}, r"rope\.dimension_count must be from 1 to 16, got 18"),
         ({"rope__scaling__attn_factor": 1.5}, r"attn_factor \(1\.5\) .* without rope_factors_short"),
         ({"rope__scaling__factor": 2.0}, r"a rotation of type 'linear' is not supported for phi3"),
-        ({"rope__scaling__type": "longrope"}, r"rope\.scaling\.type 'longrope' is not supported"),
+        ({"rope__scaling__type": "longrope"}, r"tensor rope_factors_short\.weight is missing"),
+        (
+            {"rope__scaling__type": "longrope", "rope__scaling__factor": 2.0},
+            r"rope\.scaling\.type 'longrope' is not supported",
+        ),
     ],
     "olmo2": [
         ({"attention__sliding_window": 9}, r"olmo2\.attention\.sliding_window \(9\) is not supported"),
@@ -224,9 +233,12 @@ def test_what_is_not_supported_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_divisors_of_longrope_belong_together(tmp_path: Path) -> None:
+    """They are used whether or not the file names the kind of scaling."""
     case = CASES["phi3, longrope, long"]
     source = source_of(tmp_path, case)
     file = read_gguf(make_gguf(tmp_path / "model.gguf", source))
+    named = replace(file, metadata=file.metadata | {"phi3.rope.scaling.type": "longrope"})
+    assert hugging_face_config(named) == hugging_face_config(file)
     tensors = {key: value for key, value in file.tensors.items() if key != "rope_factors_long.weight"}
     with pytest.raises(ModelError, match=r"tensor rope_factors_long\.weight is missing"):
         hugging_face_config(replace(file, tensors=tensors))
