@@ -36,10 +36,15 @@ class SideBySide:
     """Projections whose weights are of different kinds, as in a GGUF file that keeps v in more bits than q and k."""
 
     def __init__(self, layers: Sequence[LinearLayer]) -> None:
-        self._layers = layers
+        self.layers = layers
 
     def __call__(self, x_TI: Activations) -> torch.Tensor:
-        return torch.cat([layer(x_TI) for layer in self._layers], -1)
+        return torch.cat([layer(x_TI) for layer in self.layers], -1)
+
+
+def parts_of(layer: LinearLayer) -> Sequence[LinearLayer]:
+    """The layers whose outputs follow each other: those of SideBySide, or the layer itself."""
+    return layer.layers if isinstance(layer, SideBySide) else (layer,)
 
 
 def _numbers(part: Matrix) -> Matrix:

@@ -12,6 +12,7 @@ from engine.activation import Activation, Gate
 from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix, MixtureLayer
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
+from engine.layers.merged_linear import parts_of
 from engine.layers.mixture import ExpertChoice
 from engine.layers.native_linear import NativeLinear, NativeLinears
 from engine.layers.native_mixture import NativeMixture
@@ -47,13 +48,17 @@ class NativeBackend(TorchBackend):
     def mixture_of(
         self, choice: ExpertChoice, experts: Sequence[tuple[LinearLayer, LinearLayer]], here: range
     ) -> MixtureLayer:
-        gate_ups, downs = [gate_up for gate_up, _ in experts], [down for _, down in experts]
-        if not experts or not (NativeLinears.can_join(gate_ups) and NativeLinears.can_join(downs)):
+        gate_ups, downs = [parts_of(gate_up) for gate_up, _ in experts], [down for _, down in experts]
+        if len({len(parts) for parts in gate_ups}) != 1:
+            return super().mixture_of(choice, experts, here)
+        by_part = [NativeLinears.joined(parts) for parts in zip(*gate_ups, strict=True)]
+        joined = [part for part in by_part if part is not None]
+        if len(joined) < len(by_part) or (joined_downs := NativeLinears.joined(downs)) is None:
             return super().mixture_of(choice, experts, here)
         return NativeMixture(
             choice,
-            NativeLinears(gate_ups),
-            NativeLinears(downs),
+            joined,
+            joined_downs,
             choice.mixture.activation,
             self._kernels,
             self._experts_products,

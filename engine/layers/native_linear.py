@@ -6,7 +6,7 @@ Shape suffixes: T tokens, I input features, O output features, P = O / 2.
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Self, TypeGuard
+from typing import Self
 
 import torch
 
@@ -131,16 +131,12 @@ class NativeLinears:
         self._addresses = (ctypes.c_void_p * len(layers))(*(layer.layer_address for layer in layers))
         self.num_outputs, self.num_inputs, self.can_gate = first.num_outputs, first.num_inputs, first.can_gate
 
-    @staticmethod
-    def can_join(layers: Sequence[LinearLayer]) -> TypeGuard[Sequence[NativeLinear]]:
-        """Whether one call can compute the products of all these layers."""
-        return all(
-            isinstance(layer, NativeLinear)
-            and isinstance(first := layers[0], NativeLinear)
-            and layer.product == first.product
-            and (layer.num_outputs, layer.num_inputs) == (first.num_outputs, first.num_inputs)
-            for layer in layers
-        )
+    @classmethod
+    def joined(cls, layers: Sequence[LinearLayer]) -> Self | None:
+        """None if one call cannot compute the products of all these layers."""
+        native = [layer for layer in layers if isinstance(layer, NativeLinear)]
+        kinds = [(layer.product, layer.num_outputs, layer.num_inputs) for layer in native]
+        return cls(native) if len(native) == len(layers) and all(kind == kinds[0] for kind in kinds) else None
 
     def store(
         self, x_TI: torch.Tensor, firsts_N: torch.Tensor, order_P: torch.Tensor | None, y_PO: torch.Tensor

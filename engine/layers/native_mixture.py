@@ -4,6 +4,8 @@ Shape suffixes: T tokens, X experts, P pairs of a token and one of its experts, 
 expert, M = 2 x I.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from engine.activation import Activation, Gate
@@ -23,7 +25,7 @@ class NativeMixture:
     def __init__(
         self,
         choice: ExpertChoice,
-        gate_ups: NativeLinears,
+        gate_ups: Sequence[NativeLinears],
         downs: NativeLinears,
         activation: Activation,
         kernels: ElementwiseKernels,
@@ -31,7 +33,8 @@ class NativeMixture:
         activations: Workspace,
         here: range,
     ) -> None:
-        """`gate_ups`, `downs`: the projections of the experts with the numbers `here`.
+        """`gate_ups`, `downs`: the projections of the experts with the numbers `here`. `gate_ups` may have several
+        parts, whose outputs follow each other.
 
         `products`, `activations`: memory for what the names say."""
         self._choice = choice
@@ -56,12 +59,14 @@ class NativeMixture:
 
     def _gated(self, x_TE: torch.Tensor, firsts_X: torch.Tensor, tokens_P: torch.Tensor) -> torch.Tensor:
         """P x I."""
-        num_pairs, num_outputs = len(tokens_P), self._gate_ups.num_outputs
+        num_pairs, num_outputs = len(tokens_P), sum(part.num_outputs for part in self._gate_ups)
         x_PI = self._activations.borrow(x_TE.dtype, num_pairs, num_outputs // 2)
-        if self._activation is Gate.SILU and self._gate_ups.can_gate:
-            self._gate_ups.gated(x_TE, firsts_X, tokens_P, x_PI)
+        if self._activation is Gate.SILU and len(self._gate_ups) == 1 and self._gate_ups[0].can_gate:
+            self._gate_ups[0].gated(x_TE, firsts_X, tokens_P, x_PI)
             return x_PI
         gate_up_PM = self._products.borrow(x_TE.dtype, num_pairs, num_outputs)
-        self._gate_ups.store(x_TE, firsts_X, tokens_P, gate_up_PM)
+        columns = gate_up_PM.split([part.num_outputs for part in self._gate_ups], 1)
+        for part, y_PO in zip(self._gate_ups, columns, strict=True):
+            part.store(x_TE, firsts_X, tokens_P, y_PO)
         self._kernels.gate_mul(gate_up_PM, self._activation, x_PI)
         return x_PI

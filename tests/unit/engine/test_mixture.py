@@ -21,6 +21,7 @@ from engine.layers.fp8 import quantize_rows
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.mixture import route
 from engine.layers.native_backend import NativeBackend
+from engine.layers.native_mixture import NativeMixture
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import load_model
 from engine.mixture_config import Mixture
@@ -180,6 +181,22 @@ def test_a_mixture_with_biases_and_a_clamped_gate(make_backend: Any) -> None:
             inner_I = (up_I + 1) * gate_I * torch.sigmoid(1.702 * gate_I)
             expected_E += weight * (as_floats(experts[n].down_EI).float() @ inner_I + down_bias_E)
         torch.testing.assert_close(found_E, expected_E, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_mixed_here", [True, False])
+def test_gates_and_ups_of_different_kinds(is_mixed_here: bool) -> None:
+    """As GGUF files may have them: in all experts, or in one."""
+    router_XE, experts = random_experts(torch.float32, 4)
+    in_8_bits = random_experts(torch.float32, 8)[1]
+    experts = [
+        replace(each, up_IE=other.up_IE) if is_mixed_here or number == 2 else each
+        for number, (each, other) in enumerate(zip(experts, in_8_bits, strict=True))
+    ]
+    x_TE = torch.randn(19, HIDDEN, generator=torch.Generator().manual_seed(1))
+    mixture = made(native(), router_XE, experts)
+    assert isinstance(mixture, NativeMixture) is is_mixed_here
+    expected = literally(x_TE, router_XE, experts)
+    torch.testing.assert_close(mixture(x_TE).to(torch.float64), expected, rtol=0, atol=3e-2)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

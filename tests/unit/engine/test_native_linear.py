@@ -370,7 +370,7 @@ def test_only_layers_of_one_kind_and_shape_are_joined(products: Products) -> Non
         torch.randn(64, 64),
         GroupedWeight.quantize(torch.randn(32, 64), 8),
     )
-    assert NativeLinears.can_join([layer(plain), layer(plain.to(torch.bfloat16))])
-    assert not NativeLinears.can_join([layer(plain), layer(other)])
-    assert not NativeLinears.can_join([layer(plain), layer(grouped)])
-    assert not NativeLinears.can_join([layer(plain), Linear(plain, None)])
+    assert NativeLinears.joined([layer(plain), layer(plain.to(torch.bfloat16))]) is not None
+    assert NativeLinears.joined([layer(plain), layer(other)]) is None
+    assert NativeLinears.joined([layer(plain), layer(grouped)]) is None
+    assert NativeLinears.joined([layer(plain), Linear(plain, None)]) is None
