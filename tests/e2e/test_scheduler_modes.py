@@ -1,6 +1,6 @@
 """Tokens equal transformers' own, however the scheduler cuts, orders, preempts and plans ahead.
 
-A tiny model is asked in every combination, the real one in a few.
+A tiny model is asked in every combination, the real one in a few, by hand.
 """
 
 from dataclasses import dataclass
@@ -174,13 +174,13 @@ def test_c59_requests_that_run_without_a_place_in_every_step_get_the_same_tokens
     )
 
 
+@pytest.mark.by_hand  # the tiny model is served with these settings, too
 @pytest.mark.parametrize(
     "settings",
     [
         {"max_num_batched_tokens": 33, "preemption": "recompute", "async_scheduling": False},
-        # the tiny model is served with these settings, too
-        pytest.param({"max_num_batched_tokens": 512, "preemption": "swap"}, marks=pytest.mark.by_hand),
-        pytest.param({**TWO_PHASE, "preemption": "swap", "policy": "priority"}, marks=pytest.mark.by_hand),
+        {"max_num_batched_tokens": 512, "preemption": "swap"},
+        {**TWO_PHASE, "preemption": "swap", "policy": "priority"},
     ],
     ids=["33-sync", "512-swap", "two-phase-swap"],
 )
