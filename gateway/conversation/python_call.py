@@ -20,10 +20,10 @@ def read_python_call(reader: Reader, calls: CallWriter, *, is_known: bool = Fals
     name = yield from reader.word("(", 128)
     if not is_tool_name(name) or (is_known and name not in calls.tools):
         return False
-    if (source := (yield from reader.brackets())) is None:
-        return False
-    arguments = keyword_arguments(source[1:-1])
+    source = yield from reader.brackets()
+    arguments = None if source is None else keyword_arguments(source[1:-1])
     if arguments is None:
+        calls.num_misread += 1  # only such a text may be long
         return False
     reader.commit()
     calls.begin(name)

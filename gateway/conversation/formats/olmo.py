@@ -25,7 +25,6 @@ class OlmoCalls:
 
         limit = MAX_CALL_CHARACTERS if calls.num_misread < MAX_MISREAD else MAX_ATTEMPT_CHARACTERS
         if not (yield from reader.series("", "", read_call, limit)):
-            calls.num_misread += 1
             return False
         yield from reader.skip_optional(END)
         return True

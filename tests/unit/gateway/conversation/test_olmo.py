@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from gateway.conversation import ToolChoice, ToolUse
+from gateway.conversation.events import CallBegins
+from gateway.conversation.formats import olmo
 from gateway.conversation.python_call import MAX_CALL_CHARACTERS
 from tests.factories.conversations import (
     ASKED,
@@ -70,6 +72,15 @@ def test_many_long_texts_behind_markers_are_not_held_back() -> None:
     answer = '<function_calls>search(query="' + "x" * (2 * MAX_CALL_CHARACTERS)
     parts = parts_of(format_of("olmo"), [answer] * 40)
     assert parts.text == answer * 40
+
+
+def test_what_only_begins_like_a_call_is_not_read_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text stands behind a call and a marker, and ends after all the others."""
+    monkeypatch.setattr(olmo, "MAX_CALL_CHARACTERS", 4_096)
+    parser = format_of("olmo").new_parser(ASKED, "")
+    assert parser is not None
+    events = parser.push("<function_calls>search()\nsearch(" * 150)
+    assert sum(isinstance(event, CallBegins) for event in events) > 100
 
 
 @pytest.mark.parametrize("has_markers", [True, False])
