@@ -36,7 +36,7 @@ def python_arguments(lark: Lark, index: int, tool: GuidedTool) -> str:
     """The expression for keyword arguments in the order of the schema. Optional arguments may be missing."""
     unlisted = None if tool.tool is None else unlisted_property(tool)
     if tool.tool is None or unlisted is not None:
-        argument = rf'/[a-zA-Z_]\w*/ "=" {"%json {}" if unlisted is None else _value(unlisted)}'
+        argument = rf'/[a-zA-Z_][a-zA-Z0-9_]*/ "=" {"%json {}" if unlisted is None else _value(unlisted)}'
         return f'( {argument} ( ", " {argument} )* )?'
     first, following = "", ""
     for number, part in reversed(list(enumerate(listed_properties(tool)))):

@@ -43,8 +43,8 @@ def is_keyword(name: str) -> bool:
 
 
 def keyword_arguments(source: str) -> dict[str, Any] | None:
-    """The arguments. None if the text is something else, is nested too deep, or has a value that JSON cannot
-    express."""
+    """The arguments; of a name that comes twice, the last value, as in JSON. None if the text is something else, is
+    nested too deep, or has a value that JSON cannot express."""
     try:
         return _Literals(source).keywords()
     except (ValueError, IndexError):
@@ -79,7 +79,7 @@ class _Literals:
         while self._at < len(self._tokens):
             kind, name = self._take()
             self._expect("=")
-            if kind != "name" or name in arguments:
+            if kind != "name":
                 raise ValueError("no keyword")
             arguments[name] = self._value(1)
             if self._at < len(self._tokens):

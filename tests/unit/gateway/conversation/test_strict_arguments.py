@@ -148,3 +148,14 @@ def test_what_is_required_but_not_listed_follows_the_listed_properties() -> None
     grammar = grammar_of(GUIDE, "pythonic", replace(ASKED, tools=(only_required,), tool_choice=REQUIRED))
     assert GUIDE.accepts(grammar, "[act(b=1)]")
     assert not GUIDE.accepts(grammar, "[act()]")
+
+
+def test_what_python_calls_may_have_beyond_lists_is_read() -> None:
+    """A name may come twice, as in JSON. Letters are those that Python's regular expressions know, too."""
+    tool = Tool("act", None, {"additionalProperties": {"type": "integer"}})
+    asked = replace(ASKED, tools=(tool,), tool_choice=REQUIRED)
+    grammar = grammar_of(GUIDE, "pythonic", asked)
+    twice = "[act(a=1, b=1, a=2)]"
+    assert GUIDE.accepts(grammar, twice)
+    assert calls_in(parts_of(format_of("pythonic"), [*twice], asked)) == [("act", '{"a": 2, "b": 1}', True)]
+    assert not GUIDE.accepts(grammar, "[act(a\u0301=1)]")
