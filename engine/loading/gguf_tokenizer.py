@@ -122,24 +122,30 @@ def tokenizer_json(file: GgufFile) -> Json:
 
 
 def special_tokens(file: GgufFile) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... of tokenizer_config.json."""
+    """`bos_token`, `eos_token`, ... of tokenizer_config.json. An `eos_token` would end answers, too."""
     tokens = file.strings("tokenizer.ggml.tokens")
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {short: _token_id(file, tokens, long) for short, long in names.items()}
+    if ids["eos"] not in _ends(file, tokens):
+        del ids["eos"]
     return {f"{short}_token": tokens[token_id] for short, token_id in ids.items() if token_id is not None}
 
 
 def special_token_ids(file: GgufFile) -> dict[str, int | list[int]]:
     """`bos_token_id` and `eos_token_id` of config.json: every token that ends a text, turn or message."""
     tokens = file.strings("tokenizer.ggml.tokens")
+    ends, bos = _ends(file, tokens), _token_id(file, tokens, "bos")
+    ids: dict[str, int | list[int]] = {} if bos is None else {"bos_token_id": bos}
+    return ids | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
+
+
+def _ends(file: GgufFile, tokens: list[str]) -> list[int]:
     by_key = (_token_id(file, tokens, name) for name in ("eos", "eot", "eom"))
     by_name = (token_id for token_id, token in enumerate(tokens) if token in _ENDS)
     ends = list(dict.fromkeys([*(token_id for token_id in by_key if token_id is not None), *by_name]))
     if _ENDS_OF_HARMONY.issubset(tokens):  # as in llama.cpp, even if a key names the end of a message
         ends = [token_id for token_id in ends if tokens[token_id] != "<|end|>"]
-    bos = _token_id(file, tokens, "bos")
-    ids: dict[str, int | list[int]] = {} if bos is None else {"bos_token_id": bos}
-    return ids | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
+    return ends
 
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Json, bool]:

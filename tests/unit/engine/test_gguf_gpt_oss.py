@@ -248,7 +248,7 @@ def test_keys_that_other_converters_leave_out_have_llama_cpps_defaults(tmp_path:
 
 
 def test_the_template_chooses_harmony_and_its_turns_end_answers(tmp_path: Path) -> None:
-    """`<|end|>` ends only a message, though a key names it."""
+    """`<|end|>` ends only a message, though keys name it."""
     source = make_model_dir(tmp_path / "source", "gpt_oss", **SIZES | {"vocab_size": 320})
     vocabulary = json.loads((source / "tokenizer.json").read_text())["model"]["vocab"]
     tokens, first = sorted(vocabulary, key=vocabulary.__getitem__), len(vocabulary)
@@ -256,7 +256,7 @@ def test_the_template_chooses_harmony_and_its_turns_end_answers(tmp_path: Path) 
         "pre": "gpt-4o",
         "tokens": [*tokens, *SPECIAL],
         "token_type": [*(3 if token in ("<pad>", "<s>") else 1 for token in tokens), *(3 for _ in SPECIAL)],
-        "eos_token_id": first,
+        "eos_token_id": first + 2,
         "eot_token_id": first + 2,
     }
     keys = {f"tokenizer__ggml__{key}": value for key, value in words.items()}
