@@ -124,7 +124,7 @@ def read_architecture(path: Path, max_model_len: int | None = None) -> ModelArch
     """
     config = read_json(path / "config.json")
     try:
-        return _architecture(config, max_model_len)
+        return architecture_of(config, max_model_len)
     except ModelError as error:
         raise ModelError(f"{path / 'config.json'}: {error}") from None
 
@@ -163,7 +163,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelArchitecture:
+def architecture_of(given: Mapping[str, Any], max_model_len: int | None = None) -> ModelArchitecture:
+    """The same for the content of a config.json, which messages do not name."""
     family = family_of(given)
     refuse_unsupported(given, family)
     if "use_qk_norm" in READ[family] and family is not Family.GLM4_MOE:

@@ -150,6 +150,9 @@ def _phi3_rope(file: GgufFile, plain: Config) -> Config:
     if missing:
         raise ModelError(f"{file.path}: tensor {missing[0]} is missing")
     divisors = {key: list(floats_in(file, name)) for key, name in ROPE_FACTORS.items()}
+    for key, name in ROPE_FACTORS.items():
+        if not all(0.0 < divisor < 1e30 for divisor in divisors[key]):
+            raise ModelError(f"{file.path}: the values of {name} must be positive numbers")
     return plain | divisors | {"rope_type": "longrope", "attention_factor": attention_factor}
 
 

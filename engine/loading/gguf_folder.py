@@ -17,6 +17,7 @@ from engine.loading.gguf import GgufFile, read_gguf
 from engine.loading.gguf_families import completed
 from engine.loading.gguf_keys import floats_in, positive_in, size_in
 from engine.loading.gguf_tokenizer import special_token_ids, special_tokens, tokenizer_json
+from engine.model_config import architecture_of
 
 MODEL_FILE = "model.gguf"
 LAYOUT = 2
@@ -110,6 +111,10 @@ def describe(gguf: Path, folder: Path) -> None:
     """Writes the folder's files, except the GGUF file itself; ModelError says what is not supported."""
     file = read_gguf(gguf)
     config = hugging_face_config(file)
+    try:
+        architecture_of(config)
+    except ModelError as error:
+        raise ModelError(f"{gguf}: in the words of config.json: {error}") from None
     if (num_tokens := len(file.strings("tokenizer.ggml.tokens"))) > config["vocab_size"]:
         raise ModelError(
             f"{gguf}: the tokenizer has {num_tokens} tokens, but token_embd.weight has {config['vocab_size']} rows"
@@ -189,12 +194,13 @@ def _check_experts(file: GgufFile, num_experts: int) -> None:
     matches = [(tensor, match) for name, tensor in file.tensors.items() if (match := EXPERTS.search(name))]
     if len({match[1] is None for _, match in matches}) > 1:
         raise ModelError(f"{file.path}: some tensors have all experts of a layer, others only one")
+    numbers = {str(number) for number in range(num_experts)}
     for tensor, match in matches:
         dims, part = (2, "vector") if tensor.name.endswith(".bias") else (3, "matrix")
         if match[1] is None:
             fits = len(tensor.shape) == dims and tensor.shape[0] == num_experts
         else:
-            fits = len(tensor.shape) == 2 and int(match[1]) < num_experts
+            fits = len(tensor.shape) == 2 and match[1] in numbers
         if not fits:
             raise ModelError(
                 f"{file.path}: tensor {tensor.name} has shape {list(tensor.shape)}, but the metadata implies "

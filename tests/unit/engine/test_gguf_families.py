@@ -187,9 +187,17 @@ def test_bytes_of_experts_are_counted_in_either_form(tmp_path: Path) -> None:
         tensors |= file.tensors
     with pytest.raises(ModelError, match="some tensors have all experts of a layer, others only one"):
         hugging_face_config(replace(file, tensors=tensors))
+    name = f"blk.0.ffn_up.{'9' * 5_000}.weight"
+    tensors = file.tensors | {name: replace(file.tensors["blk.0.ffn_up.1.weight"], name=name)}
+    with pytest.raises(ModelError, match="implies 5 experts"):
+        hugging_face_config(replace(file, tensors=tensors))
 
 
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "mixtral": [
+        ({"expert_used_count": 6}, r"num_experts_per_tok must be at most the number of experts, 5, got 6"),
+        ({"attention__head_count_kv": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value"),
+    ],
     "phi3": [
         ({"rope__dimension_count": 7}, r"phi3\.rope\.dimension_count must be even, got 7"),
         ({"rope__dimension_count": 18}, r"rope\.dimension_count must be from 1 to 16, got 18"),
@@ -239,6 +247,10 @@ def test_divisors_of_longrope_belong_together(tmp_path: Path) -> None:
     file = read_gguf(make_gguf(tmp_path / "model.gguf", source))
     named = replace(file, metadata=file.metadata | {"phi3.rope.scaling.type": "longrope"})
     assert hugging_face_config(named) == hugging_face_config(file)
+    name = "rope_factors_short.weight"
+    embeddings = replace(file.tensors[name], offset=file.tensors["token_embd.weight"].offset)
+    with pytest.raises(ModelError, match=rf"the values of {name} must be positive numbers"):
+        hugging_face_config(replace(file, tensors=file.tensors | {name: embeddings}))
     tensors = {key: value for key, value in file.tensors.items() if key != "rope_factors_long.weight"}
     with pytest.raises(ModelError, match=r"tensor rope_factors_long\.weight is missing"):
         hugging_face_config(replace(file, tensors=tensors))
