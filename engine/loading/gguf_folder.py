@@ -92,6 +92,8 @@ WINDOWED = ("llama", "gemma2", "gemma3", "gpt-oss", "phi3")
 """Architectures that may have a sliding window."""
 PARTLY_ROTATED = ("glm4", "phi3")
 """Architectures that may rotate only the first numbers of a head."""
+NEVER_TIED = ("gpt-oss", "olmo2")
+"""Architectures whose embeddings are never the projection to logits; llama.cpp refuses a file without `output.weight`."""
 
 
 def gguf_of(folder: Path) -> Path | None:
@@ -159,6 +161,9 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     window = file.get(f"{name}.attention.sliding_window", int)
     if window and name not in WINDOWED:
         raise ModelError(f"{file.path}: {name}.attention.sliding_window ({window}) is not supported")
+    is_tied = "output.weight" not in file.tensors
+    if is_tied and name in NEVER_TIED:
+        raise ModelError(f"{file.path}: tensor output.weight is missing")
     architecture = ARCHITECTURES[name]
     if name == "llama" and (file.get("llama.expert_count", int) or 0) > 0:
         architecture = "MixtralForCausalLM"
@@ -178,7 +183,7 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
         "rms_norm_eps": positive_in(file, f"{name}.attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, name, head_dim),
         "vocab_size": _vocab_size(file),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "tie_word_embeddings": is_tied,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
     }

@@ -1,6 +1,7 @@
 """GGUF files of gpt-oss give transformers' tokens, and with MXFP4 the numbers of the safetensors checkpoint."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,10 @@ def test_a_missing_and_an_unexpected_tensor_are_named(tmp_path: Path, mxfp4: Pat
     broken.write_bytes(content.replace(b"blk.1.ffn_gate_exps.bias", b"blk.1.ffn_gate_exps.bios"))
     with pytest.raises(ModelError, match=r"blk\.1\.ffn_gate_exps\.\d\.bias|implies 6 experts"):
         open_weights(takes=takes_of(read_architecture(mxfp4)))
+    whole = read_gguf(file)
+    tensors = {name: tensor for name, tensor in whole.tensors.items() if name != "output.weight"}
+    with pytest.raises(ModelError, match=r"tensor output\.weight is missing"):
+        hugging_face_config(replace(whole, tensors=tensors))
 
 
 @pytest.mark.parametrize(
