@@ -168,9 +168,8 @@ def _rotated_part(file: GgufFile, name: str, head_dim: int) -> Config:
 
 def _glm4(file: GgufFile, config: Config) -> Config:
     """q and k are in the order of Hugging Face; only in files of models that read images, they are not."""
-    for key, harmless in (("rope.dimension_sections", ([0] * 4,)), ("nextn_predict_layers", (0,))):
-        if (value := file.metadata.get(f"glm4.{key}")) is not None and value not in harmless:
-            raise ModelError(f"{file.path}: glm4.{key} ({value!r:.80}) is not supported")
+    if (value := file.metadata.get(key := "glm4.rope.dimension_sections")) not in (None, [0] * 4):
+        raise ModelError(f"{file.path}: {key} ({value!r:.80}) is not supported")
     rope = config["rope_parameters"] | _rotated_part(file, "glm4", config["head_dim"])
     return config | {"rope_parameters": rope}
 

@@ -48,6 +48,7 @@ KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "expert_weights_scale": (0.0, 1.0),
     "interleave_moe_layer_step": (0, 1),
     "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
@@ -93,7 +94,7 @@ WINDOWED = ("llama", "gemma2", "gemma3", "gpt-oss", "phi3")
 PARTLY_ROTATED = ("glm4", "phi3")
 """Architectures that may rotate only the first numbers of a head."""
 NEVER_TIED = ("gpt-oss", "olmo2")
-"""Architectures whose embeddings are never the projection to logits; llama.cpp refuses a file without `output.weight`."""
+"""Architectures whose embeddings are never the projection to logits. llama.cpp, too, refuses files without the latter."""
 
 
 def gguf_of(folder: Path) -> Path | None:

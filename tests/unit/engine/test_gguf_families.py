@@ -196,6 +196,7 @@ def test_bytes_of_experts_are_counted_in_either_form(tmp_path: Path) -> None:
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "mixtral": [
         ({"expert_used_count": 6}, r"num_experts_per_tok must be at most the number of experts, 5, got 6"),
+        ({"nextn_predict_layers": 1}, r"llama\.nextn_predict_layers \(1\) is not supported"),
         ({"attention__head_count_kv": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value"),
     ],
     "phi3": [
