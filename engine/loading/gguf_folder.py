@@ -20,7 +20,7 @@ from engine.loading.gguf_tokenizer import special_token_ids, special_tokens, tok
 from engine.model_config import architecture_of
 
 MODEL_FILE = "model.gguf"
-LAYOUT = 2
+LAYOUT = 3
 """Version of the written files; a folder of an older version is made again."""
 
 ARCHITECTURES = {
@@ -94,7 +94,7 @@ WINDOWED = ("llama", "gemma2", "gemma3", "gpt-oss", "phi3")
 PARTLY_ROTATED = ("glm4", "phi3")
 """Architectures that may rotate only the first numbers of a head."""
 NEVER_TIED = ("gpt-oss", "olmo2")
-"""Architectures whose embeddings are never the projection to logits. llama.cpp, too, refuses files without the latter."""
+"""Architectures whose embeddings are never the projection to logits; llama.cpp, too, demands its tensor."""
 
 
 def gguf_of(folder: Path) -> Path | None:
