@@ -189,7 +189,7 @@ def _granite(file: GgufFile, config: Config) -> Config:
         "residual_multiplier": ("residual_scale", 1.0),
     }
     found = {
-        name: default if file.metadata.get(key := f"granite.{short}", 0.0) == 0.0 else positive_in(file, key)
+        name: positive_in(file, key) if file.get(key := f"granite.{short}", float) else default
         for name, (short, default) in scales.items()
     }
     return config | found | {"logits_scaling": positive_in(file, "granite.logit_scale")}

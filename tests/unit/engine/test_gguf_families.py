@@ -216,6 +216,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "granite": [
         ({"expert_count": 8}, r"granite\.expert_count \(8\) is not supported"),
         ({"logit_scale": None}, r"the metadata key granite\.logit_scale is missing"),
+        ({"embedding_scale": False}, r"granite\.embedding_scale must be of type float, got False"),
         ({"residual_scale": -1.0}, r"granite\.residual_scale must be a positive number"),
         ({"rope__scaling__finetuned": False}, r"finetuned \(False\), a model without a rotation"),
     ],
