@@ -58,6 +58,9 @@ its generation_config.json says."""
 _NEVER_STRIPPED = ("<s>", "<unk>", "<|endoftext|>")
 """Tokens after which Phi-3, too, keeps spaces."""
 _MAX_TOKEN_CHARS = 4096
+_MAX_CUT_CHARS = 2**28
+"""Most characters of all pairs into which SentencePiece's tokens can be cut. 262,144 tokens of 16 characters have a
+quarter of this number."""
 
 
 class TokenType(IntEnum):
@@ -179,6 +182,8 @@ def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[Json, bool]:
         raise ModelError(
             f"{file.path}: a token has {longest:,} characters; at most {_MAX_TOKEN_CHARS:,} are supported"
         )
+    if sum(len(token) ** 2 for token in tokens) > _MAX_CUT_CHARS:
+        raise ModelError(f"{file.path}: the tokens of tokenizer.ggml.tokens are too long")
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     begins_with_space = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
     prefix: list[Json] = [{"type": "Prepend", "prepend": "▁"}] if begins_with_space else []

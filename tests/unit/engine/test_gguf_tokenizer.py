@@ -258,3 +258,5 @@ def test_a_token_that_is_too_long_to_cut_everywhere_is_refused() -> None:
         ModelError, match=r"some\.gguf: a token has 5,000 characters; at most 4,096 are supported"
     ):
         tokenizer_json(sentence_piece(tokens=[*tokens[:-1], "e" * 5000]))
+    with pytest.raises(ModelError, match=r"some\.gguf: the tokens of tokenizer\.ggml\.tokens are too long"):
+        tokenizer_json(sentence_piece(tokens=[*tokens[:-20], *("e" * (4096 - i) for i in range(20))]))
