@@ -53,10 +53,10 @@ unit: $(INSTALLED) ## tests/unit but its slow ones: a minute on four cores
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
 # The parts of `make check`; types are checked beside the tests, and circles are among them.
-test: lint protos-check $(TRITON_INSTALLED) $(HELM_INSTALLED) ## Every check, and all tests but those that need a GPU or are marked by_hand
+test: lint protos-check $(TRITON_INSTALLED) $(HELM_INSTALLED) ## Every check, and all tests but those that need a GPU or a further package, or are marked by_hand
 	@scripts/test.sh $(PYTHON_IN_VENV)
 
-test-all: $(TEST_PARTS_INSTALLED) test ## `make test` with NIXL, LangChain and the Agents SDK installed, and the end-to-end tests and kernels that it leaves out
+test-all: $(TEST_PARTS_INSTALLED) test ## `make test` with NIXL, LangChain and the Agents SDK installed, and most tests marked by_hand
 	$(PYTHON_IN_VENV) -m pytest -m "by_hand and not gpu" --numprocesses 2 tests/kernels $(BY_HAND)
 
 lint: $(INSTALLED) ## ruff, the floor plan, buf; also that protos/ breaks no client of the last release

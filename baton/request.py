@@ -37,7 +37,7 @@ class ErrorKind(Enum):
     """The prompt did not arrive from the prefill worker; this worker is healthy."""
     GIVEN_BACK = "given_back"
     """This worker drains, changes its role or lacks blocks, or its device or an earlier step failed. The request is not
-    to blame. Another worker continues it."""
+    to blame. It continues on another worker, or here once there is room."""
 
 
 class OnPreemption(Enum):

@@ -284,13 +284,16 @@ class RequestServer:
     def _status_after_outputs(self) -> WorkerStatus:
         """The status to send next. Sends first what the engine sent before it, since nothing counts after an engine's
         end."""
-        status = self._status()
-        self._send_outbox()
-        return status
+        status = self._engine_status()
+        self._send_outbox()  # this may end suspects' turns
+        return self._with_suspects(status)
 
     def _status(self) -> WorkerStatus:
+        return self._with_suspects(self._engine_status())
+
+    def _with_suspects(self, status: WorkerStatus) -> WorkerStatus:
         suspects, is_free = self._suspects.running(), self._suspects.is_free(self._running_s())
-        return replace(self._engine_status(), suspects=suspects, takes_suspects=is_free)
+        return replace(status, suspects=suspects, takes_suspects=is_free)
 
     def _running_s(self) -> float:
         """The clock for the silence of gateways. It excludes standstills of this process."""

@@ -11,7 +11,7 @@ from gateway.conversation.messages import Tool
 from gateway.conversation.reader import Reader, Steps
 
 MAX_MISREAD = 8
-"""Most long texts of an answer that a syntax reads twice, since they begin like what it looks for, but are none."""
+"""Most texts of an answer that a syntax reads twice, since they begin like what it looks for, but are none."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -27,7 +27,7 @@ class CallWriter:
     def __init__(self, tools: Sequence[Tool], emit: Callable[[AnswerEvent], None]) -> None:
         self.tools = {tool.name: tool for tool in tools}
         self.num_misread = 0
-        """Number of long texts so far that the syntax had to read twice."""
+        """Number of texts so far that the syntax had to read twice. Of calls in Python's notation, only long ones."""
         self.types: dict[int, frozenset[str] | None] = {}
         """By the id of an argument's schema, a part of `tools`: what ArgumentTags found out about values."""
         self._emit = emit

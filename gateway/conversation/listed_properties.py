@@ -49,13 +49,7 @@ class Property:
 def listed_properties(guided: GuidedTool) -> list[Property]:
     """The tool's properties, and then those that are required, but not listed. Raises InvalidRequest if the tool's
     parameters are more than a list of properties, or if they forbid what they require."""
-    schema = json.loads(guided.schema)
-    if shaping := sorted(_SHAPING & schema.keys()):
-        raise InvalidRequest(
-            "tools",
-            f"this model writes arguments one by one, so the parameters of '{guided.name}' can only be guided if "
-            f"their schema just lists properties; remove {', '.join(shaping)}",
-        )
+    schema = _list_of(guided)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise InvalidRequest("tools", f"the parameters of '{guided.name}' are not a valid schema")
@@ -74,6 +68,18 @@ def listed_properties(guided: GuidedTool) -> list[Property]:
     ]
 
 
+def _list_of(guided: GuidedTool) -> dict[str, Any]:
+    """The schema, which must say no more about the object than a list of properties does."""
+    schema: dict[str, Any] = json.loads(guided.schema)
+    if shaping := sorted(_SHAPING & schema.keys()):
+        raise InvalidRequest(
+            "tools",
+            f"this model writes arguments one by one, so the parameters of '{guided.name}' can only be guided if "
+            f"their schema just lists properties; remove {', '.join(shaping)}",
+        )
+    return schema
+
+
 def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a tool's schema that the schema of each property needs."""
     return {key: schema[key] for key in (*DEFINITIONS, SPACING_KEY) if key in schema}
@@ -85,8 +91,10 @@ def _property(name: str, part: object, shared: Mapping[str, Any], is_required: b
 
 
 def unlisted_property(guided: GuidedTool) -> Property | None:
-    """What holds for each property of a tool that lists and requires none, but allows some; None for other tools."""
-    schema = json.loads(guided.schema)
+    """What holds for each property of a tool that lists and requires none, but allows some; None for other tools.
+
+    Raises InvalidRequest as `listed_properties` does."""
+    schema = _list_of(guided)
     part = schema.get("additionalProperties", False)
     if schema.get("properties") or schema.get("required") or part is False:
         return None

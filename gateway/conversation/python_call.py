@@ -8,7 +8,7 @@ from gateway.conversation.call_syntax import CallWriter, GuidedTool, is_tool_nam
 from gateway.conversation.lark import Lark, quoted
 from gateway.conversation.listed_properties import Property, listed_properties, unlisted_property
 from gateway.conversation.python_literals import is_keyword, keyword_arguments
-from gateway.conversation.reader import Reader, Steps
+from gateway.conversation.reader import MAX_ATTEMPT_CHARACTERS, Reader, Steps
 
 MAX_CALL_CHARACTERS = 65_536
 """The longest text that is read as calls. A longer text is ordinary text."""
@@ -23,7 +23,7 @@ def read_python_call(reader: Reader, calls: CallWriter, *, is_known: bool = Fals
     source = yield from reader.brackets()
     arguments = None if source is None else keyword_arguments(source[1:-1])
     if arguments is None:
-        calls.num_misread += 1  # only such a text may be long
+        calls.num_misread += reader.num_tried > MAX_ATTEMPT_CHARACTERS
         return False
     reader.commit()
     calls.begin(name)

@@ -82,6 +82,12 @@ class Reader:
         self._limit = limit
         self.has_met_end = False
 
+    @property
+    def num_tried(self) -> int:
+        """How many characters the attempt has read so far."""
+        assert self._mark is not None, "no attempt has begun"
+        return self._at - self._mark
+
     def commit(self) -> None:
         """Ends the attempt with success: the text since `begin_attempt` stays read."""
         self._mark = None

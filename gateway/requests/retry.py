@@ -34,8 +34,8 @@ MAX_FAILURES = 3
 MAX_LOSSES = 8
 MAX_ATTEMPTS = 64
 MAX_GIVEN_BACK = 2
-"""How often a request may be given back, for any reason. After that, a worker that runs out of blocks keeps the
-request until it has blocks."""
+"""How often a request may be given back or taken back, for any reason. After that, a worker that runs out of blocks
+keeps the request until it has blocks."""
 
 
 class RetryState:

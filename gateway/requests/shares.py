@@ -4,7 +4,7 @@ Callers share this gateway's places, the slots and blocks of each decode worker,
 prompts. A caller's room is what it holds plus what is free:
 
     takes        a caller may take more as long as it then holds at most 7/8 of its room
-    gives back   if a caller holds more than 15/16 of its room, its youngest requests return to the queue. Its
+    taken back   if a caller holds more than 15/16 of its room, its youngest requests return to the queue. Its
                  oldest request stays
     prompts      a prompt may wait at a worker behind at most MAX_PROMPTS_S of other prompts. Otherwise it
                  waits in the fair queue. A prefill worker computes shorter prompts first, so longer prompts

@@ -154,7 +154,8 @@ class Producer:
         return self._pump(transfer)
 
     def abort(self, rank_transfer: RankTransfer, reason: str, is_unneeded: bool) -> list[Effect]:
-        """The request ended otherwise: notifies the consumer and frees. `is_unneeded`: see `Aborted`."""
+        """The request ended otherwise: notifies the consumer and frees. `is_unneeded`: on the wire, its name is
+        `Aborted.is_cancelled`."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return [Freed(rank_transfer, reason="another request has claimed this transfer")]

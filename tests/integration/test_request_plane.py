@@ -180,30 +180,40 @@ def test_heartbeats_count_the_outputs_before_them(server: RequestServer, gateway
     assert gateway.receive() == Heartbeat(STATUS, 1, 1)
 
 
-def test_the_end_of_an_engine_is_told_after_its_last_outputs(sink: RecordingSink) -> None:
-    """Even where it ends while the plane is about to send a heartbeat."""
-    output = RequestOutput(request_id="r", first_position=0, token_ids=(7,))
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_the_end_of_an_engine_is_told_after_its_last_outputs(sink: RecordingSink, is_asked: bool) -> None:
+    """Even where it ends while the plane is about to send a heartbeat. The last outputs end a suspect's turn, too."""
+    suspect = replace(REQUEST, is_suspect=True)
+    output = RequestOutput(suspect.request_id, first_position=0, finish_reason=FinishReason.STOP)
+    hello = Hello("incarnation-1", "g", 1, None, 0)
 
     def end() -> WorkerStatus:
         plane.send(b"\x01gateway".hex(), [output])
         return replace(STATUS, state=WorkerState.DEAD)
 
     current: list[Callable[[], WorkerStatus]] = [lambda: STATUS]
-    plane = RequestServer(NETWORK, KEYS.request, "incarnation-1", lambda: current[0](), SystemClock())
+    network = NetworkConfig(heartbeat_interval_s=20.0, peer_timeout_s=60.0)
+    plane = RequestServer(network, KEYS.request, "incarnation-1", lambda: current[0](), SystemClock())
     plane.start(sink)
     with zmq.Context() as context:
         gateway = GatewaySocket(context, plane.address, b"\x01gateway")
-        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
-        assert gateway.receive() == Heartbeat(STATUS, 1, 0)
-        current[0] = end
-        plane.beat()
-        while (message := gateway.receive()) == Heartbeat(STATUS, 1, 0):
-            pass
-        assert message == Outputs((output,))
-        assert isinstance(last := gateway.receive(), Heartbeat)
-        assert last.status.state is WorkerState.DEAD
-        gateway.socket.close()
-    plane.stop()
+        try:
+            gateway.send(hello)
+            assert gateway.receive() == Heartbeat(STATUS, 1, 0)
+            gateway.send(SubmitRequest(suspect, 1))
+            assert isinstance(begun := gateway.receive(), Heartbeat)
+            assert begun.status.suspects == (suspect.request_id,)
+            current[0] = end
+            if is_asked:
+                gateway.send(hello)
+            else:
+                plane.beat()
+            assert gateway.receive() == Outputs((output,))
+            assert isinstance(last := gateway.receive(), Heartbeat)
+            assert (last.status.state, last.status.suspects) == (WorkerState.DEAD, ())
+        finally:
+            gateway.socket.close()
+            plane.stop()
 
 
 def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: RecordingSink) -> None:

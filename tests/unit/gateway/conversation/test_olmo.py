@@ -96,3 +96,10 @@ def test_calls_are_guided_as_the_template_writes_them(has_markers: bool) -> None
         assert guide.accepts(grammar, two) is is_parallel
         assert not guide.accepts(grammar, one.replace("query", "quer"))
         assert not guide.accepts(grammar, two.replace("\n", ""))
+
+
+def test_mentions_of_calls_take_nothing_from_a_long_call() -> None:
+    answer = "<function_calls>act(x) " * 20 + CALL.replace('"x"', f'"{"x" * 5_000}"')
+    assert calls_in(parts_of(format_of("olmo"), [answer])) == [
+        ("search", f'{{"query": "{"x" * 5_000}"}}', True)
+    ]

@@ -159,3 +159,15 @@ def test_what_python_calls_may_have_beyond_lists_is_read() -> None:
     assert GUIDE.accepts(grammar, twice)
     assert calls_in(parts_of(format_of("pythonic"), [*twice], asked)) == [("act", '{"a": 2, "b": 1}', True)]
     assert not GUIDE.accepts(grammar, "[act(a\u0301=1)]")
+
+
+@pytest.mark.parametrize(
+    "more", [{"minProperties": 2}, {"patternProperties": {"^x": {"type": "string"}}}], ids=str
+)
+@pytest.mark.parametrize("family", ["pythonic", "olmo", "glm 4.7"])
+def test_what_says_more_than_a_list_of_properties_is_refused_without_a_list_too(
+    family: str, more: dict[str, Any]
+) -> None:
+    tool = Tool("act", None, {"additionalProperties": {"type": "integer"}, **more})
+    with pytest.raises(InvalidRequest, match=f"remove {next(iter(more))}"):
+        grammar_of(GUIDE, family, replace(ASKED, tools=(tool,), tool_choice=REQUIRED))

@@ -169,7 +169,7 @@ def test_c57_more_urgent_requests_that_give_way_to_a_new_caller_do_not_fill_the_
     assert (under_test.held("a"), under_test.held("b")) == (112, 1)
 
 
-def test_c57_the_caller_that_holds_most_gives_back_when_a_third_one_has_come() -> None:
+def test_c57_the_caller_that_holds_most_loses_requests_when_a_third_one_has_come() -> None:
     under_test = UnderTest(places=64)
     under_test.ask("a", 80)
     under_test.ask("b", 20)
@@ -190,7 +190,7 @@ def test_c57_callers_that_want_everything_get_equal_shares_and_leave_room_for_th
         under_test.ask(name, 1_500)
     for _ in range(60):
         under_test.now += 0.5
-        under_test.report()  # at each, the one that holds most gives back
+        under_test.report()  # at each, the one that holds most loses requests
         under_test.end(*list(under_test.placed)[: 256 // 16])
     shares = [under_test.held(name) for name in names]
     assert max(shares) <= 1.2 * min(shares) + 1
@@ -219,7 +219,7 @@ def test_c57_a_caller_alone_may_have_a_decode_worker_to_itself(room: dict[str, A
     assert under_test.held("a") > most
 
 
-def test_c57_a_caller_whose_answers_grow_gives_back_its_youngest_but_never_its_oldest() -> None:
+def test_c57_a_caller_whose_answers_grow_loses_its_youngest_but_never_its_oldest() -> None:
     under_test = UnderTest(blocks=320)
     under_test.ask("b")
     under_test.ask("a", 10)
