@@ -30,13 +30,10 @@ class OlmoCalls:
         return True
 
     def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
-        call = one_of(
-            [
-                f'{quoted(f"{tool.name}(")} {python_arguments(lark, index, tool)} ")"'
-                for index, tool in enumerate(tools)
-            ]
-        )
-        if not is_parallel:
-            return f"{call} {lark.marker(END)}"
-        lark.rule("python_call", call)
-        return f'python_call ( "\\n" python_call )* {lark.marker(END)}'
+        calls = [
+            f'{quoted(f"{tool.name}(")} {python_arguments(lark, index, tool)} ")"'
+            for index, tool in enumerate(tools)
+        ]
+        call = lark.rule("python_call", one_of(calls))
+        more = f'( "\\n" {call} )*' if is_parallel else ""
+        return f"{call} {more} {lark.marker(END)}"

@@ -361,16 +361,12 @@ def test_places_of_rows_are_numbers_of_64_bits(
 
 
 def test_only_layers_of_one_kind_and_shape_are_joined(products: Products) -> None:
-    def layer(weight: torch.Tensor | GroupedWeight) -> NativeLinear:
-        made = NativeLinear.of_groups if isinstance(weight, GroupedWeight) else NativeLinear.of_floats
-        return made(products, weight, None)  # type: ignore[arg-type]
-
-    plain, other, grouped = (
-        torch.randn(32, 64),
-        torch.randn(64, 64),
-        GroupedWeight.quantize(torch.randn(32, 64), 8),
+    weight = torch.randn(32, 64)
+    plain, short, taller = (
+        NativeLinear.of_floats(products, each, None)
+        for each in (weight, weight.to(torch.bfloat16), torch.randn(64, 64))
     )
-    assert NativeLinears.joined([layer(plain), layer(plain.to(torch.bfloat16))]) is not None
-    assert NativeLinears.joined([layer(plain), layer(other)]) is None
-    assert NativeLinears.joined([layer(plain), layer(grouped)]) is None
-    assert NativeLinears.joined([layer(plain), Linear(plain, None)]) is None
+    grouped = NativeLinear.of_groups(products, GroupedWeight.quantize(weight, 8), None)
+    assert NativeLinears.joined([plain, short]) is not None
+    for other in (taller, grouped, Linear(weight, None)):
+        assert NativeLinears.joined([plain, other]) is None
