@@ -41,7 +41,7 @@ from engine.pipeline import make_pipeline
 from engine.runner_parts import make_runner
 from scheduler import Scheduler
 from worker.core import EngineCore
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 
 CONFIG = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=128, max_model_len=2048, num_blocks=400)
 SOURCE = Path(__file__).parents[1] / "engine" / "request_table.py"

@@ -11,7 +11,7 @@ from engine.collectives import SINGLE_RANK, Collectives
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Pipeline
 from engine.ranks.processes import RankProcesses
-from kv_transfer import ConnectorWorker
+from kv_transfer import BlockMover
 
 
 class Executor:
@@ -28,7 +28,7 @@ class Executor:
         self.scheduler_config = device_engine.scheduler_config
         """The worker's scheduler configuration, with the number of blocks of the rank with the fewest
         blocks."""
-        self.connector: ConnectorWorker = device_engine.connector
+        self.connector: BlockMover = device_engine.connector
         """The connector of all ranks."""
         if others:
             num_blocks = min([device_engine.num_blocks, *(rank.num_blocks for rank in loaded)])

@@ -6,14 +6,14 @@ from there, so that the engine's memory and kernels need no transport package.
 """
 
 from kv_transfer.commands import KVConnectorMetadata
-from kv_transfer.connector.ranks import ConnectorWorker, RankedConnector
+from kv_transfer.connector.ranks import BlockMover, RankedConnector
 from kv_transfer.cuda.driver import CudaOutOfMemory
 from kv_transfer.cuda.memory import CudaMemory, pinned_array
 from kv_transfer.pool import DeviceBlocks
 from kv_transfer.transport.shared_memory import SharedMemory
 
 __all__ = [
-    "ConnectorWorker",
+    "BlockMover",
     "CudaMemory",
     "CudaOutOfMemory",
     "DeviceBlocks",

@@ -3,7 +3,7 @@
 A hand-over transfers the KV of a request's initial tokens: its prompt and, after a move, the output sampled
 on other workers. Only requests with `kv_transfer` take part; `release` also frees the blocks of all other requests.
 The connector moves the bytes. KVConnector, the scheduler's whole view of it, is six calls, which
-`worker.kv_connector` implements.
+`worker.kv_connector_scheduler` implements.
 """
 
 from collections import Counter

@@ -38,7 +38,7 @@ from simulator.pools import SharedPools, SimExits, SimReader
 from simulator.world import Process, World
 from worker.client_requests import ClientRequests, refusal
 from worker.core import EngineCore
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 from worker.role import Role
 from worker.suspect_turns import SuspectTurns
 

@@ -30,7 +30,7 @@ PUBLIC_NAMES = {
     "decode_worker": {"DecodeRole", "KVConsumerScheduler"},
     "gateway": {"Gateway", "GatewayClient", "GatewayError", "ServedModel", "Tokenizer"},
     "kv_transfer": {
-        "ConnectorWorker",
+        "BlockMover",
         "CudaMemory",
         "CudaOutOfMemory",
         "DeviceBlocks",

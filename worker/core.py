@@ -31,7 +31,7 @@ from baton.system.progress import Progress
 from baton.worker import WorkerLoad
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import DeviceLostError, Pipeline, StepResult
-from kv_transfer import ConnectorWorker
+from kv_transfer import BlockMover
 from scheduler import Request, RequestStatus, Scheduler
 from worker.device_check import DeviceHealth, fault_of_device
 from worker.load import LoadMeter
@@ -63,7 +63,7 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         pipeline: Pipeline,
-        connector: ConnectorWorker,
+        connector: BlockMover,
         grammars: GrammarCompiler,
         eos_token_ids: tuple[int, ...],
         clock: Clock,

@@ -43,7 +43,7 @@ from prefill_worker import PrefillRole
 from scheduler import Scheduler
 from worker.commands import CommandQueue
 from worker.core import EngineCore
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 from worker.loop import EngineLoop, EngineSnapshot
 from worker.metrics_server import MetricsServer
 from worker.request_plane import RequestServer

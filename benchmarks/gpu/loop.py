@@ -33,7 +33,7 @@ from kv_transfer import KVConnectorMetadata
 from scheduler import Scheduler
 from worker.commands import CommandQueue
 from worker.core import EngineCore
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 from worker.kv_events import KVChange
 from worker.loop import EngineLoop
 
@@ -43,7 +43,7 @@ _ids = count()
 
 
 class InstantLoads:
-    """Satisfies kv_transfer.ConnectorWorker. Every load is complete at once."""
+    """Satisfies kv_transfer.BlockMover. Every load is complete at once."""
 
     def __init__(self) -> None:
         self._received: list[ReceivedKV] = []

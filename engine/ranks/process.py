@@ -56,7 +56,7 @@ from engine.ranks.messages import (
     Stop,
     ToRank,
 )
-from kv_transfer import ConnectorWorker
+from kv_transfer import BlockMover
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ REPORT_INTERVAL_S = 0.5
 Channel = RankChannel[FromRank, ToRank]
 
 
-class OwnConnector(ConnectorWorker, Protocol):
+class OwnConnector(BlockMover, Protocol):
     """This rank's KVConnectorWorker."""
 
     kv_address: str

@@ -18,7 +18,7 @@ from engine.pipeline import Pipeline
 from engine.ranks.group import RankGroup
 from engine.ranks.messages import Join, Loaded, Setup
 from engine.ranks.remote import RankedPipeline, RemoteConnector
-from kv_transfer import ConnectorWorker, RankedConnector
+from kv_transfer import BlockMover, RankedConnector
 
 
 class RankProcesses:
@@ -76,7 +76,7 @@ class RankProcesses:
             raise self._group.explain_start(error) from error
         return RankedPipeline(own, self._group)
 
-    def connector(self, own: ConnectorWorker) -> ConnectorWorker:
+    def connector(self, own: BlockMover) -> BlockMover:
         """The connector of all ranks."""
         remote = [RemoteConnector(link, self._group) for link in self._group.links]
         return RankedConnector([own, *remote])

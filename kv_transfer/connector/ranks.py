@@ -18,7 +18,7 @@ from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiet, Loads, Sends
 from kv_transfer.records import combine
 
 
-class ConnectorWorker(Protocol):
+class BlockMover(Protocol):
     """The half of the KV connector that moves bytes, for one rank or for all. No call raises because of a peer."""
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
@@ -54,7 +54,7 @@ class ConnectorWorker(Protocol):
 class RankedConnector:
     """Appears to the engine as one connector."""
 
-    def __init__(self, ranks: Sequence[ConnectorWorker]) -> None:
+    def __init__(self, ranks: Sequence[BlockMover]) -> None:
         self._ranks = ranks
         self._loads: Loads[int] = Loads()
         self._sends: Sends[int] = Sends()

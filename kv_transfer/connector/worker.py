@@ -1,8 +1,8 @@
 """KVConnectorWorker: the half of the connector that moves bytes, on its own thread.
 
-The scheduler's half is worker/kv_connector.py. The engine calls this half around each step. One queue brings commands
-to the thread, another returns output. The thread sleeps until there is a command, traffic of a peer, a deadline, or the
-end of a process whose pool is open.
+The scheduler's half is worker/kv_connector_scheduler.py. worker/core.py calls this half around each step, as a
+`BlockMover`. One queue brings commands to the thread, another returns output. The thread sleeps until there is a
+command, traffic of a peer, a deadline, or the end of a process whose pool is open.
 """
 
 import logging

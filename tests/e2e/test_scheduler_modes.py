@@ -20,10 +20,10 @@ from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import make_pipeline
 from engine.runner_parts import make_runner
 from scheduler import Scheduler
-from tests.factories.engine import FakeConnectorWorker, make_grammars
+from tests.factories.engine import FakeBlockMover, make_grammars
 from tests.factories.gguf_files import transformers_model
 from worker.core import EngineCore
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +98,7 @@ def make_core(model: LoadedModel, num_blocks: int = NUM_BLOCKS, **settings: Any)
     return EngineCore(
         Scheduler(config, KVConnectorScheduler(BLOCK_SIZE)),
         make_pipeline(runner, async_scheduling=config.async_scheduling),
-        FakeConnectorWorker(),
+        FakeBlockMover(),
         make_grammars(),
         (),
         SystemClock(),

@@ -18,14 +18,14 @@ from baton.worker import KVPeerCounts
 from decode_worker import DecodeRole
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Pipeline, StepLauncher, ThreadedPipeline, make_pipeline
-from kv_transfer import ConnectorWorker
+from kv_transfer import BlockMover
 from kv_transfer.connector.endpoint import COUNTERS
 from scheduler import Scheduler
 from simulator.device import Computed
 from tests.factories.scheduling import EOS, FakeRunner, make_config
 from worker.commands import CommandQueue
 from worker.core import EngineCore
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 from worker.kv_events import KVChange
 from worker.loop import EngineLoop, EngineSnapshot
 from worker.role import Role
@@ -36,7 +36,7 @@ VOCAB_SIZE = 100_000
 
 
 @dataclass
-class FakeConnectorWorker:
+class FakeBlockMover:
     """A connector that moves nothing. It reports what a test puts into `outputs`, and stores its commands."""
 
     outputs: list[KVConnectorOutput] = field(default_factory=list)
@@ -99,7 +99,7 @@ def make_grammars() -> GrammarCompiler:
 
 def make_core(
     runner: StepLauncher | None = None,
-    connector: ConnectorWorker | None = None,
+    connector: BlockMover | None = None,
     clock: Clock | None = None,
     trace: StepTraceWriter | None = None,
     progress: Progress | None = None,
@@ -115,7 +115,7 @@ def make_core(
     return EngineCore(
         scheduler,
         pipeline or make_pipeline(runner or FakeRunner(), async_scheduling=config.async_scheduling),
-        connector or FakeConnectorWorker(),
+        connector or FakeBlockMover(),
         make_grammars(),
         (EOS,),
         clock or SystemClock(),

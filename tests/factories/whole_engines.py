@@ -21,7 +21,7 @@ from tests.factories.hand_overs import both_ends
 from tests.factories.security import KEYS
 from worker.core import EngineCore
 from worker.host import compose_executor
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 
 PATIENCE_S = 60.0
 

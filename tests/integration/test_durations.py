@@ -11,7 +11,7 @@ from baton.request import RequestOutput
 from baton.step import KVConnectorOutput
 from kv_transfer.commands import AbortSend, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from tests.factories.endpoints import LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
-from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
+from tests.factories.engine import FakeBlockMover, StepHook, make_core, make_engine_request
 from tests.factories.hand_overs import both_ends
 from tests.factories.scheduling import PEER
 
@@ -78,7 +78,7 @@ def test_c49_no_message_of_a_hand_over_depends_on_what_a_clock_reads(
 
 def outputs_of(origin: float, role: TransferRole) -> bytes:
     """What a worker says about a request whose load fails, or whose prompt it hands over."""
-    clock, connector = VirtualClock(origin), FakeConnectorWorker()
+    clock, connector = VirtualClock(origin), FakeBlockMover()
     core = make_core(StepHook(lambda _: clock.advance(0.5)), connector, clock, async_scheduling=False)
     fabric = Fabric("zmq_tcp", began_at=origin)
     core.add_request(make_engine_request(kv_transfer=KVTransferParams(role, "t", 0, PEER)), "gateway")

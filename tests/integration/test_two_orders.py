@@ -12,7 +12,7 @@ from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from baton.step import ClientOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from scheduler import Request, RequestStatus, Scheduler
 from tests.factories.endpoints import LOAD_TIMEOUT_S, Fabric, Worker
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 
 NUM_USABLE = 8
 """Blocks of every worker. A prompt of LONG tokens takes 6 of them, and two do not fit."""

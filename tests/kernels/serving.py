@@ -33,14 +33,14 @@ from engine.gpu.graphs import Repeats
 from engine.pipeline import StreamPipeline
 from engine.runner import ModelRunner
 from scheduler import Scheduler
-from tests.factories.engine import FakeConnectorWorker, make_grammars
+from tests.factories.engine import FakeBlockMover, make_grammars
 from tests.factories.families import DEEPSEEK_V3
 from tests.factories.models import WINDOWED
 from tests.kernels.cases import split
 from tests.kernels.compile_only import compiling_for
 from tests.kernels.device_parts import make_parts
 from worker.core import EngineCore
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 
 CPU = torch.device("cpu")
 CONFIG = SchedulerConfig(
@@ -103,7 +103,7 @@ def serve(runner: ModelRunner, config: SchedulerConfig, kv_groups: KVGroups, num
     core = EngineCore(
         Scheduler(config, KVConnectorScheduler(config.block_size, kv_groups), kv_groups=kv_groups),
         StreamPipeline(runner),
-        FakeConnectorWorker(),
+        FakeBlockMover(),
         make_grammars(),
         (),
         SystemClock(),

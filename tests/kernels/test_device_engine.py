@@ -31,11 +31,11 @@ from engine.pipeline import Pipeline, StreamPipeline, make_pipeline
 from engine.request_table import IntArray
 from engine.runner_parts import make_runner
 from scheduler import Scheduler
-from tests.factories.engine import FakeConnectorWorker, make_grammars
+from tests.factories.engine import FakeBlockMover, make_grammars
 from tests.factories.models import WINDOWED, make_model_dir
 from tests.kernels.device_parts import SMALL, make_parts
 from worker.core import EngineCore
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 
 # Rows that pad a step hold whatever was in memory; nothing comes of them.
 pytestmark = [
@@ -91,7 +91,7 @@ def answers_of(
             kv_groups=kv_groups,
         ),
         pipeline,
-        FakeConnectorWorker(),
+        FakeBlockMover(),
         make_grammars(),
         (),
         SystemClock(),

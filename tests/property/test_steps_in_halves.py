@@ -12,7 +12,7 @@ from baton.request import ErrorKind, FinishReason, RequestOutput
 from baton.step import KVConnectorOutput, SchedulerOutput
 from scheduler import RequestStatus
 from tests.factories.engine import (
-    FakeConnectorWorker,
+    FakeBlockMover,
     PlansPastPrompts,
     StepHook,
     make_core,
@@ -188,7 +188,7 @@ def test_c56_a_request_whose_culprit_ended_under_way_is_tried_alone() -> None:
 
 def test_c56_a_load_behind_hits_is_given_back_when_a_step_fails() -> None:
     """The blocks that it hit might never have been computed; a load without hits stays."""
-    connector, breaks = FakeConnectorWorker(), Breaks({"poison": 40})
+    connector, breaks = FakeBlockMover(), Breaks({"poison": 40})
     core = make_core(pipeline=PlansPastPrompts(StepHook(breaks)), connector=connector)
     core.add_request(make_engine_request("poison", prompt_token_ids=(7,) * 40, max_tokens=9), "g")
     core.add_request(make_engine_request("other", max_tokens=9), "g")

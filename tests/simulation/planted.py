@@ -35,7 +35,7 @@ from scheduler.request import Request, RequestStatus
 from scheduler.speculation import Speculation
 from simulator.connector import SimConnector
 from tests.simulation.hunt import TIME_LIMIT_S, Plant, bug, hunt
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 
 PLANTED: dict[str, Plant] = {}
 """By the bug's name in words."""

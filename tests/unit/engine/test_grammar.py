@@ -25,11 +25,11 @@ from engine.loading.loader import load_model
 from engine.pipeline import make_pipeline
 from engine.runner_parts import make_runner
 from scheduler import RequestStatus, Scheduler
-from tests.factories.engine import FakeConnectorWorker
+from tests.factories.engine import FakeBlockMover
 from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
 from tests.factories.scheduling import make_config
 from worker.core import EngineCore
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 
 YES_OR_NO = StructuredOutput(GrammarKind.REGEX, "(yes|no)")
 POINT = StructuredOutput(
@@ -304,7 +304,7 @@ class Engine:
             make_pipeline(
                 make_runner(model, pool, grammars=self.grammars), async_scheduling=config.async_scheduling
             ),
-            FakeConnectorWorker(),
+            FakeBlockMover(),
             self.grammars,
             model.eos_token_ids,
             SystemClock(),

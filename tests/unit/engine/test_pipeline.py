@@ -18,7 +18,7 @@ from engine.pipeline import DeviceLostError, Pipeline, StepLauncher, StreamPipel
 from scheduler import RequestStatus
 from simulator.device import Computed
 from tests.factories.engine import (
-    FakeConnectorWorker,
+    FakeBlockMover,
     PlansPastPrompts,
     StepHook,
     make_core,
@@ -111,7 +111,7 @@ def test_a_closed_pipeline_lets_go_of_the_device() -> None:
     assert is_held() is None
 
 
-class Diary(FakeConnectorWorker):
+class Diary(FakeBlockMover):
     """A connector that records its calls, in order."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from kv_transfer.commands import (
     LoadBlocks,
     SendBlocks,
 )
-from kv_transfer.connector.ranks import ConnectorWorker, RankedConnector
+from kv_transfer.connector.ranks import BlockMover, RankedConnector
 from kv_transfer.parts import GiveUp, Loads
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces
 from tests.factories.endpoints import (
@@ -226,7 +226,7 @@ def test_c31_a_load_is_postponed_only_if_all_ranks_postponed_it(are_postponed: t
 
 def test_c31_what_every_rank_says_of_postponed_and_of_unwanted_prompts_is_passed_on() -> None:
     says = [KVConnectorOutput(can_load=("a",)), KVConnectorOutput(can_load=("b",), unwanted=("c",))]
-    ranks = [create_autospec(ConnectorWorker, instance=True) for _ in says]
+    ranks = [create_autospec(BlockMover, instance=True) for _ in says]
     for rank, output in zip(ranks, says, strict=True):
         rank.get_finished.return_value = output
     assert RankedConnector(ranks).get_finished() == KVConnectorOutput(can_load=("a", "b"), unwanted=("c",))

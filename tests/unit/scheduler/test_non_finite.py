@@ -18,7 +18,7 @@ from tests.factories.scheduling import (
     run_to_end,
     token_at,
 )
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 
 PROMPT = range(1_000, 1_040)
 

@@ -13,7 +13,7 @@ from tests.factories.scheduling import (
     received,
     run_step,
 )
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 
 CONSUMER = TransferRole.CONSUMER
 

@@ -3,12 +3,12 @@
 from baton.kv import KVTransferParams, TransferRole
 from baton.request import FirstToken
 from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
-from tests.factories.engine import FakeConnectorWorker, make_core, make_engine_request
+from tests.factories.engine import FakeBlockMover, make_core, make_engine_request
 from tests.factories.scheduling import PEER, FakeRunner, token_at
 
 
 def test_prompts_are_counted_by_the_scheduler_and_rank_transfers_by_the_connector_under_other_names() -> None:
-    connector = FakeConnectorWorker()
+    connector = FakeBlockMover()
     core = make_core(connector=connector)
     for request_id in ("arrives", "fails", "ends elsewhere"):
         transfer = KVTransferParams(TransferRole.CONSUMER, request_id, 0, PEER)

@@ -13,7 +13,7 @@ from baton.request import FinishReason
 from baton.step import KVConnectorOutput, SchedulerOutput
 from prefill_worker import PrefillRole
 from tests.factories.engine import (
-    FakeConnectorWorker,
+    FakeBlockMover,
     RunningLoop,
     StepHook,
     make_core,
@@ -75,7 +75,7 @@ def test_c63_a_worker_in_use_keeps_its_cache_unless_forced_and_no_request_loses_
 
 
 def test_c63_blocks_that_a_reader_still_needs_survive_a_forced_flush() -> None:
-    connector = FakeConnectorWorker()
+    connector = FakeBlockMover()
     peer = WorkerRef("w1", "incarnation", ("tcp://127.0.0.1:1",), 16)
 
     def hand_over(request_id: str) -> int:

@@ -4,7 +4,7 @@ import pytest
 
 from baton.kv import KVTransferParams, TransferRole
 from baton.request import ErrorKind, FinishReason, RequestOutput
-from tests.factories.engine import FakeConnectorWorker, make_core, make_engine_request
+from tests.factories.engine import FakeBlockMover, make_core, make_engine_request
 from tests.factories.scheduling import PEER, token_at
 from worker.core import EngineCore
 
@@ -25,7 +25,7 @@ def is_given_back(output: RequestOutput) -> bool:
 def test_c52_whatever_state_a_request_is_in_it_is_given_back_once_and_says_nothing_more(
     async_scheduling: bool,
 ) -> None:
-    connector = FakeConnectorWorker()
+    connector = FakeBlockMover()
     core = make_core(
         connector=connector, async_scheduling=async_scheduling, max_num_seqs=4, max_num_batched_tokens=48
     )

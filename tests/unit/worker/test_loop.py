@@ -17,7 +17,7 @@ from baton.worker import WorkerRole
 from decode_worker import DecodeRole
 from prefill_worker import PrefillRole
 from tests.factories.engine import (
-    FakeConnectorWorker,
+    FakeBlockMover,
     RunningLoop,
     StepHook,
     make_core,
@@ -221,7 +221,7 @@ def test_c50_a_lease_that_does_not_end_bounds_the_drain() -> None:
 
 
 def test_c50_a_drain_ends_with_the_last_lease_and_joins_another_one() -> None:
-    connector = FakeConnectorWorker()
+    connector = FakeBlockMover()
     with RunningLoop(make_core(connector=connector), PrefillRole(9), lease_s=30.0) as running:
         hand_over(running)
         drains = [in_background(lambda: running.loop.drain(30.0)) for _ in range(2)]
@@ -262,7 +262,7 @@ def test_a_role_is_exchanged_between_steps_and_the_prefix_cache_is_kept() -> Non
 
 
 def test_a_role_change_that_a_lease_holds_up_is_rolled_back() -> None:
-    connector = FakeConnectorWorker()
+    connector = FakeBlockMover()
     with RunningLoop(make_core(connector=connector), PrefillRole(9), lease_s=0.1) as running:
         hand_over(running)
         with pytest.raises(FleetError, match=r"3 blocks are leased.*serves in its old role"):
@@ -273,7 +273,7 @@ def test_a_role_change_that_a_lease_holds_up_is_rolled_back() -> None:
 
 
 def test_while_a_worker_leaves_nothing_else_may_begin() -> None:
-    connector = FakeConnectorWorker()
+    connector = FakeBlockMover()
     with RunningLoop(make_core(connector=connector), PrefillRole(9), lease_s=30.0) as running:
         hand_over(running)
         change = in_background(lambda: running.loop.set_role(DecodeRole(9), 30.0))
@@ -298,7 +298,7 @@ def test_while_a_worker_leaves_nothing_else_may_begin() -> None:
 @pytest.mark.parametrize("is_in_time", [True, False])
 def test_a_second_call_for_the_same_role_has_the_outcome_of_the_first(is_in_time: bool) -> None:
     """A new controller calls again for what its predecessor began."""
-    connector = FakeConnectorWorker()
+    connector = FakeBlockMover()
     with RunningLoop(make_core(connector=connector), PrefillRole(9), lease_s=30.0) as running:
         hand_over(running)
         changes = [in_background(lambda: running.loop.set_role(DecodeRole(9), 30.0))]
@@ -321,7 +321,7 @@ def test_a_second_call_for_the_same_role_has_the_outcome_of_the_first(is_in_time
 
 
 def test_an_engine_that_ends_ends_every_wait_and_its_hand_overs() -> None:
-    connector = FakeConnectorWorker()
+    connector = FakeBlockMover()
     running = RunningLoop(make_core(connector=connector), PrefillRole(9), lease_s=30.0)
     running.loop.start()
     hand_over(running)

@@ -10,7 +10,7 @@ from baton.step import NON_FINITE, KVConnectorOutput, ModelRunnerOutput, Schedul
 from baton.worker import WorkerRole
 from decode_worker import DecodeRole
 from prefill_worker import PrefillRole
-from tests.factories.engine import FakeConnectorWorker, RunningLoop, make_core, make_engine_request
+from tests.factories.engine import FakeBlockMover, RunningLoop, make_core, make_engine_request
 from tests.factories.scheduling import FakeRunner
 from worker.device_check import CHECKING, MAX_NON_FINITE_STEPS
 
@@ -91,7 +91,7 @@ def test_c55_after_several_the_worker_gives_its_requests_back_though_its_device_
 
 def test_c55_it_ends_after_a_change_of_role_that_had_begun() -> None:
     """The check fails while the worker leaves its role, and a lease is the last that holds it there."""
-    connector = FakeConnectorWorker()
+    connector = FakeBlockMover()
     device = WrongFor("wrong")
     core = make_core(device, connector, max_num_batched_tokens=16)
     running = RunningLoop(core, PrefillRole(9), lease_s=60.0)

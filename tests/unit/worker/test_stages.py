@@ -11,7 +11,7 @@ from baton.request import FinishReason, FirstToken, RequestOutput, StageTimes
 from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from scheduler import RequestStatus
-from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
+from tests.factories.engine import FakeBlockMover, StepHook, make_core, make_engine_request
 from tests.factories.paged_memory import PagedMemory
 from tests.factories.scheduling import PEER, FakeRunner
 from worker.stages import StageTimer
@@ -27,7 +27,7 @@ class AnyMemory(PagedMemory):
 def run(core_step_s: float, role: TransferRole | None, received_after_s: float = 0.0) -> StageTimes:
     """One request, two steps of `core_step_s` each after one second in the queue."""
     clock = VirtualClock()
-    connector = FakeConnectorWorker()
+    connector = FakeBlockMover()
     device = StepHook(lambda _: clock.advance(core_step_s), FakeRunner(memory=AnyMemory(16)))
     core = make_core(device, connector, clock, async_scheduling=False)
     transfer = KVTransferParams(role, "t", 0, PEER) if role else None
@@ -126,7 +126,7 @@ FAILED = TransferRecord(
 def test_c34_the_time_of_a_transfer_that_failed_is_the_transfers_and_not_the_queues(
     on_failure: OnLoadFailure,
 ) -> None:
-    clock, connector = VirtualClock(), FakeConnectorWorker()
+    clock, connector = VirtualClock(), FakeBlockMover()
     core = make_core(StepHook(lambda _: clock.advance(0.5)), connector, clock, async_scheduling=False)
     transfer = KVTransferParams(TransferRole.CONSUMER, "t", 0, PEER, on_failure)
     core.add_request(make_engine_request(max_tokens=1, kv_transfer=transfer), "gateway")
@@ -151,7 +151,7 @@ def test_c34_the_time_of_a_transfer_that_failed_is_the_transfers_and_not_the_que
 
 
 def test_a_release_after_the_prefills_end_is_reported_once_more_and_then_dropped() -> None:
-    clock, connector = VirtualClock(), FakeConnectorWorker()
+    clock, connector = VirtualClock(), FakeBlockMover()
     core = make_core(StepHook(lambda _: clock.advance(0.5)), connector, clock, async_scheduling=False)
     transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, PEER)
     core.add_request(make_engine_request(max_tokens=2, kv_transfer=transfer), "gateway")
@@ -170,7 +170,7 @@ def test_a_release_after_the_prefills_end_is_reported_once_more_and_then_dropped
 
 
 def test_a_prompt_answered_by_the_prefill_worker_alone_is_not_reported_again() -> None:
-    connector = FakeConnectorWorker()
+    connector = FakeBlockMover()
     core = make_core(connector=connector, async_scheduling=False)
     transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, PEER)
     core.add_request(make_engine_request(max_tokens=1, kv_transfer=transfer), "gateway")

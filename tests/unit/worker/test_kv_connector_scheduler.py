@@ -28,7 +28,7 @@ from tests.factories.scheduling import (
     make_request,
     received,
 )
-from worker.kv_connector import KVConnectorScheduler
+from worker.kv_connector_scheduler import KVConnectorScheduler
 
 PRODUCER, CONSUMER = TransferRole.PRODUCER, TransferRole.CONSUMER
 
