@@ -50,7 +50,8 @@ from benchmarks.gpu.setting import Setting, describe
 from benchmarks.gpu.shapes import LARGE
 from engine.kernels.switches import SWITCHES_VARIABLE, KernelSwitches, set_kernel_switches
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 PARTS = tuple(PART_LIMITS_S)
 DEFAULT_PARTS = PARTS[:-1]
 PATIENCE_S = 30.0
@@ -65,6 +66,7 @@ def main() -> int:
     arguments = _arguments()
     if arguments.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # kernels read it when they are declared
+    let_processes_import_baton()
     environment, *_ = run_part("environment", arguments, Path(), time.monotonic() + 120)
     if environment.is_failed:
         print(f"gpu-check: skipped, {environment.note}")
@@ -84,6 +86,12 @@ def main() -> int:
     num_skipped = sum(row.is_skipped for row in rows)
     print(f"\ngpu-check: {len(rows)} rows, {num_failed} failed, {num_skipped} skipped")
     return 1 if num_failed else 0
+
+
+def let_processes_import_baton() -> None:
+    """Workers import nothing from the current folder (`module_command`), and a GPU machine may lack a baton package."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
 
 
 def judged(row: Row, is_strict: bool) -> Row:

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from baton.system.module_command import module_command
 from benchmarks import gpu_check
 from benchmarks.gpu.limits import PART_LIMITS_S
 from benchmarks.gpu.report import Row, save, table
 from benchmarks.gpu.setting import Emit, Setting
 from benchmarks.gpu.trace import merged, shared, spans
-from benchmarks.gpu_check import PARTS
+from benchmarks.gpu_check import PARTS, let_processes_import_baton
 from kv_transfer.cuda.copy_kernel import NAME as COPY_KERNEL
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +62,19 @@ def test_what_a_gpu_machine_lacks_is_not_there_in_a_dry_run(tmp_path: Path) -> N
         check=True,
     )
     assert found.stdout.strip() == "['torch', 'triton', 'zmq', 'pydantic', 'ray']"
+
+
+def test_workers_of_a_machine_without_a_baton_package_import_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parts that start processes failed there, since workers import nothing from the current folder."""
+    subprocess.run([sys.executable, "scripts/gpu_venv.py", str(tmp_path)], cwd=ROOT, check=True)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    command = module_command("baton.version")
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 1
+    let_processes_import_baton()
+    assert subprocess.run(command, cwd=tmp_path, check=False).returncode == 0
 
 
 def test_no_part_is_left_out() -> None:
