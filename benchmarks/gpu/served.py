@@ -55,7 +55,7 @@ class Sizes:
 
 
 FULL = Sizes((5, 17, 63, 64, 65, 130, 300, 600, 900) * 3, 64, 1024, 64)
-TINY = Sizes((3, 20, 900), 100, 128, 16)
+TINY = Sizes((3, 20, 600), 400, 128, 16)
 
 
 @dataclass(frozen=True, slots=True)

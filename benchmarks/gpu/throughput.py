@@ -13,7 +13,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -147,10 +147,16 @@ def _served(
         PART,
         f"{sizes.name}, {name}",
         f"{rate:,.0f} tokens/s, {rate / alone[0]:.0%} of the engine" if alone else f"{rate:,.0f} tokens/s",
-        f"medians: first token {1e3 * median(first_s):,.0f} ms, between parts of an answer "
-        f"{1e3 * median(gaps_s):.1f} ms; 99 % below {1e3 * gaps_s[int(0.99 * (len(gaps_s) - 1))]:.1f} ms",
+        f"medians: first token {1e3 * median(first_s):,.0f} ms, between parts of an answer {_gaps_text(gaps_s)}",
         figures={"tokens_per_s": rate, "seconds": seconds, "first_token_s": median(first_s)},
     )
+
+
+def _gaps_text(gaps_s: Sequence[float]) -> str:
+    """`gaps_s`: sorted; empty if each answer came in one part, which may happen on a busy machine."""
+    if not gaps_s:
+        return "none"
+    return f"{1e3 * median(gaps_s):.1f} ms; 99 % below {1e3 * gaps_s[int(0.99 * (len(gaps_s) - 1))]:.1f} ms"
 
 
 async def _rounds(config: BatonConfig, path: Path, sizes: Sizes) -> list[tuple[float, list[list[float]]]]:
