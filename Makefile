@@ -53,7 +53,7 @@ unit: $(INSTALLED) ## tests/unit but its slow ones: a minute on four cores
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
 # The parts of `make check`; types are checked beside the tests, and circles are among them.
-test: lint protos-check $(TRITON_INSTALLED) $(HELM_INSTALLED) ## Every check, and all tests but those that need a GPU or a further package, or are marked by_hand
+test: lint protos-check $(TRITON_INSTALLED) $(HELM_INSTALLED) ## Every check, and all tests except those marked by_hand and those that need a GPU or a further package
 	@scripts/test.sh $(PYTHON_IN_VENV)
 
 test-all: $(TEST_PARTS_INSTALLED) test ## `make test` with NIXL, LangChain and the Agents SDK installed, and most tests marked by_hand

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # usage: test.sh PYTHON
-# Runs all tests but those that need a GPU or a further package, or are marked by_hand, four files at a time, with mypy
-# beside them, which computes on one core and gives way. Native kernels are compiled first: the first workers would wait
-# for that, beside everything else.
+# Runs all tests except those marked by_hand and those that need a GPU or a further package: four files at a time.
+# Beside them, mypy computes on one core and gives way. Native kernels are compiled first: otherwise the first workers
+# would wait for them, beside everything else.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1
