@@ -36,7 +36,7 @@ helm install my-model helm/baton --namespace my-model --create-namespace --value
 [docs/kubernetes.md](../../docs/kubernetes.md) goes from an empty cluster to an answer, and through upgrades, draining,
 scaling and trouble. `ci/` has values for four kinds of clusters.
 
-Written by `python -m scripts.chart` from values.yaml: change that.
+`python -m scripts.chart` generates this page from values.yaml. Edit values.yaml, not this page.
 """
 
 
