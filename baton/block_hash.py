@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 DIGEST_BYTES = 32
 SHORT_HASH_BYTES = 8
-"""How many bytes of a hash a router stores. A collision of these causes only a worse choice of worker."""
+"""How many bytes of a hash a router stores. If two of these collide, only the choice of a worker gets worse."""
 
 
 def block_hashes(
@@ -34,9 +34,9 @@ def extend_block_hashes(
     cache_salt: str | None,
     max_blocks: int | None = None,
 ) -> None:
-    """Appends the missing hashes of full blocks, up to `max_blocks` in all; no cost if none is missing.
+    """Appends the missing hashes of full blocks, until `hashes` has `max_blocks`; no cost if none is missing.
 
-    Raises OverflowError for a token id that does not fit into 32 bits without a sign.
+    Raises OverflowError for a token id that does not fit into 32 bits, unsigned.
     """
     num_blocks = len(token_ids) // block_size
     end = num_blocks if max_blocks is None else min(num_blocks, max_blocks)

@@ -147,7 +147,7 @@ class WorkerUnavailable(RequestError):
 
 
 class GatewayStopping(RequestError):
-    """The gateway ends, and this request had not ended in the time that it had. Another gateway can serve it."""
+    """The gateway ends, and this request did not end in time. Another gateway can serve it."""
 
 
 class StoreUnavailable(RequestError):

@@ -41,7 +41,7 @@ class KVGroups:
         return self.num_full + self.num_windowed
 
     def num_left_rows(self, num_computed_tokens: int, block_size: int) -> int:
-        """Rows that no later token's window reaches, after `num_computed_tokens`; 0 without windows."""
+        """How many rows no later token's window reaches, once `num_computed_tokens` are computed; 0 without windows."""
         if not self.num_windowed:
             return 0
         return max(0, num_computed_tokens - self.window + 1) // block_size
@@ -55,7 +55,7 @@ class KVGroups:
         return -(-(self.window - 1) // block_size)
 
     def needed_entries(self, num_tokens: int, block_size: int) -> list[int]:
-        """Indices, in a request's block ids, of the first `num_tokens`' blocks that later tokens need."""
+        """Which blocks of the first `num_tokens` are needed by later tokens, as indices in the request's block ids."""
         num_rows, num_groups = -(-num_tokens // block_size), self.num_groups
         num_left = self.num_left_rows(num_tokens, block_size)
         return [

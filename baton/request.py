@@ -85,7 +85,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: its token's, that token's rank, and the likeliest tokens', best first.
+    """One position's token with its log-probability and rank, and `top`: the likeliest tokens with theirs, best first.
 
     The token is the sampled one, or the prompt's own.
     """
@@ -98,10 +98,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PackedLogprobs:
-    """TokenLogprobs at consecutive positions of a prompt, each with as many of the likeliest tokens, as three columns.
+    """TokenLogprobs at consecutive positions of a prompt, as three columns; all have equally many likeliest tokens.
 
-    A prompt may have 100,000 positions. One object for each would take 40 MiB, and to encode or decode them half a
-    second.
+    A prompt may have 100,000 positions. One object for each would take 40 MiB, and half a second to encode or decode.
     """
 
     token_ids: bytes = b""

@@ -102,16 +102,16 @@ class ModelRunnerOutput:
     failed: Mapping[str, str] = field(default_factory=dict)
     """Requests that cannot continue, and why: their structured output can no longer be matched."""
     non_finite: Set[str] = frozenset()
-    """Requests whose logits were not finite: none of their tokens, and nothing cached before, can be trusted."""
+    """Requests whose logits were not finite: none of their tokens, and nothing that they cached, can be trusted."""
     draft_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Guesses of the tokens after those sampled, for a later step to verify."""
     forced_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The tokens after those sampled, where the request's grammar leaves no choice."""
     unforeseeable: Set[str] = frozenset()
     """Requests that sampled, and whose next step may yield several tokens or new drafts. So the output of that step
-    must be known before the step behind it is planned. Requests with drafts may be left out."""
+    must be known before the step after it is planned. Requests with drafts may be left out."""
     prompt_logprobs: Mapping[str, ScoredTokens] = field(default_factory=dict)
-    """The prompt's tokens that follow tokens of this step, of requests that want their log-probabilities."""
+    """For requests that ask for prompt logprobs: those of the prompt's tokens that follow a token of this step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ ANONYMOUS = "anybody"
 class ApiKey(Section):
     """One key, as `baton key` prints it: its owner, its hash, and what it grants.
 
-    The hash is plain SHA-256, without salt or repetition. Those slow down the guessing of passwords; a key of 256
-    random bits cannot be guessed at any speed.
+    The hash is plain SHA-256. Salt and repetition would slow down the guessing of a password; a key of 256 random
+    bits cannot be guessed at any speed.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
@@ -36,8 +36,8 @@ class ApiKey(Section):
     hint. A request for `n` answers counts as one."""
     tokens_per_minute: int | None = Field(None, ge=1)
     """Limit at each gateway, of prompt tokens and of the tokens of all `n` answers. After a quiet minute, this many may
-    be used at once. A request begins if any are left, and may use more. Then further requests are refused until enough
-    time has passed for the excess."""
+    be used at once. A request begins if any token is left, and may use more than are left. Then further requests are
+    refused until enough time has passed for the excess."""
     max_concurrent: int | None = Field(None, ge=1)
     """Requests at once at each gateway, waiting ones included; each of a request's `n` answers counts as one."""
     best_priority: int = 0

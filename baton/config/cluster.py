@@ -40,10 +40,10 @@ class ClusterConfig(Section):
     decode_num_threads: int | None = Field(None, ge=1)
     """Threads of each rank of a decode worker on a CPU. If unset: `engine.num_threads`."""
     prefill_max_num_batched_tokens: int | None = Field(None, ge=1)
-    """Tokens that one step of a worker started as a prefill worker may compute. If unset:
+    """Tokens that one step may compute on a worker that was started as a prefill worker. If unset:
     `scheduler.max_num_batched_tokens`."""
     decode_max_num_batched_tokens: int | None = Field(None, ge=1)
-    """Tokens that one step of a worker started as a decode worker may compute. If unset:
+    """Tokens that one step may compute on a worker that was started as a decode worker. If unset:
     `scheduler.max_num_batched_tokens`."""
     lend_cores: bool = True
     """On a CPU, a pinned worker that computes nothing lends its cores to the other workers of the fleet on its
@@ -65,14 +65,15 @@ class ClusterConfig(Section):
     """CPUs that each rank of a worker requests from Ray. Ray places workers by these requests. `engine.num_threads`
     says with how many threads a rank computes."""
     prefill_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
-    """Custom Ray resources that a worker started as a prefill worker requests from its node, e.g. `{prefill: 1}`."""
+    """Custom Ray resources of its node that a worker requests if it is started as a prefill worker, e.g.
+    `{prefill: 1}`."""
     decode_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
-    """Custom Ray resources that a worker started as a decode worker requests from its node."""
+    """Custom Ray resources of its node that a worker requests if it is started as a decode worker."""
     prefill_labels: dict[str, str] = Field(default_factory=dict)
-    """Ray labels that the node of a worker started as a prefill worker must have, e.g. `{role: prefill}`. A value may
-    be a condition, such as `!x` or `in(x,y)`."""
+    """Ray labels that the node of a worker must have if the worker is started as a prefill worker, e.g.
+    `{role: prefill}`. A value may be a condition, such as `!x` or `in(x,y)`."""
     decode_labels: dict[str, str] = Field(default_factory=dict)
-    """Ray labels that the node of a worker started as a decode worker must have."""
+    """Ray labels that the node of a worker must have if the worker is started as a decode worker."""
     start_timeout_s: float = Field(300.0, gt=0.0)
     """How long a worker may take to load its model, and the whole fleet to start for the first time. For `baton
     gateway`: how long to wait for its fleet."""

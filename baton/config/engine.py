@@ -23,7 +23,7 @@ class ModelConfig(Section):
     kernels. `auto` on a GPU: the checkpoint's own 16-bit type, or else bfloat16. The command that starts the fleet
     decides for all workers."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = "auto"
-    """How matrices are stored. `auto`: a quantized matrix keeps the model's bits if a kernel can multiply it in that
+    """How matrices are stored. `auto`: a quantized matrix keeps its number of bits if a kernel can multiply it in that
     form. On CPUs, Baton's own kernels, which need a C++ compiler, multiply the 4 to 8 bits of a GGUF file or
     checkpoint. On GPUs, kernels multiply 8-bit floats. All other matrices are in `dtype`. `none`: all matrices are in
     `dtype`. `int8`, `int4` (on CPUs): at most 8 or 4 bits, with a scale for every 32 inputs, quantized while loading;
@@ -40,12 +40,12 @@ class EngineConfig(Section):
 
     device: Literal["cpu", "cuda"] = "cpu"
     tensor_parallel: int = Field(1, ge=1)
-    """Number of ranks that share one worker's model. Each is a process with a device of its own, all on one host. It
-    must divide the model's heads, KV heads and intermediate sizes. `cluster.prefill_tensor_parallel` and
-    `cluster.decode_tensor_parallel` override it."""
+    """Number of ranks that share one worker's model. Each rank is a process with a device of its own; all are on one
+    host. The number must divide the model's heads, KV heads and intermediate sizes. `cluster.prefill_tensor_parallel`
+    and `cluster.decode_tensor_parallel` override it."""
     enable_expert_parallel: bool = False
     """Each rank holds whole experts of a mixture, instead of its share of every expert's columns, so that the number of
-    ranks need not divide an expert's intermediate size. Attention and shared experts are divided as without it.
+    ranks need not divide an expert's intermediate size. Attention and shared experts are divided in either case.
     `cluster.prefill_enable_expert_parallel` and `cluster.decode_enable_expert_parallel` override it."""
     rank_timeout_s: float = Field(60.0, gt=0.0)
     """A worker fails if one of its ranks waits this long for another."""
@@ -57,8 +57,8 @@ class EngineConfig(Section):
     """Threads with which each rank computes on a CPU. If unset, the machine's cores are divided equally among all ranks
     of the fleet's workers there. `cluster.prefill_num_threads` and `cluster.decode_num_threads` override it."""
     kv_cache_memory_mib: int | None = Field(None, ge=1)
-    """Size of each rank's KV pool; `scheduler.num_blocks` overrides it. If unset: 1024 on a CPU, 2048 if KV
-    is float32; on a GPU, `gpu_memory_utilization` less what the largest step needs."""
+    """Size of each rank's KV pool; `scheduler.num_blocks` overrides it. If unset: on a CPU 1024, or 2048 if KV is
+    float32; on a GPU, `gpu_memory_utilization` less what the largest step needs."""
     gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
     """Share of a GPU's memory that may be in use once the worker runs, including memory that was in use before.
     Workers that share a GPU need `kv_cache_memory_mib`."""
@@ -66,11 +66,11 @@ class EngineConfig(Section):
     """Record decode steps and small steps with prompts as CUDA graphs when a worker starts, and replay them, so that
     the GPU need not wait for Python."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """`auto`: like `model.dtype`, but `bfloat16` where `model.dtype: auto` chooses float32 and the CPU has Baton's own
-    kernels. `bfloat16`, on CPUs with `model.dtype: float32`: keys and values are rounded to 16 bits, and all arithmetic
-    stays in float32. `fp8`: 8-bit floats (e4m3), after a division by the checkpoint's `k_scale` and `v_scale`, if it
-    has them. Each halving of the bits holds twice the tokens in the same memory, and halves the bytes of a hand-over.
-    Prefill and decode workers must use the same value."""
+    """`auto`: like `model.dtype`. One exception: `bfloat16` if `model.dtype`, left at its own `auto`, becomes float32
+    on a CPU that has Baton's own kernels. `bfloat16`, on CPUs with `model.dtype: float32`: keys and values are rounded
+    to 16 bits, and all arithmetic stays in float32. `fp8`: 8-bit floats (e4m3), after a division by the checkpoint's
+    `k_scale` and `v_scale`, if it has them. Half as many bits hold twice the tokens in the same memory, and halve the
+    bytes of a hand-over. Prefill and decode workers must use the same value."""
     swap_space_mib: int = Field(256, ge=1)
     """With `scheduler.preemption: swap`: host memory for the KV of preempted requests, unless
     `scheduler.num_swap_blocks` says how much."""

@@ -138,14 +138,14 @@ class BatonConfig(Section):
             )
 
     def _own_step_tokens(self) -> dict[str, int]:
-        """The numbers of tokens in a step that roles have of their own, by key."""
+        """Each role's own number of tokens in a step, if it has one, by its key."""
         budgets = {
             f"cluster.{role.value}_max_num_batched_tokens": self._step_tokens(role) for role in WorkerRole
         }
         return {key: budget for key, budget in budgets.items() if budget is not None}
 
     def _check_whole_prompts(self) -> None:
-        """As the section `scheduler` checks its own budget."""
+        """The check that the section `scheduler` makes of its budget, for each role's own budget."""
         length = self.scheduler.max_model_len
         if self.scheduler.enable_chunked_prefill or length is None:
             return
@@ -171,7 +171,7 @@ class BatonConfig(Section):
             )
 
     def num_workers(self, role: WorkerRole) -> int:
-        """Workers of this role that a fleet begins with; without autoscaling, that it keeps."""
+        """How many workers of this role a fleet begins with. Without autoscaling, it keeps this number."""
         return self.cluster.prefill if role is WorkerRole.PREFILL else self.cluster.decode
 
     def num_ranks(self, role: WorkerRole) -> int:
@@ -196,7 +196,7 @@ class BatonConfig(Section):
     def for_worker(self, role: WorkerRole) -> Self:
         """A copy in which `engine` and `scheduler` have the values of a worker started in this role.
 
-        Ranks know no role."""
+        So ranks need not know their worker's role."""
         is_enabled = self.has_expert_parallel(role)
         engine = self.engine.with_values("engine", enable_expert_parallel=is_enabled)
         scheduler, step_tokens = self.scheduler, self._step_tokens(role)

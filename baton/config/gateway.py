@@ -58,8 +58,8 @@ class GatewayConfig(Section):
     """Requests of different callers share no cached prefix, so that neither times nor `cached_tokens` tell one caller
     what another sent. Callers are told apart by their API keys' names; those without a key are one caller."""
     answer_format: AnswerFormatName = "auto"
-    """How the model writes tool calls: `auto`: as its chat template shows. `generic`: for templates that know no tools;
-    a system message describes them. All names are in docs/agents.md."""
+    """How the model writes tool calls. `auto`: as its chat template shows. `generic`: for templates that know no tools;
+    a system message describes the tools. All names are in docs/agents.md."""
     sampling_defaults: Literal["model", "openai"] = "model"
     """Where `temperature`, `top_p`, `top_k` and the like come from if a request does not set them. `model`: from the
     model's generation_config.json, as in vLLM and SGLang. `openai`: the defaults of OpenAI's API, for every model."""
@@ -79,14 +79,14 @@ class GatewayConfig(Section):
     fails. A request that asks for `local` itself is not affected."""
     max_in_flight: int = Field(1024, ge=1)
     """Requests that may be with workers at once; further ones wait. Slots and blocks of decode workers usually set a
-    lower limit. In the configuration of the command that starts the fleet, also how many requests may wait at one
-    worker."""
+    lower limit. In the configuration of the command that starts the fleet, the same number also limits the requests
+    that wait at one worker."""
     max_queued: int = Field(1024, ge=0)
     """Requests that may wait at once for a worker with room; further ones are refused with a retry hint. Requests
     that lost their worker while they ran wait in addition to these."""
     placement_timeout_s: float = Field(30.0, gt=0.0)
     """A request is refused if for this long it found no worker, and its place in the queue did not get better.
-    A request waits on if only slots are lacking, unless many other requests overtake it."""
+    A request keeps waiting if only slots are lacking, unless many other requests overtake it."""
     max_unread_tokens: int = Field(4096, ge=1)
     """A request ends if more tokens than this wait for its client to read them."""
     max_message_mib: int = Field(16, ge=1)
@@ -104,8 +104,8 @@ class GatewayConfig(Section):
     response_store_file: str | None = Field(None, min_length=1)
     """A file with the URL of a Redis, in place of `response_store`: the URL may have a password. Read at the start."""
     response_store_mib: int = Field(256, ge=1)
-    """Memory of a store in `memory`, for all callers. The caller that uses most first loses the responses that it used
-    least recently."""
+    """Memory of a store in `memory`, for all callers. If it is full, the caller that uses the most memory loses the
+    responses that it used least recently."""
     response_store_caller_mib: int = Field(64, ge=1)
     """What one caller may keep. The responses that it used least recently make room for new ones."""
     response_store_ttl_s: float = Field(86400.0, gt=0.0, le=2592000.0)
@@ -131,8 +131,8 @@ class GatewayConfig(Section):
 
     @property
     def max_accepted(self) -> int:
-        """How many requests this gateway accepts at once, with workers and in the queue together. As many may also wait
-        for a step before the queue, e.g. for the chat template."""
+        """How many requests this gateway accepts at once, with workers and in the queue together. As many others may
+        wait before they reach the queue, e.g. for the chat template."""
         return self.max_in_flight + self.max_queued
 
     @property

@@ -19,11 +19,11 @@ class NetworkConfig(Section):
     translation). If unset: the address they listen on. With `0.0.0.0` or `::`: the node's address in Ray or, without
     Ray, the machine's address on its route to other machines."""
     security: Literal["curve", "none"] = "curve"
-    """`curve`: both planes are encrypted, and admit only processes that know the cluster's secret. `none`: everyone
-    who can connect may send commands and read KV; allowed on loopback only."""
+    """`curve`: the request plane and the KV plane are encrypted, and admit only processes that know the cluster's
+    secret. `none`: everyone who can connect may send commands and read KV; allowed on loopback only."""
     secret_file: str | None = Field(None, min_length=1)
     """File of the cluster's secret, of mode 0600; `baton serve` creates it if it does not exist. If unset:
-    $XDG_CONFIG_HOME/baton/cluster.secret. The environment variable BATON_CLUSTER_SECRET overrides both."""
+    $XDG_CONFIG_HOME/baton/cluster.secret. The environment variable BATON_CLUSTER_SECRET overrides any file."""
     metrics_port: int | None = Field(0, ge=0, le=65535)
     """Port on `bind_host` where each worker serves Prometheus metrics, unencrypted and without authentication. Metrics
     are counts and times, never what users write. 0: each worker picks a free port; the gateway's /metrics/targets lists

@@ -15,10 +15,10 @@ class SchedulerConfig(Section):
     GPU: 256."""
     max_num_batched_tokens: int = Field(128, ge=1)
     """Tokens that one step may compute. A prompt is handed over in parts of this size while the next part is
-    computed, and a prompt that arrives meanwhile waits for the current part. If unset, at least `max_num_seqs`, and at
-    least 512 and `max_model_len` where prompts are not split; with `batching: mixed` on a CPU, as many as the KV pool
-    holds. Default of prefill workers on a CPU with AMX, for weights in bfloat16: 512. Default on a GPU: the fewest that
-    keep the GPU busy, at most 8192. `cluster.prefill_max_num_batched_tokens` and
+    computed, and a prompt that arrives meanwhile waits for the current part. If unset: at least `max_num_seqs`; where
+    prompts are not split, also at least 512 and `max_model_len`; with `batching: mixed` on a CPU, as many as the KV
+    pool holds. Default of prefill workers on a CPU with AMX, for weights in bfloat16: 512. Default on a GPU: the fewest
+    that keep the GPU busy, at most 8192. `cluster.prefill_max_num_batched_tokens` and
     `cluster.decode_max_num_batched_tokens` override it."""
     max_model_len: int | None = Field(None, ge=1)
     """Prompt and output tokens of one request. If unset: the model's own limit."""
@@ -38,9 +38,9 @@ class SchedulerConfig(Section):
     comes next. Tokens are the same either way."""
     batching: Literal["unified", "prefill_first", "mixed"] = "unified"
     """`prefill_first`: a step holds either whole prompts or decodes, and prompts go first (the classical two-phase
-    scheduler). More requests may run than one step holds; those that started first decode. `mixed`: whole prompts go
-    first, and all decodes are in the same step. Neither splits a prompt, so a request is limited to
-    `max_num_batched_tokens`."""
+    scheduler). More requests may run than one step holds; a decode step then takes those that started first. `mixed`:
+    whole prompts go first, and all decodes are in the same step. Neither of these two splits a prompt, so a request is
+    limited to `max_num_batched_tokens`."""
     prefill_first_rules: Literal["nano_vllm", "mini_vllm"] = "nano_vllm"
     """Variants of `prefill_first`. `nano_vllm`: a prompt uses as much of the step's budget as it has tokens to compute.
     `mini_vllm`: a prompt uses its whole length, cached or not; and the first request that has no place in a decode step

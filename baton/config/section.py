@@ -52,7 +52,7 @@ class Section(BaseModel):
 
 
 _CONFIDENTIAL = {"api_keys", "response_store", "otlp_endpoint"}
-"""Keys whose values may contain an API key or a password, perhaps at the wrong place. All are in `gateway`."""
+"""Keys whose values may contain an API key or a password, perhaps by mistake. All are in `gateway`."""
 
 
 def describe(error: ValidationError, source: str, *, is_confidential: bool = False) -> str:

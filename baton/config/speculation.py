@@ -20,7 +20,7 @@ def _without_effect(method: str) -> set[str]:
 
 class SpeculationConfig(Section):
     """Speculative decoding: tokens guessed ahead (drafts), verified in one step. Jump decoding: tokens that a grammar
-    forces, computed in one step. Every answer keeps its tokens."""
+    forces, computed in one step. Neither changes the tokens of an answer."""
 
     method: Literal["off", "ngram", "draft_model"] = "off"
     """`ngram`: if a request's last tokens occurred before in its prompt or answer, the tokens that followed there are

@@ -22,7 +22,7 @@ COMPILED_LIMIT_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TryGrammar:
-    """Compile this grammar. Numbers count up from 1."""
+    """Compile this grammar. `number`: these messages are numbered from 1."""
 
     number: int
     output: StructuredOutput
@@ -57,5 +57,5 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes) -> Message:
-    """Decodes a message without its header; WireError if it is none of these."""
+    """Decodes a message without its header; WireError for any other bytes."""
     return _CODEC.decode(data)

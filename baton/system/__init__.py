@@ -1,1 +1,1 @@
-"""What a process needs of its machine: sockets and their keys, logs, signals, clocks that stop, metrics as text."""
+"""What a process needs of its machine: sockets and their keys, logs, signals, times without standstills, metrics."""

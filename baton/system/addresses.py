@@ -16,7 +16,7 @@ _ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
 def listen(
     listener: "zmq.Socket[Any]", bind_host: str, advertise_host: str | None, port: int = 0, key: str = ""
 ) -> str:
-    """Binds to a port of `bind_host` (an address, an interface or a local name); returns the peers' address.
+    """Binds to a port of `bind_host` (an address, an interface or a local name); returns the address for peers.
 
     Port 0 picks a free port. For any other port, `key` is its configuration key. If the port is taken, the
     ConfigError names the key.

@@ -44,7 +44,7 @@ class AwakeTimer:
 
 @asynccontextmanager
 async def awake_timeout(seconds: float) -> AsyncIterator[AwakeTimer]:
-    """Like asyncio.timeout, without the loop's standstills: raises TimeoutError if the block takes longer.
+    """Like asyncio.timeout, without the loop's standstills: raises TimeoutError if the `async with` takes longer.
 
     After a standstill of the loop, there is still some time to read the input that arrived meanwhile.
     """

@@ -59,7 +59,7 @@ class PlaneKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """The keys of both planes; the secret cannot be computed from these. None: the plane is unencrypted."""
+    """The keys of the request plane and the KV plane; they do not tell the secret. None: the plane is unencrypted."""
 
     request: PlaneKeys | None
     kv: PlaneKeys | None

@@ -6,6 +6,6 @@ import sys
 def module_command(module: str, *arguments: str) -> list[str]:
     """`python -P -m MODULE ...`.
 
-    Without `-P`, Python would first import from the current folder. That may be a folder of strangers, such as a
-    downloaded model with a `torch.py`."""
+    Without `-P`, Python would first import from the current folder. Its files may come from strangers: a downloaded
+    model may have a `torch.py`."""
     return [sys.executable, "-P", "-m", module, *arguments]

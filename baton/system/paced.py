@@ -1,4 +1,4 @@
-"""paced: writes progress to a log: the first report of each activity, then one report every few seconds."""
+"""paced: writes progress to a log. The first report of each activity is written, then one every few seconds."""
 
 import time
 from collections.abc import Callable

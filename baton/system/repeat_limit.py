@@ -7,7 +7,7 @@ from logging import WARNING, LogRecord
 
 WINDOW_S = 60.0
 MAX_PER_WINDOW = 30
-"""Most lines of one kind. A kind is a logger, a level, and the first line of the message before its values
+"""The most lines of one kind. A kind is a logger, a level, and the first line of the message before its values
 are filled in; all numbers count as equal."""
 
 MAX_KINDS = 1000
