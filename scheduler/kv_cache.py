@@ -110,7 +110,7 @@ class KVCache:
     def num_missing(
         self, request: Request, num_tokens: int, hits: Sequence[Block] = (), num_ready: int = 0
     ) -> int:
-        """Number of free blocks that `num_tokens` tokens need, counting free blocks in `hits`. See `open_table`."""
+        """How many free blocks the request needs for `num_tokens`, free ones in `hits` included. See `open_table`."""
         num_held = len(request.block_table.blocks) if request.block_table else 0
         num_revived = [block.ref_count for block in hits].count(0)
         num_new = max(0, self.num_blocks_for(num_tokens) - num_held - len(hits))

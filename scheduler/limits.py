@@ -1,4 +1,4 @@
-"""How long a request may be and become on this engine, and whether a new token ends it.
+"""How long a request may be, or may grow, on this engine, and whether a new token ends it.
 
 Stop strings are text, so the gateway handles them.
 """

@@ -36,8 +36,8 @@ class KVConnector(Protocol):
         """How many of its initial tokens beyond `num_computed_tokens` (a whole number of blocks) can be loaded.
 
         The flag says that loading is asynchronous: the request waits in WAITING_FOR_REMOTE_KVS. None means "not known
-        yet, ask again next step". The call changes nothing, so it may be repeated. After a load has started, it comes
-        again only if that load was postponed.
+        yet, ask again next step". The call changes nothing, so it may be repeated. After a load has started, the
+        call comes again only if that load was postponed.
         """
         ...
 

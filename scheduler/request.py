@@ -239,11 +239,11 @@ class Request:
 
     @property
     def must_report_failure(self) -> bool:
-        """If its prompt does not arrive, the request must fail; this worker must not compute the prompt."""
+        """Whether the request must fail if its prompt does not arrive. Otherwise, this worker computes the prompt."""
         return self.kv_transfer is not None and self.kv_transfer.on_failure is OnLoadFailure.REPORT
 
     def add_scores(self, scored: ScoredTokens) -> None:
-        """Adds log-probabilities of the prompt. After a preemption, those of the same tokens replace earlier ones."""
+        """Adds log-probabilities of the prompt. After a preemption, they replace those of the same tokens."""
         if self.prompt_logprobs is None:
             return
         num_before = scored.first_position - 1

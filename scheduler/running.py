@@ -82,7 +82,7 @@ class Running:
         self.drop_gone()
 
     def begin(self, request: Request) -> None:
-        """Adds a request at the end; a producer goes before unfinished producers with higher keys."""
+        """Adds a request at the end; a producer, before unfinished producers that come later in the queue's order."""
         index = len(self.requests)
         if request.is_producer:
             while index > 0 and _is_overtaken(self.requests[index - 1], request):
@@ -115,9 +115,8 @@ class Running:
     ) -> int:
         """How many of the request's wanted tokens the step computes: all, part of a prompt, or none.
 
-        Part of a producer's prompt does not share a step with a producer's prompt that ends in this step: the prompt
-        that ends would have to wait for the part. With `joins_parts`, they may share a step, since the part hardly
-        makes the step longer.
+        A producer's prompt that ends in this step does not wait for part of another producer's prompt: the two do not
+        share a step. With `joins_parts`, they may share a step, since the part hardly makes the step longer.
         """
         num_tokens = min(num_wanted, step.token_budget)
         is_whole = num_computed_tokens + num_tokens >= request.num_tokens
@@ -126,9 +125,9 @@ class Running:
         return 0 if step.prompts_that_end else num_tokens
 
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """The request's uncomputed tokens and its drafts, limited to one step's share.
+        """The number of the request's uncomputed tokens and drafts, at most `long_prefill_token_threshold` if set.
 
-        0 if a token in flight will certainly end the request, or if a step under way may sample several tokens.
+        0 if a token in flight will certainly end the request, or if a step under way may sample several of its tokens.
         """
         num_tokens = len(request.all_token_ids)
         if request.num_output_placeholders:

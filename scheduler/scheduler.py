@@ -8,7 +8,7 @@ each one's `num_computed_tokens` reaches its `num_tokens`. The parts, by file:
     admission   requests that wait                remote      prompts received from, or sent to, other workers
     kv_cache    blocks and prefixes               swap        host memory
     ending      requests that end                 trial       the search for the request that breaks its steps
-    speculation drafts of the next tokens
+    speculation drafts of the next tokens, and tokens that a grammar forces
 """
 
 from collections import Counter
@@ -48,8 +48,8 @@ class Scheduler:
     followed by its `update_from_output()`, the steps are the same with and without async scheduling.
 
     `config.num_blocks` and `config.max_model_len` must be set. `hash_key` (16 to 64 bytes) makes block hashes
-    comparable between processes that share it; by default it is random. `joins_parts`: part of a long prompt
-    may share a step with prompts that end in it (on a GPU, more tokens hardly make a step longer).
+    comparable between processes that share it; by default it is random. `joins_parts`: a step may compute part of a
+    long prompt beside prompts that it completes (on a GPU, more tokens hardly make a step longer).
     `num_speculative_tokens`: the most drafts per request and step. `kv_groups`: the model's.
     """
 
@@ -204,7 +204,7 @@ class Scheduler:
 
     @property
     def can_compute(self) -> bool:
-        """The device has computed a request since the failed step with which the trial began."""
+        """Whether the device has computed a request since the failed step with which the trial began."""
         return self._trial.has_passed
 
     def wanted_grammars(self) -> frozenset[StructuredOutput]:
@@ -230,7 +230,7 @@ class Scheduler:
         return outputs
 
     def update_connector_output(self, output: KVConnectorOutput) -> ClientOutputs:
-        """Processes the connector's output, before `schedule()`. Only counts late and unknown entries."""
+        """Processes the connector's output, before `schedule()`. Late and unknown entries are only counted."""
         outputs = ClientOutputs()
         if self._connector is not None:
             self._connector.update_connector_output(output)
@@ -352,7 +352,7 @@ class Scheduler:
     # update_from_output()
 
     def _go_on_trying(self, computed: SchedulerOutput) -> None:
-        """Makes requests that passed wait, so that only requests that have not passed can break a step."""
+        """Preempts all requests when a group's turn ends, so that only those of the next group can break a step."""
         if self._trial.step_computed(computed.step, ends_of(computed), self._num_steps + 1):
             self._preempted_between_steps |= self._preemption.preempt_all(self._running.requests)
 
