@@ -47,7 +47,7 @@ class KVProducerScheduler:
     def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
         """True if the blocks must stay allocated until every read of them has ended."""
         del self._sending[request.request_id]
-        if request.request_id in self._with_blocks and not block_ids:  # lost since the last plan
+        if request.request_id in self._with_blocks and not block_ids:  # preempted since the last plan
             self._commands.append(WithdrawBlocks(request.request_id))
         self._with_blocks.discard(request.request_id)
         if not request.is_handed_over:
@@ -75,7 +75,7 @@ class KVProducerScheduler:
         return commands, completed
 
     def _note_starvation(self) -> None:
-        """Reports only changes of starvation: prompts are queued, but none of them has blocks."""
+        """Reports when starvation begins or ends: then prompts are queued, but none of them has blocks."""
         is_starved = bool(self._sending) and not self._with_blocks
         if is_starved is not self._is_starved:
             self._is_starved = is_starved
@@ -120,8 +120,8 @@ class KVProducerScheduler:
         return SendBlocks(request_id, first, self._needed(sending, first, num_full))
 
     def _needed(self, sending: Sending, first: int, end: int) -> tuple[int | None, ...]:
-        """The ids of these blocks. None: the consumer does not need the block, which is before the sliding window when
-        the prompt is complete."""
+        """The ids of these blocks; None for a block that no consumer needs. Such a block is before the sliding window
+        once the prompt is complete."""
         block_ids = sending.block_ids[first:end]
         num_left = self._groups.num_left_rows(sending.num_tokens, self._block_size)
         num_groups, num_full = self._groups.num_groups, self._groups.num_full

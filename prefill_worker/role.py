@@ -7,7 +7,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 
 
 class PrefillRole:
-    """Accepts only prefill requests of hand-overs. It is drained once their last block was read.
+    """Accepts only prefill requests of hand-overs. Is drained once the last block of these hand-overs was read.
 
     The role does not decide when to hand over: `scheduler/request.py` limits a producing request to one new token, and
     `scheduler/limits.py` says with which status the request ends then.

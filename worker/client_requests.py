@@ -1,4 +1,4 @@
-"""ClientRequests: which client, a gateway, each unfinished request belongs to, and its deadline.
+"""ClientRequests: the client (a gateway) and the deadline of each unfinished request.
 
 Knows no thread and no queue. The loop calls it on the engine's thread, the simulator in virtual time.
 """
@@ -39,7 +39,7 @@ class ClientRequests:
         return tuple(request_id for request_id, owner in self._clients.items() if owner == client_id)
 
     def admit(self, client_id: str, request: EngineRequest, role: Role) -> None:
-        """Raises a RequestError if the role or the core refuses the request."""
+        """Adds a request. Raises a RequestError if the role or the core refuses the request."""
         if request.request_id in self._clients:
             raise InvalidRequest("request_id", f"{request.request_id} is in use")
         role.admit(request, self._core.scheduler.request_counts())

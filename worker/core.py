@@ -6,7 +6,7 @@ CPU, it also waits for a step with part of a prompt:
 
     plan      | step 2 |            | step 3 |            | step 4 |
     device    |  step 1 ............|  step 2 ............|  step 3 ....
-    take in                  step 1 |              step 2 |
+    complete                 step 1 |              step 2 |
 """
 
 import logging
@@ -42,8 +42,8 @@ from worker.step_trace_writer import MAX_WAITING_IDS, QueueSnapshot, StepTraceWr
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
-"""After this many failed steps in a row, the device is at fault. A request that breaks its steps fails up to two steps
-before any step is computed, even if such requests arrive one after another at an idle device."""
+"""After this many failed steps in a row, the device is at fault. One request that breaks its steps adds at most two to
+this count. So it takes eight such requests in a row, without a computed step between them."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class EngineCore:
     ) -> None:
         """`progress` watches the engine's thread. Without it, the time of a step is not limited."""
         self.scheduler = scheduler
-        """Between two steps, its counts, KV events and prefix cache may be used. Requests begin and end here."""
+        """Between steps, its counts, KV events and prefix cache may be used. Only this class adds and ends requests."""
         self._pipeline = pipeline
         self._connector = connector
         self._grammars = grammars
@@ -89,7 +89,7 @@ class EngineCore:
         self._meter = LoadMeter()
         self._prompt_tokens = PromptTokens()
         self.progress = progress or Progress("its engine", clock, math.inf)
-        """The size of a step is the number of tokens that the device computes."""
+        """The size of a step, for `begin`, is the number of tokens that the device computes."""
         self.steps = StepCounts()
         """Counts all steps; readable from any thread."""
         scheduler.kv_events.ignore()  # events cost nothing before their `begin`
@@ -99,7 +99,7 @@ class EngineCore:
 
     def check_device(self) -> str | None:
         """Computes a known token before the first step. Returns why this failed."""
-        self.progress.begin()  # without a size: the first step with its compilations is still the first
+        self.progress.begin()  # without a size, so that the next step still has the limit of a first step
         try:
             return self._check_device()
         except DeviceLostError as error:
@@ -118,7 +118,7 @@ class EngineCore:
         self._stages.planned(plan)
         if self._trace is not None:
             self._trace.planned(plan, self._standing())
-        # Before the submission: a pipeline without a thread of its own computes the step there.
+        # Before `_submit`, in which a pipeline without a thread of its own computes the step.
         under_way = (plan, *(step.plan for step in self._under_way))
         self.progress.begin(sum(each.total_num_scheduled_tokens for each in under_way))
         self._submit(plan)
@@ -268,7 +268,7 @@ class EngineCore:
         return self._results.popleft() if self._results else self._pipeline.take_result()
 
     def _look_at_non_finite(self, request_ids: Set[str]) -> ClientOutputs:
-        """Does nothing if none of these requests is unfinished: then an earlier step ended them."""
+        """Does nothing if all of these requests have ended since the step was planned."""
         if not request_ids or request_ids.isdisjoint(self.scheduler.request_ids):
             return ClientOutputs()
         logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
@@ -283,7 +283,7 @@ class EngineCore:
         return self.scheduler.finish_requests(request_ids, status, error)
 
     def _check_device(self) -> str | None:
-        """Computes a known token behind the current steps."""
+        """Computes a known token after the current steps."""
         num_results = len(self._under_way) - len(self._results)
         self._results += [self._pipeline.take_result() for _ in range(num_results)]
         return fault_of_device(self._pipeline, self.scheduler.kv_groups)

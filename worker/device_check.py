@@ -27,7 +27,7 @@ _NOTHING = SchedulerOutput((), CachedRequestData(), {}, 0, frozenset(), frozense
 
 
 class DeviceHealth:
-    """Becomes unfit once, and stays so."""
+    """Whether the device can be trusted. Once unfit, it stays unfit."""
 
     def __init__(self, check: Callable[[], str | None], clock: Clock) -> None:
         """`check` runs the device check and returns why it failed."""
@@ -46,7 +46,7 @@ class DeviceHealth:
             self._become_unfit(f"{NON_FINITE}, in {MAX_NON_FINITE_STEPS} steps within {took_s:.0f} s")
 
     def is_fit_after(self, failure: str) -> bool:
-        """After this failure of a step: runs the check, unless the device is known to be unfit."""
+        """Whether the device is still fit after this failure of a step. Runs the check, unless the device is unfit."""
         if self.unfit_reason is None and (fault := self._check()) is not None:
             self._become_unfit(f"{failure}; the device check also failed: {fault}")
         return self.unfit_reason is None
@@ -60,9 +60,9 @@ class DeviceHealth:
 def fault_of_device(pipeline: Pipeline, kv_groups: KVGroups) -> str | None:
     """Runs the check and returns why it failed; None if the device works. No step may be under way.
 
-    The token's KV is stored in the null block, so the check needs no free block. Attention reads this block only
-    masked, which is right only for finite values. So a worker ends if its check left other values there. `kv_groups`:
-    the model's. Raises DeviceLostError.
+    The token's KV is stored in the null block, so the check needs no free block. Attention masks what it reads of this
+    block, which works only for finite values. So a worker ends if its check left other values there. `kv_groups`: the
+    model's. Raises DeviceLostError.
     """
     request = NewRequestData(
         request_id=CHECKING,

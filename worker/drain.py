@@ -1,13 +1,13 @@
 """DrainState: how a worker leaves its role, for good or for the other role; knows no request and no clock.
 
-                  time is up:                     nothing is left to lose: it has left,
-                  what is left is given back      and stays so, or serves in its new role
+               time is up: remaining               nothing remains to lose: it is drained,
+               requests are given back             or serves in its new role
 FINISHING ------------------------------> ENDING --------------------------------------> OVER
     |                                       |                                             ^
-    |                                       | the leases' time is up, too: it has left with |
-    |                                       | a loss, or serves in its old role again       |
+    |                                       | the leases' time is up, too: it is drained  |
+    |                                       | with a loss, or serves in its old role      |
     |                                       +---------------------------------------------+
-    +-- nothing is left to lose --------------------------------------------------------->+
+    +-- nothing remains to lose --------------------------------------------------------->+
 """
 
 from concurrent.futures import Future
@@ -53,13 +53,13 @@ class DrainState:
         self.target = target
         self.stage = DrainStage.FINISHING
         self.is_clean = False
-        """Whether nothing was left to lose in time; known when the drain is over."""
+        """Whether the drain ended in time, with nothing that could be lost; known when the drain is over."""
         self.outcome: Future[bool] = Future()
         """The value of `is_clean`, once the engine serves in the resulting role."""
         self.give_back_at = now + timeout_s
         self.give_up_at = self.give_back_at + lease_s
         self.obstacle = ""
-        """What was left when the drain ended, in words."""
+        """What remained when the drain ended, in words."""
         self.refusal: str | None = None
         """Why the drain could not begin."""
         self._joined: list[DrainState] = []
@@ -95,7 +95,7 @@ class DrainState:
         return times.get(self.stage)
 
     def look(self, now: float, has_left: bool) -> DrainStage | None:
-        """Advances by at most one stage and returns the new one. `has_left`: nothing is left to lose."""
+        """Advances by at most one stage and returns the new one. `has_left`: nothing remains that could be lost."""
         if self.stage is DrainStage.OVER:
             return None
         is_abandoned = self.target is not None and now >= self.abandoned_at

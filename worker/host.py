@@ -91,9 +91,11 @@ class EngineHost:
         cpus: tuple[int, ...] = (),
         lent_cpus: LentCpus | None = None,
     ) -> None:
-        """The worker's queue holds as many requests as one gateway admits. `keys` of both planes; None if
-        `network.security` is `none`. `cpus`: the CPUs that this process is pinned to, for its status. `lent_cpus`:
-        None if it neither lends nor borrows CPUs.
+        """The worker's queue holds as many requests as one gateway admits.
+
+        `keys`: of the request plane and the KV plane; None for each plane if `network.security` is `none`. `cpus`: the
+        CPUs that this process is pinned to, for its status. `lent_cpus`: None if the worker neither lends nor borrows
+        CPUs.
         """
         assert (keys.request is None) == (keys.kv is None) == (config.network.security == "none")
         self._config = config
@@ -115,7 +117,7 @@ class EngineHost:
         self._metrics: WorkerMetrics | None = None
 
     def start(self, on_progress: Callable[[StartProgress], None] = log_progress) -> WorkerEndpoint:
-        """Loads the model, binds both planes to free ports and begins to serve; returns once it serves.
+        """Loads the model, binds request plane and KV plane to free ports, and begins to serve; returns once it serves.
 
         `on_progress` is called on this thread, for stages that take long.
         """

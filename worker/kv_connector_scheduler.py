@@ -1,7 +1,7 @@
 """KVConnectorScheduler: the connector's half for the scheduler; kv_transfer/connector/worker.py moves bytes.
 
-Implements `scheduler.KVConnector` with the producing half of the prefill role and the consuming half of the
-decode role. Both halves always exist: a worker may change its role while transfers of its old role end.
+Implements `scheduler.KVConnector` with two parts, one from each role: the prefill role's part produces, the decode
+role's part consumes. Both parts always exist: a worker may change its role while transfers of its old role end.
 """
 
 from baton.kv_groups import ONE_GROUP, KVGroups
@@ -13,7 +13,7 @@ from scheduler import Request
 
 
 class KVConnectorScheduler:
-    """Passes each call to the half of the request's role, and joins both halves' commands for a step."""
+    """Passes each call to the part of the request's role, and joins both parts' commands for a step."""
 
     def __init__(self, block_size: int, groups: KVGroups = ONE_GROUP) -> None:
         self._producer = KVProducerScheduler(block_size, groups)

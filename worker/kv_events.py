@@ -1,4 +1,4 @@
-"""Changes of the prefix cache for its followers: netted, shortened, in messages of bounded size."""
+"""Changes of the prefix cache for its subscribers: merged, with shortened hashes, in messages of bounded size."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

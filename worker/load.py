@@ -35,7 +35,7 @@ class LoadMeter:
 
         `num_prompt_tokens` belonged to prompts, and `num_decodes` requests got one more token. A step with fewer
         prompt tokens than decodes counts as a decode step. Returns the step's time; 0 if the device was ahead, so
-        that its end is unknown.
+        that the step's end is unknown.
         """
         time_s = max(0.0, done_at - max(submitted_at, self._last_done_at))
         self._last_done_at = done_at

@@ -40,7 +40,7 @@ class EngineSnapshot:
     counters: dict[str, int]
     """The counters of EngineCore."""
     load: WorkerLoad
-    """Recent, unless nothing has happened since; without `oldest_waiting_s`, which grows between two snapshots."""
+    """At most LOAD_INTERVAL_S older than the snapshot; without `oldest_waiting_s`, which grows between snapshots."""
     oldest_arrival: float | None
     """Arrival of the oldest request that waits for its first step, on the engine's clock."""
 
@@ -141,7 +141,7 @@ class EngineLoop:
             )
 
     def flush_cache(self, timeout_s: float, *, force: bool) -> None:
-        """Empties the prefix cache; FleetError says why not. See EngineHost."""
+        """Empties the prefix cache. A FleetError says why that is not possible; see EngineHost."""
         self._commands.ask(lambda: self._flush_cache(force), timeout_s, self._ended)
 
     def stop(self) -> None:

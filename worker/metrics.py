@@ -1,6 +1,6 @@
 """WorkerMetrics: a worker's state and counts for Prometheus; computed when read, so they cost the engine nothing.
 
-Names that equal vLLM's, without the prefix, have the same meaning: docs/observability.md lists them side by side.
+A name that equals one of vLLM's, apart from the prefix, has the same meaning: docs/observability.md lists both.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,13 +25,13 @@ COUNTERS = {
     "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Drafts verified"),
     "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Drafts that were right"),
 }
-"""Scheduler counters with metrics of their own. All others are exported by name."""
+"""Scheduler counters with metrics of their own. All others are exported as `worker_events`, by name."""
 
 ACCEPTED_AT = "spec_decode_num_accepted_tokens_per_pos"
 """Prefix of the scheduler's counters of accepted drafts by place: 0, 1 ..."""
 
 DENIED = {"request_denied_peers": "request", "kv_denied_peers": "kv"}
-"""Refused connections of either plane."""
+"""Counters of refused connections, and the value of the label `plane`."""
 
 
 class WorkerMetrics:
@@ -45,7 +45,7 @@ class WorkerMetrics:
         borrowed_s: Callable[[], float] | None = None,
     ) -> None:
         """`device_memory`: bytes by kind; empty for a device without memory of its own. `borrowed_s`: how long CPUs of
-        others have computed; None for a worker that does not borrow CPUs."""
+        other workers have computed for this one; None for a worker that does not borrow CPUs."""
         self._status = status
         self._steps = steps
         self._device_memory = device_memory

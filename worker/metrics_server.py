@@ -107,7 +107,7 @@ class _Reader(BaseHTTPRequestHandler):
         super().__init__(connection, address, None)  # type: ignore[arg-type] # there is no server to ask
 
     def setup(self) -> None:
-        """`timeout` applies to each received byte, and to the whole answer."""
+        """`timeout` limits the whole answer, but only each read of the request. So `_head_from` reads the request."""
         super().setup()
         self.rfile.close()
         self.rfile = io.BytesIO(_head_from(self.connection))

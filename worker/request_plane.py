@@ -48,7 +48,7 @@ OUTBOX_MESSAGES = 100_000
 """The most messages that wait for a gateway that does not read. If there are more, the gateway counts as lost."""
 
 PROGRESS_TIMEOUT_S = 60.0
-"""The longest permitted turn of the request plane. After that it counts as hung, and the worker ends."""
+"""The longest time for one turn of the thread's loop. After that, the request plane counts as hung; the worker ends."""
 
 _DISCONNECTED = "disconnected"
 
@@ -57,7 +57,7 @@ LAST_WORDS_MS = 500
 
 
 class RequestSink(Protocol):
-    """Receives requests: the engine loop."""
+    """Receives requests, as EngineLoop does."""
 
     def submit(self, client_id: str, request: EngineRequest) -> None: ...
 
@@ -282,8 +282,8 @@ class RequestServer:
             self._send_heartbeat(peer, status)
 
     def _status_after_outputs(self) -> WorkerStatus:
-        """The status to send next. Sends first what the engine sent before it, since nothing counts after an engine's
-        end."""
+        """The status to send next. First sends the outputs that precede it: after the status of an engine that has
+        ended, no output counts."""
         status = self._engine_status()
         self._send_outbox()  # this may end suspects' turns
         return self._with_suspects(status)

@@ -13,7 +13,7 @@ class Role(Protocol):
     def kind(self) -> WorkerRole: ...
 
     def admit(self, request: EngineRequest, counts: RequestCounts) -> None:
-        """Returns if this role may take the request now; else raises a RequestError with the reason."""
+        """Raises a RequestError, with the reason, if this role may not take the request now."""
         ...
 
     def is_drained(self, counts: RequestCounts, blocks: KVBlockCounts) -> bool:

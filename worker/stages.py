@@ -106,7 +106,7 @@ def _since_arrival(record: TransferRecord, waited_s: float) -> TransferRecord:
 
 
 def _stages(marks: _Marks, now: float, reason: FinishReason | None) -> StageTimes:
-    """The times of all stages. Queue, transfer and prefill add up to the first token, or the earlier end."""
+    """The times of all stages. Queue, transfer and prefill last to the first token, or to the end if there is none."""
     is_whole = marks.first_token is not None
     until = now if marks.first_token is None else marks.first_token
     decode_s = now - until if reason is not FinishReason.HANDED_OVER else 0.0
