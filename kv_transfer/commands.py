@@ -24,7 +24,8 @@ class NoteStarvation:
 
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
-    """This step fills blocks of the prompt's table from entry `first_index` on; None: no consumer needs that block."""
+    """This step fills blocks of the prompt's table, from entry `first_index` on. An id of None: no consumer needs that
+    block."""
 
     request_id: str
     first_index: int
@@ -73,7 +74,8 @@ class BeginLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadBlocks:
-    """Blocks are reserved for the prompt's table from entry `first_index` on; None: that block is not needed."""
+    """Blocks are reserved for the prompt's table from entry `first_index` on. An id of None: the block is not
+    needed."""
 
     request_id: str
     first_index: int

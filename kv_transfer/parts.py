@@ -43,7 +43,7 @@ class RankTransfers:
         self._incarnation = incarnation
         self._pool = pool
         self._views: dict[RankLayout, PieceView] = {}
-        """Views by the peer's layout. There are as few layouts as kinds of workers."""
+        """Views by the peer's layout. There are only as many layouts as kinds of workers."""
         self._by_request: dict[str, tuple[RankTransferEnd, ...]] = {}
         self._refusals: dict[str, str] = {}
         self._by_key: dict[TransferKey, RankTransferEnd] = {}
@@ -139,13 +139,13 @@ class LoadQuiet:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Generic[P]):
-    """One part failed: fail these parts too. Each reports `failed`, unless it has already arrived."""
+    """One part failed: fail `parts`, too. Each of them reports `failed`, unless it has already arrived."""
 
     parts: tuple[P, ...]
     reason: str
     is_unneeded: bool
     is_postponed: bool = False
-    """The part was postponed; postpone these too."""
+    """One part was postponed, not failed: postpone `parts`, too."""
 
 
 LoadOutcome = ReceivedKV | FailedKV | LoadQuiet | GiveUp[P] | None
@@ -256,7 +256,7 @@ class Sends(Generic[P]):
         return request_id in self._open
 
     def forget(self, request_id: str) -> None:
-        """Drops a request whose blocks need no report."""
+        """Drops a request, if the end of its send need not be reported."""
         self._open.pop(request_id, None)
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """A rank's KV pool as bytes, cut into the pieces that rank transfers exchange; knows no tensor and no transfer.
 
 A block is [planes, heads, tokens, bytes], one span; a plane is the keys, the values or the latents of one layer of a KV
-group. Latents are those of one head. In host memory, pieces are read and written in place. On a device, other devices
+group. Latents count as one head. In host memory, pieces are read and written in place. On a device, other devices
 copy them directly, and staging.py moves those that travel over a channel.
 """
 

@@ -1,4 +1,4 @@
-"""Records of hand-overs: sums by peer and transport since the start, and the times of each one's events.
+"""Records of hand-overs: sums by peer and transport since the start, and the times of each hand-over's events.
 
 Knows no message and no byte. The transfer thread writes; any thread reads the sums.
 """
@@ -13,7 +13,7 @@ from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from baton.worker import KVPeerCounts
 
 MAX_ROWS = 128
-"""The most rows. The least recently used ones are forgotten; if such a peer comes back, its row begins at 0."""
+"""The most rows of sums. The least recently used ones are forgotten; if such a peer comes back, it begins at 0."""
 
 _Place = tuple[TransferRole, str, str]
 """Our end, the peer's name, and the transport."""
@@ -160,7 +160,7 @@ class Timelines:
 
 
 def combine(records: Iterable[TransferRecord]) -> TransferRecord:
-    """One record for all ranks: an event begins with the first rank's, and ends with the last rank's."""
+    """One record for all ranks. PREFILLED and the end have the last rank's time, other events the first rank's."""
     parts = tuple(records)
     worst = max(parts, key=lambda part: ENDS.index(part.events[-1].kind))
     times: dict[TransferEventKind, list[float]] = {}

@@ -1,6 +1,6 @@
 """TransferEndpoint: one rank's end of all its worker's hand-overs; knows no thread and no scheduler.
 
-Its driver, a thread or a simulator, passes in one command, arrival or time at a time, and takes the output:
+Its driver, a thread or a simulator, passes in commands, arrivals and times one after another, and takes the output:
 
     commands, arrivals, time --> producer/endpoint.py --> protocol/producer.py --> channel
                                consumer/endpoint.py --> protocol/consumer.py --> channel, readers

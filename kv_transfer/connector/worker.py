@@ -30,7 +30,7 @@ from kv_transfer.transport.zmq_tcp import IDLE_S, ZmqChannel
 logger = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 60.0
-"""The longest permitted turn of the transfer thread. After that it counts as hung, and the worker ends."""
+"""The longest time for one turn of the transfer thread. After that, the thread counts as hung, and the worker ends."""
 
 TURN_TIMEOUT_S = 5.0
 """How long the engine waits for the transfer thread to withdraw blocks. A turn normally takes milliseconds."""
@@ -39,8 +39,8 @@ TURN_TIMEOUT_S = 5.0
 class KVConnectorWorker:
     """The connector of one rank, for both roles; each request says whether it is sent or received.
 
-    The engine's thread calls its methods; `counters` and `peers` are for any thread. The transfer thread does all
-    the rest. A call waits for it only to withdraw blocks. No call raises because of a peer. The transfer thread
+    The engine's thread calls its methods; `counters` and `peers` are for any thread. The transfer thread does all the
+    rest. A call waits for this thread only to withdraw blocks. No call raises because of a peer. The transfer thread
     calls `on_kv_output` whenever `get_finished` has output.
     """
 

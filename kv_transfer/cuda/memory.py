@@ -2,8 +2,8 @@
 
 CudaMemory is on the device, pinned_array on the host. `queue_copies` merges copies into few driver calls: runs of equal
 length at equal distances become rows of one copy. A call costs the transfer thread some 5 us, whatever it copies. If
-two workers differ in their layout, a piece of an 8 MiB block is 64 to 512 runs, and a message has several pieces. The
-calls would then take longer than the bytes.
+two workers differ in their layout, a piece of an 8 MiB block is 64 to 512 runs, and a message has several pieces. Then
+the calls would take longer than the copies.
 """
 
 import ctypes
@@ -26,12 +26,12 @@ MIN_ROWS = 4
 
 
 class CudaMemory:
-    """`num_bytes` zeroed bytes on a device that other processes of this host may open. PyTorch accepts them as a
-    tensor.
+    """`num_bytes` bytes of a device's memory, zeroed. Other processes of this host may open them, and PyTorch accepts
+    them as a tensor.
 
-    Only `free` and the end of the process release it. Its owner calls `free` last, after the tensors over it, readers,
-    stagers and NIXL's agents are gone. CUDA does not define what a peer reads then, if it still has the memory open.
-    The protocol accepts none of these bytes, since no `End` follows.
+    Only `free` and the end of the process release the memory. Its owner calls `free` last, after the tensors over it,
+    readers, stagers and NIXL's agents are gone. CUDA does not define what a peer reads then, if the peer still has the
+    memory open. The protocol accepts none of these bytes, since no `End` follows.
     """
 
     def __init__(self, num_bytes: int, device: int, driver: CudaDriver | None = None) -> None:

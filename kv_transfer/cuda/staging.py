@@ -1,7 +1,8 @@
 """Stager: moves pieces between device memory and the host through a few pinned buffers; knows no peer, no message.
 
-Copies are queued on a stream of their own, and `poll` checks whether they are done. No call waits for copies, except
-for `close`, and after an error. While the processor handles one buffer's content, the device fills or empties the next.
+Copies are queued on a stream of their own, and `poll` checks whether they are done. Only two calls wait for copies:
+`close`, and a call that could not queue a copy. While the processor handles one buffer's content, the device fills or
+empties the next.
 
     take out    device --> pinned buffer --> checksums, and a copy that the sender may keep
     put in      bytes that came --> pinned buffer, checksums --> device

@@ -51,7 +51,7 @@ MAX_BAD_PIECES = 16
 """A rank transfer with more bad pieces than this is given up, since the path is broken."""
 
 ENDS = tuple(f"kv_loads_{end}" for end in ("received", "failed", "aborted", "not_needed", "postponed"))
-"""Counters of how loads ended. Each rank transfer increments one of them per load, once."""
+"""Counters of how loads ended. Each rank transfer increments one of them, once per load."""
 
 
 class Consumer:
@@ -137,7 +137,7 @@ class Consumer:
         return self._lose(transfer, Loss(reason, is_unneeded))
 
     def postpone(self, rank_transfer: RankTransfer, reason: str, now: float) -> list[Effect]:
-        """Postpones the load here, since another rank transfer of it was postponed. Ignored after its end."""
+        """Postpones the load here, since another rank transfer of it was postponed. Ignored if the load has ended."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or not transfer.is_loading:
             return []
@@ -180,8 +180,8 @@ class Consumer:
     def wanted(self, message: Pieces, now: float) -> WantedPieces | None:
         """The announced pieces to write now, or None. The caller must then call `on_arrived` or `on_unread`.
 
-        All other pieces are late, duplicate or foreign, were announced before a transport was chosen, or have a
-        version that no producer reaches.
+        All other pieces are late or duplicate, belong to another hand-over, were announced before a transport was
+        chosen, or have a version that no producer reaches.
         """
         transfer = self._transfers.get(message.key)
         if (
@@ -230,7 +230,7 @@ class Consumer:
         if transfer.state is IncomingState.DRAINING:
             return self._drain(transfer, now)
         has_moved_on = transfer.transport not in (pieces.transport, None)
-        if has_moved_on:  # pieces offered over the new transport since then were not claimed
+        if has_moved_on:  # asks again: pieces offered over the new transport meanwhile were not claimed
             return self._ask(transfer, now)
         return self.on_unreachable(transfer.key, pieces.transport, reason, now)
 
@@ -382,7 +382,7 @@ class Consumer:
         return self._hold_again(transfer, outcome, now)
 
     def _hold_again(self, transfer: IncomingTransfer, outcome: Failed, now: float) -> list[Effect]:
-        """Holds again after a postponed load, while the rest of the load's time keeps running."""
+        """Holds again after a postponed load; the load's deadline stays."""
         transfer.hold_again()
         self._waits.resume_load(transfer.key, now)
         return [outcome, *self._ask(transfer, now)]

@@ -70,7 +70,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """Producer: the consumer gave up a rank transfer that our engine still computes, or has only begun."""
+    """Producer: the consumer has given up a rank transfer whose prompt our engine has yet to compute or complete."""
 
     rank_transfer: RankTransfer
 

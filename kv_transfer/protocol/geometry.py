@@ -27,7 +27,7 @@ from baton.kv_groups import ONE_GROUP, KVGroups
 class RankLayout:
     """The layout of one rank: `block_size` tokens per block, and its share of all heads.
 
-    `groups` counts for our own rank; the fingerprints say whether the peer's are the same.
+    `groups` matters only for our own rank; the fingerprints say whether the peer's groups are the same.
     """
 
     block_size: int
@@ -60,7 +60,7 @@ class PieceShape:
         return range(first, first + self.pieces_per_block)
 
     def index_of(self, entry: int, part: int) -> int:
-        """Which of the prompt's pieces is this part of the block at this entry of the prompt's table."""
+        """The index, among the prompt's pieces, of this part of the block at this entry of the prompt's table."""
         row, group = divmod(entry, self.num_groups)
         return (row * self.pieces_per_block + part) * self.num_groups + group
 

@@ -10,7 +10,7 @@
 HOLDING: our scheduler has no room yet, and the producer keeps what it computes. LOADING: blocks are reserved
 and may be written. DRAINING: the load was given up, but a read that has begun may still write. Without such a
 read, DRAINING ends at once. LOST: no pieces will arrive; the scheduler learns this from its next load.
-HOLDING and LOST also end by abort.
+`abort` also ends HOLDING and LOST.
 
 A stuck producer computes nothing until a consumer loads a complete prompt. A load of an incomplete prompt may
 occupy the room for that complete prompt. So this load is postponed: it fails with `is_postponed`, and holds
@@ -131,7 +131,8 @@ class IncomingTransfer:
         self.state = state
 
     def reserve(self, first_position: int, block_ids: tuple[int | None, ...]) -> None:
-        """Reserves these blocks for the prompt's tokens from `first_position` on; None: that block is not needed."""
+        """Reserves these blocks for the prompt's tokens from `first_position` on. An id of None: that block is not
+        needed."""
         shape = self.shape
         self.first_piece = first_position // shape.num_tokens * shape.num_groups
         num_in_all = shape.num_pieces_for(self.num_tokens)

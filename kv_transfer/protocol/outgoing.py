@@ -149,7 +149,7 @@ class OutgoingTransfer:
         return self.shape.num_pieces_for(self.num_tokens)
 
     def blocks_ready(self, first_block: int, block_ids: Iterable[int | None]) -> None:
-        """These blocks of the prompt are computed; None: no consumer needs that block."""
+        """These blocks of the prompt are computed. An id of None: no consumer needs that block."""
         assert self.shape is not None
         for entry, block_id in enumerate(block_ids, first_block):
             if block_id is None:

@@ -46,7 +46,7 @@ MAX_EARLY = 1024
 """The most rank transfers that consumers may announce before this worker's engine knows of them."""
 
 MAX_EARLY_LEASES = 12
-"""The most leases that a consumer may wait until our engine knows of its request; a step may be long."""
+"""For how many leases a consumer may wait until our engine knows of its request; a step may be long."""
 
 MAX_ENDED = 4096
 """The most ended rank transfers that are remembered."""
@@ -123,7 +123,7 @@ class Producer:
     def blocks_ready(
         self, rank_transfer: RankTransfer, first_block: int, block_ids: Iterable[int | None]
     ) -> list[Effect]:
-        """Offers computed blocks, which do not change until `Freed`. None: no consumer needs that block."""
+        """Offers computed blocks, which do not change until `Freed`. An id of None: no consumer needs that block."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or transfer.is_cancelled:
             return []
@@ -312,7 +312,7 @@ class Producer:
         if message.version != transfer.version:
             self._counters["kv_late_messages"] += 1
             return []
-        # Not all of them are in `unacked`: an Open that came after the offer has queued them for another offer.
+        # A valid piece may not be in `unacked`: an Open that came after the offer has queued it for another offer.
         valid = {index for index in message.valid if index in transfer.ready and index not in transfer.acked}
         for index in valid:
             self._window.acknowledged(transfer, index)

@@ -24,7 +24,7 @@ T = TypeVar("T", bound=_Transfer)
 
 
 class RankTransferTable(Generic[T]):
-    """Every transfer has a key. `bind` also makes it available by our engine's name, once that is known."""
+    """Every transfer has a key. `bind` also makes it available by its RankTransfer, once our engine has named that."""
 
     def __init__(self) -> None:
         self._by_key: dict[TransferKey, T] = {}
@@ -36,7 +36,7 @@ class RankTransferTable(Generic[T]):
         self._num_by_producer[transfer.key.producer] += 1
 
     def bind(self, transfer: T) -> None:
-        """Makes the transfer available under our engine's name, too."""
+        """Makes the transfer available by its RankTransfer, too."""
         assert transfer.rank_transfer is not None
         self._by_rank_transfer[transfer.rank_transfer] = transfer
 

@@ -9,7 +9,8 @@ K = TypeVar("K")
 
 
 class Timers(Generic[K]):
-    """At most one deadline per key. If a deadline is postponed, its heap entry moves only at the old time.
+    """At most one deadline per key. A postponed deadline keeps its heap entry until the old time, and only then gets a
+    new one.
 
     With a `standstill`, time during which this process stood still does not count: it postpones all
     deadlines. Callers that set a deadline must have called `look` or `running` of the standstill with the

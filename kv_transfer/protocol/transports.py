@@ -9,7 +9,7 @@ CUDA_IPC = "cuda_ipc"
 NIXL = "nixl"
 
 SENDS_BYTES = frozenset({ZMQ_TCP})
-"""The producer sends the bytes; with all other transports, the consumer reads them from the producer's pool."""
+"""Here the producer sends the bytes; with all other transports, the consumer reads them from the producer's pool."""
 
 SAME_HOST_ONLY = frozenset({SHARED_MEMORY, CUDA_IPC})
 

@@ -22,8 +22,7 @@ def make_readers(
 ) -> list[PoolReader]:
     """Readers of all transports but the channel, the best first. `auto` uses NIXL only with RDMA.
 
-    A transport that does not work here is skipped with a warning. If the configuration names that transport,
-    ConfigError.
+    A transport that does not work here is skipped with a warning, or raises ConfigError if the configuration names it.
     """
     asked = config.transport
     readers: list[PoolReader] = []

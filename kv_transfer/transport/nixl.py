@@ -34,7 +34,7 @@ T = TypeVar("T")
 POLL_INTERVAL_S = 0.001
 
 MAX_PEERS = 256
-"""Connections kept for pools that are opened again: UCX leaks a socket on both ends of each closed connection."""
+"""The most connections to keep, for pools that are opened again: UCX leaks a socket on both ends of each closed one."""
 
 CLOSE_WAIT_S = 0.1
 """How long closing a pool waits for its reads before it ends their agent: as long as copying 1 GiB takes."""
@@ -105,7 +105,7 @@ class NixlReader:
         return POLL_INTERVAL_S
 
     def describe(self) -> bytes:
-        """A description with which peers can open our pool. NIXL lets its holders write the pool as well."""
+        """A description with which peers can open our pool. Whoever has it could write the pool, too."""
         memory = self._memory
         description = Description(
             nixl_version=self._version,
@@ -233,7 +233,7 @@ class NixlReader:
         self._done.append(ReadDone(number, error))
 
     def _fail(self, number: int, error: NixlError) -> None:
-        """A cut connection ends its reads. After other errors, NIXL does not say whether parts of them continue."""
+        """A cut connection ends its reads. After other errors, NIXL does not say whether the read continues."""
         pool = self._reads[number].pool
         agent = pool.description.agent
         pool.failure = f"NIXL cannot read the pool of process {pool.description.pid}: {error}"

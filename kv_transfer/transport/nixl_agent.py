@@ -33,7 +33,7 @@ MemoryKind = Literal["DRAM", "VRAM"]
 
 
 class NixlError(Exception):
-    """NIXL refused or gave up; `is_disconnect` if this cut the connection to the peer, and so every read."""
+    """NIXL refused or gave up; `is_disconnect` if this cut the connection to the peer, and so ended every read."""
 
     def __init__(self, cause: Exception) -> None:
         self.is_disconnect = type(cause).__name__ == "nixlRemoteDisconnectError"
@@ -166,7 +166,7 @@ class NixlAgent:
         return self._is_over(self._do(self._agent.getXferStatus, handle))
 
     def release(self, handle: int) -> None:
-        """Forgets a read. If it has not ended, NIXL claims to cancel it, but it keeps writing: see `close`."""
+        """Forgets a read. If it has not ended, NIXL claims to cancel it, but the read goes on: see `close`."""
         self._do(self._agent.releaseXferReq, handle)
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ def encode(description: Description) -> bytes:
 
 
 def decode(data: bytes) -> Description:
-    """TransportError says what is wrong with it."""
+    """The description in `data`; a TransportError says what is wrong with it."""
     if len(data) > MAX_DESCRIPTION_BYTES:
         raise TransportError(
             f"the pool description has {len(data)} bytes; at most {MAX_DESCRIPTION_BYTES} are allowed"
