@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 MAX_COMMANDS = 256
-"""Most commands that run at the same time, with or without a waiting caller."""
+"""The most commands that may run at the same time, with or without a waiting caller."""
 
 _IS_ENDING = "the fleet is ending; try again when it has ended"
 
@@ -214,7 +214,7 @@ class CallNotSent(ClusterError):
 
 
 def lost_reply(error: ClusterError, request: ControlRequest[Any]) -> ClusterError:
-    """The error of a call that was sent and has no reply: of a command, a ClusterError that says what this may mean."""
+    """The error of a call that was sent and got no reply. For a command, it says that the fleet may still do it."""
     row = CALLS[type(request)]
     if not (row.is_command or row.is_of_rollout):
         return error

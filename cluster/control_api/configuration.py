@@ -44,7 +44,8 @@ def pack_configuration(config: BatonConfig, model_path: Path, digest: str) -> Fl
 
 
 def for_actors(config: BatonConfig) -> BatonConfig:
-    """Without the section `gateway`, which holds hashes of keys and passwords in addresses: Ray keeps what it passes.
+    """The same without the section `gateway`, which has hashes of keys, and passwords in addresses: Ray stores what it
+    passes on.
 
     Of this section, workers need only `max_in_flight`.
     """
@@ -54,8 +55,8 @@ def for_actors(config: BatonConfig) -> BatonConfig:
 
 
 def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]:
-    """Raises ClusterError if this version of Baton does not know all keys of the configuration, or refuses one: the
-    fleet runs with it, so another version has accepted it."""
+    """The configuration, and the model's folder. Raises ClusterError if this version of Baton does not know all keys of
+    the configuration, or refuses one. Then the fleet runs another version, which has accepted the configuration."""
     try:
         config = BatonConfig.from_mapping(json.loads(packed.sections), "the fleet's configuration")
     except (ConfigError, ValueError) as error:
@@ -81,9 +82,10 @@ def differences(
 ) -> list[str]:
     """One line for each key whose two values mean different fleets. `places`: the words after each value.
 
-    The sections `gateway` and `logging`, addresses and the initial numbers of workers may differ. `is_one_file`: both
-    are versions of one command's file. Then only those numbers and keys for gateways alone may differ. `only_set`
-    compares only keys that are set in `here`, and skips keys that concern only one command.
+    The sections `gateway` and `logging`, addresses and the initial numbers of workers may differ. `is_one_file`:
+    `there` and `here` are versions of one command's file. Then only the initial numbers of workers, and keys that only
+    gateways use, may differ. `only_set` compares only keys that are set in `here`, and skips keys that concern only one
+    command.
     """
     found = []
     may_differ = _COUNTS if is_one_file else _ADDRESSES | _COUNTS

@@ -34,10 +34,10 @@ async def first_start(
 ) -> None:
     """Returns once every worker serves.
 
-    Raises at once an error that another try would not change, unless `on_serving` was called: such an error is
-    then a warning. After `timeout_s`, it returns if `on_serving` was called: the controller keeps trying to start
-    the missing workers. Otherwise it raises ClusterError. The message is `no_room` if a worker found no room,
-    else the list of workers that are not ready.
+    If another try would not change an error, raises it at once. If `on_serving` was called before, it only logs such an
+    error as a warning. After `timeout_s`, it returns if `on_serving` was called: the controller keeps trying to start
+    the missing workers. Otherwise it raises ClusterError. The message is `no_room` if a worker found no room, else the
+    list of workers that are not ready.
     """
     report = await control.call(WaitStart(-1, timeout_s))  # waits only for the controller's process to start
     left_s, is_enough, is_warned = timeout_s, False, False
@@ -99,7 +99,7 @@ async def follow_counts(
 ) -> None:
     """Scales the fleet whenever `read` returns other counts. Runs until cancelled.
 
-    `config`: this command's, with which it started the fleet or took it over.
+    `config`: the configuration with which this command started the fleet or took it over.
 
     When the file changes, logs all other differences: they take effect when the fleet is started again, including
     differences in `autoscaling`. A failed call is retried.

@@ -36,14 +36,14 @@ from cluster.control_api.server_socket import MAX_CALLS_OF_ONE, ServerSocket
 logger = logging.getLogger(__name__)
 
 MAX_CALLS = 4096
-"""Most open calls of all connections together."""
+"""The most open calls of all connections together."""
 
 FIRST_VIEW_S = 60.0
 """How long a controller that was just started or found may take to report its workers."""
 
 
 class ControlServer:
-    """Binds its port in the constructor: a port in use is an error before workers take minutes to start."""
+    """Binds its port in the constructor, so that a port in use is reported before workers take minutes to start."""
 
     def __init__(self, network: NetworkConfig, port: int, keys: PlaneKeys | None) -> None:
         """Raises ConfigError if it cannot listen on `port`, which is `cluster.fleet_port`."""

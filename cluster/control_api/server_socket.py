@@ -15,7 +15,7 @@ from baton.system.curve import PeerAuthenticator, PlaneKeys
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_OF_ONE = 64
-"""Most open calls of one connection. A gateway has a WaitView, a report, and its operators' calls."""
+"""The most open calls of one connection. A gateway has a WaitView, a report, and its operators' calls."""
 
 CLOSE_MS = 500
 """How long the last replies may take when the port is closed."""

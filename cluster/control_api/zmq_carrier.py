@@ -44,7 +44,7 @@ _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
 async def control_client(
     address: str, keys: PlaneKeys | None, network: NetworkConfig
 ) -> AsyncIterator[ControlClient]:
-    """A client of the control server at HOST:PORT, connected until the block ends."""
+    """A client of the control server at HOST:PORT, connected until the `async with` ends."""
     async with ZmqCarrier(address, keys, network) as carrier:
         yield ControlClient(carrier, Patience.of(BatonConfig()))
 
@@ -96,7 +96,7 @@ class ZmqCarrier:
         self._context.term()
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:  # noqa: ARG002
-        """The reply. CallNotSent if there is no connection; ClusterError if it breaks, or for no reply in time."""
+        """The reply. CallNotSent if there is no connection; ClusterError if it breaks, or no reply comes in time."""
         await self._until_connected()
         timeout_s = frame.timeout_s + ANSWER_S
         message = write_call(replace(frame, timeout_s=timeout_s))

@@ -31,7 +31,7 @@ class ScaledFleet(Protocol):
     """What an autoscaler observes and changes. A change that fails raises FleetError or ClusterError."""
 
     def replicas_to_scale(self) -> Sequence[ReplicaDescription]:
-        """All replicas. A worker that changes its role is about to start in its new role."""
+        """All replicas. A worker that changes its role is described as starting in its new role."""
         ...
 
     @property
@@ -148,7 +148,7 @@ class DecisionLog:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The latest sentences, oldest first."""
+        """The latest decisions as sentences, oldest first."""
         return tuple(self._sentences)
 
     def note(self, sentence: str) -> str:

@@ -19,7 +19,7 @@ class Callers:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A call that waits for its answer during the block. A fleet with a waiting call is no orphan."""
+        """A call that waits for its answer during the `with`. A fleet with a waiting call is no orphan."""
         self._num_waiting += 1
         try:
             yield

@@ -94,7 +94,7 @@ class RoleChanges:
         return worker in self._running
 
     def begin(self, replica: DesiredReplica, supervisor: Supervisor, role: WorkerRole) -> None:
-        """Begins to change the role of a worker. This role is its desired one from now on, unless the change fails."""
+        """Begins to change a worker's role. The new role is the desired one from now on, unless the change fails."""
         replica.role = role
         self._save()
         change = self._change(replica, supervisor, role)

@@ -269,7 +269,7 @@ class Controller:
         await self._callers.orphaned(timeout_s)
 
     async def shutdown(self, *, may_drain: bool) -> None:
-        """Ends all workers together, after a drain if `may_drain`. Then nothing of the fleet is left."""
+        """Ends all workers together, after a drain if `may_drain`. Then nothing of the fleet remains."""
         if self._scaling is not None:
             await end_tasks(self._scaling)
         await asyncio.gather(self.rollouts.stop(), self._draining_nodes.stop())

@@ -1,8 +1,8 @@
 """How workers share the cores of their machines; knows no process and no Ray.
 
 Only for engines that compute on a CPU. The configuration may set the number of threads of a rank. Ranks
-without this setting get equal parts of the cores that are left. The cores of a machine are divided in the
-same proportions.
+without this setting get equal parts of the remaining cores. The cores of a machine are divided in proportion to the
+threads.
 """
 
 from collections.abc import Collection
@@ -22,8 +22,8 @@ class CpuShares:
     def __init__(self, config: BatonConfig) -> None:
         self._config = config
         self._pinned: dict[tuple[str, str], CpuShare] = {}
-        """The latest pinned share of each worker on each host, by worker name and host. Small entries, which stay: a
-        replica that restarts gets its cores back."""
+        """The latest pinned share of each worker on each host, by worker name and host. Entries are never removed, so
+        that a replica that restarts gets its cores back."""
 
     def reserve(
         self,
@@ -37,8 +37,7 @@ class CpuShares:
         """The share of a worker that is about to start.
 
         `alive`: the workers that have processes on this host. `num_nodes`: the number of machines of the
-        fleet. The share is not pinned if too few cores are free, or if the machine's cores are not this
-        process's own.
+        fleet. The share is not pinned if too few cores are free, or if `machine` may not pin.
         """
         num_threads, num_cores = divide(self._config, role, machine.num_cores, num_nodes)
         if not machine.may_pin:

@@ -12,7 +12,7 @@ TTFT = "time to first token p99"
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """One measurement and its target, which it should not exceed."""
+    """One measurement, and the target that it should not exceed."""
 
     what: str
     value: float
@@ -29,7 +29,7 @@ class Signal:
         return f"{self.what} is {self.show(self.value)}, {side} the target of {self.show(self.target)}"
 
     def show(self, value: float) -> str:
-        """Another value of this signal, in the same unit."""
+        """Text for another value of this signal, in the same unit."""
         return seconds(value) if self.unit == "time" else percent(value)
 
 

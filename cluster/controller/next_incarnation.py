@@ -1,6 +1,6 @@
 """NextIncarnation: places and starts the next incarnation of one replica, also while the present one serves.
 
-Its incarnations serve only once its caller has taken them: it watches none, and knows no delay after a death.
+An incarnation serves only once the caller has taken it. NextIncarnation watches none, and knows no delay after a death.
 """
 
 from collections.abc import Callable, Collection
@@ -38,7 +38,7 @@ class NextIncarnation:
         self._prepared: Incarnation | None = None
         """The incarnation of `prepare`, from its placement until it is taken or has ended."""
         self._ready: Found | None = None
-        """`_prepared`, once it could serve."""
+        """`_prepared`, once it is able to serve."""
 
     async def place(self) -> Incarnation:
         """See Launcher.place."""

@@ -7,7 +7,7 @@ from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.worker import WorkerRole, WorkerStatus
 
 MIN_FOR_P99 = 5
-"""With fewer times to first token, the median counts: the 99th percentile would be that of a single request."""
+"""With fewer times to first token, the median counts: the 99th percentile would be the time of a single request."""
 MIN_FOR_MEDIAN = 2
 
 COMING = frozenset({ReplicaState.PLACING, ReplicaState.STARTING})

@@ -44,7 +44,7 @@ class RoleChange:
     worker: str
     role: WorkerRole
     replaces_unplaced: bool = False
-    """The worker replaces one of that role for which no node has room."""
+    """The worker takes the place of a replica of this role for which no node has room."""
 
 
 class Reason(Enum):
@@ -53,20 +53,25 @@ class Reason(Enum):
     NO_REPORT = "no_report"
     STEADY = "steady"
     NOT_YET = "not_yet"
+    """A target is missed, but not yet for `grow_after_s`."""
     CHANGING = "changing"
+    """A worker of the role starts, or is about to."""
     COOLING = "cooling"
+    """The effect of the role's last change is awaited."""
     FALLING = "falling"
+    """The value that misses its target already falls."""
     NO_HELP = "no_help"
+    """More workers of the role would not help."""
     AT_MAX = "at_max"
 
 
 _MAY_TAKE_A_WORKER = (Reason.NOT_YET, Reason.CHANGING, Reason.COOLING, Reason.FALLING)
-"""Why a role that is short has no other worker yet, but may soon take one of the other role."""
+"""Reasons why a role that is short gets no further worker yet, but may soon take one of the other role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The change, and its reason in one sentence. Exactly one of `change` and `reason` is set."""
+    """What is decided and why, in one sentence, and either the change, or the reason why nothing changes."""
 
     sentence: str
     change: ScaleDecision | RoleChange | None = None
@@ -90,6 +95,7 @@ class _Role:
     left_at: float = float("-inf")
     """When a worker was last seen leaving."""
     ordered_at: float = float("-inf")
+    """When the planner last decided a change."""
     unplaced_since: float | None = None
     bounded_to: int | None = None
     """The count within the bounds, while `count` is outside of them."""
@@ -102,7 +108,7 @@ class _Role:
 
     @property
     def count(self) -> int:
-        """The number of replicas, with those of dead workers: these restart, and count towards `high`."""
+        """The number of replicas, including those of dead workers, which restart and count towards `high`."""
         return len(self.all)
 
     @property
@@ -112,7 +118,7 @@ class _Role:
 
     @property
     def settled_at(self) -> float:
-        """When the last change was over. The loss of a worker is over when the worker has left."""
+        """When the last change was over. A removal is over when the worker has ended."""
         return max(self.changed_at, self.left_at)
 
     @property
@@ -167,7 +173,7 @@ class Planner:
         return decision
 
     def refused(self, change: ScaleDecision | RoleChange, now: float) -> None:
-        """Records that the change failed. After a failed change of role, no other is tried for a while."""
+        """Records that the change failed. After that, no other change of role is tried for a while."""
         if isinstance(change, RoleChange):
             self._refused_at = now
 
@@ -176,7 +182,7 @@ class Planner:
             role.changed_at = role.ordered_at = now
 
     def _decisions(self, now: float) -> Iterator[Decision]:
-        """All decisions that have a reason, the most urgent first."""
+        """All decisions for which there is cause, the most urgent first."""
         for role in self._roles:
             yield from self._back_into_bounds(role)
         short = [(role, role.watch.shortage) for role in self._roles]

@@ -22,7 +22,9 @@ from worker.drain import longest_drain_s
 logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 1.0
+"""Pause between two status reports of a worker. A worker that has ended reports at once."""
 _SOON_S = 0.01
+"""The same for a status that is needed now."""
 _STOP_TIMEOUT_S = 5.0
 """A worker that does not close its ports in this time is killed."""
 _DRAINS_UNASKED = "worker %s drains, but no command waits for its end; replacing the worker"
@@ -45,7 +47,7 @@ class Patience:
 
     @classmethod
     def of(cls, config: BatonConfig) -> "Patience":
-        """`leave_s`: the worker itself ends its drain earlier, and has time to answer."""
+        """`leave_s` is longer than the worker's own limit for a drain, so that the worker can still answer."""
         cluster = config.cluster
         drain_s = longest_drain_s(cluster.drain_timeout_s, config.kv_transfer.lease_s)
         return cls(
@@ -145,7 +147,7 @@ class Supervisor:
         `run` must not end during this call: cancel this call first.
         """
         async with self._commands:
-            former = (await self._next_endpoint(except_for="")).ref.incarnation
+            former = (await self._next_endpoint(except_for="")).ref.incarnation  # any incarnation that serves
             incarnation = self._incarnation
             if await self._launcher.has_room(self.replica.role):
                 await self._next.prepare()
@@ -207,8 +209,10 @@ class Supervisor:
                 await self._leave(self._incarnation)
 
     async def replace_draining(self) -> None:
-        """Ends the present incarnation when it has drained, if it drains. The next one begins as soon as there is
-        room."""
+        """If the present incarnation drains, ends it once it has drained.
+
+        The next incarnation begins as soon as there is room.
+        """
         async with self._commands:
             if (incarnation := self._incarnation) is None:
                 return

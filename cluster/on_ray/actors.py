@@ -34,7 +34,7 @@ ACTOR_THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """Where an actor runs, and its worker's endpoint; None if no worker serves there yet."""
+    """Where an actor runs, and its worker's endpoint, which is None if no worker serves there yet."""
 
     node_id: str
     host: str

@@ -145,8 +145,8 @@ def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedCont
 async def find_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedController | None:
     """A fleet of this name that had no owner; from now on this command is its owner. None if there is no fleet.
 
-    Kills the controller of a fleet that has ended: its owner may have died before that. Raises ClusterError if
-    the fleet is ending or in use, or if its configuration differs.
+    Kills the controller of a fleet that has ended: the owner may have died before it could do so. Raises ClusterError
+    if the fleet is ending or in use, or if its configuration differs.
     """
     if (actor := controller_actor()) is None:
         return None
@@ -154,7 +154,7 @@ async def find_fleet(config: BatonConfig, digest: str, model_path: Path) -> Owne
     try:
         await _check_adoption(found.control, config, digest, model_path)
         found.claim()
-        # Its former owner may have ended it since the check, or begun to.
+        # Its former owner may have ended the fleet since the check, or begun to.
         await found.control.call(GetConfiguration())
         await found.control.call(WaitView("", -1, 0.0))
     except FleetEnded:

@@ -1,4 +1,4 @@
-"""One incarnation of a worker: a detached actor in its own placement group, with the same name, a Title."""
+"""One incarnation of a worker: a detached actor in its own placement group. Both have the same name, a Title."""
 
 import asyncio
 import contextlib

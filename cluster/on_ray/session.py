@@ -99,7 +99,7 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path
 
     Yields the folder with the logs of a private Ray and its workers; None for an external Ray cluster. Raises
     ClusterError. A private Ray declares CPUs for `num_ranks` ranks even if the machine has fewer cores: Ray
-    only counts them, and a laptop should serve too. Its logs are kept only if the body fails.
+    only counts them, so a laptop with few cores can serve, too. Its logs are kept only if the body fails.
     """
     assert threading.current_thread() is threading.main_thread(), (
         "a private Ray dies with the thread that starts it"
@@ -304,7 +304,7 @@ def _children(pid: int) -> list[int]:
 
 
 def lost_process() -> str | None:
-    """Which process of this command's private Ray has ended, and how; None if both run, or Ray was joined.
+    """Which process of this command's private Ray has ended, and how; None if all run, or Ray was joined.
 
     Ray itself does not notice the end of its raylet: the process stays a zombie, since no process waits for it.
     """
@@ -324,8 +324,8 @@ def _own_signals() -> Iterator[None]:
 
     Ray's own handler in C++ prints a stack and aborts the process. `ray.init` installs it, unless it is installed
     already; so this function installs it first, and puts ours back. While Ray connects, signals wait, however many
-    come: a driver that is interrupted there ends with SIGSEGV. Then ours is put back again, for a build of Ray that
-    hides how to install its own.
+    come: a driver that is interrupted there ends with SIGSEGV. After that, ours is put back again, for a build of Ray
+    that hides how to install its own.
     """
     from ray import _raylet
     from ray._private import utils, worker
@@ -371,8 +371,8 @@ def _restore_handler() -> None:
 
 
 class _NoFolders(list[str]):
-    """Stays empty. Ray adds the current folder, from which workers would import first: it may be a folder of
-    strangers, such as a downloaded model with a `torch.py`."""
+    """Stays empty. Ray adds the current folder, from which workers would import first: its files may come from
+    strangers, as those of a downloaded model with a `torch.py`."""
 
     def extend(self, _folders: object) -> None:
         """Ignores the folders."""

@@ -139,7 +139,7 @@ class ProcessIncarnation:
 
 
 class ProcessLauncher:
-    """See cluster.controller.launcher.Launcher. Every worker has room, but none for a second incarnation."""
+    """See cluster.controller.launcher.Launcher. Every worker has room, but not for a second incarnation."""
 
     def __init__(self, config: BatonConfig, model_path: Path, secret: ClusterSecret | None) -> None:
         self._config = config

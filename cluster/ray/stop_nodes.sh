@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # usage, on the head of a local provider: stop_nodes.sh
-# Ends Ray on the head and on every other host of the cluster, over ssh, all at once. `ray down` itself does so on the head
-# only: elsewhere Ray would wait a minute for it, and leave its log monitor behind for good.
+# Ends Ray on the head and on every other host of the cluster, over ssh, all at once. `ray down` ends Ray on the head only:
+# on the other hosts, Ray would then wait a minute for the head, and leave its log monitor behind for good.
 set -euo pipefail
 
-# What `ray up` left here for the autoscaler to reach the other hosts with.
+# `ray up` left these files here; with them, the autoscaler reaches the other hosts.
 config=$HOME/ray_bootstrap_config.yaml key=$HOME/ray_bootstrap_key.pem
 ray=$HOME/baton-venv/bin/ray
 read -r user hosts < <("$HOME/baton-venv/bin/python" -c '

@@ -35,7 +35,7 @@ class ChildProcesses:
 
 @asynccontextmanager
 async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterator[ChildProcesses]:
-    """`cluster.prefill` and `cluster.decode` workers and a gateway in this event loop, until the block ends."""
+    """`cluster.prefill` and `cluster.decode` workers and a gateway in this event loop, until the `async with` ends."""
     config = with_chosen_dtype(config, model_path)
     workers: dict[str, WorkerProcess] = {}
     secret = load_secret(config.network, os.environ, may_create=True)

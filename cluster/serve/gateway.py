@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def check_access(config: BatonConfig) -> None:
     """ConfigError if the gateway cannot use its API keys, certificates, ports or the URL of its store of responses, may
-    open too few files, or cannot export its traces. A Redis is not asked.
+    open too few files, or cannot export its traces. Does not connect to a Redis.
 
     Call this before the workers start, which takes minutes.
     """

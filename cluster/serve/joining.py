@@ -112,7 +112,7 @@ async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, sig
         fleet = "" if kind is FleetEnded else "; the fleet continues"
         screen.line("stopping", f"{stopping_text(config)}{fleet}")
 
-    async with AsyncExitStack() as stack:  # it ends all of it, even if the screen cannot be written
+    async with AsyncExitStack() as stack:  # ends everything, even if the screen cannot be written
         await unless(signals.stop, find_and_open())
 
 
@@ -158,7 +158,7 @@ async def _look_at(control: ControlApi) -> Sighting:
 
 
 async def _find(config: BatonConfig, source: FleetSource, screen: Screen) -> tuple[Sighting, ClusterKeys]:
-    """Waits for the fleet, and compares it with `config`. Returns it with this gateway's section, and its keys."""
+    """Waits for the fleet, and compares it with `config`. Returns the fleet with this gateway's section, and keys."""
     name = config.cluster.name
     with screen.stage("fleet", f"looking for '{name}'") as stage:
         found = await _wait_for(config, source, stage)

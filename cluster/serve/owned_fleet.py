@@ -37,7 +37,7 @@ class Fleet(Protocol):
         ...
 
     async def end(self, hurry: asyncio.Event) -> None:
-        """Drains the workers for a bounded time, unless `hurry` is set, and ends them. Nothing is left."""
+        """Drains the workers for a bounded time, unless `hurry` is set, and ends them. Nothing remains."""
         ...
 
 
@@ -86,10 +86,10 @@ def most_ranks(config: BatonConfig) -> int:
 def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Path]:
     """The configuration and the model's folder, which is downloaded now if necessary.
 
-    On a Ray cluster of several hosts, each worker's host downloads the weights itself. A draft model is
-    downloaded, too. The returned configuration names the draft model's commit, so that all workers guess the
-    same drafts. Prints how much memory the models need. Raises ModelError if the workers on this machine have
-    no room for the models; before the download of weights, if the files beside them show that a model is refused.
+    On a Ray cluster of several hosts, each worker's host downloads the weights itself. A draft model is downloaded,
+    too. The returned configuration names the draft model's commit, so that all workers guess the same drafts. Prints
+    how much memory the models need. Raises ModelError if a model cannot be served, before the download of its weights
+    if its other files show this, or if the workers on this machine have no room for the models.
     """
     draft, draft_folder, cache_dir = config.speculation.draft_model, None, default_cache_dir(os.environ)
     is_here = config.cluster.ray_address in ("none", "local")

@@ -49,7 +49,7 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
     """Starts everything, runs `while_ready`, and stops everything. A signal cancels the start or `while_ready`.
 
     Raises BatonError if the start fails, and KeyboardInterrupt for a signal before the event loop runs. In any case no
-    process, port or shared memory is left.
+    process, port or shared memory remains.
     """
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
@@ -101,7 +101,7 @@ async def _run_deployment(
 
 
 async def _both(one: Awaitable[A], other: Awaitable[B]) -> tuple[A, B]:
-    """The results of both. As soon as one fails, raises its error, and cancels the other one."""
+    """The results of `one` and `other`. As soon as one fails, raises its error, and cancels the other."""
     tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
     try:
         return await asyncio.gather(*tasks)
@@ -130,7 +130,7 @@ def run_fleet(
     fleet to the worker counts of that configuration.
 
     Raises BatonError if the start fails, FleetEnded if the fleet ends by itself, and KeyboardInterrupt for a signal
-    before the event loop runs. In every case, no process of the fleet is left.
+    before the event loop runs. In every case, no process of the fleet remains.
     """
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
