@@ -214,7 +214,8 @@ def _seconds(text: str, at_most: float = 86_400.0) -> float:
 
 
 def _number(text: str, least: int = 1, most: int = 2**32 - 1) -> int:
-    """Parses a number, which fits a field of the gateway's messages by default. On errors, argparse adds the flag."""
+    """Parses a number. The default limits suit any field of the gateway's messages. Argparse adds the flag to
+    errors."""
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
         raise argparse.ArgumentTypeError(f"got {text[:30]!r}; must be a number from {least} to {most}")
     return int(text)

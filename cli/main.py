@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with redirect_stdout(cast("IO[str]", Output(sys.stdout))):
             code = _COMMANDS.get(options.command, _at_gateway)(options)
             sys.stdout.flush()
-    except BrokenPipeError:  # who read our output has left, as `head` does
+    except BrokenPipeError:  # the reader of our output has ended, as `head` does
         discard_output()
         return READER_LEFT
     except OutputError as error:
@@ -111,7 +111,7 @@ def _foreign_package(module: str) -> str | None:
 
 
 def _not_a_text(arguments: Sequence[str]) -> str | None:
-    """The first argument that is not valid UTF-8: Python stands for its bytes with lone surrogates."""
+    """The first argument that is not valid UTF-8: Python has lone surrogates in place of its bytes."""
     for argument in arguments:
         try:
             argument.encode()

@@ -14,7 +14,7 @@ class OutputError(Exception):
 
 
 class Output:
-    """Writes to a text stream. Everything else is as the stream has it."""
+    """Writes to a text stream. All other attributes are the stream's."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

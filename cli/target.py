@@ -50,7 +50,7 @@ def target_from(options: argparse.Namespace, environment: Mapping[str, str]) -> 
 
 
 def advice_on_proxy(address: str, environment: Mapping[str, str]) -> list[str]:
-    """For a gateway that cannot be reached, perhaps because gRPC calls it through a proxy."""
+    """Advice if a gateway cannot be reached, perhaps because gRPC calls it through a proxy."""
     if is_loopback(host_of(address)):
         return []
     set_ones = [name for name in PROXY_VARIABLES if environment.get(name)]

@@ -30,7 +30,7 @@ def tools_from(path: Path) -> tuple[Tool, ...]:
 
 
 def tool_choice_from(word: str | None) -> ToolChoice:
-    """Parses `none`, `auto`, `required`, or the name of the only tool that must be called.
+    """Parses `none`, `auto`, `required`, or the name of the one tool that must be called.
 
     None means `auto`.
     """

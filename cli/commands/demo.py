@@ -78,7 +78,7 @@ def show_timeline(answer: GeneratedAnswer, console: Console) -> None:
 
 
 def _story(transfer: dict[str, Any]) -> str:
-    """The account of a hand-over by one of its ends. Times of events count from the request's arrival."""
+    """What one end of a hand-over reports about it. Times of events count from the request's arrival."""
     direction = "to" if transfer["role"] == "producer" else "from"
     events = ", ".join(
         f"{event['name'].replace('_', ' ')} {event['at_s'] * 1e3:.1f} ms" for event in transfer["events"]

@@ -1,6 +1,6 @@
 """`baton serve`, `baton fleet` and `baton gateway`: run until Ctrl-C, and say when they are ready.
 
-Progress goes to stderr: example commands for people. With `as_json`, stdout gets one JSON line with addresses when
+Progress goes to stderr, with example commands for people. With `as_json`, stdout gets one JSON line with addresses when
 ready, for programs.
 """
 

@@ -46,7 +46,7 @@ class Piece:
     num_tokens: int = 0
     """Tokens computed in each step."""
     num_sampled: int | None = None
-    """With drafts: how many tokens of the samples count. The other drafts were wrong."""
+    """With drafts: how many tokens the step sampled. The other drafts were wrong."""
     num_cached_tokens: int = 0
     """Tokens found in the prefix cache at the beginning of this piece."""
     num_swapped_in_tokens: int = 0
