@@ -124,7 +124,7 @@ class SimConnector:
     # the transfer thread's part
 
     def turn(self) -> None:
-        """Called after each event: runs due commands and timers, and passes results on."""
+        """Called after each event: runs due timers, and passes results on."""
         num_expired = self.counts["kv_lease_expiries"]
         self.endpoint.on_time()
         num_expired = self.counts["kv_lease_expiries"] - num_expired

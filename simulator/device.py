@@ -98,7 +98,7 @@ class SimRunner:
         """Requests whose KV is not finite: they were computed in such a step, or read KV of such a step."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Writes slots some time before it reads them, as a model's layers do."""
+        """Writes the slots of all requests before it reads any, as each of a model's layers does."""
         if CHECKING in plan.num_scheduled_tokens:
             return self._check()
         for request_id in plan.finished_req_ids:
@@ -228,7 +228,8 @@ class SimRunner:
             self._pool[blocks, :, :, offsets] = self._content(known, group, start, end)
 
     def _check_no_load(self, loading: Set[int], known: KnownRequest, start: int, end: int) -> None:
-        """No transfer may write what a step writes. The KV that is overwritten is read much later, if ever."""
+        """No transfer may write what a step writes. This is checked here: overwritten KV is read much later, if
+        ever."""
         for group in range(self._groups.num_groups if loading else 0):
             blocks, _ = self._slots(known, group, start, end)
             if both := loading & set(blocks.tolist()):
@@ -351,7 +352,7 @@ class AsyncDevice:
 
     def take_result(self) -> StepResult:
         self.world.pass_time(lambda: bool(self._results) or self.process.is_dead)
-        if not self._results:  # the world has ended the run, or a request the process
+        if not self._results:  # the run has ended, or a request has ended the process
             return StepResult(ModelRunnerOutput({}))
         return self._results.popleft()
 

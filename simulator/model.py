@@ -55,7 +55,7 @@ def forced(prompt: tuple[int, ...], position: int) -> tuple[int, ...]:
 
 
 def scores(prompt: tuple[int, ...], first: int, end: int) -> PackedLogprobs:
-    """The log-probabilities of the prompt's own tokens at these positions; other values at each."""
+    """The log-probabilities of the prompt's own tokens at these positions; each position has another value."""
     return PackedLogprobs.of(
         TokenLogprobs(token_id, -1.0 - first - at, 1, ()) for at, token_id in enumerate(prompt[first:end])
     )
@@ -73,7 +73,7 @@ def random_prompt(
 def prompt_of_long_answer(
     rng: random.Random, min_len: int, max_len: int, num_answer_tokens: int
 ) -> tuple[int, ...]:
-    """A prompt that no other shares a stem with, and whose answer has at least so many tokens."""
+    """A prompt that shares no stem with any other, and whose answer has at least `num_answer_tokens` tokens."""
     while True:
         prompt = random_prompt(rng, [()], min_len, max_len)
         if EOS not in (next_token(prompt, position) for position in range(num_answer_tokens)):

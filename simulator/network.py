@@ -176,7 +176,7 @@ class SimChannel:
         self._payload = Payload(())
 
     def _reach_listener(self, address: str, header: bytes, payload: Payload) -> None:
-        """Delivers to the channel that listens at the address now, even that of a later incarnation."""
+        """Delivers to the channel that listens at the address now, even if it belongs to a later incarnation."""
         listener = self._network.listening.get(address)
         if listener is None:
             return
@@ -187,7 +187,7 @@ class SimChannel:
         listener.receive(Arrival(identity, is_from_producer=False, header=header), payload)
 
     def _find_gone(self, address: str, listener: "SimChannel") -> None:
-        """Several attempts to connect to the ended process have failed, unless another one listens there now."""
+        """Several attempts to connect to the ended process have failed, unless another process listens there now."""
         if self._network.listening[address] is listener:
             self._network.world.counts["path peer gone"] += 1
             self.on_gone(address)

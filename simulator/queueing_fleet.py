@@ -114,7 +114,7 @@ class QueueingFleet:
     """A fleet that an autoscaler observes and changes; `play` runs a load through the fleet."""
 
     def __init__(self, config: BatonConfig, speed: WorkerSpeed, seed: int, num_placeable: int = 1000) -> None:
-        """Nodes have room for `num_placeable` workers; one more waits to be placed."""
+        """Nodes have room for `num_placeable` workers; further ones wait to be placed."""
         self._world = World(seed, max_events=math.inf, has_ticks=False)
         self.autoscaler = Autoscaler(
             config.autoscaling,
@@ -225,7 +225,7 @@ class QueueingFleet:
         )
 
     def _dispatch(self, now: float) -> None:
-        """As the gateway: the first request waits for decode room, then joins the shortest prefill queue."""
+        """As at the gateway, the first request waits for decode room, then joins the shortest prefill queue."""
         while self._queue:
             arrival = self._queue[0]
             room = [

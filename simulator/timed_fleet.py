@@ -40,7 +40,7 @@ HEARTBEAT_S = 0.5
 TRAVEL_S = 0.0005
 """The time of a message from one process to another."""
 LAST_CHUNK_TOKENS = 512
-"""At least this many tokens' KV is not sent yet when a prompt is computed, unless the prompt is shorter."""
+"""When a prompt is computed, the KV of at least its last tokens, this many if it has so many, is not sent yet."""
 PATIENCE_S = 1e6
 """Every request waits until it is placed."""
 
@@ -56,7 +56,7 @@ class Result:
     itl_s: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
-    """Prompt tokens that the workers that computed the prompts found in their prefix caches."""
+    """Prompt tokens in the prefix cache of the worker that computed the prompt."""
     num_transfer_tokens: int = 0
     num_local: int = 0
     num_waited: int = 0
@@ -220,7 +220,7 @@ class TimedFleet:
     def _submit(self, worker: TimedWorker, sub_request: EngineRequest) -> None:
         turn = self._turns[sub_request.request_id.rpartition(".")[0]]
         transfer = sub_request.kv_transfer
-        if transfer is not None and transfer.role is TransferRole.CONSUMER:  # the first of the two
+        if transfer is not None and transfer.role is TransferRole.CONSUMER:  # sent first
             hand_over = _HandOver(transfer.peer.name, worker.ref.name)
             self._hand_overs[sub_request.request_id] = hand_over
         worker.add(sub_request, turn.answer, self._world.now)

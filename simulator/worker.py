@@ -268,7 +268,7 @@ class Worker(Process):
         return self.core.health.unfit_reason is not None
 
     def _leave_if_unfit(self) -> None:
-        """As worker/loop.py does; the fault ends it."""
+        """Gives all requests back, as worker/loop.py does. The fault injection then ends the worker."""
         if self.is_unfit and not self.is_draining:
             self._world.counts["path unfit"] += 1
             self.is_draining = True
@@ -289,7 +289,7 @@ class Worker(Process):
             self._deliver(ended)
 
     def _deliver(self, produced: ClientOutputs) -> None:
-        if self.is_dead:  # in this very step
+        if self.is_dead:  # it died in this step
             return
         for gateway, outputs in produced.items():
             for output in outputs:

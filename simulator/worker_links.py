@@ -160,7 +160,7 @@ class WorkerLinks:
             self.take_heartbeat(worker)
 
     def take_heartbeat(self, worker: Worker) -> None:
-        """A heartbeat, if it can be sent and arrives."""
+        """Takes the worker's heartbeat, if the worker can send it and it arrives."""
         is_mute = worker.is_dead or worker.paused_until > self._world.now
         is_known = self._workers.get(worker.name) is worker
         if is_known and not is_mute and worker.name not in self._silent | self._plane.cut_off:

@@ -102,7 +102,7 @@ class World:
         *,
         is_plane: bool = True,
     ) -> None:
-        """Runs `action` later, unless `process` is dead by then; if it is paused, when it continues.
+        """Runs `action` at this time, or later, when `process` continues; never if `process` is dead by then.
 
         Events of the planes (messages, reads, timers, devices) still happen while an engine waits for its
         device.
