@@ -546,10 +546,10 @@ class Worker(_message.Message):
     failure: _builtins.str
     """What ended the worker's engine, if the engine failed."""
     threads: _builtins.int
-    """The threads with which each of its ranks computes. 0 on a GPU."""
+    """The number of threads with which each of its ranks computes. 0 on a GPU."""
     quantization: _builtins.str
-    """How it keeps the model's matrices: `int8`, `int4`, `fp8`, `gguf` (a GGUF file's own bits), or the method of a
-    checkpoint that is quantized already (`gptq`, `awq`, `compressed-tensors`). Empty if it keeps them in the model's
+    """How the worker stores the model's matrices: `int8`, `int4`, `fp8`, `gguf` (a GGUF file's own bits), or the method of
+    a checkpoint that is quantized already (`gptq`, `awq`, `compressed-tensors`). Empty if it stores them in the model's
     data type.
     """
     @_builtins.property
@@ -697,7 +697,7 @@ class KVPeer(_message.Message):
     role: _builtins.str
     """This worker's end of the hand-overs: `producer` or `consumer`."""
     peer: _builtins.str
-    """The peer's name. `(others)` sums up the peers of long ago."""
+    """The peer's name. Peers of long ago are forgotten."""
     transport: _builtins.str
     """Empty for hand-overs that ended before the two workers agreed on a transport."""
     done: _builtins.int

@@ -84,7 +84,7 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchCluster(self, request, context):
-        """Sends the same description at once and again after every change, until the caller ends the call.
+        """Sends this description at once, and again after every change, until the caller ends the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,7 +102,7 @@ class ClusterServiceServicer:
     def DrainNode(self, request, context):
         """Removes all workers from a node. Their running requests finish or move to other workers, and their processes end.
         The workers are restarted on other nodes as soon as there is room. No worker is placed on the node again while the
-        node lives. Answers when no worker is left there, at once if there was none. FAILED_PRECONDITION if there is no
+        node lives. Answers when no worker remains there, at once if there was none. FAILED_PRECONDITION if there is no
         such node, if it is the only node, or if `timeout_s` has passed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -120,7 +120,8 @@ class ClusterServiceServicer:
     def FlushCache(self, request, context):
         """Empties the prefix caches of workers. A worker refuses while blocks of its KV pool are in use: by requests, or by
         finished prefills that wait to be read. With `force`, running requests give up their blocks and compute their KV
-        anew; what other workers still read stays. Answers for each worker. NOT_FOUND lists the existing workers.
+        anew; blocks that other workers still read stay. The answer has a result for each worker. NOT_FOUND lists the
+        existing workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,7 @@ class ClusterServiceStub:
     DescribeCluster: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DescribeClusterRequest, _cluster_service_pb2.DescribeClusterResponse]
     """Describes the cluster. Values of a worker are those of its last heartbeat."""
     WatchCluster: _grpc.UnaryStreamMultiCallable[_cluster_service_pb2.WatchClusterRequest, _cluster_service_pb2.WatchClusterResponse]
-    """Sends the same description at once and again after every change, until the caller ends the call."""
+    """Sends this description at once, and again after every change, until the caller ends the call."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainWorkerRequest, _cluster_service_pb2.DrainWorkerResponse]
     """Removes a worker permanently. The worker accepts no new requests; its running requests finish or move to other
     workers; then its process ends. Answers when the process has ended. NOT_FOUND lists the existing workers;
@@ -45,7 +45,7 @@ class ClusterServiceStub:
     DrainNode: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainNodeRequest, _cluster_service_pb2.DrainNodeResponse]
     """Removes all workers from a node. Their running requests finish or move to other workers, and their processes end.
     The workers are restarted on other nodes as soon as there is room. No worker is placed on the node again while the
-    node lives. Answers when no worker is left there, at once if there was none. FAILED_PRECONDITION if there is no
+    node lives. Answers when no worker remains there, at once if there was none. FAILED_PRECONDITION if there is no
     such node, if it is the only node, or if `timeout_s` has passed.
     """
     SetWorkerRole: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.SetWorkerRoleRequest, _cluster_service_pb2.SetWorkerRoleResponse]
@@ -55,7 +55,8 @@ class ClusterServiceStub:
     FlushCache: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.FlushCacheRequest, _cluster_service_pb2.FlushCacheResponse]
     """Empties the prefix caches of workers. A worker refuses while blocks of its KV pool are in use: by requests, or by
     finished prefills that wait to be read. With `force`, running requests give up their blocks and compute their KV
-    anew; what other workers still read stays. Answers for each worker. NOT_FOUND lists the existing workers.
+    anew; blocks that other workers still read stay. The answer has a result for each worker. NOT_FOUND lists the
+    existing workers.
     """
     RolloutFleet: _grpc.UnaryStreamMultiCallable[_cluster_service_pb2.RolloutFleetRequest, _cluster_service_pb2.RolloutFleetResponse]
     """Restarts workers one after another. Sends a response each time a restarted worker serves again."""
@@ -68,7 +69,7 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     DescribeCluster: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DescribeClusterRequest, _cluster_service_pb2.DescribeClusterResponse]  # type: ignore[assignment]
     """Describes the cluster. Values of a worker are those of its last heartbeat."""
     WatchCluster: _aio.UnaryStreamMultiCallable[_cluster_service_pb2.WatchClusterRequest, _cluster_service_pb2.WatchClusterResponse]  # type: ignore[assignment]
-    """Sends the same description at once and again after every change, until the caller ends the call."""
+    """Sends this description at once, and again after every change, until the caller ends the call."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainWorkerRequest, _cluster_service_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Removes a worker permanently. The worker accepts no new requests; its running requests finish or move to other
     workers; then its process ends. Answers when the process has ended. NOT_FOUND lists the existing workers;
@@ -77,7 +78,7 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     DrainNode: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainNodeRequest, _cluster_service_pb2.DrainNodeResponse]  # type: ignore[assignment]
     """Removes all workers from a node. Their running requests finish or move to other workers, and their processes end.
     The workers are restarted on other nodes as soon as there is room. No worker is placed on the node again while the
-    node lives. Answers when no worker is left there, at once if there was none. FAILED_PRECONDITION if there is no
+    node lives. Answers when no worker remains there, at once if there was none. FAILED_PRECONDITION if there is no
     such node, if it is the only node, or if `timeout_s` has passed.
     """
     SetWorkerRole: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.SetWorkerRoleRequest, _cluster_service_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
@@ -87,7 +88,8 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     FlushCache: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.FlushCacheRequest, _cluster_service_pb2.FlushCacheResponse]  # type: ignore[assignment]
     """Empties the prefix caches of workers. A worker refuses while blocks of its KV pool are in use: by requests, or by
     finished prefills that wait to be read. With `force`, running requests give up their blocks and compute their KV
-    anew; what other workers still read stays. Answers for each worker. NOT_FOUND lists the existing workers.
+    anew; blocks that other workers still read stay. The answer has a result for each worker. NOT_FOUND lists the
+    existing workers.
     """
     RolloutFleet: _aio.UnaryStreamMultiCallable[_cluster_service_pb2.RolloutFleetRequest, _cluster_service_pb2.RolloutFleetResponse]  # type: ignore[assignment]
     """Restarts workers one after another. Sends a response each time a restarted worker serves again."""
@@ -109,7 +111,7 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_service_pb2.WatchClusterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cluster_service_pb2.WatchClusterResponse], _abc.AsyncIterator[_cluster_service_pb2.WatchClusterResponse]]:
-        """Sends the same description at once and again after every change, until the caller ends the call."""
+        """Sends this description at once, and again after every change, until the caller ends the call."""
 
     @_abc_1.abstractmethod
     def DrainWorker(
@@ -130,7 +132,7 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cluster_service_pb2.DrainNodeResponse, _abc.Awaitable[_cluster_service_pb2.DrainNodeResponse]]:
         """Removes all workers from a node. Their running requests finish or move to other workers, and their processes end.
         The workers are restarted on other nodes as soon as there is room. No worker is placed on the node again while the
-        node lives. Answers when no worker is left there, at once if there was none. FAILED_PRECONDITION if there is no
+        node lives. Answers when no worker remains there, at once if there was none. FAILED_PRECONDITION if there is no
         such node, if it is the only node, or if `timeout_s` has passed.
         """
 
@@ -152,7 +154,8 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cluster_service_pb2.FlushCacheResponse, _abc.Awaitable[_cluster_service_pb2.FlushCacheResponse]]:
         """Empties the prefix caches of workers. A worker refuses while blocks of its KV pool are in use: by requests, or by
         finished prefills that wait to be read. With `force`, running requests give up their blocks and compute their KV
-        anew; what other workers still read stays. Answers for each worker. NOT_FOUND lists the existing workers.
+        anew; blocks that other workers still read stay. The answer has a result for each worker. NOT_FOUND lists the
+        existing workers.
         """
 
     @_abc_1.abstractmethod

@@ -127,7 +127,9 @@ class GenerateRequest(_message.Message):
     FINISH_REASON_LENGTH.
     """
     affinity_key: _builtins.str
-    """What requests with a common prefix share, such as a conversation. Requests of one key prefer the same workers."""
+    """A key for requests with a common prefix, such as those of a conversation. Requests with the same key prefer the
+    same workers.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -239,7 +241,7 @@ class Chat(_message.Message):
         reasoning: _builtins.str
         """Of an assistant: what it thought before it answered. The model's template decides what becomes of it."""
         tool_call_id: _builtins.str
-        """Of a tool: the call that this is the result of. An assistant's message before it must have that call."""
+        """Of a tool: the call whose result this is. An assistant's message before it must have that call."""
         @_builtins.property
         def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
             """Of an assistant: the calls that it made."""
@@ -323,9 +325,9 @@ class Tool(_message.Message):
     """1 to 128 letters, digits and any of `_.:/-`. Different for each tool."""
     description: _builtins.str
     parameters: _builtins.str
-    """A JSON schema of the arguments, which are an object, as JSON. Default: no arguments."""
+    """A JSON schema, as JSON text, of the object that has the arguments. Default: no arguments."""
     strict: _builtins.bool
-    """Arguments match the schema even where the model is free to call or not."""
+    """Arguments match the schema even if the model is free to call no tool."""
     def __init__(
         self,
         *,
@@ -371,7 +373,9 @@ Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class ReasoningOptions(_message.Message):
-    """How much the model may think before it answers. Refused where the model cannot do it."""
+    """How much the model may think before it answers. `enabled` and `max_tokens` are refused if the model does not support
+    them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -381,7 +385,7 @@ class ReasoningOptions(_message.Message):
     enabled: _builtins.bool
     """Default: as the model's template does."""
     max_tokens: _builtins.int
-    """At most so many tokens of reasoning."""
+    """The most tokens of reasoning."""
     effort: _builtins.str
     """A level that the model's template knows, such as `low`. No effect if the template has no levels."""
     def __init__(
@@ -416,7 +420,7 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """The one from the answer's CallBegins, or any other that no call of the same message has."""
+    """The id from the answer's CallBegins, or any other id that no other call of the same message has."""
     name: _builtins.str
     arguments: _builtins.str
     """JSON, as the model wrote it."""
@@ -450,8 +454,8 @@ class GenerateResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
-    """All that the tokens say, as the model wrote it: reasoning and calls with the model's own marks around them are part
-    of it. May lag behind `token_ids`: incomplete characters and possible beginnings of a stop string are held back.
+    """The text of the tokens, as the model wrote it, including reasoning and calls with the model's own marks around
+    them. May lag behind `token_ids`: incomplete characters and possible beginnings of a stop string are held back.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -465,14 +469,15 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerEvent]:
-        """The same as `text`, read: what the user is to see, reasoning, and calls. Only if Chat.tools or Chat.events is set.
-        May lag behind `text`, where the beginning of a mark is possible. Adjacent events of one kind may be cut anywhere.
+        """The same as `text`, divided into what the user is to see, reasoning, and calls. Only if Chat.tools or Chat.events
+        is set. May lag behind `text` if that ends with a possible beginning of a mark. Adjacent events of one kind may be
+        cut anywhere.
         """
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]:
-        """One entry for each token of the prompt but the first, if `prompt_logprobs` was set in the request, else empty. A long
-        prompt's entries come in several responses, the first ones; only the last of these has tokens.
+        """One entry for each token of the prompt but the first, if `prompt_logprobs` was set in the request, else empty. The
+        entries of a long prompt are divided among the first responses; only the last of these has tokens.
         """
 
     def __init__(
@@ -731,7 +736,7 @@ class Timing(_message.Message):
     """The transport that carried the blocks, such as `shared_memory` or `zmq_tcp`. Empty if no block was transferred."""
     @_builtins.property
     def itl_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Time between each token's arrival at the gateway and the next."""
+        """Time between the arrivals of each two successive tokens at the gateway."""
 
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]:
