@@ -52,7 +52,7 @@ class WorkerEndpoint:
     quantization: str = ""
     """How the worker stores the model's matrices: `int8`, `int4`, `fp8`, `gguf` (a GGUF file's own bits), or
     the method of a checkpoint that is quantized already (`gptq`, `awq`, `compressed-tensors`); empty: in the
-    model's data type. With `model.quantization: auto` this depends on the worker's machine."""
+    model's data type. With `model.quantization: auto`, the value depends on the worker's machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class BlockEvents:
         return self.account() if is_overrun else events
 
     def ignore(self) -> None:
-        """Drops all events until `begin`: before, no reader takes them."""
+        """Drops all events until `begin` is called: no reader takes them before."""
         self._is_ignored = True
         self._drop_pending()
 

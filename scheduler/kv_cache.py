@@ -91,7 +91,7 @@ class KVCache:
         return self.is_caching and not request.skip_reading_prefix_cache
 
     def find_cached_prefix(self, request: Request, num_loaded: int | None = None) -> list[Block]:
-        """The longest cached prefix in full rows, leaving at least one token to compute. Changes nothing.
+        """The longest cached prefix of whole rows that leaves at least one token to compute. Changes nothing.
 
         `num_loaded`: another worker sends the KV of the first `num_loaded` tokens, except for this prefix.
         """

@@ -1,7 +1,7 @@
 """RemotePrompts: the scheduler's part of a hand-over, on P and on D.
 
-A hand-over transfers the KV of a request's initial tokens: its prompt and, after a move, the output sampled
-on other workers. Only requests with `kv_transfer` take part; `release` also frees the blocks of all other requests.
+A hand-over transfers the KV of a request's initial tokens: its prompt and, after a move, the output sampled on other
+workers. Only requests with `kv_transfer` take part, except in `release`, which frees the blocks of any ended request.
 The connector moves the bytes. KVConnector, the scheduler's whole view of it, is six calls, which
 `worker.kv_connector_scheduler` implements.
 """

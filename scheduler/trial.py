@@ -35,7 +35,8 @@ class Trial:
         return self._groups[0].keys() if self._groups else None
 
     def step_failed(self, ends: Ends, next_step: int, *, was_alone: bool) -> str | None:
-        """Splits the failed step's requests that have not ended; returns the one that breaks it, if it was alone."""
+        """Splits the failed step's unfinished requests. Returns the request that breaks the step, if it was alone in
+        it."""
         if not self._groups:
             self.has_passed = False
         elif untried := {name: end for name, end in self._groups.popleft().items() if name not in ends}:

@@ -40,7 +40,7 @@ HEARTBEAT_S = 0.5
 TRAVEL_S = 0.0005
 """The time of a message from one process to another."""
 LAST_CHUNK_TOKENS = 512
-"""When a prompt is computed, the KV of at least its last tokens, this many if it has so many, is not sent yet."""
+"""When the last step of a prompt ends, the KV of this many tokens is still unsent; of all, if the prompt has fewer."""
 PATIENCE_S = 1e6
 """Every request waits until it is placed."""
 

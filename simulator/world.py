@@ -62,7 +62,7 @@ class World:
     counts: "Counter[str]" = field(default_factory=Counter)
     """How often each fault and path occurred."""
     accidents: "Counter[tuple[int, ...]]" = field(default_factory=Counter)
-    """By prompt: how often a device that works before and after failed to compute this prompt alone."""
+    """By prompt: how often a device failed to compute it alone, although the device works before and afterwards."""
     violation: Violation | None = None
     is_calm: bool = False
     """Whether fault injection is over; all activity must then end."""

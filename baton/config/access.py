@@ -35,7 +35,7 @@ class ApiKey(Section):
     """Limit at each gateway. After a quiet minute, this many may come at once; further ones are refused with a retry
     hint. A request for `n` answers counts as one."""
     tokens_per_minute: int | None = Field(None, ge=1)
-    """Limit at each gateway, of prompt tokens and of the tokens of all `n` answers. After a quiet minute, this many may
+    """Limit at each gateway for the tokens of prompts and of all their `n` answers. After a quiet minute, this many may
     be used at once. A request begins if any token is left, and may use more than are left. Then further requests are
     refused until enough time has passed for the excess."""
     max_concurrent: int | None = Field(None, ge=1)

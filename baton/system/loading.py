@@ -18,8 +18,7 @@ class _CutOff(BaseException):
 class Loading(Generic[T]):
     """Calls `make` on a thread of its own. `result` receives its value or exception.
 
-    If a KeyboardInterrupt may be raised between any two steps, register the exit first, and then call
-    `begin`.
+    If a KeyboardInterrupt may be raised between any two steps, register `__exit__` first, and then call `begin`.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:

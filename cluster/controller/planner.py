@@ -71,7 +71,7 @@ _MAY_TAKE_A_WORKER = (Reason.NOT_YET, Reason.CHANGING, Reason.COOLING, Reason.FA
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is decided and why, in one sentence, and either the change, or the reason why nothing changes."""
+    """`sentence` says what is decided, and why. Either `change` is set, or `reason`: why nothing changes."""
 
     sentence: str
     change: ScaleDecision | RoleChange | None = None

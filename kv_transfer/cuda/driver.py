@@ -1,9 +1,9 @@
 """CudaDriver: the few CUDA driver calls needed to move KV; the only module that loads libcuda.
 
-It uses the driver, not the runtime. Every NVIDIA installation has it, whatever CUDA PyTorch was built with, and memory
-from `cuMemAlloc` can be shared whatever allocator PyTorch uses. All calls run in the device's primary context, which
-PyTorch uses too. Only calls for the start (`allocate`, `allocate_host`, `load_kernel`) and for the end (`free`,
-`close`, `unload_kernel`) may wait for the whole device.
+CudaDriver uses the driver, not the runtime. Every NVIDIA installation has the driver, whatever CUDA PyTorch was built
+with, and memory from `cuMemAlloc` can be shared, whatever allocator PyTorch uses. All calls run in the device's primary
+context, which PyTorch uses too. Only calls for the start (`allocate`, `allocate_host`, `load_kernel`) and for the end
+(`free`, `close`, `unload_kernel`) may wait for the whole device.
 
 Another thread may be capturing a CUDA graph meanwhile. By default the driver then refuses many calls, event queries
 among them, and ends the capture. So every call sets the capture mode in which only its own thread's captures count

@@ -105,7 +105,7 @@ def peers_of(
 
 
 def piece_shape(num_heads: int | None, ours: RankLayout, theirs: RankLayout) -> PieceShape:
-    """The layout of the pieces between two ranks in our blocks; requires that `mismatch` returns None."""
+    """The layout, in our blocks, of the pieces between two ranks; requires that `mismatch` returns None."""
     num_tokens = min(ours.block_size, theirs.block_size)
     num_parts = ours.block_size // num_tokens
     if num_heads is None:

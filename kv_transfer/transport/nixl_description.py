@@ -87,7 +87,7 @@ def decode(data: bytes) -> Description:
 
 
 def this_host() -> str:
-    """Names the running kernel and our view of it: within one name, a pid means one process and `lo` one network."""
+    """Names the running kernel and our namespaces: processes with equal names agree on what a pid and `lo` mean."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
     return "/".join(map(str, (boot_id, *namespaces)))
