@@ -24,9 +24,9 @@ class NetworkFaults:
     doubling: float = 0.0
     header_damage: float = 0.0
     payload_damage: float = 0.0
-    """How likely payload bytes are damaged; only used where checksums must notice it."""
+    """How likely it is that payload bytes are damaged; only used where checksums must notice it."""
     lateness: float = 0.0
-    """How likely a message takes up to `max_lateness_s` instead of milliseconds."""
+    """How likely it is that a message takes up to `max_lateness_s` instead of milliseconds."""
     max_lateness_s: float = 0.5
     is_ordered: bool = False
     """Messages between two workers keep their order, as over one TCP connection."""

@@ -26,8 +26,8 @@ def imports() -> Iterator[None]:
 def settle() -> None:
     """Call once, after everything that lives as long as the process is loaded, and before it serves.
 
-    A full collection visits every object, so it stops the process for a quarter of a second. Under load, that
-    happens several times a second. After this call, collections visit only later objects.
+    A full collection visits every object. With PyTorch loaded, it stops the process for a quarter of a second, again
+    and again under load. After this call, collections visit only later objects.
     """
     gc.collect()
     _set_aside()

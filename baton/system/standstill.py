@@ -50,7 +50,7 @@ class Standstill:
         return stood_s
 
     def running(self, now: float) -> float:
-        """Time without standstills, in which the silence of peers is measured. Counts as a look."""
+        """Time without standstills, in which the silence of peers is measured. Also calls `look`."""
         self.look(now)
         return now - self.total_s
 

@@ -141,7 +141,7 @@ def _copy(source: Bytes, target: Bytes, runs: Runs) -> None:
 
 
 def _halves(runs: Runs) -> tuple[Runs, Runs]:
-    """The same bytes, half in each; one run may be cut in two."""
+    """The same runs in two parts with half of the bytes each; one run may be cut in two."""
     ends = np.cumsum(runs.lengths)
     middle = ends[-1] // 2
     cut = int(np.searchsorted(ends, middle))
