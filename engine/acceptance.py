@@ -12,7 +12,8 @@ PROBE_COST = 0.01
 request gets drafts again if its text becomes easier to guess."""
 MAX_STEPS_WITHOUT = 8
 """After more steps in a row without a draft, no draft is expected. Waiting for this many outputs costs about one step.
-So does losing the next draft because its step was planned too early (decision 0022)."""
+If the scheduler does not wait, and plans a step before its draft is known, the draft is lost. This costs about one
+step, too (decision 0022)."""
 
 
 class Acceptance:

@@ -24,4 +24,4 @@ class ClampedSwiglu:
 
 
 Activation = Gate | ClampedSwiglu
-"""How the two halves of a gated MLP's inner values are combined."""
+"""How a gated MLP combines its gates and ups."""

@@ -39,7 +39,7 @@ def keep_freed_memory() -> bool:
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that can be allocated without swapping, as Linux estimates them, and as the cgroups of this process allow.
 
-    Beyond a cgroup's limit, as that of a container, Linux kills a process, however much memory the machine has.
+    Linux kills a process that exceeds its cgroup's limit, such as a container's, even if the machine has more memory.
     """
     return min(
         [_of_machine(root), *(room for folder in cgroups("memory", root) for room in _room_in(folder))]
@@ -54,7 +54,8 @@ def _of_machine(root: Path) -> int:
 
 
 def _room_in(folder: Path) -> Iterator[int]:
-    """What one cgroup leaves, if it has a limit. Its pages of files can be reclaimed, so they are room."""
+    """The bytes that one cgroup may still allocate, if it has a limit. Cached pages of files count as free, since Linux
+    can reclaim them."""
     try:
         is_first = (folder / "memory.limit_in_bytes").exists()  # version 1 of cgroups
         limit, usage, prefix = (

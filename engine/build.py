@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_COMPILERS = 8
-"""Most threads that compile kernels. A worker needs about 30 kernels, and each takes half a second or more to
+"""At most this many threads compile kernels. A worker needs about 30 kernels, and each takes half a second or more to
 compile. Weights load meanwhile."""
 
 OnProgress = Callable[[str, int, int], None]
@@ -303,8 +303,8 @@ def _make_pool(
 def _take_memory(num_bytes: int, device: torch.device, more_bytes: int) -> SharedMemory | CudaMemory:
     """Allocates the pool's memory, after a check that enough memory is available.
 
-    Without the check, Linux might kill a process later. `more_bytes`: for a draft model's pool, and on a CPU for
-    swapped blocks. ConfigError if memory does not suffice; on a GPU its subclass OutOfGpuMemory.
+    Without the check, Linux might kill a process later. `more_bytes`: the bytes of a draft model's pool, and on a CPU
+    of swapped blocks. ConfigError if memory does not suffice; on a GPU its subclass OutOfGpuMemory.
     """
     is_on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if is_on_gpu else available_memory()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WHOLE_PROMPTS_BUDGET = 512
-"""Largest step on a CPU if prompts are not split, in tokens; at least the longest request."""
+"""Tokens of the largest step on a CPU if prompts are not split. If the longest request has more, as many as it has."""
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": GPU_BLOCK_SIZE}
 """Values that replace the defaults on a GPU: the defaults are for a CPU, and too small to keep a GPU busy."""
 
@@ -78,7 +78,7 @@ def largest_steps(scheduler: SchedulerConfig, model: LoadedModel, num_drafts: in
 
 
 def with_defaults_of(device: torch.device, asked: SchedulerConfig, max_model_len: int) -> SchedulerConfig:
-    """Replaces unset keys by the defaults of this kind of device. `max_model_len`: of the longest request."""
+    """Replaces unset keys by the defaults of this kind of device. `max_model_len`: tokens of the longest request."""
     if device.type == "cpu":
         return asked.with_values("scheduler", **_cpu_budget(asked, max_model_len))
     defaults = dict(GPU_DEFAULTS)

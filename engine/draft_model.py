@@ -30,9 +30,9 @@ from engine.request_table import NONE, IntArray
 from engine.sampler import Sampler
 
 CATCH_UP = 64
-"""How many tokens a step computes for requests that must catch up; one block, if that is more. Such a request lacks
-more tokens in the small model's own pool than a step with right drafts brings. On a CPU these tokens take as long as
-one or two decode steps."""
+"""How many tokens a step computes for requests that must catch up; one block, if a block has more. A request must catch
+up if the small model's own pool lacks more of its tokens than a step with right drafts adds. On a CPU, CATCH_UP tokens
+take as long as one or two decode steps."""
 
 MOST_CAUGHT_UP = 8
 """A request is caught up only if it lacks at most this many tokens for each token that it may still get.
@@ -149,7 +149,7 @@ class _Sequence:
         return DraftedRequest(request, tuple(self.drafts)) if self.drafts else request
 
     def cut(self, end: int) -> None:
-        """Leaves the tokens from position `end` on to a later step."""
+        """Removes the tokens from position `end` on, which a later step computes."""
         self.token_ids, self.samples = self.token_ids[: max(0, end - self.start)], False
 
     def add(self, token_id: int, *, is_finite: bool) -> None:

@@ -9,7 +9,7 @@ from engine.model_config import read_json
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The tokens that generation_config.json names or, if it names none, config.json; and the tokenizer's.
+    """The tokens that generation_config.json names (config.json, if it names none), and the tokenizer's end token.
 
     The tokenizer's end token counts, too, as in vLLM: fine-tuned models often name the end of a turn only there.
     """
@@ -57,7 +57,7 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> Iterator[tuple[int, s
 
 
 def _content(token: object) -> str | None:
-    """A file has a token as its text, or as an object that has its text."""
+    """The text of a token, which a file stores either as such or in an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -340,8 +340,8 @@ READ: Mapping[Family, frozenset[str]] = {
     Family.DEEPSEEK_V2: _SHARED_EXPERTS | _LATENT,
     Family.DEEPSEEK_V3: _SHARED_EXPERTS | _LATENT | _GUESSING_LAYERS | {"rope_interleave"},
 }
-"""The keys of `WITHOUT_EFFECT` that a family reads. Other keys of it are refused if they would have an
-effect."""
+"""The keys of `WITHOUT_EFFECT` that a family reads. All other keys of `WITHOUT_EFFECT` are refused if they would have
+an effect."""
 
 _SILU = ("silu", "swish")
 _GELU = ("gelu_pytorch_tanh",)

@@ -39,7 +39,7 @@ class KVBlockShape:
 
     @property
     def num_planes(self) -> int:
-        """2 planes of a layer, keys and values; or 1, latents."""
+        """How many tensors a layer stores: 2 (keys and values), or 1 (latents)."""
         return 1 if self.is_latent else 2
 
     @property
@@ -53,7 +53,7 @@ class KVBlockShape:
 
     @property
     def most_on_gpu(self) -> int:
-        """The most blocks of a GPU's pool, whose copy engine counts the pool's keys and values in 32 bits."""
+        """The most blocks of a pool on a GPU: the GPU's copy engine counts the pool's keys and values in 32 bits."""
         return (2**31 - 1) // int(np.prod(self.dimensions[:-1]))
 
 

@@ -52,19 +52,19 @@ class LentCpus:
             raise OSError(error, os.strerror(error))
 
     def begin_step(self) -> None:
-        """Takes back the own CPUs; from now on, lent CPUs of others may help."""
+        """Takes back this process's own CPUs. From now on, it may borrow CPUs that other processes lend."""
         self._library.baton_begin_step()
 
     def end_step(self) -> None:
-        """Lends the own CPUs, and gives back those of others."""
+        """Lends this process's own CPUs, and gives back the CPUs that it borrowed."""
         self._library.baton_end_step()
 
     def close(self) -> None:
-        """Takes no further part. The own CPUs stay lent as they are; no step may follow."""
+        """Ends this process's part. Its CPUs stay lent if they are lent now; no step may follow."""
         self._file.close()
 
     def borrowed_s(self) -> float:
-        """How long CPUs of others have computed for this process, summed over these CPUs."""
+        """How long CPUs of other processes have computed for this process, summed over these CPUs."""
         return float(self._library.baton_borrowed_ns()) / 1e9
 
 

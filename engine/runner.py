@@ -288,7 +288,7 @@ class LaunchedStep:
         requests = [each for each in requests if each.request_id not in forced and each.row is not None]
         for request, drafts in self._drafter.draft(requests, self._batch, has_first_token=has_first_token):
             useful = tuple(_useful(drafts, request))
-            if useful or not has_first_token:  # else there may have been no guess
+            if useful or not has_first_token:  # with a first token, perhaps nothing was guessed, so this says nothing
                 request.acceptance.guessed(len(useful))
             if useful or request.acceptance.expects_drafts:
                 yield request.request_id, useful

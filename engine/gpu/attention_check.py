@@ -32,7 +32,8 @@ CHUNK = 100
 """Tokens of the prefill step: at least one tile; the last tile is not full."""
 NUM_DECODES = 4
 QUERY_SCALE = 4.0
-"""Standard deviation of queries. It makes the attention weights unequal: swapped weights would not show otherwise."""
+"""Standard deviation of queries. It makes the attention weights unequal: if they were equal, the check would not find
+swapped weights."""
 TOLERANCES = {torch.float32: 2**-13, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 """Tolerances by dtype of queries and output, as shares of the weighted sum of |values|.
 

@@ -50,7 +50,7 @@ class Compiler:
 
 @contextmanager
 def naming_assembler(compiler: Compiler, device: torch.device) -> Iterator[None]:
-    """For the first launches of all kernels: ConfigError, which names the assembler, if one of them faults.
+    """A context for the first launches of all kernels. If one faults, raises ConfigError, which names the assembler.
 
     With ptxas 12.8, float32 prefill ended with an illegal memory access on an H200.
     """

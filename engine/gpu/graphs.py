@@ -50,9 +50,9 @@ class CudaGraphs:
 def _own_workspaces() -> Iterator[None]:
     """Within this context, cuBLAS allocates new workspaces, in the pool of the graph that is recorded.
 
-    PyTorch keeps one workspace for each stream. A graph has the address, but does not keep the memory. When other code,
-    such as torch.compile, clears the workspaces, a graph would then use memory that belongs to other tensors. Meanwhile
-    no other thread may compute products.
+    PyTorch keeps one workspace for each stream. A graph has the address, but does not keep the memory. If other code,
+    such as torch.compile, cleared the workspaces, a graph would use memory that belongs to other tensors. Within the
+    context, no other thread may compute products.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -98,9 +98,10 @@ time."""
 
 
 def mixed_sizes(max_num_batched_tokens: int, architecture: ModelArchitecture, num_ranks: int) -> list[int]:
-    """Numbers of tokens to record: those below the largest step's size, and this size unless it is above all of them.
+    """Numbers of tokens to record: the sizes above that are smaller than the largest step. The largest step's own size
+    is also recorded, unless it is above all these sizes.
 
-    A larger step takes the GPU longer than Python needs to queue it, so a graph would save nothing. For
+    A step above them takes the GPU longer than Python needs to queue it, so a graph would save nothing. For
     Llama-3.1-8B these are steps of more than 512 tokens. All ranks record the same sizes: a rank that pads a
     step, and one that does not, would sum tensors of different sizes.
     """

@@ -66,8 +66,8 @@ def measure(
         throughput = partial(_throughput, parts, uses_graphs=uses_graphs)
         chunk = chosen_chunk(limits, throughput) if wants_chunk else None
         parts.forward.record((), CudaGraphs(), has_chunks=True)
-        # Recording returned the memory of the steps until then. The memory that recording itself used counts as the
-        # graphs' memory.
+        # When recording begins, the memory of the steps before is released. The memory that recording itself uses
+        # counts as the graphs' memory.
         free_memory(device)
         returned = most_reserved - torch.cuda.memory_reserved(device)
         activations = free_loaded - _free_now(device) + returned

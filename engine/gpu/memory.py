@@ -20,8 +20,8 @@ class DeviceMemory:
     """Bytes used by other processes, the driver, and this process' context."""
     weights: int
     activations: int
-    """The most bytes that a step allocates in addition to those that stay allocated between steps; with
-    kernels."""
+    """The most bytes that a step allocates in addition to those that stay allocated between steps. Kernels are
+    included."""
     graphs: int
     utilization: float
     """Share of the total that this worker and earlier users may fill."""

@@ -85,8 +85,8 @@ class StagedForward:
     def rehearse(self, num_requests: int, num_tokens: int, context_len: int | None = None) -> torch.Tensor:
         """Runs a step of requests with `num_tokens` tokens each; returns their logits, num_requests x V.
 
-        The tokens end contexts of `context_len` tokens; None: they are the whole contexts. The step leaves only
-        compiled kernels and allocated memory behind.
+        The tokens are the last ones of contexts of `context_len` tokens; None: they are the whole contexts. The step
+        leaves only compiled kernels and allocated memory behind.
         """
         context_len = context_len or num_tokens
         logits_RV = self(self._step_of(num_requests, num_tokens, context_len)).sampling_RV
@@ -136,7 +136,7 @@ class StagedForward:
     ) -> tuple[InputTokens, TritonStepAttention, torch.Tensor]:
         """Copies the step to the device.
 
-        With a `size`, pads it to that many tokens, at the same place each time.
+        With a `size`, pads the step to that many tokens, and puts each array at the same place each time.
         """
         num_tokens = size or batch.num_tokens
         num_rows = min(size, self._max_num_seqs) if size else len(batch.sampling_rows_R)

@@ -28,11 +28,11 @@ PROGRESS_TIMEOUT_S = 60.0
 """If one grammar takes this long to compile, the worker ends: gateways refuse grammars that take over a
 second."""
 MAX_TOKENS_LOOKED_AT = 10_000
-"""Limit of the search for forced tokens, about 10 ms: for each token, the library looks at all the forced
-text left."""
+"""Limit of the search for forced tokens, about 10 ms: for each token, the library looks at all the forced text that
+remains."""
 MAX_KEPT_BYTES = 256 * 2**20
-"""Memory for compiled grammars that are not in use, the most recently used ones, since clients tend to repeat
-grammars. An ordinary grammar takes 0.1 to 0.4 MiB."""
+"""Compiled grammars that no request uses are kept up to this size, the most recently used ones, since clients tend to
+repeat grammars. An ordinary grammar takes 0.1 to 0.4 MiB."""
 STACK_BYTES = 256 * 2**20
 """Stack of the compiling thread, eight times a gateway's limit. Only the used part takes memory."""
 
@@ -196,7 +196,7 @@ class GrammarCompiler:
         self._num_bytes = 0
         """Bytes of all compiled grammars."""
         self._is_evicted = True
-        """Nothing was compiled since the last `evict`."""
+        """Whether nothing was compiled since the last `evict`."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -215,7 +215,7 @@ class GrammarCompiler:
     def compile(self, output: StructuredOutput, caller: int = 0) -> None:
         """Queues a grammar and returns at once; `take_compiled` returns the grammar when it is done.
 
-        Callers take turns: one other caller with many grammars delays it by about one compilation.
+        Callers take turns: another caller with many grammars delays this grammar by about one compilation.
         """
         self.start()
         self._wanted |= {output}

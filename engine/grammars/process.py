@@ -1,4 +1,4 @@
-"""A process that compiles grammars for a gateway, so that a hostile one ends this process and nothing else.
+"""A process that compiles grammars for a gateway, so that a hostile grammar ends this process and nothing else.
 
     python -m engine.grammars.process TOKENIZER_FILE VOCAB_SIZE EOS_TOKEN_ID[,...]
 
@@ -102,7 +102,7 @@ def serve_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> None:
 
     try:
         end_with_parent()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # library output at its end must not fill a log
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the library prints as the process ends must not fill a log
         set_limits()
         thread_with_stack(STACK_BYTES, run, "grammar").join()
     finally:
@@ -206,7 +206,7 @@ def read_grammar() -> TryGrammar | None:
 
 
 def read(num_bytes: int) -> bytes:
-    """Reads exactly this many bytes from stdin; returns no bytes if stdin ends before.
+    """Reads exactly this many bytes from stdin; returns no bytes if stdin ends earlier.
 
     Reads without a buffer, since a buffer's content would be lost with this process.
     """

@@ -28,7 +28,7 @@ next."""
 DIRECT = -1
 
 MIN_SPLIT_KEYS = 256
-"""Least keys of a part: with fewer keys, most of an item's cost would be fixed cost."""
+"""A part has at least this many keys: with fewer, most of an item's cost would be fixed cost."""
 MAX_WAVES = 4
 """The most items per program that splitting aims at. More items balance better, but cost more starts."""
 ITEM_COST_KEYS = 96
@@ -100,9 +100,9 @@ def plan_bounds(max_requests: int, max_tokens: int, grid: TileGrid) -> PlanBound
     """Bounds for launches of at most this many requests and tokens, to allocate buffers once."""
     num_requests = min(max_requests, max_tokens)
     num_tiles = num_requests + (max_tokens - num_requests) // grid.queries
-    # A split tile has more than 1 / (programs x waves) of all heads' steps. So has each of its parts except
-    # the last one. So fewer than `num_shares` tiles are split, into fewer than 2 x `num_shares` parts. This
-    # adds at most `num_shares` items.
+    # A split tile, and each of its parts except the last one, has more than 1 / (programs x waves) of all heads' steps.
+    # So fewer than `num_shares` tiles are split, into fewer than 2 x `num_shares` parts. This adds at most
+    # `num_shares` items.
     num_shares = MAX_WAVES * grid.num_programs // grid.num_kv_heads
     rows_per_tile = min(grid.queries, max_tokens)
     return PlanBounds(
@@ -155,7 +155,7 @@ def _tiles(
 
 
 def _choose_parts(num_steps_X: Int64s, grid: TileGrid) -> Int64s:
-    """The number of parts of each tile that makes the last program end soonest."""
+    """For each tile, the number of parts with which the last program ends soonest."""
     best_X = np.ones_like(num_steps_X)
     if num_steps_X.size == 0:
         return best_X

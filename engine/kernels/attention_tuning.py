@@ -197,7 +197,7 @@ def _prefill_keys(shape: AttentionShape) -> int:
 
 
 def _block_n(shape: AttentionShape, preferred: int) -> int:
-    """`preferred`, or a block's tokens if fewer: the copy engine's loads stay within a block."""
+    """`preferred` keys, or a whole block if it has fewer: the copy engine's loads stay within a block."""
     return min(preferred, shape.block_size) if shape.uses_tma else preferred
 
 

@@ -255,7 +255,7 @@ def _pairs_of_first(  # type: ignore[no-untyped-def]
 def _pairs_of_tile(  # type: ignore[no-untyped-def]
     order_ptr, counts_ptr, NUM_HERE: tl.constexpr, PADDED_X: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The expert of the program's tile, and the tile's pairs; NUM_HERE or more behind the last tile."""
+    """The expert of the program's tile, and the tile's pairs. After the last tile, the expert is NUM_HERE or more."""
     tile = tl.program_id(0)
     experts_X = tl.arange(0, PADDED_X)
     counts_X = tl.load(counts_ptr + experts_X, experts_X < NUM_HERE, other=0)

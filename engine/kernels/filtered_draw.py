@@ -1,7 +1,7 @@
-"""Ends the draw of each row: finds the winner among the tokens that the filters keep; sorts nothing.
+"""Completes the draw of each row: finds the winner among the tokens that the filters keep; sorts nothing.
 
 If the arg max of score + noise over all tokens is kept, it is also the arg max over the kept tokens. Otherwise no token
-of its weight or less is kept, so the next candidate is the arg max over the tokens above. Whether a token
+of its weight or less is kept, so the next candidate is the arg max over the tokens that weigh more. Whether a token
 is kept depends on how many tokens weigh more, and on the sum of their weights. Each pass over the row counts the tokens
 above four weights at once: the candidate's weight, and three larger weights that may raise the floor further. The
 algorithm follows the rejection sampling of FlashInfer ("Sorting-Free GPU Kernels for LLM Sampling", 2025). But here,
@@ -287,7 +287,8 @@ def _top_k_mass(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     HAS_PROCESSED: tl.constexpr,
 ):
-    """The sum of the k largest weights, k below the vocabulary's size; ties at the end count only up to k.
+    """The sum of the k largest weights, for k below the vocabulary's size. If more weights equal the k-th, they do not
+    count.
 
     Narrows down the k-th largest weight, which is at least `lowest`, until exactly k tokens are above some weight or
     one weight is left. Each round divides the range of the floats' bits by 5, and so nearly the range of their

@@ -1,4 +1,4 @@
-"""Log-probability and rank of one token a row, in one pass over the raw logits; and log-sum-exp less the largest logit.
+"""Log-probability and rank of one token a row, and log-sum-exp minus the largest logit, in one pass over raw logits.
 
 Shape suffixes: R rows of logits, L rows whose log-probabilities are wanted, V vocabulary.
 """

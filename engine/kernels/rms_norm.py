@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019), fused with the residual addition before or the quantization after it.
+"""RMSNorm (Zhang and Sennrich, 2019), fused with the residual addition before it or the quantization after it.
 
 Shape suffixes: T tokens, E hidden size.
 """

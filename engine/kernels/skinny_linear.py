@@ -20,12 +20,14 @@ from engine.kernels.skinny_linear_fma import FmaLaunch, launch_fma
 Launch = FmaLaunch | DotLaunch
 
 MAX_TOKENS = 16
-"""The matrix units' minimum of rows. With about this many rows, other kernels saturate the memory, too."""
+"""At most this many rows. The matrix units compute at least this many anyway, and with more rows other kernels
+saturate the memory, too."""
 
 MAX_FMA_TOKENS = 2
 """With 4 rows, sums take a fifth longer than the matrix units (measured on an H200)."""
 MAX_X_ELEMENTS = 16_384
-"""Elements of x that a program of the first kernel holds in registers: 64 in each of 256 threads, or 32 in 512."""
+"""A program of the FMA kernel holds at most this many elements of x in registers: 64 in each of 256 threads, or 32 in
+each of 512."""
 
 MAX_X_ELEMENTS_FLOAT8 = 8_192
 """Converting float8 takes registers too: with more, too few programs fit a multiprocessor, or registers spill."""

@@ -17,8 +17,8 @@ class FmaLaunch:
     """How the kernel is launched."""
 
     rows: int
-    """Rows of weights that a program multiplies at a time: a power of two, at least 2 if gated. It loads as many of the
-    next rows meanwhile."""
+    """Rows of weights that a program multiplies at a time: a power of two, at least 2 if the product has gates and ups.
+    Meanwhile, the program loads as many of the next rows."""
     num_warps: int
     max_programs: int
     """A program's tiles are this many tiles apart."""

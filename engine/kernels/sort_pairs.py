@@ -54,7 +54,7 @@ class ExpertPairs:
 def _sort_pairs_kernel(  # type: ignore[no-untyped-def]
     experts_ptr, order_ptr, counts_ptr, num_pairs, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program finds its expert's pairs. It writes them behind the pairs of all experts
+    """A program finds its expert's pairs. It writes them after the pairs of all experts
     with lower numbers."""
     wait_for_former(PDL)
     expert = tl.program_id(0)

@@ -90,7 +90,7 @@ class Expert:
 
 
 class MixtureLayer(Protocol):
-    """Computes the weighted sum of each row's experts.
+    """Computes, for each row, the weighted sum of the outputs of its experts.
 
     A row's result depends on other rows only if the results of the products do.
     """
@@ -100,7 +100,7 @@ class MixtureLayer(Protocol):
         ...
 
     def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
-        """Adds the result to the residual stream in place and returns True, if its last launch can do so."""
+        """If the layer's last launch can add the result to the residual stream: does so in place, and returns True."""
         ...
 
 
@@ -112,7 +112,7 @@ class Backend(Protocol):
         ...
 
     def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
-        """Makes a projection with weights in 8-bit floats; quantizes other weights.
+        """Makes a projection with weights in 8-bit floats. Weights of another type are quantized first.
 
         Not for a GroupedWeight.
         """
@@ -164,5 +164,5 @@ class Backend(Protocol):
         ...
 
     def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
-        """Adds `linear(x_TI)` to the residual stream in place and returns True, if one launch can do both."""
+        """If one launch can multiply and add: adds `linear(x_TI)` to the residual stream in place, and returns True."""
         ...

@@ -84,7 +84,7 @@ class Fp8Weight:
         return (self.values_OI.to(torch.float32) * self.scales_O1).to(self.dtype)
 
     def outputs(self, index: slice | torch.Tensor) -> Self:
-        """A weight with only the outputs of a slice, or of a tensor of indices."""
+        """The weight's outputs (rows) that `index` selects: a slice or a tensor of indices."""
         index = index.to(self.device) if isinstance(index, torch.Tensor) else index
         values_OI = as_bytes(self.values_OI)[index].view(FP8)
         return replace(self, values_OI=values_OI, scales_O1=self.scales_O1[index])

@@ -56,9 +56,9 @@ class GroupedWeight:
     def quantize(cls, weight_OI: torch.Tensor, bits: Literal[4, 8], group_size: int = 32) -> Self:
         """Rounds a weight to groups; the number of inputs must be a multiple of `group_size`.
 
-        8 bits: the value 128 means zero, and a group's largest magnitude becomes 127 steps. 4 bits: of
-        several ranges for each group, the one with the least squared error, with a scale and a minimum that
-        fit the values best.
+        8 bits: the value 128 means zero, and a group's largest magnitude becomes 127 steps. 4 bits: tries several
+        ranges for each group, each with the scale and the minimum that fit the values best, and keeps the range with
+        the least squared error.
         """
         num_outputs, num_inputs = weight_OI.shape
         assert num_inputs % group_size == 0, f"{num_inputs} inputs in groups of {group_size}"
@@ -122,7 +122,7 @@ class GroupedWeight:
         return groups_OGS.mul_(self.scales_OG.unsqueeze(-1)).add_(self.mins_OG.unsqueeze(-1)).flatten(1)
 
     def outputs(self, index: slice | torch.Tensor) -> Self:
-        """A weight with only the outputs of a slice, or of a tensor of indices."""
+        """The weight's outputs (rows) that `index` selects: a slice or a tensor of indices."""
         return replace(
             self,
             values_OI=self.values_OI[index],

@@ -21,7 +21,7 @@ class SortedPairs:
     """Pairs in the order of the experts' numbers, and of tokens for each expert."""
 
     firsts_X: torch.Tensor
-    """int64, of X + 1: each expert's first pair, and the number of pairs."""
+    """int64, X + 1 numbers: each expert's first pair, then the number of all pairs."""
     tokens_P: torch.Tensor
     """int64."""
     weights_P: torch.Tensor

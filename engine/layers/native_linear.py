@@ -119,7 +119,7 @@ class NativeLinear:
 
 
 class NativeLinears:
-    """Layers of equal shape, as of experts. Each multiplies rows of its own, all at once.
+    """Layers of equal shape, such as those of experts. One call computes all layers, each with its own rows.
 
     Suffixes: N layers, P rows of all layers.
     """
@@ -143,7 +143,7 @@ class NativeLinears:
     ) -> None:
         """Writes the products to `y_PO`: layer n computes the rows from firsts_N[n] to firsts_N[n + 1].
 
-        `order_P`: which row of `x_TI` each is; None: all in order. `firsts_N` and `order_P` are int64."""
+        `order_P`: for each of these rows, its row in `x_TI`; None: the same row. `firsts_N` and `order_P` are int64."""
         self._multiply(x_TI, firsts_N, order_P, y_PO, STORE)
 
     def gated(

@@ -36,7 +36,7 @@ class NativeMixture:
         """`gate_ups`, `downs`: the projections of the experts with the numbers `here`. `gate_ups` may have several
         parts, whose outputs follow each other.
 
-        `products`, `activations`: memory for what the names say."""
+        `products`, `activations`: memory for the products and for the activations."""
         self._choice = choice
         self._gate_ups, self._downs = gate_ups, downs
         self._activation = activation

@@ -84,10 +84,7 @@ class TritonAttention:
         limits: StepLimits,
         num_multiprocessors: int,
     ) -> None:
-        """`num_heads`: this rank's query heads; `dtype`: that of queries and output.
-
-        The pool's may differ.
-        """
+        """`num_heads`: this rank's query heads; `dtype`: that of queries and output. The pool's dtype may differ."""
         shape, device = pool.shape, pool.blocks_NLKHTD.device
         gpu = gpu_of(device)
         self.groups = layer_groups.groups

@@ -54,7 +54,7 @@ def with_dtype(config: BatonConfig, chosen: ChosenDtype) -> BatonConfig:
 
 
 def with_chosen_dtype(config: BatonConfig, model_path: Path) -> BatonConfig:
-    """The same configuration, with the data types that `auto` means here."""
+    """The same configuration, with the data types that `auto` means on this machine, for this model."""
     return with_dtype(config, choose_dtype(config, model_path))
 
 

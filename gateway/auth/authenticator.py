@@ -41,7 +41,7 @@ class Authenticator:
             self._key_store = Watched([path], partial(_read_key_store, path, config.api_keys), clock)
 
     def admit(self, caller: Caller, right: Right | None) -> None:
-        """Checks that the caller has `right`, and room in its rate. Raises PermissionDenied or RateLimited.
+        """Checks that the caller has `right`, and may make another call now. Raises PermissionDenied or RateLimited.
 
         With None, every caller has the right. Only calls with Right.GENERATE count against the rate.
         """

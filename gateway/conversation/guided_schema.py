@@ -65,7 +65,8 @@ _MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
 
 
 def guided_schema(tool: Tool) -> str:
-    """The schema of a tool's arguments as JSON text. Raises InvalidRequest for the field `tools`.
+    """The schema of a tool's arguments as JSON text. Raises InvalidRequest, which names `tools`, if the tool's
+    parameters cannot be guided.
 
     If an object lists its properties, further ones are forbidden unless the schema allows them: no tool reads
     properties that a model invents, and a small model may invent them without end.

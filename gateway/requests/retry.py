@@ -99,7 +99,7 @@ class RetryState:
     def _without(
         self, query: RouteQuery, failed: frozenset[str], excluded: frozenset[str]
     ) -> Placement | RequestError:
-        """A placement without any of these workers. If there is none, workers that `failed` may be used, too."""
+        """A placement without any of these workers. If there is none, the workers of `failed` may be used, too."""
         placement = _routed(self._router, replace(query, excluded=failed | excluded))
         if isinstance(placement, WorkerUnavailable) and failed:
             placement = _routed(self._router, replace(query, excluded=excluded))

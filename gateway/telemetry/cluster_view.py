@@ -28,7 +28,7 @@ from gateway.workers.fleet_view import ControllerView, WorkerView, ask_controlle
 from gateway.workers.worker_client import WorkerClient
 
 CONTROLLER_INTERVAL_S = 5.0
-"""How long a controller's answer is used again, before the controller gets the next question."""
+"""How long a controller's answer is used, before the controller is asked again."""
 MAX_PAIRS = 256
 """Snapshots contain the hand-overs of the busiest pairs only, since a large fleet has thousands of pairs."""
 

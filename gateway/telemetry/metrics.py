@@ -91,7 +91,7 @@ class GatewayMetrics:
             self._finished(record, record.finish)
 
     def http_response(self, method: str, route: str, status: int) -> None:
-        """Counts a response. `route` is a route's template, not the client's path, so labels stay few."""
+        """Counts a response. `route` is a route's template, not the client's path, so that the label has few values."""
         self._http_responses.labels(method, route, str(status)).inc()
 
     def grpc_call_ended(self, method: str, code: str) -> None:

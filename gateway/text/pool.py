@@ -11,7 +11,7 @@ from gateway.text.tokenizer import Tokenizer
 MAX_INLINE_CHARACTERS = 2_000
 """Shorter texts are tokenized on the event loop, which is faster than to pass them to a thread."""
 NUM_THREADS = 5
-"""One caller has at most four."""
+"""One caller may use at most four of them at a time."""
 NUM_TEMPLATE_THREADS = 3
 """Separate threads, so that texts never wait behind a slow template."""
 TEMPLATE_TIMEOUT_S = 5.0

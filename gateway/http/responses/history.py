@@ -30,9 +30,9 @@ from gateway.http.responses.store import ResponseStore
 from gateway.turn_budget import TurnBudget
 
 MAX_ANCESTORS = 1024
-"""Most responses in the chain that one response continues."""
+"""A response may continue a chain of at most this many responses."""
 MAX_REFERRED = 64
-"""Most stored responses to whose items one request may refer, not counting those that it continues."""
+"""One request may refer to items of at most this many stored responses. Responses that it continues do not count."""
 
 _WITHOUT_STORE = "this gateway keeps no responses (gateway.response_store: none)"
 _ITEM_ID = re.compile(r"(?:msg|fc|fco|rs)_(.+)_i?\d{1,6}", re.DOTALL)
