@@ -20,11 +20,11 @@ MOST_CPUS = 1024
 """CPUs with higher numbers are not borrowed. A worker with such a CPU neither lends nor borrows."""
 _FILE_BYTES = 64 * MOST_CPUS
 _PREFIX = "baton-cpus-1-"
-"""Of the files' names, with the version of their format."""
+"""The files' names begin with this prefix, which contains the version of their format."""
 
 
 class LentCpus:
-    """What this process lends and borrows; in a process, there may be one at most."""
+    """What this process lends and borrows; a process may have at most one LentCpus."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class LentCpus:
     ) -> None:
         """Lends the CPUs `own`, below MOST_CPUS, whenever no step is under way, from the end of the first step on.
 
-        A step also computes with those of the CPUs `others` that other workers lend then: workers of the same `fleet`
-        with the same parent process. OSError if there is no memory to share with them.
+        A step also computes with those of the CPUs `others` that other workers lend at that time. These are workers of
+        the same `fleet` with the same parent process. OSError if there is no memory to share with them.
         """
         library.baton_borrowed_ns.restype = ctypes.c_int64
         self._library = library
@@ -99,7 +99,7 @@ class LendingPipeline:
 
 
 class _SharedFile:
-    """The file that a fleet's workers on this machine share. The last one that closes it removes it.
+    """The file that a fleet's workers on this machine share. The last worker that closes the file removes it.
 
     These workers have the same parent: a command of Baton, or Ray's process for this node. Each holds a shared lock,
     which the system releases when a process dies.

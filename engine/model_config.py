@@ -164,7 +164,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def architecture_of(given: Mapping[str, Any], max_model_len: int | None = None) -> ModelArchitecture:
-    """The same for the content of a config.json, which messages do not name."""
+    """The same for the content of a config.json. Messages do not name the file."""
     family = family_of(given)
     refuse_unsupported(given, family)
     if "use_qk_norm" in READ[family] and family is not Family.GLM4_MOE:

@@ -10,9 +10,9 @@ from engine.native.library import native_library
 from engine.quantization_config import KEY
 
 TOKENS_WITH_MATRIX_UNITS = 512
-"""AMX multiplies bfloat16 so fast that reading the weights takes longer than 128 rows of products, the default. Steps
-of 512 tokens take 0.75 times the time of four steps of 128, and larger steps gain little more. No decode waits for
-them."""
+"""AMX multiplies bfloat16 so fast that a step of 128 tokens, the default, spends more time on reading the weights than
+on its products. A step of 512 tokens takes 0.75 times the time of four steps of 128, and larger steps gain little more.
+No decode waits for these steps."""
 
 
 def with_prefill_steps(config: BatonConfig, model_path: Path) -> BatonConfig:
@@ -28,7 +28,7 @@ def with_prefill_steps(config: BatonConfig, model_path: Path) -> BatonConfig:
 
 
 def _multiplies_by_matrix_units(config: BatonConfig, model_path: Path) -> bool:
-    """Whether matrix units multiply weights in bfloat16. Weights in fewer bits are read faster than they compute."""
+    """Whether matrix units multiply weights in bfloat16. They are slower than reading weights of fewer bits."""
     instructions = machine_instructions()
     if config.engine.device != "cpu" or config.model.dtype != "bfloat16" or instructions is None:
         return False

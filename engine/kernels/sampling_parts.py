@@ -30,8 +30,8 @@ CHUNK = 256
 """Tokens per chunk, whose largest logit is stored: 16 bytes a lane of a warp in bf16."""
 CHUNKS_PER_PART = 16
 """A program reads 4,096 logits. One row of 128,256 then keeps 32 multiprocessors busy, and five rows keep all 132 of an
-H200 busy; a single multiprocessor would need about 50 us for a row's noise. The number is the same for any number of rows,
-so that the sums, and with them the tokens, are the same in any batch."""
+H200 busy; a single multiprocessor would need about 50 us for a row's noise. The number is the same for any number of
+rows, so that the sums, and with them the tokens, are the same in any batch."""
 
 
 @dataclass(frozen=True, slots=True)

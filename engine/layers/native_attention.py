@@ -63,7 +63,8 @@ class NativeAttention:
     ) -> None:
         """`num_heads`: this rank's query heads. `dtype`: the dtype of activations.
 
-        The pool's dtype may have fewer bits; see `can_store`. `group`: the KV group whose layers this object computes."""
+        The pool's dtype may have fewer bits; see `can_store`. `group`: the KV group whose layers this object computes.
+        """
         shape = pool.shape
         assert is_supported(shape, num_heads), f"{num_heads} heads in {shape}"
         assert can_store(shape.dtype, dtype), f"{dtype} in a pool of {shape.dtype}"

@@ -38,8 +38,8 @@ class TritonBackend:
     """Satisfies `engine.layers.backend.Backend`.
 
     If the backend has made 8-bit linears, the kernels that compute their inputs also quantize these inputs, which saves
-    a pass. In steps of few tokens, 8-bit linears use unquantized inputs instead. They are fused with the operations
-    before and after them, as far as `KernelSwitches` allow.
+    a pass. In steps of few tokens, 8-bit linears use unquantized inputs instead. These linears are fused with the
+    operations before and after them, as far as `KernelSwitches` allow.
     """
 
     def __init__(self) -> None:

@@ -143,12 +143,12 @@ class TimedProducts:
 
 
 class TritonLinear:
-    """`x_TI @ weight_OI.T + bias_O`. torch's library also computes few rows if it was timed to be faster."""
+    """`x_TI @ weight_OI.T + bias_O`. torch's library computes few rows only if it was measured to be faster."""
 
     def __init__(
         self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, timed_products: TimedProducts | None
     ) -> None:
-        """`timed_products`: None for a product that must be the same on every rank: it is not timed."""
+        """`timed_products`: None for a product that must be the same on every rank. Such a product is not timed."""
         self.few_rows = FewRows(weight_OI.contiguous(), bias_O, None)
         self._timed = None if timed_products is None else timed_products.add(self.few_rows)
 

@@ -16,7 +16,7 @@ _ALIGNMENT = 64
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _chunk = _NOTHING
-"""What is left of the latest chunk."""
+"""The unused part of the latest chunk."""
 _lock = Lock()
 """Protects `_chunk`: the ranks of a test load their weights in threads of one process."""
 
@@ -31,7 +31,7 @@ def weight_memory(num_bytes: int) -> torch.Tensor:
         if size > len(_chunk):
             _chunk = _new_chunk(CHUNK_BYTES)
         taken, left = _chunk[:num_bytes], _chunk[size:]
-        _chunk = left if len(left) > 0 else _NOTHING  # an empty part would keep the whole chunk
+        _chunk = left if len(left) > 0 else _NOTHING  # an empty view would keep the whole chunk in memory
     return taken
 
 

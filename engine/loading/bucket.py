@@ -104,7 +104,7 @@ def _copy(
     suffix: str,
     on_bytes: Callable[[int, int], None],
 ) -> None:
-    """`suffix`: the end of partial files' names; files with another end belong to other processes."""
+    """`suffix`: the suffix of partial files' names; partial files with another suffix belong to other processes."""
     total, done = sum(files[name]["size"] for name in names), 0
     for name in names:
         target, partial, size = folder / name, folder / f".{name}.{suffix}", files[name]["size"]

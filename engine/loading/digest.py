@@ -38,7 +38,7 @@ def model_digest(
     `kv_scales`: identifies the divisors of keys and values.
 
     The digest is the SHA-256 over config.json and, for each weight file, its name, its size, its header, 64
-    windows of 4 KiB that are spread evenly over the content, and 4 KiB before and behind each border between
+    windows of 4 KiB that are spread evenly over the content, and 4 KiB before and after each border between
     two tensors. Hashing everything would read the whole model at every start.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
@@ -56,7 +56,7 @@ def model_digest(
 
 
 def _kind_of(device: torch.device) -> str:
-    """Empty for CPUs, which make equal random numbers; else the GPU's name, since its size matters."""
+    """Empty for CPUs, which make equal random numbers; else the GPU's name, since the size of a GPU changes them."""
     return "" if device.type == "cpu" else f"-{device.type}-{torch.cuda.get_device_name(device)}"
 
 

@@ -41,7 +41,7 @@ GPU_BLOCK_SIZE = 64
 class Footprint:
     """The memory of one worker.
 
-    Bytes of weights are approximate: norms and biases may have other bits.
+    Bytes of weights are approximate: norms and biases may be stored in another data type.
     """
 
     weights: StoredWeights | None
@@ -129,7 +129,7 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
 
 
 def check_small_files(config: BatonConfig, folder: Path) -> ModelArchitecture:
-    """The architecture. The same errors as of `footprint`, if the files beside the weights show them."""
+    """Returns the architecture. Raises those errors of `footprint` that the files beside the weights show."""
     architecture = read_architecture(folder)
     check_demands(config, architecture)
     check_tokenizer(folder)
@@ -217,7 +217,7 @@ def _kept_of_others(config: BatonConfig, quantization: str, weights: StoredWeigh
     is_cpu = config.engine.device == "cpu"
     in_dtype = weights.num_parameters * BYTES[config.model.dtype]
     if is_cpu and quantization != "fp8" and not may_have_kernels(os.environ):
-        if quantization in BITS_KEPT:  # torch alone multiplies groups as they are
+        if quantization in BITS_KEPT:  # without Baton's kernels, torch multiplies groups that are not packed
             return int(weights.num_parameters * bits_in_groups(ROUNDED_GROUP_SIZE) / 8)
         return in_dtype
     if quantization in BITS_KEPT:  # at most this many bits: a matrix that has fewer bits is kept
@@ -251,7 +251,7 @@ def _divisions(config: BatonConfig) -> set[tuple[int, bool]]:
 
 
 def _kept_of_checkpoint(config: BatonConfig, weights: StoredWeights) -> int:
-    """The same for a quantized checkpoint whose matrices keep their bits if a kernel multiplies them so."""
+    """The same for a quantized checkpoint, whose matrices stay quantized if a kernel can multiply them like this."""
     is_cpu, number_bytes = config.engine.device == "cpu", BYTES[config.model.dtype]
     multiplies_fp8 = not is_cpu and config.model.dtype != "float32" and _multiplies_fp8()
     divisions = _divisions(config)

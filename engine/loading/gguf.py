@@ -26,7 +26,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_LIST = 2**24
-"""Most values in a list of the metadata. A value needs more bytes in memory than in the file."""
+"""A list of the metadata has at most this many values. A value needs more bytes in memory than in the file."""
 
 Value = int | float | bool | str | list[int] | list[float] | list[str]
 """The value of a metadata key."""
@@ -37,7 +37,7 @@ class GgufType(Enum):
     """How a tensor is stored: blocks of `block_size` values in `block_bytes` bytes, along the innermost dimension.
 
     In memory, floats stay as they are. Other values are kept in groups (see GroupedWeight): `group_size` values of
-    `kept_bits` bits have a scale, and a minimum unless the type has one number for zero.
+    `kept_bits` bits have a scale. They also have a minimum, unless one number means zero in all groups of the type.
     """
 
     F32 = (0, 1, 4)
@@ -105,7 +105,7 @@ class GgufTensor:
         return prod(self.shape[:-1]) * self.row_bytes
 
     def part(self, number: int) -> Self:
-        """A part of a tensor that has one for each number of its first dimension; keeps the name."""
+        """The part of the tensor at index `number` of its first dimension, with the same name."""
         num_bytes = self.num_bytes // self.shape[0]
         return replace(self, shape=self.shape[1:], offset=self.offset + number * num_bytes)
 
@@ -289,7 +289,7 @@ class _Reader:
     def _strings(self, count: int) -> list[str]:
         """Reads `count` strings.
 
-        A vocabulary has about 100,000, so the loop leaves most checks to its end.
+        A vocabulary has about 100,000, so most checks follow after the loop.
         """
         self._check_fits(count, 8)
         content, length_at = self._content, struct.Struct("<Q").unpack_from

@@ -84,8 +84,8 @@ def _q5_k(b_NB: torch.Tensor) -> Groups:
 def _q6_k(b_NB: torch.Tensor) -> Groups:
     """16 groups of 16 values, in which 32 means zero.
 
-    4 low bits are in 2 runs of 64 bytes, 2 high bits in 2 runs of 32 bytes. Then follow signed bytes and a
-    float16; a scale is the product of both."""
+    4 low bits are in 2 runs of 64 bytes, 2 high bits in 2 runs of 32 bytes. After them come 16 signed bytes and a
+    float16. The scale of a group is the product of its byte and the float16."""
     low = _two_by_two(b_NB[:, :128], 64).reshape(-1, 8, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
     high = ((b_NB[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 8, 32)

@@ -16,7 +16,7 @@ GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 GPT_OSS_PATTERN = 2
 """Every second layer has no window."""
 MAX_EXPERTS = 4096
-"""Most experts of a layer. llama.cpp has at most 512."""
+"""A layer has at most this many experts. llama.cpp's limit is 512."""
 ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 """LongRoPE's divisors: the key of config.json -> the tensor."""
 SMOLLM3_PATTERN = 4
@@ -32,7 +32,7 @@ def completed(file: GgufFile, name: str, config: Config) -> Config:
 
 
 def _gemma2(file: GgufFile, config: Config) -> Config:
-    """Without their keys, window and caps have the values of all published models, as in llama.cpp."""
+    """If the keys of window and caps are missing, they have the values of all published models, as in llama.cpp."""
     _check_pattern(file, "gemma2", GEMMA2_PATTERN)
     base = config["rope_parameters"]["rope_theta"]
     if (key := "gemma2.rope.freq_base_swa") in file.metadata and positive_in(file, key) != base:
@@ -87,7 +87,7 @@ def _qwen3_moe(file: GgufFile, config: Config) -> Config:
 
 
 def _llama(file: GgufFile, config: Config) -> Config:
-    """Mixtral has experts."""
+    """A file of architecture `llama` with experts is Mixtral."""
     if config["architectures"] != ["MixtralForCausalLM"]:
         return config
     return config | {
@@ -167,7 +167,7 @@ def _rotated_part(file: GgufFile, name: str, head_dim: int) -> Config:
 
 
 def _glm4(file: GgufFile, config: Config) -> Config:
-    """q and k are in the order of Hugging Face; only in files of models that read images, they are not."""
+    """q and k are in the order of Hugging Face, except in files of models that read images."""
     if (value := file.metadata.get(key := "glm4.rope.dimension_sections")) not in (None, [0] * 4):
         raise ModelError(f"{file.path}: {key} ({value!r:.80}) is not supported")
     rope = config["rope_parameters"] | _rotated_part(file, "glm4", config["head_dim"])

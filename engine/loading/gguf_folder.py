@@ -86,7 +86,7 @@ KEYS_READ = {
     "qwen3moe": ("expert_count",),
     "gpt-oss": ("expert_count",),
 }
-"""The keys of these that an architecture supports with any value."""
+"""The keys of KEYS_WITHOUT_EFFECT that an architecture supports with any value."""
 INTERMEDIATE_SIZE = {"gpt-oss": "expert_feed_forward_length"}
 """The key of `intermediate_size`, where it is not `feed_forward_length`."""
 WINDOWED = ("llama", "gemma2", "gemma3", "gpt-oss", "phi3")
@@ -94,7 +94,7 @@ WINDOWED = ("llama", "gemma2", "gemma3", "gpt-oss", "phi3")
 PARTLY_ROTATED = ("glm4", "phi3")
 """Architectures that may rotate only the first numbers of a head."""
 NEVER_TIED = ("gpt-oss", "olmo2")
-"""Architectures whose embeddings are never the projection to logits; llama.cpp, too, demands its tensor."""
+"""Architectures whose embeddings are never the projection to logits; llama.cpp, too, needs the projection's tensor."""
 
 
 def gguf_of(folder: Path) -> Path | None:

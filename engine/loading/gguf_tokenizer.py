@@ -59,8 +59,8 @@ _NEVER_STRIPPED = ("<s>", "<unk>", "<|endoftext|>")
 """Tokens after which Phi-3, too, keeps spaces."""
 _MAX_TOKEN_CHARS = 4096
 _MAX_CUT_CHARS = 2**28
-"""Most characters of all pairs into which SentencePiece's tokens can be cut. 262,144 tokens of 16 characters have a
-quarter of this number."""
+"""All pairs into which SentencePiece's tokens can be cut have at most this many characters together. 262,144 tokens of
+16 characters have a quarter of this number."""
 
 
 class TokenType(IntEnum):

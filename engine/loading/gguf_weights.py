@@ -1,7 +1,8 @@
 """GgufWeights: a GGUF file's tensors by their Hugging Face names, memory-mapped; knows no architecture.
 
 All experts of a layer are one tensor. Here each expert's part is a tensor of its own: `blk.3.ffn_up_exps.7.weight` is a
-part of `blk.3.ffn_up_exps.weight`. In older files of Mixtral it is a tensor, too, named `blk.3.ffn_up.7.weight`.
+part of `blk.3.ffn_up_exps.weight`. Older files of Mixtral already have a tensor for each expert, such as
+`blk.3.ffn_up.7.weight`.
 gpt-oss has one projection with gates and ups in turns; its files have two tensors.
 
 llama.cpp rotates pairs of neighbouring numbers of a head; Hugging Face rotates pairs of numbers half a head
@@ -88,14 +89,14 @@ _INTERLEAVED = re.compile(r"(.+\.mlp\.experts\.\d+\.)gate_up_proj(\..+)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _REORDERED = ("attn_q", "attn_k")
 _PERMUTED = ("llama", "smollm3", "granite")
-"""Architectures for which the converter reorders the outputs of these."""
+"""Architectures for which the converter reorders the outputs of the matrices in `_REORDERED`."""
 _NO_WEIGHT = {"phi3": ("rope_factors_long.weight", "rope_factors_short.weight")}
 _NO_WEIGHT_ELSEWHERE = ("rope_freqs.weight",)
 """Tensors that describe the architecture; see `gguf_folder` and `gguf_families`."""
 
 
 def gguf_name(name: str, architecture: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`; of an expert's tensor, the name of its part."""
+    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`; for an expert's tensor, the name of its part."""
     if name.endswith(".sinks"):  # as the converter does
         name = f"{name}.weight"
     stem, _, kind = name.rpartition(".")

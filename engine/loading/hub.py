@@ -42,7 +42,7 @@ logging.getLogger(snapshot_download.__module__).addFilter(
 """A repository of GGUF files may have none of the small files."""
 
 MAX_AT_ONCE = 8
-"""Most files that are downloaded at the same time."""
+"""At most this many files are downloaded at the same time."""
 REPORT_EVERY_S = 0.1
 
 

@@ -20,7 +20,7 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from baton.errors import ModelError
 
 MAX_FRUITLESS = 5
-"""Most tries in a row that bring no new byte."""
+"""The download fails after this many tries in a row without a new byte."""
 FIRST_PAUSE_S = 0.5
 """Pause after the first such try; each following pause is twice as long."""
 
@@ -51,7 +51,7 @@ def partial_of(file: LargeFile, folder: Path) -> Path:
 
 
 def bytes_there(file: LargeFile, folder: Path) -> int:
-    """How many bytes of the file earlier downloads have left."""
+    """How many bytes of the file are there from earlier downloads."""
     for path in (folder / file.sha256, partial_of(file, folder)):
         if path.exists():
             return path.stat().st_size

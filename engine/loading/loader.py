@@ -73,7 +73,7 @@ class LoadedModel:
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of prompt and output, by the number of the model's positions."""
+        """The most tokens that prompt and output may have together: the number of the model's positions."""
         return self.architecture.max_position_embeddings
 
     @property
@@ -317,7 +317,8 @@ def check_fp8(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch.d
 def _kept_as(config: ModelConfig, path: Path, device: torch.device) -> str | None:
     """How matrices are stored in memory; None: as numbers of the model's dtype.
 
-    torch alone would dequantize groups at every step, so `auto` keeps groups only for Baton's own kernels.
+    Without Baton's own kernels, torch would dequantize groups at every step. So `auto` keeps groups only for these
+    kernels.
     """
     if config.quantization != "auto" or config.load_format == "dummy":
         return None if config.quantization in ("auto", "none") else config.quantization

@@ -21,7 +21,7 @@ SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """Files of which a gateway needs one; transformers makes a tokenizer also from the older ones."""
 MAX_SHOWN = 12
-"""Most file names in a message."""
+"""A message names at most this many files."""
 
 
 def indexed_files(folder: Path) -> list[str]:

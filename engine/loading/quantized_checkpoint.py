@@ -1,4 +1,4 @@
-"""QuantizedCheckpoint: a checkpoint's quantized matrices, in their bits or as numbers; knows no layout."""
+"""QuantizedCheckpoint: a checkpoint's quantized matrices, still quantized or as numbers; knows no layout."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +43,7 @@ class QuantizedCheckpoint(FileWeights):
 
         `open_stored`: opens a source of such requests that returns tensors as they are stored.
 
-        `keeps_groups`, `keeps_fp8`: which matrices keep their bits; the others become numbers of `dtype`.
+        `keeps_groups`, `keeps_fp8`: which matrices stay quantized; the others become numbers of `dtype`.
         """
         self._quantization = quantization
         self._dtype = dtype
@@ -120,7 +120,7 @@ class QuantizedCheckpoint(FileWeights):
         return [take]
 
     def _kept(self, stored: StoredMatrix, coded: CodedMatrix) -> Matrix | None:
-        """The matrix in its bits, if a kernel supports it; else None."""
+        """The matrix, still quantized, if a kernel supports it; else None."""
         if self._keeps_groups and stored.scheme.can_stay_in_groups:
             return coded.grouped()
         return coded.in_fp8(self._dtype) if self._keeps_fp8 and _may_stay_in_fp8(stored) else None

@@ -108,7 +108,7 @@ class StoredMatrix:
     def _groups(self, order: torch.Tensor | None, scales_OG: torch.Tensor) -> torch.Tensor:
         """Each input's group; ModelError if the tensor names a group that does not exist.
 
-        compressed-tensors creates the order with -1, and ignores it while it contains one.
+        compressed-tensors creates the order with -1, and ignores the order as long as it contains a -1.
         """
         num_inputs, per_scale = self.take.shape[1], self.scheme.inputs_per_scale
         is_unset = order is not None and _is_by_outputs(self.scheme) and bool((order == -1).any())

@@ -19,13 +19,13 @@ from engine.quantization_config import Quantization, read_quantization
 from engine.quantization_scheme import SMALLEST_GROUP, Scheme
 
 BITS_OF_FLOATS = 16
-"""Even for float32: a CPU keeps such weights in 16 bits if these represent them exactly, as in most checkpoints."""
+"""Even for float32: a CPU keeps such weights in 16 bits if they lose nothing by it, as in most checkpoints."""
 ROUNDED: dict[str | None, int] = {None: BITS_OF_FLOATS, "fp8": 8, "int8": 8, "int4": 4}
 EXPERTS = ".experts."
 """Part of the names of tensors of a mixture's experts in safetensors files."""
 _TABLES = ("model.embed_tokens", "lm_head")
 _STACK = re.compile(r"(\.experts\.(?:gate_up|down)_proj)_(blocks|scales|bias)$")
-"""The end of a name of a tensor of all experts of a layer."""
+"""The end of the name of a tensor that contains all experts of a layer."""
 _DIVIDED = ("o_proj", "down_proj", "w2")
 """The matrices whose inputs ranks divide among themselves."""
 _GGUF_DIVIDED = ("attn_output", "ffn_down", "ffn_down_exps")
@@ -47,7 +47,7 @@ _NOTHING = Size(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class MatrixKind:
-    """Quantized matrices that all keep their bits, or all become numbers."""
+    """Quantized matrices that either all stay quantized, or all become numbers."""
 
     scheme: Scheme | None
     """None: they become numbers in any case."""
@@ -69,13 +69,13 @@ class MatrixKind:
 
 
 class DividedInputs(NamedTuple):
-    """Matrices with so many inputs, which ranks divide among themselves."""
+    """Matrices with `num_inputs` inputs, which ranks divide among themselves."""
 
     num_inputs: int
     are_of_experts: bool
 
     def group_size(self, num_ranks: int, *, expert_parallel: bool) -> int:
-        """The largest groups of a rank's inputs that a CPU keeps, or 1: it keeps none.
+        """The size of the largest groups of a rank's inputs that a CPU can keep; 1 if it can keep none.
 
         `expert_parallel`: ranks have whole experts."""
         own = self.num_inputs // (1 if self.are_of_experts and expert_parallel else num_ranks)
@@ -157,7 +157,7 @@ def is_quantized(folder: Path) -> bool:
 
 
 def keeps_bits(folder: Path, quantization: Quantization, *, in_groups: bool, in_fp8: bool) -> bool:
-    """Whether any matrix of a checkpoint keeps its bits on a device that keeps groups or 8-bit floats.
+    """Whether any matrix of a checkpoint stays quantized on a device that keeps groups or 8-bit floats.
 
     The number of ranks does not matter: ranks divide the inputs of only a few matrices.
     """
@@ -170,7 +170,7 @@ def keeps_bits(folder: Path, quantization: Quantization, *, in_groups: bool, in_
 
 
 def kept_bits(kept_as: str | None, folder: Path) -> int:
-    """The bits in which most weights stay in memory.
+    """The number of bits in which most weights are stored in memory.
 
     `kept_as`: how matrices are stored in memory, see `LoadedModel.quantization`.
     """

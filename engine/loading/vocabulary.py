@@ -7,8 +7,8 @@ own, so a CPU holds a matrix twice if it is both looked up and multiplied.
 from dataclasses import dataclass
 
 ROUNDED_BITS = 9.0
-"""The most bits of a number of the projection with `model.quantization` int8 or int4, in the kernels' layout. Both of
-these matrices get 8 bits at least."""
+"""With `model.quantization` int8 or int4, a number of the projection takes at most this many bits in the kernels'
+layout. Numbers of the embeddings and the projection get at least 8 bits."""
 ROUNDED_GROUP_SIZE = 32
 """Inputs of a group of a matrix that is rounded to int8 or int4."""
 
@@ -21,7 +21,7 @@ class StoredTable:
     num_bytes: int = 0
     """As in StoredWeights."""
     packed_bytes: int = 0
-    """Bytes in the layout of Baton's CPU kernels, if the numbers keep their bits."""
+    """Bytes in the layout of Baton's CPU kernels, if the numbers stay in the format of the file."""
     group_size: int | None = None
     """How many numbers share a scale, if a CPU can keep them in groups; None: they become plain numbers."""
 
@@ -36,7 +36,8 @@ def vocabulary_bytes(
     is_cpu: bool,
     has_kernels: bool,
 ) -> int:
-    """The bytes of both. `number_bytes`: of a number of `model.dtype`. `is_tied`: the embeddings are the projection.
+    """The bytes of embeddings and projection together. `number_bytes`: the bytes of a number of `model.dtype`.
+    `is_tied`: the embeddings are also the projection.
 
     `has_kernels`: whether workers have Baton's CPU kernels.
     """
@@ -49,7 +50,7 @@ def vocabulary_bytes(
     if rounds or (keeps_groups and embeddings.group_size is not None):
         looked_up = _bytes_in_groups(embeddings)
     numbers = number_bytes * projection.num_parameters
-    if rounds and not has_kernels:  # torch alone multiplies groups as they are
+    if rounds and not has_kernels:  # without Baton's kernels, torch multiplies groups that are not packed
         return looked_up + (0 if is_tied else _bytes_in_groups(lm_head))
     if rounds:
         rounded = int(projection.num_parameters * ROUNDED_BITS / 8)

@@ -96,7 +96,7 @@ class CudaCopies:
         return over
 
     def hand_over(self, tensor: torch.Tensor) -> None:
-        """Makes later work of the calling thread on the tensor wait for all copies started before."""
+        """From now on, work of the calling thread on the tensor waits for all copies that were started before."""
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         # Without this, the allocator knows the tensor only on the copying stream. After the tensor is freed,

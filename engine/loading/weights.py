@@ -79,7 +79,8 @@ class WeightSource(Protocol):
     def take_interleaved(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> tuple[Matrix, Matrix]:
-        """The same for a matrix that has two matrices in turns: the even outputs, and the odd ones."""
+        """The same for two matrices that are stored as one: the even outputs are the first matrix, the odd ones the
+        second."""
         matrix = self.take_matrix(name, num_outputs, num_inputs, shard=shard)
         first, second = (_every_other(matrix, number) for number in range(2))
         return first, second

@@ -1,4 +1,4 @@
-"""Layers of Llama, Mistral, Qwen2, Qwen3, SmolLM3 and Granite, and those without experts of Qwen3-MoE and GLM-4.5.
+"""Layers of Llama, Mistral, Qwen2, Qwen3, SmolLM3 and Granite; layers without experts of Qwen3-MoE and GLM-4.5.
 
 They differ in their attention and in scales.
 

@@ -30,8 +30,8 @@ class Columns:
     size: int
     first: int = 0
     num_outputs: int | None = None
-    """Number of outputs of the whole projection; these are the `size` outputs from `first` on. None: these
-    are all."""
+    """Number of outputs of the whole projection. A Columns is the `size` outputs from `first` on. None: it is all
+    outputs."""
     order_D: torch.Tensor | None = None
     """How the outputs of each head are reordered; see `head_order`."""
     is_on_every_rank: bool = False
@@ -207,7 +207,7 @@ class Projections:
         return mixture.experts_on(self.collectives.rank, self.collectives.size)
 
     def _expert_shard(self, dim: int) -> Shard | None:
-        """What this rank has of an expert's matrix."""
+        """This rank's part of an expert's matrix; None: the whole matrix."""
         return None if self.expert_parallel else shard_of(dim, self.collectives)
 
     def _matrix(self, part: Columns, num_inputs: int) -> Matrix:

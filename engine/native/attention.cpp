@@ -131,7 +131,7 @@ class LayerAttention {
                   std::min(item.end_key, end_of_tile(key)));
     }
 
-    // `total`: of `count` rows of the item, from row `first` on.
+    // `total`: the softmax of `count` rows of the item, from row `first` on.
     void write(const Item &item, const Softmax &total, int64_t first, int64_t count) const {
         const int64_t rows = item.num_kv_heads * G;
         for (int64_t r = 0; r < count; ++r) {
@@ -140,7 +140,7 @@ class LayerAttention {
             float sum = total.sum[r];
             if (sinks_Q) sum += exp2_of(sinks_Q[head] * LOG2_E - total.reference[r] * scale);
             const float inverse = 1.0f / sum;
-            // 0 is added since only a chunk adds the zeros of hidden keys, which make 0 of -0.
+            // Adding 0 turns -0 into 0. A chunk never has -0, since it adds the zeros of hidden keys; a decode may.
             for (int64_t i = 0; i < D; i += LANES) store(out + i, load(total.out + r * D + i) * inverse + Floats{});
         }
     }
@@ -221,7 +221,7 @@ class Plan {
         return (item.end_key - item.first_key) * item.num_kv_heads * (item.is_decode ? 16 : item.num_rows);
     }
 
-    // Whether threads could end at very different times.
+    // Whether the item is so large that threads could end at very different times.
     bool is_large(const Item &item) const { return num_threads > 1 && cost(item) * num_threads * 4 > total_cost; }
 
     int64_t partial_size(const Item &item) const {

@@ -55,8 +55,8 @@ inline void put_weights(Floats first, Floats second, Pair *weights, int64_t k) {
     store(reinterpret_cast<float *>(weights + k / 2 * TILE_ROWS), pair);
 }
 
-// Replaces scores [key][row] of LANES rows by weights. Writes to `kept` by what the rows' earlier results must be
-// multiplied. `hides(scores, k)` returns the scores of a key, with -inf for rows that do not see it.
+// Replaces scores [key][row] of LANES rows by weights. Writes to `kept` the factors by which the rows' earlier results
+// must be multiplied. `hides(scores, k)` returns the scores of a key, with -inf for rows that do not see it.
 template <typename Unit, typename Hides>
 void weigh(float *scores, int64_t num_keys, float scale, float *reference, float *sum, float *kept, const Hides &hides) {
     Floats most = load(reference);

@@ -44,9 +44,9 @@ void lay_out_queries(const Query &query, int64_t num_rows, int64_t head_dim, BFl
     }
 }
 
-// Computes the weights [row][TILE_KEYS / 2 pairs of keys] of LANES rows from their scores [row][TILE_KEYS]. Writes to `kept`
-// by what the rows' earlier results must be multiplied. `hides(scores, row, k)` returns the row's scores of LANES keys from
-// `k` on, with -inf for keys that the row does not see.
+// Computes the weights [row][TILE_KEYS / 2 pairs of keys] of LANES rows from their scores [row][TILE_KEYS]. Writes to
+// `kept` the factors by which the rows' earlier results must be multiplied. `hides(scores, row, k)` returns the row's
+// scores of LANES keys from `k` on, with -inf for keys that the row does not see.
 template <typename Hides>
 void weigh_rows(float *scores, int64_t num_keys, float scale, float *reference, float *sum, float *kept, Pair *weights,
                 const Hides &hides) {

@@ -19,7 +19,7 @@ constexpr int64_t MATRIX_ROWS = TILE_ROWS;
 #endif
 constexpr int64_t MAX_HEAD_DIM = 576;
 constexpr int64_t MAX_PARTIALS = 1 << 24;  // floats of a step's partial results: 64 MiB
-constexpr float LEAST_SCORE = -1e30f;  // finite, also times any usual scale: hidden scores (-inf) less this are -inf, not NaN
+constexpr float LEAST_SCORE = -1e30f;  // finite, also times any usual scale: hidden scores (-inf) minus this are -inf, not NaN
 
 // A step; the same for all layers. The same structure as in engine/native/attention.py.
 struct Step {
@@ -46,7 +46,7 @@ struct Item {
     int64_t request, is_decode, kv_head, num_kv_heads, first_token, num_rows, first_position, first_key, end_key;
     int64_t partial;  // where its result lies among the partial results, in floats; -1: the item visits all keys
 
-    // Of a chunk: from the row of the first query that sees any of the keys `key` to `end`, to that after the last one.
+    // For a chunk: the first row whose query sees any of the keys `key` to `end`, and the row after the last such row.
     std::pair<int64_t, int64_t> rows_that_see(int64_t key, int64_t end, int64_t window, int64_t heads_per_kv_head) const {
         return {std::max<int64_t>(0, (key - first_position) * heads_per_kv_head),
                 std::min(num_rows, (end - 1 + window - first_position) * heads_per_kv_head)};

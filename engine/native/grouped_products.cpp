@@ -218,7 +218,7 @@ void sum_tile_by_units(const uint8_t *weights, const uint8_t *bytes, const int8_
 struct Sums {
     using Tile = void (*)(const uint8_t *, const int8_t *, int64_t, float *, Prefetch);
     using TileByUnits = void (*)(const uint8_t *, const uint8_t *, const int8_t *, int64_t, float *, Prefetch);
-    const Tile *rows;  // less 1
+    const Tile *rows;  // rows[n - 1] is for n rows
     TileByUnits units;
     void (*unpack)(const uint8_t *, int64_t, uint8_t *);
 };

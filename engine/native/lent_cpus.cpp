@@ -13,7 +13,7 @@ void baton_begin_step() { LentCpus::of_process().begin_step(); }
 
 void baton_end_step() { LentCpus::of_process().end_step(); }
 
-// For how long CPUs of others have computed for this process, summed over these CPUs.
+// For how long CPUs of other processes have computed for this process, summed over these CPUs.
 int64_t baton_borrowed_ns() { return LentCpus::of_process().borrowed_ns(); }
 
 }  // extern "C"

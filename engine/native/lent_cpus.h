@@ -87,7 +87,7 @@ class LentCpus {
     int64_t borrowed_ns() const { return borrowed_ns_.load(std::memory_order_relaxed); }
 
   private:
-    static constexpr int64_t LENT_AFTER_NS = 1'000'000;  // longer than between two steps of a busy worker
+    static constexpr int64_t LENT_AFTER_NS = 1'000'000;  // longer than the time between two steps of a busy worker
 
     void take_back() {
         for (int64_t i = 0; i < num_own_; ++i) {

@@ -109,7 +109,7 @@ def _kept_in(folder: Path, instructions: InstructionSet) -> Path:
 
 
 def _scratch_folder() -> str:
-    """The folder for temporary files; one in memory if that is full, or if there is none."""
+    """The usual folder for temporary files; a folder in memory if the usual one is full or missing."""
     with contextlib.suppress(OSError):
         if _has_room(folder := tempfile.gettempdir()):
             return folder

@@ -11,8 +11,8 @@
 
 #include "team.h"
 
-// The least number of parts of work that takes guests. A worker that takes back its CPU waits for a guest's part, so a
-// part takes less than a millisecond. `num_bytes` are read or written; the products are of a matrix product.
+// With guests, work is cut into at least this many parts. A worker that takes back its CPU waits for a guest's part, so
+// a part takes less than a millisecond. The work reads or writes `num_bytes`, and multiplies `num_products` numbers.
 inline int64_t parts_for_guests(int64_t num_bytes, int64_t num_products = 0) {
     constexpr int64_t PART_PRODUCTS = 8'000'000, PART_BYTES = 2'000'000;
     return std::max(num_products / PART_PRODUCTS, num_bytes / PART_BYTES);
@@ -50,8 +50,8 @@ void parallel_for(int64_t count, int64_t grain, int num_threads, const Work &wor
 
 // Calls `work(i)` for each i of 0..count - 1, until it has returned true. Each thread takes the next i that no thread has
 // taken; a guest takes one only as long as its CPU is lent. If a guest must leave while it works, its `work` may return
-// false: then a thread begins again with this i. Not within a part of another call: there, a guest that must leave would
-// leave all that follows.
+// false: then a thread begins again with this i. Do not call this within a part of another call: a guest that must leave
+// there would skip all that follows.
 template <typename Work>
 void for_each(int64_t count, int num_threads, const Work &work) {
     std::vector<int64_t> waiting(count), left;
@@ -67,6 +67,7 @@ void for_each(int64_t count, int num_threads, const Work &work) {
             }
         };
         parallel_for(num_waiting, 1, num_threads, take);
-        take(0, 0);  // what nobody has taken, if guests took every part, also late ones of a former call, and all left
+        // Guests, also late ones of a former call, may have taken every part and then left. This thread takes the rest.
+        take(0, 0);
     }
 }

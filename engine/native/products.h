@@ -155,7 +155,7 @@ struct Prefetch {
 
 inline int64_t divided_up(int64_t size, int64_t by) { return (size + by - 1) / by; }
 
-// Products of many layers of equal shape at once, as of experts: layer i multiplies the rows from firsts[i] to
+// Products of many layers of equal shape at once, such as experts: layer i multiplies the rows from firsts[i] to
 // firsts[i + 1], counted from firsts[0]. `multiply(layer, from, to, num_rows, share)` computes a share of one product.
 //
 // Each thread computes products by itself: it waits for other threads once in all, not once in each product.
@@ -163,7 +163,7 @@ template <typename Layer, typename Multiply>
 void multiply_each(const Layer *const *layers, const int64_t *firsts, int64_t num_layers, const Rows &from,
                    const Rows &to, int num_threads, const Multiply &multiply) {
     constexpr int64_t SHARES_OF_THREAD = 4, SHARE_OUTPUTS = 64;
-    constexpr int64_t GUEST_PRODUCTS = 64'000'000;  // each share converts its rows, so a guest's are not much smaller
+    constexpr int64_t GUEST_PRODUCTS = 64'000'000;  // of a guest's part; not fewer, since each share converts its rows
     struct Part {
         int64_t layer, first, rows;
         Share share;
@@ -174,12 +174,12 @@ void multiply_each(const Layer *const *layers, const int64_t *firsts, int64_t nu
     for (int64_t i = 0; i < num_layers; ++i) {
         const int64_t rows = firsts[i + 1] - firsts[i], inputs = layers[i]->num_inputs, outputs = layers[i]->num_outputs;
         if (rows == 0) continue;
-        // With a guest's rows, the smallest share has no more products than a guest's part.
+        // With `guest_rows` rows, the smallest share (SHARE_OUTPUTS outputs) has at most GUEST_PRODUCTS products.
         const int64_t guest_rows = std::max<int64_t>(1, GUEST_PRODUCTS / (SHARE_OUTPUTS * inputs));
         const Tiles blocks(rows, takes_guests ? guest_rows : rows);
         for (int64_t block = 0; block < blocks.count; ++block) {
             const int64_t size = blocks.size(block);
-            // Rounded up: of ten layers with a row each, four threads would compute 3, 3, 2 and 2.
+            // Rounded up: if each of ten layers with one row were one share, four threads would compute 3, 3, 2 and 2.
             int64_t count = divided_up(size * num_shares, all_rows);
             if (takes_guests) count = std::max(count, divided_up(size * inputs * outputs, GUEST_PRODUCTS));
             count = std::min(count, divided_up(outputs, SHARE_OUTPUTS));

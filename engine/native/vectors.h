@@ -198,7 +198,7 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The first 4 lanes, each combined with the lanes that are a multiple of 4 behind it, half by half.
+// The first 4 lanes, each combined with the lanes that lie a multiple of 4 further, half by half.
 typedef float Floats4 __attribute__((vector_size(16)));
 
 template <typename Combine>
