@@ -252,7 +252,7 @@ _KV_CACHE: Values = {
     "dynamic": (False,),
 }
 _STATIC = "static"
-"""Another name of this scheme, with a scale for each layer, in checkpoints of AMD and Tencent."""
+"""Checkpoints of AMD and Tencent give this name to the scheme of `_KV_CACHE`, with a scale for each layer."""
 _FP8: Values = {
     **_any("quant_method activation_scheme weight_block_size modules_to_not_convert ignored_layers"),
     **_any("kv_cache_scheme dequantize"),

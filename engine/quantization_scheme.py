@@ -19,7 +19,7 @@ class Layout(Enum):
     PACKED = "packed"
     """`weight_packed`, `weight_scale`, `weight_zero_point`, `weight_g_idx` of compressed-tensors."""
     GPTQ = "gptq"
-    """`qweight`, `qzeros` (zero points less 1), `scales`, `g_idx` of AutoGPTQ."""
+    """`qweight`, `qzeros` (zero points minus 1), `scales`, `g_idx` of AutoGPTQ."""
     GPTQ_V2 = "gptq_v2"
     """The same tensors, but `qzeros` has the zero points themselves."""
     AWQ = "awq"
@@ -51,7 +51,7 @@ class Scheme:
         return not self.is_float and not self.has_own_order
 
     def stays_in_groups(self, num_inputs: int, num_ranks: int = 1) -> bool:
-        """Whether a matrix with so many inputs becomes a GroupedWeight if ranks divide its inputs."""
+        """Whether a matrix with `num_inputs` inputs becomes a GroupedWeight if ranks divide its inputs."""
         per_scale = self.inputs_per_scale or num_inputs
         are_whole = per_scale % SMALLEST_GROUP == 0 or per_scale >= num_inputs
         own, rest = divmod(num_inputs, num_ranks)

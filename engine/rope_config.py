@@ -99,7 +99,7 @@ def read_ropes_by_kind(
     """Gemma 3 and OLMo 3: the rotation of each kind in `layer_types`.
 
     `rope_scaling` is for layers without a window, and replaces single keys of their `rope_parameters`. As in
-    transformers, only these objects may have `original_max_position_embeddings`.
+    transformers, only these two objects may contain `original_max_position_embeddings`, not the top of the file.
     """
     new, old = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")
     unknown = set(new) - {"full_attention", "sliding_attention"}
@@ -135,7 +135,7 @@ def _theta_within_windows(config: Mapping[str, Any], family: Family) -> float:
 def _check_nothing_is_lost(
     config: Mapping[str, Any], family: Family, new: Mapping[str, Any], old: Mapping[str, Any]
 ) -> None:
-    """ModelError if `rope_scaling` would replace a base or a share of the model by the family's default.
+    """ModelError if `rope_scaling` would replace the model's base or rotated share by the family's default.
 
     transformers computes such a model with the default, so its answers are of no use.
     """

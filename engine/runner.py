@@ -211,6 +211,7 @@ class LaunchedStep:
         forced = dict(self._forced(token_ids.keys()))
         taken = {name: each for name, each in forced.items() if each}
         drafts = dict(self._draft(token_ids.keys(), taken.keys()))
+        # An empty entry, too, makes a request unforeseeable: its next step may bring drafts or forced tokens.
         return ModelRunnerOutput(
             token_ids,
             logprobs,
@@ -274,7 +275,7 @@ class LaunchedStep:
     def _draft(self, request_ids: Set[str], forced: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The drafts of these requests, except of the requests with forced tokens.
 
-        The drafts of a request are empty if there are none now, but are expected after the next step.
+        A request has an empty entry if it gets no drafts now, but is expected to get some after the next step.
         """
         if self._drafter is None:
             return
@@ -288,7 +289,8 @@ class LaunchedStep:
         requests = [each for each in requests if each.request_id not in forced and each.row is not None]
         for request, drafts in self._drafter.draft(requests, self._batch, has_first_token=has_first_token):
             useful = tuple(_useful(drafts, request))
-            if useful or not has_first_token:  # with a first token, perhaps nothing was guessed, so this says nothing
+            # After a request's first token, drafts may not have been guessed at all. Then their lack says nothing.
+            if useful or not has_first_token:
                 request.acceptance.guessed(len(useful))
             if useful or request.acceptance.expects_drafts:
                 yield request.request_id, useful

@@ -108,8 +108,8 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> list[
 def arg_max(x_RV: torch.Tensor) -> torch.Tensor:
     """The index of the first of each row's largest values, or of the row's first NaN.
 
-    On a CPU, torch's argmax takes ten times as long as its amax. So this first finds the part of the row with
-    the largest value by amax. If the vocabulary has no suitable divisor, it calls argmax on whole rows.
+    On a CPU, torch's argmax takes ten times as long as its amax. So this function first finds the part of the row
+    with the largest value by amax. If the vocabulary has no suitable divisor, it calls argmax on whole rows.
     """
     num_rows, vocab_size = x_RV.shape
     size = math.gcd(vocab_size, PART_SIZE)

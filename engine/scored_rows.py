@@ -9,7 +9,7 @@ from engine.request_table import IntArray
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Consecutive rows of a step, each with the token that follows it in its prompt. Its log-probability is wanted."""
+    """Consecutive rows of a step, each with the next token of the prompt, whose log-probability is wanted."""
 
     request_id: str
     first_row: int

@@ -25,9 +25,10 @@ class FailStop:
         self._failed_step: int | None = None
 
     def launch(self, plan: SchedulerOutput) -> Launched:
-        """A failure in `wait` does not end the steps: all collective calls of its step are queued or over by then.
+        """After a failure in `wait`, later steps are still launched: by then, all collective calls of the failed step
+        are queued or over.
 
-        A step that needs an unknown token of such a step fails before its first collective call (TorchForward).
+        A step that needs an unknown token of the failed step fails before its first collective call (TorchForward).
         """
         if self._failed_step is not None:
             raise RuntimeError(

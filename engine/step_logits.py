@@ -1,8 +1,8 @@
 """StepLogits: what a step computes from its hidden states: logits of the rows that sample, and scores of prompts.
 
-The score of a prompt is the log-probability of each of its own tokens, from the logits of the row before. Rows within a
-prompt have no logits otherwise. So they are computed here, a few rows at a time: the logits of a long chunk would take
-more memory than the device has to spare. Nothing here waits for the device.
+The score of a prompt is the log-probability of each of its own tokens, from the logits of the row before. Without
+scores, no logits are computed for rows within a prompt. They are computed here, a few rows at a time: the logits of a
+long chunk would take more memory than the device has to spare. Nothing here waits for the device.
 
 Shape suffixes: R rows that sample, N scored rows, V vocabulary, C a row's own token and its likeliest tokens.
 """

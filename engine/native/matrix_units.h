@@ -200,7 +200,7 @@ inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num
             const int64_t pair_size = 2 * TILE * PANEL;  // floats
             float *sums = reinterpret_cast<float *>(scratch<1>((num_pairs + 2) * pair_size * 4)), *former = sums + pair_size;
             float *gates = former + pair_size;  // of all pairs
-            // Rows of the former pair whose sums are not finished yet. All are finished before the units store new sums.
+            // Rows of the former pair whose sums are not finished yet. They are finished before units store new sums.
             const int64_t rows_of_step = (2 * TILE + steps - 1) / steps;
             struct {
                 const float *gate;

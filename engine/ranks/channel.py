@@ -38,7 +38,7 @@ class RankChannel(Generic[S, R]):
         # Large, so that sending a step's plan never waits for the reader. The system may allow less.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         seconds = int(SEND_TIMEOUT_S)
-        # A timeout of the system's, since Python's own timeout would also apply to `receive`.
+        # The system's timeout, since Python's own timeout would also apply to `receive`.
         end.setsockopt(
             socket.SOL_SOCKET,
             socket.SO_SNDTIMEO,
@@ -81,7 +81,7 @@ class RankChannel(Generic[S, R]):
         self._end.close()
 
     def _read(self, num_bytes: int) -> memoryview | None:
-        """Reads exactly this many bytes; None if the connection closes before."""
+        """Reads exactly this many bytes; None if the connection closes earlier."""
         data = memoryview(bytearray(num_bytes))
         num_read = 0
         while num_read < num_bytes:

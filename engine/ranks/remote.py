@@ -36,9 +36,9 @@ class RankedPipeline:
     def take_result(self) -> StepResult:
         """Rank 0's own result, which includes the other ranks' parts; DeviceLostError if any rank has failed.
 
-        No other step can follow then, since a rank may have left this one half done. There is an error even if rank 0
-        has a result: on GPUs, an aborted wait for a rank returns without an error, and the result then contains
-        arbitrary memory as that rank's part.
+        No other step can follow then, since a rank may have stopped in the middle of this step. There is an error even
+        if rank 0 has a result: on GPUs, an aborted wait for a rank returns without an error, and the result then
+        contains arbitrary memory as that rank's part.
         """
         result = self._own.take_result()
         step = self._steps.popleft()

@@ -110,7 +110,7 @@ class ArgumentTags:
             reader.read_arrived(length)
 
     def _json_value(self, reader: Reader, calls: CallWriter, types: frozenset[str]) -> Steps[str | None]:
-        """Reads a value that is not plain text, and its end. None: the answer ended first. `types`: as of
+        """Reads a value that is not plain text, and its end. None: the answer ended first. `types`: the result of
         `value_types`.
 
         A JSON string may contain the tag after a value. So the value is first read as JSON, if it begins like
@@ -135,7 +135,7 @@ class ArgumentTags:
         return _as_json(text, types) if length else None
 
     def guided(self, lark: Lark, tools: Sequence[GuidedTool], gap: str) -> list[str]:
-        """The Lark expressions for the arguments of each tool. `gap`: what the model writes between tags, and behind
+        """The Lark expressions for the arguments of each tool. `gap`: what the model writes between tags, and after
         the last tag. Raises InvalidRequest if a key cannot be written."""
         free = f"{lark.up_to('value', self._value_end)} {quoted(gap) if gap else ''}"
         return [self._arguments(lark, tool, free, gap) for tool in tools]
@@ -199,9 +199,9 @@ def _within_quotes(text: str) -> str:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """The value as JSON. The model may have written JSON, a Python literal, or text without quotes. JSON of a type
-    that cannot be is text, if a text can be. A literal other than True, False and None is text, unless the schema
-    forbids text."""
+    """The value as JSON. The model may have written JSON, a Python literal, or text without quotes. If the schema
+    forbids the type of the JSON, but allows text, the value is text. A literal other than True, False and None is
+    text, unless the schema forbids text."""
     literal = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
         value = json.loads(literal, parse_constant=_refuse)

@@ -11,7 +11,7 @@ from gateway.conversation.messages import Tool
 from gateway.conversation.reader import Reader, Steps
 
 MAX_MISREAD = 8
-"""Most texts of an answer that a syntax reads twice, since they begin like what it looks for, but are none."""
+"""A syntax reads at most this many texts of an answer twice: texts that begin like what it looks for, but differ."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -27,9 +27,9 @@ class CallWriter:
     def __init__(self, tools: Sequence[Tool], emit: Callable[[AnswerEvent], None]) -> None:
         self.tools = {tool.name: tool for tool in tools}
         self.num_misread = 0
-        """Number of texts so far that the syntax had to read twice. Of calls in Python's notation, only long ones."""
+        """Number of texts so far that the syntax had to read twice. In Python's notation, only long texts count."""
         self.types: dict[int, frozenset[str] | None] = {}
-        """By the id of an argument's schema, a part of `tools`: what ArgumentTags found out about values."""
+        """What ArgumentTags found out about an argument's values, by the `id()` of its schema, a part of `tools`."""
         self._emit = emit
         self._index = -1
 

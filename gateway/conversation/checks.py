@@ -11,10 +11,10 @@ from gateway.strict_json import MAX_VALUES, NotStrict, count_values
 MAX_TOOLS = 128
 """OpenAI's limit."""
 MAX_SCHEMA_CHARACTERS = 2**20
-"""Most characters of the schemas of all tools together. Each schema is part of the prompt."""
+"""The schemas of all tools together have at most this many characters. Each schema is part of the prompt."""
 MAX_PARSED_CHARACTERS = 2**18
-"""Most characters of the calls' arguments that are parsed on the event loop. Further arguments are parsed with the chat
-template, where an error does not name the call's field."""
+"""At most this many characters of calls' arguments are parsed on the event loop. Further arguments are parsed with the
+chat template, where an error does not name the call's field."""
 
 
 def with_tools_named(messages: Sequence[ChatMessage], place: str, arguments: str) -> tuple[ChatMessage, ...]:
@@ -89,8 +89,8 @@ def _named(result: ChatMessage, name_of: dict[str, str], place: str) -> ChatMess
 
 
 def check_tools(tools: Mapping[str, Tool], name: str, schema: str) -> None:
-    """Raises InvalidRequest if two tools have the same name, or if a tool's schema is not one of an object. `tools`: by
-    their paths in the request. `name` and `schema`: their paths within a tool."""
+    """Raises InvalidRequest if two tools have the same name, or if a tool's schema is not the schema of an object.
+    `tools`: by their paths in the request. `name` and `schema`: their paths within a tool."""
     place_of: dict[str, str] = {}
     for place, tool in tools.items():
         if (first := place_of.setdefault(tool.name, place)) != place:

@@ -21,7 +21,7 @@ Results are sent to you within <tool_response> tags."""
 
 def described_turns(conversation: Conversation, *, has_system_role: bool) -> list[dict[str, Any]]:
     """The same conversation in system, user and assistant turns. Adjacent results of calls become one user
-    turn, and a user's message behind them joins it.
+    turn, and a user's message after them joins this turn.
 
     `has_system_role`: whether the template knows the role `system`. If not, the system text moves to the
     first user turn.

@@ -11,7 +11,7 @@ from gateway.conversation.endless_schema import check_ends
 from gateway.conversation.messages import Tool
 
 MAX_NESTED = 100
-"""Most levels of a schema. Deeper schemas are refused, because the functions below recurse into all
+"""A schema has at most this many levels. Deeper schemas are refused, because the functions below recurse into all
 levels."""
 
 FORMATS = frozenset(
@@ -48,8 +48,8 @@ REFERENCE = "$ref"
 _OPENING = frozenset(
     "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf $ref if not".split()  # noqa: SIM905
 )
-"""If an object has one of these keywords, `properties` does not list all that it may have, so it is not
-closed."""
+"""If an object has one of these keywords, `properties` does not list all properties that the object may have, so the
+object is not closed."""
 
 _CONDITIONS = ("not", "if", "then", "else")
 _SAME_OBJECT = (REFERENCE, "anyOf", "oneOf", *_CONDITIONS)
@@ -74,7 +74,7 @@ def guided_schema(tool: Tool) -> str:
     check_parameters(tool)
     schema = {"type": "object", **_guided(tool.parameters, _may_close(tool.parameters)), SPACING_KEY: SPACING}
     source = json.dumps(schema, ensure_ascii=False)
-    # A larger one mostly makes too large a grammar.
+    # A larger schema is not checked: its grammar is mostly too large anyway.
     if REFERENCE in source and len(source) <= MAX_GRAMMAR_CHARACTERS:
         check_ends("tools", f"the parameters of '{tool.name}'", schema)
     return source
@@ -94,8 +94,8 @@ def checked_answer(answer: StructuredOutput) -> StructuredOutput:
     """What an answer must match, without keywords that have no effect but that the compiler of grammars refuses.
 
     Objects are closed, as those of tools are. Raises InvalidRequest if a client's schema has a part that only an
-    endless value would match. Also if it has SPACING_KEY: with it, answers may be no JSON. The compiler reads the key
-    only at the schema's top.
+    endless value would match, or if the schema has SPACING_KEY, with which answers may be no JSON. The compiler reads
+    this key only at the schema's top.
     """
     may_change = any(f'"{key}"' in answer.source for key in ("format", "uniqueItems", "properties"))
     has_sign = may_change or any(sign in answer.source for sign in (SPACING_KEY, REFERENCE, r"\u"))
@@ -110,7 +110,7 @@ def checked_answer(answer: StructuredOutput) -> StructuredOutput:
         check_ends("structured_output", "the schema", schema)
         if may_change and (guided := _guided(schema, _may_close(schema))) != schema:
             source = _short_json(guided)
-            if len(source) > MAX_GRAMMAR_CHARACTERS:  # closed; as the client wrote it, it is short enough
+            if len(source) > MAX_GRAMMAR_CHARACTERS:  # too long if closed; unclosed, it is as short as the client's
                 source = _short_json(_guided(schema, False))
             return replace(answer, source=source)
     except (ValueError, RecursionError):
@@ -119,8 +119,8 @@ def checked_answer(answer: StructuredOutput) -> StructuredOutput:
 
 
 def _short_json(schema: object) -> str:
-    """JSON that is not in ASCII, in which it may be too long. Raises ValueError for half a pair of surrogates, which
-    only ASCII can express."""
+    """JSON without escapes for characters beyond ASCII, which could make it too long. Raises ValueError for half a pair
+    of surrogates, which only an escape can express."""
     source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
     source.encode()
     return source
@@ -135,8 +135,8 @@ def check_parameters(tool: Tool) -> None:
 
 
 def _may_close(schema: Any) -> bool:
-    """Whether objects may be closed. Each part of `allOf` must accept all properties, and so must what a `$ref`
-    beside `properties` or `required` refers to, also from within `anyOf` and the like."""
+    """Whether objects may be closed. Each part of `allOf` must accept all properties. So must the target of a `$ref`
+    beside `properties` or `required`, even if the `$ref` is within `anyOf` or the like."""
     if isinstance(schema, list):
         return all(map(_may_close, schema))
     if not isinstance(schema, Mapping):

@@ -22,7 +22,7 @@ _SHAPING = frozenset(
 
 
 MAX_PARTS = 1_000
-"""Most parts of a schema that `value_types` reads. A larger schema counts as one that does not list its types."""
+"""`value_types` reads at most this many parts of a schema. A larger schema counts as one that lists no types."""
 TYPES: Mapping[type, tuple[str, ...]] = {
     str: ("string",),
     bool: ("boolean",),
@@ -91,7 +91,7 @@ def _property(name: str, part: object, shared: Mapping[str, Any], is_required: b
 
 
 def unlisted_property(guided: GuidedTool) -> Property | None:
-    """What holds for each property of a tool that lists and requires none, but allows some; None for other tools.
+    """For a tool that lists and requires no properties, but allows some: what holds for each property. Else None.
 
     Raises InvalidRequest as `listed_properties` does."""
     schema = _list_of(guided)

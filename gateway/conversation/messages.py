@@ -34,7 +34,7 @@ class ChatMessage:
     tool_call_id: str | None = None
     """In a tool's result: the id of its call."""
     name: str | None = None
-    """In a tool's result: the name of the tool. In other messages: who wrote them; not over gRPC."""
+    """In a tool's result: the name of the tool. In other messages: the name of the author, which gRPC does not have."""
 
 
 Messages = tuple[ChatMessage, ...]
@@ -76,7 +76,7 @@ class ReasoningOptions:
     is_enabled: bool | None = None
     """None: the default of the model's chat template."""
     max_tokens: int | None = None
-    """Most tokens of reasoning; then the answer begins. None: no limit."""
+    """The reasoning has at most this many tokens; then the answer begins. None: no limit."""
     effort: str | None = None
     """A level, such as `low`; no effect if the model's chat template has no levels. None: its default."""
 
@@ -119,7 +119,7 @@ def stricter_forms(conversation: Conversation) -> Iterator[Conversation]:
     """The conversation for templates that refuse it as it is. Each form has fewer messages than the one before.
 
     Qwen3.5's template wants system messages only at the beginning, Gemma's wants users and assistants to alternate, and
-    those of Mistral want no user behind a result.
+    those of Mistral want no user's message after a result.
     """
     changes: tuple[Callable[[Messages], Messages], ...] = (
         _system_first,
@@ -160,7 +160,7 @@ def _alternating(messages: Messages) -> Messages:
 
 
 def _no_user_behind_result(messages: Messages) -> Messages:
-    """The text of users behind the result of a call, at the end of this result."""
+    """The messages, where text of users that follows the result of a call is at the end of this result."""
 
     def is_behind_result(last: ChatMessage, message: ChatMessage) -> bool:
         return last.role == "tool" and message.role == "user"
@@ -172,7 +172,7 @@ def _no_user_behind_result(messages: Messages) -> Messages:
 def _runs(
     messages: Messages, belong_together: Callable[[ChatMessage, ChatMessage], bool]
 ) -> list[list[ChatMessage]]:
-    """The messages, where those that belong to the one before are in one list with it."""
+    """The messages in lists. A message that belongs to the one before it is in the same list."""
     runs: list[list[ChatMessage]] = []
     for message in messages:
         if runs and belong_together(runs[-1][-1], message):

@@ -37,13 +37,13 @@ _TOKEN = re.compile(
 
 
 def is_keyword(name: str) -> bool:
-    """Whether `keyword_arguments` reads this name. Names in JSON schemas have hyphens, dots and dollar signs,
-    too, which Python's have not."""
+    """Whether `keyword_arguments` reads this name. Names in JSON schemas may have hyphens, dots and dollar signs, which
+    Python's names may not have."""
     return _KEYWORD.fullmatch(name) is not None
 
 
 def keyword_arguments(source: str) -> dict[str, Any] | None:
-    """The arguments; of a name that comes twice, the last value, as in JSON. None if the text is something else, is
+    """The arguments. If a name comes twice, the last value counts, as in JSON. None if the text is something else, is
     nested too deep, or has a value that JSON cannot express."""
     try:
         return _Literals(source).keywords()

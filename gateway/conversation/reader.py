@@ -17,7 +17,7 @@ Steps = Generator[None, None, T]
 MAX_ATTEMPT_CHARACTERS = 1_024
 """Longest beginning of a call, from its marker to its arguments. A longer beginning counts as text."""
 MAX_HELD_SPACES = 128
-"""Most spaces at the end of a text that wait for the next characters. If a marker follows, the spaces are
+"""At most this many spaces at the end of a text wait for the next characters. If a marker follows, the spaces are
 dropped."""
 
 _SPACES = " \t\r\n"
@@ -61,7 +61,7 @@ class Reader:
         self._limit = MAX_ATTEMPT_CHARACTERS
         self._is_ended = False
         self._cut_at: int | None = None
-        """The position where an attempt began that ended because the whole text ended."""
+        """If an attempt failed because the whole text ended: the position where this attempt began."""
         self.has_met_end = False
         """True if the attempt reached the end of the whole text."""
 
@@ -76,8 +76,8 @@ class Reader:
         self._is_ended = True
 
     def begin_attempt(self, limit: int = MAX_ATTEMPT_CHARACTERS) -> None:
-        """Begins an attempt here; if an attempt is open, it continues. `limit`: most characters of the
-        attempt."""
+        """Begins an attempt here; if an attempt is open, it continues. `limit`: the attempt has at most this many
+        characters."""
         self._mark = self._at if self._mark is None else self._mark
         self._limit = limit
         self.has_met_end = False

@@ -129,8 +129,8 @@ class ChatTemplate:
 
 
 def check_template_options(field: str, options: Mapping[str, TemplateValue]) -> None:
-    """Raises InvalidRequest unless the variables that a client sets are few, have plain values, and are none that the
-    gateway sets itself. The error names `field`, the options' name in the caller's API, or `field.key`.
+    """Checks variables that a client sets: they must be few, have plain values, and not be variables that the gateway
+    sets itself. InvalidRequest names `field`, the options' name in the caller's API, or `field.key`.
 
     Does not check whether a template reads a variable, or knows its value.
     """

@@ -22,8 +22,8 @@ RIGHTS: dict[str, Right | None] = {
     "/grpc.reflection.v1alpha.ServerReflection": None,
     "/grpc.reflection.v1.ServerReflection": None,
 }
-"""The right that a method needs, or else the right that its service needs. None: any key is enough. Methods
-that are not listed need the right to generate."""
+"""The right that a method needs, or that all other methods of a service need. None: any key is enough. If neither a
+method nor its service is listed, the method needs the right to generate."""
 
 
 def right_for(method: str) -> Right | None:

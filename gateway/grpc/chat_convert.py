@@ -35,7 +35,7 @@ from gateway.strict_json import NotStrict, parse
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128
-"""Most tool calls in one message."""
+"""One message has at most this many tool calls."""
 
 USES_TO_PB = {
     ToolUse.NONE: pb.TOOL_USE_NONE,

@@ -30,7 +30,7 @@ from gateway.workers.fleet_view import ask_controller, views_of
 WATCH_INTERVAL_S = 1.0
 MIN_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S = 0.1, 60.0
 MAX_WATCHES = 64
-"""Most watches at a time. Each message to a watch has some kilobytes."""
+"""At most this many watches at a time. Each message to a watch has some kilobytes."""
 MAX_AGE_S = 0.5
 """The most recent description serves all watches for this time, or for half the interval of a faster watch. With 64
 workers, making one takes 9 ms of the event loop, besides the controller's part."""

@@ -39,7 +39,7 @@ FINISH_REASONS = {
 
 
 MAX_ABORTED = 4096
-"""Most ids in one call of Abort."""
+"""One call of Abort has at most this many ids."""
 
 _MOST = {"logit_bias": MAX_LOGIT_BIAS, "stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
 

@@ -15,7 +15,7 @@ from gateway.grpc.status import Context
 from gateway.places import Places
 
 MAX_WATCHES = 4096
-"""Most watches at a time. These calls need no key, and each lasts until its client ends it."""
+"""At most this many watches at a time. These calls need no key, and each lasts until its client ends it."""
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Health"].full_name
 

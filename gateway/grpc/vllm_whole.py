@@ -10,7 +10,7 @@ from gateway.grpc.vllm_convert import input_logprobs_to_message, logprobs_to_mes
 from gateway.requests.request import Delta, Finish
 
 TOKENS_PER_PIECE = 16
-"""Tokens serialized together; some hundred answers may wait for theirs."""
+"""How many tokens are serialized together. A hundred other answers may wait meanwhile."""
 
 _COMPLETE = pb.GenerateResponse.DESCRIPTOR.fields_by_name["complete"].number
 _LOGPROBS = pb.GenerateComplete.DESCRIPTOR.fields_by_name["output_logprobs"].number

@@ -1,6 +1,6 @@
 """GLM: `<tool_call>f`, then `<arg_key>a</arg_key>` and `<arg_value>x</arg_value>` for each argument, `</tool_call>`.
 
-GLM-4.5, 4.6    a newline after the name and after each tag but `<arg_key>` and `<arg_value>`, and before each call
+GLM-4.5, 4.6    newlines before each call, after the name, and after each tag except `<arg_key>` and `<arg_value>`
 GLM-4.7, 5      no newlines
 
 Strings have no quotes. All of their spaces and newlines count.

@@ -1,6 +1,6 @@
 """MiniMax-M2: `<minimax:tool_call>`, an `<invoke name="f">` for each call, with a `<parameter name="a">` per argument.
 
-Each tag but that before a value ends a line. Strings have no quotes. All of their spaces and newlines count.
+Each tag ends a line, except the tag before a value. Strings have no quotes. All of their spaces and newlines count.
 """
 
 from collections.abc import Sequence

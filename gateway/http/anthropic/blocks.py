@@ -8,7 +8,7 @@ from pydantic import Field
 from gateway.http.body import Body, NotSupported
 
 MAX_BLOCKS = 4096
-"""Most blocks in one turn. In an agent's conversation, a user's turn has one block for each result."""
+"""One turn has at most this many blocks. In an agent's conversation, a user's turn has one block for each result."""
 MAX_ID_CHARACTERS = 256
 MAX_NAME_CHARACTERS = 128
 

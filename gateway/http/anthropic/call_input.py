@@ -43,7 +43,7 @@ def input_pieces(arguments: str) -> Iterator[str]:
 
     If the arguments end too early, the input ends after the last complete value, as clients of a stream read it. A
     number at the end counts as complete.
-    It also ends there before text that is no JSON; only a model without a grammar writes such text.
+    The input also ends there if text follows that is no JSON; only a model without a grammar writes such text.
     """
     closers: list[str] = []
     expected = _Expected.VALUE

@@ -85,7 +85,7 @@ ChoiceBody = Annotated[AutoChoice | AnyChoice | OneToolChoice | NoChoice, Field(
 
 def tools_of(definitions: list[ToolDefinition] | None) -> tuple[Tool, ...]:
     """The tools as Baton's own. Raises InvalidRequest if two tools have the same name, or if the schema of a
-    tool's input is not one of an object."""
+    tool's input is not the schema of an object."""
     tools = {f"tools.{index}": definition.tool for index, definition in enumerate(definitions or ())}
     check_tools(tools, "name", "input_schema")
     return tuple(tools.values())

@@ -47,7 +47,7 @@ class ChatCompletionRequest(GenerationFields):
         None, description="false leaves the model's reasoning out of the answer. Default: true."
     )
     thinking_token_budget: int | None = Field(
-        None, ge=0, le=2**31 - 1, description="At most so many tokens of reasoning."
+        None, ge=0, le=2**31 - 1, description="At most this many tokens of reasoning."
     )
     chat_template_kwargs: TemplateOptions | None = Field(
         None, description="Further variables of the model's chat template, such as `enable_thinking`."
