@@ -110,7 +110,7 @@ def checked_answer(answer: StructuredOutput) -> StructuredOutput:
         check_ends("structured_output", "the schema", schema)
         if may_change and (guided := _guided(schema, _may_close(schema))) != schema:
             source = _short_json(guided)
-            if len(source) > MAX_GRAMMAR_CHARACTERS:  # too long if closed; unclosed, it is as short as the client's
+            if len(source) > MAX_GRAMMAR_CHARACTERS:  # only the closed schema is too long
                 source = _short_json(_guided(schema, False))
             return replace(answer, source=source)
     except (ValueError, RecursionError):

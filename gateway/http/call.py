@@ -24,7 +24,7 @@ TimeoutMs = Annotated[
         alias=TIMEOUT_HEADER,
         ge=1,
         le=MAX_TIMEOUT_MS,
-        description="When the client gives up, in milliseconds; unfinished work then ends on all workers.",
+        description="After how many milliseconds the client gives up; unfinished work then ends on all workers.",
     ),
 ]
 

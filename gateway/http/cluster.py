@@ -40,7 +40,7 @@ class TrialRequest(BaseModel):
     prompt: str = Field(min_length=1, max_length=20_000)
     """A user's turn if the model's tokenizer has a chat template; otherwise text to continue."""
     max_tokens: int = Field(128, ge=1, le=1024)
-    """Most tokens of the answer; the model's context may leave room for fewer."""
+    """The answer has at most this many tokens; the model's context may leave room for fewer."""
     temperature: float = Field(0.0, ge=0.0, le=2.0)
     mode: Literal["disaggregated", "local"] | None = None
     """None: the gateway's default."""
@@ -69,7 +69,7 @@ def cluster_routes(feed: LiveFeed, trial: "PageTrial") -> APIRouter:
 
     @routes.post(
         "/cluster/try",
-        summary="Sends one request, and reports its way as server-sent events",
+        summary="Sends one request, and reports its progress as server-sent events",
         description="`received`, `placed` (again after a worker was lost), `tokens` as they arrive, then "
         "`end` with the time spent in each stage, or `error`.",
         status_code=200,

@@ -101,7 +101,7 @@ def note_error(scope: Scope, error: str) -> None:
 
 @contextmanager
 def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
-    """InvalidRequests of the block name fields as the client does. `names`: the client's names of fields, by
+    """A context in which InvalidRequests name fields as the client does. `names`: the client's names of fields, by
     the names that errors use."""
     try:
         yield

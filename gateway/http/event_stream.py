@@ -122,7 +122,7 @@ class EventStream(Response):
         await sender.end()
 
     async def _produce_with(self, ping: Ping, sender: EventSender) -> None:
-        """Pings once the stream is old enough. Most streams end before, and a timer costs less than a task."""
+        """Pings once the stream is old enough. Most streams end earlier, and a timer costs less than a task."""
         pinging: list[asyncio.Task[None]] = []
 
         def begin() -> None:

@@ -111,8 +111,8 @@ class GeneratedResponse(Response):
 async def answering(
     driver: RequestDriver, requests: Sequence[GatewayRequest], names: Mapping[str, str]
 ) -> AsyncIterator[AsyncGenerator[Sequence[ChoiceDelta], None]]:
-    """Runs the requests of one call and yields their deltas; see `batches_of`. All requests end with the
-    block.
+    """Runs the requests of one call and yields their deltas; see `batches_of`. All requests end when the
+    context ends.
 
     Raises DeadlinePassed at the client's deadline. Workers know the deadline, too, but a worker may no longer
     respond. `names`: see `in_terms_of`.

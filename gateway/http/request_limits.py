@@ -12,7 +12,7 @@ from gateway.http.error_shapes import error_response
 from gateway.http.errors import HTTP_ERRORS, note_error
 
 MAX_HEADER_BYTES = 32 * 1024
-"""Most bytes of the request's line and all headers together. uvicorn bounds headers that are still
+"""The request's line and all headers have at most this many bytes together. uvicorn bounds headers that are still
 incomplete."""
 BODY_TIMEOUT_S = 60.0
 MAX_BODIES = 32

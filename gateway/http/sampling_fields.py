@@ -92,7 +92,7 @@ class SamplingFields(Body):
     max_model_len: int | None = Field(
         None,
         ge=1,
-        description="The answer ends when prompt and answer together have so many tokens; at most the model's limit.",
+        description="The answer ends when prompt and answer together have this many tokens; at most the model's limit.",
     )
 
     @property

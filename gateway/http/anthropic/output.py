@@ -15,7 +15,9 @@ class EnabledThinking(Body):
     """The model thinks before it answers."""
 
     type: Literal["enabled"]
-    budget_tokens: int = Field(ge=1, description="At most this many tokens of thinking; less than max_tokens.")
+    budget_tokens: int = Field(
+        ge=1, description="At most this many tokens of thinking; less than max_tokens."
+    )
     display: Display | None = Field(
         None, description="The whole thinking, or none of it; Baton makes no summaries."
     )

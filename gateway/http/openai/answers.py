@@ -295,7 +295,7 @@ class ModelCard:
     """When this gateway began to serve it, in seconds since 1970."""
     owned_by: str
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Prompt and answer have at most this many tokens together."""
     root: str
     """vLLM's extension: the model's folder or file. Callers that may not administer get the model's name."""
 

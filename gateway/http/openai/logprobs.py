@@ -22,11 +22,11 @@ TOKENS_PER_PIECE = 48
 """With MAX_LOGPROBS for each token, a piece has a thousand numbers, which takes about 0.3 ms."""
 
 MAX_REMEMBERED = 2**14
-"""Most cached tokens. Each takes a few hundred bytes."""
+"""The JSON of at most this many tokens is cached. Each takes a few hundred bytes."""
 
 
 class LogprobColumns:
-    """Log-probabilities at many positions: first the position's own token's, then those of the most likely tokens.
+    """Log-probabilities at many positions: that of the position's own token, then those of the most likely tokens.
 
     Each log-probability takes 12 bytes, with its token id.
     """

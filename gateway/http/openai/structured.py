@@ -68,7 +68,7 @@ def _refuse_old(value: object) -> None:
 OldGuided = Annotated[
     None, BeforeValidator(_refuse_old), Field(description="vLLM's old field; use structured_outputs.")
 ]
-"""The type of a field in place of which vLLM now has structured_outputs."""
+"""The type of vLLM's old fields, which structured_outputs has replaced."""
 
 
 def structured_output_of(

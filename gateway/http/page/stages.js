@@ -50,7 +50,7 @@ export class Stages {
     for (const id of Object.keys(NAMES)) if (this.state(id) === "active") this.set(id, "failed");
   }
 
-  // `spans`: of each stage the [from, to, className] in seconds. Spans beyond `until_s` run off the axis.
+  // `spans`: for each stage, its spans [from, to, className] in seconds. Spans beyond `until_s` run off the axis.
   drawTimes(spans, until_s) {
     for (const [id, { track, time }] of Object.entries(this.stages)) {
       const parts = spans[id] ?? [];

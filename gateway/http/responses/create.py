@@ -42,8 +42,8 @@ class CreateResponse:
         running: RunningResponses | None,
         max_history_bytes: int,
     ) -> None:
-        """`running`: None if responses are not stored. `max_history_bytes`: most bytes of stored responses
-        that one request may continue."""
+        """`running`: None if responses are not stored. `max_history_bytes`: one request may continue stored
+        responses of at most this many bytes together."""
         self._driver = driver
         self._preprocessor = preprocessor
         self._model = model

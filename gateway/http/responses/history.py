@@ -62,7 +62,7 @@ class HistoryReader:
     """Reads one caller's stored responses for one request."""
 
     def __init__(self, store: ResponseStore | None, caller: str, max_bytes: int) -> None:
-        """`max_bytes`: most bytes that may be read for this request."""
+        """`max_bytes`: at most this many bytes may be read for this request."""
         self._store = store
         self._caller = caller
         self._bytes_left = max_bytes

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from gateway.http.body import Body, NotSupported
 
 MAX_ITEMS = 4096
-"""Most items of one conversation, including those of earlier responses."""
+"""One conversation has at most this many items, including those of earlier responses."""
 MAX_PARTS = 1024
 MAX_ID_CHARACTERS = 256
 

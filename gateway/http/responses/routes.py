@@ -110,8 +110,8 @@ def responses_routes(
     store: ResponseStore | None,
     max_history_bytes: int,
 ) -> APIRouter:
-    """`store`: None if responses are not stored. `max_history_bytes`: most bytes of stored responses that one
-    request may continue."""
+    """`store`: None if responses are not stored. `max_history_bytes`: one request may continue stored responses of at
+    most this many bytes together."""
     routes = APIRouter(route_class=JsonRoute)
     running = None if store is None else RunningResponses(store)
     creates = CreateResponse(driver, preprocessor, model, running, max_history_bytes)

@@ -13,7 +13,7 @@ from typing import Protocol
 from baton.clock import Clock
 
 MAX_RESPONSES = 4096
-"""Most responses of one caller. Beyond, the least recently used response is removed."""
+"""At most this many responses of one caller are stored. For another one, the least recently used one is removed."""
 OVERHEAD_BYTES = 1024
 """Added to the size of each response's texts when bytes are counted."""
 
@@ -39,7 +39,7 @@ class StoreBounds:
     """The limits of a store."""
 
     caller_bytes: int
-    """Most bytes of one caller's responses."""
+    """All responses of one caller have at most this many bytes together."""
     ttl_s: float
     """How long a response is stored after it was stored or last continued."""
 
@@ -87,8 +87,8 @@ class MemoryStore:
     """Stores responses in memory: they are lost when the process ends, and other gateways do not see them."""
 
     def __init__(self, bounds: StoreBounds, total_bytes: int, clock: Clock) -> None:
-        """`total_bytes`: most bytes of all callers together. Beyond, responses of the caller with the most
-        bytes are removed."""
+        """`total_bytes`: all callers' responses have at most this many bytes together. If there are more, responses
+        of the caller with the most bytes are removed."""
         self._bounds = bounds
         self._total_bytes = total_bytes
         self._clock = clock
