@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
-    """The configuration, with `max_connections` lowered to fit the hard limit of open files. If the operator
-    set `max_connections`, and the number is too high, or if no connection fits, raises ConfigError."""
+    """The configuration, with `max_connections` lowered to fit the hard limit of open files. Raises ConfigError if
+    the operator set `max_connections` too high, or if no connection fits."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY:
         return config

@@ -19,7 +19,7 @@ class Places:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Holds a place while the `with` block runs. Raises Overloaded if no place is free."""
+        """Holds a place until the context ends. Raises Overloaded if no place is free."""
         if self.num_taken >= self._number:
             raise Overloaded(f"{self._number} {self._taken}, which is the limit", RETRY_AFTER_S)
         self.num_taken += 1

@@ -46,7 +46,7 @@ class ClientRequest:
 
     prompt: Prompt
     params: SamplingParams
-    """An answer also gets at most the room that the prompt leaves in the context."""
+    """`max_tokens` may be larger than the room after the prompt; then the answer gets only this room."""
     unset: Iterable[str] = ()
     """Settings in `params` that the client did not choose; they become the model's defaults."""
     request_id: str | None = None
@@ -187,7 +187,8 @@ class Preprocessor:
     def _completed(
         self, params: SamplingParams, asked: ClientRequest, prompt_token_ids: tuple[int, ...]
     ) -> tuple[SamplingParams, Callable[[], AnswerParser | None]]:
-        """The parameters with the model's defaults, the answer's room and its grammar, and what creates its parsers."""
+        """The parameters with the model's defaults, the answer's room and its grammar; and the factory of its
+        parsers."""
         room = self._room(prompt_token_ids, asked.max_model_len)
         _check_num_logprobs(params.prompt_logprobs, len(prompt_token_ids))
         defaults = {name: getattr(self._model.sampling_defaults, name) for name in asked.unset}
@@ -199,7 +200,8 @@ class Preprocessor:
     def _of_turn(
         self, prompt: Conversation, prompt_token_ids: tuple[int, ...], params: SamplingParams
     ) -> tuple[SamplingParams, Callable[[], AnswerParser | None]]:
-        """The parameters with the grammar of the turn that continues a conversation, and what creates its parsers."""
+        """The parameters with the grammar of the turn that continues a conversation; and the factory of its
+        parsers."""
         answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
         assert answer_format is not None, "without a chat template, a conversation is not tokenized"
         answer = params.structured_output

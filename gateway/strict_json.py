@@ -14,11 +14,11 @@ from typing import Any
 from pydantic_core import from_json
 
 MAX_DEPTH = 64
-"""Most levels of nested lists and objects. JSON schemas are the deepest legitimate input."""
+"""Lists and objects are nested at most this many levels deep. JSON schemas are the deepest legitimate input."""
 MAX_VALUES = 2**18
-"""Most values of one text. A prompt's token ids are the largest legitimate input."""
+"""One text has at most this many values. A prompt's token ids are the largest legitimate input."""
 MAX_KEYS = 2**12
-"""Most keys of one object; pydantic reports each unknown key."""
+"""One object has at most this many keys; pydantic reports each unknown key."""
 MAX_INTEGER, MIN_INTEGER = 2**64 - 1, -(2**63)
 MAX_SEARCHED_BYTES = 2**16
 """For a larger text, the error about a repeated key does not name the key."""

@@ -59,7 +59,7 @@ class TokenParts:
         if self._parser is None or self._detokenizer is None:
             return []
         events = [*self._parser.push(self._detokenizer.flush()), *self._parser.flush()]
-        # Waiting tokens without text, such as an end of sequence, belong to the text, but not behind a call.
+        # Waiting tokens without text, such as an end of sequence, belong to the text, but not after a call.
         is_dropped = self._has_call or self._has_waiting_text
         is_text = any(isinstance(event, Text) for event in events) or not is_dropped
         return self._resolved(AnswerPart.TEXT if is_text else AnswerPart.CALL)

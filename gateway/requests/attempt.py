@@ -184,7 +184,7 @@ class Attempt:
         if is_prefill and self._lost_prompt is not None and end in _NO_REASONS:
             return self._lost_prompt
         if end is FinishReason.ABORT and self.open_workers:
-            # Wait for the other output: a prefill worker that ends a request itself notifies the decode
+            # Wait for the other output: if a prefill worker itself ends a request, it notifies the decode
             # worker first.
             return Verdict.IGNORE
         if output.error_kind is ErrorKind.KV_LOAD_FAILED and self.placement.prefill in self.open_workers:

@@ -232,7 +232,7 @@ class UnreadAnswer:
         self._max_tokens = max_tokens
         self._token_ids = array("I")
         self._text: list[str] = []
-        """One text of each stored delta; empty if none is stored."""
+        """The texts of the stored deltas, one for each; empty if none is stored."""
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: PackedLogprobs | None = None
         self._finish: Finish | None = None

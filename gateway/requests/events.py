@@ -83,7 +83,7 @@ class Deliver:
 
 @dataclass(slots=True)
 class Refuse:
-    """The request is over. Send this error to the client, behind the unread part of the answer."""
+    """The request is over. Send this error to the client, after the unread part of the answer."""
 
     request: GatewayRequest
     error: Exception

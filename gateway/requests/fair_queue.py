@@ -48,7 +48,7 @@ class QueueEntry(Generic[T]):
     deadline: float | None = None
     """When the entry must have left the queue."""
     patience_s: float = math.inf
-    """How long the entry may wait without a better place in the queue. A standstill of this process does not count as
+    """How long the entry may wait without moving up in the queue. A standstill of this process does not count as
     waiting."""
     number: int = 0
     """Grows with each entry that joins."""
@@ -64,7 +64,7 @@ class QueueEntry(Generic[T]):
     num_placed_then: int = 0
     """How many entries the queue had placed when its patience began."""
     lost_workers_at: float = -math.inf
-    """When, after its patience began, the latest worker for it was lost."""
+    """When the latest worker for it was lost, if that was after its patience began."""
 
     @property
     def goes_first(self) -> bool:
@@ -73,7 +73,8 @@ class QueueEntry(Generic[T]):
 
     @property
     def has_workers(self) -> bool:
-        """Whether the latest try found workers for it, or none was made: then it waits for its turn, or for room."""
+        """True if the latest try found workers for the entry, or if there was no try yet. Then the entry waits for its
+        turn, or for room."""
         return self.reason is None or isinstance(self.reason, NoRoom)
 
 

@@ -39,7 +39,8 @@ MIN_REST_S = 1.0
 """When a request may wait beyond its patience, the queue checks it again after at least this time."""
 
 LOOKS_PER_PACE = 2
-"""Looks per pace of Standstill: a timer that is late by half a pace does not count as a standstill."""
+"""How often the queue looks within one pace of Standstill. So a timer that is late by half a pace does not count as a
+standstill."""
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class RequestQueue(Generic[T]):
         patience_s: float,
         over_share: Callable[[Iterable[str], float], set[str]] = lambda _callers, _now: set(),
     ) -> None:
-        """`patience_s`: how long a request may wait without a better place in the queue. `over_share`
+        """`patience_s`: how long a request may wait without moving up in the queue. `over_share`
         returns those callers whose requests `try_to_place` would all refuse with OverShare at this time. Each sweep
         asks once, since a thousand callers may wait."""
         self._max_queued = max_queued
@@ -86,7 +87,7 @@ class RequestQueue(Generic[T]):
         self._deadlines: list[tuple[float, int, QueueEntry[T]]] = []
         """A heap, like `_patience_ends`. It may contain entries that have left the queue."""
         self._patience_ends: list[tuple[float, int, QueueEntry[T]]] = []
-        """Times of this heap count only while this process runs."""
+        """Times in this heap leave out standstills of this process."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -96,7 +97,7 @@ class RequestQueue(Generic[T]):
 
     def oldest_since(self, *, for_worker: bool = False) -> float | None:
         """When the oldest waiting request joined. `for_worker`: of requests that found no decode worker with room at
-        the latest sweep. Requests that this sweep did not reach wait behind requests that count themselves."""
+        the latest sweep. Requests that this sweep did not reach are left out: they wait behind such requests."""
         entries = (e for e in self._queue if not for_worker or _waits_for_decode_worker(self._reason(e)))
         return min((entry.since for entry in entries), default=None)
 
@@ -175,8 +176,8 @@ class RequestQueue(Generic[T]):
 
         Four kinds of requests may wait longer. If a caller holds its share, its requests wait for the caller's
         other requests, not for workers. A request that was taken back may wait as long as workers for it exist.
-        Otherwise it would be refused because of other callers. A request with a better place than before waits on:
-        the queue moves. So does a request if only slots are lacking, until MAX_PASSED requests have overtaken it:
+        Otherwise it would be refused because of other callers. A request that has moved up keeps waiting, since the
+        queue moves. A request that lacks only a slot keeps waiting until MAX_PASSED requests have overtaken it, since
         long answers run, and will end.
         """
         over = set(self._expired(self._patience_ends, self._running(now)))
@@ -199,11 +200,11 @@ class RequestQueue(Generic[T]):
         return ended
 
     def _has_moved_up(self, entry: QueueEntry[T], place: int) -> bool:
-        """Whether entries before it went to workers since its patience began, and not as many came."""
+        """Whether fewer entries are before it than when its patience began, since some went to workers."""
         return entry.has_workers and place < entry.place and self._num_placed_since(entry) > 0
 
     def _patience_without_workers_s(self, entry: QueueEntry[T], now: float) -> float:
-        """How long the entry still waits for a worker. While it waited for room, it did not wait for a worker."""
+        """How long the entry may still wait for a worker. Time in which it waited for room does not count."""
         return 0.0 if entry.has_workers else entry.lost_workers_at + self._patience_s - self._running(now)
 
     def _num_placed_since(self, entry: QueueEntry[T]) -> int:
@@ -233,7 +234,7 @@ class RequestQueue(Generic[T]):
         """Needs that no worker meets at present, with the reason."""
         self._over_share = self._find_over_share(self._queue.callers, now)
         for entry in self._queue.first_ones_of(self._over_share):
-            if not isinstance(entry.reason, OverShare):  # it stays if a later sweep ends before
+            if not isinstance(entry.reason, OverShare):  # this reason stays, even if a later sweep ends early
                 self._note(entry, self._try_to_place(entry), now)
                 if entry.reason is None:
                     placed.append(entry)
@@ -305,7 +306,7 @@ class RequestQueue(Generic[T]):
         return entry, Overloaded(f"{num_others} requests wait already{why}", self.retry_after_s(entry))
 
     def _begin_patience(self, entry: QueueEntry[T], patience_s: float, place: int, now: float) -> None:
-        """The patience begins now, with so many entries before this one."""
+        """The patience begins now, with `place` entries before this one."""
         entry.place, entry.num_placed_then, entry.lost_workers_at = place, self._num_placed, -math.inf
         self._watch_patience(entry, patience_s, now)
 

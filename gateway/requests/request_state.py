@@ -10,7 +10,7 @@
 
 Outputs of both workers, and of repeated attempts, may arrive in any order and more than once. Each output
 contains the position of its first token. The client gets the token of each position once, in order. A new
-attempt continues behind the delivered tokens. The state of the text stays here, so a stop string may begin on
+attempt continues after the delivered tokens. The state of the text stays here, so a stop string may begin on
 one worker and end on another.
 """
 
@@ -69,9 +69,9 @@ class RequestState:
         """The output with the finish, and how many tokens the complete answer has."""
         self._num_cached_tokens = 0
         self._prompt_logprobs: PackedLogprobs | None = None
-        """Until the client has its first token."""
+        """None once the client has its first token."""
         self._with_drafts: dict[int, RequestOutput] = {}
-        """Outputs of steps with drafts, by first position; each until the client has its tokens."""
+        """Outputs of steps with drafts, by first position. Each stays here until the client has its tokens."""
         self._num_draft_tokens = 0
         self._num_accepted_draft_tokens = 0
 

@@ -1,8 +1,8 @@
 """RetryState: which workers a request may use next, and when the gateway gives it up; pure.
 
-After a failed attempt, another attempt continues on other workers, behind the tokens that the client already
-has. An attempt is without progress if the client got no token from its decode worker. The gateway gives a
-request up after
+After a failed attempt, another attempt continues on other workers, after the tokens that the client already
+has. A worker *fails* a request if it reports that it could not compute the request. An attempt is without
+progress if the client got no token from its decode worker. The gateway gives a request up after
 
     MAX_FAILURES  attempts without progress in a row in which workers reported a failure
     MAX_LOSSES    attempts without progress in a row in which workers were lost. This limit is higher, since

@@ -7,8 +7,9 @@ gateways on one worker (worker/suspect_turns.py).
 
 A request is stopped when a fifth worker ends under it at the same token. From the third worker on, a loss counts only
 if the worker's last heartbeat named this suspect and no other. Otherwise another suspect may be the cause, or this
-suspect did not run yet. Eight losses stop a request even if some of them do not count. Two things save a request:
-another request on that worker has also lost too many workers, or at least as many workers ended lately without it.
+suspect did not run yet. Eight losses stop a request even if some of them do not count. In two cases a request is not
+stopped: if another request on that worker has also lost too many workers, or if at least as many workers ended lately
+without this request.
 
     lost once ----> lost again at the same token: suspect ----> lost three times more, alone: stopped
          <--- the request finishes, or its answer grows ---
@@ -48,7 +49,7 @@ REMEMBERED_S = 600.0
 """How long a request is remembered after its last loss or failure, or its last refusal."""
 TAKES_TURNS = "workers ended while they ran this request, so it must wait: such requests run one at a time"
 RECENT_S = 60.0
-"""Worker losses without a request count in its favour, from this long before its own first loss."""
+"""Losses of workers that did not run a request count in its favour. They count from this long before its first loss."""
 MAX_KEPT = 1024
 MAX_LOSSES_KEPT = 64
 

@@ -222,7 +222,7 @@ def _who_computed(
 
 def _cut(ttft_s: float, queue_s: float, failed_s: float, computed: StageTimes, waited_s: float) -> TtftParts:
     """Divides `ttft_s`. The gateway's measurements are subtracted first, then each reported time, but never
-    more than is left. A negative time counts as 0."""
+    more than remains. A negative time counts as 0."""
     left_s = ttft_s - queue_s - failed_s
     fitting = []
     for reported_s in (computed.prefill_s, computed.queue_s, waited_s):

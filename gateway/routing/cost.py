@@ -14,10 +14,10 @@ decode    the steps of the answer, each with one more request, plus the time tha
           of running requests; plus the time to recompute evicted tokens if blocks run short
 
 When a pair is compared with a decode worker alone, `order` replaces wait(P). For each prompt that waits on P,
-it counts the tokens of that prompt or of the new prompt, whichever are fewer. A prefill worker computes the
-shorter of two prompts first (scheduler/order.py), so the shorter prompt is what the longer one waits for. Of
-the other tokens on P, it adds at most one step, since the step in progress is not interrupted. It divides
-this sum by the prefill rate.
+`order` counts the tokens of that prompt or of the new prompt, whichever are fewer. A prefill worker computes
+the shorter of two prompts first (scheduler/order.py), so the longer prompt waits for the shorter one. `order`
+adds at most one step of the other tokens on P, since the step in progress is not interrupted. The sum is
+divided by the prefill rate.
 
 When prefill workers are compared with each other, all waiting tokens count, since later prompts may also pass
 this one. So the load is even.

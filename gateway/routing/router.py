@@ -364,8 +364,8 @@ def _default_mode(config: GatewayConfig) -> Mode | None:
 
 
 def _with_room(decodes: list[WorkerEstimate], num_tokens: int) -> list[WorkerEstimate]:
-    """Workers with a slot and enough free blocks. If there are none, workers without requests of this gateway. All
-    of the workers, if none can ever hold so many tokens.
+    """Workers with a slot and enough free blocks. If there are none, workers without requests of this gateway. If no
+    worker can ever hold this many tokens, all workers.
 
     So each gateway may have one request in a worker's own queue, whose order is fair. Without this rule, a
     gateway that learns of free room later than other gateways would never get room. A worker that never frees

@@ -142,8 +142,9 @@ class WorkerEstimate:
 
     @property
     def has_slot(self) -> bool:
-        """Whether a slot is free, or soon free. The first half of the requests may be this gateway's in any case: in a
-        busy fleet, other gateways learn first that their requests have ended, and would keep all slots."""
+        """Whether a slot is free, or soon free. Also true while this gateway has less than half of the requests that
+        the worker may have: in a busy fleet, other gateways learn first that their requests have ended, and would keep
+        all slots."""
         return self.num_requests < self._most_requests or 2 * len(self.sub_requests) < self._most_requests
 
     @property

@@ -252,7 +252,7 @@ class WorkerClient:
         for frame in frames:
             async with self._turns:
                 message = self._decode(frame)
-                if isinstance(message, KVEvents) and not self.is_lost:  # a lost session's are void
+                if isinstance(message, KVEvents) and not self.is_lost:  # events of a lost session are void
                     self._listener.on_kv_events(self.name, message)
             match message:
                 case Outputs(more):

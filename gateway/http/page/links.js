@@ -94,7 +94,7 @@ export class Links {
     }
   }
 
-  // Moving dots would follow links that have moved.
+  // Removes the moving dots, which would cross where links were before.
   place() {
     for (const dot of this.dots) dot.remove();
     this.dots.clear();

@@ -72,7 +72,7 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
                     turn = _new_turn(messages)
                 messages[-1] = replace(turn, reasoning=(turn.reasoning or "") + item.text)
             case MessageItem(role="assistant"):
-                if turn is None or turn.content:  # a text after a call stays in the call's turn, before its result
+                if turn is None or turn.content:  # a text after a call stays in its turn, before its result
                     turn = _new_turn(messages)
                 messages[-1] = replace(turn, content=item.text)
             case MessageItem() | FunctionCallOutputItem():
