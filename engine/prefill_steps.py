@@ -28,7 +28,7 @@ def with_prefill_steps(config: BatonConfig, model_path: Path) -> BatonConfig:
 
 
 def _multiplies_by_matrix_units(config: BatonConfig, model_path: Path) -> bool:
-    """Whether matrix units multiply weights in bfloat16. They are slower than reading weights of fewer bits."""
+    """Whether matrix units multiply weights in bfloat16. Reading weights of fewer bits does not limit the speed."""
     instructions = machine_instructions()
     if config.engine.device != "cpu" or config.model.dtype != "bfloat16" or instructions is None:
         return False

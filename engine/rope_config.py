@@ -83,7 +83,7 @@ def read_rope(
 ) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-    With both, `rope_scaling` replaces `rope_parameters`, as in transformers. `max_length`: the number of the
+    If a file has both, `rope_scaling` replaces `rope_parameters`, as in transformers. `max_length`: the number of the
     model's positions; `max_model_len`: how many of them requests may use.
     """
     new, old = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")

@@ -47,7 +47,7 @@ class SampledTokens(Protocol):
     """Sampled tokens that the device may still compute."""
 
     def wait(self) -> list[SampledToken]:
-        """Waits for the tokens, one per row; call it once. Then all work launched before is done, too."""
+        """Waits for the tokens, one per row; call it once. Then all work that was launched earlier is done, too."""
         ...
 
 

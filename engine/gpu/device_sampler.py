@@ -219,7 +219,7 @@ class DeviceSampledTokens:
 
 
 def _logprobs(logits_RV: torch.Tensor, tokens_R: torch.Tensor, batch: _Batch) -> _Logprobs:
-    """From the logits before any processing."""
+    """The log-probabilities, from the logits before any processing."""
     logprobs_L, ranks_L, log_totals_L = token_logprobs(logits_RV, batch.rows_L, tokens_R)
     num_top = min(max(batch.num_top_tokens.values()), logits_RV.shape[1])
     top = logits_RV.index_select(0, batch.rows_L).to(torch.float32).topk(num_top)

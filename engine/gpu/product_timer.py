@@ -9,7 +9,7 @@ from engine.gpu.graphs import CudaGraphs, Recorder
 from engine.layers.triton_linear import Work
 
 MIN_LAUNCHES = 64
-"""Least number of launches in a graph, so that the time to start the graph does not matter."""
+"""A graph has at least this many launches, so that the time to start the graph does not matter."""
 NUM_REPLAYS = 5
 
 

@@ -31,8 +31,8 @@ MAX_TOKENS_LOOKED_AT = 10_000
 """Limit of the search for forced tokens, about 10 ms: for each token, the library looks at all the forced text that
 remains."""
 MAX_KEPT_BYTES = 256 * 2**20
-"""Compiled grammars that no request uses are kept up to this size, the most recently used ones, since clients tend to
-repeat grammars. An ordinary grammar takes 0.1 to 0.4 MiB."""
+"""Of the compiled grammars that no request uses, the most recently used ones are kept, up to this size in total:
+clients tend to repeat grammars. An ordinary grammar takes 0.1 to 0.4 MiB."""
 STACK_BYTES = 256 * 2**20
 """Stack of the compiling thread, eight times a gateway's limit. Only the used part takes memory."""
 

@@ -290,9 +290,9 @@ def _top_k_mass(  # type: ignore[no-untyped-def]
     """The sum of the k largest weights, for k below the vocabulary's size. If more weights equal the k-th, they do not
     count.
 
-    Narrows down the k-th largest weight, which is at least `lowest`, until exactly k tokens are above some weight or
-    one weight is left. Each round divides the range of the floats' bits by 5, and so nearly the range of their
-    logarithms.
+    Narrows down the range of the k-th largest weight, which is at least `lowest`. Ends when exactly k tokens are above
+    some weight in the range, or when one weight is left. Each round divides the range of the floats' bits by 5, and so
+    nearly the range of their logarithms.
     """
     low = lowest - 1  # at least k are above it
     high = tl.full(

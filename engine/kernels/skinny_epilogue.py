@@ -38,7 +38,7 @@ class Operands:
 
 @triton.jit
 def weight_row(index, num_outputs, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The weight's row for row `index` of a tile, from the tile's first output on.
+    """The row of the weight that is row `index` of a tile, counted from the tile's first output.
 
     A gated tile alternates between gates and the outputs that they scale, so that pairs are neighbours. In the weight,
     all gates come first.

@@ -30,7 +30,8 @@ MAX_X_ELEMENTS = 16_384
 each of 512."""
 
 MAX_X_ELEMENTS_FLOAT8 = 8_192
-"""Converting float8 takes registers too: with more, too few programs fit a multiprocessor, or registers spill."""
+"""The limit for float8, whose conversion takes registers too: with more elements, too few programs fit a
+multiprocessor, or registers spill."""
 
 NUM_MULTIPROCESSORS = 132
 """Number of multiprocessors of a Hopper. On other GPUs the same launches are correct, but a little less

@@ -61,7 +61,7 @@ def _sort_pairs_kernel(  # type: ignore[no-untyped-def]
     pairs_N = tl.arange(0, BLOCK_N)
     num_lower_N = tl.zeros([BLOCK_N], tl.int32)
     first = 0
-    while first < num_pairs:  # Triton 3.6's interpreter has no range up to a number of the launch
+    while first < num_pairs:  # in Triton 3.6's interpreter, an argument cannot be the end of a range
         expert_N = tl.load(experts_ptr + first + pairs_N, first + pairs_N < num_pairs, other=2147483647)
         num_lower_N += (expert_N < expert).to(tl.int32)
         first += BLOCK_N

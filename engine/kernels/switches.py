@@ -25,12 +25,12 @@ class KernelSwitches:
     fused_silu: bool = True
     """The product of few rows with gate and up weights returns silu(gate) * up."""
     fused_residual: bool = True
-    """The product of few rows that ends a branch adds it to the residual stream. A mixture's last launch does so for
-    any number of rows."""
+    """The product of few rows that ends a branch adds its result to the residual stream. A mixture's last launch does
+    so for any number of rows."""
     fused_norm: bool = True
     """The product of few rows norms its input, if a program has the whole input in registers."""
     timed_products: bool = True
-    """torch's library computes an unfused product of few rows where it was faster when the worker started."""
+    """torch's library computes an unfused product of few rows if it was faster in a test at the worker's start."""
 
     @classmethod
     def parse(cls, text: str) -> "KernelSwitches":

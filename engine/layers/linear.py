@@ -61,8 +61,8 @@ class GroupedLinear:
 class Fp8Linear:
     """`x_TI @ weight_OI.T + bias_O` in 8-bit floats; quantizes the given weight if necessary, and does not keep it.
 
-    Each output has its own scale, and each token, too, if activations are quantized. So a large output channel or token
-    does not reduce the precision of other channels or tokens. benchmarks/quantization.py measures the loss.
+    Each output channel has its own scale. If activations are quantized, each token has its own scale, too. So a large
+    channel or token does not reduce the precision of the others. benchmarks/quantization.py measures the loss.
 
     On GPUs, activations in bfloat16 or float16 are quantized token by token, too. This halves the bytes and
     doubles the arithmetic rate. On CPUs only weights are quantized, and each call converts them back to the

@@ -12,9 +12,9 @@ from engine.layers.backend import Activations, Backend, LinearLayer, MixtureLaye
 class ResidualStream:
     """The stream of one step.
 
-    A branch ends with a projection or with a mixture of experts. Its result is added at once if the branch ends
-    with a norm. It is also added at once if the backend can multiply and add in one launch, and there is only one
-    rank. Otherwise the result is added together with the next norm.
+    A branch ends with a projection or with a mixture of experts, and perhaps a norm of its result. The branch's
+    result is added at once if there is such a norm. It is also added at once if the backend can multiply and add in
+    one launch, and there is only one rank. Otherwise the result is added together with the next norm.
     """
 
     def __init__(self, rows_TE: torch.Tensor, backend: Backend, collectives: Collectives, eps: float) -> None:

@@ -96,7 +96,7 @@ def rope_frequencies(config: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor,
 
 
 def _llama3(config: RopeConfig, frequencies_F: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and blends the two for those in between."""
+    """Llama 3.1: divides low frequencies by `factor`, and keeps high ones; those in between get a blend of both."""
     turns_F = config.original_max_position_embeddings * frequencies_F / (2 * math.pi)
     blend_F = (turns_F - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     return _blend(frequencies_F / config.factor, frequencies_F, blend_F)

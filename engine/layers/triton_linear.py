@@ -160,7 +160,7 @@ class TritonLinear:
     def _is_by_library(self, x_TI: Activations) -> bool:
         """Whether torch's library was faster.
 
-        False for a product that is fused with a norm: this saves a launch.
+        Always false for a product that is fused with a norm, since fusing saves a launch.
         """
         if self._timed is None or not kernel_switches().timed_products:
             return False

@@ -42,9 +42,9 @@ class CachedModel:
 
 
 def cached_models(config: BatonConfig, cache_dir: Path) -> list[CachedModel]:
-    """Known names, then models of the Hub by name, with the latest commit first.
+    """Known models first, then models of the Hub in the order of their names, each with its latest commit first.
 
-    Reads headers, no weights.
+    Reads headers, but no weights.
     """
     known = [name for name in PRETRAINED if is_cached(name, cache_dir)]
     found = [_examined(config, cache_dir, name, resolve(name, cache_dir)) for name in known]

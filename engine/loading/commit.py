@@ -15,7 +15,8 @@ def commit_of(folder: Path) -> str | None:
 
 
 def source_of(folder: Path) -> Path:
-    """The folder, or the GGUF file from which a folder of Baton's cache was made: its path says where it comes from."""
+    """The folder, or the GGUF file from which a folder of Baton's cache was made. The source's path shows where the
+    model was downloaded from."""
     gguf = gguf_of(folder)
     return gguf.readlink() if gguf is not None and gguf.is_symlink() else folder
 

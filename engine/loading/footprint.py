@@ -251,7 +251,7 @@ def _divisions(config: BatonConfig) -> set[tuple[int, bool]]:
 
 
 def _kept_of_checkpoint(config: BatonConfig, weights: StoredWeights) -> int:
-    """The same for a quantized checkpoint, whose matrices stay quantized if a kernel can multiply them like this."""
+    """The same for a quantized checkpoint, whose matrices stay quantized if a kernel supports their scheme."""
     is_cpu, number_bytes = config.engine.device == "cpu", BYTES[config.model.dtype]
     multiplies_fp8 = not is_cpu and config.model.dtype != "float32" and _multiplies_fp8()
     divisions = _divisions(config)

@@ -32,7 +32,8 @@ def completed(file: GgufFile, name: str, config: Config) -> Config:
 
 
 def _gemma2(file: GgufFile, config: Config) -> Config:
-    """If the keys of window and caps are missing, they have the values of all published models, as in llama.cpp."""
+    """If the file has no keys for the window and the caps, they get the values of all published models, as in
+    llama.cpp."""
     _check_pattern(file, "gemma2", GEMMA2_PATTERN)
     base = config["rope_parameters"]["rope_theta"]
     if (key := "gemma2.rope.freq_base_swa") in file.metadata and positive_in(file, key) != base:
@@ -68,7 +69,7 @@ def _check_pattern(file: GgufFile, name: str, every: int) -> None:
 
 
 def _gemma(config: Config, *, is_27b: bool) -> Config:
-    """Only the largest models divide scores by another number than the others."""
+    """The largest models scale scores by the width divided by the number of heads; the others by the head dimension."""
     del config["hidden_act"]
     by_width: int = config["hidden_size"] // config["num_attention_heads"]
     return config | {

@@ -53,8 +53,8 @@ _ENDS_OF_HARMONY = frozenset({"<|return|>", "<|call|>"})
 """In the harmony format (gpt-oss), these tokens end a turn, and `<|end|>` only a message of the turn."""
 _ENDS = frozenset({*_ENDS_OF_TEXTS, *_ENDS_OF_TURNS, "<|eom_id|>", *_ENDS_OF_HARMONY})
 """Tokens that end a text, a turn or a message in chat templates. llama.cpp ends an answer at each of these
-tokens, even if the file's keys do not name them, except for `<|observation|>`. GLM-4 ends a call with it, which only
-its generation_config.json says."""
+tokens, even if the file's keys do not name them, except for `<|observation|>`. GLM-4 ends a call with
+`<|observation|>`, but only its generation_config.json says so."""
 _NEVER_STRIPPED = ("<s>", "<unk>", "<|endoftext|>")
 """Tokens after which Phi-3, too, keeps spaces."""
 _MAX_TOKEN_CHARS = 4096

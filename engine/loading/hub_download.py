@@ -1,7 +1,7 @@
 """download: downloads a large file of the Hub; continues where an earlier process stopped; checks the sha256.
 
-huggingface_hub itself deletes a partial file. Its cache finds the finished file, which has the name that it
-expects.
+huggingface_hub itself would delete a partial file. The finished file has the name that huggingface_hub's cache
+expects, so huggingface_hub finds it.
 """
 
 import hashlib

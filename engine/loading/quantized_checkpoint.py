@@ -170,5 +170,5 @@ def _stored_matrix(index: CheckpointIndex, quantization: Quantization, take: Tak
 
 
 def _may_stay_in_fp8(stored: StoredMatrix) -> bool:
-    """Whether a matrix may keep 8-bit floats. The embeddings may not: their rows cannot be looked up then."""
+    """Whether a matrix may keep 8-bit floats. Embeddings may not, since single rows of such a matrix cannot be read."""
     return stored.scheme.can_stay_in_fp8 and stored.take.name != "model.embed_tokens.weight"

@@ -18,7 +18,8 @@ lose much: these matrices distinguish between similar tokens."""
 
 
 class QuantizedWeights(WeightSource):
-    """Satisfies WeightSource. Matrices that already have as few bits, as in some GGUF files, stay unchanged.
+    """Satisfies WeightSource. Matrices that already have at most this number of bits, as in some GGUF files, stay
+    unchanged.
 
     Each rank quantizes its own part. The part consists of whole groups, so the groups are the same for any
     number of ranks.

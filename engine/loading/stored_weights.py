@@ -19,7 +19,7 @@ from engine.quantization_config import Quantization, read_quantization
 from engine.quantization_scheme import SMALLEST_GROUP, Scheme
 
 BITS_OF_FLOATS = 16
-"""Even for float32: a CPU keeps such weights in 16 bits if they lose nothing by it, as in most checkpoints."""
+"""Even for float32: a CPU keeps such weights in 16 bits if 16 bits represent them exactly, as in most checkpoints."""
 ROUNDED: dict[str | None, int] = {None: BITS_OF_FLOATS, "fp8": 8, "int8": 8, "int4": 4}
 EXPERTS = ".experts."
 """Part of the names of tensors of a mixture's experts in safetensors files."""

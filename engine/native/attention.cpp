@@ -307,7 +307,7 @@ void baton_plan_attention(const Step *step, int64_t window, Item *items, Merge *
 }
 
 // Norms (if there are weights) and rotates queries and keys, in place; stores keys and values in the pool.
-// `cos_sin_X2F` has the cosines of F frequencies for every position, and behind them the sines.
+// `cos_sin_X2F` has the cosines of F frequencies for every position, followed by the sines.
 void baton_rope_store(const Step *step, int64_t layer, const float *cos_sin_X2F, void *qkv_TPD, const float *q_norm_D,
                       const float *k_norm_D, float eps) {
     const Step &s = *step;

@@ -122,9 +122,9 @@ struct LayerPool {
     }
 };
 
-// Prefetches `count` values of the next tile. Blocks are scattered, so the processor does not foresee them. It has room
-// for few loads at once, so that prefetching a whole tile would make it wait. So the scores of a tile prefetch the next
-// keys bit by bit, and its weighted sums prefetch the next values.
+// Prefetches `count` values of the next tile. Blocks are scattered, so the processor does not foresee their addresses.
+// It can do only a few loads at once, so it would have to wait if a whole tile were prefetched at once. Therefore the
+// scores of a tile prefetch the next keys bit by bit, and its weighted sums prefetch the next values.
 template <typename Stored>
 inline void prefetch(const Stored *at, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(Stored))) __builtin_prefetch(at + i);

@@ -65,7 +65,7 @@ class LentCpus {
     int64_t num_others() const { return num_others_; }
     int64_t other(int64_t i) const { return others_[i]; }
 
-    // Borrows the CPU until the end of the step, if it is lent and nobody else has borrowed it.
+    // Borrows the CPU until the end of the step, if it is lent and no other worker has borrowed it.
     bool borrow(int64_t i) {
         LentCpu &cpu = table_[others_[i]];
         const int64_t idle_since_ns = cpu.idle_since_ns.load(std::memory_order_relaxed);

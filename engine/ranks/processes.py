@@ -69,7 +69,7 @@ class RankProcesses:
         return loaded
 
     def pipeline(self, make_own: Callable[[], Pipeline]) -> Pipeline:
-        """The pipeline of all ranks. `make_own` makes rank 0's while the others make theirs."""
+        """The pipeline of all ranks. `make_own` makes rank 0's pipeline while the other ranks make theirs."""
         try:
             own = make_own()
         except RuntimeError as error:

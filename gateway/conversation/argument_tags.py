@@ -24,7 +24,7 @@ from gateway.conversation.python_literals import python_literal
 from gateway.conversation.reader import Markers, Reader, Steps
 
 MAX_VALUE_CHARACTERS = 65_536
-"""Longest JSON value that may contain the tag after a value. A longer value ends at this tag."""
+"""Longest JSON value that may contain the text of its end tag. A longer value ends at this text."""
 MAX_KEY_CHARACTERS = 500
 _NOT_PLAIN = frozenset(
     {

@@ -50,7 +50,7 @@ TRY_TIMEOUT_S = 30.0
 RETRY_AFTER_S = 1.0
 
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM})
-"""Signals from the system or an operator. The limits of the compiling process use other signals."""
+"""Signals from the system or an operator. A process that exceeds one of its own limits gets another signal."""
 
 
 @dataclass(eq=False, slots=True)

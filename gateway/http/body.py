@@ -25,7 +25,7 @@ def _refuse_number(value: object) -> object:
 
 
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_refuse_number)]
-"""The type of a field that may only be false. For Python, and so for `Literal`, 0 is false, too."""
+"""The type of a field that may only be false. In Python, 0 equals False, so `Literal` alone would also accept 0."""
 
 
 class Body(BaseModel):

@@ -143,8 +143,8 @@ class Attempt:
 
     @property
     def contributors(self) -> tuple[WorkerRef, ...]:
-        """The workers that computed part of the answer. This excludes a prefill worker that failed, even if
-        the decode worker computed the prompt instead.
+        """The workers that computed part of the answer. A prefill worker that failed is left out; then the decode
+        worker computed the prompt.
         """
         has_computed = {self.placement.decode: self._is_decoding, self.placement.prefill: self._has_prefilled}
         return tuple(ref for name, ref in self.refs.items() if has_computed[name])

@@ -23,7 +23,8 @@ class FleetKnowledge:
         self.avoided_pairs = AvoidedPairs()
         self._router = router
         self._decode_steps: dict[str, tuple[float, float]] = {}
-        """By worker: the reported time of a decode step, and when it last changed or the worker had a request."""
+        """By worker: the reported time of a decode step, and when this value last changed or the worker last had a
+        request, whichever is later."""
 
     def on_report(self, status: WorkerStatus, now: float) -> None:
         if self._router.role_of(status.ref.name) not in (None, status.role):

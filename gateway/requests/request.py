@@ -86,7 +86,8 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: Finish | None = None
     prompt_logprobs: PackedLogprobs | None = None
-    """Of the prompt's tokens but the first; in the first delta of a request that asked for them, else None."""
+    """Log-probabilities of all prompt tokens except the first; in the first delta of a request that asked for them,
+    else None."""
 
     @property
     def shown_text(self) -> str:

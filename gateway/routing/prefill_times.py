@@ -36,7 +36,7 @@ class _Worker:
     prompts: dict[int, deque[_Prompt]] = field(default_factory=dict)
     """The latest prompts, grouped by length: `num_tokens.bit_length()` is the key."""
     rates: deque[tuple[float, float]] = field(default_factory=deque)
-    """Times and rates in tokens per second: the best rate, then the best of all later rates, and so on."""
+    """Rates in tokens per second, each with its time: the best rate, then the best of all later rates, and so on."""
 
     def computed(self, num_tokens: int, seconds: float, now: float) -> None:
         of_size = self.prompts.setdefault(num_tokens.bit_length(), deque(maxlen=MAX_SEEN))

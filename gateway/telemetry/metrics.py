@@ -1,7 +1,7 @@
 """GatewayMetrics: counters and histograms of a gateway's requests and calls, in a registry of their own.
 
 A metric whose name, without the prefix, equals a name of vLLM has the same meaning. docs/observability.md
-lists both.
+lists both names.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -101,8 +101,8 @@ def _transfer(seen: SeenTransfer) -> TimelineStage:
 
 
 def _decode(record: RequestRecord, attempt: Attempt, began_s: float, ended_s: float) -> list[TimelineStage]:
-    """The time from the first token to the attempt's end. If an earlier attempt brought the first token, the
-    whole attempt."""
+    """The time from the first token to the attempt's end; the time of the whole attempt if an earlier attempt brought
+    the first token."""
     ttft_s = record.ttft_s
     if ttft_s is None or ttft_s > ended_s:
         return []

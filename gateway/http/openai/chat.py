@@ -78,8 +78,8 @@ class ChatAnswer(OpenAIAnswer):
 
     def _contents(self, index: int, delta: Delta, events: Sequence[AnswerEvent]) -> list[tuple[str, str]]:
         """The contents of the delta's events in JSON, each with its finish reason. While the parser waits for more
-        text, there are none, or with logprobs an empty one. The finish reason has a separate event, as in OpenAI's
-        streams of calls."""
+        text, there are no contents; but if the client wants log-probabilities, there is an empty one to carry them.
+        The finish reason has a separate event, as in OpenAI's streams of calls."""
         joined = _joined(events)
         contents = [(content, "null") for event in joined if (content := self._content(index, event))]
         if delta.finish is not None:

@@ -68,7 +68,7 @@ class Collected:
 
     logprobs: LogprobColumns = field(default_factory=LogprobColumns)
     prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
-    """Of the prompt, in answers that have the field `prompt_logprobs`."""
+    """The prompt's log-probabilities, in answers that have the field `prompt_logprobs`."""
     finish: Finish | None = None
     parts: AnswerParts = field(default_factory=AnswerParts)
 

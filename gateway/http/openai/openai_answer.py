@@ -158,7 +158,7 @@ class OpenAIAnswer(ABC):
 
     @abstractmethod
     def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:
-        """The events of a delta. The first one has `logprobs`, the delta's log-probabilities in JSON."""
+        """The events of a delta. The first event has `logprobs`, the delta's log-probabilities in JSON."""
 
     @abstractmethod
     def _whole_content(self, index: int, choice: Collected) -> Iterator[str]:

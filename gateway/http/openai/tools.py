@@ -50,7 +50,7 @@ class FunctionName(Body):
 
 
 class NamedTool(Body):
-    """One of the tools. As a choice, it is called exactly once, as in OpenAI's API and vLLM's."""
+    """One of the tools. If it is the tool choice, it is called exactly once, as in OpenAI's API and vLLM's."""
 
     type: Literal["function"]
     function: FunctionName

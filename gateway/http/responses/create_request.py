@@ -128,7 +128,7 @@ class PromptFields(Body):
 
     @property
     def namespaces(self) -> dict[str, tuple[str, str]]:
-        """The namespace and the own name of each function in a namespace, by the name that the model knows."""
+        """The namespace of each function in a namespace, and its name there, by the name that the model knows."""
         return namespaces_of(self.tools)
 
     @property

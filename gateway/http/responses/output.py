@@ -42,7 +42,7 @@ class OutputItem:
         return iter(())
 
     def json(self, *, is_empty: bool = False) -> Iterator[str]:
-        """The item's JSON, in pieces. `is_empty`: without content, as when the item began."""
+        """The item's JSON, in pieces. `is_empty`: without content, as it was when the item began."""
         raise NotImplementedError
 
     def context_json(self) -> Iterator[str]:
@@ -156,7 +156,7 @@ class ResponseOutput:
         tokens: ChatTokens | None,
         namespaces: Mapping[str, tuple[str, str]] = NO_NAMESPACES,
     ) -> None:
-        """`namespaces`: the namespace and the own name of functions, by the names that the model knows."""
+        """`namespaces`: the namespace of functions, and their names there, by the names that the model knows."""
         self._namespaces = namespaces
         self._request_id = request_id
         self._call_ids = CallIds()

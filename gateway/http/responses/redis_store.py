@@ -173,8 +173,8 @@ def _sizes(caller: str) -> str:
 
 
 def _marked(response_id: str, value: bytes) -> bytes:
-    """The value with its response's id before it. Even after a fault of a connection, a value of another
-    response is detected."""
+    """The value with its response's id before it. So if a faulty connection returns the value of another response,
+    this is detected."""
     return response_id.encode() + b"\n" + value
 
 

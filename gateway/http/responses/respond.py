@@ -44,7 +44,7 @@ class Generation:
     stored_by: RunningResponses | None
     """None: the response is not stored."""
     namespaces: Mapping[str, tuple[str, str]]
-    """The namespace and the own name of functions, by the names that the model knows."""
+    """The namespace of functions, and their names there, by the names that the model knows."""
 
 
 class Responding(Response):

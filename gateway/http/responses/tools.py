@@ -152,7 +152,7 @@ def joined_name(namespace: str | None, name: str) -> str:
 
 
 def namespaces_of(tools: Sequence[ResponseTool] | None) -> dict[str, tuple[str, str]]:
-    """The namespace and the own name of each function in a namespace, by the name that the model knows."""
+    """The namespace of each function in a namespace, and its name there, by the name that the model knows."""
     return {
         joined_name(space.name, tool.name): (space.name, tool.name)
         for space in tools or ()
