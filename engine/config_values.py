@@ -49,7 +49,7 @@ def object_of(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def refuse_other(config: Mapping[str, Any], key: str, *supported: object) -> None:
-    """ModelError if this key has another value than these, or null."""
+    """ModelError if this key has a value other than these; null counts as absent."""
     value = config.get(key)
     if value is not None and value not in supported:
         raise ModelError(f"{key} {value!r:.80} is not supported; only {', '.join(map(repr, supported))} is")

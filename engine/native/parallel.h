@@ -48,10 +48,10 @@ void parallel_for(int64_t count, int64_t grain, int num_threads, const Work &wor
         &call, num_parts, num_threads);
 }
 
-// Calls `work(i)` for each i of 0..count - 1, until it has returned true. Each thread takes the next i that no thread has
-// taken; a guest takes one only as long as its CPU is lent. If a guest must leave while it works, its `work` may return
-// false: then a thread begins again with this i. Do not call this within a part of another call: a guest that must leave
-// there would skip all that follows.
+// Calls `work(i)` for each i of 0..count - 1, until it has returned true. Each thread takes the next i that no thread
+// has taken; a guest takes one only as long as its CPU is lent. If a guest must leave while it works, its `work` may
+// return false: then a thread begins again with this i. Do not call this within a part of another call: a guest that
+// must leave there would skip all that follows.
 template <typename Work>
 void for_each(int64_t count, int num_threads, const Work &work) {
     std::vector<int64_t> waiting(count), left;

@@ -54,7 +54,7 @@ class Caller:
 
 
 MAX_WATCH_S = 3600.0
-"""A call without an end of its own ends after this time. The client may call again if it may still call."""
+"""A call without an end of its own ends after this time. Then the client may call again, if its key still allows it."""
 
 ANYBODY = Caller(ANONYMOUS, may_administer=True, may_observe=True)
 """Everyone who can connect to a gateway on loopback without API keys."""

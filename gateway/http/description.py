@@ -11,7 +11,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def errors_of(
-    shape: type, unavailable: str = "No worker could serve the request, or not in time"
+    shape: type, unavailable: str = "No worker could serve the request, or none in time"
 ) -> Responses:
     """`shape`: the body of an error. `unavailable`: the description of statuses from 500 on."""
     return {

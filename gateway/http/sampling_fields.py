@@ -48,7 +48,7 @@ PromptCacheKey = Annotated[
     str,
     Field(
         max_length=1024,
-        description="Requests with the same key prefer the same workers; for requests with a common prefix.",
+        description="Requests with the same key prefer the same workers. Useful if they have a common prefix.",
     ),
 ]
 

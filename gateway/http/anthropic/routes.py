@@ -23,7 +23,7 @@ from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 
 ERRORS = errors_of(
-    MessageErrorAnswer, "No worker could serve the request, or not in time; 529: no room at present"
+    MessageErrorAnswer, "No worker could serve the request, or none in time; 529: no room at present"
 )
 
 MESSAGE_ANSWERS = {200: event_stream(json_text(StreamEvent)), **ERRORS}

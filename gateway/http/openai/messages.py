@@ -78,7 +78,7 @@ class AssistantMessage(Body):
     tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     reasoning_content: str | None = Field(
         None,
-        description="What the model thought before it answered; its template decides what becomes of it.",
+        description="What the model thought before it answered. It sees this again if its chat template reads it.",
     )
     reasoning: str | None = Field(None, description="vLLM's newer name for reasoning_content.")
     name: Name | None = None
