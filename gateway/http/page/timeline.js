@@ -1,6 +1,6 @@
 // Where the time of a finished request went: from what its workers and the gateway measured to spans on one axis. Pure.
 
-const AXIS_SHARE = 0.45; // of the axis: for what comes before decoding, if decoding takes much longer
+const AXIS_SHARE = 0.45; // the part of the axis for what comes before decoding, if decoding takes much longer
 
 // `end` is the event of that name. Times are seconds since the request's arrival.
 export function timeline(end) {
