@@ -109,7 +109,7 @@ class RunnerRequest:
 
 
 class DraftedRequest:
-    """A request as if `drafts` were right. The token sampled after the last draft depends on all drafts.
+    """A request as it would be if `drafts` were right. The token sampled after the last draft depends on all drafts.
 
     The matcher is that of the request without drafts.
     """

@@ -289,7 +289,7 @@ class LaunchedStep:
         requests = [each for each in requests if each.request_id not in forced and each.row is not None]
         for request, drafts in self._drafter.draft(requests, self._batch, has_first_token=has_first_token):
             useful = tuple(_useful(drafts, request))
-            # After a request's first token, drafts may not have been guessed at all. Then their lack says nothing.
+            # After a request's first token, perhaps nothing was guessed at all. Then a lack of drafts says nothing.
             if useful or not has_first_token:
                 request.acceptance.guessed(len(useful))
             if useful or request.acceptance.expects_drafts:

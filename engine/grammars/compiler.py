@@ -299,7 +299,7 @@ class GrammarCompiler:
         return None
 
     def _find(self, output: StructuredOutput) -> Compiled | None:
-        """Finds a compiled grammar and marks it as most recently used. Callers must copy its matcher."""
+        """Finds a compiled grammar and marks it as most recently used. Callers must use a copy of its matcher."""
         with self._lock:
             compiled = self._compiled.pop(output, None)
             if compiled is not None:

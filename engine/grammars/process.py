@@ -102,7 +102,7 @@ def serve_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> None:
 
     try:
         end_with_parent()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words must not fill a log
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a crashing library must not fill a log
         set_limits()
         thread_with_stack(STACK_BYTES, run, "grammar").join()
     finally:

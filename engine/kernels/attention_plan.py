@@ -167,7 +167,7 @@ def _choose_parts(num_steps_X: Int64s, grid: TileGrid) -> Int64s:
             break  # nothing to gain
         part_steps = max(-(-MIN_SPLIT_KEYS // grid.keys), -(-total_steps // (grid.num_programs * waves)))
         if part_steps >= last_part_steps:
-            continue  # no tile is split, or the parts are as before
+            continue  # no tile would be split, or the parts would be the same as before
         last_part_steps = part_steps
         num_parts_X = -(-num_steps_X // part_steps)
         cost, _ = _cost(num_steps_X, num_parts_X, grid)

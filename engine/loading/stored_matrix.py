@@ -33,9 +33,9 @@ class StoredMatrix:
 
     scheme: Scheme
     take: Take
-    """The model's request of the matrix."""
+    """The model's request for the matrix."""
     parts: Mapping[str, Take]
-    """Requests of the stored tensors, by role: values, scales, zeros, order, shape."""
+    """Requests for the stored tensors, by role: values, scales, zeros, order, shape."""
     is_cut: bool
     """Whether only the rank's part of the values is read; else the part is cut out of all values."""
 

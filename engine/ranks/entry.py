@@ -27,7 +27,7 @@ def main(serve: Callable[[], None]) -> None:
 def _end_with(line: int) -> None:
     """Ends this process when the connection closes. Only `serve` reads from the connection."""
     poll = select.poll()
-    poll.register(line, 0)  # only the end of the connection
+    poll.register(line, 0)  # waits only for the end of the connection
     poll.poll()
     os._exit(EXIT_ALONE)
 

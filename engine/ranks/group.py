@@ -186,7 +186,7 @@ class RankGroup:
         """Ends every process; without a failure, the processes may stop by themselves first. Call it once."""
         self.begin_stop()
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        is_well = self._is_serving and self._failure is None  # a rank that still loads has nothing to lose
+        is_well = self._is_serving and self._failure is None  # a rank that still loads may be killed at once
         for link in self._links if is_well else ():
             try:
                 link.process.wait(max(0.0, deadline - time.monotonic()))

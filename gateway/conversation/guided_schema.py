@@ -58,7 +58,7 @@ _BESIDE = frozenset(
     "properties patternProperties additionalProperties unevaluatedProperties minProperties".split()  # noqa: SIM905
 )
 """If an object has one of these keywords, its alternatives must accept properties that they do not list."""
-_TUPLES = ("prefixItems", "items")  # a list of items is of an older draft
+_TUPLES = ("prefixItems", "items")  # in older drafts of JSON Schema, `items` may be a list
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains")
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")

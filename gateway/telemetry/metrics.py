@@ -49,7 +49,7 @@ class GatewayMetrics:
         disable_created_metrics()  # these series only show when this process began
         self.registry = CollectorRegistry()
         self._model = model_name
-        self._callers = {""}  # the caller of calls that have none
+        self._callers = {""}  # the name for calls without a caller
         self._itl = PlainHistogram(buckets.ITL_S)
         self._make_latencies()
         self._make_sizes(max_model_len)

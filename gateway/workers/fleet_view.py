@@ -13,7 +13,7 @@ from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 from gateway.workers.worker_client import WorkerClient
 
 TIMEOUT_S = 1.0
-"""A controller that answers later counts as away. Then views contain only what the gateway itself knows."""
+"""A controller that answers later counts as unreachable. Then views contain only what the gateway itself knows."""
 
 _WITHOUT_PROCESS = {
     ReplicaState.PLACING,

@@ -91,8 +91,8 @@ class TokenCount:
 
 @dataclass(frozen=True, slots=True)
 class MessageStart:
-    """Opens a stream: the message without content. All prompt tokens count as computed until the stream's
-    end."""
+    """Opens a stream: the message without content. Its usage counts all prompt tokens as computed; MessageDelta has
+    the numbers of computed and cached tokens."""
 
     type: Literal["message_start"]
     message: Message

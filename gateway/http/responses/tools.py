@@ -122,7 +122,8 @@ def _no_hosted(choice: object) -> object:
 
 
 class NamedFunction(Body):
-    """One of the tools. As a choice, it is called exactly once. A function of a namespace is named `namespace.name`."""
+    """One of the tools. If it is the tool choice, it is called exactly once. A function of a namespace is named
+    `namespace.name`."""
 
     type: Literal["function"]
     name: ToolName
