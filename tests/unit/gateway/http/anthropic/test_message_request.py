@@ -53,7 +53,7 @@ def test_no_parameter_of_the_package_is_an_unknown_field() -> None:
     assert names_in(MessageCountTokensParams) - IN_HEADERS <= set(CountTokensRequest.model_fields)
     assert names_in(ToolParam) <= set(ToolDefinition.model_fields)
     beta = names_in(beta_params.MessageCreateParamsStreaming) - IN_HEADERS - set(MessagesRequest.model_fields)
-    refused = next(line for line in PAGE.splitlines() if "betas that are unknown here" in line)
+    refused = next(line for line in PAGE.splitlines() if "betas of Anthropic's API" in line)
     assert beta == set(re.findall(r"`(\w+)`", refused))
 
 
