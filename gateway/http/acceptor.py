@@ -65,15 +65,6 @@ class Acceptor:
         """Number of failed accepts since the last log line about failed accepts."""
         self._logged_at: float | None = None
 
-    @property
-    def is_listening(self) -> bool:
-        return self._listener is not None
-
-    @property
-    def num_connections(self) -> int:
-        """Number of connections within the limit, including those whose handshake is not finished."""
-        return len(self._places)
-
     def start(self, listener: socket.socket) -> None:
         """Accepts connections from now on. The caller still owns the socket, and closes it."""
         listener.setblocking(False)

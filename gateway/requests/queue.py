@@ -44,7 +44,6 @@ standstill."""
 
 T = TypeVar("T")
 
-
 Refusal = tuple[QueueEntry[T], RequestError]
 
 
@@ -91,9 +90,6 @@ class RequestQueue(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._queue)
-
-    def __contains__(self, entry: QueueEntry[T]) -> bool:
-        return entry in self._queue
 
     def oldest_since(self, *, for_worker: bool = False) -> float | None:
         """When the oldest waiting request joined. `for_worker`: of requests that found no decode worker with room at

@@ -77,11 +77,6 @@ class PrefixIndex:
         place = self._places.get(worker)
         return place is not None and place.next_number is not None
 
-    def num_blocks(self, worker: str) -> int:
-        """How many blocks a worker has; 0 if it is unknown."""
-        place = self._places.get(worker)
-        return place.num_blocks if place else 0
-
     def apply(self, worker: str, events: KVEvents) -> bool:
         """Applies a worker's events. Returns False if earlier events are missing. Then all events are ignored
         until the worker's next listing, and blocks that were known before the gap stay."""

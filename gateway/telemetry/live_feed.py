@@ -43,10 +43,6 @@ class LiveFeed:
         self._viewers = Places(MAX_VIEWERS, "viewers are watching already")
         self._is_over = asyncio.Event()
 
-    @property
-    def num_viewers(self) -> int:
-        return self._viewers.num_taken
-
     async def latest(self) -> Edition:
         """The latest edition, at most INTERVAL_S old."""
         await self._view.ask_controller()

@@ -60,11 +60,11 @@ class QueueUnderTest:
         )
         if refusal := self.waiting.join(entry, now):
             refused, error = refusal
-            assert refused not in self.waiting
+            assert refused not in self.waiting._queue
             if refused is entry:
                 raise error
             self.refused_ones[refused.item.name] = error
-        return entry if entry in self.waiting else None
+        return entry if entry in self.waiting._queue else None
 
     def place(self, entry: QueueEntry[Request]) -> RequestError | None:
         request = entry.item

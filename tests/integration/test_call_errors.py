@@ -130,7 +130,7 @@ async def test_connections_that_become_no_call_are_counted(folder: Path) -> None
             each.close()
         http = under_test.gateway._http
         assert http is not None
-        await under_test.until(lambda: http._server.acceptor.num_connections == 0)
+        await under_test.until(lambda: len(http._places) == 0)
         url = f"http://127.0.0.1:{port}/metrics"
         now = Scrape(await asyncio.to_thread(read_url, url))
     assert now("call_errors_total", error="NotHttp") == 1

@@ -126,7 +126,7 @@ async def test_a_viewer_gets_a_snapshot_at_once_and_then_one_a_second(folder: Pa
                     break
         assert 0.8 < times[1] - times[0] < 3.0
         feed = under_test.gateway._feed
-        await under_test.until(lambda: feed.num_viewers == 0)
+        await under_test.until(lambda: feed._viewers.num_taken == 0)
 
 
 async def test_a_viewer_does_not_keep_a_gateway_from_stopping(folder: Path) -> None:

@@ -51,7 +51,7 @@ def test_running_requests_may_end_and_an_idle_connection_delays_no_shutdown(
 
 def listens(under_test: GatewayUnderTest) -> bool:
     assert under_test.gateway._http is not None
-    return under_test.gateway._http._server.acceptor.is_listening
+    return under_test.gateway._http._server.acceptor._listener is not None
 
 
 one_token = beginning([5])

@@ -34,7 +34,7 @@ def test_events_change_what_a_worker_has() -> None:
     index.apply("w0", account(0, 1, 2))
     assert index.apply("w0", KVEvents(1, False, hashes(1, 5), hashes(3, 3, 0)))
     assert index.lookup(KEYS) == {"w0": 1}
-    assert index.num_blocks("w0") == 3
+    assert index._places["w0"].num_blocks == 3
     assert index.apply("w0", KVEvents(2, False, hashes(1), hashes(1)))  # removed first, then stored
     assert index.lookup(KEYS) == {"w0": 4}
 
@@ -102,7 +102,7 @@ def test_a_large_log_is_shortened_little_by_little() -> None:
         num_left.append(len(index._places["w0"].former_log))
     assert max(before - after for before, after in pairwise(num_left)) == MIN_SWEEP + 8
     assert num_left[-1] == 0
-    assert len(index._places["w0"].log) <= index.num_blocks("w0") + 40
+    assert len(index._places["w0"].log) <= index._places["w0"].num_blocks + 40
     assert not index._places["w0"].copied
 
 
@@ -145,4 +145,6 @@ def test_index_equals_a_naive_model(moves: list[tuple[str, str, list[int], list[
         index.check_integrity()
         hits = {name: next(i for i in range(9) if i not in blocks) for name, blocks in model.items()}
         assert index.lookup(KEYS) == {name: depth for name, depth in hits.items() if depth}
-        assert all(index.num_blocks(name) == len(blocks) for name, blocks in model.items())
+        assert {name: place.num_blocks for name, place in index._places.items()} == {
+            name: len(blocks) for name, blocks in model.items()
+        }

@@ -81,7 +81,7 @@ async def test_ten_viewers_see_the_same_editions_each_made_once() -> None:
     assert view.num_looks == 4
     for editions in watching:
         await editions.aclose()
-    assert feed.num_viewers == 0
+    assert feed._viewers.num_taken == 0
     await asyncio.sleep(0.15)
     assert view.num_looks == 4, "a snapshot was made without viewers"
 
