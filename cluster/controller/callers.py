@@ -13,7 +13,9 @@ class Callers:
 
     def __init__(self, clock: Clock, orphan_timeout_s: float) -> None:
         self._clock = clock
-        self._standstill = Standstill(pace_of(orphan_timeout_s))
+        self._orphan_timeout_s = orphan_timeout_s
+        self._pace_s = pace_of(orphan_timeout_s)
+        self._standstill = Standstill(self._pace_s)
         self._num_waiting = 0
         self._last_call = self._running_s()
 
@@ -27,11 +29,11 @@ class Callers:
             self._num_waiting -= 1
             self._last_call = self._running_s()
 
-    async def orphaned(self, timeout_s: float) -> None:
-        """Returns once no call has come for `timeout_s`."""
-        look_every_s = pace_of(timeout_s) / 2
+    async def orphaned(self) -> None:
+        """Returns once no call has come for `orphan_timeout_s`."""
+        look_every_s = self._pace_s / 2
         while True:
-            left_s = self._last_call + timeout_s - self._running_s()
+            left_s = self._last_call + self._orphan_timeout_s - self._running_s()
             if self._num_waiting == 0 and left_s <= 0:
                 return
             await asyncio.sleep(look_every_s if self._num_waiting else min(left_s, look_every_s))

@@ -264,9 +264,9 @@ class Controller:
 
     # calls of the fleet's owner
 
-    async def orphaned(self, timeout_s: float) -> None:
-        """Returns once no gateway has called for `timeout_s`; standstills of this process do not count."""
-        await self._callers.orphaned(timeout_s)
+    async def orphaned(self) -> None:
+        """Returns once no gateway has called for `cluster.orphan_timeout_s`, without standstills of this process."""
+        await self._callers.orphaned()
 
     async def shutdown(self, *, may_drain: bool) -> None:
         """Ends all workers together, after a drain if `may_drain`. Then nothing of the fleet remains."""

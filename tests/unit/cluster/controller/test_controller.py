@@ -319,24 +319,25 @@ async def test_a_restarted_controller_adopts_serving_workers(caplog: pytest.LogC
 
 @in_virtual_time
 async def test_a_fleet_without_calls_is_an_orphan() -> None:
-    async with fleet(fleet_config()) as tested:
+    config = fleet_config(orphan_timeout_s=0.2, ray_address="auto")
+    async with fleet(config) as tested:
         await tested.all_serve(3)
         view = tested.view
-        orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
+        orphaned = asyncio.create_task(tested.controller.orphaned())
         await tested.controller.wait_view(WaitView(view.controller_incarnation, view.version, 0.4))
         await asyncio.sleep(0.1)
         assert not orphaned.done()
         await orphaned
-    async with fleet(fleet_config()) as never_called:
-        await never_called.controller.orphaned(0.2)
+    async with fleet(config) as never_called:
+        await never_called.controller.orphaned()
 
 
 async def test_a_fleet_whose_start_is_waited_for_is_no_orphan() -> None:
     """Large models take minutes to load, and no gateway follows before they have."""
-    async with fleet(fleet_config()) as tested:
+    async with fleet(fleet_config(orphan_timeout_s=0.2, ray_address="auto")) as tested:
         await tested.all_serve(3)
         report = await tested.controller.wait_start(WaitStart(-1, 1.0))
-        orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
+        orphaned = asyncio.create_task(tested.controller.orphaned())
         await tested.controller.wait_start(WaitStart(report.version, 0.4))
         assert not orphaned.done()
         await orphaned

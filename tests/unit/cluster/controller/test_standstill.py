@@ -75,7 +75,7 @@ async def test_a_worker_that_starts_is_not_given_up() -> None:
 async def test_a_fleet_is_no_orphan_for_it() -> None:
     async with fleet(fleet_config(orphan_timeout_s=10.0, ray_address="auto")) as tested:
         await tested.all_serve(3)
-        orphaned = asyncio.create_task(tested.controller.orphaned(10.0))
+        orphaned = asyncio.create_task(tested.controller.orphaned())
         await asyncio.sleep(5.0)
         virtual_loop().stand_still(STOOD_S)
         await asyncio.sleep(2.0)
