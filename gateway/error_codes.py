@@ -6,7 +6,6 @@ from http import HTTPStatus
 from grpc import StatusCode
 
 from baton.errors import (
-    BatonError,
     ClusterError,
     DeadlinePassed,
     DeadlineTooClose,
@@ -53,7 +52,6 @@ class ErrorCodes:
 _INTERNAL = ErrorCodes(StatusCode.INTERNAL, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 _CODES: dict[type[BaseException], ErrorCodes] = {
-    BatonError: _INTERNAL,
     ClusterError: ErrorCodes(StatusCode.UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE),
     FleetError: ErrorCodes(StatusCode.FAILED_PRECONDITION, HTTPStatus.CONFLICT),
     UnknownWorker: ErrorCodes(StatusCode.NOT_FOUND, HTTPStatus.NOT_FOUND),
