@@ -16,7 +16,7 @@ from baton.messages.request_plane import KVEvents
 from baton.request import EngineRequest, FinishReason, RequestOutput
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from baton.worker import KVBlockCounts, WorkerStatus
-from gateway.auth.callers import Caller
+from gateway.auth.callers import ANYBODY, Caller
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.events import (
     AbortAt,
@@ -175,7 +175,7 @@ class SimGateway:
             cache_salt=spec.cache_salt,
             mode=spec.mode,
             timeout_s=spec.timeout_s,
-            caller=Caller(spec.caller or str(crc32(spec.request_id.encode()) % 3), may_administer=True),
+            caller=Caller(spec.caller or str(crc32(spec.request_id.encode()) % 3), rights=ANYBODY.rights),
         )
         self.clients[spec.request_id] = self._clients[request] = Client(
             spec, request, answer(spec.prompt, spec.max_tokens, self._max_model_len)

@@ -24,9 +24,7 @@ class Caller:
     """The identity behind a call. Callers share a gateway fairly by name; the authenticator proves the name."""
 
     name: str
-    may_administer: bool = False
-    may_observe: bool = False
-    may_generate: bool = True
+    rights: frozenset[Right] = frozenset({Right.GENERATE})
     is_stranger: bool = False
     """The caller sent no key to a gateway that has keys. Its connections have the least priority."""
     requests_per_minute: int | None = None
@@ -43,23 +41,22 @@ class Caller:
         """A number for workers, which do not need the name; the same at every gateway."""
         return int.from_bytes(blake2b(self.name.encode(errors="surrogatepass"), digest_size=7).digest())
 
+    @property
+    def may_administer(self) -> bool:
+        return Right.ADMINISTER in self.rights
+
     def may(self, right: Right) -> bool:
-        match right:
-            case Right.GENERATE:
-                return self.may_generate
-            case Right.OBSERVE:
-                return self.may_observe or self.may_administer
-            case Right.ADMINISTER:
-                return self.may_administer
+        """Who may administer, may also observe."""
+        return right in self.rights or (right is Right.OBSERVE and self.may_administer)
 
 
 MAX_WATCH_S = 3600.0
 """A call without an end of its own ends after this time. Then the client may call again, if its key still allows it."""
 
-ANYBODY = Caller(ANONYMOUS, may_administer=True, may_observe=True)
+ANYBODY = Caller(ANONYMOUS, frozenset(Right))
 """Everyone who can connect to a gateway on loopback without API keys."""
 
-NO_CALLER = Caller(ANONYMOUS, may_generate=False, is_stranger=True)
+NO_CALLER = Caller(ANONYMOUS, frozenset(), is_stranger=True)
 """The caller in methods that need no key."""
 
 current_caller: ContextVar[Caller] = ContextVar("current_caller")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from baton.config import ApiKey, contradiction_among
 from baton.errors import ConfigError
-from gateway.auth.callers import Caller
+from gateway.auth.callers import Caller, Right
 
 PREFIX = "baton-"
 """Lets people and scanners recognize a leaked key."""
@@ -50,9 +50,7 @@ def _digest(key: str) -> bytes:
 def _caller(key: ApiKey) -> Caller:
     return Caller(
         key.name,
-        may_administer="administer" in key.scopes,
-        may_observe="observe" in key.scopes,
-        may_generate="generate" in key.scopes,
+        frozenset(map(Right, key.scopes)),
         requests_per_minute=key.requests_per_minute,
         tokens_per_minute=key.tokens_per_minute,
         max_concurrent=key.max_concurrent,
