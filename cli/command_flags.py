@@ -29,11 +29,7 @@ def add_target_flags(parser: argparse.ArgumentParser, default: str) -> None:
         help="the API key itself, visible to other users of this machine; default $BATON_API_KEY",
     )
     parser.add_argument("--tls", action="store_true", help="use TLS; implied by the flags below")
-    parser.add_argument(
-        "--tls-ca", type=Path, metavar="FILE", help="trust only these certificate authorities"
-    )
-    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="present this certificate (mTLS)")
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate")
+    _add_tls_files(parser, "trust only these certificate authorities")
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -185,19 +181,18 @@ def _add_probe(commands: Commands) -> None:
         "or tcp://HOST:PORT of any other listener, such as a Ray node",
     )
     probe.add_argument("--timeout", type=_seconds, default=3.0, metavar="S", help="default 3")
-    probe.add_argument(
-        "--tls-ca",
-        type=Path,
-        metavar="FILE",
-        help="check the server's certificate against these CAs; default: do not check",
-    )
-    probe.add_argument("--tls-cert", type=Path, metavar="FILE", help="present this certificate (mTLS)")
-    probe.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate")
+    _add_tls_files(probe, "check the server's certificate against these CAs; default: do not check")
     probe.add_argument(
         "--secret-file",
         metavar="FILE",
         help="with a fleet:// URL: like network.secret_file in the configuration",
     )
+
+
+def _add_tls_files(parser: argparse.ArgumentParser, ca_help: str) -> None:
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help=ca_help)
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="present this certificate (mTLS)")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate")
 
 
 def _seconds(text: str, at_most: float = 86_400.0) -> float:
