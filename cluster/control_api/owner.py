@@ -91,12 +91,7 @@ async def scale_to(config: BatonConfig, before: BatonConfig | None, control: Con
             await control.call(ScaleRole(role, count))
 
 
-async def follow_counts(
-    read: Callable[[], BatonConfig],
-    config: BatonConfig,
-    control: ControlApi,
-    look_every_s: float = LOOK_EVERY_S,
-) -> None:
+async def follow_counts(read: Callable[[], BatonConfig], config: BatonConfig, control: ControlApi) -> None:
     """Scales the fleet whenever `read` returns other counts. Runs until cancelled.
 
     `config`: the configuration with which this command started the fleet or took it over.
@@ -106,7 +101,7 @@ async def follow_counts(
     """
     done = seen = config
     while True:
-        await asyncio.sleep(look_every_s)
+        await asyncio.sleep(LOOK_EVERY_S)
         wanted = await asyncio.to_thread(read)
         if wanted is not seen:
             seen = wanted

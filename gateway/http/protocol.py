@@ -41,7 +41,6 @@ class BoundedH11(H11Protocol):
     """uvicorn's protocol with deadlines, a limit for the number of connections, and errors in the API's
     shape."""
 
-    request_timeout_s = REQUEST_TIMEOUT_S
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
 
@@ -176,7 +175,7 @@ class BoundedH11(H11Protocol):
         if not owes or self.transport.is_closing():
             self._unwatch()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(self.request_timeout_s, self.transport.close)
+            self._deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self.transport.close)
 
     @property
     def _is_kept_alive(self) -> bool:

@@ -25,10 +25,9 @@ class RequestLimits:
     """ASGI middleware: answers with 431 for too large headers, 413 for a too large body, 408 for a late body, and 429
     if the caller's bodies are too large together. `HttpAuthentication` must have set the caller."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
         self._held: Counter[str] = Counter()
         """Bytes by caller's name, of requests that are not being answered yet."""
         self._too_large = f"the body may have at most {max_bytes} bytes (gateway.max_message_mib)"
@@ -68,7 +67,7 @@ class RequestLimits:
         it waits without a deadline until the client disconnects.
         """
         num_bytes, is_whole = 0, False
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
 
         async def receive_limited() -> Message:
             nonlocal num_bytes, is_whole
@@ -79,7 +78,7 @@ class RequestLimits:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"the body did not arrive within {self._timeout_s:g} s") from None
+                raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
             num_bytes += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if num_bytes > self._max_bytes:

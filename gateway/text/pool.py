@@ -21,20 +21,13 @@ TEMPLATE_TIMEOUT_S = 5.0
 class TokenizerPool:
     """Use it from one event loop only. Callers, given by name, take turns by the lengths of their texts."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        max_tokens: int,
-        max_waiting: int,
-        template_timeout_s: float = TEMPLATE_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int, max_waiting: int) -> None:
         """Refuses a text without tokenizing it if it cannot fit into `max_tokens` tokens, even with the
         longest tokens. Up to `max_waiting` texts, and as many conversations, may wait. If there are more, the
         pool refuses those of the caller that has most of them.
         """
         self.tokenizer = tokenizer
         self.max_characters = max_tokens * tokenizer.longest_token
-        self._template_timeout_s = template_timeout_s
         self._threads = FairThreads(NUM_THREADS, "tokenizer", "texts", max_waiting)
         self._template_threads = FairThreads(
             NUM_TEMPLATE_THREADS, "chat-template", "conversations", max_waiting
@@ -97,12 +90,11 @@ class TokenizerPool:
         def render() -> str:
             return self.tokenizer.render_chat(conversation, add_generation_prompt)
 
-        timeout_s = self._template_timeout_s
         try:
             return await self._template_threads.run(
-                caller, conversation.num_characters, lambda: run_within(timeout_s, render)
+                caller, conversation.num_characters, lambda: run_within(TEMPLATE_TIMEOUT_S, render)
             )
         except TimeoutError:
             raise InvalidRequest(
-                "chat", f"the model's chat template took longer than {timeout_s:g} s"
+                "chat", f"the model's chat template took longer than {TEMPLATE_TIMEOUT_S:g} s"
             ) from None

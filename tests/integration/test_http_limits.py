@@ -10,8 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from gateway.http.protocol import BoundedH11
-from gateway.http.request_limits import MAX_BODIES, RequestLimits
+from gateway.http.request_limits import MAX_BODIES
 from tests.factories.api_keys import ALICE, API_KEYS, BOB
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
 
@@ -136,8 +135,7 @@ async def test_a_body_that_is_malformed_at_once_has_one_answer(
 
 
 async def test_a_body_that_does_not_arrive_ends_its_request(folder: Path) -> None:
-    limited = patch.object(RequestLimits.__init__, "__defaults__", (0.2,))
-    with limited:
+    with patch("gateway.http.request_limits.BODY_TIMEOUT_S", 0.2):
         async with gateway_with(folder, {}, {}) as under_test:
             status, error = await ask(under_test, HEAD + b"content-length: 10\r\n\r\n{")
             assert (status, error["type"]) == (408, "invalid_request_error")
@@ -177,7 +175,7 @@ async def test_connections_that_owe_a_request_are_cut_off_and_those_that_wait_fo
                     pass
             return True
 
-    with patch.object(BoundedH11, "request_timeout_s", 1.0):
+    with patch("gateway.http.protocol.REQUEST_TIMEOUT_S", 1.0):
         async with gateway_with(folder, {}, {"w0": silent}) as under_test:
             assert await ends(under_test, b"")
             assert await ends(under_test, b"GET /health HTTP/1.1\r\nhost: ")

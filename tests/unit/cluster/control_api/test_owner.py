@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pytest
 
@@ -190,13 +191,14 @@ def follow(fleet: Fleet, begun_as: BatonConfig, *later: BatonConfig) -> None:
                 loop.call_soon_threadsafe(is_over.set)
             return last
 
-        following = asyncio.create_task(follow_counts(read, begun_as, fleet, look_every_s=0.001))
+        following = asyncio.create_task(follow_counts(read, begun_as, fleet))
         async with asyncio.timeout(60.0):
             await is_over.wait()
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
-    asyncio.run(run())
+    with patch("cluster.control_api.owner.LOOK_EVERY_S", 0.001):
+        asyncio.run(run())
 
 
 def test_the_fleet_is_scaled_once_for_each_change() -> None:

@@ -15,6 +15,7 @@ import pytest
 from baton.errors import InvalidRequest, Overloaded
 from gateway.conversation import ChatMessage, Conversation, ToolCall
 from gateway.text import Tokenizer, TokenizerPool
+from gateway.text import pool as pool_module
 from gateway.text.pool import MAX_INLINE_CHARACTERS, NUM_THREADS
 from gateway.text.time_limit import run_within
 from tests.factories.models import make_tokenizer_dir
@@ -30,8 +31,8 @@ def tokenizer(folder: Path, template: str | None = None) -> Tokenizer:
 
 
 @asynccontextmanager
-async def pool_of(tokenizer: Tokenizer, template_timeout_s: float = 5.0) -> AsyncIterator[TokenizerPool]:
-    pool = TokenizerPool(tokenizer, MAX_TOKENS, MAX_WAITING, template_timeout_s)
+async def pool_of(tokenizer: Tokenizer) -> AsyncIterator[TokenizerPool]:
+    pool = TokenizerPool(tokenizer, MAX_TOKENS, MAX_WAITING)
     try:
         yield pool
     finally:
@@ -249,10 +250,13 @@ async def test_a_template_that_fails_is_reported_to_the_client(
             await pool.encode_chat("alice", HELLO)
 
 
-async def test_a_template_that_does_not_end_is_ended_and_others_go_on(tmp_path: Path) -> None:
+async def test_a_template_that_does_not_end_is_ended_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "TEMPLATE_TIMEOUT_S", 0.2)
     own = tokenizer(tmp_path, "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}fine")
 
-    async with pool_of(own, template_timeout_s=0.2) as pool:
+    async with pool_of(own) as pool:
         loops = [pool.encode_chat("alice", Conversation((ChatMessage("user", "loop"),))) for _ in range(4)]
         errors = await asyncio.wait_for(asyncio.gather(*loops, return_exceptions=True), 30)
         assert {str(error) for error in errors} == {"chat: the model's chat template took longer than 0.2 s"}
