@@ -93,10 +93,6 @@ class Preprocessor:
     def has_chat_template(self) -> bool:
         return self._tokenizer.has_chat_template
 
-    async def tokenizer_files(self) -> dict[str, bytes]:
-        """The files that a client needs to tokenize in the same way as this gateway."""
-        return await asyncio.to_thread(self._tokenizer.files)
-
     async def preprocess(self, asked: ClientRequest) -> GatewayRequest:
         """Tokenizes the prompt, and checks all values against the model. InvalidRequest names the field."""
         prompt, caller = asked.prompt, asked.caller

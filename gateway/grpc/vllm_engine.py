@@ -164,7 +164,8 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Makes the archive once, in a thread: with a large vocabulary this takes most of a second."""
         async with self._packing:
             if self._archive is None:
-                self._archive = await asyncio.to_thread(_pack, await self._preprocessor.tokenizer_files())
+                tokenizer = self._preprocessor.pool.tokenizer
+                self._archive = await asyncio.to_thread(lambda: _pack(tokenizer.files()))
             return self._archive
 
     async def _preprocess(self, request: pb.GenerateRequest, context: Context) -> list[GatewayRequest]:

@@ -25,6 +25,7 @@ from gateway.http.responses.items import KeptItem
 from gateway.http.responses.respond import Generation, Responding
 from gateway.http.responses.response_json import ResponseJson
 from gateway.http.responses.store import RunningResponses
+from gateway.http.responses.tools import namespaces_of
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
@@ -71,7 +72,7 @@ class CreateResponse:
             body, request.sampling_params, response_id, int(time.time()), is_stored=stored_by is not None
         )
         own_json = input_json(own, request.request_id)
-        generation = Generation(request, response, history, own_json, stored_by, body.namespaces)
+        generation = Generation(request, response, history, own_json, stored_by, namespaces_of(body.tools))
         tokens = self._tokens if body.has_logprobs else None
         return Responding(self._driver, generation, tokens, is_stream=bool(body.stream))
 

@@ -11,7 +11,7 @@ from gateway.conversation import ReasoningOptions
 from gateway.http.body import Body, NotSupported, OnlyFalse
 from gateway.http.openai.fields import Effort, reasoning_of
 from gateway.http.responses.items import MAX_ID_CHARACTERS, InputItem, InputItems, MessageItem
-from gateway.http.responses.tools import MAX_TOOLS, ResponseTool, ToolChoiceField, namespaces_of
+from gateway.http.responses.tools import MAX_TOOLS, ResponseTool, ToolChoiceField
 from gateway.http.sampling_fields import ModelName, PromptCacheKey, SamplingFields
 from gateway.preprocess import UNLIMITED
 
@@ -125,11 +125,6 @@ class PromptFields(Body):
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
         return self.input or []
-
-    @property
-    def namespaces(self) -> dict[str, tuple[str, str]]:
-        """The namespace of each function in a namespace, and its name there, by the name that the model knows."""
-        return namespaces_of(self.tools)
 
     @property
     def reasoning_options(self) -> ReasoningOptions:

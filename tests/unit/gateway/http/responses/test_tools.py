@@ -12,7 +12,7 @@ from gateway.http.responses.conversation import conversation_of
 from gateway.http.responses.create_request import ResponseRequest
 from gateway.http.responses.items import KeptItem, as_kept
 from gateway.http.responses.output import CallOutput, ResponseOutput
-from gateway.http.responses.tools import shown_tools
+from gateway.http.responses.tools import namespaces_of, shown_tools
 
 
 def function(name: str, **fields: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def test_the_model_knows_deferred_functions_at_once() -> None:
 
 def test_a_call_comes_back_with_its_namespace_and_may_be_sent_back() -> None:
     asked = body(FILES, function("look"))
-    output = ResponseOutput("r", None, asked.namespaces)
+    output = ResponseOutput("r", None, namespaces_of(asked.tools))
     for number, name in enumerate(("mcp__files.read", "look", "mcp__files.unknown")):
         list(output.on_events([CallBegins(number, name), ArgumentsDelta(number, "{}"), CallEnds(number)]))
     calls = [item for item in output.items if isinstance(item, CallOutput)]
