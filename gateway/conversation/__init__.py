@@ -16,6 +16,7 @@ from gateway.conversation.formats.choice import FORMAT_NAMES, answer_format_of
 from gateway.conversation.guided_schema import checked_answer
 from gateway.conversation.lark import Vocabulary
 from gateway.conversation.messages import (
+    NO_ARGUMENTS,
     ChatMessage,
     Conversation,
     ReasoningOptions,
@@ -28,6 +29,7 @@ from gateway.conversation.messages import (
 
 __all__ = [
     "FORMAT_NAMES",
+    "NO_ARGUMENTS",
     "NUM_PROMPT_END_TOKENS",
     "SPECIAL",
     "AnswerEvent",

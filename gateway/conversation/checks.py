@@ -8,6 +8,9 @@ from gateway.conversation.messages import ChatMessage, Tool, ToolCall
 from gateway.conversation.template import is_object
 from gateway.strict_json import MAX_VALUES, NotStrict, count_values
 
+MAX_MESSAGES = 4096
+MAX_CALLS = 128
+"""Most tool calls in one message."""
 MAX_TOOLS = 128
 """OpenAI's limit."""
 MAX_SCHEMA_CHARACTERS = 2**20

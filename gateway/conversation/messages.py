@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
+"""The schema of a tool that has none of its own."""
 BETWEEN_JOINED = "\n\n"
 """Written between the texts of messages that are joined."""
 
@@ -46,7 +48,7 @@ class Tool:
 
     name: str
     description: str | None = None
-    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    parameters: Mapping[str, Any] = field(default_factory=lambda: NO_ARGUMENTS)
     """A JSON schema of the tool's arguments."""
     strict: bool = False
     """If true, arguments match the schema even if the model may decide whether to call the tool."""

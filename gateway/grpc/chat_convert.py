@@ -8,6 +8,7 @@ from baton.errors import InvalidRequest
 from baton.v1 import generation_service_pb2 as pb
 from gateway.call_ids import CallIds
 from gateway.conversation import (
+    NO_ARGUMENTS,
     AnswerEvent,
     ArgumentsDelta,
     CallBegins,
@@ -24,6 +25,8 @@ from gateway.conversation import (
 )
 from gateway.conversation.call_syntax import is_tool_name
 from gateway.conversation.checks import (
+    MAX_CALLS,
+    MAX_MESSAGES,
     MAX_SCHEMA_CHARACTERS,
     MAX_TOOLS,
     check_among,
@@ -32,10 +35,6 @@ from gateway.conversation.checks import (
 )
 from gateway.conversation.template import MAX_OPTIONS, check_template_options
 from gateway.strict_json import NotStrict, parse
-
-MAX_MESSAGES = 4096
-MAX_CALLS = 128
-"""One message has at most this many tool calls."""
 
 USES_TO_PB = {
     ToolUse.NONE: pb.TOOL_USE_NONE,
@@ -164,12 +163,9 @@ def _tools_from(messages: Iterable[pb.Tool]) -> tuple[Tool, ...]:
                 f"{place}.parameters",
                 f"the schemas up to this one have more than {MAX_SCHEMA_CHARACTERS} characters",
             )
-        description = message.description or None
-        if message.parameters:
-            schema = _schema_from(message.parameters, f"{place}.parameters")
-            tools.append(Tool(message.name, description, schema, message.strict))
-        else:
-            tools.append(Tool(message.name, description, strict=message.strict))
+        text = message.parameters
+        schema = _schema_from(text, f"{place}.parameters") if text else NO_ARGUMENTS
+        tools.append(Tool(message.name, message.description or None, schema, message.strict))
     placed = {f"chat.tools.{index}": tool for index, tool in enumerate(tools)}
     check_tools(placed, "name", "parameters")
     return tuple(tools)

@@ -18,7 +18,7 @@ from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2 as sampling_pb
 from gateway import choices
-from gateway.grpc.chat_convert import MAX_MESSAGES
+from gateway.conversation.checks import MAX_MESSAGES
 from gateway.grpc.generated import vllm_engine_pb2 as engine_pb
 from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from gateway.preprocess import MAX_SALT_CHARACTERS

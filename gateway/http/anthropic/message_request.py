@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_STOP_STRINGS, GrammarKind, SamplingParams, StructuredOutput
 from gateway.conversation import Conversation, ReasoningOptions
+from gateway.conversation.checks import MAX_MESSAGES
 from gateway.http.anthropic.blocks import CacheControl, TextBlocks, Turn
 from gateway.http.anthropic.conversation import messages_of
 from gateway.http.anthropic.output import (
@@ -22,14 +23,12 @@ from gateway.http.anthropic.tools import ChoiceBody, Tools, tool_choice_of, tool
 from gateway.http.body import Body, NotSupported
 from gateway.http.sampling_fields import ModelName, RequestId, SamplingFields, Stop
 
-MAX_TURNS = 4096
-
 
 class CountTokensRequest(Body):
     """The fields of a prompt, which both bodies have."""
 
     model: ModelName
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_TURNS, fail_fast=True)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | TextBlocks | None = None
     tools: Tools | None = None
     tool_choice: ChoiceBody | None = None

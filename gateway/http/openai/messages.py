@@ -7,13 +7,10 @@ from pydantic import Field
 
 from baton.errors import InvalidRequest
 from gateway.conversation import ChatMessage, ToolCall
-from gateway.conversation.checks import with_tools_named
+from gateway.conversation.checks import MAX_CALLS, MAX_MESSAGES, with_tools_named
 from gateway.http.body import Body, NotSupported
 
-MAX_MESSAGES = 4096
 MAX_PARTS = 1024
-MAX_CALLS = 128
-"""One message has at most this many calls."""
 MAX_CALL_ID_CHARACTERS = 512
 MAX_CALL_NAME_CHARACTERS = 256
 """Longest name in a call that the model made. This name may differ from all names of tools."""

@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from baton.errors import InvalidRequest
-from gateway.conversation import Tool, ToolChoice, ToolUse
+from gateway.conversation import NO_ARGUMENTS, Tool, ToolChoice, ToolUse
 from gateway.conversation.checks import MAX_SCHEMA_CHARACTERS, MAX_TOOLS, check_among, check_tools
 from gateway.http.body import Body
 
@@ -36,11 +36,9 @@ class FunctionTool(Body):
     function: FunctionDefinition
 
     def as_tool(self) -> Tool:
-        name, description, schema = self.function.name, self.function.description, self.function.parameters
-        is_strict = bool(self.function.strict)
-        if schema is None:
-            return Tool(name, description, strict=is_strict)
-        return Tool(name, description, schema, is_strict)
+        function = self.function
+        schema = NO_ARGUMENTS if function.parameters is None else function.parameters
+        return Tool(function.name, function.description, schema, bool(function.strict))
 
 
 class FunctionName(Body):

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from baton.errors import InvalidRequest
-from gateway.conversation import Tool, ToolChoice, ToolUse
+from gateway.conversation import NO_ARGUMENTS, Tool, ToolChoice, ToolUse
 from gateway.conversation.checks import check_among, check_tools
 from gateway.http.body import Body, NotSupported
 from gateway.http.openai.tools import MAX_NAME_CHARACTERS, ToolName
@@ -38,10 +38,8 @@ class ResponseFunctionTool(Body):
     output_schema: NotSupported = None
 
     def as_tool(self) -> Tool:
-        strict = self.strict is not False
-        if self.parameters is None:
-            return Tool(self.name, self.description, strict=strict)
-        return Tool(self.name, self.description, self.parameters, strict)
+        schema = NO_ARGUMENTS if self.parameters is None else self.parameters
+        return Tool(self.name, self.description, schema, self.strict is not False)
 
     def as_shown(self) -> dict[str, Any]:
         """The tool as a response repeats it."""
