@@ -107,7 +107,8 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path
     import ray
 
     if config.ray_address != "local":
-        with _joined(ray, config):
+        with _shut_down_after(ray):
+            _join(ray, config)
             yield None
         return
     try:
@@ -125,7 +126,8 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path
     # when no process writes to the folder any more.
     atexit.register(remove)
     try:
-        with _private(ray, folder / _RAYS_OWN, config, num_ranks, device):
+        with _shut_down_after(ray):
+            _start(ray, folder / _RAYS_OWN, config, num_ranks, device)
             yield folder / _RAYS_OWN / "session_latest" / "logs"
     except Exception:
         is_worth_keeping = True
@@ -158,34 +160,26 @@ def check_token(config: ClusterConfig) -> None:
 
 
 @contextmanager
-def _private(
-    ray: ModuleType, folder: Path, config: ClusterConfig, num_ranks: int, device: str
-) -> Iterator[None]:
+def _shut_down_after(ray: ModuleType) -> Iterator[None]:
     try:
-        with _fewer_processes(), _no_agents_left():
-            _init(
-                ray,
-                address="local",
-                namespace=config.name,
-                num_cpus=max(os.cpu_count() or 1, math.ceil(num_ranks * config.cpus_per_worker)),
-                num_gpus=None if device == "cuda" else 0,  # None: all GPUs of the machine
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                _temp_dir=str(folder),
-                _system_config=_SYSTEM_CONFIG,
-            )
         yield
     finally:
         ray.shutdown()
 
 
-@contextmanager
-def _joined(ray: ModuleType, config: ClusterConfig) -> Iterator[None]:
-    try:
-        _join(ray, config)
-        yield
-    finally:
-        ray.shutdown()
+def _start(ray: ModuleType, folder: Path, config: ClusterConfig, num_ranks: int, device: str) -> None:
+    with _fewer_processes(), _no_agents_left():
+        _init(
+            ray,
+            address="local",
+            namespace=config.name,
+            num_cpus=max(os.cpu_count() or 1, math.ceil(num_ranks * config.cpus_per_worker)),
+            num_gpus=None if device == "cuda" else 0,  # None: all GPUs of the machine
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            _temp_dir=str(folder),
+            _system_config=_SYSTEM_CONFIG,
+        )
 
 
 def _join(ray: ModuleType, config: ClusterConfig) -> None:

@@ -23,11 +23,12 @@ from baton.errors import ClusterError, ConfigError
 from cluster.on_ray.session import (
     _INSTALL_RAYS_HANDLER,
     _init,
-    _joined,
+    _join,
     _no_agents_left,
     _probe,
     _root_cause,
     _short_folder,
+    _shut_down_after,
     check_token,
     connect,
     lost_process,
@@ -265,7 +266,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_pauses")
 def test_a_ray_that_starts_beside_us_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     ray = StartingRay(2)
-    with _joined(cast("ModuleType", ray), ClusterConfig(ray_address="auto", ray_timeout_s=60.0)):
+    module = cast("ModuleType", ray)
+    with _shut_down_after(module):
+        _join(module, ClusterConfig(ray_address="auto", ray_timeout_s=60.0))
         assert ray.calls == ["init", "shutdown", "init", "shutdown", "init"]
     assert ray.calls[-1] == "shutdown"
     assert [record.getMessage() for record in caplog.records] == [
@@ -279,11 +282,8 @@ def test_a_ray_that_starts_beside_us_is_waited_for(caplog: pytest.LogCaptureFixt
 def test_a_ray_that_does_not_come_is_an_error(timeout_s: float) -> None:
     ray = StartingRay(10**9)
     config = ClusterConfig(ray_address="auto", ray_timeout_s=timeout_s)
-    with (
-        pytest.raises(ClusterError, match="Could not find any running Ray"),
-        _joined(cast("ModuleType", ray), config),
-    ):
-        pytest.fail("it was never joined")
+    with pytest.raises(ClusterError, match="Could not find any running Ray"):
+        _join(cast("ModuleType", ray), config)
     assert (ray.calls.count("init") == 1) == (timeout_s == 0.0)
 
 
