@@ -10,7 +10,7 @@ from gateway.strict_json import MAX_VALUES, NotStrict, count_values
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128
-"""Most tool calls in one message."""
+"""One message has at most this many tool calls."""
 MAX_TOOLS = 128
 """OpenAI's limit."""
 MAX_SCHEMA_CHARACTERS = 2**20
