@@ -3,11 +3,9 @@
 from pathlib import Path
 
 from baton.config import BatonConfig
-from engine.loading.gguf_folder import gguf_of
-from engine.model_config import read_json
+from engine.loading.stored_weights import is_quantized
 from engine.native.instructions import machine_instructions
 from engine.native.library import native_library
-from engine.quantization_config import KEY
 
 TOKENS_WITH_MATRIX_UNITS = 512
 """AMX multiplies bfloat16 so fast that a step of 128 tokens, the default, spends more time on reading the weights than
@@ -36,5 +34,5 @@ def _multiplies_by_matrix_units(config: BatonConfig, model_path: Path) -> bool:
         return False
     quantization = config.model.quantization
     if quantization == "auto":
-        return gguf_of(model_path) is None and KEY not in read_json(model_path / "config.json")
+        return not is_quantized(model_path)
     return quantization == "none"

@@ -11,6 +11,7 @@ from baton.config import BatonConfig
 from engine import prefill_steps
 from engine.native.instructions import INSTRUCTION_SETS
 from engine.prefill_steps import with_prefill_steps
+from tests.factories.quantized_checkpoints import compressed_tensors
 
 AMX, WITHOUT = INSTRUCTION_SETS[:2]
 BFLOAT16 = {"model": {"dtype": "bfloat16"}}
@@ -66,9 +67,13 @@ def test_without_matrix_units_or_kernels_the_size_stays(
 
 
 def test_checkpoints_with_fewer_bits_keep_the_size(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     assert step_tokens(tmp_path, BFLOAT16) == 128
-    (tmp_path / "config.json").write_text("{}")
+    config.write_text(json.dumps({"compression_config": compressed_tensors("int-quantized")}))
+    assert step_tokens(tmp_path, BFLOAT16) == 128, "the key of old checkpoints"
+    config.write_text(json.dumps({"quantization_config": None}))
+    assert step_tokens(tmp_path, BFLOAT16) == 512
     (tmp_path / "model.gguf").touch()
     assert step_tokens(tmp_path, BFLOAT16) == 128
     assert step_tokens(tmp_path, {"model": {"dtype": "bfloat16", "quantization": "none"}}) == 512
