@@ -47,8 +47,8 @@ class Collectives(Protocol):
         """Replaces `x` by the sum of all ranks' `x`, with the same bits on each rank. `x` is contiguous."""
         ...
 
-    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """The `x` of all ranks, concatenated along `dim` in rank order.
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The `x` of all ranks, concatenated along the last dimension in rank order.
 
         `x` has the same shape on each rank.
         """
@@ -72,7 +72,7 @@ class SingleRank:
     def all_reduce_(self, x: torch.Tensor) -> None:
         """`x` is the sum already."""
 
-    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:  # noqa: ARG002
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """`x` itself."""
         return x
 
@@ -94,9 +94,9 @@ class SilentRank(SingleRank):
         self.rank = rank
         self.size = size
 
-    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """As many copies of `x` as there are ranks."""
-        return torch.cat([x] * self.size, dim)
+        return torch.cat([x] * self.size, -1)
 
 
 class TorchCollectives:
@@ -150,12 +150,12 @@ class TorchCollectives:
         if not self._is_silent:
             self._call("all_reduce", dist.all_reduce, x)
 
-    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_silent:
-            return torch.cat([x] * self.size, dim)
+            return torch.cat([x] * self.size, -1)
         gathered = x.new_empty(self.size, *x.shape)
         self._call("all_gather", _all_gather_single, gathered.view(-1), x.contiguous().view(-1))
-        return torch.cat(gathered.unbind(0), dim)
+        return torch.cat(gathered.unbind(0), -1)
 
     def broadcast_(self, x: torch.Tensor) -> None:
         if not self._is_silent:

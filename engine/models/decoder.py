@@ -177,7 +177,7 @@ class Decoder:
         logits_RV = self._lm_head(self._backend.rms_norm(hidden_RE, self._norm_E, a.rms_norm_eps))
         if logits_RV.shape[-1] < self._share:  # every rank must send equally many
             logits_RV = F.pad(logits_RV, (0, self._share - logits_RV.shape[-1]))
-        logits_RV = self._collectives.all_gather(logits_RV, -1)[:, : a.vocab_size]
+        logits_RV = self._collectives.all_gather(logits_RV)[:, : a.vocab_size]
         if a.logits_divisor != 1.0:
             logits_RV = logits_RV.div_(a.logits_divisor)
         return logits_RV if a.logits_cap is None else cap_(logits_RV, a.logits_cap)

@@ -86,9 +86,8 @@ class CollectiveRunner:
             x_TE = torch.full((2, 3), 1.0 + rank, dtype=dtype)
             collectives.all_reduce_(x_TE)
             results.append(x_TE.unique().tolist())
-            for dim in (0, 1, -1):
-                mine = torch.tensor([[rank, 10.0 + rank]], dtype=dtype)
-                results.append(collectives.all_gather(mine, dim).tolist())
+            mine = torch.tensor([[rank, 10.0 + rank], [20.0 + rank, 30.0 + rank]], dtype=dtype)
+            results.append(collectives.all_gather(mine).tolist())
         token_ids_R = torch.tensor([7, 8]) + self._collectives.rank
         collectives.broadcast_(token_ids_R)
         results.append(token_ids_R.tolist())

@@ -28,8 +28,8 @@ class ThreadedRank:
     def all_reduce_(self, x: torch.Tensor) -> None:
         x.copy_(torch.stack(self._exchange(x)).sum(0))
 
-    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat(self._exchange(x), dim)
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._exchange(x), -1)
 
     def broadcast_(self, x: torch.Tensor) -> None:
         x.copy_(self._exchange(x)[0])

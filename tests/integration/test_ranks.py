@@ -164,8 +164,8 @@ def test_ranks_compute_the_same_steps_execute_the_same_commands_and_end_on_comma
             time.sleep(0.05)
         assert ranks.connector.counters() == {"kv_loads": 2}, "of both ranks"
     expected = ["at once WithdrawBlocks", "step 3", "save kept", "load r", "at once AbortLoad"]
-    gathered = [[[0.0, 10.0], [1.0, 11.0]], [[0.0, 10.0, 1.0, 11.0]], [[0.0, 10.0, 1.0, 11.0]]]
-    collectives = str([[3.0], *gathered] * 3 + [[7, 8]])
+    gathered = [[0.0, 10.0, 1.0, 11.0], [20.0, 30.0, 21.0, 31.0]]
+    collectives = str([[3.0], gathered] * 3 + [[7, 8]])
     assert ranks.diary(1) == ["start", "step 1", collectives, "step 2", *expected, "shutdown"]
     assert ranks.diary(0)[:3] == ["step 1", collectives, "step 2"]
 

@@ -179,7 +179,7 @@ class Recorded:
     def all_reduce_(self, x: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     def broadcast_(self, x: torch.Tensor) -> None:
