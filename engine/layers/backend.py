@@ -124,12 +124,12 @@ class Backend(Protocol):
         router: ExpertRouter,
         experts: Iterable[Expert],
         linear: MakeLinear,
-        here: range | None = None,
+        here: range,
     ) -> MixtureLayer:
         """A mixture of `experts`, which are read one after another. `linear` makes the experts' projections.
 
-        `here`: the numbers of `experts`, if other ranks have more experts (None: these are all). Then the
-        result is the sum over those of a row's experts that are on this rank; zeros if none is.
+        `here`: the numbers of `experts`; other ranks have the others. The result is the sum over those of a
+        row's experts that are on this rank; zeros if none is.
         """
         ...
 

@@ -88,10 +88,6 @@ class ExpertChoice:
         self._dtype = router.weight_XE.dtype
         self.bias_X = router.choice_bias_X
 
-    @property
-    def num_experts(self) -> int:
-        return self.mixture.num_experts
-
     def __call__(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row, best first, and their weights in float32: two tensors of T x K."""
         return route(self.logits(x_TE), self.mixture, self.bias_X)

@@ -48,7 +48,7 @@ class TorchBackend:
         router: ExpertRouter,
         experts: Iterable[Expert],
         linear: MakeLinear,
-        here: range | None = None,
+        here: range,
     ) -> MixtureLayer:
         choice = ExpertChoice(mixture, router, self.linear(router.weight_XE, router.bias_X))
         layers = [
@@ -58,7 +58,7 @@ class TorchBackend:
             )
             for expert in experts
         ]
-        return self.mixture_of(choice, layers, range(mixture.num_experts) if here is None else here)
+        return self.mixture_of(choice, layers, here)
 
     def mixture_of(
         self, choice: ExpertChoice, experts: Sequence[tuple[LinearLayer, LinearLayer]], here: range

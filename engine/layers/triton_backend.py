@@ -66,7 +66,7 @@ class TritonBackend:
         router: ExpertRouter,
         experts: Iterable[Expert],
         linear: MakeLinear,
-        here: range | None = None,
+        here: range,
     ) -> TritonMixture:
         """Each rank computes the routing, so all ranks must multiply in the same way.
 

@@ -25,12 +25,9 @@ class TritonMixture:
     `is_fp8`: converts the experts' matrices to 8-bit floats; activations keep their dtype.
     """
 
-    def __init__(
-        self, choice: ExpertChoice, experts: Iterable[Expert], here: range | None = None, *, is_fp8: bool
-    ) -> None:
-        """`here`: the numbers of `experts`; None: these are all."""
+    def __init__(self, choice: ExpertChoice, experts: Iterable[Expert], here: range, *, is_fp8: bool) -> None:
+        """`here`: the numbers of `experts`."""
         self._choice = choice
-        here = range(choice.num_experts) if here is None else here
         gate_up = _Stack(len(here), is_fp8=is_fp8)
         down = _Stack(len(here), is_fp8=is_fp8)
         for place, expert in enumerate(experts):
@@ -38,8 +35,9 @@ class TritonMixture:
             down.put(place, (expert.down_EI,), None if expert.down_bias_E is None else (expert.down_bias_E,))
         self._gate_up, self._down = gate_up.matrices(), down.matrices()
         self._places_X = None
-        if len(here) < choice.num_experts:
-            self._places_X = _places(here, choice.num_experts, self._down.weight_XOI.device)
+        num_experts = choice.mixture.num_experts
+        if len(here) < num_experts:
+            self._places_X = _places(here, num_experts, self._down.weight_XOI.device)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         return self._sum(x_TE)

@@ -250,12 +250,14 @@ def test_the_mixture_is_that_of_the_cpu(
             for expert, bias in zip(experts, biases, strict=True)
         ]
     x_TE = torch.randn(num_tokens, 32, generator=generator)
-    cpu = TorchBackend()
-    expected = cpu.mixture(mixture, ExpertRouter(router_XE, router_bias_X), experts, cpu.linear)(x_TE)
+    cpu, all_experts = TorchBackend(), range(5)
+    expected = cpu.mixture(mixture, ExpertRouter(router_XE, router_bias_X), experts, cpu.linear, all_experts)(
+        x_TE
+    )
     gpu = TritonBackend()
     there = [_on(device, expert) for expert in experts]
     router = ExpertRouter(router_XE.to(device), None if router_bias_X is None else router_bias_X.to(device))
-    layer = gpu.mixture(mixture, router, there, gpu.linear)
+    layer = gpu.mixture(mixture, router, there, gpu.linear, all_experts)
     found = layer(x_TE.to(device))
     torch.testing.assert_close(found.cpu(), expected)
     residual_TE = torch.randn(x_TE.shape, generator=generator).to(device)
@@ -298,9 +300,9 @@ def test_a_mixture_in_8_bits_is_one_of_rounded_matrices(
     x_TE = torch.randn(20, 32, generator=generator).to(F16).to(device)
     backend = TritonBackend()
     found = backend.mixture(
-        mixture, ExpertRouter(router_XE), [_expert(each) for each in matrices], backend.fp8_linear
+        mixture, ExpertRouter(router_XE), [_expert(each) for each in matrices], backend.fp8_linear, range(4)
     )
-    expected = backend.mixture(mixture, ExpertRouter(router_XE), rounded, backend.linear)
+    expected = backend.mixture(mixture, ExpertRouter(router_XE), rounded, backend.linear, range(4))
     torch.testing.assert_close(found(x_TE), expected(x_TE), rtol=0, atol=4e-3)
 
 

@@ -33,6 +33,7 @@ from tests.factories.stepping import StepDriver
 CPU = torch.device("cpu")
 HIDDEN, INNER = 64, 96
 MIXTURE = Mixture(num_experts=7, num_chosen=3, intermediate_size=INNER, is_normalized=True)
+ALL = range(MIXTURE.num_experts)
 EXPERTS: dict[str, dict[str, int]] = {
     "mixtral": {"num_local_experts": 6},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16},
@@ -86,7 +87,7 @@ def literally(x_TE: torch.Tensor, router_XE: torch.Tensor, experts: list[Expert]
 
 
 def made(backend: Backend, router_XE: torch.Tensor, experts: Iterable[Expert]) -> MixtureLayer:
-    return backend.mixture(MIXTURE, ExpertRouter(router_XE), experts, backend.linear)
+    return backend.mixture(MIXTURE, ExpertRouter(router_XE), experts, backend.linear, ALL)
 
 
 V3 = Mixture(
@@ -171,7 +172,9 @@ def test_a_mixture_with_biases_and_a_clamped_gate(make_backend: Any) -> None:
     mixture = replace(MIXTURE, activation=ClampedSwiglu(alpha=1.702, limit=0.7))
     x_TE = torch.randn(19, HIDDEN, generator=generator)
     backend = make_backend()
-    found = backend.mixture(mixture, ExpertRouter(router_XE, router_bias_X), experts, backend.linear)(x_TE)
+    found = backend.mixture(mixture, ExpertRouter(router_XE, router_bias_X), experts, backend.linear, ALL)(
+        x_TE
+    )
     for x_E, found_E in zip(x_TE, found, strict=True):
         best = (router_XE @ x_E + router_bias_X).topk(MIXTURE.num_chosen)
         expected_E = torch.zeros(HIDDEN)
@@ -208,7 +211,7 @@ def test_ranks_with_whole_experts_sum_up_to_the_mixture(make_backend: Any, kept:
     router_XE, experts = random_experts(torch.float32, 8 if kept == "groups" else None)
     linear = backend.fp8_linear if kept == "fp8" else backend.linear
     x_TE = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(4))
-    whole_TE = backend.mixture(MIXTURE, ExpertRouter(router_XE), experts, linear)(x_TE).clone()
+    whole_TE = backend.mixture(MIXTURE, ExpertRouter(router_XE), experts, linear, ALL)(x_TE).clone()
     experts_TK, _ = route(x_TE @ router_XE.T, MIXTURE)
     sum_TE = torch.zeros_like(whole_TE)
     for rank in range(num_ranks):
@@ -275,7 +278,7 @@ def test_an_expert_without_rows_multiplies_nothing() -> None:
 
     made_layers: list[LinearLayer] = []
     backend = Counting()
-    mixture = backend.mixture(MIXTURE, ExpertRouter(router_XE), experts, backend.counted)
+    mixture = backend.mixture(MIXTURE, ExpertRouter(router_XE), experts, backend.counted, ALL)
     x_TE = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(3))
     mixture(x_TE)
     experts_TK, _ = route(x_TE @ router_XE.T, MIXTURE)
