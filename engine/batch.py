@@ -97,7 +97,7 @@ class RunnerRequest:
         return self.output_counts
 
     def append_token(self, token_id: int) -> None:
-        self._tokens.extend((token_id,))
+        self._tokens.append(token_id)
 
     def truncate(self, num_tokens: int) -> None:
         """Keeps only the first `num_tokens` tokens, when the request resumes after preemption."""

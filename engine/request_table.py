@@ -35,12 +35,11 @@ class GrowingArray:
         """A view of the present values."""
         return self._buffer[: self._length]
 
-    def extend(self, values: tuple[int, ...]) -> None:
-        length = self._length + len(values)
-        if length > len(self._buffer):
-            self._buffer = np.resize(self._buffer, max(2 * len(self._buffer), length, 16))
-        self._buffer[self._length : length] = values
-        self._length = length
+    def append(self, value: int) -> None:
+        if self._length == len(self._buffer):
+            self._buffer = np.resize(self._buffer, max(2 * self._length, 16))
+        self._buffer[self._length] = value
+        self._length += 1
 
     def truncate(self, length: int) -> None:
         assert length <= self._length, f"{length} of {self._length} values"
