@@ -101,9 +101,8 @@ class Matcher:
         Once the grammar is complete, only end-of-sequence is allowed. If a draft is not allowed, the result
         for the tokens after it has no meaning.
         """
-        mask = np.frombuffer(self._mask(drafts), np.uint8)
-        allowed = np.unpackbits(mask, bitorder="little")[: self._vocab_size].astype(np.bool_)
-        return np.pad(allowed, (0, self._vocab_size - len(allowed)))
+        bits = self.allowed_words(drafts).view(np.uint8)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def allowed_words(self, drafts: Sequence[int] = ()) -> npt.NDArray[np.int32]:
         """The same as bits: bit b of word w is token 32 w + b. Bits beyond the vocabulary have no meaning."""
@@ -202,7 +201,7 @@ class GrammarCompiler:
     def start(self) -> None:
         """Starts the thread, once. Under load the system may have no free thread, which raises RuntimeError."""
         if self._thread is None:
-            self._thread = thread_with_stack(STACK_BYTES, self._run, "grammar")
+            self._thread = thread_with_stack(STACK_BYTES, self._run)
 
     def close(self) -> None:
         """Ends the thread after its current grammar."""

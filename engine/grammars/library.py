@@ -79,9 +79,9 @@ class GrammarLibrary:
         )
 
 
-def thread_with_stack(stack_bytes: int, run: Callable[[], None], name: str) -> threading.Thread:
+def thread_with_stack(stack_bytes: int, run: Callable[[], None]) -> threading.Thread:
     """A running daemon thread. Threads started elsewhere at the same moment may get such a stack, too."""
-    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread = threading.Thread(target=run, name="grammar", daemon=True)
     former = threading.stack_size(stack_bytes)
     try:
         thread.start()

@@ -104,7 +104,7 @@ def serve_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> None:
         end_with_parent()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a crashing library must not fill a log
         set_limits()
-        thread_with_stack(STACK_BYTES, run, "grammar").join()
+        thread_with_stack(STACK_BYTES, run).join()
     finally:
         os._exit(code)
 
