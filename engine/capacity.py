@@ -55,7 +55,7 @@ def reckon(
     num_swap_blocks = _num_swap_blocks(engine.swap_space_mib, asked, model)
     config = asked.with_values("scheduler", max_model_len=max_model_len, num_swap_blocks=num_swap_blocks)
     if model.device.type == "cuda":
-        wants_chunk = not has_budget and not _has_whole_prompts(asked)
+        wants_chunk = not has_budget and asked.splits_prompts
         limits = _limits(asked, max_model_len, num_drafts)
         config = _with_measured(engine, config, model, limits, wants_chunk=wants_chunk)
     if config.num_blocks is None:
@@ -82,15 +82,10 @@ def with_defaults_of(device: torch.device, asked: SchedulerConfig, max_model_len
     if device.type == "cpu":
         return asked.with_values("scheduler", **_cpu_budget(asked, max_model_len))
     defaults = dict(GPU_DEFAULTS)
-    if _has_whole_prompts(asked):
+    if not asked.splits_prompts:
         defaults["max_num_batched_tokens"] = max(defaults["max_num_batched_tokens"], max_model_len)
     unset = {key: value for key, value in defaults.items() if key not in asked.model_fields_set}
     return asked.with_values("scheduler", **unset)
-
-
-def _has_whole_prompts(asked: SchedulerConfig) -> bool:
-    """Whether a prompt is never split over several steps."""
-    return not (asked.enable_chunked_prefill and asked.batching == "unified")
 
 
 def _cpu_budget(asked: SchedulerConfig, max_model_len: int) -> dict[str, object]:
@@ -98,7 +93,7 @@ def _cpu_budget(asked: SchedulerConfig, max_model_len: int) -> dict[str, object]
     if "max_num_batched_tokens" in asked.model_fields_set:
         return {}
     least = max(asked.max_num_batched_tokens, asked.max_num_seqs)
-    if _has_whole_prompts(asked):
+    if not asked.splits_prompts:
         least = max(least, WHOLE_PROMPTS_BUDGET, max_model_len)
     return {"max_num_batched_tokens": least} if least > asked.max_num_batched_tokens else {}
 

@@ -17,8 +17,7 @@ def with_prefill_steps(config: BatonConfig, model_path: Path) -> BatonConfig:
     """The configuration of a prefill worker, with larger steps where they are faster. `config`: with a chosen dtype."""
     scheduler = config.scheduler
     is_set = "max_num_batched_tokens" in scheduler.model_fields_set
-    splits_prompts = scheduler.batching == "unified" and scheduler.enable_chunked_prefill
-    if is_set or not splits_prompts or not _multiplies_by_matrix_units(config, model_path):
+    if is_set or not scheduler.splits_prompts or not _multiplies_by_matrix_units(config, model_path):
         return config
     num_tokens = max(TOKENS_WITH_MATRIX_UNITS, scheduler.max_num_seqs)
     larger = scheduler.with_values("scheduler", max_num_batched_tokens=num_tokens)

@@ -26,11 +26,10 @@ class ContextLimits:
         size, num_usable = config.block_size, config.num_blocks - 1
         num_rows = groups.most_rows(num_usable, size, config.max_num_batched_tokens)
         num_slots = config.max_model_len if num_rows is None else num_rows * size
-        splits_prompts = config.batching == "unified" and config.enable_chunked_prefill
-        most_computed = num_slots if splits_prompts else min(num_slots, config.max_num_batched_tokens)
+        most_computed = num_slots if config.splits_prompts else min(num_slots, config.max_num_batched_tokens)
         self._max_initial_len = min(config.max_model_len - 1, num_slots - 1, most_computed)
         self._allowed = f"max_model_len ({config.max_model_len}) and {num_slots} slots of KV cache"
-        if not splits_prompts:
+        if not config.splits_prompts:
             self._allowed += f" and one step's budget of {config.max_num_batched_tokens}"
         self.max_model_len = min(config.max_model_len, most_computed + 1)
         """Prompt and output tokens at which a request ends."""

@@ -88,3 +88,8 @@ class SchedulerConfig(Section):
                 f"num_swap_blocks ({self.num_swap_blocks}) needs preemption 'swap', not 'recompute'"
             )
         return self
+
+    @property
+    def splits_prompts(self) -> bool:
+        """Whether a prompt that does not fit a step is computed in several."""
+        return self.batching == "unified" and self.enable_chunked_prefill
