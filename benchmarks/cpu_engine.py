@@ -186,10 +186,10 @@ def _measure(
     ]
 
 
-def best(cells: list[Cell], engine: str, workload: str, dtype: str | None = None) -> float | None:
+def best(cells: list[Cell], engine: str, workload: str, dtype: str | None) -> float | None:
     """The most tokens per second of an engine; None without a figure.
 
-    Without `dtype`, all data types but FEW_BITS count.
+    `dtype` None: all data types but FEW_BITS count.
     """
     mine = [cell for cell in cells if (cell.engine, cell.workload) == (engine, workload)]
     able = [cell for cell in mine if cell.dtype == dtype or (dtype is None and cell.dtype not in FEW_BITS)]

@@ -31,23 +31,15 @@ class Peer:
     """A process `python -m module arguments` that runs until the end of the `with` block."""
 
     def __init__(
-        self,
-        python: str,
-        module: str,
-        arguments: Sequence[str] = (),
-        environment: dict[str, str] | None = None,
-        timeout_s: float = ANSWER_TIMEOUT_S,
+        self, python: str, module: str, arguments: Sequence[str] = (), timeout_s: float = ANSWER_TIMEOUT_S
     ) -> None:
-        """`environment` is added to this process's.
-
-        `timeout_s` limits each answer; the first includes the start.
-        """
+        """`timeout_s` limits each answer; the first includes the start."""
         self._name = " ".join((python, "-m", module, *arguments))
         self._timeout_s = timeout_s
         self._process = subprocess.Popen(
             [python, "-m", module, *arguments],
             cwd=ROOT,
-            env=os.environ | QUIET | (environment or {}),
+            env=os.environ | QUIET,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

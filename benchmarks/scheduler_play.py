@@ -106,7 +106,7 @@ class Side(Protocol):
 class Model:
     """A model that verifies drafts, and samples once a step has computed all known tokens of a request."""
 
-    def __init__(self, num_speculative_tokens: int = 0) -> None:
+    def __init__(self, num_speculative_tokens: int) -> None:
         self._num_speculative_tokens = num_speculative_tokens
         self._specs: dict[str, RequestSpec] = {}
         self._num_prompt_tokens: dict[str, int] = {}

@@ -161,16 +161,16 @@ def torch_engine(model: LoadedModel, num_blocks: int, block_size: int) -> Checke
     return CheckedEngine(model, pool, runner, forward)
 
 
-def fill_randomly(pool: KVPool, seed: int = 0) -> None:
+def fill_randomly(pool: KVPool) -> None:
     """Fills the pool with random keys and values, block by block, so that this needs little extra memory."""
-    generator = torch.Generator(pool.blocks_NLKHTD.device).manual_seed(seed)
+    generator = torch.Generator(pool.blocks_NLKHTD.device).manual_seed(0)
     for block in pool.blocks_NLKHTD[1:]:
         block.normal_(generator=generator)
 
 
-def fill_alike(pool: KVPool, seed: int = 0) -> None:
+def fill_alike(pool: KVPool) -> None:
     """Fills every block alike, so that tokens do not depend on which blocks a request has."""
-    generator = torch.Generator(pool.blocks_NLKHTD.device).manual_seed(seed)
+    generator = torch.Generator(pool.blocks_NLKHTD.device).manual_seed(0)
     pool.blocks_NLKHTD[1].normal_(generator=generator)
     for block in pool.blocks_NLKHTD[2:]:
         block.copy_(pool.blocks_NLKHTD[1])

@@ -84,17 +84,19 @@ def _by_events(works: Sequence[Work], rounds: int) -> list[float]:
 
 
 @torch.inference_mode()
-def wall_seconds(device: torch.device, work: Work, rounds: int, warm_up: int = 1) -> float:
-    """The median time until the result is available; queueing and computing both count."""
+def wall_seconds(device: torch.device, work: Work, rounds: int) -> float:
+    """The median time until the result is available; queueing and computing both count.
+
+    `work` runs once more than `rounds`: the first time does not count.
+    """
     times = []
-    for number in range(warm_up + rounds):
+    for _ in range(1 + rounds):
         synchronize(device)
         start = time.perf_counter()
         work()
         synchronize(device)
-        if number >= warm_up:
-            times.append(time.perf_counter() - start)
-    return median(times)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
 
 
 def synchronize(device: torch.device) -> None:

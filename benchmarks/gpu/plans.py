@@ -18,10 +18,10 @@ class PlanMaker:
     The requests' blocks are scattered, as in a worker that has run for a long time.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, seed: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
         self._block_size = block_size
         self._vocab_size = vocab_size
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
         self._block_ids = list(range(1, num_blocks))
         self._rng.shuffle(self._block_ids)
         self._running: frozenset[str] = frozenset()
