@@ -122,7 +122,7 @@ void baton_add_normed(int64_t type, int64_t weight_type, const void *x_TE, void 
 void baton_gate_mul_silu(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
                     int num_threads) {
     gate_mul(type, gate_up_TM, out_TI, num_tokens, width, num_threads,
-             [](Floats x, Floats up) { return x / (1.0f + exp2(x * -LOG2_E)) * up; });
+             [](Floats x, Floats up) { return silu(x) * up; });
 }
 
 // GELU by its approximation: x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3).

@@ -28,8 +28,6 @@ inline void store(void *row, Type type, int64_t index, Floats values, int64_t co
     store_some(static_cast<BFloat16 *>(row) + index, values, count);
 }
 
-inline Floats silu(Floats x) { return x / (1.0f + exp2(x * -LOG2_E)); }
-
 // The epilogue of sums: y = sum, y += sum, or y = silu(first half of the outputs) * second half.
 enum Epilogue : int64_t { STORE = 0, ADD = 1, GATE = 2 };
 

@@ -198,11 +198,10 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The first 4 lanes, each combined with the lanes that lie a multiple of 4 further, half by half.
-typedef float Floats4 __attribute__((vector_size(16)));
-
+// All lanes combined: the first half of the lanes with the second, until one is left.
 template <typename Combine>
-inline Floats4 halved_to_4(Floats v, const Combine &combine) {
+inline float folded(Floats v, const Combine &combine) {
+    typedef float Floats4 __attribute__((vector_size(16)));
     typedef float Floats8 __attribute__((vector_size(32)));
 #if defined(__AVX512F__)
     const Floats8 x = combine((Floats8)_mm512_castps512_ps256((__m512)v), (Floats8)_mm512_extractf32x8_ps((__m512)v, 1));
@@ -210,19 +209,15 @@ inline Floats4 halved_to_4(Floats v, const Combine &combine) {
     const Floats8 x = v;
 #endif
 #if defined(__AVX2__)
-    return combine((Floats4)_mm256_castps256_ps128((__m256)x), (Floats4)_mm256_extractf128_ps((__m256)x, 1));
+    const Floats4 y = combine((Floats4)_mm256_castps256_ps128((__m256)x), (Floats4)_mm256_extractf128_ps((__m256)x, 1));
 #else
-    return v;
+    const Floats4 y = v;
 #endif
-}
-
-inline Floats4 added_to_4(Floats v) {
-    return halved_to_4(v, [](auto a, auto b) { return a + b; });
+    return combine(combine(y[0], y[2]), combine(y[1], y[3]));
 }
 
 inline float sum_of(Floats v) {
-    const Floats4 x = added_to_4(v);
-    return (x[0] + x[2]) + (x[1] + x[3]);
+    return folded(v, [](auto a, auto b) { return a + b; });
 }
 
 // Lane i of the result is lane `lanes[i]` of a and b side by side.
@@ -263,9 +258,7 @@ inline Floats reduced(Floats (&v)[LANES], const Combine &combine) {
 }
 
 inline float largest_of(Floats v) {
-    const Floats4 x = halved_to_4(v, [](auto a, auto b) { return a > b ? a : b; });
-    const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
-    return a > b ? a : b;
+    return folded(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // 2 to the power of x, for x up to 127.5, or NaN; the relative error is at most 1.7e-7. 0 below -126.5. The polynomial
@@ -289,3 +282,5 @@ inline Floats exp2(Floats x) { return exp2_up_to_127(smaller(all(128.0f), x)); }
 inline float exp2_of(float x) { return exp2(all(x))[0]; }
 
 constexpr float LOG2_E = 1.44269504f;
+
+inline Floats silu(Floats x) { return x / (1.0f + exp2(x * -LOG2_E)); }
