@@ -49,7 +49,7 @@ class GroupedLinear:
     Every call dequantizes the weights. This saves memory, but no time.
     """
 
-    def __init__(self, weight_OI: GroupedWeight, bias_O: torch.Tensor | None = None) -> None:
+    def __init__(self, weight_OI: GroupedWeight, bias_O: torch.Tensor | None) -> None:
         self._weight_OI = weight_OI
         self._bias_O = None if bias_O is None else bias_O.to(torch.float32)
 

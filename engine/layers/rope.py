@@ -55,7 +55,7 @@ def rope_tables(
     return [tables[rope] for rope in ropes]
 
 
-def head_order(head_dim: int, rotary_dim: int, *, is_interleaved: bool = False) -> torch.Tensor | None:
+def head_order(head_dim: int, rotary_dim: int, *, is_interleaved: bool) -> torch.Tensor | None:
     """The order of a checkpoint's outputs for a head in which the numbers of a pair are half a head apart.
 
     In a checkpoint the rotated dimensions come first. The two numbers of a pair are neighbours if

@@ -141,7 +141,7 @@ class TritonAttention:
         )
         return len(self._planned) * per_plan + self._max_block_ids + ALIGNMENT
 
-    def sections(self, batch: StepBatch, *, has_chunks: bool, room: int | None = None) -> list[StagedArray]:
+    def sections(self, batch: StepBatch, *, has_chunks: bool, room: int | None) -> list[StagedArray]:
         """The arrays that `bind` needs on the device. `room`: reserves space for a step of `room` tokens.
 
         `has_chunks`: which kernel the step uses. If False, every request has one token.

@@ -173,7 +173,7 @@ class TritonFp8Linear:
     If there are few tokens, their activations are not quantized: reading the weights takes the same time, and
     the result is more precise."""
 
-    def __init__(self, weight_OI: torch.Tensor | Fp8Weight, bias_O: torch.Tensor | None = None) -> None:
+    def __init__(self, weight_OI: torch.Tensor | Fp8Weight, bias_O: torch.Tensor | None) -> None:
         is_narrow = weight_OI.shape[1] <= MAX_WIDTH  # a program holds a whole row
         self._linear = Fp8Linear(weight_OI, bias_O, quantize_fp8 if is_narrow else quantize_rows)
         self.few_rows = FewRows(self._linear.weight_OI, self._linear.bias_O, self._linear.scale_O1.view(-1))

@@ -33,7 +33,7 @@ def check_quantization(config: ModelConfig, device: str) -> None:
         )
 
 
-def check_shares(architecture: ModelArchitecture, num_ranks: int, *, expert_parallel: bool = False) -> None:
+def check_shares(architecture: ModelArchitecture, num_ranks: int, *, expert_parallel: bool) -> None:
     """ConfigError if the ranks cannot share heads, MLPs, experts or the vocabulary."""
     kv_heads = [] if architecture.latent is not None else [("KV", architecture.num_kv_heads)]
     for what, count in (("attention", architecture.num_heads), *kv_heads):

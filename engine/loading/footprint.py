@@ -55,11 +55,11 @@ class Footprint:
     device."""
     num_kv_tokens: int | None
     """For how many tokens of KV the pool has room; more if `gives_back`."""
-    gives_back: bool = False
+    gives_back: bool
     """Whether layers with a window free KV that has left the window."""
-    draft_weight_bytes: int = 0
+    draft_weight_bytes: int
     """Bytes of a draft model's weights. Its KV is included in `kv_pool_bytes` and `kv_bytes_per_token`."""
-    fullest_rank_bytes: int | None = None
+    fullest_rank_bytes: int | None
     """Bytes of the weights on the rank with the most, among workers of both roles. None without expert
     parallelism, since then all ranks have the same bytes."""
 

@@ -261,7 +261,7 @@ def qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None = None) -
     ]
 
 
-def merged_qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None = None) -> list[Columns]:
+def merged_qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None) -> list[Columns]:
     """The same for a checkpoint that has them as one projection."""
     name, (q_size, kv_size) = f"{heads}.qkv_proj", _sizes(a)
     total = q_size + 2 * kv_size
