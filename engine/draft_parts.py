@@ -37,11 +37,6 @@ class Draft:
     speculation: SpeculationConfig
     """The configuration of the guesses."""
 
-    @property
-    def num_drafts(self) -> int:
-        """The most drafts of one request in a step."""
-        return self.speculation.num_drafts
-
     def block_bytes(self, block_size: int) -> int:
         """How many bytes of the draft model's KV belong to each block of the served model."""
         return 0 if self.shares_kv else self.model.kv_block_shape(block_size).size_bytes
@@ -119,7 +114,7 @@ def _make_draft_model(draft: Draft, config: SchedulerConfig, model: LoadedModel,
         "a draft model of %d layers guesses up to %d tokens; a guess takes about %.2f of the time of a token, and "
         "the KV of the draft model takes %s",
         draft.model.architecture.num_layers,
-        draft.num_drafts,
+        draft.speculation.num_drafts,
         cost,
         "no memory" if draft.shares_kv else f"{pool.num_blocks * shape.size_bytes / 2**20:,.0f} MiB",
     )
@@ -129,7 +124,7 @@ def _make_draft_model(draft: Draft, config: SchedulerConfig, model: LoadedModel,
         TorchSampler(),
         config.block_size,
         spare_blocks,
-        draft.num_drafts,
+        draft.speculation.num_drafts,
         cost,
         shares_kv=draft.shares_kv,
     )
