@@ -126,7 +126,7 @@ class Admission:
 
     def first_ids(self, limit: int) -> tuple[str, ...]:
         """Ids of some waiting requests, for people to read."""
-        received = self._remote.received_ids(limit)
+        received = self._remote.received.first_ids(limit)
         queued = self._waiting.first_ids(limit) + self._to_load.first_ids(limit)
         return (received + queued + tuple(islice(self._unknown, limit)))[:limit]
 
@@ -136,10 +136,8 @@ class Admission:
         if self._trial.group is not None:
             return received
         num_slots = self._max_num_seqs - len(self._running.requests)
-        while len(received) < num_slots and step.token_budget > 0:
-            request = self._remote.pop_received()
-            if request is None:
-                break
+        while self._remote.received and len(received) < num_slots and step.token_budget > 0:
+            request = self._remote.received.pop()
             assert request.num_tokens == request.num_computed_tokens + 1, "a received request lacks one token"
             granted = self._kv.extend_table(request, request.num_tokens)
             assert granted == (), "a load reserves the block of the first new token"
@@ -186,9 +184,9 @@ class Admission:
         while requests with remote prompts wait, all running requests count, so that remote prompts find a
         place, too.
         """
-        if self._counts_by_step and not (self._to_load or self._remote.num_received):
+        if self._counts_by_step and not (self._to_load or self._remote.received):
             return len(step.num_scheduled_tokens) < self._max_num_seqs
-        return len(self._running.requests) + self._remote.num_received < self._max_num_seqs
+        return len(self._running.requests) + len(self._remote.received) < self._max_num_seqs
 
     def _next_queue(self, *, may_load: bool) -> WaitingQueue:
         """The queue of the first request overall.
@@ -202,7 +200,7 @@ class Admission:
 
     def _num_ahead(self) -> int:
         """Number of requests that have a slot, or will take one as soon as their load ends."""
-        return len(self._running.requests) + self._remote.num_loading + self._remote.num_received
+        return len(self._running.requests) + len(self._remote.loading) + len(self._remote.received)
 
     def _load(self, request: Request, step: StepPlan, fit: Fit) -> AdmissionOutcome:
         """Starts a load, which uses no budget and no slot yet."""

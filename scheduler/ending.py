@@ -123,5 +123,5 @@ class Ending:
 
     def _unqueue(self, request: Request) -> None:
         """Removes a request from the queue it waits in, if any."""
-        if request.status in _QUEUED and not self._remote.withdraw_received(request):
+        if request.status in _QUEUED and not self._remote.received.remove(request):
             self._admission.remove(request)

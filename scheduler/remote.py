@@ -8,7 +8,6 @@ The connector moves the bytes. KVConnector, the scheduler's whole view of it, is
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.request import FirstToken, RequestOutput
@@ -68,15 +67,6 @@ class KVConnector(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A prompt that is being received, behind `num_hit_blocks` blocks of the local prefix cache."""
-
-    request: Request
-    num_hit_blocks: int
-    num_hit_tokens: int
-
-
 class RemotePrompts:
     """Current loads, arrived prompts that wait for their first step, and the release of their blocks."""
 
@@ -84,25 +74,10 @@ class RemotePrompts:
         self._connector = connector
         self._kv = kv
         self._counters = counters
-        self._loads: dict[str, Load] = {}
-        self._received = WaitingQueue()
-
-    @property
-    def num_loading(self) -> int:
-        return len(self._loads)
-
-    @property
-    def loading_ids(self) -> tuple[str, ...]:
-        """Requests in WAITING_FOR_REMOTE_KVS."""
-        return tuple(self._loads)
-
-    @property
-    def num_received(self) -> int:
-        return len(self._received)
-
-    def received_ids(self, limit: int) -> tuple[str, ...]:
-        """Up to `limit` requests whose prompt arrived and that wait for a slot."""
-        return self._received.first_ids(limit)
+        self.loading: dict[str, Request] = {}
+        """Requests in WAITING_FOR_REMOTE_KVS; only this class changes it."""
+        self.received = WaitingQueue()
+        """Requests whose prompt has arrived, and that wait for a slot."""
 
     def announce(self, request: Request) -> None:
         """Announces a queued request to the connector, and so to the other worker."""
@@ -136,23 +111,22 @@ class RemotePrompts:
         blocks_to_fill = self._kv.block_ids(request)[len(hits) : num_blocks]
         self._connector.update_state_after_alloc(request, blocks_to_fill, num_remote_tokens)
         request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
-        request.may_load, request.rests_on_hits = False, bool(hits)
-        self._loads[request.request_id] = Load(request, len(hits), num_hit_tokens)
+        request.may_load, request.num_hit_tokens = False, num_hit_tokens
+        self.loading[request.request_id] = request
         self._counters["kv_prompt_loads_started"] += 1
         return True
 
     def receive(self, received: ReceivedKV) -> Request | None:
         """Ends a successful load. Returns its request, which has all initial tokens now; None if unknown."""
-        load = self._end_load(received.request_id)
-        if load is None:
+        request = self._end_load(received.request_id)
+        if request is None:
             return None
-        request = load.request
         self._counters["kv_prompt_loads_done"] += 1
         request.first_token = received.first_token
         request.num_computed_tokens = request.num_initial_tokens
         self._kv.cache_received(request, request.num_initial_tokens)
         request.move_to(RequestStatus.WAITING)
-        self._received.push(request)
+        self.received.push(request)
         return request
 
     def fail(self, failure: FailedKV) -> Request | None:
@@ -161,25 +135,16 @@ class RemotePrompts:
         The request holds no KV blocks, so other requests never wait for it. Verified blocks stay in the
         prefix cache for its next admission.
         """
-        load = self._end_load(failure.request_id)
-        if load is None:
+        request = self._end_load(failure.request_id)
+        if request is None:
             return None
-        request = load.request
         self._counters[f"kv_prompt_loads_{_end_of(failure)}"] += 1
         request.may_load = failure.is_postponed
-        num_valid_tokens = load.num_hit_tokens + failure.num_valid_blocks * self._kv.block_size
+        num_valid_tokens = request.num_hit_tokens + failure.num_valid_blocks * self._kv.block_size
         self._kv.cache_received(request, num_valid_tokens)
         self._kv.free(request)
         request.move_to(RequestStatus.WAITING)
         return request
-
-    def pop_received(self) -> Request | None:
-        """The next request whose prompt arrived, or None."""
-        return self._received.pop() if self._received else None
-
-    def withdraw_received(self, request: Request) -> bool:
-        """Removes a request from those whose prompt arrived; False if it is not one of them."""
-        return self._received.remove(request)
 
     def keep_first_token(self, request: Request, output: RequestOutput) -> None:
         """Stores the only token that a producer samples. It is sent after the last block."""
@@ -188,7 +153,8 @@ class RemotePrompts:
 
     def release(self, request: Request) -> None:
         """Frees the blocks of an ended request, or keeps them until `end_holds` names the request."""
-        load, must_hold = self._loads.pop(request.request_id, None), False
+        is_loading = self.loading.pop(request.request_id, None) is not None
+        must_hold = False
         if self._connector is not None and request.kv_transfer is not None:
             must_hold = self._connector.request_finished(request, self._kv.block_ids(request))
         if not must_hold:
@@ -196,12 +162,13 @@ class RemotePrompts:
         elif request.is_producer:
             self._kv.lease(request)
         else:
-            self._kv.quarantine(request, num_kept=load.num_hit_blocks if load else 0)
+            num_hit_blocks = self._kv.num_blocks_for(request.num_hit_tokens) if is_loading else 0
+            self._kv.quarantine(request, num_kept=num_hit_blocks)
 
     def resting_on_hits(self) -> list[str]:
         """Requests whose prompt is arriving or has arrived, and whose first blocks are prefix-cache hits."""
-        requests = [*(load.request for load in self._loads.values()), *self._received]
-        return [request.request_id for request in requests if request.rests_on_hits]
+        requests = [*self.loading.values(), *self.received]
+        return [request.request_id for request in requests if request.num_hit_tokens]
 
     def end_holds(self, request_ids: Iterable[str]) -> None:
         """Frees the blocks kept for these requests, since no transfer uses them any more."""
@@ -209,12 +176,12 @@ class RemotePrompts:
             if not self._kv.end_hold(request_id):
                 self._counters["kv_unknown_completions"] += 1
 
-    def _end_load(self, request_id: str) -> Load | None:
-        """Removes and returns a load. None for a late report, which ends a quarantine or is only counted."""
-        load = self._loads.pop(request_id, None)
-        if load is None:
+    def _end_load(self, request_id: str) -> Request | None:
+        """Ends a load, and returns its request. None for a late report, which ends a quarantine or is only counted."""
+        request = self.loading.pop(request_id, None)
+        if request is None:
             self.end_holds([request_id])
-        return load
+        return request
 
 
 def _end_of(failure: FailedKV) -> str:

@@ -101,6 +101,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_futile_preemptions",
+        "num_hit_tokens",
         "num_initial_tokens",
         "num_output_placeholders",
         "num_prompt_tokens",
@@ -111,7 +112,6 @@ class Request:
         "prompt_token_ids",
         "queue_key",
         "request_id",
-        "rests_on_hits",
         "sampling_params",
         "skip_reading_prefix_cache",
         "spec_token_ids",
@@ -187,8 +187,8 @@ class Request:
         """It got blocks at least once, to compute or to load its prompt."""
         self.num_cached_tokens = 0
         """Prompt tokens found in this worker's prefix cache at first admission."""
-        self.rests_on_hits = False
-        """The latest load of its prompt began behind prefix-cache hits; written by RemotePrompts."""
+        self.num_hit_tokens = 0
+        """Prefix-cache hits behind which the latest load of its prompt began; written by RemotePrompts."""
         self.num_futile_preemptions = 0
         """Preemptions in a row, without a token sampled in between."""
         self.num_tokens_at_preemption = 0

@@ -288,7 +288,7 @@ class Scheduler:
     @property
     def loading_ids(self) -> tuple[str, ...]:
         """Requests in WAITING_FOR_REMOTE_KVS."""
-        return self._remote.loading_ids
+        return tuple(self._remote.loading)
 
     def waiting_ids(self, limit: int) -> tuple[str, ...]:
         """Ids of up to `limit` requests that wait for blocks, budget or a slot; for display to people."""
@@ -307,11 +307,11 @@ class Scheduler:
         return replace(self._kv.counts(), host_total=self._swap.num_total, host_used=self._swap.num_held)
 
     def request_counts(self) -> RequestCounts:
-        num_on_their_way = self._remote.num_received + len(self._preemption.given_back)
+        num_on_their_way = len(self._remote.received) + len(self._preemption.given_back)
         return RequestCounts(
             running=len(self._running.requests),
             waiting=self._admission.num_waiting + num_on_their_way,
-            waiting_for_remote_kvs=self._remote.num_loading,
+            waiting_for_remote_kvs=len(self._remote.loading),
         )
 
     def waiting_load(self) -> WaitingLoad:
@@ -328,7 +328,7 @@ class Scheduler:
         self._swap.check_integrity()
         counts = self.request_counts()
         assert counts.total == len(self._requests), f"{counts} but {len(self._requests)} requests are known"
-        num_holders = counts.running + counts.waiting_for_remote_kvs + self._remote.num_received
+        num_holders = counts.running + counts.waiting_for_remote_kvs + len(self._remote.received)
         assert self._kv.num_tables == num_holders, "a waiting request holds blocks, or a running one none"
         assert all(request.status is RequestStatus.RUNNING for request in self._running.requests)
         assert counts.running <= self._config.max_num_seqs or self._config.batching == "prefill_first"
