@@ -4,7 +4,7 @@ Stop strings are text, so the gateway handles them.
 """
 
 from baton.config import SchedulerConfig
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import InvalidRequest
 from baton.kv_groups import KVGroups
 from scheduler.request import Request, RequestStatus
 
@@ -18,11 +18,8 @@ class ContextLimits:
     """
 
     def __init__(self, config: SchedulerConfig, groups: KVGroups) -> None:
-        if config.num_blocks is None or config.max_model_len is None:
-            raise ConfigError(
-                f"scheduler: num_blocks ({config.num_blocks}) and max_model_len ({config.max_model_len}) "
-                "must be set before a scheduler is created"
-            )
+        assert config.num_blocks is not None, "a worker first chooses the number of blocks"
+        assert config.max_model_len is not None, "a worker first chooses the limit of its model"
         size, num_usable = config.block_size, config.num_blocks - 1
         num_rows = groups.most_rows(num_usable, size, config.max_num_batched_tokens)
         num_slots = config.max_model_len if num_rows is None else num_rows * size

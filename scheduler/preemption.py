@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from baton.config import SchedulerConfig
 from baton.request import OnPreemption
 from scheduler.kv_cache import KVCache
 from scheduler.order import Order
@@ -21,14 +20,12 @@ class Preemption:
 
     def __init__(
         self,
-        config: SchedulerConfig,
         order: Order,
         waiting: WaitingQueue,
         kv: KVCache,
         swap: SwapSpace,
         counters: Counter[str],
     ) -> None:
-        self._mode = config.preemption
         self._order = order
         self._waiting = waiting
         self._kv = kv
@@ -81,7 +78,7 @@ class Preemption:
         return {request.request_id for request in preempted}
 
     def _can_swap(self, victim: Request) -> bool:
-        if self._mode == "recompute" or len(self._kv.needed_entries(victim)) > self._swap.num_free:
+        if not self._swap.num_total or len(self._kv.needed_entries(victim)) > self._swap.num_free:
             return False
         if victim.num_output_placeholders:
             has_drafts = victim.num_computed_tokens >= victim.num_tokens + victim.num_output_placeholders

@@ -36,7 +36,7 @@ from scheduler.request import Request, RequestStatus
 from scheduler.running import Running
 from scheduler.speculation import Speculation
 from scheduler.step import StepPlan
-from scheduler.swap import SwapSpace, num_swap_blocks
+from scheduler.swap import SwapSpace
 from scheduler.trial import Trial, ends_of
 
 
@@ -47,9 +47,10 @@ class Scheduler:
     token in flight then has a position, but no id yet; see also `awaits_output`. If each `schedule()` is
     followed by its `update_from_output()`, the steps are the same with and without async scheduling.
 
-    `config.num_blocks` and `config.max_model_len` must be set. `hash_key` (16 to 64 bytes) makes block hashes
-    comparable between processes that share it; by default it is random. `joins_parts`: a step may compute part of a
-    long prompt beside prompts that it completes (on a GPU, more tokens hardly make a step longer).
+    `config` has `num_blocks` and `max_model_len`, and `num_swap_blocks` if `preemption` is `swap`. `hash_key`
+    (16 to 64 bytes) makes block hashes comparable between processes that share it; by default it is random.
+    `joins_parts`: a step may compute part of a long prompt beside prompts that it completes (on a GPU, more tokens
+    hardly make a step longer).
     `num_speculative_tokens`: the most drafts per request and step. `kv_groups`: the model's.
     """
 
@@ -66,18 +67,18 @@ class Scheduler:
         self._config = config
         self._limits = ContextLimits(config, kv_groups)
         self._connector = connector
-        assert config.num_blocks is not None, "ContextLimits refuses such a config"
+        assert config.num_blocks is not None, "see ContextLimits"
         self._counters = counters = Counter[str]()
         caches, size = config.enable_prefix_caching, config.block_size
         self._kv = kv = KVCache(config.num_blocks, size, caches, hash_key, kv_groups)
         self.kv_events = kv.events
         """Changes of the prefix cache; for one reader."""
-        self._swap = swap = SwapSpace(num_swap_blocks(config))
+        self._swap = swap = SwapSpace(config.num_swap_blocks or 0)
         self._remote = RemotePrompts(connector, kv, counters)
         self._trial = Trial()
         waiting, order = WaitingQueue(), make_order(config)
         self._order = order
-        self._preemption = Preemption(config, order, waiting, kv, swap, counters)
+        self._preemption = Preemption(order, waiting, kv, swap, counters)
         self._speculation = Speculation(num_speculative_tokens, self._limits)
         self._running = Running(
             config, order, kv, self._preemption, self._speculation, joins_parts=joins_parts

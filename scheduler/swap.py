@@ -6,8 +6,6 @@ step.
 
 from collections.abc import Sequence
 
-from baton.config import SchedulerConfig
-from baton.errors import ConfigError
 from scheduler.request import Request
 
 Copies = list[tuple[int, int]]
@@ -67,12 +65,3 @@ class SwapSpace:
         held, request.swapped_block_ids = request.swapped_block_ids, ()
         self.num_held -= len(held)
         return held
-
-
-def num_swap_blocks(config: SchedulerConfig) -> int:
-    """Number of host blocks. Raises ConfigError if the policy of preemption needs host blocks, but none are set."""
-    if config.preemption == "recompute":
-        return 0
-    if config.num_swap_blocks is None:
-        raise ConfigError(f"scheduler: preemption '{config.preemption}' needs num_swap_blocks")
-    return config.num_swap_blocks

@@ -2,18 +2,17 @@
 
 import pytest
 
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import InvalidRequest
 from baton.kv import TransferRole
 from baton.request import FinishReason
 from baton.step import ModelRunnerOutput
-from scheduler import RequestStatus, Scheduler, SchedulerConfig
+from scheduler import RequestStatus, Scheduler
 from tests.factories.scheduling import (
     EOS,
     FakeConnector,
     FakeRunner,
     assert_at_rest,
     flatten,
-    make_config,
     make_request,
     make_scheduler,
     run_step,
@@ -374,10 +373,3 @@ def test_a_prompt_that_can_never_run_is_refused_with_the_numbers(
         scheduler.add_request(make_request(num_tokens))
     scheduler.add_request(make_request(num_tokens - 1))
     run_to_end(scheduler)
-
-
-def test_a_scheduler_without_blocks_says_so() -> None:
-    with pytest.raises(ConfigError, match="num_blocks"):
-        Scheduler(SchedulerConfig())
-    with pytest.raises(ConfigError, match="preemption 'swap' needs num_swap_blocks"):
-        Scheduler(make_config(preemption="swap"))
