@@ -79,6 +79,12 @@ class SchedulerOutput:
         """Nothing to compute or copy, and no preemption; the runner may still have requests to forget."""
         return not (self.num_scheduled_tokens or self.preempted_req_ids)
 
+    def num_computed_tokens(self) -> dict[str, int]:
+        """By request of this step: the number of its tokens that were computed before."""
+        cached = self.scheduled_cached_reqs
+        num_computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        return num_computed | {new.request_id: new.num_computed_tokens for new in self.scheduled_new_reqs}
+
 
 NON_FINITE = "the model computed logits that are not finite"
 

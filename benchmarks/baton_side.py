@@ -58,9 +58,8 @@ class BatonSide:
 
     def decisions(self, plan: Any) -> Decisions:
         cached = plan.scheduled_cached_reqs
-        computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        computed = plan.num_computed_tokens()
         blocks = dict(zip(cached.request_ids, cached.new_block_ids, strict=True))
-        computed |= {new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
         blocks |= {new.request_id: new.block_ids for new in plan.scheduled_new_reqs}
         admitted = {new.request_id for new in plan.scheduled_new_reqs} | cached.resumed_request_ids
         drafts = plan.scheduled_spec_decode_tokens

@@ -71,9 +71,7 @@ class Trial:
 
 def ends_of(plan: SchedulerOutput) -> Ends:
     """By request: its computed tokens after the step, without drafts, which a retried request lacks."""
-    cached, drafts = plan.scheduled_cached_reqs, plan.scheduled_spec_decode_tokens
-    starts = {new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
-    starts |= zip(cached.request_ids, cached.num_computed_tokens, strict=True)
+    starts, drafts = plan.num_computed_tokens(), plan.scheduled_spec_decode_tokens
     return {
         name: starts[name] + num_tokens - len(drafts.get(name, ()))
         for name, num_tokens in plan.num_scheduled_tokens.items()

@@ -51,9 +51,8 @@ class PromptTokens:
             if not new.is_loaded:
                 num_known = len(new.prompt_token_ids) + len(new.output_token_ids)
                 self._lacking[new.request_id] = num_known - new.num_computed_tokens
-        cached = plan.scheduled_cached_reqs
-        num_computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
-        for name, num_known in cached.resumed_num_tokens.items():
+        num_computed = plan.num_computed_tokens()
+        for name, num_known in plan.scheduled_cached_reqs.resumed_num_tokens.items():
             if (num_lacking := num_known - num_computed[name]) > 1:  # else it goes on with its last token
                 self._lacking[name] = num_lacking
 

@@ -208,10 +208,7 @@ class StepTraceWriter:
 
 
 def _shares(plan: SchedulerOutput, sampled: Mapping[str, list[int]]) -> dict[str, Share]:
-    cached = plan.scheduled_cached_reqs
-    num_computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
-    for new in plan.scheduled_new_reqs:
-        num_computed[new.request_id] = new.num_computed_tokens
+    num_computed = plan.num_computed_tokens()
     return {
         request_id: Share(num_tokens, num_computed[request_id], len(sampled.get(request_id, ())))
         for request_id, num_tokens in plan.num_scheduled_tokens.items()

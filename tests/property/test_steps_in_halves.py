@@ -33,9 +33,7 @@ class Breaks:
         self._starts: dict[str, int] = {}
 
     def __call__(self, plan: SchedulerOutput) -> None:
-        cached = plan.scheduled_cached_reqs
-        starts = {new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
-        starts |= zip(cached.request_ids, cached.num_computed_tokens, strict=True)
+        starts = plan.num_computed_tokens()
         for name, num_tokens in plan.num_scheduled_tokens.items():
             if starts[name] + num_tokens > self.positions.get(name, 10**6):
                 self.num_failures += 1
