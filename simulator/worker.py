@@ -222,7 +222,7 @@ class Worker(Process):
 
     def give_back(self) -> None:
         """Gives back every request that has not ended."""
-        self._command(lambda: self._deliver(self.core.give_back_requests()))
+        self._command(lambda: self._deliver(self.core.give_back_requests("it is told to")))
 
     def reset_prefix_cache(self) -> None:
         """Preempts every running request."""
@@ -272,7 +272,7 @@ class Worker(Process):
         if self.is_unfit and not self.is_draining:
             self._world.counts["path unfit"] += 1
             self.is_draining = True
-            self._deliver(self.core.give_back_requests())
+            self._deliver(self.core.give_back_requests("its device is at fault"))
 
     def _admit(self, gateway: str, request: EngineRequest) -> None:
         try:

@@ -165,15 +165,12 @@ class EngineCore:
         self._grammars.keep_only(self.scheduler.wanted_grammars())
         return outputs
 
-    def give_back_requests(
-        self, request_ids: Iterable[str] | None = None, error: str = "this worker gives its requests back"
-    ) -> ClientOutputs:
-        """Ends these requests (None: all) in any state with ErrorKind.GIVEN_BACK; other workers continue them.
+    def give_back_requests(self, error: str) -> ClientOutputs:
+        """Ends all requests in any state with ErrorKind.GIVEN_BACK; other workers continue them.
 
         They get no further output here. Another worker samples again what a current step samples for them.
         """
-        request_ids = self.scheduler.request_ids if request_ids is None else request_ids
-        return self.finish_requests(request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
+        return self.finish_requests(self.scheduler.request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
 
     def load(self) -> tuple[WorkerLoad, float | None]:
         """The load without `oldest_waiting_s`, and the arrival of the oldest waiting request on the engine's clock.

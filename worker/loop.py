@@ -314,7 +314,7 @@ class EngineLoop:
         has_left = self._role.is_drained(requests, blocks)
         match drain_state.look(self._clock.now(), has_left):
             case DrainStage.ENDING:
-                self._deliver(self._core.give_back_requests(error=f"this worker {drain_state.doing}"))
+                self._deliver(self._core.give_back_requests(f"this worker {drain_state.doing}"))
             case DrainStage.OVER:
                 self._conclude(drain_state, requests, blocks)
 

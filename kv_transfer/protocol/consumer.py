@@ -273,15 +273,11 @@ class Consumer:
     def __len__(self) -> int:
         return len(self._transfers)
 
-    @property
-    def num_by_state(self) -> Counter[str]:
-        return self._transfers.num_by_state
-
     def check_integrity(self) -> None:
         """Asserts that every started load is either still running, or was counted as ended once."""
         counts = self._counters
         num_ended = sum(counts[end] for end in ENDS)
-        num_loading = self.num_by_state[IncomingState.LOADING.name]
+        num_loading = sum(transfer.is_loading for transfer in self._transfers.values())
         assert counts["kv_loads_started"] == num_ended + num_loading, f"{num_loading} load: {counts}"
         assert self._transfers.num_bound == len(self._transfers)
 

@@ -228,10 +228,6 @@ class Producer:
     def __len__(self) -> int:
         return len(self._transfers)
 
-    @property
-    def num_by_state(self) -> Counter[str]:
-        return self._transfers.num_by_state
-
     def check_integrity(self) -> None:
         """Asserts that every started hand-over is either still running, or was counted as ended once."""
         known = [transfer for transfer in self._transfers.values() if transfer.rank_transfer is not None]

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Collection
-from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 from kv_transfer.protocol.effects import RankTransfer
@@ -15,9 +14,6 @@ class _Transfer(Protocol):
 
     @property
     def rank_transfer(self) -> RankTransfer | None: ...
-
-    @property
-    def state(self) -> Enum: ...
 
 
 T = TypeVar("T", bound=_Transfer)
@@ -72,10 +68,6 @@ class RankTransferTable(Generic[T]):
     @property
     def num_bound(self) -> int:
         return len(self._by_rank_transfer)
-
-    @property
-    def num_by_state(self) -> Counter[str]:
-        return Counter(transfer.state.name for transfer in self._by_key.values())
 
     def __len__(self) -> int:
         return len(self._by_key)

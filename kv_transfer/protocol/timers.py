@@ -53,9 +53,6 @@ class Timers(Generic[K]):
             due.append(key)
         return due
 
-    def __len__(self) -> int:
-        return len(self._when)
-
     @property
     def _put_off_s(self) -> float:
         return 0.0 if self._standstill is None else self._standstill.total_s

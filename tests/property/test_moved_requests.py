@@ -162,7 +162,7 @@ def test_c52_a_request_that_moves_again_and_again_says_every_token_once(engines:
         for _ in range(rng.randrange(2, 10)):
             engines.step()
         for engine in pool:
-            engine.note(engine.core.give_back_requests())
+            engine.note(engine.core.give_back_requests("it drains"))
         engines.run()
         for name, answers in moves.items():
             said[name] += max(answers, key=lambda each: len(each.token_ids)).token_ids
