@@ -4,11 +4,11 @@ A name that equals one of vLLM's, apart from the prefix, has the same meaning: d
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 
 from baton.system.exposition import CollectedOnDemand, Values, counter, gauge, histogram, render
+from baton.version import baton_version
 from baton.worker import KVPeerCounts, WorkerStatus
 from worker.step_counts import StepCounts
 
@@ -61,17 +61,15 @@ class WorkerMetrics:
     def _collect(self) -> Iterator[Metric]:
         status = self._status()
         worker = status.ref.name
-        yield gauge(
-            "worker_info",
-            "Always 1",
-            ["worker", "role", "state", "incarnation", "block_size", "version"],
-            {
-                (
-                    *(worker, status.role.value, status.state.value, status.ref.incarnation),
-                    *(str(status.ref.block_size), version("baton")),
-                ): 1
-            },
-        )
+        info = {
+            "worker": worker,
+            "role": status.role.value,
+            "state": status.state.value,
+            "incarnation": status.ref.incarnation,
+            "block_size": str(status.ref.block_size),
+            "version": baton_version(),
+        }
+        yield gauge("worker_info", "Always 1", list(info), {tuple(info.values()): 1})
         yield from _requests(worker, status)
         yield from _blocks(worker, status)
         yield from _counters(worker, status.counters)

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 from baton.clock import Clock
 from baton.errors import Unsupported
+from baton.version import baton_version
 from baton.worker import WorkerRole
 from gateway.auth.callers import current_caller
 from gateway.choices import ChoiceDelta, batches_of, check_whole_answer, in_turns
@@ -127,7 +127,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             token_usage=(total - free) / total if total else 0.0,
         )
         now = datetime.now(UTC).isoformat()
-        return pb.GetLoadsResponse(timestamp=now, version=version("baton"), dp_rank_count=1, loads=[load])
+        return pb.GetLoadsResponse(timestamp=now, version=baton_version(), dp_rank_count=1, loads=[load])
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context

@@ -7,6 +7,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import PackageNotFoundError
 from unittest.mock import Mock
 from urllib.error import HTTPError
 
@@ -17,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.errors import ConfigError
 from baton.kv import TransferRole, WorkerRef
 from baton.system.addresses import listen_tcp
+from baton.version import UNINSTALLED
 from baton.worker import (
     KVBlockCounts,
     KVPeerCounts,
@@ -63,6 +65,16 @@ def value(family: Metric, **labels: str) -> float:
         s for s in family.samples if labels.items() <= s.labels.items() and not s.name.endswith("_created")
     )
     return sample.value
+
+
+def test_a_worker_of_a_tree_that_is_not_installed_exports_its_metrics_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(_: str) -> None:
+        raise PackageNotFoundError("baton")
+
+    monkeypatch.setattr("importlib.metadata.distribution", absent)
+    assert value(families(StepCounts(), {})["baton_worker_info"], version=UNINSTALLED) == 1
 
 
 def test_a_worker_exports_its_state_and_its_counters() -> None:
