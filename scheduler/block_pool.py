@@ -74,7 +74,7 @@ class BlockPool:
     `events` receives every content hash that becomes available or unavailable for hits in group 0.
     """
 
-    def __init__(self, num_blocks: int, events: BlockEvents | None = None, num_groups: int = 1) -> None:
+    def __init__(self, num_blocks: int, events: BlockEvents, num_groups: int = 1) -> None:
         assert num_blocks >= 2, "a pool needs at least 2 blocks: the null block and one more"
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.blocks[NULL_BLOCK_ID].ref_count = 1
@@ -135,7 +135,7 @@ class BlockPool:
             holders.append(block)
             return
         cache[block_hash] = [block]
-        if self._events is not None and group == 0:
+        if group == 0:
             self._events.stored(block_hash)
 
     def is_cached(self, block_hash: bytes, group: int) -> bool:
@@ -159,7 +159,7 @@ class BlockPool:
         holders.remove(block)
         if not holders:
             del cache[block.block_hash]
-            if self._events is not None and block.group == 0:
+            if block.group == 0:
                 self._events.removed(block.block_hash)
         block.block_hash = None
 
@@ -170,8 +170,7 @@ class BlockPool:
                 for block in holders:
                     block.block_hash = None
             cache.clear()
-        if self._events is not None:
-            self._events.cleared()
+        self._events.cleared()
 
     def check_integrity(self) -> None:
         """Asserts that free list, reference counts and hash map are consistent."""

@@ -66,9 +66,6 @@ class KVCache:
         """Unfinished requests that hold blocks."""
         return len(self._tables)
 
-    def num_rows_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def num_blocks_for(self, num_tokens: int) -> int:
         """Number of blocks in all groups, including those that a windowed group no longer needs."""
         return -(-num_tokens // self.block_size) * self._num_groups
@@ -148,9 +145,8 @@ class KVCache:
         self._tables[request.request_id] = table
         self._pool.touch(self._without_null(hits))  # before allocating, which must not evict the hits
         num_hit_rows = len(hits) // self._num_groups
-        table.append(
-            [*hits, *self._new_rows(self.num_rows_for(num_tokens) - num_hit_rows, num_left - num_hit_rows)]
-        )
+        num_new_rows = -(-num_tokens // self.block_size) - num_hit_rows
+        table.append([*hits, *self._new_rows(num_new_rows, num_left - num_hit_rows)])
         if hits:
             table.set_cached(num_hit_rows)
         if num_left:

@@ -3,6 +3,7 @@
 import pytest
 
 from scheduler import RequestStatus
+from scheduler.block_events import BlockEvents
 from scheduler.block_pool import BlockPool
 from scheduler.kv_cache import KVCache
 from tests.factories.scheduling import (
@@ -15,6 +16,10 @@ from tests.factories.scheduling import (
 )
 
 SIZE = 16
+
+
+def make_pool(num_blocks: int) -> BlockPool:
+    return BlockPool(num_blocks, BlockEvents(max_pending=8, snapshot=tuple))
 
 
 def make_kv(num_blocks: int = 11) -> KVCache:
@@ -192,7 +197,7 @@ def test_without_caching_nothing_is_hashed_and_nothing_hits() -> None:
 
 
 def test_two_blocks_may_hold_the_same_content_and_the_second_outlives_the_first() -> None:
-    pool = BlockPool(4)
+    pool = make_pool(4)
     first, second = pool.allocate(2)
     pool.cache(first, b"same")
     pool.cache(second, b"same")
@@ -204,7 +209,7 @@ def test_two_blocks_may_hold_the_same_content_and_the_second_outlives_the_first(
 
 
 def test_freeing_twice_is_a_bug_and_says_so() -> None:
-    pool = BlockPool(3)
+    pool = make_pool(3)
     (block,) = pool.allocate(1)
     pool.free([block])
     with pytest.raises(AssertionError, match="freed twice"):
