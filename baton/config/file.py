@@ -47,9 +47,9 @@ class BatonConfig(Section):
                 "machine's GPUs to workers; use cluster.ray_address 'local'"
             )
         for role in WorkerRole:
-            key = f"{role.value}_num_threads"
-            if self.engine.device == "cuda" and getattr(self.cluster, key) is not None:
-                raise ValueError(f"cluster.{key} is only for engine.device 'cpu'; remove the key")
+            if self.engine.device == "cuda" and self._own(role, "num_threads") is not None:
+                key = f"cluster.{role.value}_num_threads"
+                raise ValueError(f"{key} is only for engine.device 'cpu'; remove the key")
         prefill, decode = self.num_ranks(WorkerRole.PREFILL), self.num_ranks(WorkerRole.DECODE)
         if self.cluster.prefill and max(prefill, decode) % min(prefill, decode):
             raise ValueError(
@@ -94,8 +94,8 @@ class BatonConfig(Section):
     def _check_expert_parallel(self) -> None:
         keys = {"engine.enable_expert_parallel": (self.engine.enable_expert_parallel, tuple(WorkerRole))}
         for role in WorkerRole:
-            key = f"{role.value}_enable_expert_parallel"
-            keys[f"cluster.{key}"] = (bool(getattr(self.cluster, key)), (role,))
+            is_enabled = bool(self._own(role, "enable_expert_parallel"))
+            keys[f"cluster.{role.value}_enable_expert_parallel"] = (is_enabled, (role,))
         for key, (is_enabled, roles) in keys.items():
             if is_enabled and all(self.num_ranks(role) == 1 for role in roles):
                 raise ValueError(
@@ -139,9 +139,8 @@ class BatonConfig(Section):
 
     def _own_step_tokens(self) -> dict[str, int]:
         """Each role's own number of tokens in a step, if it has one, by its key."""
-        budgets = {
-            f"cluster.{role.value}_max_num_batched_tokens": self._step_tokens(role) for role in WorkerRole
-        }
+        key = "max_num_batched_tokens"
+        budgets = {f"cluster.{role.value}_{key}": self._own(role, key) for role in WorkerRole}
         return {key: budget for key, budget in budgets.items() if budget is not None}
 
     def _check_whole_prompts(self) -> None:
@@ -176,20 +175,12 @@ class BatonConfig(Section):
 
     def num_ranks(self, role: WorkerRole) -> int:
         """Tensor-parallel ranks of a worker started in this role."""
-        cluster = self.cluster
-        own = (
-            cluster.prefill_tensor_parallel if role is WorkerRole.PREFILL else cluster.decode_tensor_parallel
-        )
+        own: int | None = self._own(role, "tensor_parallel")
         return own or self.engine.tensor_parallel
 
     def has_expert_parallel(self, role: WorkerRole) -> bool:
         """Whether each rank of a worker started in this role holds whole experts."""
-        cluster = self.cluster
-        own = (
-            cluster.prefill_enable_expert_parallel
-            if role is WorkerRole.PREFILL
-            else cluster.decode_enable_expert_parallel
-        )
+        own: bool | None = self._own(role, "enable_expert_parallel")
         is_enabled = self.engine.enable_expert_parallel if own is None else own
         return is_enabled and self.num_ranks(role) > 1
 
@@ -199,21 +190,19 @@ class BatonConfig(Section):
         So ranks need not know their worker's role."""
         is_enabled = self.has_expert_parallel(role)
         engine = self.engine.with_values("engine", enable_expert_parallel=is_enabled)
-        scheduler, step_tokens = self.scheduler, self._step_tokens(role)
-        if step_tokens is not None:
+        scheduler = self.scheduler
+        if (step_tokens := self._own(role, "max_num_batched_tokens")) is not None:
             scheduler = scheduler.with_values("scheduler", max_num_batched_tokens=step_tokens)
         return self.model_copy(update={"engine": engine, "scheduler": scheduler})
 
-    def _step_tokens(self, role: WorkerRole) -> int | None:
-        """The role's own number of tokens in a step, if it has one."""
-        cluster, is_prefill = self.cluster, role is WorkerRole.PREFILL
-        return cluster.prefill_max_num_batched_tokens if is_prefill else cluster.decode_max_num_batched_tokens
-
     def num_threads(self, role: WorkerRole) -> int | None:
         """Threads of each rank of a worker started in this role; None: an equal part of the machine's cores."""
-        cluster = self.cluster
-        own = cluster.prefill_num_threads if role is WorkerRole.PREFILL else cluster.decode_num_threads
+        own: int | None = self._own(role, "num_threads")
         return own or self.engine.num_threads
+
+    def _own(self, role: WorkerRole, key: str) -> Any:
+        """The role's own value of a key, which is in `cluster`; None if it is unset."""
+        return getattr(self.cluster, f"{role.value}_{key}")
 
     def worker_bounds(self, role: WorkerRole) -> tuple[int, int]:
         """The fewest and the most workers of this role under autoscaling."""
