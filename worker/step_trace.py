@@ -117,7 +117,6 @@ class Trace:
 
 _HEADER = TypeAdapter(TraceHeader)
 _STEP = TypeAdapter(StepTrace)
-_LAST_WORDS = {f'{{"end":"{end.value}"}}\n'.encode(): end for end in (TraceEnd.CLOSED, TraceEnd.FULL)}
 
 
 def encode_header(header: TraceHeader) -> bytes:
@@ -132,7 +131,10 @@ def encode_step(step: StepTrace) -> bytes:
 
 def encode_end(end: TraceEnd) -> bytes:
     """The last line."""
-    return next(line for line, known in _LAST_WORDS.items() if known is end)
+    return f'{{"end":"{end.value}"}}\n'.encode()
+
+
+_ENDS = {encode_end(end): end for end in (TraceEnd.CLOSED, TraceEnd.FULL)}
 
 
 def read_trace(path: Path) -> Trace:
@@ -143,7 +145,7 @@ def read_trace(path: Path) -> Trace:
         raise TraceError(f"{path}: the file is empty")
     header = _decode_header(path, lines[0])
     is_cut = not lines[-1].endswith(b"\n")
-    end = TraceEnd.CUT if is_cut else _LAST_WORDS.get(lines[-1], TraceEnd.OPEN)
+    end = TraceEnd.CUT if is_cut else _ENDS.get(lines[-1], TraceEnd.OPEN)
     num_lines = len(lines) if end is TraceEnd.OPEN else len(lines) - 1
     steps: list[StepTrace] = []
     for number, line in enumerate(lines[1:num_lines], 2):
