@@ -5,7 +5,7 @@ group. Latents count as one head. In host memory, pieces are read and written in
 copy them directly, and staging.py moves those that travel over a channel.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -230,15 +230,12 @@ class HostPieces(PieceView):
         return xxhash.xxh3_64_intdigest(np.ascontiguousarray(self.at(piece_id)).data)
 
 
-def _runs_of_neighbours(piece_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs_of_neighbours(piece_ids: Sequence[int]) -> list[list[int]]:
     """First and last of each run of consecutive ids."""
-    first = previous = None
+    runs: list[list[int]] = []
     for piece_id in piece_ids:
-        if first is None or previous is None:
-            first = piece_id
-        elif piece_id != previous + 1:
-            yield first, previous
-            first = piece_id
-        previous = piece_id
-    if first is not None and previous is not None:
-        yield first, previous
+        if runs and piece_id == runs[-1][1] + 1:
+            runs[-1][1] = piece_id
+        else:
+            runs.append([piece_id, piece_id])
+    return runs
