@@ -18,6 +18,7 @@ rank of the consumer gets these bytes once. If the producer has more ranks, some
       h3 |            |              |
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from baton.kv_groups import ONE_GROUP, KVGroups
@@ -55,14 +56,22 @@ class PieceShape:
         """How many pieces the first `num_tokens` tokens of a prompt take."""
         return -(-num_tokens // self.num_tokens) * self.num_groups
 
-    def pieces_of(self, block_id: int) -> range:
-        first = block_id * self.pieces_per_block
-        return range(first, first + self.pieces_per_block)
+    def pieces_of(
+        self, first_entry: int, block_ids: Iterable[int | None], num_tokens: int
+    ) -> Iterator[tuple[int, int]]:
+        """The pieces of these blocks: the index in a prompt of `num_tokens` tokens, and the id, of each.
 
-    def index_of(self, entry: int, part: int) -> int:
-        """The index, among the prompt's pieces, of this part of the block at this entry of the prompt's table."""
-        row, group = divmod(entry, self.num_groups)
-        return (row * self.pieces_per_block + part) * self.num_groups + group
+        The blocks are those of the prompt's table from entry `first_entry` on; None: no piece of that block is needed.
+        """
+        num_pieces = self.num_pieces_for(num_tokens)
+        for entry, block_id in enumerate(block_ids, first_entry):
+            if block_id is None:
+                continue
+            row, group = divmod(entry, self.num_groups)
+            for part in range(self.pieces_per_block):
+                index = (row * self.pieces_per_block + part) * self.num_groups + group
+                if index < num_pieces:  # the last block may have more pieces than the prompt
+                    yield index, block_id * self.pieces_per_block + part
 
 
 def mismatch(num_heads: int | None, ours: RankLayout, theirs: RankLayout) -> str | None:

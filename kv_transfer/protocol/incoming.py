@@ -135,17 +135,9 @@ class IncomingTransfer:
         needed."""
         shape = self.shape
         self.first_piece = first_position // shape.num_tokens * shape.num_groups
-        num_in_all = shape.num_pieces_for(self.num_tokens)
-        self.num_pieces = num_in_all - self.first_piece
+        self.num_pieces = shape.num_pieces_for(self.num_tokens) - self.first_piece
         first_entry = self.first_piece // shape.pieces_per_block
-        self.targets = {
-            index: piece_id
-            for entry, block_id in enumerate(block_ids, first_entry)
-            if block_id is not None
-            for part, piece_id in enumerate(shape.pieces_of(block_id))
-            if (index := shape.index_of(entry, part))
-            < num_in_all  # the last block may have more than the prompt
-        }
+        self.targets = dict(shape.pieces_of(first_entry, block_ids, self.num_tokens))
 
     def ask(self, identity: ConsumerIdentity, transports: tuple[str, ...]) -> Open:
         """An Open that asks for every missing piece."""

@@ -151,14 +151,9 @@ class OutgoingTransfer:
     def blocks_ready(self, first_block: int, block_ids: Iterable[int | None]) -> None:
         """These blocks of the prompt are computed. An id of None: no consumer needs that block."""
         assert self.shape is not None
-        for entry, block_id in enumerate(block_ids, first_block):
-            if block_id is None:
-                continue
-            for part, piece_id in enumerate(self.shape.pieces_of(block_id)):
-                index = self.shape.index_of(entry, part)
-                if index < self.num_pieces:  # the last block may have more pieces than the prompt
-                    self.ready[index] = piece_id
-                    self._offer(index)
+        for index, piece_id in self.shape.pieces_of(first_block, block_ids, self.num_tokens):
+            self.ready[index] = piece_id
+            self._offer(index)
 
     def reopen(self, message: Open, peer: Peer, transport: str) -> None:
         """Accepts the consumer's arrived pieces that can be valid, and offers all others again."""

@@ -1,6 +1,5 @@
 """Unequal workers: which bytes of which piece go where, for every pair of rank counts and block sizes."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -54,13 +53,10 @@ def fill(pool: KVBytes, block_ids: list[int]) -> None:
 def hand_over(
     source: HostPieces, target: HostPieces, sources: list[int], targets: list[int], how: str
 ) -> None:
-    pieces = list(
-        zip(
-            itertools.chain.from_iterable(map(source.shape.pieces_of, sources)),
-            itertools.chain.from_iterable(map(target.shape.pieces_of, targets)),
-            strict=True,
-        )
-    )
+    offered = dict(source.shape.pieces_of(0, sources, NUM_TOKENS))
+    wanted = dict(target.shape.pieces_of(0, targets, NUM_TOKENS))
+    assert offered.keys() == wanted.keys()
+    pieces = [(offered[index], wanted[index]) for index in offered]
     if how == "sent":
         spans = source.spans([theirs for theirs, _ in pieces])
         sent = np.concatenate(spans).reshape(len(pieces), -1)
@@ -183,20 +179,17 @@ def test_c43_what_cannot_be_exchanged_is_named(
 def test_a_prompt_takes_only_as_many_pieces_as_it_has_tokens() -> None:
     shape = piece_shape(NUM_HEADS, RankLayout(32), RankLayout(16))
     assert [shape.num_pieces_for(n) for n in (1, 16, 17, 32, 33)] == [1, 1, 2, 2, 3]
-    assert list(shape.pieces_of(5)) == [10, 11]
+    assert list(shape.pieces_of(0, [5, 7], 33)) == [(0, 10), (1, 11), (2, 14)]
+    assert list(shape.pieces_of(1, [None, 7], 96)) == [(4, 14), (5, 15)]
 
 
 def test_the_pieces_of_several_groups_count_up_row_by_row() -> None:
     """Two groups, and blocks of two pieces: both ends give each piece of a prompt the same number."""
     large = piece_shape(NUM_HEADS, RankLayout(32, groups=KVGroups(2)), RankLayout(16))
     small = piece_shape(NUM_HEADS, RankLayout(16, groups=KVGroups(2)), RankLayout(32))
-    assert [[large.index_of(entry, part) for part in (0, 1)] for entry in range(4)] == [
-        [0, 2],
-        [1, 3],
-        [4, 6],
-        [5, 7],
-    ]
-    assert [small.index_of(entry, 0) for entry in range(8)] == list(range(8))
+    in_large = [index for index, _ in large.pieces_of(0, range(4), 64)]
+    assert in_large == [*(0, 2), *(1, 3), *(4, 6), *(5, 7)]
+    assert [index for index, _ in small.pieces_of(0, range(8), 64)] == list(range(8))
     assert [large.num_pieces_for(n) for n in (1, 16, 17, 33)] == [2, 2, 4, 6]
 
 
