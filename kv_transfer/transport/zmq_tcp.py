@@ -25,8 +25,6 @@ from kv_transfer.protocol.outgoing import BYTES_PER_TURN
 from kv_transfer.transport.base import Arrival, Bytes
 
 MAX_QUEUED_FRAMES = 10_000
-MAX_QUEUED_BYTES = 128 * 1024 * 1024
-"""The most payload bytes that are queued for one peer."""
 
 MAX_PEERS = 256
 """Connections kept open; beyond this, the least recently used ones are closed, and reopened when needed."""
@@ -86,7 +84,7 @@ class ZmqChannel:
         clock: Clock,
         advertise_host: str | None = None,
         *,
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        max_queued_bytes: int,
         idle_s: float = IDLE_S,
     ) -> None:
         """`block_nbytes`: size of the largest piece. Without `keys`, every process that can connect is admitted.

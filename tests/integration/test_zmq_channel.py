@@ -11,7 +11,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from baton.clock import SystemClock, VirtualClock
+from baton.clock import Clock, SystemClock, VirtualClock
 from kv_transfer.protocol.outgoing import BYTES_PER_TURN
 from kv_transfer.transport import zmq_tcp
 from kv_transfer.transport.base import Bytes
@@ -23,16 +23,21 @@ KERNEL_BYTES = 64 * 2**20
 """More than the kernel keeps for both ends of a connection."""
 
 
+def make_channel(clock: Clock | None = None, **options: Any) -> ZmqChannel:
+    options = {"max_queued_bytes": 2**27, **options}
+    return ZmqChannel("127.0.0.1", LARGE, None, clock or SystemClock(), **options)
+
+
 @pytest.fixture
 def producer() -> Iterator[ZmqChannel]:
-    channel = ZmqChannel("127.0.0.1", LARGE, None, SystemClock())
+    channel = make_channel()
     yield channel
     channel.close()
 
 
 @pytest.fixture
 def consumer() -> Iterator[ZmqChannel]:
-    channel = ZmqChannel("127.0.0.1", LARGE, None, SystemClock())
+    channel = make_channel()
     yield channel
     channel.close()
 
@@ -110,7 +115,7 @@ def test_a_payload_outlives_the_arrival_that_brought_it(producer: ZmqChannel, co
 
 
 def test_c33_a_peer_that_reads_nothing_does_not_fill_our_memory() -> None:
-    producer = ZmqChannel("127.0.0.1", LARGE, None, SystemClock(), max_queued_bytes=64 * LARGE)
+    producer = make_channel(max_queued_bytes=64 * LARGE)
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.LINGER, 0)
         peer.setsockopt(zmq.RCVHWM, 1)  # else ZMQ reads a lot on its behalf
@@ -142,7 +147,7 @@ def test_c33_a_peer_that_reads_is_sent_all_of_it(producer: ZmqChannel, consumer:
 
 @pytest.fixture
 def producers() -> Iterator[list[ZmqChannel]]:
-    channels = [ZmqChannel("127.0.0.1", LARGE, None, SystemClock()) for _ in range(5)]
+    channels = [make_channel() for _ in range(5)]
     yield channels
     for channel in channels:
         channel.close()
@@ -203,7 +208,7 @@ def is_open(connection: socket.socket, timeout_s: float) -> bool:
 
 def test_an_unused_connection_is_closed_and_opened_again_when_needed() -> None:
     clock = VirtualClock()
-    consumer = ZmqChannel("127.0.0.1", LARGE, None, clock)
+    consumer = make_channel(clock)
     with listen() as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         consumer.send(address, b"hello")
@@ -223,7 +228,7 @@ def test_an_unused_connection_is_closed_and_opened_again_when_needed() -> None:
 
 
 def test_c48_an_idle_channel_wakes_to_close_unused_connections_and_then_sleeps() -> None:
-    consumer = ZmqChannel("127.0.0.1", LARGE, None, SystemClock(), idle_s=0.1)
+    consumer = make_channel(idle_s=0.1)
     with listen() as server:
         consumer.send(f"tcp://127.0.0.1:{server.getsockname()[1]}", b"hello")
         with accept(server) as connection:

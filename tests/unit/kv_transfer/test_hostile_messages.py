@@ -235,7 +235,7 @@ def test_a_peer_that_cannot_be_is_refused_where_it_is_read(
 
 @pytest.mark.parametrize("address", ["garbage", "tcp://nohost:", "foo://x"])
 def test_a_message_to_an_address_that_is_none_is_dropped(address: str) -> None:
-    channel = ZmqChannel("127.0.0.1", BLOCK_NBYTES, None, SystemClock())
+    channel = ZmqChannel("127.0.0.1", BLOCK_NBYTES, None, SystemClock(), max_queued_bytes=BLOCK_NBYTES)
     try:
         channel.send(address, b"header")
         assert channel.num_dropped == 1
