@@ -155,10 +155,6 @@ class EngineLoop:
         self._commands.put(self._begin_stop)
         self._thread.join()
 
-    def join(self, timeout_s: float) -> None:
-        """Waits for the thread to end by itself."""
-        self._thread.join(timeout_s)
-
     @property
     def is_alive(self) -> bool:
         return not self._ended.done()

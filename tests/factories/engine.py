@@ -158,6 +158,10 @@ class RunningLoop:
     def __exit__(self, *_: object) -> None:
         self.loop.stop()
 
+    def until_ended(self) -> None:
+        """Waits for the engine's thread to end by itself."""
+        self.loop._thread.join(60)
+
     def next_output(self) -> tuple[str, RequestOutput]:
         return self.outputs.get(timeout=60)
 

@@ -180,7 +180,7 @@ def test_a_rank_that_is_killed_ends_the_worker_also_when_it_is_idle(tmp_path: Pa
         os.kill(victim, signal.SIGKILL)
         assert ranks.woken.wait(SOON_S)
         running_loop.commands.wake()  # what the host's `on_kv_output` does
-        loop.join(SOON_S)
+        running_loop.until_ended()
         assert str(loop.failure) == f"rank 2 (pid {victim}) was killed by SIGKILL"
 
 
@@ -249,7 +249,7 @@ def test_c54_a_rank_that_hangs_in_a_step_is_a_step_of_the_worker_that_does_not_e
         assert str(watch.hang).startswith("its engine has made no progress for 1.")
         (pid,) = rank_pids(os.getpid())
         os.kill(pid, signal.SIGKILL)
-        running_loop.loop.join(SOON_S)
+        running_loop.until_ended()
         watch.stop()
 
 

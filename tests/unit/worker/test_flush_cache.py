@@ -124,6 +124,6 @@ def test_an_engine_that_is_busy_or_has_ended_flushes_nothing() -> None:
     running.until_finished("long")
     assert num_cached(running, "same") == 32, "what the caller was told not to have happened did not"
     running.loop.fail(RuntimeError("the request plane ended"))
-    running.loop.join(60)
+    running.until_ended()
     with pytest.raises(FleetError, match="its engine has ended"):
         running.loop.flush_cache(PATIENCE_S, force=True)

@@ -142,7 +142,7 @@ def test_a_device_that_fails_a_known_token_too_ends_the_loop() -> None:
     running.loop.start()
     running.loop.submit("gateway", make_engine_request("first"))
     assert running.until_finished("first").error_kind is ErrorKind.GIVEN_BACK
-    running.loop.join(60)
+    running.until_ended()
     assert not running.loop.is_alive
     assert isinstance(running.loop.failure, RuntimeError)
     assert running.loop.drain(0.0), "nothing is left to wait for"
@@ -330,7 +330,7 @@ def test_an_engine_that_ends_ends_every_wait_and_its_hand_overs() -> None:
     running.loop.fail(RuntimeError("the request plane ended"))
     with pytest.raises(FleetError, match="its engine has ended"):
         change.result(5)
-    running.loop.join(60)
+    running.until_ended()
     assert str(running.loop.failure) == "the request plane ended"
     assert not running.beats.empty(), "gateways learn of it at once"
     assert connector.is_shut_down, "so that peers need not wait for a deadline"

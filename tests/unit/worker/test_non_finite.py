@@ -116,7 +116,7 @@ def test_c55_it_ends_after_a_change_of_role_that_had_begun() -> None:
 
 
 def until_ended(running: RunningLoop) -> None:
-    running.loop.join(60)
+    running.until_ended()
     assert not running.loop.is_alive
     assert running.loop.snapshot.is_draining
 
