@@ -165,8 +165,10 @@ class Admission:
                 break
             if group is not None and request.request_id not in group:
                 outcome = AdmissionOutcome.NOT_YET
+            elif queue is self._waiting:
+                outcome = self._admit(request, step, fit)
             else:
-                outcome = (self._admit if queue is self._waiting else self._load)(request, step, fit)
+                outcome = self._load(request)
             if outcome is AdmissionOutcome.NO_ROOM:
                 break
             queue.pop()
@@ -202,16 +204,14 @@ class Admission:
         """Number of requests that have a slot, or will take one as soon as their load ends."""
         return len(self._running.requests) + len(self._remote.loading) + len(self._remote.received)
 
-    def _load(self, request: Request, step: StepPlan, fit: Fit) -> AdmissionOutcome:
+    def _load(self, request: Request) -> AdmissionOutcome:
         """Starts a load, which uses no budget and no slot yet."""
         if not self._kv.num_free:
             return AdmissionOutcome.NO_ROOM  # at least one block must be new
         hits = self._kv.find_cached_prefix(request, num_loaded=request.num_initial_tokens)
-        num_remote, is_async = self._remote.num_tokens_to_load(request, self._kv.num_tokens_in(hits))
+        num_remote = self._remote.num_tokens_to_load(request, self._kv.num_tokens_in(hits))
         if num_remote is None:
             return AdmissionOutcome.UNKNOWN
-        if not is_async:
-            return self._admit(request, step, fit)
         if not self._remote.start_load(request, hits, num_remote, self._num_reserved_blocks()):
             return AdmissionOutcome.NO_ROOM
         self._count_hits(request, hits)

@@ -29,14 +29,11 @@ class KVConnector(Protocol):
         """The request is queued; it may get blocks much later."""
         ...
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """How many of its initial tokens beyond `num_computed_tokens` (a whole number of blocks) can be loaded.
 
-        The flag says that loading is asynchronous: the request waits in WAITING_FOR_REMOTE_KVS. None means "not known
-        yet, ask again next step". The call changes nothing, so it may be repeated. After a load has started, the
-        call comes again only if that load was postponed.
+        More than 0, or None for "not known yet, ask again next step". The call changes nothing, so it may be repeated.
+        After a load has started, the call comes again only if that load was postponed.
         """
         ...
 
@@ -85,7 +82,7 @@ class RemotePrompts:
             assert self._connector is not None, "hand-overs need a connector"
             self._connector.request_added(request)
 
-    def num_tokens_to_load(self, request: Request, num_hit_tokens: int) -> tuple[int | None, bool]:
+    def num_tokens_to_load(self, request: Request, num_hit_tokens: int) -> int | None:
         """See KVConnector.get_num_new_matched_tokens."""
         assert self._connector is not None
         return self._connector.get_num_new_matched_tokens(request, num_hit_tokens)

@@ -51,11 +51,8 @@ class CountingConnector:
     def request_added(self, request: Request) -> None:
         pass
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        is_loading = request.is_consumer
-        return (request.num_initial_tokens - num_computed_tokens, True) if is_loading else (0, False)
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        return request.num_initial_tokens - num_computed_tokens
 
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int

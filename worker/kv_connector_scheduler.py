@@ -22,9 +22,7 @@ class KVConnectorScheduler:
     def request_added(self, request: Request) -> None:
         (self._producer if request.is_producer else self._consumer).request_added(request)
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         return self._consumer.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(

@@ -253,15 +253,9 @@ class FakeConnector:
     def request_added(self, request: Request) -> None:
         self.added.append(request)
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         self.num_questions += 1
-        if self.is_unknown:
-            return None, False
-        if request.request_id in self.started:
-            return 0, False
-        return request.num_initial_tokens - num_computed_tokens, True
+        return None if self.is_unknown else request.num_initial_tokens - num_computed_tokens
 
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
