@@ -117,7 +117,7 @@ class EngineCore:
         plan = self.scheduler.schedule()
         self._stages.planned(plan)
         if self._trace is not None:
-            self._trace.planned(plan, self._standing())
+            self._trace.planned(plan, self._queues())
         # Before `_submit`, in which a pipeline without a thread of its own computes the step.
         under_way = (plan, *(step.plan for step in self._under_way))
         self.progress.begin(sum(each.total_num_scheduled_tokens for each in under_way))
@@ -332,7 +332,7 @@ class EngineCore:
             self._trace.ended(ended)
         self._stamp(ended, outputs)
 
-    def _standing(self) -> QueueSnapshot:
+    def _queues(self) -> QueueSnapshot:
         """The state of the queues after a step is planned, for people to read."""
         counts = self.scheduler.request_counts()
         return QueueSnapshot(

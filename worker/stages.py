@@ -22,24 +22,15 @@ class _Marks:
     transfers: list[TransferRecord] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _HandedOver:
-    """A request that has finished here, while its blocks wait to be released."""
-
-    client_id: str
-    arrived: float
-    stages: StageTimes
-
-
 class StageTimer:
     """Records when requests move, and reports their stages when they finish."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._marks: dict[str, _Marks] = {}
-        self._handed_over: dict[str, _HandedOver] = {}
-        """By request. The connector reports each request once, when it frees the request's blocks; then the entry
-        ends."""
+        self._handed_over: dict[str, tuple[_Marks, StageTimes]] = {}
+        """Requests that have finished here, while their blocks wait to be released. The connector reports each of them
+        once, when it frees the blocks; then the entry ends."""
 
     def arrived(self, request_id: str, client_id: str) -> None:
         self._marks[request_id] = _Marks(client_id, self._clock.now())
@@ -66,13 +57,11 @@ class StageTimer:
         for request_id, record in records.items():
             if marks := self._marks.get(request_id):
                 marks.transfers.append(_since_arrival(record, now - marks.arrived))
-            elif done := self._handed_over.pop(request_id, None):
-                transfers = (*done.stages.transfers, _since_arrival(record, now - done.arrived))
-                stages = replace(done.stages, transfers=transfers)
-                yield (
-                    done.client_id,
-                    RequestOutput(request_id=request_id, first_position=0, stage_times=stages),
-                )
+            elif handed_over := self._handed_over.pop(request_id, None):
+                marks, stages = handed_over
+                transfers = (*stages.transfers, _since_arrival(record, now - marks.arrived))
+                stages = replace(stages, transfers=transfers)
+                yield marks.client_id, RequestOutput(request_id, 0, stage_times=stages)
 
     def produced(self, output: RequestOutput) -> StageTimes | None:
         """Call it once per output. Returns the stages so far for the first token, and all stages for the last
@@ -88,7 +77,7 @@ class StageTimer:
         del self._marks[output.request_id]
         stages = _stages(marks, self._clock.now(), output.finish_reason)
         if output.finish_reason is FinishReason.HANDED_OVER:
-            self._handed_over[output.request_id] = _HandedOver(marks.client_id, marks.arrived, stages)
+            self._handed_over[output.request_id] = marks, stages
         return stages
 
     def _mark_tokens(self, marks: _Marks, count: int) -> None:

@@ -53,7 +53,7 @@ class _PlannedStep:
 
     plan: SchedulerOutput
     planned_s: float
-    standing: QueueSnapshot
+    queues: QueueSnapshot
     ended_before: Mapping[str, FinishReason]
 
 
@@ -108,11 +108,11 @@ class StepTraceWriter:
         """Loading and waiting requests of the last written step."""
         self._write_whole(encode_header(header))
 
-    def planned(self, plan: SchedulerOutput, standing: QueueSnapshot) -> None:
+    def planned(self, plan: SchedulerOutput, queues: QueueSnapshot) -> None:
         """A step was planned; call this before any of it is computed."""
         if self._file is not None:
             ended, self._ended_between = self._ended_between, {}
-            self._planned[plan.step] = _PlannedStep(plan, self._now(), standing, ended)
+            self._planned[plan.step] = _PlannedStep(plan, self._now(), queues, ended)
 
     def ended(self, outputs: ClientOutputs) -> None:
         """Requests ended between two steps: by a client, by a deadline, or because their prompt did not arrive."""
@@ -142,9 +142,9 @@ class StepTraceWriter:
         ended: Mapping[str, FinishReason],
     ) -> None:
         """Writes one step, unless nothing happened in it: an engine that waits for a transfer plans empty steps."""
-        plan, standing = planned.plan, planned.standing
+        plan, queues = planned.plan, planned.queues
         ended = {**planned.ended_before, **ended}
-        seen = (standing.loading, standing.waiting, standing.num_waiting)
+        seen = (queues.loading, queues.waiting, queues.num_waiting)
         if plan.is_empty and not ended and seen == self._last_seen:
             return
         self._last_seen = seen
@@ -162,10 +162,10 @@ class StepTraceWriter:
             ended=ended,
             num_swapped_out=len(plan.swap_out),
             num_swapped_in=len(plan.swap_in),
-            loading=standing.loading,
-            waiting=standing.waiting,
-            num_waiting=standing.num_waiting,
-            num_free_blocks=standing.num_free_blocks,
+            loading=queues.loading,
+            waiting=queues.waiting,
+            num_waiting=queues.num_waiting,
+            num_free_blocks=queues.num_free_blocks,
         )
         self._write(encode_step(step))
 

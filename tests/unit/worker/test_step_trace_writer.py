@@ -61,7 +61,7 @@ class TracedEngine:
 
     def step(self) -> SchedulerOutput:
         plan = self.scheduler.schedule()
-        self.writer.planned(plan, standing_of(self.scheduler))
+        self.writer.planned(plan, queues_of(self.scheduler))
         self._under_way.append(plan)
         while len(self._under_way) > (self._num_ahead if plan.num_scheduled_tokens else 0):
             oldest = self._under_way.popleft()
@@ -101,7 +101,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         engine.writer.close()
 
 
-def standing_of(scheduler: Scheduler) -> QueueSnapshot:
+def queues_of(scheduler: Scheduler) -> QueueSnapshot:
     return QueueSnapshot(
         loading=scheduler.loading_ids,
         waiting=scheduler.waiting_ids(4),
