@@ -20,8 +20,8 @@ class BlockEvents:
         self._num_pending = 0
         self._is_anew = False
         """The next `take_events` starts with `BlocksCleared`."""
-        self._is_overrun = False
-        self._is_ignored = False
+        self._is_incomplete = False
+        """Events were dropped: the next `take_events` returns a full listing instead."""
 
     def stored(self, block_hash: bytes) -> None:
         self._add(BlocksStored, block_hash)
@@ -32,38 +32,33 @@ class BlockEvents:
     def cleared(self) -> None:
         """Notes that the cache was emptied, and drops earlier events, which no longer matter."""
         self._drop_pending()
-        self._is_anew, self._is_overrun = True, False
+        self._is_anew = True
 
     def take_events(self) -> list[KVEvent]:
-        """Events since the last call, in order."""
+        """Events since the last call, in order; a full listing if some were dropped."""
+        if self._is_incomplete:
+            return self.begin()
         events: list[KVEvent] = [BlocksCleared()] if self._is_anew else []
         events += [kind(tuple(block_hashes)) for kind, block_hashes in self._runs]
-        is_overrun = self._is_overrun
         self._drop_pending()
-        self._is_anew = self._is_overrun = False
-        return self.account() if is_overrun else events
+        return events
 
     def ignore(self) -> None:
-        """Drops all events until `begin` is called: no reader takes them before."""
-        self._is_ignored = True
+        """Drops all events until the next full listing, so that they cost nothing while no reader takes them."""
         self._drop_pending()
+        self._is_incomplete = True
 
     def begin(self) -> list[KVEvent]:
-        """A full listing, from which the next `take_events` continues."""
-        self._is_ignored = self._is_anew = self._is_overrun = False
+        """A full listing, from which the next `take_events` continues: first `BlocksCleared`, then all hashes."""
         self._drop_pending()
-        return self.account()
-
-    def account(self) -> list[KVEvent]:
-        """A full listing, for a reader that missed events: first `BlocksCleared`, then all hashes."""
+        self._is_incomplete = False
         return [BlocksCleared(), BlocksStored(tuple(self._snapshot()))]
 
     def _add(self, kind: type[BlocksStored] | type[BlocksRemoved], block_hash: bytes) -> None:
-        if self._is_overrun or self._is_ignored:
+        if self._is_incomplete:
             return
         if self._num_pending == self._max_pending:
-            self._drop_pending()
-            self._is_overrun = True
+            self.ignore()
             return
         if not self._runs or self._runs[-1][0] is not kind:
             self._runs.append((kind, []))
@@ -71,4 +66,4 @@ class BlockEvents:
         self._num_pending += 1
 
     def _drop_pending(self) -> None:
-        self._runs, self._num_pending = [], 0
+        self._runs, self._num_pending, self._is_anew = [], 0, False
