@@ -9,12 +9,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from baton.config import SchedulerConfig
 from baton.kv_groups import KVGroups
+from baton.sampling import SamplingParams
+from baton.step import ModelRunnerOutput
 from benchmarks.peer import serve
 from benchmarks.scheduler_play import Decisions, Ended, Share
 from benchmarks.scheduler_rounds import run_round
 from benchmarks.scheduler_workloads import EOS, RequestSpec, Settings
-from scheduler import ModelRunnerOutput, Request, RequestStatus, SamplingParams, Scheduler, SchedulerConfig
+from scheduler import Request, RequestStatus, Scheduler
 
 
 class BatonSide:

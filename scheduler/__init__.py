@@ -1,18 +1,7 @@
 """Which tokens are computed next, in which blocks; knows no model, no device, no clock and no socket."""
 
-from baton.config import SchedulerConfig
-from baton.sampling import SamplingParams
-from baton.step import ModelRunnerOutput
 from scheduler.remote import KVConnector
 from scheduler.request import Request, RequestStatus
 from scheduler.scheduler import Scheduler
 
-__all__ = [
-    "KVConnector",
-    "ModelRunnerOutput",
-    "Request",
-    "RequestStatus",
-    "SamplingParams",
-    "Scheduler",
-    "SchedulerConfig",
-]
+__all__ = ["KVConnector", "Request", "RequestStatus", "Scheduler"]

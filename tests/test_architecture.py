@@ -40,15 +40,7 @@ PUBLIC_NAMES = {
         "pinned_array",
     },
     "prefill_worker": {"KVProducerScheduler", "PrefillRole"},
-    "scheduler": {
-        "KVConnector",
-        "ModelRunnerOutput",
-        "Request",
-        "RequestStatus",
-        "SamplingParams",
-        "Scheduler",
-        "SchedulerConfig",
-    },
+    "scheduler": {"KVConnector", "Request", "RequestStatus", "Scheduler"},
 }
 
 
