@@ -66,7 +66,8 @@ class KVProducerScheduler:
         """Commands since the last step, and the full prompt blocks that this step completes."""
         preempted = plan.preempted_req_ids
         for request_id in [known for known in self._sending if known in preempted]:  # in order, unlike a set
-            self._sending[request_id].num_sent = 0
+            sending = self._sending[request_id]
+            sending.block_ids, sending.num_sent = [], 0
             self._with_blocks.discard(request_id)
             self._commands.append(WithdrawBlocks(request_id))
         completed = self._blocks_completed_by(plan) if self._sending else []
@@ -83,36 +84,26 @@ class KVProducerScheduler:
 
     def _blocks_completed_by(self, plan: SchedulerOutput) -> list[SendBlocks]:
         """Full prompt blocks that this step completes. After a preemption, all blocks are sent again."""
-        cached = plan.scheduled_cached_reqs
+        cached, num_computed = plan.scheduled_cached_reqs, plan.num_computed_tokens()
+        new_block_ids = {new.request_id: new.block_ids for new in plan.scheduled_new_reqs}
+        new_block_ids |= zip(cached.request_ids, cached.new_block_ids, strict=True)
         completed = [
-            self._progress(plan, new.request_id, new.block_ids, new.num_computed_tokens, is_fresh=True)
-            for new in plan.scheduled_new_reqs
-        ] + [
             self._progress(
-                plan, request_id, block_ids, num_computed, request_id in cached.resumed_request_ids
+                request_id, block_ids, num_computed[request_id] + plan.num_scheduled_tokens[request_id]
             )
-            for request_id, block_ids, num_computed in zip(
-                cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-            )
+            for request_id, block_ids in new_block_ids.items()
+            if request_id in self._sending
         ]
         return [command for command in completed if command is not None]
 
     def _progress(
-        self,
-        plan: SchedulerOutput,
-        request_id: str,
-        block_ids: tuple[int, ...],
-        num_computed: int,
-        is_fresh: bool,
+        self, request_id: str, new_block_ids: tuple[int, ...], num_computed_tokens: int
     ) -> SendBlocks | None:
-        sending = self._sending.get(request_id)
-        if sending is None:
-            return None
-        if is_fresh:
-            sending.block_ids = []
-        sending.block_ids += block_ids
+        """Adds the request's new blocks. Returns the command for those that are full now, if there are any."""
+        sending = self._sending[request_id]
+        sending.block_ids += new_block_ids
         self._with_blocks.add(request_id)
-        num_known = min(num_computed + plan.num_scheduled_tokens[request_id], sending.num_tokens)
+        num_known = min(num_computed_tokens, sending.num_tokens)
         first, num_full = sending.num_sent, num_known // self._block_size * self._groups.num_groups
         if num_full <= first:
             return None
