@@ -4,8 +4,10 @@ Messages always travel on a `Channel`. Bytes either travel on it too, or the con
 producer's pool: then both ends have a `PoolReader` of the same name. Everything here belongs to the transfer thread.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +20,12 @@ Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
 
 MAX_DESCRIPTION_BYTES = 64 * 1024
+
+
+def host_id() -> str:
+    """Equal for processes that can map each other's memory: same kernel, same process ids."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 class TransportError(BatonError):

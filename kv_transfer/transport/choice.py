@@ -8,11 +8,11 @@ from baton.config import KVTransferConfig
 from baton.errors import ConfigError
 from kv_transfer.pool import DeviceBlocks
 from kv_transfer.protocol.transports import CUDA_IPC, NIXL, SHARED_MEMORY, ZMQ_TCP, TransportOffer
-from kv_transfer.transport.base import Bytes, PoolReader, TransportError
+from kv_transfer.transport.base import Bytes, PoolReader, TransportError, host_id
 from kv_transfer.transport.cuda_ipc import CudaIpcReader
 from kv_transfer.transport.nixl import NixlReader
 from kv_transfer.transport.nixl_agent import NixlMemory, has_rdma, nixl_is_available
-from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader, host_id
+from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
 
 logger = logging.getLogger(__name__)
 

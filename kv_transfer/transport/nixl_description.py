@@ -7,13 +7,12 @@ carries descriptions authenticates peers.
 import ctypes
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
 from baton.errors import WireError
 from baton.messages.wire import Codec
-from kv_transfer.transport.base import MAX_DESCRIPTION_BYTES, TransportError
+from kv_transfer.transport.base import MAX_DESCRIPTION_BYTES, TransportError, host_id
 from kv_transfer.transport.nixl_agent import NixlMemory
 
 MAGIC = b"BATONIX1"
@@ -88,9 +87,7 @@ def decode(data: bytes) -> Description:
 
 def this_host() -> str:
     """Names the running kernel and our namespaces: processes with equal names agree on what a pid and `lo` mean."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
-    return "/".join(map(str, (boot_id, *namespaces)))
+    return f"{host_id()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 class IoVec(ctypes.Structure):

@@ -8,7 +8,6 @@ import fcntl
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -23,12 +22,6 @@ MIN_BYTES_FOR_TWO = 2 * 1024 * 1024
 """From this size on, two threads share a read: one core seldom uses all of a memory's bandwidth."""
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def host_id() -> str:
-    """Equal for processes that can map each other's memory: same kernel, same process ids."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 class SharedMemory:

@@ -46,9 +46,9 @@ from kv_transfer.protocol.messages import (
     TransferKey,
     Unreadable,
 )
-from kv_transfer.transport.base import Arrival
+from kv_transfer.transport.base import Arrival, host_id
 from kv_transfer.transport.choice import make_offer, make_readers
-from kv_transfer.transport.shared_memory import SharedMemory, host_id
+from kv_transfer.transport.shared_memory import SharedMemory
 from tests.factories.recording_channel import RecordingChannel
 from tests.factories.wire_values import hostile_frame, integer, kinds_of, long_text, maker, odd_fingerprint
 
