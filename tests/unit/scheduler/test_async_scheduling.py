@@ -32,27 +32,21 @@ def test_c11_the_next_step_is_planned_before_the_last_ones_token_is_known() -> N
     assert request.num_computed_tokens == request.num_tokens
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 5])
-def test_c11_no_step_is_planned_past_max_tokens(max_tokens: int) -> None:
-    driver = Driver(make_scheduler(), num_ahead=1)
+@pytest.mark.parametrize(
+    ("settings", "max_tokens", "num_outputs"),
+    [({}, 1, 1), ({}, 2, 2), ({}, 5, 5), ({"max_model_len": 14}, 50, 4)],
+)
+def test_c11_no_step_is_planned_past_max_tokens_or_the_longest_context(
+    settings: dict[str, int], max_tokens: int, num_outputs: int
+) -> None:
+    driver = Driver(make_scheduler(**settings), num_ahead=1)
     request = make_request(10, max_tokens=max_tokens)
     driver.add(request)
     num_computed = 0
     while driver.scheduler.has_requests():
         num_computed += driver.step().total_num_scheduled_tokens
-    assert num_computed == 10 + max_tokens - 1, "the last token is never computed"
-    driver.run_to_end()
-
-
-def test_c11_no_step_is_planned_past_the_longest_context() -> None:
-    driver = Driver(make_scheduler(max_model_len=14), num_ahead=1)
-    request = make_request(10, max_tokens=50)
-    driver.add(request)
-    num_computed = 0
-    while driver.scheduler.has_requests():
-        num_computed += driver.step().total_num_scheduled_tokens
-    assert num_computed == 13
-    assert len(driver.run_to_end()[request.request_id]) == 4
+    assert num_computed == 10 + num_outputs - 1, "the last token is never computed"
+    assert len(driver.run_to_end()[request.request_id]) == num_outputs
 
 
 def test_c11_an_unforeseeable_stop_costs_one_step_and_delivers_nothing_more() -> None:
@@ -154,19 +148,6 @@ def test_c40_a_producer_is_never_computed_past_its_first_token() -> None:
     assert driver.scheduler.kv_block_counts().leased == 3
     driver.scheduler.update_connector_output(KVConnectorOutput(finished_sending=(request.request_id,)))
     driver.check_rest()
-
-
-def test_c40_a_cancel_while_the_last_prefill_step_is_under_way_counts_as_cancel() -> None:
-    connector = FakeConnector(holds=True)
-    driver = Driver(make_scheduler(connector), FakeRunner(memory=connector.memory), 1, connector)
-    request = make_request(40, role=TransferRole.PRODUCER)
-    driver.add(request)
-    driver.step()
-    news = driver.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
-    driver.note(news["client"])
-    driver.complete()
-    assert (request.status, request.first_token) == (RequestStatus.FINISHED_ABORTED, None)
-    assert connector.leased == {}
 
 
 def test_c41_a_producer_preempted_with_its_token_under_way_samples_it_again() -> None:

@@ -106,7 +106,7 @@ def test_c40_a_cancel_during_the_last_prefill_step_counts_as_cancel() -> None:
     scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
     assert scheduler.update_from_output(plan, result) == {}
     assert connector.finished == [request]
-    assert not request.is_handed_over
+    assert (request.status, request.first_token) == (RequestStatus.FINISHED_ABORTED, None)
     assert_at_rest(scheduler)
 
 

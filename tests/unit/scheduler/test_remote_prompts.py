@@ -288,7 +288,7 @@ def test_c34_policy_recompute_computes_the_prompt_here_and_loads_no_second_time(
     assert plan.num_scheduled_tokens == {request.request_id: 40}
     assert len(connector.started) == 1
     connector.holds = False
-    run_to_end_from(scheduler, runner)
+    run_to_end(scheduler, runner)
     assert scheduler.counters()["kv_prompt_loads_failed"] == 1
 
 
@@ -373,7 +373,7 @@ def test_a_forced_reset_amid_loads_that_share_a_prefix_forgets_it_for_good() -> 
     scheduler.add_request(again)
     plan, _ = run_step(scheduler, runner)
     assert plan.num_scheduled_tokens[again.request_id] == 100
-    run_to_end_from(scheduler, runner)
+    run_to_end(scheduler, runner)
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
@@ -388,9 +388,3 @@ def test_an_id_is_in_use_until_its_last_block_is_back(status: RequestStatus) -> 
     scheduler.update_connector_output(KVConnectorOutput(quiesced=(request.request_id,)))
     scheduler.add_request(twin)
     run_to_end(scheduler)
-
-
-def run_to_end_from(scheduler: Scheduler, runner: FakeRunner) -> None:
-    while scheduler.has_requests():
-        run_step(scheduler, runner)
-    assert_at_rest(scheduler)

@@ -178,36 +178,6 @@ def test_c08_a_preempted_request_starts_over_first_among_the_waiting_and_keeps_i
     assert plan.scheduled_cached_reqs.resumed_request_ids == {young.request_id}
 
 
-def test_c09_a_token_in_flight_while_its_request_is_preempted_is_delivered_once_at_its_position() -> None:
-    scheduler, runner = make_scheduler(), FakeRunner()
-    request = make_request(max_tokens=3)
-    scheduler.add_request(request)
-    plan = scheduler.schedule()
-    result = runner.execute(plan)
-    assert scheduler.reset_prefix_cache(force=True)
-    assert request.status is RequestStatus.PREEMPTED
-    outputs = flatten(scheduler.update_from_output(plan, result))
-    assert [(o.first_position, len(o.token_ids)) for o in outputs] == [(0, 1)]
-    delivered = [*outputs[0].token_ids]
-    while scheduler.has_requests():
-        _, outputs = run_step(scheduler, runner)
-        for output in outputs:
-            assert output.first_position == len(delivered)
-            delivered.extend(output.token_ids)
-    assert delivered == request.output_token_ids
-    assert len(delivered) == 3
-
-
-def test_c09_a_token_of_a_request_that_ended_meanwhile_is_dropped() -> None:
-    scheduler, runner = make_scheduler(), FakeRunner()
-    request = make_request()
-    scheduler.add_request(request)
-    plan = scheduler.schedule()
-    scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
-    assert scheduler.update_from_output(plan, runner.execute(plan)) == {}
-    assert_at_rest(scheduler)
-
-
 def sample_in_one_step(scheduler: Scheduler, request_id: str, tokens: list[int]) -> list[tuple[int, ...]]:
     plan = scheduler.schedule()
     outputs = flatten(scheduler.update_from_output(plan, ModelRunnerOutput({request_id: tokens})))
@@ -318,19 +288,6 @@ def test_c15_running_requests_come_before_waiting_ones() -> None:
     run_step(scheduler, runner)
     scheduler.add_request(waiting)
     assert dict(scheduler.schedule().num_scheduled_tokens) == {running.request_id: 1, waiting.request_id: 7}
-
-
-def test_priority_orders_the_waiting_and_ties_go_by_arrival() -> None:
-    scheduler = make_scheduler(policy="priority")
-    requests = [
-        make_request(priority=1, arrival_time=1.0),
-        make_request(priority=0, arrival_time=9.0),
-        make_request(priority=1, arrival_time=0.5),
-    ]
-    for request in requests:
-        scheduler.add_request(request)
-    order = list(scheduler.schedule().num_scheduled_tokens)
-    assert order == [requests[i].request_id for i in (1, 2, 0)]
 
 
 def test_ending_requests_is_idempotent_in_every_state() -> None:

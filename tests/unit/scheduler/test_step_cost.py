@@ -34,6 +34,15 @@ def decoding(**overrides: Any) -> Scheduler:
     return scheduler
 
 
+def prefilling() -> Scheduler:
+    """A scheduler whose next step computes a part of each prompt for another worker."""
+    scheduler = make_scheduler(FakeConnector(), long_prefill_token_threshold=4)
+    for _ in range(NUM_REQUESTS):
+        scheduler.add_request(make_request(17, role=TransferRole.PRODUCER))
+    scheduler.schedule()
+    return scheduler
+
+
 def run_decode_step(scheduler: Scheduler, ends: str = "", **output: Any) -> list[RequestOutput]:
     """Every request samples a token; that of the request `ends` ends it."""
     plan = scheduler.schedule()
@@ -136,21 +145,13 @@ def test_few_functions_are_called_for_each_request() -> None:
 
 def test_the_role_in_a_hand_over_needs_no_call() -> None:
     """Each step of a prefill worker looks at the role of all its requests."""
-    scheduler = make_scheduler(FakeConnector(), long_prefill_token_threshold=4)
-    for _ in range(NUM_REQUESTS):
-        scheduler.add_request(make_request(17, role=TransferRole.PRODUCER))
-    scheduler.schedule()
-    called = called_for_each(scheduler.schedule)
+    called = called_for_each(prefilling().schedule)
     assert "Running.num_fitting_tokens" in called
     assert {name for name in called if name.startswith("Request.is_")} <= {"Request.is_prefilling"}
 
 
 def test_parts_of_prompts_do_not_look_at_one_another() -> None:
     """A step may have parts of hundreds of prompts."""
-    scheduler = make_scheduler(FakeConnector(), long_prefill_token_threshold=4)
-    for _ in range(NUM_REQUESTS):
-        scheduler.add_request(make_request(17, role=TransferRole.PRODUCER))
-    scheduler.schedule()
-    counts = calls_in(scheduler.schedule)
+    counts = calls_in(prefilling().schedule)
     assert counts["Running.num_fitting_tokens"] == NUM_REQUESTS
     assert max(counts.values()) <= 2 * NUM_REQUESTS
