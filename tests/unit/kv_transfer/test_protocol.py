@@ -10,7 +10,6 @@ from kv_transfer.protocol.transports import SHARED_MEMORY, ZMQ_TCP
 from tests.factories.hand_overs import send_all
 from tests.factories.transfer import (
     ADDRESS,
-    FINGERPRINT,
     FIRST_TOKEN,
     HEARTBEAT_S,
     KEY,
@@ -150,16 +149,6 @@ def test_c42_a_producer_that_is_gone_is_not_waited_for(is_loading: bool) -> None
         16 * is_loading,
         "the prefill worker no longer accepts connections",
     )
-
-
-def test_c43_different_workers_are_refused_before_a_byte_moves_and_the_field_is_named() -> None:
-    wire = Wire(consumer_fingerprint=replace(FINGERPRINT, dtype="bfloat16"))
-    start(wire)
-    wire.ready(0, 3)
-    wire.deliver()
-    assert sent(wire, Pieces) == []
-    assert isinstance(wire.notifications[0], Failed)
-    assert "dtype: float32 != bfloat16" in wire.notifications[0].reason
 
 
 def test_c43_prompts_of_different_lengths_are_refused() -> None:
