@@ -85,6 +85,19 @@ class StepHook:
         return self._runner.launch(plan)
 
 
+class Held:
+    """A hook that stands still in its first step until it may go on; then each step takes `step_s`."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self._step_s = step_s
+
+    def __call__(self, _: SchedulerOutput) -> None:
+        self.entered.set()
+        assert self.go_on.wait(60)
+        threading.Event().wait(self._step_s)
+
+
 class PlansPastPrompts(ThreadedPipeline):
     """Like a GPU's pipeline, plans the next step while any step with tokens is under way."""
 

@@ -14,6 +14,7 @@ from baton.step import KVConnectorOutput, SchedulerOutput
 from prefill_worker import PrefillRole
 from tests.factories.engine import (
     FakeBlockMover,
+    Held,
     RunningLoop,
     StepHook,
     make_core,
@@ -108,19 +109,14 @@ def test_c63_blocks_that_a_reader_still_needs_survive_a_forced_flush() -> None:
 
 
 def test_an_engine_that_is_busy_or_has_ended_flushes_nothing() -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    def hold(_: SchedulerOutput) -> None:
-        entered.set()
-        assert go_on.wait(60)
-
-    running = RunningLoop(make_core(StepHook(hold)))
+    device = Held()
+    running = RunningLoop(make_core(StepHook(device)))
     running.loop.start()
     running.loop.submit("gateway", make_engine_request("long", 40))
-    assert entered.wait(60)
+    assert device.entered.wait(60)
     with pytest.raises(FleetError, match=r"its engine was busy with one step for 0\.05 s"):
         running.loop.flush_cache(0.05, force=True)
-    go_on.set()
+    device.go_on.set()
     running.until_finished("long")
     assert num_cached(running, "same") == 32, "what the caller was told not to have happened did not"
     running.loop.fail(RuntimeError("the request plane ended"))

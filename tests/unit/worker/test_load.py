@@ -1,6 +1,5 @@
 """How busy a worker says it is: averages over its last steps, and what waits."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from baton.step import ModelRunnerOutput, SchedulerOutput
 from scheduler.load import waiting_load
 from scheduler.request import RequestStatus
 from tests.factories.driving import Driver
-from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
+from tests.factories.engine import Held, RunningLoop, StepHook, make_core, make_engine_request
 from tests.factories.scheduling import (
     FakeConnector,
     FakeRunner,
@@ -26,22 +25,17 @@ from worker.load import LoadMeter
 from worker.step_counts import PromptTokens
 
 
-def test_steps_that_computed_prompts_give_a_rate_and_others_a_time() -> None:
+@pytest.mark.parametrize(("num_prompt_tokens", "num_decodes"), [(0, 3), (1, 60)])
+def test_steps_that_computed_prompts_give_a_rate_and_others_a_time(
+    num_prompt_tokens: int, num_decodes: int
+) -> None:
+    """A token of a prompt that is in the prefix cache, beside more decodes, says nothing about prompts."""
     meter = LoadMeter()
     assert (meter.prefill_tokens_per_s, meter.decode_step_s) == (0.0, 0.0)
     meter.step_done(100, 3, submitted_at=10.0, done_at=10.5)
-    meter.step_done(0, 3, submitted_at=11.0, done_at=11.02)
+    meter.step_done(num_prompt_tokens, num_decodes, submitted_at=11.0, done_at=11.02)
     assert meter.prefill_tokens_per_s == pytest.approx(200.0)
     assert meter.decode_step_s == pytest.approx(0.02)
-
-
-def test_a_few_tokens_of_a_prompt_beside_more_decodes_say_nothing_about_prompts() -> None:
-    """As of a prompt that is in the prefix cache but for its last token."""
-    meter = LoadMeter()
-    meter.step_done(100, 3, submitted_at=10.0, done_at=10.5)
-    meter.step_done(1, 60, submitted_at=11.0, done_at=11.03)
-    assert meter.prefill_tokens_per_s == pytest.approx(200.0)
-    assert meter.decode_step_s == pytest.approx(0.03)
 
 
 def test_a_step_begins_when_the_one_before_it_ends() -> None:
@@ -196,21 +190,13 @@ def test_c64_a_forced_run_of_several_steps_is_no_prompt(is_preempted: bool) -> N
 
 
 def test_an_engine_measures_itself() -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    def hold(_: SchedulerOutput) -> None:
-        if entered.is_set():
-            threading.Event().wait(0.01)
-        else:
-            entered.set()
-            assert go_on.wait(60)
-
-    with RunningLoop(make_core(StepHook(hold), max_num_seqs=1, async_scheduling=False)) as running:
+    device = Held(step_s=0.01)
+    with RunningLoop(make_core(StepHook(device), max_num_seqs=1, async_scheduling=False)) as running:
         running.loop.submit("gateway", make_engine_request("first", 50, max_tokens=8))
-        assert entered.wait(60)
+        assert device.entered.wait(60)
         for name in ("second", "third"):
             running.loop.submit("gateway", make_engine_request(name, 50, max_tokens=8))
-        go_on.set()
+        device.go_on.set()
         while (busy := running.loop.snapshot).load.num_queued_prompt_tokens != 100:
             running.next_output()
         assert busy.oldest_arrival is not None

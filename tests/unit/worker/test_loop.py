@@ -18,6 +18,7 @@ from decode_worker import DecodeRole
 from prefill_worker import PrefillRole
 from tests.factories.engine import (
     FakeBlockMover,
+    Held,
     RunningLoop,
     StepHook,
     make_core,
@@ -43,20 +44,15 @@ def test_a_request_runs_to_its_end_and_its_client_gets_every_token() -> None:
 
 
 def test_an_abort_ends_only_the_clients_own_requests(caplog: pytest.LogCaptureFixture) -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    def hold(_: SchedulerOutput) -> None:
-        entered.set()
-        assert go_on.wait(60)
-
-    with RunningLoop(make_core(StepHook(hold))) as running:
+    device = Held()
+    with RunningLoop(make_core(StepHook(device))) as running:
         running.loop.submit("a", make_engine_request("mine", max_tokens=500))
-        assert entered.wait(60)
+        assert device.entered.wait(60)
         running.loop.abort("b", ("mine",))
         running.loop.submit("b", make_engine_request("theirs", max_tokens=500))
         running.loop.abort_client("b")
         running.loop.abort_client("without requests")
-        go_on.set()
+        device.go_on.set()
         assert running.until_finished("theirs").finish_reason is FinishReason.ABORT
         running.loop.abort("a", ("mine", "unknown"))
         assert running.until_finished("mine").finish_reason is FinishReason.ABORT
@@ -84,19 +80,14 @@ def test_a_deadline_ends_a_request_by_itself() -> None:
 def test_what_cannot_be_taken_is_refused_with_its_reason(
     request_id: str, num_tokens: int, kind: ErrorKind, complaint: str
 ) -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    def hold(_: SchedulerOutput) -> None:
-        entered.set()
-        assert go_on.wait(60)
-
-    core = make_core(StepHook(hold), max_num_seqs=1)
+    device = Held()
+    core = make_core(StepHook(device), max_num_seqs=1)
     with RunningLoop(core, DecodeRole(max_waiting=1 if request_id == "late" else 9)) as running:
         running.loop.submit("gateway", make_engine_request("r", max_tokens=500))
-        assert entered.wait(60)
+        assert device.entered.wait(60)
         running.loop.submit("gateway", make_engine_request("waits"))
         running.loop.submit("gateway", make_engine_request(request_id, num_tokens))
-        go_on.set()
+        device.go_on.set()
         while (output := running.next_output()[1]).error is None:
             continue
         assert (output.request_id, output.finish_reason, output.error_kind) == (
@@ -148,18 +139,6 @@ def test_a_device_that_fails_a_known_token_too_ends_the_loop() -> None:
     assert running.loop.drain(0.0), "nothing is left to wait for"
 
 
-class Held:
-    """A device that stands still in its first step until it may go on; then each step takes a moment."""
-
-    def __init__(self) -> None:
-        self.entered, self.go_on = threading.Event(), threading.Event()
-
-    def __call__(self, _: SchedulerOutput) -> None:
-        self.entered.set()
-        assert self.go_on.wait(60)
-        threading.Event().wait(0.005)
-
-
 def in_background(call: Callable[[], T]) -> "Future[T]":
     future: Future[T] = Future()
 
@@ -179,7 +158,7 @@ def until_draining(running: RunningLoop) -> None:
 
 
 def test_c50_draining_refuses_new_requests_and_waits_for_the_running_ones() -> None:
-    device = Held()
+    device = Held(step_s=0.005)
     with RunningLoop(make_core(StepHook(device))) as running:
         running.loop.submit("gateway", make_engine_request("running", max_tokens=9))
         assert device.entered.wait(60)
@@ -199,7 +178,7 @@ def test_c50_draining_refuses_new_requests_and_waits_for_the_running_ones() -> N
 
 
 def test_c50_what_does_not_end_in_time_is_given_back() -> None:
-    device = Held()
+    device = Held(step_s=0.005)
     device.go_on.set()
     with RunningLoop(make_core(StepHook(device))) as running:
         running.loop.submit("gateway", make_engine_request("long", max_tokens=1_900))
