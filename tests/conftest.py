@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import Scheduling
 
+    from gateway.text import Tokenizer
     from tests.factories.whole_engines import EnginesOf
 
 # Started in the background, a shell's children ignore SIGINT, and so would every process that a test starts and
@@ -58,6 +59,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
     return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> "Tokenizer":
+    """A small tokenizer as `make_tokenizer_dir` makes one by default, with a chat template. Tests do not change it."""
+    from gateway.text import Tokenizer
+    from tests.factories.models import make_tokenizer_dir
+
+    return Tokenizer(make_tokenizer_dir(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture

@@ -3,12 +3,14 @@
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from baton.request import FinishReason, TokenLogprobs
-from gateway.requests.request import Delta, Finish
+from gateway.http.openai.answers import MIN_LOGPROB
+from gateway.http.openai.logprobs import token_name
+from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.timing import Timing
 from gateway.routing.placement import Mode, Placement
 from gateway.text import Tokenizer
@@ -45,6 +47,25 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
 
     top = tuple(((token_id * 7 + at) % 300, number(at)) for at in range(num_top))
     return TokenLogprobs(token_id, number(0), 1, top)
+
+
+def top_of(tokenizer: Tokenizer, position: TokenLogprobs) -> dict[str, float]:
+    """`top_logprobs` of a completion at this position; of tokens with one name, the first counts."""
+    named: dict[str, float] = {}
+    for token_id, logprob in ((position.token_id, position.logprob), *position.top):
+        named.setdefault(token_name(tokenizer.token_bytes(token_id)), max(logprob, MIN_LOGPROB))
+    return named
+
+
+class Answering:
+    """A request driver that has all of an answer already."""
+
+    def __init__(self, deltas: Sequence[Delta]) -> None:
+        self._deltas = deltas
+
+    async def generate(self, _: GatewayRequest) -> AsyncGenerator[Delta, None]:
+        for delta in self._deltas:
+            yield delta
 
 
 class WorkClock(asyncio.SelectorEventLoop):

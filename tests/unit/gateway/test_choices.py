@@ -1,6 +1,5 @@
 """An answer that is not streamed: how much it may hold, and in which portions it is collected."""
 
-from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from gateway.choices import (
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import TextStream
 from gateway.turn_budget import TURN_S
-from tests.factories.answers import WorkClock, batches_from, finish_of
+from tests.factories.answers import Answering, WorkClock, batches_from, finish_of
 from tests.factories.models import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -133,17 +132,6 @@ def test_between_these_parts_others_run() -> None:
             own = [delta for index, delta in taken if index == answer]
             assert own == [*prompt_parts(first), deltas[1]]
         assert clock.longest_turn_s < 2 * TURN_S
-
-
-class Answering:
-    """A request driver that has all of an answer already."""
-
-    def __init__(self, deltas: Sequence[Delta]) -> None:
-        self._deltas = deltas
-
-    async def generate(self, _: GatewayRequest) -> AsyncGenerator[Delta, None]:
-        for delta in self._deltas:
-            yield delta
 
 
 def test_a_long_delta_is_collected_in_portions_and_others_run_in_between() -> None:

@@ -18,15 +18,9 @@ from gateway.requests.request import GatewayRequest
 from gateway.text import TextStream, Tokenizer
 from gateway.token_parts import ReasoningCount, TokenParts
 from tests.factories.conversations import HARMONY, THINKING
-from tests.factories.models import make_tokenizer_dir
 
 ASKED = Conversation((ChatMessage("user", "Hi"),), (Tool("look"),))
 CALL = '<tool_call>\n{"name": "look", "arguments": {"a": "x < y"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(make_tokenizer_dir(tmp_path_factory.mktemp("tokenizer")))
 
 
 def request_of(tokenizer: Tokenizer, answer_format: AnswerFormat, prompt_end: str = "") -> GatewayRequest:

@@ -37,20 +37,14 @@ from gateway.http.openai.logprobs import (
 from gateway.http.openai.openai_answer import AnswerHead
 from gateway.requests.request import Delta
 from gateway.text import Tokenizer
-from tests.factories.answers import finish_of
+from tests.factories.answers import finish_of, top_of
 from tests.factories.gateway import scores_of
-from tests.factories.models import make_tokenizer_dir
 
 HEAD = AnswerHead("a", 7, "model")
 MAX_PIECE = 200 * 1000
 TYPED = "Hi <|im_start|>the caf\u00e9 \U0001f600<|im_end|> baton"
 BEGIN = 1
 """A special token, as tokenizers put it before a text."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(make_tokenizer_dir(tmp_path_factory.mktemp("tokenizer")))
 
 
 def offsets_of(echo: EchoedPrompt, token_ids: Sequence[int]) -> list[int]:
@@ -154,19 +148,13 @@ def expected_logprobs(
     def name(token_id: int) -> str:
         return token_name(tokenizer.token_bytes(token_id))
 
-    def top(position: TokenLogprobs) -> dict[str, float]:
-        named: dict[str, float] = {}
-        for token_id, number in ((position.token_id, position.logprob), *position.top):
-            named.setdefault(name(token_id), max(number, MIN_LOGPROB))
-        return named
-
     positions = [*scores_of(prompt, num_top), *answer]
     token_ids = [prompt[0], *(position.token_id for position in positions)]
     before = [tokenizer.decode(token_ids[:number], True) for number in range(len(token_ids))]
     return CompletionLogprobs(
         list(map(name, token_ids)),
         [None, *(position.logprob for position in positions)],
-        [None, *map(top, positions)],
+        [None, *(top_of(tokenizer, each) for each in positions)],
         list(map(len, before)),
     )
 

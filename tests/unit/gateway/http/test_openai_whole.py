@@ -1,7 +1,7 @@
 """Whole answers of OpenAI's API are written in pieces: byte for byte what their shapes say, and little in one turn."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -43,8 +43,7 @@ from gateway.http.whole_json import PIECE_CHARACTERS
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import Detokenizer, TextStream, Tokenizer
 from gateway.turn_budget import TURN_S
-from tests.factories.answers import WorkClock, long_answer
-from tests.factories.models import make_tokenizer_dir
+from tests.factories.answers import Answering, WorkClock, long_answer, top_of
 
 HEAD = AnswerHead('a"b', 7, "módel")
 PROMPT = (5, 6, 7)
@@ -52,11 +51,6 @@ MAX_PIECE = 200 * 1000
 """Characters: 48 tokens with 20 others each, or a piece of text in which every character needs six."""
 
 PIECE_S = TURN_S / 4
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(make_tokenizer_dir(tmp_path_factory.mktemp("tokenizer")))
 
 
 def pieces_of(writer: OpenAIAnswer, answers: Sequence[Sequence[Delta]]) -> list[str]:
@@ -110,12 +104,6 @@ def one_go_completion(
     def name(token_id: int) -> str:
         return token_name(tokenizer.token_bytes(token_id))
 
-    def top(position: TokenLogprobs) -> dict[str, float]:
-        named: dict[str, float] = {}
-        for token_id, number in ((position.token_id, position.logprob), *position.top):
-            named.setdefault(name(token_id), max(number, MIN_LOGPROB))
-        return named
-
     def logprobs(positions: Sequence[TokenLogprobs]) -> CompletionLogprobs | None:
         if not positions:
             return None
@@ -127,7 +115,7 @@ def one_go_completion(
         return CompletionLogprobs(
             [name(each.token_id) for each in positions],
             [max(each.logprob, MIN_LOGPROB) for each in positions],
-            [top(each) for each in positions],
+            [top_of(tokenizer, each) for each in positions],
             offsets,
         )
 
@@ -187,17 +175,6 @@ class Watched(ChatAnswer):
         for piece in super().whole():
             self.clock.work(PIECE_S)
             yield piece
-
-
-class Answering:
-    """A request driver that has all of an answer already."""
-
-    def __init__(self, deltas: Sequence[Delta]) -> None:
-        self._deltas = deltas
-
-    async def generate(self, _: GatewayRequest) -> AsyncGenerator[Delta, None]:
-        for delta in self._deltas:
-            yield delta
 
 
 def test_no_turn_of_the_event_loop_collects_or_writes_much(

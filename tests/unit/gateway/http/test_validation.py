@@ -5,10 +5,13 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gateway.http import tokenize
 from gateway.http.anthropic.message_request import MessagesRequest
-from gateway.http.body import OnlyFalse
+from gateway.http.body import Body, OnlyFalse
 from gateway.http.openai.chat_request import ChatCompletionRequest
+from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.responses.create_request import ResponseRequest
+from gateway.http.responses.tools import HostedTool
 from gateway.http.validation import MAX_VALUE_CHARACTERS, first_problem
 
 
@@ -231,3 +234,23 @@ def test_a_body_that_is_no_json() -> None:
         "ctx": {"error": "Expecting ','"},
     }
     assert first_problem([finding], "{") == ("body", "invalid JSON: Expecting ','")
+
+
+def parts_of(body: type[BaseModel]) -> set[type[BaseModel]]:
+    return {body}.union(*map(parts_of, body.__subclasses__()))
+
+
+def test_no_part_of_any_body_admits_an_unknown_field_or_a_number_in_quotes() -> None:
+    """Other servers run hosted tools, so their fields are ignored."""
+    bodies = parts_of(Body)
+    known = (
+        ChatCompletionRequest,
+        CompletionRequest,
+        MessagesRequest,
+        ResponseRequest,
+        tokenize.TokenizeRequest,
+    )
+    assert bodies.issuperset(known)
+    described = {body: body.model_json_schema().get("additionalProperties") for body in bodies}
+    assert {body for body, additional in described.items() if additional is not False} == {HostedTool}
+    assert all(body.model_config["strict"] for body in bodies)

@@ -20,7 +20,6 @@ from gateway.http.responses.events import ResponseEvents
 from gateway.http.responses.output import ResponseOutput
 from gateway.http.responses.response_json import ResponseJson, ResponseState, usage_of
 from gateway.text import Tokenizer
-from tests.factories.models import make_tokenizer_dir
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 SHAPE = TypeAdapter(ResponseObject)
@@ -172,11 +171,6 @@ def test_every_response_is_one_of_the_package_and_of_the_description() -> None:
             shown = Response.model_validate(event["response"])
             assert shown.tools[0].type == "function"
             assert not shown.model_extra or set(shown.model_extra) == {"store"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(make_tokenizer_dir(tmp_path_factory.mktemp("tokenizer")))
 
 
 def test_log_probabilities_are_the_texts_and_all_of_them(tokenizer: Tokenizer) -> None:
