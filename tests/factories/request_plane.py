@@ -1,17 +1,21 @@
 """The two ends of a worker's request plane, each driven by hand: a gateway's socket, and the engine's place."""
 
 import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import zmq
 
+from baton.clock import Clock, SystemClock
 from baton.config import NetworkConfig
 from baton.kv import WorkerRef
-from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Outputs, ToGateway, ToWorker
+from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello, Outputs, ToGateway, ToWorker
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from baton.system.curve import secure_client
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
 from tests.factories.security import KEYS
+from worker.request_plane import RequestServer
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=2.0)
 STATUS = WorkerStatus(
@@ -22,6 +26,7 @@ STATUS = WorkerStatus(
     RequestCounts(0, 0, 0),
     {},
 )
+HELLO = Hello("incarnation-1", "g", 1, None, 0)
 REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1, 2), sampling_params=SamplingParams())
 
 
@@ -74,3 +79,29 @@ class GatewaySocket:
             message = self.receive()
             if isinstance(message, Outputs):
                 return message
+
+
+@contextmanager
+def running_server(
+    sink: RecordingSink,
+    network: NetworkConfig = NETWORK,
+    status: Callable[[], WorkerStatus] = lambda: STATUS,
+    clock: Clock | None = None,
+) -> Iterator[RequestServer]:
+    """A worker's end. It may be stopped before."""
+    server = RequestServer(network, KEYS.request, "incarnation-1", status, clock or SystemClock())
+    server.start(sink)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def gateway_of(server: RequestServer, identity: bytes = b"\x01gateway") -> Iterator[GatewaySocket]:
+    with zmq.Context() as context:
+        gateway = GatewaySocket(context, server.address, identity)
+        try:
+            yield gateway
+        finally:
+            gateway.socket.close()

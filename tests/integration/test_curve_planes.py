@@ -18,35 +18,25 @@ import zmq
 from baton.clock import SystemClock
 from baton.config import KVTransferConfig, NetworkConfig
 from baton.errors import WorkerUnavailable
-from baton.kv import PROTOCOL_VERSION, KVFingerprint, WorkerRef
+from baton.kv import PROTOCOL_VERSION, KVFingerprint
 from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello, KVEvents
 from baton.request import RequestOutput
 from baton.system import curve
 from baton.system.curve import PeerAuthenticator, PlaneKeys, secure_client
 from baton.worker import (
-    KVBlockCounts,
-    RequestCounts,
     WorkerEndpoint,
     WorkerRole,
-    WorkerState,
     WorkerStatus,
 )
 from gateway.workers.connections import WorkerConnections
 from gateway.workers.worker_listener import LossCause
 from kv_transfer.connector.worker import KVConnectorWorker
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES, TO_CONSUMER, Unreadable, seal
+from tests.factories.request_plane import STATUS
 from tests.factories.security import KEYS, OTHER_KEYS
 from worker.request_plane import RequestServer
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=60.0)  # silence is never the reason here
-STATUS = WorkerStatus(
-    WorkerRef("p0", "incarnation-1", ("tcp://127.0.0.1:1",), 16),
-    WorkerRole.PREFILL,
-    WorkerState.READY,
-    KVBlockCounts(9, 9, 0, 0),
-    RequestCounts(0, 0, 0),
-    {},
-)
 TIMEOUT_S = 10.0
 TIMEOUT_MS = 10_000
 

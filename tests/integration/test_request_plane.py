@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import msgpack
 import pytest
-import zmq
 
 from baton.clock import SystemClock
 from baton.config import NetworkConfig
@@ -23,8 +22,16 @@ from baton.messages.request_plane import (
 from baton.messages.wire import MAX_MESSAGE_BYTES
 from baton.request import ErrorKind, FinishReason, RequestOutput
 from baton.worker import WorkerState, WorkerStatus
-from tests.factories.request_plane import NETWORK, REQUEST, STATUS, GatewaySocket, RecordingSink
-from tests.factories.security import KEYS
+from tests.factories.request_plane import (
+    HELLO,
+    NETWORK,
+    REQUEST,
+    STATUS,
+    GatewaySocket,
+    RecordingSink,
+    gateway_of,
+    running_server,
+)
 from worker.kv_events import MAX_HASHES_PER_MESSAGE, KVChange
 from worker.request_plane import RequestServer
 
@@ -36,29 +43,25 @@ def sink() -> RecordingSink:
 
 @pytest.fixture
 def server(sink: RecordingSink) -> Iterator[RequestServer]:
-    server = RequestServer(NETWORK, KEYS.request, "incarnation-1", lambda: STATUS, SystemClock())
-    server.start(sink)
-    yield server
-    server.stop()
+    with running_server(sink) as server:
+        yield server
 
 
 @pytest.fixture
 def gateway(server: RequestServer) -> Iterator[GatewaySocket]:
-    with zmq.Context() as context:
-        gateway = GatewaySocket(context, server.address, b"\x01gateway")
+    with gateway_of(server) as gateway:
         yield gateway
-        gateway.socket.close()
 
 
 def test_a_hello_is_answered_and_heartbeats_follow(gateway: GatewaySocket) -> None:
-    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    gateway.send(HELLO)
     assert [gateway.receive(), gateway.receive()] == [Heartbeat(STATUS, 1, 0)] * 2
 
 
 def test_requests_and_aborts_reach_the_engine_with_their_client(
     gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    gateway.send(HELLO)
     gateway.send(SubmitRequest(REQUEST, 1))
     gateway.send(AbortRequests(("r",), 1))
     assert sink.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
@@ -66,7 +69,7 @@ def test_requests_and_aborts_reach_the_engine_with_their_client(
 
 
 def test_outputs_go_to_the_gateway_that_asked(server: RequestServer, gateway: GatewaySocket) -> None:
-    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    gateway.send(HELLO)
     gateway.receive()
     output = RequestOutput(request_id="r", first_position=0, token_ids=(7,))
     server.send(gateway.client_id, [output])
@@ -79,7 +82,7 @@ def test_c44_a_hello_meant_for_another_incarnation_opens_nothing(
     gateway.send(Hello("incarnation-0", "g", 1, None, 0))
     assert gateway.receive() == Heartbeat(STATUS, None, 0)  # from which the gateway learns who is there now
     gateway.send(SubmitRequest(REQUEST, None))
-    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    gateway.send(HELLO)
     gateway.send(AbortRequests(("r",), 1))
     assert sink.received.get(timeout=60) == ("abort", gateway.client_id, ("r",))
     assert server.num_bad_messages == 1
@@ -88,7 +91,7 @@ def test_c44_a_hello_meant_for_another_incarnation_opens_nothing(
 def test_garbage_is_counted_and_the_next_message_is_served(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    gateway.send(HELLO)
     gateway.socket.send(b"\xc1 not msgpack")
     gateway.socket.send_multipart([b"two", b"frames"])
     gateway.send(SubmitRequest(REQUEST, 1))
@@ -99,7 +102,7 @@ def test_garbage_is_counted_and_the_next_message_is_served(
 def test_c42_a_silent_gateway_is_gone_and_its_requests_end(
     gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    gateway.send(HELLO)
     assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id)
 
 
@@ -115,32 +118,25 @@ class LeapingClock(SystemClock):
 
 def test_c42_a_gateway_is_not_silent_while_the_worker_stands_still(sink: RecordingSink) -> None:
     clock = LeapingClock()
-    server = RequestServer(NETWORK, KEYS.request, "incarnation-1", lambda: STATUS, clock)
-    server.start(sink)
-    with zmq.Context() as context:
-        gateway = GatewaySocket(context, server.address, b"\x01patient")
-        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    with running_server(sink, clock=clock) as server, gateway_of(server) as gateway:
+        gateway.send(HELLO)
         assert gateway.receive() == Heartbeat(STATUS, 1, 0)
         clock.leapt_s += 100 * NETWORK.peer_timeout_s
         for _ in range(4):
             assert gateway.receive() == Heartbeat(STATUS, 1, 0)
         assert sink.received.empty(), "that was not its silence"
         assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id), "but this is"
-        gateway.socket.close()
-    server.stop()
 
 
 def test_a_vanished_gateway_is_noticed_at_the_next_send(server: RequestServer, sink: RecordingSink) -> None:
-    with zmq.Context() as context:
-        gateway = GatewaySocket(context, server.address, b"\x02gone")
-        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    with gateway_of(server) as gateway:
+        gateway.send(HELLO)
         gateway.receive()
-        gateway.socket.close()
     assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id)
 
 
 def test_c42_a_gateway_whose_order_was_lost_starts_anew(gateway: GatewaySocket, sink: RecordingSink) -> None:
-    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    gateway.send(HELLO)
     gateway.send(SubmitRequest(REQUEST, 1))
     gateway.send(Hello("incarnation-1", "g", 1, 1, 2))  # the second command is the one that did not come
     gateway.send(AbortRequests(("r",), 1))  # said before the gateway could know
@@ -158,22 +154,20 @@ def test_c51_a_gateways_new_connection_ends_what_it_did_over_the_former_one(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
     """The former one is still open here, as a worker finds it that has not yet seen its end."""
-    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    gateway.send(HELLO)
     gateway.send(SubmitRequest(REQUEST, 1))
     assert sink.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
-    with zmq.Context() as context:
-        latest = GatewaySocket(context, server.address, b"\x01latest")
+    with gateway_of(server, b"\x01latest") as latest:
         latest.send(Hello("incarnation-1", "g", 2, None, 0))
         assert latest.receive() == Heartbeat(STATUS, 2, 0)
         gateway.send(Hello("incarnation-1", "g", 1, 1, 1))  # it was on its way
         latest.send(SubmitRequest(REQUEST, 2))
         received = [sink.received.get(timeout=60) for _ in range(2)]
         assert received == [("abort_client", gateway.client_id), ("submit", latest.client_id, REQUEST)]
-        latest.socket.close()
 
 
 def test_heartbeats_count_the_outputs_before_them(server: RequestServer, gateway: GatewaySocket) -> None:
-    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    gateway.send(HELLO)
     gateway.receive()
     server.send(gateway.client_id, [RequestOutput(request_id="r", first_position=0, token_ids=(7,))])
     gateway.receive_outputs()
@@ -185,7 +179,6 @@ def test_the_end_of_an_engine_is_told_after_its_last_outputs(sink: RecordingSink
     """Even where it ends while the plane is about to send a heartbeat. The last outputs end a suspect's turn, too."""
     suspect = replace(REQUEST, is_suspect=True)
     output = RequestOutput(suspect.request_id, first_position=0, finish_reason=FinishReason.STOP)
-    hello = Hello("incarnation-1", "g", 1, None, 0)
 
     def end() -> WorkerStatus:
         plane.send(b"\x01gateway".hex(), [output])
@@ -193,54 +186,45 @@ def test_the_end_of_an_engine_is_told_after_its_last_outputs(sink: RecordingSink
 
     current: list[Callable[[], WorkerStatus]] = [lambda: STATUS]
     network = NetworkConfig(heartbeat_interval_s=20.0, peer_timeout_s=60.0)
-    plane = RequestServer(network, KEYS.request, "incarnation-1", lambda: current[0](), SystemClock())
-    plane.start(sink)
-    with zmq.Context() as context:
-        gateway = GatewaySocket(context, plane.address, b"\x01gateway")
-        try:
-            gateway.send(hello)
-            assert gateway.receive() == Heartbeat(STATUS, 1, 0)
-            gateway.send(SubmitRequest(suspect, 1))
-            assert isinstance(begun := gateway.receive(), Heartbeat)
-            assert begun.status.suspects == (suspect.request_id,)
-            current[0] = end
-            if is_asked:
-                gateway.send(hello)
-            else:
-                plane.beat()
-            assert gateway.receive() == Outputs((output,))
-            assert isinstance(last := gateway.receive(), Heartbeat)
-            assert (last.status.state, last.status.suspects) == (WorkerState.DEAD, ())
-        finally:
-            gateway.socket.close()
-            plane.stop()
+    with (
+        running_server(sink, network, lambda: current[0]()) as plane,
+        gateway_of(plane) as gateway,
+    ):
+        gateway.send(HELLO)
+        assert gateway.receive() == Heartbeat(STATUS, 1, 0)
+        gateway.send(SubmitRequest(suspect, 1))
+        assert isinstance(begun := gateway.receive(), Heartbeat)
+        assert begun.status.suspects == (suspect.request_id,)
+        current[0] = end
+        if is_asked:
+            gateway.send(HELLO)
+        else:
+            plane.beat()
+        assert gateway.receive() == Outputs((output,))
+        assert isinstance(last := gateway.receive(), Heartbeat)
+        assert (last.status.state, last.status.suspects) == (WorkerState.DEAD, ())
 
 
 def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: RecordingSink) -> None:
     patient = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=30.0)
-    server = RequestServer(patient, KEYS.request, "incarnation-1", lambda: STATUS, SystemClock())
-    server.start(sink)
     outputs = [
         RequestOutput(request_id=f"r{number}", first_position=0, error="x" * (MAX_MESSAGE_BYTES // 2 - 99))
         for number in range(3)
     ]
-    with zmq.Context() as context:
-        gateway = GatewaySocket(context, server.address, b"\x01gateway")
-        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    with running_server(sink, patient) as server, gateway_of(server) as gateway:
+        gateway.send(HELLO)
         gateway.receive()
         server.send(gateway.client_id, outputs)
         received = [gateway.receive_outputs() for _ in range(2)]
         assert [len(message.outputs) for message in received] == [1, 2]
         assert [output for message in received for output in message.outputs] == outputs
         assert gateway.receive() == Heartbeat(STATUS, 1, 2), "both were counted"
-        server.stop()
-        gateway.socket.close()
 
 
 def test_an_output_that_no_message_can_hold_ends_its_request_and_nothing_else(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    gateway.send(HELLO)
     gateway.receive()
     monster = RequestOutput(request_id="r", first_position=3, error="x" * MAX_MESSAGE_BYTES)
     server.send(gateway.client_id, [monster])
@@ -265,11 +249,8 @@ def test_a_plane_that_fails_ends_the_worker_and_says_so(sink: RecordingSink) -> 
             raise RuntimeError("no status")
         return STATUS
 
-    server = RequestServer(NETWORK, KEYS.request, "incarnation-1", status, SystemClock())
-    server.start(sink)
-    with zmq.Context() as context:
-        gateway = GatewaySocket(context, server.address, b"\x01gateway")
-        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    with running_server(sink, status=status) as server, gateway_of(server) as gateway:
+        gateway.send(HELLO)
         gateway.receive()
         is_broken.set()
         server.beat()
@@ -282,23 +263,17 @@ def test_a_plane_that_fails_ends_the_worker_and_says_so(sink: RecordingSink) -> 
             WorkerState.DEAD,
             "its request plane failed: no status",
         )
-        gateway.socket.close()
-    server.stop()
 
 
 def test_a_change_is_told_before_the_next_heartbeat_is_due(sink: RecordingSink) -> None:
     slow = NetworkConfig(heartbeat_interval_s=60.0, peer_timeout_s=120.0)
-    server = RequestServer(slow, KEYS.request, "incarnation-1", lambda: STATUS, SystemClock())
-    server.start(sink)
-    with zmq.Context() as context:
-        gateway = GatewaySocket(context, server.address, b"\x01gateway")
-        gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    with running_server(sink, slow) as server, gateway_of(server) as gateway:
+        gateway.send(HELLO)
         gateway.receive()
         server.beat()
         assert gateway.receive() == Heartbeat(STATUS, 1, 0)
         server.stop()
         assert gateway.receive() == Heartbeat(STATUS, 1, 0), "its last word"
-        gateway.socket.close()
 
 
 def test_a_gateway_of_another_version_is_answered_and_gets_no_session(
@@ -309,7 +284,7 @@ def test_a_gateway_of_another_version_is_answered_and_gets_no_session(
     assert f"it uses version 99 of the request plane, this worker {REQUEST_PLANE_VERSION}" in caplog.text
     assert (server.num_foreign_hellos, server.num_bad_messages) == (1, 0)
     gateway.send(SubmitRequest(REQUEST, None))
-    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    gateway.send(HELLO)
     gateway.receive()
     assert sink.received.empty()
 
@@ -325,7 +300,7 @@ def test_changes_of_the_prefix_cache_are_numbered_for_each_gateway(
             continue
         return message
 
-    gateway.send(Hello("incarnation-1", "g", 1, None, 0))
+    gateway.send(HELLO)
     gateway.send(SubscribeKVEvents(1))
     us = (gateway.client_id,)
     assert sink.received.get(timeout=60) == ("subscribe", *us)

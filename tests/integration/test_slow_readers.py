@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.errors import RequestAborted, SlowReader
-from baton.request import FinishReason
+from baton.request import EngineRequest, FinishReason
 from baton.sampling import SamplingParams
 from gateway.auth.callers import ANYBODY
 from gateway.requests.request import Delta, GatewayRequest
@@ -28,16 +30,24 @@ def num_sub_requests(under_test: GatewayUnderTest) -> int:
     return sum(under_test.gateway._driver.router.num_sub_requests.values())
 
 
+@asynccontextmanager
+async def unread_answer(
+    folder: Path, *stop: str, **settings: Any
+) -> AsyncIterator[tuple[GatewayUnderTest, EngineRequest, AsyncGenerator[Delta]]]:
+    """A request on the worker w0, whose client has read its first token, 5, and nothing since."""
+    async with gateway_with(folder, {}, {"w0": silent}, **settings) as under_test:
+        deltas = under_test.gateway._driver.generate(generation_of(folder, *stop))
+        first = asyncio.ensure_future(anext(deltas))
+        request = await under_test.workers["w0"].next_request()
+        under_test.workers["w0"].say(request, outputs_of(request, [5], finish=None))
+        assert (await first).token_ids == (5,)
+        yield under_test, request, deltas
+
+
 async def test_a_worker_finishes_a_request_that_its_client_does_not_read(folder: Path) -> None:
     """And what waits comes as one."""
-
-    async with gateway_with(folder, {}, {"w0": silent}, max_unread_tokens=MAX_UNREAD) as under_test:
+    async with unread_answer(folder, max_unread_tokens=MAX_UNREAD) as (under_test, request, deltas):
         w0 = under_test.workers["w0"]
-        deltas = under_test.gateway._driver.generate(generation_of(folder))
-        first = asyncio.ensure_future(anext(deltas))
-        request = await w0.next_request()
-        w0.say(request, outputs_of(request, [5], finish=None))
-        assert (await first).token_ids == (5,)
         w0.say(request, outputs_of(request, [6, 7], start=1, finish=None))
         w0.say(request, outputs_of(request, [8, 9], start=3, finish=FinishReason.LENGTH))
         await under_test.until(lambda: num_sub_requests(under_test) == 0)
@@ -50,14 +60,8 @@ async def test_a_worker_finishes_a_request_that_its_client_does_not_read(folder:
 async def test_outputs_that_arrive_while_the_gateway_is_busy_are_sent_together(folder: Path) -> None:
     """So a gateway that has too much to do has less to do, though every client reads at once."""
     num_messages = 30
-
-    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+    async with unread_answer(folder) as (under_test, request, deltas):
         w0 = under_test.workers["w0"]
-        deltas = under_test.gateway._driver.generate(generation_of(folder))
-        first = asyncio.ensure_future(anext(deltas))
-        request = await w0.next_request()
-        w0.say(request, outputs_of(request, [5], finish=None))
-        await first
         rest = asyncio.ensure_future(_all(deltas))
         await asyncio.sleep(0)
         for position in range(1, num_messages + 1):
@@ -75,13 +79,8 @@ async def _all(deltas: AsyncIterator[Delta]) -> list[Delta]:
 
 async def test_a_stop_string_ends_a_request_that_its_client_does_not_read(folder: Path) -> None:
     stop = Tokenizer(folder).backend.decode([9])
-    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+    async with unread_answer(folder, stop) as (under_test, request, deltas):
         w0 = under_test.workers["w0"]
-        deltas = under_test.gateway._driver.generate(generation_of(folder, stop))
-        first = asyncio.ensure_future(anext(deltas))
-        request = await w0.next_request()
-        w0.say(request, outputs_of(request, [5], finish=None))
-        await first
         w0.say(request, outputs_of(request, [8, 9, 8, 8], start=1, finish=None))
         assert await w0.next_abort() == request.request_id
         assert num_sub_requests(under_test) == 0
@@ -89,13 +88,8 @@ async def test_a_stop_string_ends_a_request_that_its_client_does_not_read(folder
 
 
 async def test_a_client_that_reads_too_slowly_is_ended_and_nothing_is_kept_for_it(folder: Path) -> None:
-    async with gateway_with(folder, {}, {"w0": silent}, max_unread_tokens=MAX_UNREAD) as under_test:
+    async with unread_answer(folder, max_unread_tokens=MAX_UNREAD) as (under_test, request, deltas):
         w0 = under_test.workers["w0"]
-        deltas = under_test.gateway._driver.generate(generation_of(folder))
-        first = asyncio.ensure_future(anext(deltas))
-        request = await w0.next_request()
-        w0.say(request, outputs_of(request, [5], finish=None))
-        await first
         w0.say(request, outputs_of(request, [6] * (MAX_UNREAD + 1), start=1, finish=None))
         assert await w0.next_abort() == request.request_id
         assert num_sub_requests(under_test) == 0
@@ -105,13 +99,8 @@ async def test_a_client_that_reads_too_slowly_is_ended_and_nothing_is_kept_for_i
 
 
 async def test_an_aborted_request_that_its_client_does_not_read_ends_at_its_worker(folder: Path) -> None:
-    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+    async with unread_answer(folder) as (under_test, request, deltas):
         w0 = under_test.workers["w0"]
-        deltas = under_test.gateway._driver.generate(generation_of(folder))
-        first = asyncio.ensure_future(anext(deltas))
-        request = await w0.next_request()
-        w0.say(request, outputs_of(request, [5], finish=None))
-        await first
         assert under_test.gateway._driver.abort("slow", ANYBODY)
         assert await w0.next_abort() == request.request_id
         with pytest.raises(RequestAborted, match="request slow was aborted"):

@@ -5,13 +5,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-import zmq
 
-from baton.clock import SystemClock
 from baton.messages.request_plane import AbortRequests, Hello, RunSuspect, SubmitRequest
 from baton.request import ErrorKind, FinishReason, RequestOutput
-from tests.factories.request_plane import NETWORK, REQUEST, STATUS, GatewaySocket, RecordingSink
-from tests.factories.security import KEYS
+from tests.factories.request_plane import REQUEST, GatewaySocket, RecordingSink, gateway_of, running_server
 from worker.request_plane import RequestServer
 
 SUSPECT = replace(REQUEST, is_suspect=True)
@@ -30,19 +27,15 @@ class Plane(NamedTuple):
 @pytest.fixture
 def plane() -> Iterator[Plane]:
     sink = RecordingSink()
-    server = RequestServer(NETWORK, KEYS.request, "incarnation-1", lambda: STATUS, SystemClock())
-    server.start(sink)
-    with zmq.Context() as context:
-        other, gateway = (
-            GatewaySocket(context, server.address, name) for name in (b"\x01other", b"\x01gateway")
-        )
+    with (
+        running_server(sink) as server,
+        gateway_of(server, b"\x01other") as other,
+        gateway_of(server) as gateway,
+    ):
         for each, name in ((other, "g1"), (gateway, "g2")):
             each.send(Hello("incarnation-1", name, 1, None, 0))
             each.receive()
         yield Plane(server, sink, gateway, other)
-        gateway.socket.close()
-        other.socket.close()
-    server.stop()
 
 
 def test_c56_a_suspect_runs_once_its_gateway_has_read_that_it_is_named(plane: Plane) -> None:

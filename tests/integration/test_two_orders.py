@@ -88,6 +88,16 @@ def hand_over(name: str, producer: Engine, consumer: Engine, num_tokens: int = L
     producer.add(name, TransferRole.PRODUCER, consumer, num_tokens)
 
 
+def add_in_two_orders(p: Engine, d: Engine, num_tokens_of_a: int = LONG, num_tokens_of_b: int = LONG) -> None:
+    """D takes A before it knows of B, and P takes B before it knows of A."""
+    d.add("A", TransferRole.CONSUMER, p, num_tokens_of_a)
+    d.step()
+    p.add("B", TransferRole.PRODUCER, d, num_tokens_of_b)
+    p.step()
+    d.add("B", TransferRole.CONSUMER, p, num_tokens_of_b)
+    p.add("A", TransferRole.PRODUCER, d, num_tokens_of_a)
+
+
 def run(fabric: Fabric, *engines: Engine, seconds: float = LOAD_TIMEOUT_S / 2) -> None:
     """Runs the engines for well below the time after which a load fails."""
     end = fabric.clock.now() + seconds
@@ -129,12 +139,7 @@ def test_c31_a_load_and_a_lease_that_wait_for_each_others_room(
     fabric = Fabric(transport)
     p = Engine(fabric, fabric.add("p0"), max_num_batched_tokens=num_budget)
     d = Engine(fabric, fabric.add("d0"), max_num_batched_tokens=num_budget)
-    d.add("A", TransferRole.CONSUMER, p)
-    d.step()
-    p.add("B", TransferRole.PRODUCER, d, num_tokens)
-    p.step()
-    d.add("B", TransferRole.CONSUMER, p, num_tokens)
-    p.add("A", TransferRole.PRODUCER, d)
+    add_in_two_orders(p, d, num_tokens_of_b=num_tokens)
     run(fabric, p, d)
     assert_all_decoded(fabric, [p], [d], "A B")
     assert num_postponed(d) == 1
@@ -159,12 +164,7 @@ def test_c31_a_load_that_has_the_last_slot() -> None:
     """There is room for both, but loads take no more slots than there are."""
     fabric = Fabric("shared_memory")
     p, d = Engine(fabric, fabric.add("p0")), Engine(fabric, fabric.add("d0"), max_num_seqs=1)
-    d.add("A", TransferRole.CONSUMER, p, SHORT)
-    d.step()
-    p.add("B", TransferRole.PRODUCER, d)
-    p.step()
-    d.add("B", TransferRole.CONSUMER, p)
-    p.add("A", TransferRole.PRODUCER, d, SHORT)
+    add_in_two_orders(p, d, num_tokens_of_a=SHORT)
     run(fabric, p, d)
     assert_all_decoded(fabric, [p], [d], "A B")
 
@@ -206,12 +206,7 @@ def test_c31_two_pairs_that_wait_for_each_other_in_a_ring() -> None:
 def test_c47_all_ranks_of_a_load_are_put_off(num_given: int, num_taken: int) -> None:
     fabric = Fabric("shared_memory")
     p, d = Engine(fabric, fabric.add("p0", num_given)), Engine(fabric, fabric.add("d0", num_taken))
-    d.add("A", TransferRole.CONSUMER, p)
-    d.step()
-    p.add("B", TransferRole.PRODUCER, d)
-    p.step()
-    d.add("B", TransferRole.CONSUMER, p)
-    p.add("A", TransferRole.PRODUCER, d)
+    add_in_two_orders(p, d)
     run(fabric, p, d)
     assert_all_decoded(fabric, [p], [d], "A B")
     assert num_postponed(d) == 1
@@ -231,12 +226,7 @@ def test_c31_a_consumer_that_is_only_busy_has_nothing_put_off() -> None:
 def test_c31_a_load_that_was_put_off_and_never_comes_fails_in_its_time() -> None:
     fabric = Fabric("shared_memory")
     p, d = Engine(fabric, fabric.add("p0")), Engine(fabric, fabric.add("d0"))
-    d.add("A", TransferRole.CONSUMER, p)
-    d.step()
-    p.add("B", TransferRole.PRODUCER, d)
-    p.step()
-    d.add("B", TransferRole.CONSUMER, p)
-    p.add("A", TransferRole.PRODUCER, d)
+    add_in_two_orders(p, d)
     fabric.advance(0.1)
     p.step()
     fabric.deliver()
