@@ -22,7 +22,7 @@ from tests.e2e.test_same_tokens import check_same_tokens, make_config, random_pr
 from tests.factories.families import CASES, PAGE, renewed
 from tests.factories.local_cluster import local_cluster
 from tests.factories.models import make_model_dir
-from tests.factories.stepping import StepDriver, generate_from_copied_blocks
+from tests.factories.stepping import StepDriver, generate_from_copied_blocks, load_on_cpu
 from tests.factories.threaded_ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_bfloat16_stays_close_to_transformers(tmp_path: Path, name: str) -> None
     case = CASES[name]
     path = make_model_dir(tmp_path, case.architecture, **case.overrides, dtype="bfloat16")
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    driver = StepDriver(load_model(ModelConfig(dtype="bfloat16"), path, CPU))
+    driver = StepDriver(load_on_cpu(path, dtype="bfloat16"))
     request = driver.add("a", PROMPTS["41"], SamplingParams(temperature=0.0, max_tokens=8, logprobs=1))
     while len(request.outputs) < 8:
         driver.step({"a": min(20, request.num_tokens - request.num_computed)})

@@ -7,11 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.config import ModelConfig
 from baton.sampling import MAX_LOGPROBS, SamplingParams
-from engine.loading.loader import load_model
 from tests.factories.models import make_model_dir
-from tests.factories.stepping import StepDriver
+from tests.factories.stepping import StepDriver, load_on_cpu
 
 NUM_TOKENS = 16
 PROMPT_LENGTHS = (1, 3, 4, 5, 15, 16, 17, 33, 70)
@@ -70,7 +68,7 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None
     architecture, overrides = MODELS[name]
     path = make_model_dir(tmp_path, architecture, **overrides)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    driver = StepDriver(load_model(ModelConfig(dtype="float32"), path, torch.device("cpu")))
+    driver = StepDriver(load_on_cpu(path))
     generator = torch.Generator().manual_seed(0)
     prompts = {
         str(length): torch.randint(300, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS
@@ -100,7 +98,7 @@ def test_generate_gives_the_same_tokens(tmp_path: Path, architecture: str) -> No
     """transformers decoding with its own cache, token by token."""
     path = make_model_dir(tmp_path, architecture)
     reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    driver = StepDriver(load_model(ModelConfig(dtype="float32"), path, torch.device("cpu")), block_size=16)
+    driver = StepDriver(load_on_cpu(path), block_size=16)
     prompts = {str(length): [(11 * i) % 300 for i in range(length)] for length in PROMPT_LENGTHS}
     ours = driver.generate(prompts, NUM_TOKENS)
     for name, prompt in prompts.items():
@@ -119,7 +117,7 @@ def test_generate_gives_the_same_tokens(tmp_path: Path, architecture: str) -> No
 def test_bfloat16_stays_close_to_transformers(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path, dtype="bfloat16")
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    driver = StepDriver(load_model(ModelConfig(dtype="bfloat16"), path, torch.device("cpu")))
+    driver = StepDriver(load_on_cpu(path, dtype="bfloat16"))
     prompt = [(13 * i) % 300 for i in range(150)]
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
     request = driver.add("a", prompt, params)

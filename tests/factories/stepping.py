@@ -3,18 +3,30 @@
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
 
+import torch
+
+from baton.config import KVCacheDtype, ModelConfig
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.drafts import Drafter
 from engine.kv_cache import KVPool
-from engine.loading.loader import LoadedModel
+from engine.loading.loader import LoadedModel, load_model
 from engine.runner_parts import make_runner
 from tests.factories.kv_blocks import block_array
 
+CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
 NO_DRAFTS: Mapping[str, tuple[int, ...]] = {}
+
+
+def load_on_cpu(path: Path, *, kv_cache_dtype: str = "auto", **config: str) -> LoadedModel:
+    """The model of a folder, in float32 unless `config`, the keys of `model`, says otherwise."""
+    values = ModelConfig.model_validate({"dtype": "float32", **config})
+    return load_model(values, path, CPU, kv_cache_dtype=cast("KVCacheDtype", kv_cache_dtype))
 
 
 def make_request_data(

@@ -21,6 +21,7 @@ from engine.gpu.memory import GIB, DeviceMemory
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import LoadedModel, load_model, outline_model
 from tests.factories.models import WINDOWED, make_model_dir
+from tests.factories.stepping import load_on_cpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -217,7 +218,7 @@ def test_a_gpu_counts_the_blocks_of_groups_as_a_cpu_does(
     """A request of 224 tokens needs a row of every group for its step of 32 and its window, and full rows before."""
     settings: dict[str, Any] = {"max_num_batched_tokens": 32, "max_model_len": 224, "block_size": 8}
     folder = make_model_dir(tmp_path / "model", "qwen2", **WINDOWED)
-    windowed = load_model(ModelConfig(dtype="float32"), folder, CPU)
+    windowed = load_on_cpu(folder)
     size_bytes, needed = windowed.kv_block_shape(8).size_bytes, 224 // 8 + 2 * (-(-(23 + 32) // 8) + 1) + 1
 
     def measured(num_blocks: int) -> SimpleNamespace:

@@ -6,18 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import ModelConfig
 from baton.sampling import SamplingParams
 from engine.draft_model import CATCH_UP, DraftModel
 from engine.drafts import Drafter
 from engine.forward import TorchForward
 from engine.kv_cache import KVPool
-from engine.loading.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel
 from engine.native.library import native_library
 from engine.runner_parts import make_attention
 from engine.sampler import TorchSampler
 from tests.factories.models import make_draft_pair
-from tests.factories.stepping import StepDriver
+from tests.factories.stepping import StepDriver, load_on_cpu
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, NUM_DRAFTS, NUM_TOKENS = 256, 6, 30
@@ -46,7 +45,7 @@ def model(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[L
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
             patch.setattr("engine.loading.loader.native_library", lambda: None)
-        yield load_model(ModelConfig(dtype="float32"), pair[0], CPU)
+        yield load_on_cpu(pair[0])
 
 
 def drafter_of(

@@ -32,7 +32,7 @@ from tests.factories.families import GPT_OSS
 from tests.factories.gguf_files import Kind, make_gguf, transformers_model
 from tests.factories.models import make_model_dir
 from tests.factories.quantized_checkpoints import make_mxfp4
-from tests.factories.stepping import StepDriver
+from tests.factories.stepping import StepDriver, load_on_cpu
 from tests.factories.threaded_ranks import on_ranks
 from tests.unit.engine.test_quantized_checkpoint import weights_of
 
@@ -75,10 +75,6 @@ def folder_of(path: Path, model: Path, kind: Kind | str = "F32", **metadata: Any
     return folder
 
 
-def load(path: Path, **config: str) -> LoadedModel:
-    return load_model(ModelConfig.model_validate({"dtype": "float32", **config}), path, CPU)
-
-
 def answer(model: LoadedModel) -> tuple[list[int], list[Any]]:
     """Tokens, and the largest logprobs with each."""
     driver = StepDriver(model)
@@ -91,7 +87,7 @@ def answer(model: LoadedModel) -> tuple[list[int], list[Any]]:
 
 def check_transformers(folder: Path, **config: str) -> None:
     """Tokens and logprobs are those of transformers."""
-    tokens, logprobs = answer(load(folder, **config))
+    tokens, logprobs = answer(load_on_cpu(folder, **config))
     with torch.inference_mode():
         logits_TV = transformers_model(folder)(torch.tensor([[*PROMPT, *tokens[:-1]]])).logits[0]
     expected_TV = logits_TV[len(PROMPT) - 1 :].log_softmax(-1)
@@ -104,7 +100,7 @@ def check_transformers(folder: Path, **config: str) -> None:
 def test_without_groups_answers_are_those_of_the_original_folder(tmp_path: Path, source: Path) -> None:
     folder = folder_of(tmp_path, source)
     assert read_architecture(folder) == read_architecture(source)
-    assert answer(load(folder)) == answer(load(source))
+    assert answer(load_on_cpu(folder)) == answer(load_on_cpu(source))
     check_transformers(folder)
 
 
@@ -118,8 +114,8 @@ def test_mxfp4_is_that_of_the_checkpoint_to_the_bit(
     tmp_path: Path, quantized: Path, quantization: str
 ) -> None:
     folder = folder_of(tmp_path, quantized)
-    assert answer(load(folder, quantization=quantization)) == answer(
-        load(quantized, quantization=quantization)
+    assert answer(load_on_cpu(folder, quantization=quantization)) == answer(
+        load_on_cpu(quantized, quantization=quantization)
     )
 
 
@@ -194,7 +190,9 @@ def test_gates_and_ups_may_have_different_types(tmp_path: Path, source: Path) ->
 
     folder = folder_of(tmp_path, source, kind)
     check_transformers(folder, quantization="none")
-    found, expected = (answer(load(folder, quantization=quantization)) for quantization in ("auto", "none"))
+    found, expected = (
+        answer(load_on_cpu(folder, quantization=quantization)) for quantization in ("auto", "none")
+    )
     assert found[0][0] == expected[0][0]
     wanted = dict(expected[1][0].top)
     alike = [(logprob, wanted[token_id]) for token_id, logprob in found[1][0].top if token_id in wanted]

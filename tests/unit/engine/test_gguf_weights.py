@@ -26,7 +26,7 @@ from engine.native.library import native_library
 from tests.factories.families import QWEN3_MOE
 from tests.factories.gguf_files import Kind, make_gguf, transformers_model
 from tests.factories.models import make_model_dir
-from tests.factories.stepping import StepDriver
+from tests.factories.stepping import StepDriver, load_on_cpu
 from tests.factories.threaded_ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -40,10 +40,6 @@ def make_folder(path: Path, architecture: str = "llama", kind: Kind | str = "F32
     describe(path / "model.gguf", folder)
     (folder / "model.gguf").symlink_to(path / "model.gguf")
     return folder
-
-
-def load(path: Path, **config: str) -> LoadedModel:
-    return load_model(ModelConfig.model_validate({"dtype": "float32", **config}), path, CPU)
 
 
 def tokens(model: LoadedModel) -> list[int]:
@@ -76,7 +72,7 @@ def expected_tokens(folder: Path) -> list[int]:
 def test_architectures(tmp_path: Path, architecture: str, overrides: dict[str, Any]) -> None:
     """With F32 numbers, also the model that the file was made from."""
     folder = make_folder(tmp_path, architecture, **overrides)
-    assert tokens(load(folder)) == tokens(load(tmp_path / "source")) == expected_tokens(folder)
+    assert tokens(load_on_cpu(folder)) == tokens(load_on_cpu(tmp_path / "source")) == expected_tokens(folder)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +81,7 @@ def test_architectures(tmp_path: Path, architecture: str, overrides: dict[str, A
 def test_kinds_of_blocks(tmp_path: Path, kind: str) -> None:
     """`none` makes numbers of them, and gives transformers' tokens."""
     folder = make_folder(tmp_path, kind=kind, num_hidden_layers=2, **K_QUANTS)
-    assert tokens(load(folder, quantization="none")) == expected_tokens(folder)
+    assert tokens(load_on_cpu(folder, quantization="none")) == expected_tokens(folder)
 
 
 def mixed(name: str) -> str:
@@ -95,7 +91,7 @@ def mixed(name: str) -> str:
 
 def test_projections_of_one_input_may_have_different_bits(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, kind=mixed, num_hidden_layers=2, tie_word_embeddings=True, **K_QUANTS)
-    assert error(load(folder), load(folder, quantization="none")) < 0.05
+    assert error(load_on_cpu(folder), load_on_cpu(folder, quantization="none")) < 0.05
 
 
 def test_experts_of_one_tensor_are_shared_by_ranks(tmp_path: Path) -> None:
@@ -106,8 +102,8 @@ def test_experts_of_one_tensor_are_shared_by_ranks(tmp_path: Path) -> None:
 
     sizes = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 512, "num_hidden_layers": 2}
     folder = make_folder(tmp_path, "qwen3_moe", kind, **QWEN3_MOE | {"norm_topk_prob": True} | sizes)
-    assert tokens(load(folder, quantization="none")) == expected_tokens(folder)
-    alone = tokens(load(folder))
+    assert tokens(load_on_cpu(folder, quantization="none")) == expected_tokens(folder)
+    alone = tokens(load_on_cpu(folder))
 
     def on_rank(collectives: Collectives, *, expert_parallel: bool) -> list[int]:
         config = ModelConfig(dtype="float32")
@@ -136,7 +132,7 @@ def test_a_tensor_whose_name_has_no_dots_is_another_tensor(tmp_path: Path) -> No
     content = (folder / "model.gguf").read_bytes()
     (folder / "model.gguf").write_bytes(content.replace(b"output_norm.weight", b"output_norm_weight"))
     with pytest.raises(ModelError, match=r"tensor output_norm\.weight .* is missing"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 @torch.inference_mode()
@@ -161,7 +157,7 @@ def test_ranks_need_not_divide_the_vocabulary(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, kind="Q8_0", num_hidden_layers=1, vocab_size=303, **K_QUANTS)
     config = ModelConfig(dtype="float32")
     ranks = on_ranks(2, lambda rank: tokens(load_model(config, folder, CPU, collectives=rank)))
-    assert ranks == [tokens(load(folder))] * 2
+    assert ranks == [tokens(load_on_cpu(folder))] * 2
 
 
 @pytest.mark.parametrize("keeps_groups", [True, False])
@@ -210,10 +206,10 @@ def test_an_ordinary_checkpoint_is_quantized_while_it_is_loaded(
     tmp_path: Path, quantization: str, largest: float
 ) -> None:
     path = make_model_dir(tmp_path, attention_bias=True)
-    plain, quantized = load(path), load(path, quantization=quantization)
+    plain, quantized = load_on_cpu(path), load_on_cpu(path, quantization=quantization)
     assert quantized.digest == f"{plain.digest}-{quantization}"
     assert largest / 20 < error(quantized, plain) < largest
-    assert load(path, quantization=quantization, load_format="dummy").digest.endswith(
+    assert load_on_cpu(path, quantization=quantization, load_format="dummy").digest.endswith(
         f"-dummy-{quantization}"
     )
 
@@ -223,7 +219,7 @@ def test_inputs_that_are_not_whole_groups_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"down_proj\.weight cannot be quantized: a rank has 80 of its .* the group size 32"
     ):
-        load(path, quantization="int8")
+        load_on_cpu(path, quantization="int8")
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -277,11 +273,11 @@ class RecordingBackend(TorchBackend):
 def test_digests_tell_models_and_quantizations_apart(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "a", kind="Q4_1")
     names = ("auto", "none", "int8", "int4", "fp8")
-    digests = {name: load(folder, quantization=name).digest for name in names}
+    digests = {name: load_on_cpu(folder, quantization=name).digest for name in names}
     assert len(set(digests.values())) == len(names)
     assert digests["auto"] == f"{digests['none']}-gguf"
-    assert load(make_folder(tmp_path / "tuned", kind="Q4_1", seed=4)).digest != digests["auto"]
-    assert load(make_folder(tmp_path / "copy", kind="Q4_1")).digest == digests["auto"]
+    assert load_on_cpu(make_folder(tmp_path / "tuned", kind="Q4_1", seed=4)).digest != digests["auto"]
+    assert load_on_cpu(make_folder(tmp_path / "copy", kind="Q4_1")).digest == digests["auto"]
 
 
 def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
@@ -303,7 +299,7 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     (tmp_path / "model.gguf").unlink()
     with pytest.raises(ModelError, match=r"cannot read .*folder/model\.gguf: .*No such file"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_a_file_that_the_system_does_not_map_is_named(
@@ -315,7 +311,7 @@ def test_a_file_that_the_system_does_not_map_is_named(
     folder = make_folder(tmp_path)
     monkeypatch.setattr(torch, "from_file", refuse)
     with pytest.raises(ModelError, match=r"cannot map .*folder/model\.gguf into memory: unable to mmap"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_a_missing_tensor_is_found_before_a_byte_is_read(tmp_path: Path) -> None:

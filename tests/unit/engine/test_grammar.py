@@ -10,10 +10,8 @@ from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
-import torch
 
 from baton.clock import SystemClock
-from baton.config import ModelConfig
 from baton.errors import InvalidRequest
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
@@ -21,13 +19,13 @@ from engine.grammars import compiler as module
 from engine.grammars.compiler import GrammarCompiler, Matcher
 from engine.grammars.library import Compiled, GrammarLibrary
 from engine.kv_cache import KVPool
-from engine.loading.loader import load_model
 from engine.pipeline import make_pipeline
 from engine.runner_parts import make_runner
 from scheduler import RequestStatus, Scheduler
 from tests.factories.engine import FakeBlockMover
 from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
 from tests.factories.scheduling import make_config
+from tests.factories.stepping import load_on_cpu
 from worker.core import EngineCore
 from worker.kv_connector_scheduler import KVConnectorScheduler
 
@@ -291,7 +289,7 @@ class Engine:
     """A whole engine over a tiny random model, which left alone says nothing that matches anything."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
-        model = load_model(ModelConfig(dtype="float32"), folder, torch.device("cpu"))
+        model = load_on_cpu(folder)
         config = make_config(**{"max_model_len": 256, **settings})
         assert config.num_blocks is not None
         pool = KVPool(config.num_blocks, model.kv_block_shape(16), model.device)

@@ -20,8 +20,9 @@ from engine.native.library import native_library
 from tests.factories.families import GPT_OSS
 from tests.factories.models import make_model_dir
 from tests.factories.quantized_checkpoints import make_mxfp4
+from tests.factories.stepping import load_on_cpu
 from tests.factories.threaded_ranks import on_ranks
-from tests.unit.engine.test_quantized_checkpoint import agreement, load, rewrite, tokens, weights_of
+from tests.unit.engine.test_quantized_checkpoint import agreement, rewrite, tokens, weights_of
 from tests.unit.engine.test_weight_stream import HostCopies
 
 SIZES: dict[str, Any] = GPT_OSS | {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -74,10 +75,10 @@ def test_experts_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
     bias_XE = tensors[name]
     rewrite(path, **{name.replace(".", "__"): bias_XE[:5].clone()})
     with pytest.raises(ModelError, match=r"experts\.5\.down_proj\.bias .* is missing"):
-        load(path)
+        load_on_cpu(path)
     rewrite(path, **{name.replace(".", "__"): torch.cat((bias_XE, bias_XE[:1]))})
     with pytest.raises(ModelError, match=r"do not belong .*experts\.6\.down_proj\.bias"):
-        load(path)
+        load_on_cpu(path)
 
 
 def test_numbers_are_those_of_transformers(folders: tuple[Path, Path]) -> None:
@@ -121,8 +122,8 @@ def test_matrices_stay_in_4_bits_where_blocks_are_whole(folders: tuple[Path, Pat
 
 def test_tokens_are_those_of_the_numbers_alone_and_with_ranks(folders: tuple[Path, Path]) -> None:
     quantized, numbers = folders
-    expected = tokens(load(numbers))
-    model = load(quantized, quantization="none")
+    expected = tokens(load_on_cpu(numbers))
+    model = load_on_cpu(quantized, quantization="none")
     assert model.quantization is None
     assert tokens(model) == expected
 
@@ -141,9 +142,9 @@ def test_on_a_cpu_experts_are_multiplied_in_4_bits(
     """Also beside matrices that are rounded while they are loaded."""
     quantized, numbers = folders
     caplog.set_level(logging.INFO)
-    model, plain = load(quantized), load(numbers)
+    model, plain = load_on_cpu(quantized), load_on_cpu(numbers)
     assert model.quantization == "mxfp4"
     assert model.digest.endswith("-mxfp4")
     assert "quantization_config mxfp4: 24 matrices stay quantized, 0 were dequantized" in caplog.text
-    for kept in (model, load(quantized, quantization="int8")):
+    for kept in (model, load_on_cpu(quantized, quantization="int8")):
         assert agreement(kept, plain) > 0.7  # activations are rounded to 8 bits

@@ -26,7 +26,7 @@ from engine.native.library import native_library
 from engine.quantization_config import read_quantization
 from tests.factories.models import make_model_dir
 from tests.factories.quantized_checkpoints import IN_GROUPS, KINDS, make_quantized
-from tests.factories.stepping import StepDriver
+from tests.factories.stepping import StepDriver, load_on_cpu
 from tests.factories.threaded_ranks import on_ranks
 from tests.unit.engine.test_weight_stream import HostCopies
 
@@ -39,10 +39,6 @@ needs_kernels = pytest.mark.skipif(native_library() is None, reason="needs a C++
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_dir(tmp_path_factory.mktemp("model"), attention_bias=True, **SIZES)
-
-
-def load(path: Path, **config: str) -> LoadedModel:
-    return load_model(ModelConfig.model_validate({"dtype": "float32", **config}), path, CPU)
 
 
 def tokens(model: LoadedModel) -> list[int]:
@@ -76,8 +72,8 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_tokens_are_those_of_the_numbers(tmp_path: Path, source: Path, name: str) -> None:
     quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
-    model = load(quantized, quantization="none")
-    assert tokens(model) == tokens(load(numbers))
+    model = load_on_cpu(quantized, quantization="none")
+    assert tokens(model) == tokens(load_on_cpu(numbers))
     assert model.quantization is None
 
 
@@ -88,8 +84,8 @@ def test_a_mixtures_experts_and_its_router_are_read(tmp_path: Path, name: str) -
     quantized, numbers = make_quantized(
         tmp_path, make_model_dir(tmp_path / "m", "mixtral", **sizes), KINDS[name]
     )
-    assert tokens(load(quantized, quantization="none")) == tokens(load(numbers))
-    assert len(tokens(load(quantized))) == 8
+    assert tokens(load_on_cpu(quantized, quantization="none")) == tokens(load_on_cpu(numbers))
+    assert len(tokens(load_on_cpu(quantized))) == 8
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -138,13 +134,13 @@ def test_on_a_cpu_groups_are_multiplied_as_they_are(
 ) -> None:
     quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
     caplog.set_level(logging.INFO)
-    model, reference = load(quantized), load(quantized, quantization="none")
+    model, reference = load_on_cpu(quantized), load_on_cpu(quantized, quantization="none")
     method = KINDS[name].config["quant_method"]
     assert model.quantization == method
     assert model.digest == f"{reference.digest}-{method}"
     assert f"quantization_config {method}: 14 matrices stay quantized, 0 were dequantized" in caplog.text
     assert f"{method}: 0 matrices stay quantized, 14 were dequantized to float32" in caplog.text
-    assert agreement(model, load(numbers)) > 0.7  # activations are rounded to 8 bits
+    assert agreement(model, load_on_cpu(numbers)) > 0.7  # activations are rounded to 8 bits
 
 
 def agreement(model: LoadedModel, reference: LoadedModel) -> float:
@@ -160,16 +156,16 @@ def agreement(model: LoadedModel, reference: LoadedModel) -> float:
 @pytest.mark.parametrize("name", ["gptq, act-order", "fp8 by channel"])
 def test_what_no_cpu_kernel_takes_is_dequantized(tmp_path: Path, source: Path, name: str) -> None:
     quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
-    model = load(quantized)
+    model = load_on_cpu(quantized)
     assert model.quantization is None
-    assert tokens(model) == tokens(load(numbers))
+    assert tokens(model) == tokens(load_on_cpu(numbers))
 
 
 @pytest.mark.parametrize("name", ["fp8 by tensor", "fp8 by channel"])
 def test_8_bit_floats_by_output_stay_as_they_are(tmp_path: Path, source: Path, name: str) -> None:
     """As on a GPU that multiplies them; here `fp8` asks for it, which rounds nothing again."""
     quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
-    assert tokens(load(quantized, quantization="fp8")) == tokens(load(numbers))
+    assert tokens(load_on_cpu(quantized, quantization="fp8")) == tokens(load_on_cpu(numbers))
     with weights_of(quantized, keeps=True) as weights:
         full = "model.layers.0.mlp.down_proj.weight"
         expected = load_file(numbers / "model.safetensors")[full]
@@ -189,8 +185,10 @@ def test_a_merged_product_may_have_other_numbers_beside_8_bit_floats(tmp_path: P
         KINDS["fp8 by channel"],
         lambda module: module == "lm_head" or module.endswith("up_proj"),
     )
-    assert tokens(load(quantized, quantization="fp8")) == tokens(load(numbers, quantization="fp8"))
-    assert tokens(load(quantized)) == tokens(load(numbers))
+    assert tokens(load_on_cpu(quantized, quantization="fp8")) == tokens(
+        load_on_cpu(numbers, quantization="fp8")
+    )
+    assert tokens(load_on_cpu(quantized)) == tokens(load_on_cpu(numbers))
 
 
 @pytest.mark.parametrize("name", ["fp8 by channel", "fp8 by block"])
@@ -232,7 +230,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, source: Path, name: st
         config = ModelConfig(dtype="float32", quantization="none")
         return tokens(load_model(config, quantized, CPU, collectives=collectives))
 
-    assert on_ranks(2, run) == [tokens(load(numbers))] * 2
+    assert on_ranks(2, run) == [tokens(load_on_cpu(numbers))] * 2
 
 
 @pytest.mark.parametrize("name", ["fp8 by block", "int4, groups of 64, asymmetric", "gptq, 4 bits", "awq"])
@@ -255,12 +253,12 @@ def test_merged_and_reordered_projections(tmp_path: Path, architecture: str, nam
     """Phi-3's checkpoint has q, k and v as one matrix; GLM-4's outputs of a head are in another order."""
     source = make_model_dir(tmp_path / "source", architecture, head_dim=32, pad_token_id=0, **SIZES)
     quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
-    expected = tokens(load(numbers))
-    assert tokens(load(quantized, quantization="none")) == expected
+    expected = tokens(load_on_cpu(numbers))
+    assert tokens(load_on_cpu(quantized, quantization="none")) == expected
     kept = "fp8" if name.startswith("fp8") else "int4"
-    assert load(quantized, quantization=kept).quantization == kept
+    assert load_on_cpu(quantized, quantization=kept).quantization == kept
     if kept == "fp8":
-        assert tokens(load(quantized, quantization=kept)) == expected
+        assert tokens(load_on_cpu(quantized, quantization=kept)) == expected
 
 
 def test_scales_may_be_powers_of_two_in_a_byte(tmp_path: Path, source: Path) -> None:
@@ -307,14 +305,14 @@ def test_lm_head_may_be_quantized_and_layers_may_not(tmp_path: Path, source: Pat
     config = json.loads((quantized / "config.json").read_text())
     config["quantization_config"]["ignore"] = ["re:model.layers.1.self_attn.*"]
     (quantized / "config.json").write_text(json.dumps(config))
-    assert tokens(load(quantized, quantization="none")) == tokens(load(numbers))
+    assert tokens(load_on_cpu(quantized, quantization="none")) == tokens(load_on_cpu(numbers))
 
 
 def test_matrices_with_scales_that_are_ignored_are_refused(tmp_path: Path, source: Path) -> None:
     kind = KINDS["fp8 by channel"]
     quantized, _ = make_quantized(tmp_path, source, kind, lambda _: False)
     with pytest.raises(ModelError, match=r"tensor lm_head\.weight is stored as F8_E4M3; supported are F64"):
-        load(quantized)
+        load_on_cpu(quantized)
 
 
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, source: Path) -> None:
@@ -322,13 +320,13 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, source: Path) -
     module = "model__layers__0__mlp__up_proj"
     rewrite(quantized, **{f"{module}__scales": torch.zeros(3, 256)})
     with pytest.raises(ModelError, match=r"up_proj\.scales has shape \[3, 256\], but .* implies \[2, 256\]"):
-        load(quantized)
+        load_on_cpu(quantized)
     rewrite(quantized, **{f"{module}__scales": None})
     with pytest.raises(ModelError, match=r"tensor model\.layers\.0\.mlp\.up_proj\.scales .* is missing"):
-        load(quantized)
+        load_on_cpu(quantized)
     rewrite(quantized, **{f"{module}__scales": torch.zeros(2, 256, dtype=torch.int32)})
     with pytest.raises(ModelError, match=r"up_proj\.scales is stored as I32; supported are F64, F32"):
-        load(quantized)
+        load_on_cpu(quantized)
 
 
 def test_groups_that_do_not_exist_are_named(tmp_path: Path, source: Path) -> None:
@@ -337,7 +335,7 @@ def test_groups_that_do_not_exist_are_named(tmp_path: Path, source: Path) -> Non
     order[7] = 2
     rewrite(quantized, model__layers__1__mlp__up_proj__g_idx=order)
     with pytest.raises(ModelError, match=r"up_proj\.g_idx: groups must be 0 to 1, got 0 to 2"):
-        load(quantized)
+        load_on_cpu(quantized)
 
 
 def test_another_shape_is_named(tmp_path: Path, source: Path) -> None:
@@ -346,17 +344,17 @@ def test_another_shape_is_named(tmp_path: Path, source: Path) -> None:
     with pytest.raises(
         ModelError, match=r"up_proj\.weight_shape is \[256, 120\], but .* implies \[256, 128\]"
     ):
-        load(quantized)
+        load_on_cpu(quantized)
 
 
 def test_biases_of_zero_are_no_biases(tmp_path: Path, source: Path) -> None:
     quantized, _ = make_quantized(tmp_path, source, KINDS["gptq, 4 bits"])
-    expected = tokens(load(quantized))
+    expected = tokens(load_on_cpu(quantized))
     rewrite(quantized, model__layers__1__mlp__up_proj__bias=torch.zeros(256))
-    assert tokens(load(quantized)) == expected
+    assert tokens(load_on_cpu(quantized)) == expected
     rewrite(quantized, model__layers__1__mlp__up_proj__bias=torch.ones(256))
     with pytest.raises(ModelError, match=r"1 tensors do not belong .*: model\.layers\.1\.mlp\.up_proj\.bias"):
-        load(quantized)
+        load_on_cpu(quantized)
 
 
 def test_scales_of_activations_have_no_effect_and_those_of_kv_only_in_8_bits(
@@ -364,14 +362,14 @@ def test_scales_of_activations_have_no_effect_and_those_of_kv_only_in_8_bits(
 ) -> None:
     """What they do then: test_kv_scales.py."""
     quantized, _ = make_quantized(tmp_path, source, KINDS["fp8 by tensor"])
-    expected = tokens(load(quantized))
+    expected = tokens(load_on_cpu(quantized))
     rewrite(quantized, model__layers__1__mlp__up_proj__input_scale=torch.tensor(0.1))
-    assert tokens(load(quantized)) == expected
-    in_8_bits = tokens(load_model(ModelConfig(dtype="float32"), quantized, CPU, kv_cache_dtype="fp8"))
+    assert tokens(load_on_cpu(quantized)) == expected
+    in_8_bits = tokens(load_on_cpu(quantized, kv_cache_dtype="fp8"))
     rewrite(quantized, model__layers__0__self_attn__k_scale=torch.tensor(1e-4))  # clamps nearly all keys
     rewrite(quantized, model__layers__0__self_attn__v_scale=torch.tensor(1e-4))
-    assert tokens(load(quantized)) == expected
-    assert tokens(load_model(ModelConfig(dtype="float32"), quantized, CPU, kv_cache_dtype="fp8")) != in_8_bits
+    assert tokens(load_on_cpu(quantized)) == expected
+    assert tokens(load_on_cpu(quantized, kv_cache_dtype="fp8")) != in_8_bits
 
 
 def test_at_most_so_many_bits(tmp_path: Path, source: Path) -> None:

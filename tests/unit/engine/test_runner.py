@@ -6,20 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import ModelConfig
 from baton.sampling import SamplingParams
 from engine.forward import TorchForward
 from engine.kv_cache import HostBlocks
 from engine.layers.native_backend import NativeBackend
 from engine.layers.paged_attention import PagedAttention
 from engine.layers.torch_backend import TorchBackend
-from engine.loading.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel
 from engine.native.library import native_library
 from engine.runner import ModelRunner
 from engine.sampler import TorchSampler
 from tests.factories.kv_blocks import block_array
 from tests.factories.models import make_model_dir
-from tests.factories.stepping import StepDriver
+from tests.factories.stepping import StepDriver, load_on_cpu
 
 PROMPTS = {f"r{length}": [(7 * i + length) % 300 for i in range(length)] for length in (1, 3, 4, 5, 9, 30)}
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11, repetition_penalty=1.1, max_tokens=100)
@@ -27,7 +26,7 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11, repetition_penalt
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> LoadedModel:
-    return load_model(ModelConfig(dtype="float32"), folder, torch.device("cpu"))
+    return load_on_cpu(folder)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +167,7 @@ def test_our_own_kernels_and_torch_compute_the_same_tokens(
     tokens, backends = [], []
     for library in (native_library(), None):
         monkeypatch.setattr("engine.loading.loader.native_library", lambda library=library: library)
-        model = load_model(ModelConfig(dtype="float32"), path, torch.device("cpu"))
+        model = load_on_cpu(path)
         backends.append(type(model.backend))
         tokens.append(StepDriver(model).generate(prompts, 20, chunk=16))
     assert tokens[0] == tokens[1]

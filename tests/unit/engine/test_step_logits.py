@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.config import ModelConfig
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
 from engine import step_logits
-from engine.loading.loader import LoadedModel, load_model
-from tests.factories.stepping import GREEDY, StepDriver
+from engine.loading.loader import LoadedModel
+from tests.factories.stepping import GREEDY, StepDriver, load_on_cpu
 
 WANTS = SamplingParams(temperature=0.0, max_tokens=10, prompt_logprobs=3)
 PROMPT = [(7 * i + 3) % 300 for i in range(30)]
@@ -20,7 +19,7 @@ PROMPT = [(7 * i + 3) % 300 for i in range(30)]
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> LoadedModel:
-    return load_model(ModelConfig(dtype="float32"), folder, torch.device("cpu"))
+    return load_on_cpu(folder)
 
 
 @pytest.fixture(scope="module")

@@ -7,19 +7,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from baton.config import BatonConfig, ModelConfig
+from baton.config import BatonConfig
 from engine.loading.footprint import footprint
-from engine.loading.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel
 from engine.model_config import read_architecture
 from tests.factories.models import make_model_dir
-from tests.factories.stepping import StepDriver
+from tests.factories.stepping import StepDriver, load_on_cpu
 
 PROMPT = [(37 * i) % 300 for i in range(20)]
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load(path: Path) -> LoadedModel:
-    return load_model(ModelConfig(dtype="float32"), path, torch.device("cpu"))
+    return load_on_cpu(path)
 
 
 def add_head(path: Path, head: torch.Tensor) -> None:

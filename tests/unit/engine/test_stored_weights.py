@@ -24,6 +24,7 @@ from tests.factories.quantized_checkpoints import (
     make_quantized,
     packed,
 )
+from tests.factories.stepping import load_on_cpu
 
 needs_kernels = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
 
@@ -60,7 +61,7 @@ def test_a_method_is_named_only_if_a_matrix_is_kept(tmp_path: Path, caplog: pyte
     kind = Kind(compressed_tensors("pack-quantized", **weights), lambda weight: packed(weight, 4, 24))
     quantized, _ = make_quantized(tmp_path, make_model_dir(tmp_path / "m", **sizes), kind)
     with caplog.at_level(logging.INFO):
-        model = load_model(ModelConfig(dtype="float32"), quantized, torch.device("cpu"))
+        model = load_on_cpu(quantized)
     assert "0 matrices stay quantized, 21 were dequantized" in caplog.text
     assert model.quantization is None
     takes = footprint(BatonConfig.from_mapping({"model": {"dtype": "float32"}}), quantized)

@@ -19,13 +19,9 @@ from engine.loading.loader import LoadedModel, load_model
 from engine.loading.weights import DummyWeights, Shard
 from tests.factories.families import GEMMA
 from tests.factories.models import make_model_dir
-from tests.factories.stepping import StepDriver
+from tests.factories.stepping import StepDriver, load_on_cpu
 
 CPU = torch.device("cpu")
-
-
-def load(path: Path, **config: str) -> LoadedModel:
-    return load_model(ModelConfig.model_validate({"dtype": "float32", **config}), path, CPU)
 
 
 def tokens(model: LoadedModel) -> list[int]:
@@ -40,7 +36,7 @@ def rewrite(path: Path, change: Mapping[str, torch.Tensor | None]) -> None:
 
 
 def test_the_facts_of_a_loaded_model(tmp_path: Path) -> None:
-    model = load(
+    model = load_on_cpu(
         make_model_dir(tmp_path, "qwen3", head_dim=16, max_position_embeddings=512), dtype="bfloat16"
     )
     assert (model.max_model_len, model.vocab_size, model.eos_token_ids) == (512, 300, (2,))
@@ -51,31 +47,31 @@ def test_the_facts_of_a_loaded_model(tmp_path: Path) -> None:
 
 def test_an_index_over_several_files_serves_the_same_model(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path)
-    expected = tokens(load(path))
+    expected = tokens(load_on_cpu(path))
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
     weight_map = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(tensors)}
     for file in set(weight_map.values()):
         save_file({n: t for n, t in tensors.items() if weight_map[n] == file}, path / file)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert tokens(load(path)) == expected
+    assert tokens(load_on_cpu(path)) == expected
     (path / "part-1.safetensors").unlink()
     with pytest.raises(ModelError, match=r"part-1\.safetensors does not exist"):
-        load(path)
+        load_on_cpu(path)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path)
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model\.safetensors does not exist; weights must be safetensors"):
-        load(path)
+        load_on_cpu(path)
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path)
     (path / "model.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(ModelError, match=r"model\.safetensors is not a readable safetensors file"):
-        load(path)
+        load_on_cpu(path)
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
@@ -83,33 +79,33 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> N
     path = make_model_dir(tmp_path / "missing")
     rewrite(path, {name: None})
     with pytest.raises(ModelError, match=rf"tensor {name} \(shape \[128, 64\]\) is missing"):
-        load(path)
+        load_on_cpu(path)
     path = make_model_dir(tmp_path / "misshapen")
     rewrite(path, {name: torch.zeros(128, 63)})
     with pytest.raises(
         ModelError, match=rf"{name} has shape \[128, 63\], but config.json implies \[128, 64\]"
     ):
-        load(path)
+        load_on_cpu(path)
     path = make_model_dir(tmp_path / "unexpected")
     rewrite(path, {"model.layers.1.self_attn.q_proj.bias": torch.zeros(64)})
     with pytest.raises(
         ModelError, match=r"1 tensors do not belong to .*: model.layers.1.self_attn.q_proj.bias"
     ):
-        load(path)
+        load_on_cpu(path)
 
 
 def test_leftovers_that_change_nothing_are_allowed(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path, tie_word_embeddings=True)
-    expected = tokens(load(path))
+    expected = tokens(load_on_cpu(path))
     copied = load_file(path / "model.safetensors")["model.embed_tokens.weight"].clone()
     rewrite(path, {"lm_head.weight": copied, "model.rotary_emb.inv_freq": torch.zeros(8)})
-    assert tokens(load(path)) == expected
+    assert tokens(load_on_cpu(path)) == expected
 
 
 def test_dummy_weights_come_from_the_config_alone(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path)
     (path / "model.safetensors").unlink()
-    first, second = load(path, load_format="dummy"), load(path, load_format="dummy")
+    first, second = load_on_cpu(path, load_format="dummy"), load_on_cpu(path, load_format="dummy")
     assert tokens(first) == tokens(second)
     assert first.digest == second.digest
     assert first.digest.endswith("-dummy")
@@ -155,9 +151,9 @@ def test_digests_of_dummies_name_the_kind_of_gpu(tmp_path: Path, monkeypatch: py
 
 def test_a_quantized_model_is_another_one(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path)
-    plain, quantized = load(path), load(path, quantization="fp8")
+    plain, quantized = load_on_cpu(path), load_on_cpu(path, quantization="fp8")
     assert quantized.digest == f"{plain.digest}-fp8"
-    assert load(path, quantization="fp8", load_format="dummy").digest.endswith("-dummy-fp8")
+    assert load_on_cpu(path, quantization="fp8", load_format="dummy").digest.endswith("-dummy-fp8")
     assert len(tokens(quantized)) == 8
 
 
@@ -170,7 +166,7 @@ def test_quantization_leaves_embeddings_norms_and_logits_alone(tmp_path: Path) -
             quantized, scale = quantize_rows(tensor)
             tensors[name] = quantized.float() * scale
     rewrite(path, tensors)
-    assert tokens(load(path, quantization="fp8")) == tokens(load(path))
+    assert tokens(load_on_cpu(path, quantization="fp8")) == tokens(load_on_cpu(path))
 
 
 def test_progress_counts_what_is_loaded(tmp_path: Path) -> None:
