@@ -18,7 +18,7 @@ from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1.sampling_pb2 import SamplingParams
 from examples.baton_client import TLS, BatonClient, BatonError, Part, Retry, Sampling
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS
-from tests.factories.certificates import make_certificates
+from tests.factories.certificates import CertificateFiles
 from tests.factories.gateway import answering, gateway_with
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -321,10 +321,10 @@ async def test_leaving_ends_the_request_on_the_workers(folder: Path, leave: str)
         assert await tested.workers["d0"].next_abort() == request.request_id
 
 
-async def test_keys_and_certificates_of_a_locked_gateway(folder: Path, tmp_path: Path) -> None:
-    files, script = make_certificates(tmp_path), answering([5, 6, 7])
+async def test_keys_and_certificates_of_a_locked_gateway(folder: Path, files: CertificateFiles) -> None:
+    script = answering([5, 6, 7])
     trusted = TLS(authorities=files.ca.read_bytes())
-    own = (tmp_path / "alice.tls.pem").read_bytes(), (tmp_path / "alice.tls.key").read_bytes()
+    own = (files.folder / "alice.tls.pem").read_bytes(), (files.folder / "alice.tls.key").read_bytes()
     locked = {
         "tls": Tls(**files.tls(asks_clients=True)),
         "api_keys": API_KEYS,

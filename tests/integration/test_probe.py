@@ -7,13 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
 from baton.system.secret import SECRET_VARIABLE
 from cli.main import DONE, REFUSED, USAGE, main
-from tests.factories.certificates import make_certificates
+from tests.factories.certificates import CertificateFiles
 from tests.factories.control_api import control_server, in_process
 from tests.factories.fleet import fleet, fleet_config
 from tests.factories.security import SECRET
@@ -77,24 +76,24 @@ def test_who_accepts_and_says_nothing_is_not_well() -> None:
         assert main(["probe", f"http://{address}/health", "--timeout", "0.1"]) == REFUSED
 
 
-def test_a_gateway_with_tls_is_asked_as_it_wants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = make_certificates(tmp_path)
-    (tmp_path / "other").mkdir()
-    other = make_certificates(tmp_path / "other")
+def test_a_gateway_with_tls_is_asked_as_it_wants(
+    files: CertificateFiles, others: CertificateFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "gateway.pem", tmp_path / "gateway.key")
+    context.load_cert_chain(files.folder / "gateway.pem", files.folder / "gateway.key")
     with pages(context) as address:
         health = f"https://{address}/health"
         assert main(["probe", health]) == DONE
         assert main(["probe", health, "--tls-ca", str(files.ca)]) == DONE
-        assert main(["probe", health, "--tls-ca", str(other.ca)]) == REFUSED
+        assert main(["probe", health, "--tls-ca", str(others.ca)]) == REFUSED
         assert "CERTIFICATE_VERIFY_FAILED" in capsys.readouterr().err
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(files.ca)
     with pages(context) as address:
         health = f"https://{address}/health"
         assert main(["probe", health]) == REFUSED
-        own = ["--tls-cert", str(tmp_path / "alice.tls.pem"), "--tls-key", str(tmp_path / "alice.tls.key")]
+        cert, key = files.folder / "alice.tls.pem", files.folder / "alice.tls.key"
+        own = ["--tls-cert", str(cert), "--tls-key", str(key)]
         assert main(["probe", health, *own]) == DONE
 
 

@@ -12,13 +12,11 @@ from unittest.mock import patch
 import pytest
 
 from baton.clock import VirtualClock
-from baton.kv import KVTransferParams, TransferRole
-from kv_transfer.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.consumer.remote_pools import IDLE_S, ProcessExits, RemotePools
 from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, ZMQ_TCP
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
-from tests.factories.endpoints import TOKEN, Fabric, Worker
+from tests.factories.endpoints import Fabric, Worker
 from tests.factories.hand_overs import begin, prefill_at_once
 from tests.factories.pool_readers import Owner, any_pieces, make_runs
 
@@ -58,6 +56,14 @@ def pids(mortals: list[Mortal]) -> Iterator[None]:
         yield
 
 
+def two_workers(mortal: Mortal, *other_transports: str) -> tuple[Fabric, Worker, Worker]:
+    """A prefill worker whose pool belongs to this process, and a decode worker that can map the pool."""
+    fabric = Fabric(CUDA_IPC, *other_transports)
+    with pids([mortal]):
+        prefill = fabric.add("p0")
+    return fabric, prefill, fabric.add("d0")
+
+
 def hand_over(fabric: Fabric, prefill: Worker, decode: Worker, request_id: str) -> None:
     """The decode worker has asked for a prompt, and the prefill worker has computed it."""
     begin(fabric, prefill, decode, NUM_TOKENS, request_id)
@@ -66,10 +72,7 @@ def hand_over(fabric: Fabric, prefill: Worker, decode: Worker, request_id: str) 
 
 
 def test_a_dead_producers_device_memory_is_unmapped_at_once(mortals: list[Mortal]) -> None:
-    fabric = Fabric(CUDA_IPC)
-    with pids(mortals[:1]):
-        prefill = fabric.add("p0")
-    decode = fabric.add("d0")
+    fabric, prefill, decode = two_workers(mortals[0])
     hand_over(fabric, prefill, decode, "r")
     fabric.advance(1.0)
     assert len(fabric.drivers[1].opened) == 1, "it is open for the next hand-over"
@@ -80,10 +83,7 @@ def test_a_dead_producers_device_memory_is_unmapped_at_once(mortals: list[Mortal
 
 
 def test_reads_under_way_end_before_their_pool_is_unmapped(mortals: list[Mortal]) -> None:
-    fabric = Fabric(CUDA_IPC)
-    with pids(mortals[:1]):
-        prefill = fabric.add("p0")
-    decode = fabric.add("d0")
+    fabric, prefill, decode = two_workers(mortals[0])
     driver = fabric.drivers[1]
     driver.is_slow = True
     hand_over(fabric, prefill, decode, "r")
@@ -117,24 +117,12 @@ def test_only_the_dead_ranks_pool_is_closed(mortals: list[Mortal]) -> None:
 
 def test_what_the_dead_had_announced_is_not_read_and_harms_nothing(mortals: list[Mortal]) -> None:
     """Pieces may be unread in a socket when their sender dies. Here it still sends, as TCP would deliver them."""
-    fabric = Fabric(CUDA_IPC, ZMQ_TCP)
-    with pids(mortals[:1]):
-        prefill = fabric.add("p0")
-    decode = fabric.add("d0")
-    begin = [
-        KVTransferParams(role, "r", 0, ref)
-        for role, ref in ((TransferRole.PRODUCER, decode.ref), (TransferRole.CONSUMER, prefill.ref))
-    ]
-    prefill.command(BeginSend("r", begin[0], NUM_TOKENS))
-    decode.command(BeginLoad("r", begin[1], NUM_TOKENS))
-    decode.load(LoadBlocks("r", 0, decode.blocks_for(NUM_TOKENS)))
-    fabric.deliver()
+    fabric, prefill, decode = two_workers(mortals[0], ZMQ_TCP)
+    begin(fabric, prefill, decode, NUM_TOKENS)
     assert len(fabric.drivers[1].opened) == 1
     mortals[0].kill()
     fabric.advance(0.0)
-    prefill.compute(NUM_TOKENS)
-    prefill.save(SendBlocks("r", 0, prefill.blocks_for(NUM_TOKENS)))
-    prefill.command(FinishSend("r", 4, (), TOKEN))
+    prefill_at_once(prefill, NUM_TOKENS)
     fabric.advance(1.0)
     [received] = decode.output().finished_recving
     assert received.transport == ZMQ_TCP
@@ -144,10 +132,7 @@ def test_what_the_dead_had_announced_is_not_read_and_harms_nothing(mortals: list
 
 def test_a_producer_that_is_silent_but_alive_keeps_its_pool_open(mortals: list[Mortal]) -> None:
     """A stopped process keeps its memory; when it continues, no pool has to be opened again."""
-    fabric = Fabric(CUDA_IPC)
-    with pids(mortals[:1]):
-        prefill = fabric.add("p0")
-    decode = fabric.add("d0")
+    fabric, prefill, decode = two_workers(mortals[0])
     hand_over(fabric, prefill, decode, "r")
     fabric.advance(1.0)
     decode.output()
@@ -160,10 +145,7 @@ def test_a_producer_that_is_silent_but_alive_keeps_its_pool_open(mortals: list[M
 
 
 def test_without_reports_of_ends_a_pool_is_closed_when_it_is_idle(mortals: list[Mortal]) -> None:
-    fabric = Fabric(CUDA_IPC)
-    with pids(mortals[:1]):
-        prefill = fabric.add("p0")
-    decode = fabric.add("d0")
+    fabric, prefill, decode = two_workers(mortals[0])
     with patch("os.pidfd_open", side_effect=PermissionError):
         hand_over(fabric, prefill, decode, "r")
     mortals[0].kill()

@@ -170,18 +170,6 @@ def test_drafts_of_all_attempts_count_and_repeated_outputs_do_not() -> None:
     assert (last.finish.num_draft_tokens, last.finish.num_accepted_draft_tokens) == (7, 2)
 
 
-def test_c52_a_request_is_whole_when_its_last_token_was_delivered() -> None:
-    state = make_state()
-    collect(state, whole_story()[:-1])
-    assert state.end_if_whole(12.0) is None
-    params = replace(state.request.sampling_params, max_tokens=len(TOKENS) - 1)
-    state.request = replace(state.request, sampling_params=params)
-    last = state.end_if_whole(12.0)
-    assert last is not None
-    assert last.finish is not None
-    assert (last.finish.reason, last.token_ids) == (FinishReason.LENGTH, ())
-
-
 def test_a_stop_string_ends_the_request_before_the_workers_know() -> None:
     state = make_state(stop=("is",))
     deltas = collect(state, [("d0", output(0, *TOKENS))])
