@@ -36,6 +36,17 @@ def begin(
     fabric.deliver()
 
 
+def begun(
+    transport: str, num_tokens: int, num_producers: int = 1, num_consumers: int = 1
+) -> tuple[Fabric, Worker, Worker]:
+    """Two workers with so many ranks. One has the KV of a prompt in its blocks, and both know of the hand-over `r`."""
+    fabric = Fabric(transport)
+    prefill, decode = fabric.add("p0", num_producers), fabric.add("d0", num_consumers)
+    prefill.compute(num_tokens)
+    begin(fabric, prefill, decode, num_tokens)
+    return fabric, prefill, decode
+
+
 def prefill_at_once(prefill: Worker, num_tokens: int, request_id: str = "r") -> None:
     """Computes a prompt of full blocks in one step. Does not deliver anything."""
     prefill.compute(num_tokens)

@@ -16,15 +16,12 @@ from kv_transfer.commands import (
 from kv_transfer.protocol.messages import Pieces
 from kv_transfer.records import MAX_ROWS, PeerMetrics
 from tests.factories.endpoints import LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
-from tests.factories.hand_overs import begin
+from tests.factories.hand_overs import begin, begun
 from tests.factories.transfer import HEARTBEAT_S, Wire, honest, sent, start
 
 
 def test_hand_overs_are_counted_by_peer_and_transport_with_their_times() -> None:
-    fabric = Fabric("shared_memory")
-    prefill, decode = fabric.add("p0"), fabric.add("d0")
-    prefill.compute(32)
-    begin(fabric, prefill, decode, 32)
+    fabric, prefill, decode = begun("shared_memory", 32)
     fabric.clock.advance(0.5)
     prefill.save(SendBlocks("r", 0, (1,)))
     fabric.deliver()
@@ -42,10 +39,7 @@ def test_hand_overs_are_counted_by_peer_and_transport_with_their_times() -> None
 
 
 def test_a_worker_sums_the_rank_transfers_of_all_its_ranks() -> None:
-    fabric = Fabric("shared_memory")
-    prefill, decode = fabric.add("p0", 2), fabric.add("d0", 1)
-    prefill.compute(32)
-    begin(fabric, prefill, decode, 32)
+    fabric, prefill, decode = begun("shared_memory", 32, 2, 1)
     prefill.command(FinishSend("r", 2, (1, 2), TOKEN))
     fabric.deliver()
     (gave,), (took,) = prefill.connector.peers(), decode.connector.peers()
@@ -74,10 +68,7 @@ def test_what_did_not_arrive_counts_as_failed_on_both_ends() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_c40_a_prompt_that_the_prefill_worker_answered_alone_is_no_failed_hand_over(num_ranks: int) -> None:
-    fabric = Fabric("zmq_tcp")
-    prefill, decode = fabric.add("p0", num_ranks), fabric.add("d0")
-    prefill.compute(32)
-    begin(fabric, prefill, decode, 32)
+    fabric, prefill, decode = begun("zmq_tcp", 32, num_ranks, 1)
     prefill.save(SendBlocks("r", 0, (1,)))
     fabric.deliver()
     prefill.command(AbortSend("r", "token 0 was the last", is_unneeded=True, is_held=True))
@@ -99,10 +90,7 @@ def test_a_request_that_ends_in_the_queue_has_not_failed_to_be_handed_over() -> 
 
 
 def test_a_request_whose_client_left_was_not_needed_on_both_ends() -> None:
-    fabric = Fabric("zmq_tcp")
-    prefill, decode = fabric.add("p0"), fabric.add("d0")
-    prefill.compute(32)
-    begin(fabric, prefill, decode, 32)
+    fabric, prefill, decode = begun("zmq_tcp", 32)
     decode.command(AbortLoad("r", "the client left"))
     fabric.deliver()
     prefill.command(FinishSend("r", 2, (2,), TOKEN))
@@ -110,10 +98,7 @@ def test_a_request_whose_client_left_was_not_needed_on_both_ends() -> None:
 
 
 def test_bytes_that_were_lost_on_the_way_do_not_count_as_received() -> None:
-    fabric = Fabric("zmq_tcp")
-    prefill, decode = fabric.add("p0"), fabric.add("d0")
-    prefill.compute(32)
-    begin(fabric, prefill, decode, 32)
+    fabric, prefill, decode = begun("zmq_tcp", 32)
     fabric.network.num_payloads_to_lose = 1
     prefill.save(SendBlocks("r", 0, (1,)))
     fabric.deliver()

@@ -29,7 +29,7 @@ from tests.factories.endpoints import (
     TOKEN,
     Fabric,
 )
-from tests.factories.hand_overs import begin, finish
+from tests.factories.hand_overs import begin, begun, finish
 
 NUM_TOKENS = 80
 RANKS = [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)]
@@ -111,10 +111,7 @@ def test_c47_a_rank_that_sends_nothing_ends_with_the_others(ends_at: str) -> Non
 
 
 def test_c47_while_one_rank_has_not_reported_nothing_has_arrived_and_nothing_is_free() -> None:
-    fabric = Fabric("zmq_tcp")
-    prefill, decode = fabric.add("p0", 2), fabric.add("d0", 2)
-    prefill.compute(NUM_TOKENS)
-    begin(fabric, prefill, decode, NUM_TOKENS)
+    fabric, prefill, decode = begun("zmq_tcp", NUM_TOKENS, 2, 2)
     fabric.network.cut(decode.ref.kv_addresses[1])
     finish(fabric, prefill, NUM_TOKENS)
     assert decode.output() == KVConnectorOutput()
@@ -130,10 +127,7 @@ def test_c47_while_one_rank_has_not_reported_nothing_has_arrived_and_nothing_is_
 def test_c47_a_failure_on_one_rank_is_one_failure_and_keeps_what_all_have(
     num_producers: int, num_consumers: int
 ) -> None:
-    fabric = Fabric("zmq_tcp")
-    prefill, decode = fabric.add("p0", num_producers), fabric.add("d0", num_consumers)
-    prefill.compute(NUM_TOKENS)
-    begin(fabric, prefill, decode, NUM_TOKENS)
+    fabric, prefill, decode = begun("zmq_tcp", NUM_TOKENS, num_producers, num_consumers)
     block_ids = prefill.blocks_for(NUM_TOKENS)
     prefill.save(SendBlocks("r", 0, block_ids[:2]))
     fabric.deliver()
@@ -151,10 +145,7 @@ def test_c47_a_failure_on_one_rank_is_one_failure_and_keeps_what_all_have(
 
 
 def test_c47_an_abort_ends_on_every_rank() -> None:
-    fabric = Fabric("zmq_tcp")
-    prefill, decode = fabric.add("p0", 2), fabric.add("d0", 4)
-    prefill.compute(NUM_TOKENS)
-    begin(fabric, prefill, decode, NUM_TOKENS)
+    fabric, prefill, decode = begun("zmq_tcp", NUM_TOKENS, 2, 4)
     decode.command(AbortLoad("r", "the client left"))
     fabric.deliver()
     assert decode.output().quiesced == ("r",)
@@ -164,10 +155,7 @@ def test_c47_an_abort_ends_on_every_rank() -> None:
 
 
 def test_c35_ranks_that_have_different_parts_keep_the_least() -> None:
-    fabric = Fabric("zmq_tcp")
-    prefill, decode = fabric.add("p0", 1), fabric.add("d0", 2)
-    prefill.compute(NUM_TOKENS)
-    begin(fabric, prefill, decode, NUM_TOKENS)
+    fabric, prefill, decode = begun("zmq_tcp", NUM_TOKENS, 1, 2)
     second = decode.ref.kv_addresses[1]
 
     def lose_the_third_piece(address: str, frame: bytes) -> bool:
