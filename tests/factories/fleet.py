@@ -277,6 +277,19 @@ class FleetUnderTest:
     async def states(self) -> dict[str, str]:
         return {replica.name: replica.state.value for replica in (await self.controller.describe()).replicas}
 
+    async def state_becomes(self, name: str, state: str) -> None:
+        async with asyncio.timeout(60.0):
+            while (await self.states())[name] != state:
+                await asyncio.sleep(0.005)
+
+    async def cut_off(self) -> None:
+        """The controller's process is killed: nothing cleans up, and what it had saved stays."""
+        content = self.store.load() or b""
+        self.launcher.is_cut_off = True
+        await self.controller.shutdown(may_drain=False)
+        self.launcher.is_cut_off = False
+        self.store.save(content)
+
 
 @asynccontextmanager
 async def fleet(

@@ -20,13 +20,12 @@ from cluster.control_api import calls
 from cluster.control_api.calls import InProcessControl
 from tests.factories.control_api import in_process
 from tests.factories.fleet import FleetUnderTest, fleet, fleet_config
-from tests.unit.cluster.controller.test_controller import state_becomes
 
 
 async def drain_and_leave(tested: FleetUnderTest, control: InProcessControl) -> None:
     """The caller of a drain of w1 leaves before the drain has ended."""
     calling = asyncio.create_task(control.call(DrainWorker("w1")))
-    await state_becomes(tested, "w1", "draining")
+    await tested.state_becomes("w1", "draining")
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await calling
@@ -96,7 +95,7 @@ async def test_a_fleet_that_was_ended_says_so_to_all_who_call_later() -> None:
         for worker in tested.launcher.alive:
             worker.may_drain.clear()
         ending = asyncio.create_task(control.call(EndFleet(may_drain=True)))
-        await state_becomes(tested, "w0", "draining")
+        await tested.state_becomes("w0", "draining")
         # Gateways need the workers until they have drained, and no command may adopt or join a fleet that ends.
         assert len((await control.call(WaitView("", -1, 1.0))).endpoints) == 3
         # A worker that a command starts could begin when all others have ended.

@@ -11,26 +11,16 @@ from baton.worker import WorkerRole
 from cluster.controller.desired import Memory
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
-from tests.unit.cluster.controller.test_controller import state_becomes
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
-
-
-async def cut_off(tested: FleetUnderTest) -> None:
-    """The controller's process is killed: nothing cleans up, and what it had saved stays."""
-    content = tested.store.load() or b""
-    tested.launcher.is_cut_off = True
-    await tested.controller.shutdown(may_drain=False)
-    tested.launcher.is_cut_off = False
-    tested.store.save(content)
 
 
 async def cut_off_during_a_drain(tested: FleetUnderTest) -> None:
     """The same, while w1 drains."""
     tested.launcher.latest("w1").may_drain.clear()
     draining = asyncio.ensure_future(tested.controller.drain("w1"))
-    await state_becomes(tested, "w1", "draining")
-    await cut_off(tested)
+    await tested.state_becomes("w1", "draining")
+    await tested.cut_off()
     await asyncio.gather(draining, return_exceptions=True)
 
 
@@ -61,8 +51,8 @@ async def test_a_worker_that_a_former_controllers_rollout_drained_is_replaced(
         before = await first.all_serve(3)
         launcher.latest("w1").may_drain.clear()
         await first.controller.rollouts.begin_rollout(("w1",))
-        await state_becomes(first, "w1", "draining")
-        await cut_off(first)
+        await first.state_becomes("w1", "draining")
+        await first.cut_off()
         async with fleet(config, launcher, store) as second:
             assert await second.all_serve(3) == before
             after = await second.until(lambda known: "w1" in known and known["w1"] != before["w1"])
@@ -86,10 +76,10 @@ async def test_a_worker_that_a_former_controller_drained_is_replaced_as_soon_as_
         before = await first.all_serve(3)
         launcher.latest("w1").may_drain.clear()
         await first.controller.rollouts.begin_rollout(("w1",))
-        await state_becomes(first, "w1", "draining")
+        await first.state_becomes("w1", "draining")
         waiting = [asyncio.ensure_future(first.controller.set_role("w1", PREFILL))] if is_role_wanted else []
         await asyncio.sleep(0.01)
-        await cut_off(first)
+        await first.cut_off()
         await asyncio.gather(*waiting, return_exceptions=True)
         async with fleet(config, launcher, store) as second:
             assert await second.all_serve(3) == before
@@ -128,7 +118,7 @@ async def test_a_restarted_controller_continues_the_role_change_of_its_predecess
         changing = asyncio.ensure_future(first.controller.set_role("w2", PREFILL))
         while not changes.is_draining:
             await asyncio.sleep(0)
-        await cut_off(first)
+        await first.cut_off()
         await asyncio.gather(changing, return_exceptions=True)
         async with asyncio.timeout(60.0), fleet(config, launcher, store) as second:
             with pytest.raises(FleetError, match="w1 is drained, no decode worker serves"):
@@ -160,7 +150,7 @@ async def test_a_restarted_controller_drains_a_worker_after_its_role_change() ->
             await asyncio.sleep(0)
         running.append(asyncio.ensure_future(first.controller.drain("w2")))
         await asyncio.sleep(0)
-        await cut_off(first)
+        await first.cut_off()
         await asyncio.gather(*running, return_exceptions=True)
         async with asyncio.timeout(60.0), fleet(config, launcher, store) as second:
             changes.may_drain.set()
@@ -177,7 +167,7 @@ async def test_a_role_change_that_had_failed_before_the_controller_restarted_is_
         changing = asyncio.ensure_future(first.controller.set_role("w2", PREFILL))
         while not changes.is_draining:
             await asyncio.sleep(0)
-        await cut_off(first)
+        await first.cut_off()
         await asyncio.gather(changing, return_exceptions=True)
         changes.is_draining, changes.target = False, None
         async with fleet(config, launcher, store) as second:
@@ -201,7 +191,7 @@ async def test_a_worker_that_a_rollout_or_its_engine_drains_is_no_decode_worker_
                 await command
         leaves.may_drain.clear()
         await tested.controller.rollouts.begin_rollout(("w2",))
-        await state_becomes(tested, "w2", "draining")
+        await tested.state_becomes("w2", "draining")
         with pytest.raises(FleetError, match="w1 is drained, no decode worker serves"):
             await tested.controller.drain("w1")
 
@@ -302,7 +292,7 @@ async def test_a_worker_that_is_no_longer_desired_is_ended_when_it_is_found() ->
     launcher, store, config = FakeLauncher(), Memory(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
-        await cut_off(first)
+        await first.cut_off()
         stranger = await launcher.place("w7", DECODE, 1)
         async with fleet(config, launcher, store) as second:
             await second.all_serve(3)
@@ -354,7 +344,7 @@ async def test_who_is_drained_while_it_crashes_on_and_on_is_gone() -> None:
     )
     async with fleet(fleet_config(), launcher) as tested:
         await tested.all_serve(2)
-        await state_becomes(tested, "w2", "crash_loop")
+        await tested.state_becomes("w2", "crash_loop")
         await tested.controller.drain("w2")
         assert set(await tested.states()) == {"w0", "w1"}
         assert [incarnation.name for incarnation in launcher.alive] == ["w0", "w1"]

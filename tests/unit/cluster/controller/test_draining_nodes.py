@@ -10,7 +10,6 @@ from cluster.controller.desired import Memory
 from cluster.controller.launcher import NodeDrains
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
-from tests.unit.cluster.controller.test_controller import state_becomes
 
 
 def two_nodes(**options: Any) -> FakeLauncher:
@@ -81,7 +80,7 @@ async def test_a_worker_that_is_still_starting_there_begins_at_once_elsewhere(
         await tested.all_serve(2)
         while launcher.latest("w2").number < 2:
             await asyncio.sleep(0.01)
-        await state_becomes(tested, "w2", "starting")
+        await tested.state_becomes("w2", "starting")
         began = virtual_loop().now()
         if has_loaded:  # its endpoint arrives while the worker is ended
             may_start.set()
@@ -254,12 +253,7 @@ async def test_the_next_controller_continues_the_drain(has_begun: bool) -> None:
             worker.may_drain.clear()
         with pytest.raises(FleetError):
             await tested.controller.drain_node("n1", 0.05)
-        left = store.load()
-        launcher.is_cut_off = True  # as if this controller's process was killed
-        await tested.controller.shutdown(may_drain=False)
-        launcher.is_cut_off = False
-        assert left is not None
-        store.save(left)
+        await tested.cut_off()
         for worker in launcher.incarnations:
             worker.is_draining = has_begun  # if not, the controller was killed before it commanded this
             worker.may_drain.set()

@@ -7,7 +7,6 @@ import pytest
 from baton.errors import ClusterError, FleetError
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, fleet, fleet_config
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
-from tests.unit.cluster.controller.test_controller import state_becomes
 
 
 async def test_a_rollout_restarts_one_worker_after_the_other() -> None:
@@ -55,7 +54,7 @@ async def test_with_room_the_new_incarnation_is_ready_before_the_old_one_drains(
         old = launcher.latest("w0")
         old.may_drain.clear()
         rolling = asyncio.ensure_future(anext(tested.controller.rollout()))
-        await state_becomes(tested, "w0", "draining")
+        await tested.state_becomes("w0", "draining")
         assert launcher.alive == [old, launcher.latest("w0")]
         with pytest.raises(FleetError, match="a rollout is under way, at worker w0"):
             await anext(tested.controller.rollout())
@@ -115,7 +114,7 @@ async def test_a_worker_that_dies_while_its_next_incarnation_starts_leaves_no_or
         rolling = asyncio.ensure_future(anext(tested.controller.rollout()))
         await asyncio.sleep(0.02)  # it waits for room
         launcher.latest("w0").kill()
-        await state_becomes(tested, "w0", "placing")  # so does the replacement, behind it
+        await tested.state_becomes("w0", "placing")  # so does the replacement, behind it
         launcher.room.set()
         step = await rolling
         known = await tested.until(lambda known: "w0" in known and known["w0"].ref.incarnation != before)
@@ -163,7 +162,7 @@ async def test_a_fleet_that_ends_while_a_next_incarnation_starts_leaves_none(is_
                 await asyncio.sleep(0.005)
         if is_ready:
             loads.set()
-            await state_becomes(tested, "w0", "draining")
+            await tested.state_becomes("w0", "draining")
         await tested.controller.shutdown(may_drain=False)
         loads.set()
         await asyncio.sleep(0.01)
