@@ -16,11 +16,11 @@ from engine.loading.streamed_weights import StreamedWeights
 from engine.loading.weights import CheckpointWeights, Take, WeightSource
 from engine.model_config import read_architecture
 from tests.factories.families import CASES
+from tests.factories.host_copies import HostCopies
 from tests.factories.models import make_model_dir
 from tests.factories.quantized_checkpoints import KINDS, make_quantized
 from tests.factories.stepping import StepDriver
 from tests.factories.threaded_ranks import on_ranks
-from tests.unit.engine.test_weight_stream import HostCopies
 
 CPU = torch.device("cpu")
 FLOAT32 = ModelConfig(dtype="float32")

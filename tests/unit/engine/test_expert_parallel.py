@@ -23,12 +23,12 @@ from engine.model_config import read_architecture
 from engine.native.library import native_library
 from engine.quantization_config import read_quantization
 from tests.factories.families import DEEPSEEK_V3, GPT_OSS
+from tests.factories.host_copies import HostCopies
 from tests.factories.models import make_model_dir
 from tests.factories.quantized_checkpoints import KINDS, make_mxfp4, make_quantized
 from tests.factories.stepping import StepDriver
 from tests.factories.threaded_ranks import on_ranks
 from tests.unit.engine.test_quantized_checkpoint import rewrite
-from tests.unit.engine.test_weight_stream import HostCopies
 
 CPU = torch.device("cpu")
 PROMPTS = {f"r{length}": [(7 * i + length) % 290 + 3 for i in range(length)] for length in (1, 4, 21)}

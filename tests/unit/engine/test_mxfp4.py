@@ -18,12 +18,12 @@ from engine.loading.weights import CheckpointWeights, Shard
 from engine.model_config import read_architecture
 from engine.native.library import native_library
 from tests.factories.families import GPT_OSS
+from tests.factories.host_copies import HostCopies
 from tests.factories.models import make_model_dir
 from tests.factories.quantized_checkpoints import make_mxfp4
 from tests.factories.stepping import load_on_cpu
 from tests.factories.threaded_ranks import on_ranks
 from tests.unit.engine.test_quantized_checkpoint import agreement, rewrite, tokens, weights_of
-from tests.unit.engine.test_weight_stream import HostCopies
 
 SIZES: dict[str, Any] = GPT_OSS | {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2}
 EXPERTS = "model.layers.1.mlp.experts"

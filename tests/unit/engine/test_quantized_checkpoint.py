@@ -24,11 +24,11 @@ from engine.loading.weights import CheckpointWeights, Shard
 from engine.model_config import read_architecture
 from engine.native.library import native_library
 from engine.quantization_config import read_quantization
+from tests.factories.host_copies import HostCopies
 from tests.factories.models import make_model_dir
 from tests.factories.quantized_checkpoints import IN_GROUPS, KINDS, make_quantized
 from tests.factories.stepping import StepDriver, load_on_cpu
 from tests.factories.threaded_ranks import on_ranks
-from tests.unit.engine.test_weight_stream import HostCopies
 
 CPU = torch.device("cpu")
 PROMPT = [5, 6, 7, 40, 41, 200, 3]

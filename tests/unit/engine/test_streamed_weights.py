@@ -14,8 +14,8 @@ from engine.loading.weight_stream import CudaCopies
 from engine.loading.weights import CheckpointWeights, Shard, Take, WeightSource
 from engine.model_config import read_architecture
 from engine.models.decoder import Decoder
+from tests.factories.host_copies import HostCopies
 from tests.factories.models import make_model_dir
-from tests.unit.engine.test_weight_stream import HostCopies
 
 
 class Kept(WeightSource):

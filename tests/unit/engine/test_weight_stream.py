@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from baton.errors import ModelError
-from engine.device import Mark
-from engine.loading.weight_stream import CudaCopies, FilePart, WeightStream
+from engine.loading.weight_stream import FilePart, WeightStream
+from tests.factories.host_copies import HostCopies
 
 
 class LateCopy:
@@ -23,31 +23,6 @@ class LateCopy:
 
     def synchronize(self) -> None:
         self._to.copy_(self._source)
-
-
-class Done:
-    def synchronize(self) -> None:
-        pass
-
-
-class HostCopies(CudaCopies):
-    """Copies within host memory, which are done when `start` returns."""
-
-    def __init__(self) -> None:
-        pass  # needs neither a device nor a stream
-
-    def make_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def start(self, to: torch.Tensor, source: torch.Tensor) -> Mark:
-        to.copy_(source)
-        return Done()
-
-    def hand_over(self, tensor: torch.Tensor) -> None:
-        pass
 
 
 class LateCopies(HostCopies):

@@ -9,8 +9,8 @@ from gateway.requests.attempt import Attempt
 from gateway.requests.fleet_knowledge import FleetKnowledge
 from gateway.routing.placement import Mode, Placement
 from gateway.routing.prefill_times import MEMORY_S, MIN_SEEN, SHARE
+from tests.factories.routing import router_of
 from tests.unit.gateway.routing.test_kv_aware import chosen, hand_over, measured
-from tests.unit.gateway.routing.test_router import router_of
 
 
 def test_a_decode_worker_that_was_slow_before_it_became_idle_is_tried_again() -> None:

@@ -8,8 +8,8 @@ from gateway.requests.request_state import RequestState
 from gateway.requests.shares import CallerShares, HeldBack
 from gateway.routing.placement import NoDecodeWorker, NoRoom
 from tests.factories.queue_under_test import OVER_SHARE, QueueUnderTest, Request
+from tests.factories.routing import POLICIES
 from tests.unit.gateway.requests.test_shares import UnderTest
-from tests.unit.gateway.routing.test_router import POLICIES
 
 
 @pytest.mark.parametrize("over_share", [set(), {"x"}], ids=["", "the caller has lost its share since"])

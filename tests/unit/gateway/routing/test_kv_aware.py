@@ -15,7 +15,7 @@ from gateway.routing.cost import Need
 from gateway.routing.placement import Mode, NoRoom, Placement, RouteQuery
 from gateway.routing.policies import NUM_JOINT, KVAware
 from gateway.routing.router import Router
-from tests.unit.gateway.routing.test_router import KEY, ask, end, router_of, send, status
+from tests.factories.routing import KEY, ask, end, router_of, send, status
 
 LONG = RouteQuery(token_ids=tuple(range(2000)), max_new_tokens=100)
 

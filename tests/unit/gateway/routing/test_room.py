@@ -14,7 +14,7 @@ from baton.worker import RequestCounts, WorkerStatus
 from gateway.routing.placement import AwaitsPrompts, Mode, NoRoom, NoSlot, Placement
 from gateway.routing.router import Router
 from gateway.routing.worker_estimate import WorkerEstimate
-from tests.unit.gateway.routing.test_router import (
+from tests.factories.routing import (
     DISAGGREGATED,
     KEY,
     POLICIES,

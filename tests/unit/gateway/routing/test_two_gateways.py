@@ -8,7 +8,7 @@ import pytest
 from baton.worker import WorkerStatus
 from gateway.routing.placement import NoRoom, Placement
 from gateway.routing.router import Router
-from tests.unit.gateway.routing.test_router import POLICIES, P, ask, router_of, status
+from tests.factories.routing import POLICIES, P, ask, router_of, status
 
 TOTAL, NEED, HEARTBEAT = 46, 8, 50
 """Blocks of the worker and of a request, and turns between two words of the worker."""
