@@ -1,6 +1,7 @@
 """Tiny random models as complete Hugging Face folders: config, weights, tokenizer, chat template."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,14 @@ def make_model_dir(path: Path, architecture: str = "llama", **overrides: Any) ->
     model.to(getattr(torch, dtype)).save_pretrained(path)
     _write_tokenizer(path, tokenizer)
     return path
+
+
+def set_tensors(folder: Path, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Adds tensors to a model's file, or replaces them; None removes one."""
+    file = folder / "model.safetensors"
+    changed = {**load_file(file), **tensors}
+    kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    save_file(kept, file, metadata={"format": "pt"})
 
 
 def make_draft_pair(path: Path, num_layers: int = 6, num_first: int = 2) -> tuple[Path, Path]:

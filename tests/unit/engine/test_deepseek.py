@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from baton.config import ModelConfig
 from baton.errors import ConfigError, ModelError
@@ -17,7 +16,7 @@ from engine.loading.weights import CheckpointWeights, Take, WeightSource
 from engine.model_config import read_architecture
 from tests.factories.families import CASES
 from tests.factories.host_copies import HostCopies
-from tests.factories.models import make_model_dir
+from tests.factories.models import make_model_dir, set_tensors
 from tests.factories.quantized_checkpoints import KINDS, make_quantized
 from tests.factories.stepping import StepDriver
 from tests.factories.threaded_ranks import on_ranks
@@ -122,31 +121,25 @@ def tokens(
     return StepDriver(model).generate({"a": PROMPT}, 8)["a"]
 
 
-def add(folder: Path, **tensors: torch.Tensor) -> None:
-    """Replaces tensors, or adds some; `__` for a dot."""
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | {name.replace("__", "."): each for name, each in tensors.items()}, file)
-
-
 def test_layers_that_guess_further_tokens_are_not_loaded(folder: Path) -> None:
     """config.json says that there is one, behind the three others."""
     expected = tokens(folder)
-    add(folder, model__layers__3__eh_proj__weight=torch.zeros(64, 128))
+    set_tensors(folder, {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)})
     assert tokens(folder) == expected
-    add(folder, model__layers__4__eh_proj__weight=torch.zeros(64, 128))
+    set_tensors(folder, {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)})
     with pytest.raises(ModelError, match=r"do not belong to the architecture .*model\.layers\.4\.eh_proj"):
         tokens(folder)
 
 
 def test_the_bias_of_the_choice_is_not_rounded(folder: Path) -> None:
     """Biases of published models differ by less than a unit of bfloat16."""
-    name = "model__layers__{}__mlp__gate__e_score_correction_bias"
+    name = "model.layers.{}.mlp.gate.e_score_correction_bias"
     base = torch.full((8,), 9.0)
     nudged = base + torch.tensor([0.03, -0.03]).repeat(4)
     assert torch.equal(nudged.bfloat16(), base.bfloat16())
     found = []
     for bias in (base, nudged):
-        add(folder, **{name.format(layer): bias.clone() for layer in (1, 2)})
+        set_tensors(folder, {name.format(layer): bias.clone() for layer in (1, 2)})
         found.append(tokens(folder, "bfloat16"))
     assert found[0] != found[1]
 
@@ -154,7 +147,7 @@ def test_the_bias_of_the_choice_is_not_rounded(folder: Path) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_float32_is_taken_as_it_is_stored(folder: Path, streams: bool) -> None:
     name, exact = "model.layers.1.mlp.gate.e_score_correction_bias", torch.arange(8) / 3
-    add(folder, **{name.replace(".", "__"): exact})
+    set_tensors(folder, {name: exact})
     takes = [Take(name, (8,), None)] * 2
     opened: Any = (
         StreamedWeights(folder, torch.bfloat16, takes, HostCopies())

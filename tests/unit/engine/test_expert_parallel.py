@@ -24,11 +24,10 @@ from engine.native.library import native_library
 from engine.quantization_config import read_quantization
 from tests.factories.families import DEEPSEEK_V3, GPT_OSS
 from tests.factories.host_copies import HostCopies
-from tests.factories.models import make_model_dir
+from tests.factories.models import make_model_dir, set_tensors
 from tests.factories.quantized_checkpoints import KINDS, make_mxfp4, make_quantized
 from tests.factories.stepping import StepDriver
 from tests.factories.threaded_ranks import on_ranks
-from tests.unit.engine.test_quantized_checkpoint import rewrite
 
 CPU = torch.device("cpu")
 PROMPTS = {f"r{length}": [(7 * i + length) % 290 + 3 for i in range(length)] for length in (1, 4, 21)}
@@ -217,11 +216,11 @@ def test_tensors_of_no_rank_are_still_named(tmp_path: Path, form: str) -> None:
     else:
         name = next(name for name in tensors if ".experts.0.w2." in name)
         added, extra = name.replace(".experts.0.", ".experts.7."), tensors[name]
-    rewrite(path, **{added.replace(".", "__"): extra})
+    set_tensors(path, {added: extra})
     for rank in range(2):
         with pytest.raises(ModelError, match=r"1 tensors do not belong .*\.experts\.[67]\."):
             load(path, SilentRank(rank, 2))
-    rewrite(path, **{each.replace(".", "__"): None for each in {added, name}})
+    set_tensors(path, dict.fromkeys((added, name)))
     with pytest.raises(ModelError, match=r"experts\.0\..* is missing"):
         load(path, SilentRank(0, 2))
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from baton.config import BatonConfig
 from baton.errors import ModelError
@@ -28,7 +27,7 @@ from engine.native.library import native_library
 from engine.native.products import Products
 from tests.factories.families import CASES, GLM4_MOE, GPT_OSS
 from tests.factories.gguf_files import make_gguf
-from tests.factories.models import make_model_dir
+from tests.factories.models import make_model_dir, set_tensors
 from tests.factories.quantized_checkpoints import KINDS, make_mxfp4, make_quantized
 
 CPU = torch.device("cpu")
@@ -131,9 +130,7 @@ def test_layers_that_guess_do_not_count(tmp_path: Path) -> None:
     case = CASES["deepseek v3"]
     folder = make_model_dir(tmp_path / "m", case.architecture, **case.overrides)
     plain = footprint(config_of(), folder)
-    tensors = load_file(folder / "model.safetensors")
-    guessing = {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}
-    save_file(tensors | guessing, folder / "model.safetensors")
+    set_tensors(folder, {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)})
     assert footprint(config_of(), folder).weights == plain.weights
     assert footprint(config_of(engine={"device": "cuda"}), folder).weights == plain.weights
 
@@ -307,9 +304,7 @@ def test_all_experts_in_one_tensor_are_refused(
 ) -> None:
     folder = make_model_dir(tmp_path / "m", architecture, **overrides)
     footprint(config_of(), folder)
-    tensors = load_file(folder / "model.safetensors")
-    whole = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(3, 8, 8)}
-    save_file(tensors | whole, folder / "model.safetensors", metadata={"format": "pt"})
+    set_tensors(folder, {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(3, 8, 8)})
     with pytest.raises(
         ModelError, match=r"layers\.0\.mlp\.experts\.gate_up_proj holds all experts of a layer"
     ):

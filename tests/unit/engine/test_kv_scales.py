@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from baton.config import KVCacheDtype, ModelConfig
 from baton.errors import ModelError
@@ -18,7 +17,7 @@ from engine.layers.paged_attention import TorchStepAttention
 from engine.layers.scaled_attention import KVScale
 from engine.loading.loader import LoadedModel, load_model
 from tests.factories.families import GLM4_MOE, MINIMAX_M2
-from tests.factories.models import make_model_dir
+from tests.factories.models import make_model_dir, set_tensors
 from tests.factories.stepping import StepDriver
 from tests.factories.threaded_ranks import on_ranks
 
@@ -39,15 +38,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 norms' weights, since they rotate a part of a head."""
 
 
-def add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | dict(tensors), file, metadata={"format": "pt"})
-
-
 def add_scales(folder: Path, scales: Mapping[str, KVScale] = SCALES) -> None:
     for heads, scale in scales.items():
         each = {"k_scale": torch.tensor([scale.key]), "v_scale": torch.tensor(scale.value)}  # either shape
-        add_tensors(folder, {f"{heads}.{kind}": tensor for kind, tensor in each.items()})
+        set_tensors(folder, {f"{heads}.{kind}": tensor for kind, tensor in each.items()})
 
 
 def load(
@@ -141,7 +135,7 @@ def test_ranks_have_the_scales_of_their_heads(tmp_path: Path) -> None:
 def test_one_scale_may_stand_for_keys_and_values(tmp_path: Path) -> None:
     both, one = (make_model_dir(tmp_path / name) for name in ("both", "one"))
     add_scales(both, {heads: KVScale(0.02, 0.02) for heads in SCALES})
-    add_tensors(one, {f"{heads}.kv_scale": torch.tensor(0.02) for heads in SCALES})
+    set_tensors(one, {f"{heads}.kv_scale": torch.tensor(0.02) for heads in SCALES})
     tokens, logprobs = answers(load(both))
     assert answers(load(one))[0] == tokens
     assert torch.equal(answers(load(one))[1], logprobs)
@@ -193,7 +187,7 @@ def test_other_scales_are_refused_by_name_unless_kv_has_more_bits(
     tmp_path: Path, tensors: dict[str, torch.Tensor], message: str
 ) -> None:
     folder = make_model_dir(tmp_path)
-    add_tensors(folder, tensors)
+    set_tensors(folder, tensors)
     with pytest.raises(ModelError, match=message):
         load(folder)
     load(folder, "auto")

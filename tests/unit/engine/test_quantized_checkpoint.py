@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from baton.config import ModelConfig
 from baton.errors import ModelError
@@ -25,7 +25,7 @@ from engine.model_config import read_architecture
 from engine.native.library import native_library
 from engine.quantization_config import read_quantization
 from tests.factories.host_copies import HostCopies
-from tests.factories.models import make_model_dir
+from tests.factories.models import make_model_dir, set_tensors
 from tests.factories.quantized_checkpoints import IN_GROUPS, KINDS, make_quantized
 from tests.factories.stepping import StepDriver, load_on_cpu
 from tests.factories.threaded_ranks import on_ranks
@@ -57,15 +57,6 @@ def weights_of(folder: Path, *, keeps: bool = False, streams: bool = False) -> Q
 
     return QuantizedCheckpoint(
         folder, quantization, torch.float32, takes, open_stored, keeps_groups=keeps, keeps_fp8=keeps
-    )
-
-
-def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replaces tensors, `__` for a dot; None removes one."""
-    named = {name.replace("__", "."): tensor for name, tensor in changes.items()}
-    tensors = load_file(folder / "model.safetensors") | named
-    save_file(
-        {name: each for name, each in tensors.items() if each is not None}, folder / "model.safetensors"
     )
 
 
@@ -271,8 +262,7 @@ def test_scales_may_be_powers_of_two_in_a_byte(tmp_path: Path, source: Path) -> 
         if name.endswith("weight_scale_inv")
     }
     for dtype in (torch.float32, torch.float8_e8m0fnu):
-        scales = {name.replace(".", "__"): tensor.to(dtype) for name, tensor in powers.items()}
-        rewrite(quantized, **scales)
+        set_tensors(quantized, {name: tensor.to(dtype) for name, tensor in powers.items()})
         with weights_of(quantized) as weights:
             found: Any = weights.take_matrix("model.layers.0.mlp.up_proj.weight", 256, 128)
         scale = powers["model.layers.0.mlp.up_proj.weight_scale_inv"].repeat_interleave(48, 0)[:256]
@@ -317,14 +307,14 @@ def test_matrices_with_scales_that_are_ignored_are_refused(tmp_path: Path, sourc
 
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, source: Path) -> None:
     quantized, _ = make_quantized(tmp_path, source, KINDS["gptq, 4 bits"])
-    module = "model__layers__0__mlp__up_proj"
-    rewrite(quantized, **{f"{module}__scales": torch.zeros(3, 256)})
+    module = "model.layers.0.mlp.up_proj"
+    set_tensors(quantized, {f"{module}.scales": torch.zeros(3, 256)})
     with pytest.raises(ModelError, match=r"up_proj\.scales has shape \[3, 256\], but .* implies \[2, 256\]"):
         load_on_cpu(quantized)
-    rewrite(quantized, **{f"{module}__scales": None})
+    set_tensors(quantized, {f"{module}.scales": None})
     with pytest.raises(ModelError, match=r"tensor model\.layers\.0\.mlp\.up_proj\.scales .* is missing"):
         load_on_cpu(quantized)
-    rewrite(quantized, **{f"{module}__scales": torch.zeros(2, 256, dtype=torch.int32)})
+    set_tensors(quantized, {f"{module}.scales": torch.zeros(2, 256, dtype=torch.int32)})
     with pytest.raises(ModelError, match=r"up_proj\.scales is stored as I32; supported are F64, F32"):
         load_on_cpu(quantized)
 
@@ -333,14 +323,14 @@ def test_groups_that_do_not_exist_are_named(tmp_path: Path, source: Path) -> Non
     quantized, _ = make_quantized(tmp_path, source, KINDS["gptq, 4 bits"])
     order = torch.zeros(128, dtype=torch.int32)
     order[7] = 2
-    rewrite(quantized, model__layers__1__mlp__up_proj__g_idx=order)
+    set_tensors(quantized, {"model.layers.1.mlp.up_proj.g_idx": order})
     with pytest.raises(ModelError, match=r"up_proj\.g_idx: groups must be 0 to 1, got 0 to 2"):
         load_on_cpu(quantized)
 
 
 def test_another_shape_is_named(tmp_path: Path, source: Path) -> None:
     quantized, _ = make_quantized(tmp_path, source, KINDS["int4, groups of 32"])
-    rewrite(quantized, model__layers__1__mlp__up_proj__weight_shape=torch.tensor([256, 120]))
+    set_tensors(quantized, {"model.layers.1.mlp.up_proj.weight_shape": torch.tensor([256, 120])})
     with pytest.raises(
         ModelError, match=r"up_proj\.weight_shape is \[256, 120\], but .* implies \[256, 128\]"
     ):
@@ -350,9 +340,9 @@ def test_another_shape_is_named(tmp_path: Path, source: Path) -> None:
 def test_biases_of_zero_are_no_biases(tmp_path: Path, source: Path) -> None:
     quantized, _ = make_quantized(tmp_path, source, KINDS["gptq, 4 bits"])
     expected = tokens(load_on_cpu(quantized))
-    rewrite(quantized, model__layers__1__mlp__up_proj__bias=torch.zeros(256))
+    set_tensors(quantized, {"model.layers.1.mlp.up_proj.bias": torch.zeros(256)})
     assert tokens(load_on_cpu(quantized)) == expected
-    rewrite(quantized, model__layers__1__mlp__up_proj__bias=torch.ones(256))
+    set_tensors(quantized, {"model.layers.1.mlp.up_proj.bias": torch.ones(256)})
     with pytest.raises(ModelError, match=r"1 tensors do not belong .*: model\.layers\.1\.mlp\.up_proj\.bias"):
         load_on_cpu(quantized)
 
@@ -363,11 +353,11 @@ def test_scales_of_activations_have_no_effect_and_those_of_kv_only_in_8_bits(
     """What they do then: test_kv_scales.py."""
     quantized, _ = make_quantized(tmp_path, source, KINDS["fp8 by tensor"])
     expected = tokens(load_on_cpu(quantized))
-    rewrite(quantized, model__layers__1__mlp__up_proj__input_scale=torch.tensor(0.1))
+    set_tensors(quantized, {"model.layers.1.mlp.up_proj.input_scale": torch.tensor(0.1)})
     assert tokens(load_on_cpu(quantized)) == expected
     in_8_bits = tokens(load_on_cpu(quantized, kv_cache_dtype="fp8"))
-    rewrite(quantized, model__layers__0__self_attn__k_scale=torch.tensor(1e-4))  # clamps nearly all keys
-    rewrite(quantized, model__layers__0__self_attn__v_scale=torch.tensor(1e-4))
+    set_tensors(quantized, {"model.layers.0.self_attn.k_scale": torch.tensor(1e-4)})  # clamps nearly all keys
+    set_tensors(quantized, {"model.layers.0.self_attn.v_scale": torch.tensor(1e-4)})
     assert tokens(load_on_cpu(quantized)) == expected
     assert tokens(load_on_cpu(quantized, kv_cache_dtype="fp8")) != in_8_bits
 

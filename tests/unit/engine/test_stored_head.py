@@ -4,38 +4,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from baton.config import BatonConfig
 from engine.loading.footprint import footprint
-from engine.loading.loader import LoadedModel
 from engine.model_config import read_architecture
-from tests.factories.models import make_model_dir
+from tests.factories.models import make_model_dir, set_tensors
 from tests.factories.stepping import StepDriver, load_on_cpu
 
 PROMPT = [(37 * i) % 300 for i in range(20)]
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def load(path: Path) -> LoadedModel:
-    return load_on_cpu(path)
-
-
-def add_head(path: Path, head: torch.Tensor) -> None:
-    file = path / "model.safetensors"
-    save_file({**load_file(file), HEAD: head}, file, metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize("changed", [slice(None), slice(299, 300)], ids=["all", "the last row"])
 def test_a_projection_that_differs_from_the_embeddings_is_used(tmp_path: Path, changed: slice) -> None:
     """As in transformers; its values for tied embeddings without one are others."""
     path = make_model_dir(tmp_path, "gemma2", head_dim=16, sliding_window=9)
-    tied = StepDriver(load(path)).generate({"a": PROMPT}, 6)
+    tied = StepDriver(load_on_cpu(path)).generate({"a": PROMPT}, 6)
     head = load_file(path / "model.safetensors")[EMBEDDINGS].clone()
     head[changed] = 3.0 * head[changed].flip(1)
-    add_head(path, head)
-    model = load(path)
+    set_tensors(path, {HEAD: head})
+    model = load_on_cpu(path)
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert torch.equal(theirs.lm_head.weight, head)
     ours = StepDriver(model).generate({"a": PROMPT}, 6)["a"]
@@ -60,9 +50,9 @@ def test_it_counts(tmp_path: Path) -> None:
         (embeddings.to(torch.bfloat16), 300 * 64),
         (-embeddings, 300 * 64),
     ):
-        add_head(path, head)
+        set_tensors(path, {HEAD: head})
         weights = footprint(config, path).weights
         assert weights is not None
         assert tied is not None
         assert weights.num_parameters == tied.num_parameters + num_more
-        assert load(path).architecture.tie_word_embeddings == (num_more == 0)
+        assert load_on_cpu(path).architecture.tie_word_embeddings == (num_more == 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from baton.config import BatonConfig
 from engine.layers.torch_backend import TorchBackend
@@ -16,7 +16,7 @@ from engine.loading.gguf_folder import describe
 from engine.loading.loader import load_model
 from engine.native.library import native_library
 from tests.factories.gguf_files import make_gguf
-from tests.factories.models import make_model_dir
+from tests.factories.models import make_model_dir, set_tensors
 from tests.factories.quantized_checkpoints import KINDS, make_quantized
 
 CPU = torch.device("cpu")
@@ -131,6 +131,5 @@ def test_a_copy_of_tied_embeddings_is_not_counted(tmp_path: Path) -> None:
     config = BatonConfig.from_mapping({"model": {"dtype": "float32"}})
     plain = footprint(config, folder)
     tensors = load_file(folder / "model.safetensors")
-    copied = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-    save_file(tensors | copied, folder / "model.safetensors", metadata={"format": "pt"})
+    set_tensors(folder, {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     assert footprint(config, folder) == plain

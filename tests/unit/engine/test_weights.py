@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from engine.loading.digest import model_digest
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.weights import DummyWeights, Shard
 from tests.factories.families import GEMMA
-from tests.factories.models import make_model_dir
+from tests.factories.models import make_model_dir, set_tensors
 from tests.factories.stepping import StepDriver, load_on_cpu
 
 CPU = torch.device("cpu")
@@ -26,13 +25,6 @@ CPU = torch.device("cpu")
 
 def tokens(model: LoadedModel) -> list[int]:
     return StepDriver(model).generate({"a": [5, 6, 7]}, 8)["a"]
-
-
-def rewrite(path: Path, change: Mapping[str, torch.Tensor | None]) -> None:
-    """Replaces tensors of a folder; None removes one."""
-    tensors = load_file(path / "model.safetensors") | {k: v for k, v in change.items() if v is not None}
-    kept = {name: tensor for name, tensor in tensors.items() if change.get(name, tensor) is not None}
-    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_the_facts_of_a_loaded_model(tmp_path: Path) -> None:
@@ -77,17 +69,17 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     path = make_model_dir(tmp_path / "missing")
-    rewrite(path, {name: None})
+    set_tensors(path, {name: None})
     with pytest.raises(ModelError, match=rf"tensor {name} \(shape \[128, 64\]\) is missing"):
         load_on_cpu(path)
     path = make_model_dir(tmp_path / "misshapen")
-    rewrite(path, {name: torch.zeros(128, 63)})
+    set_tensors(path, {name: torch.zeros(128, 63)})
     with pytest.raises(
         ModelError, match=rf"{name} has shape \[128, 63\], but config.json implies \[128, 64\]"
     ):
         load_on_cpu(path)
     path = make_model_dir(tmp_path / "unexpected")
-    rewrite(path, {"model.layers.1.self_attn.q_proj.bias": torch.zeros(64)})
+    set_tensors(path, {"model.layers.1.self_attn.q_proj.bias": torch.zeros(64)})
     with pytest.raises(
         ModelError, match=r"1 tensors do not belong to .*: model.layers.1.self_attn.q_proj.bias"
     ):
@@ -98,7 +90,7 @@ def test_leftovers_that_change_nothing_are_allowed(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path, tie_word_embeddings=True)
     expected = tokens(load_on_cpu(path))
     copied = load_file(path / "model.safetensors")["model.embed_tokens.weight"].clone()
-    rewrite(path, {"lm_head.weight": copied, "model.rotary_emb.inv_freq": torch.zeros(8)})
+    set_tensors(path, {"lm_head.weight": copied, "model.rotary_emb.inv_freq": torch.zeros(8)})
     assert tokens(load_on_cpu(path)) == expected
 
 
@@ -165,7 +157,7 @@ def test_quantization_leaves_embeddings_norms_and_logits_alone(tmp_path: Path) -
         if "_proj" in name:
             quantized, scale = quantize_rows(tensor)
             tensors[name] = quantized.float() * scale
-    rewrite(path, tensors)
+    set_tensors(path, tensors)
     assert tokens(load_on_cpu(path, quantization="fp8")) == tokens(load_on_cpu(path))
 
 
@@ -201,7 +193,7 @@ def test_the_digest_sees_a_change_of_any_tensor(tmp_path: Path) -> None:
         for place in (0, -1):
             changed = tensor.clone()
             changed.view(-1)[place] += 1.0
-            rewrite(path, tensors | {name: changed})
+            set_tensors(path, tensors | {name: changed})
             seen.add(model_digest(path))
     assert len(seen) == 2 * len(tensors) + 1
 
