@@ -174,28 +174,19 @@ async def test_no_ping_comes_while_the_pieces_of_events_are_made(monkeypatch: py
     assert [int(number) for number in reader.body.split()] == list(range(10))
 
 
+@pytest.mark.parametrize(("number", "is_read"), [(0.9, True), (1.5, False)], ids=["before", "cannot go out"])
 @in_virtual_time
-async def test_an_error_before_the_first_ping_has_its_own_status() -> None:
+async def test_an_error_before_the_first_ping_has_gone_out_has_its_own_status(
+    number: float, is_read: bool
+) -> None:
     async def produce(send: EventSender) -> None:
-        await intervals(0.9)
+        await intervals(number)
         assert not send.has_begun
         raise Overloaded("full", retry_after_s=1.0)
 
     reader = Reader()
-    with pytest.raises(Overloaded):
-        await reader.get(EventStream(produce, comment))
-    assert reader.messages == []
-
-
-@in_virtual_time
-async def test_an_error_while_the_first_ping_cannot_go_out_has_its_own_status() -> None:
-    async def produce(send: EventSender) -> None:
-        await intervals(1.5)
-        assert not send.has_begun
-        raise Overloaded("full", retry_after_s=1.0)
-
-    reader = Reader()
-    reader.reads.clear()
+    if not is_read:
+        reader.reads.clear()
     with pytest.raises(Overloaded):
         await reader.get(EventStream(produce, comment))
     assert reader.messages == []
