@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from baton.system.curve import ClusterSecret, derive_keys, secure_client
 from baton.system.secret import SECRET_VARIABLE
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.processes.worker_process import WorkerProcess
+from tests.factories.fork_server import ForkServer, forks_workers
 from tests.factories.models import make_model_dir
 from tests.factories.serving import baton, serving
 
@@ -46,6 +48,13 @@ def model(tmp_path: Path) -> Path:
     return make_model_dir(tmp_path / "tiny")
 
 
+@pytest.fixture
+def forked_worker(fork_server: ForkServer) -> Iterator[None]:
+    """For tests in which it does not matter how the worker's process has started."""
+    with forks_workers(fork_server):
+        yield
+
+
 def config_of(**network: str) -> BatonConfig:
     return BatonConfig.from_mapping(
         {
@@ -71,6 +80,7 @@ def test_a_child_gets_the_secret_but_not_as_an_argument(model: Path) -> None:
         assert worker.stop() == 0
 
 
+@pytest.mark.usefixtures("forked_worker")
 def test_a_child_without_security_talks_in_the_clear(model: Path) -> None:
     worker = WorkerProcess(config_of(security="none"), model, None, WorkerRole.DECODE, "w0")
     try:
@@ -79,6 +89,7 @@ def test_a_child_without_security_talks_in_the_clear(model: Path) -> None:
         assert worker.stop() == 0
 
 
+@pytest.mark.usefixtures("forked_worker")
 def test_a_worker_by_itself_does_not_invent_a_secret(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_VARIABLE)
     path = model.parent / "baton.json"

@@ -57,7 +57,7 @@ def pids(mortals: list[Mortal]) -> Iterator[None]:
 
 
 def two_workers(mortal: Mortal, *other_transports: str) -> tuple[Fabric, Worker, Worker]:
-    """A prefill worker whose pool belongs to this process, and a decode worker that can map the pool."""
+    """A prefill worker whose pool belongs to `mortal`, and a decode worker that can map it."""
     fabric = Fabric(CUDA_IPC, *other_transports)
     with pids([mortal]):
         prefill = fabric.add("p0")
