@@ -70,7 +70,7 @@ class Dispatcher:
         max_in_flight: int,
         max_queued: int,
         placement_timeout_s: float,
-        must_not_fall_back: bool = False,
+        require_disaggregated: bool = False,
     ) -> None:
         """`draw_id(n)` returns a new unique id of n bytes, in hexadecimal."""
         self.router = router
@@ -81,7 +81,7 @@ class Dispatcher:
         self._policy = policy
         self._draw_id = draw_id
         self._placement_timeout_s = placement_timeout_s
-        self._must_not_fall_back = must_not_fall_back
+        self._require_disaggregated = require_disaggregated
         self._shares = shares = CallerShares(router, max_in_flight)
         self.queue = RequestQueue[RequestState](
             max_queued, self._try_to_place, placement_timeout_s, shares.over_share
@@ -150,7 +150,7 @@ class Dispatcher:
         self.tally.received()
         arrived_at = self._now - request.preprocess_s
         retry = RetryState(
-            request, self.router, self._policy, self._now, must_not_fall_back=self._must_not_fall_back
+            request, self.router, self._policy, self._now, require_disaggregated=self._require_disaggregated
         )
         state = RequestState(request, retry, self.latencies, arrived_at)
         if error := self._open.add(state, self._now) or self.suspects.refusal(state.identity, self._now):

@@ -83,7 +83,7 @@ class RequestDriver:
             max_in_flight=config.max_in_flight,
             max_queued=config.max_queued,
             placement_timeout_s=config.placement_timeout_s,
-            must_not_fall_back=config.require_disaggregated,
+            require_disaggregated=config.require_disaggregated,
         )
 
     @property

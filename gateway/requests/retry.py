@@ -48,13 +48,14 @@ class RetryState:
         policy: LoadFailurePolicy,
         now: float,
         *,
-        must_not_fall_back: bool = False,
+        require_disaggregated: bool = False,
     ) -> None:
-        """`must_not_fall_back`: a decode worker computes prompts only in local mode, not as a fallback."""
+        """`require_disaggregated` (see GatewayConfig): a decode worker computes prompts only in local mode, not as a
+        fallback."""
         self._request = request
         self._router = router
         self._policy = policy
-        self._may_recompute = request.mode is not Mode.DISAGGREGATED and not must_not_fall_back
+        self._may_recompute = request.mode is not Mode.DISAGGREGATED and not require_disaggregated
         self._failed: dict[str, str] = {}
         """Incarnations of workers that failed the request, by name. Another incarnation may succeed."""
         self._refused: dict[str, WorkerStatus | None] = {}

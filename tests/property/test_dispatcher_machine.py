@@ -65,14 +65,14 @@ class Asked:
 
 
 class DispatcherMachine(RuleBasedStateMachine):
-    @initialize(policy=st.sampled_from(["retry", "recompute", "fail"]), must_not_fall_back=st.booleans())
-    def begin(self, policy: LoadFailurePolicy, must_not_fall_back: bool) -> None:
+    @initialize(policy=st.sampled_from(["retry", "recompute", "fail"]), require_disaggregated=st.booleans())
+    def begin(self, policy: LoadFailurePolicy, require_disaggregated: bool) -> None:
         config = GatewayConfig(
             routing_policy="round_robin",
             routing_mode="disaggregated",
-            require_disaggregated=must_not_fall_back,
+            require_disaggregated=require_disaggregated,
         )
-        self.must_not_fall_back = must_not_fall_back
+        self.require_disaggregated = require_disaggregated
         self.ids = count()
         self.now = 0.0
         self.avoided: frozenset[Pair] = frozenset()
@@ -85,7 +85,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             max_in_flight=MAX_IN_FLIGHT,
             max_queued=MAX_QUEUED,
             placement_timeout_s=PATIENCE_S,
-            must_not_fall_back=must_not_fall_back,
+            require_disaggregated=require_disaggregated,
         )
         self.asked: dict[GatewayRequest, Asked] = {}
         self.ready: set[str] = set()
@@ -272,7 +272,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert worker in self.ready, "only workers that take requests get some"
         assert sub_request.output_token_ids == tuple(asked.tokens), "it goes on behind what the client has"
         assert asked.deadline is None or asked.deadline >= self.now, "not after its deadline"
-        may_fall_back = asked.request.mode is None and not self.must_not_fall_back
+        may_fall_back = asked.request.mode is None and not self.require_disaggregated
         if (transfer := sub_request.kv_transfer) is not None and may_fall_back:
             assert (transfer.peer.name, worker) not in self.avoided, "a pair without a link rests"
         asked.engine_ids.add(engine_id)

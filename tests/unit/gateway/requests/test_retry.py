@@ -45,7 +45,7 @@ class Trip:
         policy: LoadFailurePolicy = "retry",
         mode: Mode | None = None,
         *,
-        must_not_fall_back: bool = False,
+        require_disaggregated: bool = False,
     ) -> None:
         self.fleet = fleet
         request = GatewayRequest(
@@ -55,7 +55,9 @@ class Trip:
             text=SilentText(),
             mode=mode,
         )
-        self.retry = RetryState(request, fleet.router, policy, 0.0, must_not_fall_back=must_not_fall_back)
+        self.retry = RetryState(
+            request, fleet.router, policy, 0.0, require_disaggregated=require_disaggregated
+        )
         self.num_tokens = 0
 
     def begin(self, now: float = 0.0) -> Attempt:
@@ -168,20 +170,20 @@ def test_c53_the_prompt_is_computed_by_the_decode_worker_after_two_failures_unle
     trip.fail(Cause.FAILED, prompt=True)
     assert trip.begin().placement.mode is Mode.LOCAL
     fleet = Fleet("p0", "p1", "p2", "d0")
-    for trip in (Trip(fleet, mode=Mode.DISAGGREGATED), Trip(fleet, must_not_fall_back=True)):
+    for trip in (Trip(fleet, mode=Mode.DISAGGREGATED), Trip(fleet, require_disaggregated=True)):
         for _ in range(2):
             trip.fail(Cause.FAILED, prompt=True)
         assert trip.begin().placement.mode is Mode.DISAGGREGATED
 
 
 @pytest.mark.parametrize(
-    ("policy", "must_not_fall_back", "recomputes"),
+    ("policy", "require_disaggregated", "recomputes"),
     [("recompute", False, True), ("recompute", True, False), ("retry", False, False)],
 )
 def test_c53_a_decode_worker_computes_a_lost_prompt_itself_only_by_policy_and_unless_that_is_forbidden(
-    policy: LoadFailurePolicy, must_not_fall_back: bool, recomputes: bool
+    policy: LoadFailurePolicy, require_disaggregated: bool, recomputes: bool
 ) -> None:
-    trip = Trip(Fleet("p0", "d0"), policy, must_not_fall_back=must_not_fall_back)
+    trip = Trip(Fleet("p0", "d0"), policy, require_disaggregated=require_disaggregated)
     assert trip.begin().decode_recomputes is recomputes
 
 
