@@ -193,7 +193,7 @@ class Dispatcher:
         request, now = state.request, self._now
         least_prefill_s = 0.0
         if state.deadline is not None and not state.num_attempts:
-            least_prefill_s = self._fleet.prefill_times.least_s(state.retry.lacking(), now)
+            least_prefill_s = self._fleet.prefill_times.least_s(state.retry.num_tokens_to_compute(), now)
             left_s = max(0.0, state.deadline - now)
             if least_prefill_s > left_s:
                 self._refuse(state, too_close(least_prefill_s, left_s))

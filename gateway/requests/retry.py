@@ -106,9 +106,9 @@ class RetryState:
             placement = _routed(self._router, replace(query, excluded=excluded))
         return placement
 
-    def lacking(self) -> dict[str, int]:
-        """How many prompt tokens each possible worker would have to compute; see Router.lacking."""
-        return self._router.lacking(self._query(()))
+    def num_tokens_to_compute(self) -> dict[str, int]:
+        """How many prompt tokens each possible worker would have to compute; see Router.num_tokens_to_compute."""
+        return self._router.num_tokens_to_compute(self._query(()))
 
     def needs(self) -> object:
         """If two requests have equal needs, either both find a worker or neither does."""

@@ -74,14 +74,14 @@ class PrefillTimes:
         if tokens_per_s > 0.0:
             self._workers.setdefault(worker, _Worker()).on_rate(tokens_per_s, now)
 
-    def least_s(self, lacking: Mapping[str, int], now: float) -> float:
+    def least_s(self, num_to_compute: Mapping[str, int], now: float) -> float:
         """The least time from the first step to the first token on the fastest of these workers, or 0.
 
-        0 means unknown. `lacking`: how many tokens each worker would have to compute.
+        0 means unknown. `num_to_compute`: how many tokens each worker would have to compute.
         """
         nothing = _Worker()
         return min(
-            (self._workers.get(worker, nothing).least_s(num, now) for worker, num in lacking.items()),
+            (self._workers.get(worker, nothing).least_s(num, now) for worker, num in num_to_compute.items()),
             default=0.0,
         )
 

@@ -174,7 +174,7 @@ class Router:
             self._turn += 1
         return placement
 
-    def lacking(self, query: RouteQuery) -> dict[str, int]:
+    def num_tokens_to_compute(self, query: RouteQuery) -> dict[str, int]:
         """For each worker that may compute the prompt, how many of the query's tokens are not in its prefix
         cache. Empty if the router does not follow prefix caches, since no decision depends on them."""
         if not self._follows_kv:

@@ -192,10 +192,10 @@ class WorkerEstimate:
 
     def _num_hit_blocks(self, sub_request: Placement) -> int:
         """See `_hit_blocks`."""
-        lacking = (
+        num_missing_tokens = (
             sub_request.num_prefill_tokens if sub_request.prefill is None else sub_request.num_transfer_tokens
         )
-        return sub_request.num_decode_blocks - self.num_blocks_for(lacking)
+        return sub_request.num_decode_blocks - self.num_blocks_for(num_missing_tokens)
 
     def _num_waiting_tokens(self) -> int:
         """The lower of two upper bounds, each of which may be far too high. One is the tokens of all running

@@ -93,7 +93,7 @@ async def test_a_bug_on_arrival_leaves_nothing_of_its_request(monkeypatch: pytes
     def broken(_: RouteQuery) -> dict[str, int]:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(driver.router, "lacking", broken)
+    monkeypatch.setattr(driver.router, "num_tokens_to_compute", broken)
     try:
         with pytest.raises(ZeroDivisionError):
             await anext(driver.generate(request))

@@ -190,7 +190,7 @@ def test_c53_a_decode_worker_computes_a_lost_prompt_itself_only_by_policy_and_un
 def test_the_router_learns_what_the_request_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     queries: list[RouteQuery] = []
     router = Fleet("d0").router
-    monkeypatch.setattr(router, "lacking", queries.append)
+    monkeypatch.setattr(router, "num_tokens_to_compute", queries.append)
     request = GatewayRequest(
         request_id="r",
         prompt_token_ids=(1, 2, 3),
@@ -200,7 +200,7 @@ def test_the_router_learns_what_the_request_asks_for(monkeypatch: pytest.MonkeyP
         affinity_key="key",
         skip_reading_prefix_cache=True,
     )
-    RetryState(request, router, "retry", 0.0).lacking()
+    RetryState(request, router, "retry", 0.0).num_tokens_to_compute()
     (query,) = queries
     assert (query.token_ids, query.max_new_tokens) == ((1, 2, 3), 9)
     assert (query.cache_salt, query.affinity_key) == ("salt", "key")

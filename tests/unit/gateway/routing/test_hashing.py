@@ -26,14 +26,16 @@ def test_hashes_made_ahead_in_portions_lead_to_the_same_choice(num_cached: int) 
         assert 0 < len(known) - num_before <= HASHED_AT_ONCE
         num_before = len(known)
     assert num_before <= min(40_000, num_cached) // 16 + HASHED_AT_ONCE
-    lacking = router.lacking(asked)
-    assert lacking == {"p0": 40_001, "p1": 40_001 - num_cached}
-    assert router.lacking(replace(asked, block_hashes=hashes)) == lacking
+    to_compute = router.num_tokens_to_compute(asked)
+    assert to_compute == {"p0": 40_001, "p1": 40_001 - num_cached}
+    assert router.num_tokens_to_compute(replace(asked, block_hashes=hashes)) == to_compute
     longer = (*asked.token_ids, *range(40))
     report_blocks(router, "p0", replace(asked, token_ids=longer), 40_032)
     again = replace(asked, token_ids=longer, block_hashes=hashes)
-    assert router.lacking(again)["p0"] == len(longer) - 40_032
-    assert router.lacking(replace(asked, block_hashes=hashes))["p0"] == 1, "fewer tokens than are hashed"
+    assert router.num_tokens_to_compute(again)["p0"] == len(longer) - 40_032
+    assert router.num_tokens_to_compute(replace(asked, block_hashes=hashes))["p0"] == 1, (
+        "fewer tokens than are hashed"
+    )
 
 
 def test_a_worker_with_other_blocks_may_come_between_two_portions() -> None:
@@ -45,7 +47,7 @@ def test_a_worker_with_other_blocks_may_come_between_two_portions() -> None:
     router.on_status(measured("p2", block_size=32))
     assert len([*portions]) > 0
     report_blocks(router, "p2", asked, 20_000, block_size=32)
-    assert router.lacking(replace(asked, block_hashes=hashes))["p2"] == 20_001
+    assert router.num_tokens_to_compute(replace(asked, block_hashes=hashes))["p2"] == 20_001
 
 
 def test_a_retried_answers_tokens_are_not_taken_for_another_answers() -> None:

@@ -216,7 +216,7 @@ def test_c63_a_request_that_skips_the_cache_has_no_hits_for_a_router() -> None:
     assert chosen(router, skipping) == ({"p0", "p1"}, {"d0", "d1"})
     placement = router.route(skipping)
     assert (placement.num_prefill_tokens, placement.num_transfer_tokens) == (2000, 2000)
-    assert router.lacking(skipping) == {"p0": 2000, "p1": 2000}
+    assert router.num_tokens_to_compute(skipping) == {"p0": 2000, "p1": 2000}
 
 
 def test_a_new_incarnation_and_a_lost_worker_have_no_blocks() -> None:
@@ -384,8 +384,11 @@ def test_a_configured_length_replaces_what_was_measured(policy: str) -> None:
 def test_cached_tokens_of_a_prompt_need_not_be_computed() -> None:
     router = pair_of()
     report_blocks(router, "p1", LONG, 160)
-    assert router.lacking(LONG) == {"p0": 2000, "p1": 1840}
+    assert router.num_tokens_to_compute(LONG) == {"p0": 2000, "p1": 1840}
     decode = [measured("d0"), measured("d1")]
-    assert router_of("kv_aware", "disaggregated", *decode).lacking(LONG) == {"d0": 2000, "d1": 2000}
-    assert router_of("round_robin", "disaggregated", *decode).lacking(LONG) == {}, "unknown"
-    assert router_of("kv_aware", "disaggregated").lacking(LONG) == {}
+    assert router_of("kv_aware", "disaggregated", *decode).num_tokens_to_compute(LONG) == {
+        "d0": 2000,
+        "d1": 2000,
+    }
+    assert router_of("round_robin", "disaggregated", *decode).num_tokens_to_compute(LONG) == {}, "unknown"
+    assert router_of("kv_aware", "disaggregated").num_tokens_to_compute(LONG) == {}

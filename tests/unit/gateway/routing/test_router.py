@@ -244,7 +244,7 @@ def test_c53_whoever_only_requires_disaggregation_gets_hand_overs_alone(policy: 
         router.on_status(one)
     for num_tokens in (1, 50, 3_000):
         assert send(router, ask(num_tokens)).mode is Mode.DISAGGREGATED
-    assert set(router.lacking(ask())) <= {"p0", "p1"}
+    assert set(router.num_tokens_to_compute(ask())) <= {"p0", "p1"}
     with pytest.raises(WorkerUnavailable, match="requires one"):
         router.route(ask(excluded={"p0", "p1"}))
 
@@ -286,4 +286,4 @@ def test_which_workers_may_compute_a_prompt_and_how_much_of_it(
     configured: str, asked: Mode | None, computing: set[str]
 ) -> None:
     router = router_of("kv_aware", configured, *P, *D)
-    assert router.lacking(ask(100, mode=asked)) == dict.fromkeys(computing, 100)
+    assert router.num_tokens_to_compute(ask(100, mode=asked)) == dict.fromkeys(computing, 100)
