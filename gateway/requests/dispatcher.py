@@ -157,7 +157,7 @@ class Dispatcher:
             self._refuse(state, error)
         else:
             if self._shares.arrived(request.caller.name, self._now):
-                self._take_back(*self.router.num_sub_requests)
+                self._take_back(*self.router.worker_names)
             self._enqueue(state)
 
     def _on_stream_ended(self, request: GatewayRequest, error: BaseException | None) -> None:
@@ -351,7 +351,7 @@ class Dispatcher:
             self._count_ended(attempt)
 
     def _on_worker_lost(self, worker: str, cause: LossCause, reason: str) -> None:
-        # Read this before the router hears of the loss. It is None if the worker accepts no requests, as in a drain.
+        # Read this before the router learns of the loss. It is None if the worker accepts no requests, as in a drain.
         ready = self.router.ready_worker(worker)
         num_requests = sum(worker in state.attempt.open_workers for state in self._placed.values())
         has_left = self._fleet.on_worker_lost(worker, cause, reason, num_requests)
@@ -363,9 +363,10 @@ class Dispatcher:
         for state in list(self._placed.values()):
             if state.phase is RequestPhase.PLACED and worker in state.attempt.workers:
                 with self._errors_end_only(state):
-                    self._on_lost(state, worker, reason, has_left)
+                    self._lose_worker(state, worker, reason, has_left)
 
-    def _on_lost(self, state: RequestState, worker: str, reason: str, has_left: bool) -> None:
+    def _lose_worker(self, state: RequestState, worker: str, reason: str, has_left: bool) -> None:
+        """The request may go on without this worker. Otherwise its attempt has failed."""
         attempt = state.attempt
         failure = attempt.on_lost(worker, reason, has_left=has_left) or attempt.abandoned()
         if failure is not None:
@@ -377,8 +378,9 @@ class Dispatcher:
         """Ends a harmful request, and all open requests that are equal to it."""
         for state in [state for state in self._open if state.identity == identity]:
             if state.phase is not RequestPhase.FINISHED:
-                name, caller = state.request.request_id, state.request.caller.name
-                logger.error("request %s of caller %s: %s", name, caller, error, extra={"request_id": name})
+                request_id, caller = state.request.request_id, state.request.caller.name
+                extra = {"request_id": request_id}
+                logger.error("request %s of caller %s: %s", request_id, caller, error, extra=extra)
                 self._refuse(state, error)
 
     @contextmanager
@@ -394,6 +396,5 @@ class Dispatcher:
 def _log(level: int, state: RequestState, what: str) -> None:
     """Logs both ids: workers log the attempt's id, and the client knows the request's id."""
     if logger.isEnabledFor(level):
-        name = state.request.request_id
-        extra = {"request_id": name, "engine_request_id": state.attempt.engine_request_id}
-        logger.log(level, "request %s: %s", name, what, extra=extra)
+        ids = {"request_id": state.request.request_id, "engine_request_id": state.attempt.engine_request_id}
+        logger.log(level, "request %s: %s", ids["request_id"], what, extra=ids)

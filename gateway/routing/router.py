@@ -5,7 +5,7 @@ The router gets the workers' reports (`on_status`, `on_worker_lost`, `kv_events`
 times are durations that workers reported.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from hashlib import blake2b
 
 from baton.block_hash import extend_block_hashes
@@ -60,6 +60,11 @@ class Router:
         """Block sizes of the workers in `_able`."""
         self._turn = 0
         """How many requests without an affinity key got a placement."""
+
+    @property
+    def worker_names(self) -> Collection[str]:
+        """All workers that have reported, except lost ones whose sub-requests have ended."""
+        return self._workers.keys()
 
     @property
     def num_sub_requests(self) -> dict[str, int]:
@@ -120,8 +125,7 @@ class Router:
             self._drop_if_over(worker)
 
     def kv_events(self, worker: str, events: KVEvents) -> bool:
-        """Applies changes of a worker's prefix cache. False if earlier changes are missing: subscribe
-        again."""
+        """Applies changes of a worker's prefix cache. False if earlier changes are missing: subscribe again."""
         return self._index.apply(worker, events)
 
     def lacks_kv_account(self, worker: str) -> bool:
