@@ -75,7 +75,7 @@ class Attempt:
     """How many tokens the client had when the attempt began."""
     decode_recomputes: bool = False
     """If the prompt's KV does not arrive, the decode worker computes the prompt."""
-    awaits_scores: bool = False
+    awaits_prompt_logprobs: bool = False
     """The prompt's log-probabilities are still to come, and only the prefill worker has them."""
     refs: Mapping[str, WorkerRef] = field(default_factory=dict)
     """The incarnations of the attempt's workers, by name."""
@@ -155,18 +155,18 @@ class Attempt:
         The client gets the prompt's log-probabilities with its first token. So outputs of the decode worker that
         come before them are held back, and the prefill worker is still needed.
         """
-        if not self.awaits_scores:
+        if not self.awaits_prompt_logprobs:
             return ((worker, output),)
         is_failure = output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
         if worker == self.placement.decode and not is_failure:
             self._held_back.append(output)
             return ()
-        self.awaits_scores = output.prompt_logprobs is None
+        self.awaits_prompt_logprobs = output.prompt_logprobs is None
         return self._with_held_back(worker, output)
 
     def _with_held_back(self, worker: str, output: RequestOutput) -> Iterator[tuple[str, RequestOutput]]:
         yield worker, output
-        while self._held_back and not self.awaits_scores:  # `close` empties the list
+        while self._held_back and not self.awaits_prompt_logprobs:  # `close` empties the list
             yield self.placement.decode, self._held_back.pop(0)
 
     def on_output(self, worker: str, output: RequestOutput) -> Verdict | AttemptFailure:

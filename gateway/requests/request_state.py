@@ -266,8 +266,8 @@ class RequestState:
             text += text_stream.flush()
         elif not token_ids:
             return None
-        scores, self._prompt_logprobs = self._prompt_logprobs, None
-        return Delta(token_ids[:num_counted], text, logprobs[:num_counted], self.finish, scores)
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return Delta(token_ids[:num_counted], text, logprobs[:num_counted], self.finish, prompt_logprobs)
 
     def _count_drafts(self, num_before: int) -> None:
         """Counts the drafts of the outputs with new tokens; `num_before` tokens were delivered before.

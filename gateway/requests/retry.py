@@ -120,15 +120,15 @@ class RetryState:
         ready = {
             name: self._router.ready_worker(name) for name in (placement.decode, placement.prefill) if name
         }
-        awaits_scores = self._request.sampling_params.prompt_logprobs is not None and not num_tokens
-        recomputes = self._policy == "recompute" and self._may_recompute and not awaits_scores
+        awaits_prompt_logprobs = self._request.sampling_params.prompt_logprobs is not None and not num_tokens
+        recomputes = self._policy == "recompute" and self._may_recompute and not awaits_prompt_logprobs
         return Attempt(
             engine_request_id,
             placement,
             num_tokens,
             decode_recomputes=placement.prefill is not None and recomputes,
             refs={name: worker.status.ref for name, worker in ready.items() if worker},
-            awaits_scores=placement.prefill is not None and awaits_scores,
+            awaits_prompt_logprobs=placement.prefill is not None and awaits_prompt_logprobs,
             on_preemption=self._on_preemption(placement),
             number=self.num_attempts - 1,
             began_at=now,
