@@ -281,7 +281,7 @@ class Dispatcher:
         attempt = state.attempt
         del self._placed[attempt.engine_request_id]
         self._shares.ended(state, self._now)
-        self._must_sweep |= self.suspects.left(state.identity)
+        self._must_sweep |= self.suspects.end_turn(state.identity)
         state.end_attempt(self._now, failure)
         self._effects += [AbortAt(worker, attempt.engine_request_id) for worker in attempt.close()]
         self._count_ended(attempt)

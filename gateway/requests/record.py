@@ -141,7 +141,8 @@ class Tally:
         return outcome
 
     def migrated(self, cause: Cause) -> None:
-        """An attempt failed for this cause, and the request continues with another one."""
+        """The request gets another attempt: the last one ended for this cause, which may be a refusal. The metric
+        calls each of these a migration."""
         self._counts[f"migrated_{cause.value}"] += 1
 
     @property

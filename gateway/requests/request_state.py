@@ -98,8 +98,8 @@ class RequestState:
 
     def client_error(self, error: BaseException, now: float) -> BaseException:
         """Why the client's stream ended. A disconnect close to the deadline counts as DeadlinePassed."""
-        has_left, left_s = not isinstance(error, Exception), self.time_left(now)
-        if has_left and left_s is not None and left_s <= DEADLINE_SLACK_S:
+        is_disconnect, time_left_s = not isinstance(error, Exception), self.time_left(now)
+        if is_disconnect and time_left_s is not None and time_left_s <= DEADLINE_SLACK_S:
             return DeadlinePassed("the request's deadline passed")
         return error
 

@@ -62,11 +62,15 @@ class RetryState:
         """Workers that refused the request or gave it back, each with its latest heartbeat at that time. None: the
         worker accepted no requests. A worker may have room again once its latest heartbeat is another object."""
         self._num_failures = 0
+        """Attempts without progress in a row in which workers reported a failure."""
         self._num_losses = 0
-        self._num_in_all = 0
+        """Attempts without progress in a row in which workers were lost."""
+        self._num_counted = 0
+        """All failures and losses."""
         self._num_given_back = 0
         self._last_failure: AttemptFailure | None = None
         self.num_attempts = 0
+        """All attempts, those that do not count included."""
         self.seeking_since = now
         """When the request began to look for a place. If a worker gave the request back without progress, the
         time there is added here, so that it does not count as time in the queue."""
@@ -210,7 +214,7 @@ class RetryState:
     def _count(
         self, attempt: Attempt, failure: AttemptFailure, has_progressed: bool
     ) -> WorkerUnavailable | None:
-        self._num_in_all += 1
+        self._num_counted += 1
         if failure.cause is Cause.FAILED:
             self._num_failures += not has_progressed
             if ref := attempt.refs.get(failure.worker):
@@ -221,7 +225,7 @@ class RetryState:
             (failure.is_prompt_lost and self._policy == "fail")
             or self._num_failures >= MAX_FAILURES
             or self._num_losses >= MAX_LOSSES
-            or self._num_in_all >= MAX_ATTEMPTS
+            or self._num_counted >= MAX_ATTEMPTS
         )
         if is_over:
             return WorkerUnavailable(

@@ -122,8 +122,8 @@ class Suspects:
             self._at_turn, self._turn_ends_at = identity, now + SUSPECT_TURN_S
         return is_suspect
 
-    def left(self, identity: Identity) -> bool:
-        """The request no longer has a worker. Returns True if another suspect may run now."""
+    def end_turn(self, identity: Identity) -> bool:
+        """Ends the request's turn, if it has the turn. Returns True if another suspect may run now."""
         is_over = identity == self._at_turn
         if is_over:
             self._at_turn = None
@@ -135,7 +135,7 @@ class Suspects:
         if suspect is None or not suspect.num_losses or place <= suspect.place + 1:
             return False
         self.cleared(identity)
-        return self.left(identity)
+        return self.end_turn(identity)
 
     def refusal(self, identity: Identity, now: float) -> HarmfulRequest | None:
         """The error if this request was stopped."""

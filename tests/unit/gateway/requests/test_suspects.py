@@ -105,7 +105,7 @@ def test_c56_suspects_run_one_at_a_time_until_they_get_further() -> None:
     assert suspects.got_further(POISON, 2)
     assert not suspects.is_suspect(POISON)
     suspects.placed(OTHER, 3.0)
-    assert suspects.left(OTHER)
+    assert suspects.end_turn(OTHER)
     suspects.cleared(OTHER)
     assert len(suspects) == 0
 
