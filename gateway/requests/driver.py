@@ -157,7 +157,7 @@ class RequestDriver:
     def on_status(self, status: WorkerStatus) -> None:
         self._handle(WorkerReported(status))
         client = self.workers.client(status.ref.name)
-        if client is not None and self.router.lacks_kv_account(status.ref.name):
+        if client is not None and self.router.lacks_kv_listing(status.ref.name):
             client.subscribe_kv_events()
 
     def on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:

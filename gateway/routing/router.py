@@ -128,7 +128,7 @@ class Router:
         """Applies changes of a worker's prefix cache. False if earlier changes are missing: subscribe again."""
         return self._index.apply(worker, events)
 
-    def lacks_kv_account(self, worker: str) -> bool:
+    def lacks_kv_listing(self, worker: str) -> bool:
         """Whether to subscribe to a worker's KV events: at each heartbeat, until its listing arrives.
 
         False for all workers if no decision depends on KV events.

@@ -188,7 +188,7 @@ async def test_after_a_break_the_worker_serves_again(folder: Path) -> None:
         for number in (1, 2, 3):
             await under_test.until(partial(is_in_session, client, number))
             # The loss of a session made the router forget the listing.
-            await under_test.until(lambda: not router.lacks_kv_account("d0"))
+            await under_test.until(lambda: not router.lacks_kv_listing("d0"))
             tokens = asyncio.create_task(answer(under_test))
             request = await d0.next_request()
             d0.say(request, the_rest(request))

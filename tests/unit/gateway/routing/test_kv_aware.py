@@ -222,9 +222,9 @@ def test_c63_a_request_that_skips_the_cache_has_no_hits_for_a_router() -> None:
 def test_a_new_incarnation_and_a_lost_worker_have_no_blocks() -> None:
     router = pair_of()
     report_blocks(router, "p1", LONG, 1600)
-    assert not router.lacks_kv_account("p1")
+    assert not router.lacks_kv_listing("p1")
     router.on_status(measured("p1", incarnation="second"))
-    assert router.lacks_kv_account("p1")
+    assert router.lacks_kv_listing("p1")
     assert chosen(router)[0] == {"p0", "p1"}
     report_blocks(router, "p1", LONG, 1600)
     router.on_worker_lost("p1")
@@ -247,8 +247,8 @@ def test_accounts_are_wanted_only_where_they_decide() -> None:
         ("least_loaded", "disaggregated", False),
         ("round_robin", "local", False),
     ):
-        assert router_of(policy, mode, measured("d0")).lacks_kv_account("d0") == is_wanted
-    assert not pair_of().lacks_kv_account("nobody")
+        assert router_of(policy, mode, measured("d0")).lacks_kv_listing("d0") == is_wanted
+    assert not pair_of().lacks_kv_listing("nobody")
 
 
 def test_in_a_large_fleet_the_best_of_each_are_looked_at() -> None:
