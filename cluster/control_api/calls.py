@@ -133,14 +133,14 @@ async def _done(work: Awaitable[None]) -> Done:
     return Done()
 
 
-def _leave_s(_: object, patience: Patience) -> float:
+def _two_drains_s(_: object, patience: Patience) -> float:
     """Time for a drain or a change of role, which may first wait for the end of another one on the same worker."""
-    return 2 * patience.leave_s
+    return 2 * patience.whole_drain_s
 
 
 def _renew_s(_: object, patience: Patience) -> float:
     """Time for one step of a rollout."""
-    return 2 * (patience.leave_s + patience.start_s)
+    return 2 * (patience.whole_drain_s + patience.start_s)
 
 
 async def _configuration(fleet: InProcessControl) -> FleetConfiguration:
@@ -161,7 +161,7 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     DescribeFleet: CallRow(answer=lambda fleet, _: fleet.controller.describe()),
     DrainWorker: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.drain(request.worker)),
-        wait_s=_leave_s,
+        wait_s=_two_drains_s,
         is_command=True,
     ),
     DrainNode: CallRow(
@@ -171,7 +171,7 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     ),
     SetWorkerRole: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.set_role(request.worker, request.role)),
-        wait_s=_leave_s,
+        wait_s=_two_drains_s,
         is_command=True,
     ),
     FlushCaches: CallRow(
@@ -181,7 +181,7 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     ),
     ScaleRole: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.scale(request.role, request.count)),
-        wait_s=_leave_s,
+        wait_s=_two_drains_s,
         is_command=True,
     ),
     BeginRollout: CallRow(
@@ -201,7 +201,7 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     ),
     EndFleet: CallRow(
         answer=lambda fleet, request: _done(fleet.end(may_drain=request.may_drain)),
-        wait_s=_leave_s,
+        wait_s=_two_drains_s,
         is_for_owner=True,
     ),
 }

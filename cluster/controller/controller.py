@@ -92,7 +92,7 @@ class Controller:
                 self._continue_former(replica, serving)
         adopting = [self._supervisors[name] for name in found if name in self._supervisors]
         # The first view must have all adopted workers: gateways drop every worker that is not in a view.
-        while not all(supervisor.was_adopted for supervisor in adopting):
+        while not all(supervisor.has_served for supervisor in adopting):
             await self._changed.wait()
         self._draining_nodes.resume(self._desired.draining_nodes)
         if self._autoscaler is not None:

@@ -42,19 +42,19 @@ class Patience:
     """A process that does not answer for longer than this counts as hanging."""
     drain_s: float
     """The time that running requests get when a worker drains or changes its role."""
-    leave_s: float
+    whole_drain_s: float
     """The time for a whole drain or change of role: first requests, then transfers and leases."""
 
     @classmethod
     def of(cls, config: BatonConfig) -> "Patience":
-        """`leave_s` is longer than the worker's own limit for a drain, so that the worker can still answer."""
+        """`whole_drain_s` is longer than the worker's own limit for a drain, so that the worker can still answer."""
         cluster = config.cluster
         drain_s = longest_drain_s(cluster.drain_timeout_s, config.kv_transfer.lease_s)
         return cls(
             start_s=cluster.start_timeout_s,
             unresponsive_s=cluster.unresponsive_timeout_s,
             drain_s=cluster.drain_timeout_s,
-            leave_s=drain_s + cluster.unresponsive_timeout_s,
+            whole_drain_s=drain_s + cluster.unresponsive_timeout_s,
         )
 
 
@@ -91,8 +91,8 @@ class Supervisor:
         self._clock = clock
         self._on_change = on_change
         self._incarnation: Incarnation | None = None
-        self.was_adopted = False
-        """Whether an incarnation has served. A found one serves before `run` waits for the first time."""
+        self.has_served = False
+        """Whether an incarnation has served. An adopted one serves before `run` waits for the first time."""
         self._next = NextIncarnation(replica, launcher, patience.start_s, on_incarnation, self._note_progress)
         self._serves_since = 0.0
         self._changed = asyncio.Event()
@@ -147,15 +147,15 @@ class Supervisor:
         `run` must not end during this call: cancel this call first.
         """
         async with self._commands:
-            former = (await self._next_endpoint(except_for="")).ref.incarnation  # any incarnation that serves
+            former = (await self._serving_endpoint()).ref.incarnation
             incarnation = self._incarnation
             if await self._launcher.has_room(self.replica.role):
                 await self._next.prepare()
             if incarnation is not None and self._incarnation is incarnation:
-                await self._leave(incarnation)
+                await self._drain_and_end(incarnation)
             else:  # the old incarnation failed meanwhile, so `run` already starts another one
                 await self._next.discard()
-            return await self._next_endpoint(except_for=former)
+            return await self._serving_endpoint(other_than=former)
 
     async def set_role(self, role: WorkerRole) -> None:
         """Changes the worker's role. Raises FleetError if the worker keeps its old role."""
@@ -166,7 +166,7 @@ class Supervisor:
                     f"worker {self.replica.name} {self._state_text()}, so it cannot change its role"
                 )
             try:
-                async with awake_timeout(self._patience.leave_s):
+                async with awake_timeout(self._patience.whole_drain_s):
                     await incarnation.call(SetRole(role, self._patience.drain_s))
             except (TimeoutError, BatonError) as error:
                 reason = self._why_ended(endpoint) or str(error) or "it did not answer in time"
@@ -206,7 +206,7 @@ class Supervisor:
         self._next.avoid(nodes)
         async with self._commands:
             if self._incarnation is not None and self._incarnation.node in nodes:
-                await self._leave(self._incarnation)
+                await self._drain_and_end(self._incarnation)
 
     async def replace_draining(self) -> None:
         """If the present incarnation drains, ends it once it has drained.
@@ -219,7 +219,7 @@ class Supervisor:
             await self._ask_status(incarnation)
             if self.is_serving and not self.takes_requests:
                 logger.warning(_DRAINS_UNASKED, self.replica.name)
-                await self._leave(incarnation)
+                await self._drain_and_end(incarnation)
 
     async def _ask_status(self, incarnation: Incarnation) -> None:
         """Asks what the worker is doing now. `run` notices what is wrong with a worker that does not answer."""
@@ -239,7 +239,7 @@ class Supervisor:
 
     def _serve(self, ready: Found) -> None:
         self.endpoint, self.status = ready.endpoint, ready.status
-        self.was_adopted = True
+        self.has_served = True
         self.progress = None
         self._serves_since = self._clock.now()
         self.replica.move(ReplicaState.SERVING)
@@ -248,7 +248,7 @@ class Supervisor:
     async def _watch(self, incarnation: Incarnation) -> None:
         """Raises ClusterError once this incarnation has ended, for any reason."""
         timeout_s, drains_since = self._patience.unresponsive_s, None
-        standstill = Standstill(pace_of(self._patience.leave_s))
+        standstill = Standstill(pace_of(self._patience.whole_drain_s))
         while True:
             try:
                 async with awake_timeout(PING_INTERVAL_S + timeout_s):
@@ -266,7 +266,7 @@ class Supervisor:
                 drains_since = None
             elif drains_since is None:
                 drains_since = now
-            elif now - drains_since > self._patience.leave_s:
+            elif now - drains_since > self._patience.whole_drain_s:
                 logger.warning(_DRAINS_UNASKED, self.replica.name)
                 self.replica.move(ReplicaState.DRAINING)
                 raise ClusterError("a former controller began to drain it")
@@ -279,7 +279,7 @@ class Supervisor:
         self.replica.move(ReplicaState.DRAINING)
         self._notify()
         try:
-            async with awake_timeout(self._patience.leave_s):
+            async with awake_timeout(self._patience.whole_drain_s):
                 drained = await incarnation.call(Drain(self._patience.drain_s))
         except (TimeoutError, BatonError) as error:
             reason = self._why_ended(endpoint) or str(error) or "it did not answer in time"
@@ -288,7 +288,7 @@ class Supervisor:
             if not drained.is_clean:
                 logger.warning(_NOT_CLEAN, self.replica.name)
 
-    async def _leave(self, incarnation: Incarnation) -> None:
+    async def _drain_and_end(self, incarnation: Incarnation) -> None:
         """Drains and ends the present incarnation. Returns when `run` has noticed the end."""
         await self._drain()
         await incarnation.stop(_STOP_TIMEOUT_S)
@@ -329,15 +329,15 @@ class Supervisor:
         await asyncio.sleep(delay_s)
         replica.move(ReplicaState.PLACING)
 
-    async def _next_endpoint(self, except_for: str) -> WorkerEndpoint:
-        """Waits until an incarnation other than `except_for` serves; FleetError if it fails or is late."""
+    async def _serving_endpoint(self, other_than: str | None = None) -> WorkerEndpoint:
+        """Waits until an incarnation other than `other_than` serves; FleetError if it fails or is late."""
         with contextlib.suppress(TimeoutError):
             async with awake_timeout(self._patience.start_s):
                 while self.is_serving and self.endpoint is None:
                     self._changed.clear()  # the end of the former incarnation is no failure of the next one
                     await self._changed.wait()
                 failure_before = self.failure
-                while not (self.is_serving and self.endpoint and self.endpoint.ref.incarnation != except_for):
+                while not (self.is_serving and self.endpoint and self.endpoint.ref.incarnation != other_than):
                     if self.failure is not failure_before:
                         break
                     self._changed.clear()

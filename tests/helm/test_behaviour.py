@@ -22,7 +22,7 @@ DRAIN: dict[str, Any] = {
 def test_a_worker_has_the_time_that_leaving_takes(values: Object) -> None:
     """By docs/operations.md; and then there is some left to end the process."""
     release = render(values)
-    leaving_s = Patience.of(BatonConfig.from_mapping(release.fleet_config())).leave_s
+    leaving_s = Patience.of(BatonConfig.from_mapping(release.fleet_config())).whole_drain_s
     (drain,) = {tuple(command) for command in commands_of(release) if command[1] == "drain"}
     assert float(drain[drain.index("--timeout") + 1]) == leaving_s
     for role in ("prefill", "decode"):

@@ -80,4 +80,4 @@ def test_the_controller_waits_until_a_worker_has_given_up_its_drain() -> None:
         {"kv_transfer": {"lease_s": 0.5}, "cluster": {"unresponsive_timeout_s": 1.0}}
     )
     drain = DrainState(PrefillRole(1), 0.0, config.cluster.drain_timeout_s, config.kv_transfer.lease_s)
-    assert Patience.of(config).leave_s > drain.abandoned_at + ANSWER_TIMEOUT_S
+    assert Patience.of(config).whole_drain_s > drain.abandoned_at + ANSWER_TIMEOUT_S
