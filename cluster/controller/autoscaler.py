@@ -13,7 +13,7 @@ from baton.fleet import GatewayReport, ReplicaDescription
 from baton.system.standstill import Standstill
 from baton.worker import WorkerRole
 from cluster.controller.observation import merge
-from cluster.controller.planner import Bounds, Decision, Planner, Reason, RoleChange, ScaleDecision
+from cluster.controller.planner import Bounds, Decision, NoChange, Planner, RoleChange, ScaleDecision
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class DecisionLog:
             max(config.grow_cooldown_s, config.shrink_cooldown_s) + _GRACE * config.interval_s
         )
         self._sentences: deque[str] = deque(maxlen=_MAX_DECISIONS)
-        self._last: tuple[Reason | None, WorkerRole | None] | None = None
+        self._last: tuple[NoChange | None, WorkerRole | None] | None = None
         self._wishes: dict[WorkerRole, tuple[object, float]] = {}
         """By role, the change that a dry run would make, and when the planner last decided so."""
 
@@ -159,9 +159,9 @@ class DecisionLog:
         """Notes and returns the decision's sentence; None if it says nothing new."""
         if self._is_dry_run and decision.change is not None:
             return self._wish(decision, decision.change, now)
-        if decision.reason is not None and not self._is_new(decision, decision.reason):
+        if decision.no_change is not None and not self._is_new(decision, decision.no_change):
             return None
-        self._last = (decision.reason, decision.role)
+        self._last = (decision.no_change, decision.role)
         return self.note(decision.sentence)
 
     def _wish(self, decision: Decision, change: ScaleDecision | RoleChange, now: float) -> str | None:
@@ -174,10 +174,10 @@ class DecisionLog:
         self._last = (None, change.role)
         return self.note(f"would do: {decision.sentence}")
 
-    def _is_new(self, decision: Decision, reason: Reason) -> bool:
+    def _is_new(self, decision: Decision, no_change: NoChange) -> bool:
         if decision.role in self._wishes:
-            if reason is Reason.COOLING:
+            if no_change is NoChange.COOLING:
                 return False  # the cool-down of a change that was not made
-            if reason is Reason.NOT_YET:
+            if no_change is NoChange.NOT_YET:
                 del self._wishes[decision.role]  # the role was not short in between
-        return (reason, decision.role) != self._last
+        return (no_change, decision.role) != self._last

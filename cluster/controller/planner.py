@@ -47,11 +47,13 @@ class RoleChange:
     """The worker takes the place of a replica of this role for which no node has room."""
 
 
-class Reason(Enum):
+class NoChange(Enum):
     """Why nothing changes."""
 
     NO_REPORT = "no_report"
+    """No gateway has reported recently."""
     STEADY = "steady"
+    """No role is short, and none loses a worker now."""
     NOT_YET = "not_yet"
     """A target is missed, but not yet for `grow_after_s`."""
     CHANGING = "changing"
@@ -63,19 +65,20 @@ class Reason(Enum):
     NO_HELP = "no_help"
     """More workers of the role would not help."""
     AT_MAX = "at_max"
+    """The role already has its maximum of workers; leaving workers count."""
 
 
-_MAY_TAKE_A_WORKER = (Reason.NOT_YET, Reason.CHANGING, Reason.COOLING, Reason.FALLING)
-"""Reasons why a role that is short gets no further worker yet, but may soon take one of the other role."""
+_MAY_TAKE_A_WORKER = (NoChange.NOT_YET, NoChange.CHANGING, NoChange.COOLING, NoChange.FALLING)
+"""In these cases, a role that is short gets no further worker yet, but may soon take one of the other role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`sentence` says what is decided, and why. Either `change` is set, or `reason`: why nothing changes."""
+    """`sentence` says what is decided, and why. Either `change` or `no_change` is set."""
 
     sentence: str
     change: ScaleDecision | RoleChange | None = None
-    reason: Reason | None = None
+    no_change: NoChange | None = None
     role: WorkerRole | None = None
     """The role that the decision is about."""
 
@@ -160,7 +163,7 @@ class Planner:
         if observation is None:
             for role in self._roles:
                 role.watch.report_missing()
-            return Decision("nothing changes: no gateway has reported recently", reason=Reason.NO_REPORT)
+            return Decision("nothing changes: no gateway has reported recently", no_change=NoChange.NO_REPORT)
         for role in self._roles:
             role.see(observation, now)
             measured = self._config, observation, role.role, self._may_have_prefill
@@ -196,7 +199,7 @@ class Planner:
             waiting.append(decision)
         for role in self._roles:
             may_be_taken = self._may_change_roles and any(
-                decision.role is not role.role and decision.reason in _MAY_TAKE_A_WORKER
+                decision.role is not role.role and decision.no_change in _MAY_TAKE_A_WORKER
                 for decision in waiting
             )
             yield from self._shrink(role, now, may_be_taken)
@@ -217,26 +220,26 @@ class Planner:
         """The change that helps a role that misses a target, or the reason why nothing changes."""
         if shortage.lasted_s < self._config.grow_after_s:
             until = f"only for {seconds(shortage.lasted_s)} of the {seconds(self._config.grow_after_s)} before a change"
-            return _nothing(role, Reason.NOT_YET, f"{shortage.worst}, but {until}")
+            return _nothing(role, NoChange.NOT_YET, f"{shortage.worst}, but {until}")
         why = f"{shortage.worst} for {seconds(shortage.lasted_s)}"
         if (no_help := self._no_help(role, shortage)) is not None:
-            return _nothing(role, Reason.NO_HELP, f"{why}, but {no_help}")
+            return _nothing(role, NoChange.NO_HELP, f"{why}, but {no_help}")
         change = self._change_role(role, why, now)
         if change is not None:
             return change
         if role.changing:
-            return _nothing(role, Reason.CHANGING, f"{why}, but {_what_changes(role)}")
+            return _nothing(role, NoChange.CHANGING, f"{why}, but {_what_changes(role)}")
         cooling_s = role.changed_at + self._config.grow_cooldown_s - now
         if cooling_s > 0.0:
             until = f"the effect of its last change is awaited for {seconds(cooling_s)} more"
-            return _nothing(role, Reason.COOLING, f"{why}, but {until}")
+            return _nothing(role, NoChange.COOLING, f"{why}, but {until}")
         role.watch.remember_limit(len(role.serving))
         if (before := role.watch.falls_from()) is not None:
             return _nothing(
-                role, Reason.FALLING, f"{why}, but this value falls: it was {shortage.worst.show(before)}"
+                role, NoChange.FALLING, f"{why}, but this value falls: it was {shortage.worst.show(before)}"
             )
         if role.count >= role.most:
-            return _nothing(role, Reason.AT_MAX, f"{why}, but {_at_max(role)}")
+            return _nothing(role, NoChange.AT_MAX, f"{why}, but {_at_max(role)}")
         step = ceil(role.count / 2) if shortage.worst.ratio >= FAR_OFF else 1
         return _scale(role, min(role.count + max(1, step), role.most), why)
 
@@ -314,7 +317,7 @@ class Planner:
         worst = [role.watch.worst for role in self._roles]
         nearest = max((signal for signal in worst if signal), key=lambda signal: signal.ratio, default=None)
         why = f"; the nearest to its target: {nearest}" if nearest and nearest.value > 0.0 else ""
-        return Decision(f"nothing changes: {counts} are enough{why}", reason=Reason.STEADY)
+        return Decision(f"nothing changes: {counts} are enough{why}", no_change=NoChange.STEADY)
 
 
 def _scale(role: _Role, count: int, why: str) -> Decision:
@@ -322,8 +325,8 @@ def _scale(role: _Role, count: int, why: str) -> Decision:
     return Decision(sentence, ScaleDecision(role.role, count), role=role.role)
 
 
-def _nothing(role: _Role, reason: Reason, why: str) -> Decision:
-    return Decision(f"{role.name} stays {role.count}: {why}", reason=reason, role=role.role)
+def _nothing(role: _Role, no_change: NoChange, why: str) -> Decision:
+    return Decision(f"{role.name} stays {role.count}: {why}", no_change=no_change, role=role.role)
 
 
 def _what_changes(role: _Role) -> str:

@@ -14,7 +14,7 @@ from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.worker import WorkerRole
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.observation import merge
-from cluster.controller.planner import Decision, Reason, RoleChange
+from cluster.controller.planner import Decision, NoChange, RoleChange
 from tests.factories.observed_fleet import autoscaling_config, gateway_report, worker_status
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -140,7 +140,7 @@ def test_a_standstill_of_the_controller_makes_no_report_stale_and_no_shortage_lo
     look_often(autoscaler, fleet, clock, 1, **SLOW)
     clock.advance(600.0)
     decision = asyncio.run(autoscaler.look())
-    assert decision.reason is Reason.NOT_YET
+    assert decision.no_change is NoChange.NOT_YET
     look_often(autoscaler, fleet, clock, 3, **SLOW)
     assert fleet.commands == [("scale", D, 2)]
 
@@ -159,14 +159,14 @@ def test_the_report_of_a_silent_gateway_does_not_count() -> None:
     autoscaler = autoscaler_of(fleet, clock, decode=2)
     look_often(autoscaler, fleet, clock, 1)
 
-    async def silence() -> list[Reason | None]:
-        reasons = []
+    async def silence() -> list[NoChange | None]:
+        found = []
         for _ in range(30):
             clock.advance(5.0)
-            reasons.append((await autoscaler.look()).reason)
-        return reasons
+            found.append((await autoscaler.look()).no_change)
+        return found
 
-    assert asyncio.run(silence()) == [Reason.STEADY] * 3 + [Reason.NO_REPORT] * 27
+    assert asyncio.run(silence()) == [NoChange.STEADY] * 3 + [NoChange.NO_REPORT] * 27
     assert fleet.commands == []  # an idle fleet shrinks, a fleet without reports does not
 
 

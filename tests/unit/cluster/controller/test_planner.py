@@ -8,7 +8,7 @@ import pytest
 from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
 from cluster.controller.observation import Observation
-from cluster.controller.planner import Reason, RoleChange, ScaleDecision
+from cluster.controller.planner import NoChange, RoleChange, ScaleDecision
 from tests.factories.observed_fleet import autoscaling_config, changes, fleet, look, make_planner, worker
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -17,7 +17,7 @@ P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 def test_a_missed_target_must_last_before_a_role_grows() -> None:
     planner = make_planner(autoscaling_config(decode=2))
     looks = look(planner, fleet(1, 2, busy=True, itl_p99_s=0.083), 0.0, 10.0)
-    assert [decision.reason for _, decision in looks] == [Reason.NOT_YET, Reason.NOT_YET, None]
+    assert [decision.no_change for _, decision in looks] == [NoChange.NOT_YET, NoChange.NOT_YET, None]
     decision = looks[-1][1]
     assert decision.change == ScaleDecision(D, 3)
     assert decision.sentence == (
@@ -100,7 +100,7 @@ def test_far_off_or_not_the_maximum_holds() -> None:
     full = make_planner(autoscaling_config(decode=4, max_decode=4))
     looks = look(full, fleet(1, 4, busy=True, itl_p99_s=0.5), 0.0, 60.0)
     assert changes(looks) == []
-    assert looks[-1][1].reason is Reason.AT_MAX
+    assert looks[-1][1].no_change is NoChange.AT_MAX
     assert looks[-1][1].sentence.endswith("but 4 is the maximum")
 
 
@@ -122,7 +122,7 @@ def test_after_a_change_it_has_time_to_show() -> None:
     planner = make_planner(autoscaling_config(decode=2))
     looks = look(planner, fleet(1, 2, busy=True, itl_p99_s=0.083), 0.0, 60.0)
     assert [now for now, _ in changes(looks)] == [10.0, 30.0, 50.0]  # not carried out, so decided again
-    assert looks[3][1].reason is Reason.COOLING
+    assert looks[3][1].no_change is NoChange.COOLING
 
 
 def test_dead_workers_neither_serve_nor_come() -> None:
@@ -223,7 +223,7 @@ def test_a_worker_that_is_silent_keeps_its_role_from_shrinking() -> None:
 def test_without_reports_nothing_changes() -> None:
     planner = make_planner(autoscaling_config(decode=2))
     looks = look(planner, None, 0.0, 600.0)
-    assert {decision.reason for _, decision in looks} == {Reason.NO_REPORT}
+    assert {decision.no_change for _, decision in looks} == {NoChange.NO_REPORT}
 
 
 @pytest.mark.parametrize(
