@@ -85,21 +85,22 @@ class Decision:
 
 @dataclass(slots=True)
 class _Role:
-    """One role in the latest observation. `all` has the workers that stay, `leaving` the workers that leave."""
+    """One role in the latest observation."""
 
     role: WorkerRole
     low: int
     high: int
     watch: RoleWatch
-    all: list[ObservedWorker] = field(default_factory=list)
+    staying: list[ObservedWorker] = field(default_factory=list)
     leaving: list[ObservedWorker] = field(default_factory=list)
     changed_at: float = float("-inf")
     """When a change was begun, or a worker was last seen that starts or is restarted."""
-    left_at: float = float("-inf")
+    seen_leaving_at: float = float("-inf")
     """When a worker was last seen leaving."""
-    ordered_at: float = float("-inf")
+    decided_at: float = float("-inf")
     """When the planner last decided a change."""
     unplaced_since: float | None = None
+    """Since when some replica has waited for a node with room."""
     bounded_to: int | None = None
     """The count within the bounds, while `count` is outside of them."""
     incomplete_since: float | None = None
@@ -112,7 +113,7 @@ class _Role:
     @property
     def count(self) -> int:
         """The number of replicas, including those of dead workers, which restart and count towards `high`."""
-        return len(self.all)
+        return len(self.staying)
 
     @property
     def most(self) -> int:
@@ -122,25 +123,25 @@ class _Role:
     @property
     def settled_at(self) -> float:
         """When the last change was over. A removal is over when the worker has ended."""
-        return max(self.changed_at, self.left_at)
+        return max(self.changed_at, self.seen_leaving_at)
 
     @property
     def serving(self) -> list[ObservedWorker]:
-        return [worker for worker in self.all if worker.replica.state is ReplicaState.SERVING]
+        return [worker for worker in self.staying if worker.replica.state is ReplicaState.SERVING]
 
     @property
     def changing(self) -> list[ObservedWorker]:
-        return [worker for worker in self.all if worker.replica.state in CHANGING]
+        return [worker for worker in self.staying if worker.replica.state in CHANGING]
 
     def see(self, observation: Observation, now: float) -> None:
         workers = observation.of(self.role)
-        self.all = [worker for worker in workers if not worker.is_leaving]
+        self.staying = [worker for worker in workers if not worker.is_leaving]
         self.leaving = [worker for worker in workers if worker.is_leaving]
         if self.changing:
             self.changed_at = now
         if self.leaving:
-            self.left_at = now
-        states = [worker.replica.state for worker in self.all]
+            self.seen_leaving_at = now
+        states = [worker.replica.state for worker in self.staying]
         self.unplaced_since = held_since(self.unplaced_since, ReplicaState.PLACING in states, now)
         self.incomplete_since = held_since(
             self.incomplete_since, any(state is not ReplicaState.SERVING for state in states), now
@@ -166,13 +167,13 @@ class Planner:
             return Decision("nothing changes: no gateway has reported recently", no_change=NoChange.NO_REPORT)
         for role in self._roles:
             role.see(observation, now)
-            measured = self._config, observation, role.role, self._may_have_prefill
-            role.watch.note(observation, signals(*measured), now, signals_of_fewer(*measured))
+            inputs = self._config, observation, role.role, self._may_have_prefill
+            role.watch.note(observation, signals(*inputs), now, signals_of_fewer(*inputs))
         decision = next(self._decisions(now), None) or self._steady()
         if isinstance(decision.change, RoleChange):
-            self._ordered(self._roles, now)
+            self._note_change(self._roles, now)
         elif decision.change is not None:
-            self._ordered([role for role in self._roles if role.role is decision.role], now)
+            self._note_change([role for role in self._roles if role.role is decision.role], now)
         return decision
 
     def refused(self, change: ScaleDecision | RoleChange, now: float) -> None:
@@ -180,17 +181,17 @@ class Planner:
         if isinstance(change, RoleChange):
             self._refused_at = now
 
-    def _ordered(self, roles: list[_Role], now: float) -> None:
+    def _note_change(self, roles: list[_Role], now: float) -> None:
         for role in roles:
-            role.changed_at = role.ordered_at = now
+            role.changed_at = role.decided_at = now
 
     def _decisions(self, now: float) -> Iterator[Decision]:
         """All decisions for which there is cause, the most urgent first."""
         for role in self._roles:
             yield from self._back_into_bounds(role)
-        short = [(role, role.watch.shortage) for role in self._roles]
+        shortages = [(role, role.watch.shortage) for role in self._roles]
         waiting = []
-        for role, shortage in sorted(short, key=lambda pair: -pair[1].worst.ratio if pair[1] else 0.0):
+        for role, shortage in sorted(shortages, key=lambda pair: -pair[1].worst.ratio if pair[1] else 0.0):
             if shortage is None:
                 continue
             decision = self._relieve(role, shortage, now)
@@ -233,7 +234,7 @@ class Planner:
         if cooling_s > 0.0:
             until = f"the effect of its last change is awaited for {seconds(cooling_s)} more"
             return _nothing(role, NoChange.COOLING, f"{why}, but {until}")
-        role.watch.remember_limit(len(role.serving))
+        role.watch.remember_overload(len(role.serving))
         if (before := role.watch.falls_from()) is not None:
             return _nothing(
                 role, NoChange.FALLING, f"{why}, but this value falls: it was {shortage.worst.show(before)}"
@@ -260,21 +261,20 @@ class Planner:
             return None
         lacks_room = self._lacks_room(short, now)
         is_settled = not short.changing and now - short.changed_at >= config.grow_cooldown_s
-        if not (is_settled or lacks_room) or short.count - lacks_room >= short.most:
+        # Without room for a new worker, the spare worker takes the place of the replica that waits for room.
+        count = short.count if lacks_room else short.count + 1
+        if not (is_settled or lacks_room) or count > short.most:
             return None
-        left = other.watch.spare(len(other.serving) - 1, config.grow_after_s)
-        if left is None:
+        load = other.watch.fewer_suffice(len(other.serving) - 1, config.grow_after_s)
+        if load is None:
             return None
-        short.watch.remember_limit(len(short.serving))
+        short.watch.remember_overload(len(short.serving))
         worker = min(
             other.serving, key=lambda worker: (worker.num_requests, worker.replica.name)
         ).replica.name
         room = ", no node has room for a new worker" if lacks_room else ""
         counts = f"{other.name} {other.count} -> {other.count - 1}, {short.name} {short.count} -> "
-        sentence = (
-            f"{worker} {other.name} -> {short.name} ({counts}{short.count + 1 - lacks_room}): "
-            f"{why}{room}, and {left}"
-        )
+        sentence = f"{worker} {other.name} -> {short.name} ({counts}{count}): {why}{room}, and {load}"
         return Decision(sentence, RoleChange(worker, short.role, lacks_room), role=short.role)
 
     def _lacks_room(self, role: _Role, now: float) -> bool:
@@ -286,7 +286,7 @@ class Planner:
     def _shrink(self, role: _Role, now: float, may_be_taken: bool) -> Iterator[Decision]:
         """`may_be_taken`: the other role may soon take a spare worker of this one, so such a worker stays."""
         config = self._config
-        has_cooled = now - role.ordered_at >= config.shrink_cooldown_s
+        has_cooled = now - role.decided_at >= config.shrink_cooldown_s
         if (
             role.leaving
             or role.count <= role.low
@@ -294,23 +294,22 @@ class Planner:
             or not has_cooled
         ):
             return
-        long = seconds(role.watch.calm_for())
+        duration = seconds(role.watch.calm_for())
         since = role.incomplete_since
         if since is not None:
             # A replica without a serving worker is removed first: the targets were met without it.
             is_stuck = now - since >= max(config.shrink_cooldown_s, config.shrink_after_s)
-            absent = next(w.replica for w in role.all if w.replica.state is not ReplicaState.SERVING)
+            absent = next(w.replica for w in role.staying if w.replica.state is not ReplicaState.SERVING)
             if is_stuck and absent.state is not ReplicaState.DRAINING:
-                why = f"all its targets were met for {long} without {absent.name} ({absent.state.value})"
+                why = f"all its targets were met for {duration} without {absent.name} ({absent.state.value})"
                 yield _scale(role, role.count - 1, why)
             return
         if may_be_taken or now - role.settled_at < config.shrink_cooldown_s:
             return
-        left = role.watch.spare(role.count - 1, config.shrink_after_s)
-        if left is not None:
-            yield _scale(
-                role, role.count - 1, f"all its targets were met with room to spare for {long}, and {left}"
-            )
+        load = role.watch.fewer_suffice(role.count - 1, config.shrink_after_s)
+        if load is not None:
+            why = f"all its targets were met with room to spare for {duration}, and {load}"
+            yield _scale(role, role.count - 1, why)
 
     def _steady(self) -> Decision:
         counts = " and ".join(f"{role.count} {role.name}" for role in self._roles)
@@ -337,7 +336,7 @@ def _what_changes(role: _Role) -> str:
 def _at_max(role: _Role) -> str:
     dead = [
         worker.replica.name
-        for worker in (*role.all, *role.leaving)
+        for worker in (*role.staying, *role.leaving)
         if worker.replica.state not in COMING | {ReplicaState.SERVING}
     ]
     note = f", of which {', '.join(dead)} is not serving" if dead else ""

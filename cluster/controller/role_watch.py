@@ -84,7 +84,7 @@ class RoleWatch:
         """There is no report of the fleet. All durations begin anew with the next observation."""
         self._missed_since = self._calm_since = None
 
-    def remember_limit(self, num_serving: int) -> None:
+    def remember_overload(self, num_serving: int) -> None:
         """Records that the recent work was too much for these workers."""
         amount, _ = self._mean(self._config.grow_after_s)
         if num_serving and amount:
@@ -112,26 +112,26 @@ class RoleWatch:
         """The share of the last `grow_after_s` in which prefill workers had work."""
         return self._mean(self._config.grow_after_s)[0] / num_serving if num_serving else 1.0
 
-    def spare(self, num_left: int, over_s: float) -> str | None:
-        """The load of each worker, in words, if `num_left` workers did the work of the last `over_s` seconds.
+    def fewer_suffice(self, num_workers: int, over_s: float) -> str | None:
+        """The load of each worker, in words, if `num_workers` workers did the work of the last `over_s` seconds.
 
         None if they could not do this work, or if a target was nearly missed in that time.
         """
         if self.calm_for() < over_s:
             return None
         amount, blocks = self._mean(over_s)
-        if num_left == 0:
+        if num_workers == 0:
             return "there was no work" if amount == 0.0 else None
-        each, use = amount / num_left, blocks / num_left
+        each, use = amount / num_workers, blocks / num_workers
         if each > self._bearable():
             return None
         target = self._config.target_block_use
         if target is not None and use > ROOM_TO_SPARE * target:
             return None
-        noun = "1 worker" if num_left == 1 else f"{num_left} workers"
+        noun = "1 worker" if num_workers == 1 else f"{num_workers} workers"
         if self._role is WorkerRole.PREFILL:
             return f"{noun} would be {percent(each)} busy"
-        return f"{noun} would decode {each:.0f} tokens/s{'' if num_left == 1 else ' each'}"
+        return f"{noun} would decode {each:.0f} tokens/s{'' if num_workers == 1 else ' each'}"
 
     def _work_now(self, observation: Observation, now: float) -> _Work:
         """For prefill workers, how many of them have requests; for decode workers, their tokens/s.
