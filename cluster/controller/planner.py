@@ -334,10 +334,13 @@ def _what_changes(role: _Role) -> str:
 
 
 def _at_max(role: _Role) -> str:
-    dead = [
+    not_serving = [
         worker.replica.name
         for worker in (*role.staying, *role.leaving)
         if worker.replica.state not in COMING | {ReplicaState.SERVING}
     ]
-    note = f", of which {', '.join(dead)} is not serving" if dead else ""
-    return f"{role.high} is the maximum{note}"
+    if not not_serving:
+        return f"{role.high} is the maximum"
+    *others, last = not_serving
+    names = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    return f"{role.high} is the maximum, of which {names} not serving"

@@ -133,13 +133,20 @@ def test_dead_workers_neither_serve_nor_come() -> None:
     assert first[1] == ScaleDecision(D, 3)
 
 
-def test_a_dead_worker_may_come_back_so_it_counts_against_the_maximum() -> None:
-    planner = make_planner(autoscaling_config(decode=2, max_decode=2))
+@pytest.mark.parametrize(
+    ("dead", "names"),
+    [(("w7",), "w7 is"), (("w7", "w8"), "w7 and w8 are"), (("w7", "w8", "w9"), "w7, w8 and w9 are")],
+)
+def test_a_dead_worker_may_come_back_so_it_counts_against_the_maximum(
+    dead: tuple[str, ...], names: str
+) -> None:
+    count = 1 + len(dead)
+    planner = make_planner(autoscaling_config(decode=count, max_decode=count))
     seen = fleet(1, 1, busy=True, itl_p99_s=0.083)
-    seen = replace(seen, workers=(*seen.workers, worker("w9", D, ReplicaState.CRASH_LOOP)))
-    looks = look(planner, seen, 0.0, 30.0)
+    crashed = [worker(name, D, ReplicaState.CRASH_LOOP) for name in dead]
+    looks = look(planner, replace(seen, workers=(*seen.workers, *crashed)), 0.0, 30.0)
     assert changes(looks) == []
-    assert looks[-1][1].sentence.endswith("but 2 is the maximum, of which w9 is not serving")
+    assert looks[-1][1].sentence.endswith(f"but {count} is the maximum, of which {names} not serving")
 
 
 def test_what_gets_better_by_itself_is_left_alone() -> None:
