@@ -82,7 +82,8 @@ class TransferRecord:
 
     @property
     def exposed_s(self) -> float:
-        """Producer: from the end of the prefill to the release (never overlapped); 0 without a release."""
+        """Producer: from the end of the prefill to the release; 0 without a release. This part of the hand-over never
+        overlaps with the prefill."""
         released_s, prefilled_s = self.at(TransferEventKind.RELEASED), self.at(TransferEventKind.PREFILLED)
         return 0.0 if released_s is None or prefilled_s is None else released_s - prefilled_s
 

@@ -46,7 +46,7 @@ _TLS_FAILURES = {
 }
 """Explanations of TLS failures, by a part of gRPC's message."""
 _UNRESOLVED = ("errors resolving", "DNS resolution failed")
-"""Parts of gRPC's messages about a host without an address. Such a call was not sent."""
+"""Parts of gRPC's messages about a host without an address. A call that failed with one of them was never sent."""
 FINISH_REASONS = {generation_pb.FINISH_REASON_STOP: "stop", generation_pb.FINISH_REASON_LENGTH: "length"}
 
 

@@ -17,7 +17,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 from worker.role import Role
 
 ANSWER_TIMEOUT_S = 2.0
-"""Time for the engine to finish its step after the last deadline, and again for its report."""
+"""After the last deadline, the engine has this time to finish its step, and then as much time again to report."""
 
 
 def longest_drain_s(timeout_s: float, lease_s: float) -> float:

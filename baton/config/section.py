@@ -30,7 +30,8 @@ class Section(BaseModel):
     def refuse_changed(self, keys: Iterable[str], reason: str, section: str = "") -> None:
         """Raises ValueError for the first of these keys that has another value than its default.
 
-        `reason`: why such a value has no effect. `section`: its name and a dot, for an error of the whole file.
+        `reason`: why such a value has no effect. `section`: what precedes the key in an error about the
+        whole file, such as `engine.`.
         """
         for key in keys:
             field, value = type(self).model_fields[key], getattr(self, key)

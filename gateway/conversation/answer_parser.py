@@ -12,7 +12,7 @@ class AnswerParser(ABC):
     text is divided into pieces, the joined events are the same."""
 
     def __init__(self, *, may_reason: bool) -> None:
-        """`_run` only begins with the first text. So a subclass may call this first, and then set its
+        """`_run` does not run before the first text arrives. So a subclass may call this first, and then set its
         attributes."""
         self.part = AnswerPart.TEXT
         """The part of the answer to which the next character belongs, judged by the text so far. It changes

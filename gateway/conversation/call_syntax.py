@@ -29,7 +29,8 @@ class CallWriter:
         self.num_misread = 0
         """Number of texts so far that the syntax had to read twice. In Python's notation, only long texts count."""
         self.types: dict[int, frozenset[str] | None] = {}
-        """What ArgumentTags found out about an argument's values, by the `id()` of its schema, a part of `tools`."""
+        """What ArgumentTags knows about the values of an argument, by the `id()` of the argument's schema. The schema
+        is a part of `tools`, so its id stays valid."""
         self._emit = emit
         self._index = -1
 

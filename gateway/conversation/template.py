@@ -130,7 +130,7 @@ class ChatTemplate:
 
 def check_template_options(field: str, options: Mapping[str, TemplateValue]) -> None:
     """Checks variables that a client sets: they must be few, have plain values, and not be variables that the gateway
-    sets itself. InvalidRequest names `field`, the options' name in the caller's API, or `field.key`.
+    sets itself. `field`: the name of the options in the caller's API. InvalidRequest names this field, or a key of it.
 
     Does not check whether a template reads a variable, or knows its value.
     """

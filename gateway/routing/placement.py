@@ -29,7 +29,8 @@ class NoSlot(NoRoom):
 
 
 class AwaitsPrompts(NoSlot):
-    """Most of these requests wait for prompts that prefill workers compute. Another decode worker would not help."""
+    """Most slots are kept for requests whose prompts prefill workers have not computed yet. Another decode worker
+    would not help."""
 
 
 class NoDecodeWorker(WorkerUnavailable):
