@@ -115,7 +115,7 @@ class Consumer:
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return []
-        cancel = Send(transfer.address, Cancel(transfer.key, reason, is_cancelled=True))
+        cancel = Send(transfer.address, Cancel(transfer.key, reason, is_unneeded=True))
         if transfer.state is IncomingState.DRAINING:
             failed = transfer.outcome
             if not isinstance(failed, Failed):
@@ -162,7 +162,7 @@ class Consumer:
             case Refused(reason=reason):
                 loss = link_failure(f"the prefill worker refused: {reason}", from_producer=True)
                 return self._lose(transfer, loss)
-            case Aborted(reason=reason, is_cancelled=is_unneeded):
+            case Aborted(reason=reason, is_unneeded=is_unneeded):
                 return self._lose(transfer, Loss(reason, is_unneeded, from_producer=True))
             case End():
                 return self._on_end(transfer, message, now)

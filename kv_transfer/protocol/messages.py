@@ -179,7 +179,7 @@ class Release:
 class Cancel:
     key: TransferKey
     reason: str
-    is_cancelled: bool = False
+    is_unneeded: bool = False
     """The request itself ended; otherwise only its load failed."""
 
     def __post_init__(self) -> None:
@@ -190,7 +190,7 @@ class Cancel:
 class Aborted:
     key: TransferKey
     reason: str
-    is_cancelled: bool
+    is_unneeded: bool
     """Whether the request itself ended. Otherwise only its prefill failed, and the consumer may continue
     alone."""
 

@@ -129,7 +129,7 @@ class OutgoingTransfer:
         if farewell is None:
             self.is_needed, self.end_reason = False, "the decode worker had ended the hand-over before"
         else:
-            self.is_needed = isinstance(farewell, Refused) or not farewell.is_cancelled
+            self.is_needed = isinstance(farewell, Refused) or not farewell.is_unneeded
             self.end_reason = farewell.reason
 
     @property

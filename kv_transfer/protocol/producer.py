@@ -154,8 +154,7 @@ class Producer:
         return self._pump(transfer)
 
     def abort(self, rank_transfer: RankTransfer, reason: str, is_unneeded: bool) -> list[Effect]:
-        """The request ended otherwise: notifies the consumer and frees. `is_unneeded`: on the wire, its name is
-        `Aborted.is_cancelled`."""
+        """The request ended otherwise: notifies the consumer and frees."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return [Freed(rank_transfer, reason="another request has claimed this transfer")]
@@ -201,7 +200,7 @@ class Producer:
                 if transfer.first_token is not None:
                     transfer.exposed_s = now - transfer.finished_at
                 return self._close(transfer)
-            case Cancel(reason=reason, is_cancelled=is_unneeded):
+            case Cancel(reason=reason, is_unneeded=is_unneeded):
                 transfer.is_needed = not is_unneeded
                 self._count_end(transfer, "kv_sends_cancelled", reason)
                 return self._close(transfer)
@@ -215,7 +214,7 @@ class Producer:
             if transfer.rank_transfer is None:
                 reason = "the prefill worker never received this request"
             self._count_end(transfer, "kv_lease_expiries", reason)
-            farewell = Aborted(key, reason, is_cancelled=False)
+            farewell = Aborted(key, reason, is_unneeded=False)
             self._remember(transfer, farewell)
             if transfer.peer:
                 effects.append(Send(transfer.peer, farewell))
@@ -264,14 +263,14 @@ class Producer:
             return self._on_late(peer, message)
         if self._num_early >= MAX_EARLY:
             reason = f"{MAX_EARLY} hand-overs have been announced already"
-            return [Send(peer, Aborted(key, reason, is_cancelled=False))]
+            return [Send(peer, Aborted(key, reason, is_unneeded=False))]
         early_until = self._standstill.running(now) + MAX_EARLY_LEASES * self._lease_s
         early = OutgoingTransfer(key, OutgoingState.EARLY, peer=peer, early_until=early_until)
         self._transfers.add(early)
         self._num_early += 1
         self._leases.set(key, now + self._lease_s)
         if isinstance(message, Cancel):
-            early.is_needed, early.end_reason = not message.is_cancelled, message.reason
+            early.is_needed, early.end_reason = not message.is_unneeded, message.reason
             return self._close(early)
         if isinstance(message, Open):
             return self._open(early, message, peer)
