@@ -254,7 +254,7 @@ class Worker(Process):
             command()
         self._end_overdue()
         self._deliver(self.core.step())
-        self._leave_if_unfit()
+        self._drain_if_unfit()
         self.core.progress.end()
         self.num_turns += 1
         self._world.counts["engine steps"] += 1
@@ -267,7 +267,7 @@ class Worker(Process):
     def is_unfit(self) -> bool:
         return self.core.health.unfit_reason is not None
 
-    def _leave_if_unfit(self) -> None:
+    def _drain_if_unfit(self) -> None:
         """Gives all requests back, as worker/loop.py does. The fault injection then ends the worker."""
         if self.is_unfit and not self.is_draining:
             self._world.counts["path unfit"] += 1

@@ -31,7 +31,7 @@ class DrainStage(Enum):
     FINISHING = "finishing"
     """Requests may end by themselves."""
     ENDING = "ending"
-    """No request is left; transfers and leases may end."""
+    """No request remains; transfers and leases may end."""
     OVER = "over"
 
 
@@ -71,7 +71,7 @@ class DrainState:
 
     @property
     def abandoned_at(self) -> float:
-        """From this time on, a change of role fails even if nothing is left: its caller will soon stop waiting."""
+        """From this time on, a change of role fails even if the worker is drained: its caller stops waiting soon."""
         return self.give_up_at + ANSWER_TIMEOUT_S
 
     def may_join(self, other: "DrainState") -> bool:
@@ -90,16 +90,16 @@ class DrainState:
         self.outcome.set_result(False)
 
     def next_deadline(self) -> float | None:
-        """The time to call `look` even if nothing happens."""
+        """The time to call `advance` even if nothing happens."""
         times = {DrainStage.FINISHING: self.give_back_at, DrainStage.ENDING: self.give_up_at}
         return times.get(self.stage)
 
-    def look(self, now: float, has_left: bool) -> DrainStage | None:
-        """Advances by at most one stage and returns the new one. `has_left`: nothing remains that could be lost."""
+    def advance(self, now: float, is_drained: bool) -> DrainStage | None:
+        """Advances by at most one stage and returns the new one. `is_drained`: see `Role.is_drained`."""
         if self.stage is DrainStage.OVER:
             return None
         is_abandoned = self.target is not None and now >= self.abandoned_at
-        if has_left and not is_abandoned:
+        if is_drained and not is_abandoned:
             return self._end(True)
         if self.stage is DrainStage.FINISHING and now >= self.give_back_at:
             return self._move_to(DrainStage.ENDING)
@@ -107,8 +107,8 @@ class DrainState:
             return self._end(False)
         return None
 
-    def settle(self) -> None:
-        """Publishes the outcome."""
+    def report_outcome(self) -> None:
+        """Completes `outcome`, also of the drains that joined this one."""
         for each in (self, *self._joined):
             each.obstacle = self.obstacle
             each.outcome.set_result(self.is_clean)
@@ -127,8 +127,8 @@ class DrainState:
         return stage
 
 
-def what_is_left(requests: RequestCounts, blocks: KVBlockCounts) -> str:
-    """Everything of a worker that a drain would have to wait for, in words; empty if there is nothing."""
+def what_remains(requests: RequestCounts, blocks: KVBlockCounts) -> str:
+    """Everything that a drain of this worker would still wait for, in words; empty if there is nothing."""
     counts = {
         "requests run": requests.running,
         "requests wait": requests.waiting,

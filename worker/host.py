@@ -310,7 +310,7 @@ class EngineHost:
         Weights and prefix cache stay. Does nothing if the worker already has that role. A FleetError says
         what prevented the change; then the worker serves in its old role.
         """
-        if self._parts.loop.is_settled_as(role):
+        if self._parts.loop.serves_as(role):
             return
         ours, theirs = self._config.num_ranks(self._role), self._config.num_ranks(role)
         if ours != theirs:

@@ -19,7 +19,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
 from worker.client_requests import ClientRequests, refusal
 from worker.commands import CommandQueue
 from worker.core import EngineCore
-from worker.drain import DrainStage, DrainState, longest_drain_s, what_is_left
+from worker.drain import DrainStage, DrainState, longest_drain_s, what_remains
 from worker.kv_events import KVChange, net
 from worker.role import Role
 
@@ -116,21 +116,21 @@ class EngineLoop:
         self._commands.put(lambda: _raise(error))
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests for good. Returns True as soon as nothing is left that could be lost.
+        """Refuses new requests for good. Returns True as soon as nothing remains that could be lost.
 
         Running requests have `timeout_s` to end; then the rest is given back. Transfers and leases have
         `lease_s` more. The result can be True even if the loop ends by itself. Raises FleetError while the
         role changes.
         """
-        drain_state = self._leave(None, timeout_s)
+        drain_state = self._drain_and_wait(None, timeout_s)
         return drain_state.outcome.result() if drain_state.outcome.done() else self._ended.done()
 
     def set_role(self, role: Role, timeout_s: float) -> None:
-        """Leaves the current role as in `drain`, then serves in the other one, with its prefix cache as it is.
+        """Drains as `drain` does, then serves in the other role, with its prefix cache as it is.
 
         Raises FleetError with the cause if that took too long. Then the worker serves in its old role again.
         """
-        drain_state = self._leave(role, timeout_s)
+        drain_state = self._drain_and_wait(role, timeout_s)
         if not drain_state.outcome.done():
             obstacle = "its engine has ended" if self._ended.done() else "its engine is busy with a long step"
             raise FleetError(f"it did not become a {role.kind.value} worker: {obstacle}")
@@ -141,7 +141,7 @@ class EngineLoop:
             )
 
     def flush_cache(self, timeout_s: float, *, force: bool) -> None:
-        """Empties the prefix cache. A FleetError says why that is not possible; see EngineHost."""
+        """Empties the prefix cache. Raises FleetError if that fails, as `EngineHost.flush_cache` says."""
         self._commands.ask(lambda: self._flush_cache(force), timeout_s, self._ended)
 
     def stop(self) -> None:
@@ -159,7 +159,7 @@ class EngineLoop:
     def is_alive(self) -> bool:
         return not self._ended.done()
 
-    def is_settled_as(self, role: WorkerRole) -> bool:
+    def serves_as(self, role: WorkerRole) -> bool:
         """Whether the worker served in this role after the last step."""
         return self.snapshot.role is role and not self.snapshot.is_draining
 
@@ -174,8 +174,8 @@ class EngineLoop:
                 self._deliver(self._requests.end_overdue())
                 self._deliver(self._core.step())
                 self._tell_kv_followers()
-                self._leave_if_unfit()
-                self._look_whether_left()
+                self._drain_if_unfit()
+                self._advance_drain()
                 self._publish()
         except BaseException as error:  # nothing else catches this: notify the supervisor
             logger.exception("the engine loop failed")
@@ -245,7 +245,7 @@ class EngineLoop:
     def _flush_cache(self, force: bool) -> None:
         num_running = self._scheduler.request_counts().running
         if not self._scheduler.reset_prefix_cache(force):
-            in_use = what_is_left(self._scheduler.request_counts(), self._scheduler.kv_block_counts())
+            in_use = what_remains(self._scheduler.request_counts(), self._scheduler.kv_block_counts())
             raise FleetError(f"blocks are in use ({in_use}); wait, or use force")
         logger.info("emptied the prefix cache; %d running request(s) compute their KV again", num_running)
 
@@ -270,20 +270,20 @@ class EngineLoop:
             oldest_arrival=self._oldest_arrival,
         )
 
-    def _leave(self, target: Role | None, timeout_s: float) -> DrainState:
-        """Leaves the current role. Returns when the drain or the loop has ended, or the engine hangs.
+    def _drain_and_wait(self, target: Role | None, timeout_s: float) -> DrainState:
+        """Drains, for good or to change to the `target`. Returns when the drain or the loop ended, or the engine hangs.
 
         Raises FleetError if the drain is refused.
         """
         drain_state = DrainState(target, self._clock.now(), timeout_s, self._lease_s)
-        self._commands.put(lambda: self._begin_leaving(drain_state))
+        self._commands.put(lambda: self._begin_drain(drain_state))
         either: list[Future[Any]] = [drain_state.outcome, self._ended]
         wait(either, longest_drain_s(timeout_s, self._lease_s), FIRST_COMPLETED)
         if drain_state.refusal is not None:
             raise FleetError(drain_state.refusal)
         return drain_state
 
-    def _begin_leaving(self, drain_state: DrainState) -> None:
+    def _begin_drain(self, drain_state: DrainState) -> None:
         """Begins a drain or a change of role, or joins the current one if that leads to the same role."""
         former = self._drain_state
         if former is None:
@@ -295,34 +295,34 @@ class EngineLoop:
         else:
             drain_state.refuse(f"it {former.doing}")
 
-    def _leave_if_unfit(self) -> None:
+    def _drain_if_unfit(self) -> None:
         """If the engine is unfit: gives all requests back, and ends once all leases have ended."""
         is_changing_role = self._drain_state is not None and self._drain_state.target is not None
         if self._core.health.unfit_reason is None or self._is_unfit or is_changing_role:
             return
         self._is_unfit = True
-        self._begin_leaving(DrainState(None, self._clock.now(), 0.0, self._lease_s))
+        self._begin_drain(DrainState(None, self._clock.now(), 0.0, self._lease_s))
 
-    def _look_whether_left(self) -> None:
+    def _advance_drain(self) -> None:
         if (drain_state := self._drain_state) is None:
             return
         requests, blocks = self._scheduler.request_counts(), self._scheduler.kv_block_counts()
-        has_left = self._role.is_drained(requests, blocks)
-        match drain_state.look(self._clock.now(), has_left):
+        is_drained = self._role.is_drained(requests, blocks)
+        match drain_state.advance(self._clock.now(), is_drained):
             case DrainStage.ENDING:
                 self._deliver(self._core.give_back_requests(f"this worker {drain_state.doing}"))
             case DrainStage.OVER:
                 self._conclude(drain_state, requests, blocks)
 
     def _conclude(self, drain_state: DrainState, requests: RequestCounts, blocks: KVBlockCounts) -> None:
-        drain_state.obstacle = what_is_left(requests, blocks) or "its engine had not finished a step"
+        drain_state.obstacle = what_remains(requests, blocks) or "its engine had not finished a step"
         if drain_state.target is not None:
             self._drain_state = None
             if drain_state.is_clean:
                 self._role = drain_state.target
-            self._leave_if_unfit()
+            self._drain_if_unfit()
         self._publish()
-        drain_state.settle()
+        drain_state.report_outcome()
         if self._is_unfit:
             raise RuntimeError(self._core.health.unfit_reason)
 

@@ -1,4 +1,4 @@
-"""A worker's way out of its role, by the times at which something happens."""
+"""A worker's drain, by the times at which something happens."""
 
 import pytest
 
@@ -16,45 +16,45 @@ def drain_state(is_for_good: bool = True) -> DrainState:
 
 @pytest.mark.parametrize("is_for_good", [True, False])
 def test_it_is_over_as_soon_as_nothing_is_left(is_for_good: bool) -> None:
-    way = drain_state(is_for_good)
-    assert way.look(101.0, has_left=False) is None
-    assert way.look(102.0, has_left=True) is DrainStage.OVER
-    assert way.is_clean
-    assert way.look(103.0, has_left=True) is None, "it is over once"
+    drain = drain_state(is_for_good)
+    assert drain.advance(101.0, is_drained=False) is None
+    assert drain.advance(102.0, is_drained=True) is DrainStage.OVER
+    assert drain.is_clean
+    assert drain.advance(103.0, is_drained=True) is None, "it is over once"
 
 
 def test_requests_are_given_back_and_then_leases_may_end() -> None:
-    way = drain_state()
-    assert way.next_deadline() == 105.0
-    assert way.look(104.9, has_left=False) is None
-    assert way.look(105.0, has_left=False) is DrainStage.ENDING
-    assert way.next_deadline() == 115.0
-    assert way.look(114.9, has_left=False) is None
-    assert way.look(115.0, has_left=False) is DrainStage.OVER
-    assert not way.is_clean
-    assert way.next_deadline() is None
+    drain = drain_state()
+    assert drain.next_deadline() == 105.0
+    assert drain.advance(104.9, is_drained=False) is None
+    assert drain.advance(105.0, is_drained=False) is DrainStage.ENDING
+    assert drain.next_deadline() == 115.0
+    assert drain.advance(114.9, is_drained=False) is None
+    assert drain.advance(115.0, is_drained=False) is DrainStage.OVER
+    assert not drain.is_clean
+    assert drain.next_deadline() is None
 
 
 def test_after_a_given_up_wait_the_role_is_unchanged() -> None:
     """The engine was busy with one step for longer than the whole change might take."""
-    way, late = drain_state(is_for_good=False), 115.0 + ANSWER_TIMEOUT_S
-    assert way.look(late, has_left=True) is DrainStage.ENDING
-    assert way.look(late, has_left=True) is DrainStage.OVER
-    assert not way.is_clean
+    drain, late = drain_state(is_for_good=False), 115.0 + ANSWER_TIMEOUT_S
+    assert drain.advance(late, is_drained=True) is DrainStage.ENDING
+    assert drain.advance(late, is_drained=True) is DrainStage.OVER
+    assert not drain.is_clean
     drain = drain_state(is_for_good=True)
-    assert drain.look(late, has_left=True) is DrainStage.OVER
+    assert drain.advance(late, is_drained=True) is DrainStage.OVER
     assert drain.is_clean, "a drain takes nothing back"
 
 
 def test_the_more_urgent_of_two_drains_decides_for_both() -> None:
-    way, hasty = drain_state(), DrainState(None, 101.0, 0.0, 10.0)
-    way.join(hasty)
-    assert way.look(101.0, has_left=False) is DrainStage.ENDING
-    assert way.next_deadline() == 111.0
-    assert way.look(102.0, has_left=True) is DrainStage.OVER
-    way.obstacle = "1 blocks are leased"
-    way.settle()
-    for each in (way, hasty):
+    drain, hasty = drain_state(), DrainState(None, 101.0, 0.0, 10.0)
+    drain.join(hasty)
+    assert drain.advance(101.0, is_drained=False) is DrainStage.ENDING
+    assert drain.next_deadline() == 111.0
+    assert drain.advance(102.0, is_drained=True) is DrainStage.OVER
+    drain.obstacle = "1 blocks are leased"
+    drain.report_outcome()
+    for each in (drain, hasty):
         assert (each.outcome.result(0), each.obstacle) == (True, "1 blocks are leased")
 
 
@@ -63,7 +63,7 @@ def test_only_what_leads_to_the_same_role_may_join() -> None:
     back = DrainState(DecodeRole(1), 100.0, 5.0, 10.0)
     assert [drain.may_join(other) for other in (drain_state(), change, back)] == [True, False, False]
     assert [change.may_join(other) for other in (drain_state(False), drain, back)] == [True, False, False]
-    drain.look(101.0, has_left=True)
+    drain.advance(101.0, is_drained=True)
     assert not drain.may_join(drain_state()), "it is over"
 
 
