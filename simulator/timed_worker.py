@@ -13,7 +13,7 @@ from baton.step import KVConnectorOutput, ModelRunnerOutput, ReceivedKV, Schedul
 from baton.worker import WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from scheduler import Request, Scheduler
 from scheduler.request import RequestStatus
-from worker.kv_events import net
+from worker.kv_events import merge_events
 from worker.load import LoadMeter
 
 BLOCK_SIZE = 16
@@ -155,7 +155,7 @@ class TimedWorker:
 
     def events(self) -> KVEvents | None:
         """Changes of the prefix cache since the last call, as the request plane would send them."""
-        change = net([*self._kv_events, *self.scheduler.kv_events.take_events()])
+        change = merge_events([*self._kv_events, *self.scheduler.kv_events.take_events()])
         self._kv_events = []
         if change is None:
             return None

@@ -20,7 +20,7 @@ class KVChange:
     stored: bytes
 
 
-def net(events: Iterable[KVEvent]) -> KVChange | None:
+def merge_events(events: Iterable[KVEvent]) -> KVChange | None:
     """Merges events into one change, with only the last event of each hash. None if nothing changed."""
     match events := tuple(events):
         case BlocksCleared(), BlocksStored(hashes):  # a full listing, which names each hash once
@@ -41,7 +41,7 @@ def net(events: Iterable[KVEvent]) -> KVChange | None:
     return KVChange(is_anew, b"" if is_anew else removed, stored)
 
 
-def parts(change: KVChange) -> Iterator[KVChange]:
+def split_change(change: KVChange) -> Iterator[KVChange]:
     """The change in parts that fit into a message. Of a full listing, only the first part has `is_anew`. No hash is in
     two parts.
     """

@@ -20,7 +20,7 @@ from worker.client_requests import ClientRequests, refusal
 from worker.commands import CommandQueue
 from worker.core import EngineCore
 from worker.drain import DrainStage, DrainState, longest_drain_s, what_remains
-from worker.kv_events import KVChange, net
+from worker.kv_events import KVChange, merge_events
 from worker.role import Role
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class EngineLoop:
         self._clock = clock
         self._commands = commands
         self._requests = ClientRequests(core, clock)
-        self._kv_followers: set[str] = set()
+        self._kv_subscribers: set[str] = set()
         self._lease_s = lease_s
         self._drain_state: DrainState | None = None
         """The current drain or change of role; kept when the worker is drained for good."""
@@ -109,7 +109,7 @@ class EngineLoop:
 
     def subscribe_kv_events(self, client_id: str) -> None:
         """Sends this client a listing of the prefix cache, and its changes from then on, until `abort_client`."""
-        self._commands.put(lambda: self._follow_kv(client_id))
+        self._commands.put(lambda: self._subscribe_kv(client_id))
 
     def fail(self, error: BaseException) -> None:
         """Ends the loop with this error: something that the engine needs has failed."""
@@ -173,7 +173,7 @@ class EngineLoop:
                 self._take_commands()
                 self._deliver(self._requests.end_overdue())
                 self._deliver(self._core.step())
-                self._tell_kv_followers()
+                self._notify_kv_subscribers()
                 self._drain_if_unfit()
                 self._advance_drain()
                 self._publish()
@@ -226,21 +226,24 @@ class EngineLoop:
     def _forget(self, client_id: str) -> None:
         if count := len(self._requests.of_client(client_id)):
             logger.warning("connection %s has ended; ending its %d request(s)", client_id, count)
-        self._kv_followers.discard(client_id)
-        if not self._kv_followers:
+        self._kv_subscribers.discard(client_id)
+        if not self._kv_subscribers:
             self._scheduler.kv_events.ignore()
         self._deliver(self._requests.abort_client(client_id))
 
-    def _follow_kv(self, client_id: str) -> None:
-        self._tell_kv_followers()  # so that all followers are up to date before the listing
-        account = net(self._scheduler.kv_events.begin())
-        assert account is not None, "a full listing must be a change"
-        self._kv_followers.add(client_id)
-        self._outbox.send_kv_change((client_id,), account)
+    def _subscribe_kv(self, client_id: str) -> None:
+        self._notify_kv_subscribers()  # so that all subscribers are up to date before the listing
+        listing = merge_events(self._scheduler.kv_events.begin())
+        assert listing is not None, "a full listing must be a change"
+        self._kv_subscribers.add(client_id)
+        self._outbox.send_kv_change((client_id,), listing)
 
-    def _tell_kv_followers(self) -> None:
-        if self._kv_followers and (change := net(self._scheduler.kv_events.take_events())) is not None:
-            self._outbox.send_kv_change(tuple(self._kv_followers), change)
+    def _notify_kv_subscribers(self) -> None:
+        if (
+            self._kv_subscribers
+            and (change := merge_events(self._scheduler.kv_events.take_events())) is not None
+        ):
+            self._outbox.send_kv_change(tuple(self._kv_subscribers), change)
 
     def _flush_cache(self, force: bool) -> None:
         num_running = self._scheduler.request_counts().running

@@ -39,7 +39,7 @@ from baton.system.progress import Progress
 from baton.system.standstill import Standstill, pace_of
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerState, WorkerStatus
-from worker.kv_events import KVChange, parts
+from worker.kv_events import KVChange, split_change
 from worker.suspect_turns import SuspectTurns
 
 logger = logging.getLogger(__name__)
@@ -335,7 +335,7 @@ class RequestServer:
             yield TO_GATEWAY.encode(Outputs((_too_large(outputs[0], error),)))
 
     def _send_kv_change(self, update: _KVUpdate) -> None:
-        for part in parts(update.change):
+        for part in split_change(update.change):
             for peer in map(bytes.fromhex, update.client_ids):
                 number = self._sessions.number_kv_events(peer, part.is_anew)
                 if number is not None:

@@ -76,7 +76,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @rule(is_new_reader=st.booleans())
     def read_events(self, is_new_reader: bool) -> None:
-        """A follower of the events knows exactly which blocks can be hit, however late it reads."""
+        """A subscriber of the events knows exactly which blocks can be hit, however late it reads."""
         missed = self.events.take_events()
         for event in self.events.begin() if is_new_reader else missed:
             match event:

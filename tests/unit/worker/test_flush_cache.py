@@ -32,17 +32,17 @@ def num_cached(running: RunningLoop, request_id: str) -> int:
     return running.until_finished(request_id).num_cached_tokens
 
 
-def test_c63_a_flushed_cache_has_nothing_and_its_followers_know() -> None:
+def test_c63_a_flushed_cache_has_nothing_and_its_subscribers_know() -> None:
     with RunningLoop() as running:
         assert [num_cached(running, request_id) for request_id in ("a", "b")] == [0, 32]
         running.loop.subscribe_kv_events("gateway")
-        _, account = running.kv_changes.get(timeout=60)
-        assert account.stored
+        _, listing = running.kv_changes.get(timeout=60)
+        assert listing.stored
         running.loop.flush_cache(PATIENCE_S, force=False)
         assert running.kv_changes.get(timeout=60) == (("gateway",), KVChange(True, b"", b""))
         assert num_cached(running, "c") == 0
         _, change = running.kv_changes.get(timeout=60)
-        assert (change.is_anew, change.stored) == (False, account.stored)
+        assert (change.is_anew, change.stored) == (False, listing.stored)
         assert num_cached(running, "d") == 32
 
 

@@ -317,13 +317,13 @@ def test_an_engine_that_ends_ends_every_wait_and_its_hand_overs() -> None:
         running.loop.set_role(DecodeRole(9), 30.0)
 
 
-def test_a_follower_of_the_prefix_cache_gets_a_listing_and_then_changes() -> None:
+def test_a_subscriber_of_the_prefix_cache_gets_a_listing_and_then_changes() -> None:
     with RunningLoop() as running:
         running.loop.submit("gateway", make_engine_request("before", 40))
         running.until_finished("before")
         running.loop.subscribe_kv_events("a")
-        readers, account = running.kv_changes.get(timeout=60)
-        assert (readers, account.is_anew, len(account.stored)) == (("a",), True, 2 * SHORT_HASH_BYTES)
+        readers, listing = running.kv_changes.get(timeout=60)
+        assert (readers, listing.is_anew, len(listing.stored)) == (("a",), True, 2 * SHORT_HASH_BYTES)
         running.loop.submit("gateway", make_engine_request("more", 70))
         running.until_finished("more")
         _, change = running.kv_changes.get(timeout=60)
@@ -332,13 +332,13 @@ def test_a_follower_of_the_prefix_cache_gets_a_listing_and_then_changes() -> Non
         running.loop.subscribe_kv_events("b")
         assert running.kv_changes.get(timeout=60) == (
             ("b",),
-            KVChange(True, b"", account.stored + change.stored),
+            KVChange(True, b"", listing.stored + change.stored),
         )
 
 
-def test_nothing_is_kept_for_followers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_for_subscribers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core()
-    monkeypatch.setattr(core.scheduler.kv_events, "take_events", lambda: pytest.fail("no gateway follows"))
+    monkeypatch.setattr(core.scheduler.kv_events, "take_events", lambda: pytest.fail("no gateway subscribes"))
     with RunningLoop(core) as running:
         running.loop.submit("gateway", make_engine_request("unheard", 40))
         running.until_finished("unheard")

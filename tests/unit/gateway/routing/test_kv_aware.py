@@ -232,7 +232,7 @@ def test_a_new_incarnation_and_a_lost_worker_have_no_blocks() -> None:
     assert chosen(router)[0] == {"p0", "p1"}
 
 
-def test_an_account_lasts_while_the_role_changes() -> None:
+def test_a_listing_lasts_while_the_role_changes() -> None:
     router = pair_of()
     report_blocks(router, "p1", LONG, 1600)
     router.on_status(measured("p1", role=WorkerRole.DECODE))
@@ -240,7 +240,7 @@ def test_an_account_lasts_while_the_role_changes() -> None:
     assert router.route(LONG).num_transfer_tokens == 400
 
 
-def test_accounts_are_wanted_only_where_they_decide() -> None:
+def test_listings_are_wanted_only_where_they_decide() -> None:
     for policy, mode, is_wanted in (
         ("kv_aware", "local", True),
         ("least_loaded", "auto", True),
