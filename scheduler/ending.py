@@ -37,7 +37,7 @@ class Ending:
         self._preemption = preemption
         self._counters = counters
         self._has_ended_running = False
-        self.since_last_plan: set[str] = set()
+        self.ended_since_plan: set[str] = set()
         """Ended requests that the runner does not know about yet."""
 
     def finish(
@@ -116,7 +116,7 @@ class Ending:
         self._swap.discard(request)
         self._preemption.given_back.pop(request.request_id, None)
         del self._requests[request.request_id]
-        self.since_last_plan.add(request.request_id)
+        self.ended_since_plan.add(request.request_id)
         reason = FINISH_REASONS[status]
         stop_token_id = request.all_token_ids[-1] if reason is FinishReason.STOP else None
         outputs[request.client_id].append(replace(last, finish_reason=reason, stop_token_id=stop_token_id))

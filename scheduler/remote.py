@@ -162,7 +162,7 @@ class RemotePrompts:
             num_hit_blocks = self._kv.num_blocks_for(request.num_hit_tokens) if is_loading else 0
             self._kv.quarantine(request, num_kept=num_hit_blocks)
 
-    def resting_on_hits(self) -> list[str]:
+    def loaded_behind_hits(self) -> list[str]:
         """Requests whose prompt is arriving or has arrived, and whose first blocks are prefix-cache hits."""
         requests = [*self.loading.values(), *self.received]
         return [request.request_id for request in requests if request.num_hit_tokens]

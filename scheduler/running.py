@@ -23,9 +23,9 @@ class Running:
         preemption: Preemption,
         speculation: Speculation,
         *,
-        joins_parts: bool,
+        mixes_prompt_parts: bool,
     ) -> None:
-        self._joins_parts = joins_parts
+        self._mixes_prompt_parts = mixes_prompt_parts
         self._max_num_seqs = config.max_num_seqs
         self._threshold = config.long_prefill_token_threshold
         self._order = order
@@ -116,11 +116,11 @@ class Running:
         """How many of the request's wanted tokens the step computes: all, part of a prompt, or none.
 
         A producer's prompt that ends in this step does not wait for part of another producer's prompt: the two do not
-        share a step. With `joins_parts`, they may share a step, since the part hardly makes the step longer.
+        share a step. With `mixes_prompt_parts`, they may share a step, since the part hardly makes the step longer.
         """
         num_tokens = min(num_wanted, step.token_budget)
         is_whole = num_computed_tokens + num_tokens >= request.num_tokens
-        if self._joins_parts or not request.is_producer or is_whole:
+        if self._mixes_prompt_parts or not request.is_producer or is_whole:
             return num_tokens
         return 0 if step.prompts_that_end else num_tokens
 

@@ -37,7 +37,7 @@ from scheduler.running import Running
 from scheduler.speculation import Speculation
 from scheduler.step import StepPlan
 from scheduler.swap import SwapSpace
-from scheduler.trial import Trial, ends_of
+from scheduler.trial import Trial, num_computed_after
 
 
 class Scheduler:
@@ -49,9 +49,9 @@ class Scheduler:
 
     `config` has `num_blocks` and `max_model_len`, and `num_swap_blocks` if `preemption` is `swap`. `hash_key`
     (16 to 64 bytes) makes block hashes comparable between processes that share it; by default it is random.
-    `joins_parts`: a step may compute part of a long prompt beside prompts that it completes (on a GPU, more tokens
-    hardly make a step longer).
-    `num_speculative_tokens`: the most drafts per request and step. `kv_groups`: the model's.
+    `mixes_prompt_parts`: a step may compute part of a long prompt beside prompts that it completes (on a GPU, more
+    tokens hardly make a step longer). `num_speculative_tokens`: the most drafts per request and step. `kv_groups`: the
+    model's.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Scheduler:
         connector: KVConnector | None = None,
         hash_key: bytes | None = None,
         *,
-        joins_parts: bool = False,
+        mixes_prompt_parts: bool = False,
         num_speculative_tokens: int = 0,
         kv_groups: KVGroups = ONE_GROUP,
     ) -> None:
@@ -81,7 +81,7 @@ class Scheduler:
         self._preemption = Preemption(order, waiting, kv, swap, counters)
         self._speculation = Speculation(num_speculative_tokens, self._limits)
         self._running = Running(
-            config, order, kv, self._preemption, self._speculation, joins_parts=joins_parts
+            config, order, kv, self._preemption, self._speculation, mixes_prompt_parts=mixes_prompt_parts
         )
         self._admission = Admission(
             config, order, waiting, self._running, kv, self._remote, swap, counters, self._trial
@@ -118,8 +118,8 @@ class Scheduler:
         step.forced_token_ids = self._speculation.take_forced(self._requests)
         self._batching.fill(step)
         self._order.planned(self._config.max_num_batched_tokens - step.token_budget)
-        plan = step.finish(self._preempted_between_steps, self._ending.since_last_plan)
-        self._preempted_between_steps, self._ending.since_last_plan = set(), set()
+        plan = step.finish(self._preempted_between_steps, self._ending.ended_since_plan)
+        self._preempted_between_steps, self._ending.ended_since_plan = set(), set()
         self._advance(step)
         if self._connector is None:
             return plan
@@ -131,38 +131,38 @@ class Scheduler:
         """Processes a step's samples. Returns the outputs by client, including those of finished requests."""
         outputs = ClientOutputs()
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
-        forced, preempted = model_runner_output.forced_token_ids, RequestStatus.PREEMPTED
+        forced, preempted_status = model_runner_output.forced_token_ids, RequestStatus.PREEMPTED
         requests = self._under_way.pop(scheduler_output.step, [])
         self._speculation.verify(requests, scheduler_output.scheduled_spec_decode_tokens, sampled)
         if scored := model_runner_output.prompt_logprobs:
             for request in (each for each in requests if each.request_id in scored):
                 request.add_scores(scored[request.request_id])
         for request in requests:
-            name = request.request_id
-            token_ids = sampled.get(name)
+            request_id = request.request_id
+            token_ids = sampled.get(request_id)
             if not token_ids or request.is_finished:
                 continue  # not all of its known tokens are computed, or it failed, or it has ended
             if request.num_output_placeholders:
                 request.num_output_placeholders -= 1
-            if request.status is preempted and self._must_sample_again(request):
+            if request.status is preempted_status and self._must_sample_again(request):
                 continue
-            asked = logprobs.get(name) if logprobs else None
-            if forced and (behind := forced.get(name)):
-                num_taken = self._take_tokens(request, [*token_ids, *behind], asked, outputs)
-                self._speculation.append_forced(request, behind, num_taken - len(token_ids))
+            its_logprobs = logprobs.get(request_id) if logprobs else None
+            if forced and (its_forced := forced.get(request_id)):
+                num_taken = self._take_tokens(request, [*token_ids, *its_forced], its_logprobs, outputs)
+                self._speculation.append_forced(request, its_forced, num_taken - len(token_ids))
             else:
-                self._take_tokens(request, token_ids, asked, outputs)
+                self._take_tokens(request, token_ids, its_logprobs, outputs)
         self._speculation.propose(requests, model_runner_output)
         if failed := model_runner_output.failed:
             self._ending.fail(requests, failed, ErrorKind.INVALID_REQUEST, outputs)
-        if wrong := dict.fromkeys(model_runner_output.non_finite, NON_FINITE):
+        if non_finite := dict.fromkeys(model_runner_output.non_finite, NON_FINITE):
             self._kv.forget_prefixes()  # blocks of earlier steps may be wrong, too
-            self._ending.fail(requests, wrong, ErrorKind.STEP_FAILED, outputs)
+            self._ending.fail(requests, non_finite, ErrorKind.STEP_FAILED, outputs)
         if self._preemption.given_back:
             self._ending.end_given_back(outputs)
         self._ending.drop_from_running()
         if self.is_trying:
-            self._go_on_trying(scheduler_output)
+            self._advance_trial(scheduler_output)
         return outputs
 
     def retry_in_halves(
@@ -179,14 +179,16 @@ class Scheduler:
         for request in self._requests.values():
             request.num_output_placeholders = 0
         status, error = RequestStatus.FINISHED_GIVEN_BACK, "a step failed on this worker"
-        self._ending.finish(self._remote.resting_on_hits(), status, outputs, error)
+        self._ending.finish(self._remote.loaded_behind_hits(), status, outputs, error)
         self._ending.end_given_back(outputs)
         self.reset_prefix_cache(force=True)
-        self._ending.since_last_plan |= self._preemption.begin_anew(self._requests.values())
-        self._ending.since_last_plan.update(*(plan.finished_req_ids for plan in (failed, *later)))
-        ends = {name: end for name, end in ends_of(failed).items() if name in self._requests}
+        self._ending.ended_since_plan |= self._preemption.begin_anew(self._requests.values())
+        self._ending.ended_since_plan.update(*(plan.finished_req_ids for plan in (failed, *later)))
+        num_computed = num_computed_after(failed)
+        unfinished = {each: num_computed[each] for each in num_computed if each in self._requests}
         was_alone = len(failed.num_scheduled_tokens) == 1
-        if (culprit := self._trial.step_failed(ends, self._num_steps + 1, was_alone=was_alone)) is not None:
+        culprit = self._trial.step_failed(unfinished, self._num_steps + 1, was_alone=was_alone)
+        if culprit is not None:
             status, kind = RequestStatus.FINISHED_ERROR, ErrorKind.STEP_FAILED
             self._ending.finish(
                 [culprit], status, outputs, f"a step that computed only this request failed: {reason}", kind
@@ -204,8 +206,8 @@ class Scheduler:
         return self._trial.group is not None
 
     @property
-    def can_compute(self) -> bool:
-        """Whether the device has computed a request since the failed step with which the trial began."""
+    def has_computed_in_trial(self) -> bool:
+        """Whether the device has computed a request since the failed step that began the last trial."""
         return self._trial.has_passed
 
     def wanted_grammars(self) -> frozenset[StructuredOutput]:
@@ -308,10 +310,10 @@ class Scheduler:
         return replace(self._kv.counts(), host_total=self._swap.num_total, host_used=self._swap.num_held)
 
     def request_counts(self) -> RequestCounts:
-        num_on_their_way = len(self._remote.received) + len(self._preemption.given_back)
+        num_received_or_given_back = len(self._remote.received) + len(self._preemption.given_back)
         return RequestCounts(
             running=len(self._running.requests),
-            waiting=self._admission.num_waiting + num_on_their_way,
+            waiting=self._admission.num_waiting + num_received_or_given_back,
             waiting_for_remote_kvs=len(self._remote.loading),
         )
 
@@ -352,9 +354,9 @@ class Scheduler:
 
     # update_from_output()
 
-    def _go_on_trying(self, computed: SchedulerOutput) -> None:
+    def _advance_trial(self, computed: SchedulerOutput) -> None:
         """Preempts all requests when a group's turn ends, so that only those of the next group can break a step."""
-        if self._trial.step_computed(computed.step, ends_of(computed), self._num_steps + 1):
+        if self._trial.step_computed(computed.step, num_computed_after(computed), self._num_steps + 1):
             self._preempted_between_steps |= self._preemption.preempt_all(self._running.requests)
 
     def _take_tokens(

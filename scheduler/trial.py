@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 
 from baton.step import SchedulerOutput
 
-Ends = Mapping[str, int]
+NumComputedTokens = Mapping[str, int]
 """By request: the number of its computed tokens after a step."""
 
 
@@ -24,7 +24,7 @@ class Trial:
         passes."""
         self._first_step = 0
         """The first step that may belong to the present group."""
-        self._is_any_passed = False
+        self._has_passed_in_group = False
         """A request of the present group has passed."""
         self.has_passed = False
         """A request of this trial has passed: the device works, so requests cause the further failures."""
@@ -34,45 +34,48 @@ class Trial:
         """The only requests that may compute; None if no trial is under way."""
         return self._groups[0].keys() if self._groups else None
 
-    def step_failed(self, ends: Ends, next_step: int, *, was_alone: bool) -> str | None:
+    def step_failed(self, num_computed: NumComputedTokens, next_step: int, *, was_alone: bool) -> str | None:
         """Splits the failed step's unfinished requests. Returns the request that breaks the step, if it was alone in
         it."""
         if not self._groups:
             self.has_passed = False
-        elif untried := {name: end for name, end in self._groups.popleft().items() if name not in ends}:
+        elif untried := {
+            each: end for each, end in self._groups.popleft().items() if each not in num_computed
+        }:
             self._groups.append(untried)
-        names = list(ends)
-        halves = [] if was_alone else [names[: len(names) // 2], names[len(names) // 2 :]]
-        self._groups += [{name: ends[name] for name in half} for half in halves if half]
+        request_ids = list(num_computed)
+        middle = len(request_ids) // 2
+        halves = [] if was_alone else [request_ids[:middle], request_ids[middle:]]
+        self._groups += [{each: num_computed[each] for each in half} for half in halves if half]
         self._begin_turn(next_step)
-        return next(iter(names), None) if was_alone else None
+        return next(iter(request_ids), None) if was_alone else None
 
-    def step_computed(self, step: int, ends: Ends, next_step: int) -> bool:
+    def step_computed(self, step: int, num_computed: NumComputedTokens, next_step: int) -> bool:
         """Notes a step that was computed during the trial. True if the turn of another group begins."""
         if step < self._first_step:
             return False
         group = self._groups[0]
-        tried = group.keys() & ends.keys()
-        for name in [name for name in tried if ends[name] >= group[name]]:
-            del group[name]
-            self._is_any_passed = self.has_passed = True
+        tried = group.keys() & num_computed.keys()
+        for request_id in [each for each in tried if num_computed[each] >= group[each]]:
+            del group[request_id]
+            self._has_passed_in_group = self.has_passed = True
         if tried and group:
             return False
         self._groups.popleft()
-        if group and self._is_any_passed:  # the rest found no room beside those that passed
+        if group and self._has_passed_in_group:  # the rest found no room beside those that passed
             self._groups.append(group)
         self._begin_turn(next_step)
         return bool(self._groups)
 
     def _begin_turn(self, next_step: int) -> None:
         self._first_step = next_step
-        self._is_any_passed = False
+        self._has_passed_in_group = False
 
 
-def ends_of(plan: SchedulerOutput) -> Ends:
-    """By request: its computed tokens after the step, without drafts, which a retried request lacks."""
+def num_computed_after(plan: SchedulerOutput) -> NumComputedTokens:
+    """Drafts are not counted, since a retried request lacks them."""
     starts, drafts = plan.num_computed_tokens(), plan.scheduled_spec_decode_tokens
     return {
-        name: starts[name] + num_tokens - len(drafts.get(name, ()))
-        for name, num_tokens in plan.num_scheduled_tokens.items()
+        request_id: starts[request_id] + num_tokens - len(drafts.get(request_id, ()))
+        for request_id, num_tokens in plan.num_scheduled_tokens.items()
     }

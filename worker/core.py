@@ -297,7 +297,7 @@ class EngineCore:
 
         Until one request has been computed, the device may be at fault, so the failure is counted.
         """
-        if not (self.scheduler.is_trying and self.scheduler.can_compute):
+        if not (self.scheduler.is_trying and self.scheduler.has_computed_in_trial):
             self._num_failed_steps += 1
         num_requests = len(plan.num_scheduled_tokens)
         logger.error("a step of %d request(s) failed: %s", num_requests, error, exc_info=error)

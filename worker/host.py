@@ -174,7 +174,7 @@ class EngineHost:
                 config,
                 KVConnectorScheduler(config.block_size, model.layer_groups.groups),
                 self._keys.prefix,
-                joins_parts=engine.device != "cpu",
+                mixes_prompt_parts=engine.device != "cpu",
                 num_speculative_tokens=self._config.speculation.num_drafts,
                 kv_groups=model.layer_groups.groups,
             ),

@@ -70,7 +70,7 @@ def configs(draw: st.DrawFn, policy: str) -> SchedulerConfig:
 @given(st.data(), arrivals(), st.integers(0, 8), st.booleans())
 @settings(max_examples=120)
 def test_requests_that_each_fit_alone_all_end(
-    policy: str, data: st.DataObject, arrivals: list[Arrival], num_spare_blocks: int, joins_parts: bool
+    policy: str, data: st.DataObject, arrivals: list[Arrival], num_spare_blocks: int, mixes_prompt_parts: bool
 ) -> None:
     """The first running request, or the best, is preempted for no other. So it gets on in each step.
 
@@ -83,7 +83,7 @@ def test_requests_that_each_fit_alone_all_end(
     config = config.model_copy(update={"num_blocks": 1 + -(-max(lengths) // BLOCK_SIZE) + num_spare_blocks})
     memory = PagedMemory(BLOCK_SIZE)
     connector = FakeConnector(memory=memory)
-    scheduler = Scheduler(config, connector, b"test" * 8, joins_parts=joins_parts)
+    scheduler = Scheduler(config, connector, b"test" * 8, mixes_prompt_parts=mixes_prompt_parts)
     driver = Driver(scheduler, FakeRunner(memory=memory), int(config.async_scheduling), connector)
 
     num_steps = 0

@@ -56,7 +56,7 @@ def test_a_prompt_that_has_overtaken_another_stays_before_it() -> None:
 def test_where_a_step_takes_as_long_with_few_tokens_a_part_of_a_long_prompt_fills_it() -> None:
     connector = FakeConnector()
     config = make_config(max_num_batched_tokens=64)
-    driver = Driver(Scheduler(config, connector, b"test" * 8, joins_parts=True), connector=connector)
+    driver = Driver(Scheduler(config, connector, b"test" * 8, mixes_prompt_parts=True), connector=connector)
     driver.add(prompt("long", 300), prompt("short", 20))
     assert driver.step().num_scheduled_tokens == {"short": 20, "long": 44}
     driver.add(prompt("another", 10))
