@@ -90,8 +90,8 @@ NON_FINITE = "the model computed logits that are not finite"
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredTokens:
-    """Log-probabilities of consecutive tokens of one prompt."""
+class ChunkLogprobs:
+    """Prompt logprobs of consecutive tokens of one request, from one step."""
 
     first_position: int
     """The position of the first of these tokens in the prompt, at least 1."""
@@ -116,7 +116,7 @@ class ModelRunnerOutput:
     unforeseeable: Set[str] = frozenset()
     """Requests that sampled, and whose next step may yield several tokens or new drafts. So the output of that step
     must be known before the step after it is planned. Requests with drafts may be left out."""
-    prompt_logprobs: Mapping[str, ScoredTokens] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, ChunkLogprobs] = field(default_factory=dict)
     """For requests that ask for prompt logprobs: those of the prompt's tokens that follow a token of this step."""
 
 

@@ -16,8 +16,8 @@ from baton.step import NewRequestData, SchedulerOutput
 from engine.acceptance import Acceptance
 from engine.grammars.compiler import Matcher
 from engine.group_blocks import GroupBlocks, group_blocks
+from engine.prompt_rows import PromptRows, prompt_rows_of
 from engine.request_table import NONE, GrowingArray, IntArray, RequestTable
-from engine.scored_rows import ScoredRows, scored_rows
 from engine.token_counts import TokenCounts
 
 
@@ -195,7 +195,7 @@ class StepBatch:
     drafts: the rows of its last known token and of each draft."""
     sampling_requests: tuple[SampledRequest, ...]
     """The request of each of these rows. DraftedRequests follow their request."""
-    scored: tuple[ScoredRows, ...] = ()
+    prompt_rows: tuple[PromptRows, ...] = ()
     """Rows of prompts whose log-probabilities are wanted."""
 
     @property
@@ -215,7 +215,7 @@ class RequestBatch:
         self._block_size = block_size
         self._groups = groups
         self._requests: dict[str, RunnerRequest] = {}
-        self._with_scores: set[str] = set()
+        self._with_prompt_logprobs: set[str] = set()
         """Requests that want the log-probabilities of their prompts."""
         self._table = RequestTable()
 
@@ -231,7 +231,7 @@ class RequestBatch:
             if (gone := self._requests.pop(request_id, None)) is not None:  # None: the request never ran
                 assert gone.row is not None
                 self._table.remove(gone.row)
-                self._with_scores.discard(request_id)
+                self._with_prompt_logprobs.discard(request_id)
                 gone.row = None
         for request_id, token_ids in plan.forced_token_ids.items():
             if (request := self._requests.get(request_id)) is not None:
@@ -326,24 +326,24 @@ class RequestBatch:
             blocks=blocks,
             sampling_rows_R=last_rows_B[samples_B],
             sampling_requests=tuple(itertools.compress(requests, samples_B)),
-            scored=self._scored(requests, starts_B, num_tokens_B, ends_B),
+            prompt_rows=self._prompt_rows(requests, starts_B, num_tokens_B, ends_B),
         )
 
-    def _scored(
+    def _prompt_rows(
         self, requests: Sequence[SampledRequest], starts_B: IntArray, num_tokens_B: IntArray, ends_B: IntArray
-    ) -> tuple[ScoredRows, ...]:
-        """The rows that precede tokens of prompts. A request that has output has reported its prompt's scores."""
-        if not self._with_scores:
+    ) -> tuple[PromptRows, ...]:
+        """The rows that precede tokens of prompts. A request that has output has reported its prompt logprobs."""
+        if not self._with_prompt_logprobs:
             return ()
         places = zip(
             requests, starts_B.tolist(), (ends_B - num_tokens_B).tolist(), ends_B.tolist(), strict=True
         )
-        scored = (
-            scored_rows(request.request_id, request.token_ids, request.sampling_params, first_row, first, end)
-            for request, first_row, first, end in places
-            if isinstance(request, RunnerRequest) and not request.num_output_tokens
+        all_rows = (
+            prompt_rows_of(each.request_id, each.token_ids, each.sampling_params, first_row, first, end)
+            for each, first_row, first, end in places
+            if isinstance(each, RunnerRequest) and not each.num_output_tokens
         )
-        return tuple(rows for rows in scored if rows is not None)
+        return tuple(rows for rows in all_rows if rows is not None)
 
     def _sequences(self, plan: SchedulerOutput) -> tuple[Sequence[SampledRequest], Sequence[int]]:
         """The step's requests and drafted requests, and how many tokens each of them has in the step."""
@@ -364,7 +364,7 @@ class RequestBatch:
         row = self._table.add()
         request = self._requests[new.request_id] = RunnerRequest(new, row)
         if new.sampling_params.prompt_logprobs is not None:
-            self._with_scores.add(new.request_id)
+            self._with_prompt_logprobs.add(new.request_id)
         self._table.num_computed_tokens_S[row] = new.num_computed_tokens
         self._table.num_tokens_S[row] = request.num_tokens
         self._table.last_tokens_S[row] = request.token_ids[-1]

@@ -12,7 +12,7 @@ from engine.batch import StepBatch
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
 from engine.models.decoder import Decoder
-from engine.step_logits import StepLogits, score_prompts
+from engine.step_logits import StepLogits, start_prompt_logprobs
 
 _ANY_ROW = np.zeros(1, np.int64)
 """The rows of a step in which no row samples, since no layer accepts zero rows."""
@@ -47,11 +47,13 @@ class TorchForward:
         input_ids_T = torch.from_numpy(batch.input_ids_T).to(self._device)
         samples = bool(batch.sampling_requests)
         rows_R = torch.from_numpy(batch.sampling_rows_R if samples else _ANY_ROW).to(self._device)
-        is_whole = bool(batch.scored) or len(rows_R) == len(input_ids_T)
+        is_whole = bool(batch.prompt_rows) or len(rows_R) == len(input_ids_T)
         hidden_RE = self._decoder.forward(
             InputTokens(input_ids_T), self._attention.prepare(batch), None if is_whole else rows_R
         )
-        scores = score_prompts(batch.scored, lambda rows: self._decoder.logits(hidden_RE[rows]), self._device)
-        if batch.scored:
+        prompt_logprobs = start_prompt_logprobs(
+            batch.prompt_rows, lambda rows: self._decoder.logits(hidden_RE[rows]), self._device
+        )
+        if batch.prompt_rows:
             hidden_RE = hidden_RE[rows_R]
-        return StepLogits(self._decoder.logits(hidden_RE) if samples else None, scores)
+        return StepLogits(self._decoder.logits(hidden_RE) if samples else None, prompt_logprobs)

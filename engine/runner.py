@@ -7,7 +7,7 @@ import torch
 
 from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import TokenLogprobs
-from baton.step import ModelRunnerOutput, SchedulerOutput, ScoredTokens
+from baton.step import ChunkLogprobs, ModelRunnerOutput, SchedulerOutput
 from engine.batch import RequestBatch, RunnerRequest, SampledRequest
 from engine.device import Mark
 from engine.drafts import Drafter
@@ -16,7 +16,7 @@ from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks
 from engine.request_table import NONE
 from engine.sampler import SampledToken, SampledTokens, Sampler, has_penalties
-from engine.step_logits import PromptScores
+from engine.step_logits import PendingChunkLogprobs
 
 
 class ModelRunner:
@@ -81,7 +81,7 @@ class ModelRunner:
         if plan.num_scheduled_tokens:
             batch = self._requests.build(plan)
             logits = self._forward(batch)
-            step.scores = logits.scores if self._samples else ()
+            step.prompt_logprobs = logits.prompt_logprobs if self._samples else ()
             self._settle_for(batch.sampling_requests)
             if batch.sampling_requests:
                 sampled = self._sampler(logits.sampling_RV, batch.sampling_requests)
@@ -134,7 +134,7 @@ class LaunchedStep:
         """Requests that sample, and the index of each request's first sampled token."""
         self._drafts: Mapping[str, tuple[int, ...]] = {}
         self._sampled: SampledTokens | None = None
-        self.scores: tuple[PromptScores, ...] = ()
+        self.prompt_logprobs: tuple[PendingChunkLogprobs, ...] = ()
         self._failed: dict[str, str] = {}
         """Requests whose grammar stopped matching in this step."""
         self._end: Mark | None = None
@@ -188,12 +188,15 @@ class LaunchedStep:
             if self._end is not None:
                 self._end.synchronize()
             return ModelRunnerOutput(
-                {}, failed=self._failed, non_finite=self._unscored(), prompt_logprobs=self._prompt_logprobs()
+                {},
+                failed=self._failed,
+                non_finite=self._with_non_finite_prompts(),
+                prompt_logprobs=self._prompt_logprobs_by_request(),
             )
         token_ids: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
         sampled = self._sampled.wait()
-        non_finite = self._unscored()
+        non_finite = self._with_non_finite_prompts()
         for request, index, token in self._verified(sampled):
             self._batch.settle(request, index, token.token_id)
             request_id = request.request_id
@@ -220,15 +223,15 @@ class LaunchedStep:
             draft_token_ids={name: each for name, each in drafts.items() if each},
             forced_token_ids=taken,
             unforeseeable=forced.keys() | drafts.keys(),
-            prompt_logprobs=self._prompt_logprobs(),
+            prompt_logprobs=self._prompt_logprobs_by_request(),
         )
 
-    def _unscored(self) -> set[str]:
+    def _with_non_finite_prompts(self) -> set[str]:
         """Requests whose prompts have logits that are not finite, so that no log-probability means anything."""
-        return {each.rows.request_id for each in self.scores if not each.are_finite}
+        return {each.rows.request_id for each in self.prompt_logprobs if not each.are_finite}
 
-    def _prompt_logprobs(self) -> dict[str, ScoredTokens]:
-        return {each.rows.request_id: each.tokens for each in self.scores}
+    def _prompt_logprobs_by_request(self) -> dict[str, ChunkLogprobs]:
+        return {each.rows.request_id: each.logprobs for each in self.prompt_logprobs}
 
     def _verified(self, sampled: Sequence[SampledToken]) -> Iterable[tuple[RunnerRequest, int, SampledToken]]:
         """The sampled tokens that count, each with its index among the request's tokens.

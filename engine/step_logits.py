@@ -1,10 +1,10 @@
-"""StepLogits: what a step computes from its hidden states: logits of the rows that sample, and scores of prompts.
+"""StepLogits: what a step computes from its hidden states: logits of the rows that sample, and prompt logprobs.
 
-The score of a prompt is the log-probability of each of its own tokens, from the logits of the row before. Without
-scores, no logits are computed for rows within a prompt. They are computed here, a few rows at a time: the logits of a
-long chunk would take more memory than the device has to spare. Nothing here waits for the device.
+Prompt logprobs are the log-probabilities of a prompt's own tokens, each from the logits of the row before it. If they
+are not wanted, no logits are computed for rows within a prompt. They are computed here, a few rows at a time: the
+logits of a long chunk would take more memory than the device has to spare. Nothing here waits for the device.
 
-Shape suffixes: R rows that sample, N scored rows, V vocabulary, C a row's own token and its likeliest tokens.
+Shape suffixes: R rows that sample, N rows of PromptRows, V vocabulary, C a row's own token and its likeliest tokens.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from baton.request import PackedLogprobs
-from baton.step import ScoredTokens
+from baton.step import ChunkLogprobs
 from engine.device import pinned, to_host
-from engine.scored_rows import ScoredRows
+from engine.prompt_rows import PromptRows
 
 ROWS_AT_ONCE = 64
 
@@ -36,25 +36,25 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScores:
-    """The log-probabilities that a step computes of one prompt."""
+class PendingChunkLogprobs:
+    """The prompt logprobs that a step computes for one request; they can be read once the step is computed."""
 
-    rows: ScoredRows
+    rows: PromptRows
     parts: tuple[_Part, ...]
 
     @property
     def are_finite(self) -> bool:
-        """False: the rows' logits contain NaN or infinity. Read this, and `tokens`, only when the step is computed."""
+        """False: the rows' logits contain NaN or infinity."""
         return all(bool(part.logprobs_NC[:, 0].isfinite().all()) for part in self.parts)
 
     @property
-    def tokens(self) -> ScoredTokens:
+    def logprobs(self) -> ChunkLogprobs:
         packed = PackedLogprobs(
             token_ids=_joined((part.token_ids_NC for part in self.parts), np.uint32),
             logprobs=_joined((part.logprobs_NC for part in self.parts), np.float32),
             ranks=_joined((part.ranks_N for part in self.parts), np.uint32),
         )
-        return ScoredTokens(self.rows.first_position, packed)
+        return ChunkLogprobs(self.rows.first_position, packed)
 
 
 def _joined(parts: Iterable[torch.Tensor], dtype: npt.DTypeLike) -> bytes:
@@ -67,25 +67,25 @@ class StepLogits:
 
     sampling_RV: torch.Tensor | None
     """The logits of the rows that sample, valid until the next step; None if no row samples."""
-    scores: tuple[PromptScores, ...] = ()
+    prompt_logprobs: tuple[PendingChunkLogprobs, ...] = ()
 
 
-def score_prompts(
-    scored: Sequence[ScoredRows], logits_of: LogitsOf, device: torch.device
-) -> tuple[PromptScores, ...]:
+def start_prompt_logprobs(
+    prompt_rows: Sequence[PromptRows], logits_of: LogitsOf, device: torch.device
+) -> tuple[PendingChunkLogprobs, ...]:
     """Queues the work for all rows of these prompts."""
-    return tuple(PromptScores(rows, tuple(_parts(rows, logits_of, device))) for rows in scored)
+    return tuple(PendingChunkLogprobs(rows, tuple(_parts(rows, logits_of, device))) for rows in prompt_rows)
 
 
-def _parts(rows: ScoredRows, logits_of: LogitsOf, device: torch.device) -> Iterator[_Part]:
+def _parts(rows: PromptRows, logits_of: LogitsOf, device: torch.device) -> Iterator[_Part]:
     token_ids_N = pinned(rows.token_ids_N, device).to(device, non_blocking=True)
     for start in range(0, len(token_ids_N), ROWS_AT_ONCE):
         own_N = token_ids_N[start : start + ROWS_AT_ONCE]
         first_row = rows.first_row + start
-        yield _score(logits_of(slice(first_row, first_row + len(own_N))), own_N, rows.num_top)
+        yield _logprobs_of(logits_of(slice(first_row, first_row + len(own_N))), own_N, rows.num_top)
 
 
-def _score(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_top: int) -> _Part:
+def _logprobs_of(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_top: int) -> _Part:
     logprobs_NV = logits_NV.to(torch.float32).log_softmax(-1)
     own_N1 = logprobs_NV.gather(1, token_ids_N[:, None])
     top = logprobs_NV.topk(min(num_top, logprobs_NV.shape[1]))

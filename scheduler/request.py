@@ -18,7 +18,7 @@ from enum import Enum, auto
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
 from baton.request import FinishReason, FirstToken, OnPreemption, PackedLogprobs
 from baton.sampling import SamplingParams
-from baton.step import ScoredTokens
+from baton.step import ChunkLogprobs
 from scheduler.block_table import BlockTable
 
 QueueKey = tuple[float | str, ...]
@@ -163,8 +163,8 @@ class Request:
         self.num_initial_tokens = len(self.all_token_ids)
         """Number of initial tokens: the prompt, and output sampled on other workers. A producer computes the
         initial tokens and hands them over; a consumer receives them. The first new token follows them."""
-        wants_scores = sampling_params.prompt_logprobs is not None and self.num_output_tokens == 0
-        self.prompt_logprobs = PackedLogprobs() if wants_scores and not self.is_consumer else None
+        wants_prompt_logprobs = sampling_params.prompt_logprobs is not None and self.num_output_tokens == 0
+        self.prompt_logprobs = PackedLogprobs() if wants_prompt_logprobs and not self.is_consumer else None
         """Log-probabilities of the prompt's tokens computed so far, without the first. None: not asked for, or already
         reported."""
         self.skip_reading_prefix_cache = skip_reading_prefix_cache or self.prompt_logprobs is not None
@@ -242,15 +242,15 @@ class Request:
         """Whether the request must fail if its prompt does not arrive. Otherwise, this worker computes the prompt."""
         return self.kv_transfer is not None and self.kv_transfer.on_failure is OnLoadFailure.REPORT
 
-    def add_scores(self, scored: ScoredTokens) -> None:
+    def add_prompt_logprobs(self, latest: ChunkLogprobs) -> None:
         """Adds log-probabilities of the prompt. After a preemption, they replace those of the same tokens."""
         if self.prompt_logprobs is None:
             return
-        num_before = scored.first_position - 1
+        num_before = latest.first_position - 1
         assert num_before <= len(self.prompt_logprobs), (
-            f"{self.request_id}: scores of some tokens are missing"
+            f"{self.request_id}: log-probabilities of some prompt tokens are missing"
         )
-        self.prompt_logprobs = self.prompt_logprobs[:num_before] + scored.logprobs
+        self.prompt_logprobs = self.prompt_logprobs[:num_before] + latest.logprobs
 
     def count_preemption(self) -> None:
         is_futile = self.num_tokens == self.num_tokens_at_preemption

@@ -134,9 +134,9 @@ class Scheduler:
         forced, preempted_status = model_runner_output.forced_token_ids, RequestStatus.PREEMPTED
         requests = self._under_way.pop(scheduler_output.step, [])
         self._speculation.verify(requests, scheduler_output.scheduled_spec_decode_tokens, sampled)
-        if scored := model_runner_output.prompt_logprobs:
-            for request in (each for each in requests if each.request_id in scored):
-                request.add_scores(scored[request.request_id])
+        if prompt_logprobs := model_runner_output.prompt_logprobs:
+            for request in (each for each in requests if each.request_id in prompt_logprobs):
+                request.add_prompt_logprobs(prompt_logprobs[request.request_id])
         for request in requests:
             request_id = request.request_id
             token_ids = sampled.get(request_id)

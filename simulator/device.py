@@ -13,10 +13,10 @@ import numpy as np
 import xxhash
 
 from baton.kv_groups import NULL_BLOCK_ID, ONE_GROUP, KVGroups
-from baton.step import ModelRunnerOutput, SchedulerOutput, ScoredTokens
+from baton.step import ChunkLogprobs, ModelRunnerOutput, SchedulerOutput
 from engine.pipeline import StepResult
 from kv_transfer.transport.base import Bytes
-from simulator.model import BREAKS_STEPS, KILLS_WORKERS, WRONG, forced, guesses, next_token, scores
+from simulator.model import BREAKS_STEPS, KILLS_WORKERS, WRONG, forced, guesses, next_token, prompt_logprobs
 from simulator.world import Process, World
 from worker.device_check import CHECKING
 
@@ -54,13 +54,13 @@ class KnownRequest:
     kv: bytearray
     """The bytes that the slots of all tokens of the request must contain."""
     has_grammar: bool
-    wants_scores: bool
+    wants_prompt_logprobs: bool
 
-    def scored(self, start: int, end: int) -> ScoredTokens | None:
+    def prompt_logprobs(self, start: int, end: int) -> ChunkLogprobs | None:
         """Log-probabilities of the prompt's tokens that follow the tokens of a step; None if not wanted."""
-        if not self.wants_scores or self.num_tokens > len(self.prompt):
+        if not self.wants_prompt_logprobs or self.num_tokens > len(self.prompt):
             return None
-        return ScoredTokens(start + 1, scores(self.prompt, start + 1, end + 1))
+        return ChunkLogprobs(start + 1, prompt_logprobs(self.prompt, start + 1, end + 1))
 
 
 class SimRunner:
@@ -125,14 +125,14 @@ class SimRunner:
             self._check_no_load(loading, known, starts[request_id], end)
             self._write(known, starts[request_id], end)
         sampled, non_finite, guessed, taken = {}, set(), {}, dict[str, tuple[int, ...]]()
-        scored = {}
+        all_prompt_logprobs = {}
         for request_id, end in ends.items():
             known = self._known[request_id]
             num_missing = known.num_tokens + len(drafts[request_id]) - end
             if num_missing < 0 or (num_missing and drafts[request_id]):
                 self._world.violate("plans", f"{self._name}: {request_id} is scheduled past its known tokens")
             samples = num_missing == 0
-            of_prompt = known.scored(starts[request_id], end)
+            of_prompt = known.prompt_logprobs(starts[request_id], end)
             if self._spoils(known, starts[request_id], end, request_id, samples=samples):
                 if samples:
                     self._sample(known, is_right=False)
@@ -140,7 +140,7 @@ class SimRunner:
                     non_finite.add(request_id)
                 continue
             if of_prompt:
-                scored[request_id] = of_prompt
+                all_prompt_logprobs[request_id] = of_prompt
             is_right = self._is_right(known, starts[request_id], end, request_id)
             if samples:
                 sampled[request_id] = self._verified(known, drafts[request_id], is_right)
@@ -156,7 +156,7 @@ class SimRunner:
             draft_token_ids=guessed,
             forced_token_ids={name: run for name, run in taken.items() if run},
             unforeseeable=guessed.keys() | taken.keys(),
-            prompt_logprobs=scored,
+            prompt_logprobs=all_prompt_logprobs,
         )
 
     def _check(self) -> ModelRunnerOutput:

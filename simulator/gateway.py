@@ -39,7 +39,7 @@ from gateway.routing.placement import Mode
 from gateway.routing.router import Router
 from gateway.workers.worker_listener import LossCause
 from simulator.driver import SilentText, VirtualDriver
-from simulator.model import BREAKS_STEPS, KILLS_WORKERS, answer, scores
+from simulator.model import BREAKS_STEPS, KILLS_WORKERS, answer, prompt_logprobs
 from simulator.worker import Worker
 from simulator.worker_links import WorkerLinks
 from simulator.world import World
@@ -69,7 +69,7 @@ class RequestSpec:
     """Whether a grammar forces some of the answer's tokens."""
 
     @property
-    def wants_scores(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Whether the client wants the log-probabilities of its prompt; every fourth client does."""
         return crc32(self.request_id.encode()) % 4 == 0
 
@@ -167,7 +167,7 @@ class SimGateway:
             sampling_params=SamplingParams(
                 max_tokens=spec.max_tokens,
                 seed=1,
-                prompt_logprobs=0 if spec.wants_scores else None,
+                prompt_logprobs=0 if spec.wants_prompt_logprobs else None,
                 structured_output=GRAMMAR if spec.has_grammar else None,
             ),
             text=SilentText(),
@@ -246,9 +246,15 @@ class SimGateway:
     def _deliver(self, client: Client, delta: Delta) -> StreamEnded | None:
         if client.end is not None:
             self._world.violate("ends once", f"{client.spec.request_id} gets {delta} after {client.end}")
-        wanted = scores(client.spec.prompt, 1, len(client.spec.prompt)) if client.spec.wants_scores else None
+        wanted = (
+            prompt_logprobs(client.spec.prompt, 1, len(client.spec.prompt))
+            if client.spec.wants_prompt_logprobs
+            else None
+        )
         if delta.prompt_logprobs != (None if client.tokens else wanted):
-            self._world.violate("scores come once", f"{client.spec.request_id}: {delta.prompt_logprobs}")
+            self._world.violate(
+                "prompt logprobs come once", f"{client.spec.request_id}: {delta.prompt_logprobs}"
+            )
         client.tokens += delta.token_ids
         if tuple(client.tokens) != client.expected[: len(client.tokens)]:
             self._world.violate("tokens are right", f"{client.spec.request_id}: {client.tokens}")

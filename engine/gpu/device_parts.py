@@ -75,9 +75,11 @@ class DeviceParts:
             self.sampler(logits_RV, [_rehearsed(row, params) for row in range(num_decodes)]).wait()
         for count in NUM_ROWS:
             self.forward.rehearse(min(count, num_requests), 1)
-        # Few requests sample, but many tokens of a prompt may be scored.
+        # Few requests sample, but prompt logprobs may be wanted for many tokens of a prompt.
         for count in (*NUM_ROWS, ROWS_AT_ONCE):
-            self.forward.rehearse_scores(min(count, limits.max_num_batched_tokens, limits.max_model_len))
+            self.forward.rehearse_prompt_logprobs(
+                min(count, limits.max_num_batched_tokens, limits.max_model_len)
+            )
         counts = {min(count, limits.max_num_batched_tokens) for count in self.backend.token_counts}
         for count in sorted(counts):
             self._rehearse_prompts(count)

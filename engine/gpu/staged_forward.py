@@ -22,9 +22,9 @@ from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
 from engine.layers.triton_attention import TritonAttention, TritonStepAttention
 from engine.models.decoder import Decoder
+from engine.prompt_rows import PromptRows
 from engine.request_table import NONE, IntArray
-from engine.scored_rows import ScoredRows
-from engine.step_logits import StepLogits, score_prompts
+from engine.step_logits import StepLogits, start_prompt_logprobs
 
 NO_SLOT = -1
 
@@ -93,10 +93,10 @@ class StagedForward:
         assert logits_RV is not None
         return logits_RV
 
-    def rehearse_scores(self, num_tokens: int) -> None:
-        """Runs a step with one prompt, whose tokens are all scored."""
-        rows = ScoredRows("", 0, 1, np.zeros(num_tokens, np.int64), MAX_LOGPROBS)
-        self(replace(self._step_of(1, num_tokens, num_tokens), scored=(rows,)))
+    def rehearse_prompt_logprobs(self, num_tokens: int) -> None:
+        """Runs a step with one prompt, whose log-probabilities are all wanted."""
+        rows = PromptRows("", 0, 1, np.zeros(num_tokens, np.int64), MAX_LOGPROBS)
+        self(replace(self._step_of(1, num_tokens, num_tokens), prompt_rows=(rows,)))
 
     def _step_of(self, num_requests: int, num_tokens: int, context_len: int) -> StepBatch:
         null_blocks_BM = np.full((num_requests, -(-context_len // self.block_size)), NULL_BLOCK_ID)
@@ -125,11 +125,15 @@ class StagedForward:
             recorded.replay()
             if not has_chunks:
                 logits_TV = recorded.given
-                scores = score_prompts(batch.scored, logits_TV.__getitem__, self._device)
-                return StepLogits(_rows_of(logits_TV, rows_R, batch), scores)
+                prompt_logprobs = start_prompt_logprobs(
+                    batch.prompt_rows, logits_TV.__getitem__, self._device
+                )
+                return StepLogits(_rows_of(logits_TV, rows_R, batch), prompt_logprobs)
             hidden_TE = recorded.given
-        scores = score_prompts(batch.scored, lambda rows: self._decoder.logits(hidden_TE[rows]), self._device)
-        return StepLogits(self._decoder.logits(hidden_TE[rows_R]) if len(rows_R) else None, scores)
+        prompt_logprobs = start_prompt_logprobs(
+            batch.prompt_rows, lambda rows: self._decoder.logits(hidden_TE[rows]), self._device
+        )
+        return StepLogits(self._decoder.logits(hidden_TE[rows_R]) if len(rows_R) else None, prompt_logprobs)
 
     def _stage(
         self, batch: StepBatch, size: int | None, *, has_chunks: bool

@@ -195,12 +195,12 @@ async def _streamed(
     prompt_token_ids = gateway_requests[0].prompt_token_ids
     first_token_ids = dict.fromkeys(range(len(gateway_requests)), prompt_token_ids[0])
     async for index, delta in (each async for batch in batches for each in batch):
-        scored = None
+        input_logprobs = None
         if delta.prompt_logprobs is not None:
-            scored = convert.input_logprobs_to_message(
+            input_logprobs = convert.input_logprobs_to_message(
                 tuple(delta.prompt_logprobs), first_token_ids.pop(index, None)
             )
-        yield convert.delta_to_chunk(index, delta, len(prompt_token_ids), scored)
+        yield convert.delta_to_chunk(index, delta, len(prompt_token_ids), input_logprobs)
         if delta.finish is not None:
             yield convert.to_complete(index, delta, delta.finish)
 

@@ -46,7 +46,7 @@ def test_openais_client_is_served_by_real_workers(folder: Path) -> None:
             model = (await client.models.list()).data[0].id
             cluster = LocalCluster(grpc, running.workers)
             await same_tokens_as_over_grpc(client, cluster, model)
-            await prompts_are_scored_as_by_transformers(client, model, folder)
+            await prompt_logprobs_are_those_of_transformers(client, model, folder)
             await samples_differ_and_come_again(client, model)
             await answers_match_what_is_asked_for(client, model)
             await leaving_frees_everything(client, cluster, model)
@@ -79,7 +79,7 @@ async def same_tokens_as_over_grpc(client: AsyncOpenAI, cluster: LocalCluster, m
                 assert logprob == max(top.values()), "greedy takes the likeliest"
 
 
-async def prompts_are_scored_as_by_transformers(client: AsyncOpenAI, model: str, folder: Path) -> None:
+async def prompt_logprobs_are_those_of_transformers(client: AsyncOpenAI, model: str, folder: Path) -> None:
     """As evaluation harnesses ask for it. The prompt takes three steps; the second time, its blocks are cached."""
     prompt = [(7 * i + 3) % 300 for i in range(290)]
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

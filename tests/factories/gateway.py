@@ -155,11 +155,11 @@ def outputs_of(
     num_top, transfer = request.sampling_params.prompt_logprobs, request.kv_transfer
     is_consumer = transfer is not None and transfer.role is TransferRole.CONSUMER
     if outputs and start == 0 and num_top is not None and not is_consumer:
-        outputs[0].prompt_logprobs = scores_of(request.prompt_token_ids, num_top)
+        outputs[0].prompt_logprobs = prompt_logprobs_of(request.prompt_token_ids, num_top)
     return outputs
 
 
-def scores_of(prompt_token_ids: Sequence[int], num_top: int) -> PackedLogprobs:
+def prompt_logprobs_of(prompt_token_ids: Sequence[int], num_top: int) -> PackedLogprobs:
     """Log-probabilities of a prompt's tokens but the first. Each token has rank 2, behind token 65, and token 67 is
     impossible; `num_top` is at most 3."""
 

@@ -12,7 +12,7 @@ from baton.v1.generation_service_pb2_grpc import GenerationServiceStub
 from gateway.choices import PORTION_TOKENS
 from gateway.grpc.generated import vllm_engine_pb2 as engine_pb
 from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
-from tests.factories.gateway import answering, gateway_with, scores_of
+from tests.factories.gateway import answering, gateway_with, prompt_logprobs_of
 from tests.factories.models import make_tokenizer
 from tests.factories.openai import openai_with
 
@@ -60,12 +60,12 @@ async def test_an_echo_has_the_log_probabilities_of_its_prompt(
             assert [text[at:].startswith(token) for at, token in zip(offsets, tokens, strict=True)] == [
                 True
             ] * len(tokens)
-            num_scored = len(tokens) - 1 - len(ANSWER)
+            num_prompt_logprobs = len(tokens) - 1 - len(ANSWER)
             numbers = [number for each in logprobs for number in each.token_logprobs]
-            assert numbers == [None, *[-0.5] * num_scored, *[0.0] * len(ANSWER)]
+            assert numbers == [None, *[-0.5] * num_prompt_logprobs, *[0.0] * len(ANSWER)]
             tops = [top for each in logprobs for top in each.top_logprobs]
             assert [top if top is None else len(top) for top in tops] == [
-                *(None, *[2] * num_scored),
+                *(None, *[2] * num_prompt_logprobs),
                 *[1] * len(ANSWER),  # the token itself
             ]
         params = (await under_test.workers["p0"].next_request()).sampling_params
@@ -146,10 +146,12 @@ async def test_a_grpc_client_gets_them_before_and_with_the_first_token(folder: P
             request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt))
             request.sampling_params.prompt_logprobs = 2
             responses = [response async for response in stub.Generate(request)]
-            scored = [response for response in responses if response.prompt_logprobs]
-            assert scored == responses[:num_messages]
-            assert [bool(response.token_ids) for response in scored] == [False] * (num_messages - 1) + [True]
-            got = [each for response in scored for each in response.prompt_logprobs]
+            with_logprobs = [response for response in responses if response.prompt_logprobs]
+            assert with_logprobs == responses[:num_messages]
+            assert [bool(response.token_ids) for response in with_logprobs] == [False] * (
+                num_messages - 1
+            ) + [True]
+            got = [each for response in with_logprobs for each in response.prompt_logprobs]
             assert [
                 (
                     each.token_id,
@@ -158,7 +160,9 @@ async def test_a_grpc_client_gets_them_before_and_with_the_first_token(folder: P
                     tuple((top.token_id, top.logprob) for top in each.top),
                 )
                 for each in got
-            ] == [(each.token_id, each.logprob, each.rank, each.top) for each in scores_of(prompt, 2)]
+            ] == [
+                (each.token_id, each.logprob, each.rank, each.top) for each in prompt_logprobs_of(prompt, 2)
+            ]
             assert [token for response in responses for token in response.token_ids] == ANSWER
 
 
@@ -178,12 +182,12 @@ async def test_a_router_gets_them_as_input_logprobs(folder: Path, prompt: list[i
         responses = [response async for response in stub.Generate(request)]
         for index in range(2):
             answers = [response.chunk if stream else response.complete for response in responses]
-            scored = [answer.input_logprobs for answer in answers if answer.index == index]
-            assert [token for each in scored for token in each.token_ids] == prompt
-            first, *others = (value for each in scored for value in each.token_logprobs)
+            input_logprobs = [answer.input_logprobs for answer in answers if answer.index == index]
+            assert [token for each in input_logprobs for token in each.token_ids] == prompt
+            first, *others = (value for each in input_logprobs for value in each.token_logprobs)
             assert not first.HasField("value")
             assert [value.value for value in others] == [-0.5] * (len(prompt) - 1)
-            tops = [list(top.token_ids) for each in scored for top in each.top_logprobs]
+            tops = [list(top.token_ids) for each in input_logprobs for top in each.top_logprobs]
             assert tops == [[], *([65, token_id] for token_id in prompt[1:])]
         if stream:
             ends = [response.complete for response in responses if response.HasField("complete")]

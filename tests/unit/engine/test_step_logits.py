@@ -36,14 +36,14 @@ def _rows_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(step_logits, "ROWS_AT_ONCE", request.param)
 
 
-def scores_of(driver: StepDriver, name: str, chunk: int) -> Iterator[tuple[int, TokenLogprobs]]:
-    """Computes the whole prompt; the position and the log-probabilities of each of its scored tokens."""
+def prompt_logprobs_of(driver: StepDriver, name: str, chunk: int) -> Iterator[tuple[int, TokenLogprobs]]:
+    """Computes the whole prompt; the position and the log-probability of each of its tokens but the first."""
     request = driver.requests[name]
     while request.num_computed < len(request.prompt):
         num_left = len(request.prompt) - request.num_computed
         output = driver.step({name: min(chunk, num_left)})
-        if (scored := output.prompt_logprobs.get(name)) is not None:
-            yield from enumerate(scored.logprobs, scored.first_position)
+        if (latest := output.prompt_logprobs.get(name)) is not None:
+            yield from enumerate(latest.logprobs, latest.first_position)
 
 
 @pytest.mark.usefixtures("_rows_at_once")
@@ -53,10 +53,10 @@ def test_they_are_those_of_transformers(
 ) -> None:
     driver = StepDriver(model)
     driver.add("a", PROMPT, WANTS)
-    positions, scored = zip(*scores_of(driver, "a", chunk), strict=True)
+    positions, logprobs = zip(*prompt_logprobs_of(driver, "a", chunk), strict=True)
     assert positions == tuple(range(1, 30))
-    assert [each.token_id for each in scored] == PROMPT[1:]
-    for before_V, each in zip(of_transformers, scored, strict=False):
+    assert [each.token_id for each in logprobs] == PROMPT[1:]
+    for before_V, each in zip(of_transformers, logprobs, strict=False):
         assert each.logprob == pytest.approx(float(before_V[each.token_id]), abs=1e-4)
         assert each.rank == int((before_V > before_V[each.token_id]).sum()) + 1
         assert [token_id for token_id, _ in each.top] == before_V.topk(3).indices.tolist()
@@ -73,24 +73,24 @@ def test_they_change_no_token_and_no_other_request(model: LoadedModel) -> None:
     output = driver.step({"a": 25, "b": 4})
     assert output.prompt_logprobs["a"].first_position == 6
     for _ in range(7):
-        assert not driver.step({"a": 1, "b": 1}).prompt_logprobs, "the prompt is scored once"
+        assert not driver.step({"a": 1, "b": 1}).prompt_logprobs, "they are computed once"
     assert {name: request.outputs for name, request in driver.requests.items()} == alone
 
 
-def test_a_preempted_prompt_is_scored_again(model: LoadedModel) -> None:
+def test_those_of_a_preempted_prompt_are_computed_again(model: LoadedModel) -> None:
     whole, driver = StepDriver(model), StepDriver(model)
     whole.add("a", PROMPT, WANTS)
     driver.add("a", PROMPT, WANTS)
     driver.step({"a": 11})
     driver.preempt("a")
     driver.step({})
-    assert list(scores_of(driver, "a", 30)) == list(scores_of(whole, "a", 30))
+    assert list(prompt_logprobs_of(driver, "a", 30)) == list(prompt_logprobs_of(whole, "a", 30))
 
 
 def test_a_prompt_of_one_token_has_none(model: LoadedModel) -> None:
     driver = StepDriver(model)
     driver.add("a", PROMPT[:1], WANTS)
-    assert list(scores_of(driver, "a", 1)) == []
+    assert list(prompt_logprobs_of(driver, "a", 1)) == []
 
 
 def test_a_prompt_whose_logits_are_not_finite_is_reported(model: LoadedModel) -> None:

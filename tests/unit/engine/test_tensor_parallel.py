@@ -112,7 +112,7 @@ def test_ranks_look_up_and_sample_the_last_tokens(tmp_path: Path) -> None:
     assert [value for _, value in shared] == pytest.approx([value for _, value in alone], abs=1e-4)
 
 
-def test_ranks_that_only_help_to_score_a_prompt_make_the_same_collective_calls(tmp_path: Path) -> None:
+def test_ranks_that_only_help_with_prompt_logprobs_make_the_same_collective_calls(tmp_path: Path) -> None:
     """In steps that sample, and in steps that do not. The vocabulary's parts differ in size."""
     path = make_model_dir(tmp_path / "model", vocab_size=303)
     wants, prompt = (
@@ -120,18 +120,18 @@ def test_ranks_that_only_help_to_score_a_prompt_make_the_same_collective_calls(t
         [302, 301, *range(100, 128)],
     )
 
-    def scores(collectives: Collectives) -> list[TokenLogprobs]:
+    def prompt_logprobs(collectives: Collectives) -> list[TokenLogprobs]:
         driver = StepDriver(load_model(FLOAT32, path, CPU, collectives=collectives))
         driver.add("a", prompt, wants)
         outputs = [driver.step({"a": num_tokens}) for num_tokens in (1, 9, 20, 1)]
         return [
             each
             for output in outputs
-            for scored in output.prompt_logprobs.values()
-            for each in scored.logprobs
+            for of_request in output.prompt_logprobs.values()
+            for each in of_request.logprobs
         ]
 
-    (alone,), (shared, _) = on_ranks(1, scores), on_ranks(2, scores)
+    (alone,), (shared, _) = on_ranks(1, prompt_logprobs), on_ranks(2, prompt_logprobs)
     assert [each.token_id for each in shared] == prompt[1:]
     assert [each.rank for each in shared] == [each.rank for each in alone]
     assert [each.logprob for each in shared] == pytest.approx([each.logprob for each in alone], abs=1e-4)

@@ -6,7 +6,7 @@ import pytest
 
 from baton.kv import TransferRole
 from baton.request import PackedLogprobs, RequestOutput, TokenLogprobs
-from baton.step import ScoredTokens
+from baton.step import ChunkLogprobs
 from scheduler import Request, Scheduler
 from tests.factories.scheduling import (
     FakeConnector,
@@ -19,20 +19,20 @@ from tests.factories.scheduling import (
 )
 
 
-def scores(first: int, end: int, logprob: float = -1.0) -> ScoredTokens:
-    return ScoredTokens(
+def prompt_logprobs(first: int, end: int, logprob: float = -1.0) -> ChunkLogprobs:
+    return ChunkLogprobs(
         first, PackedLogprobs.of(TokenLogprobs(at, logprob, 1, ()) for at in range(first, end))
     )
 
 
 def step(
-    scheduler: Scheduler, runner: FakeRunner, request: Request, scored: ScoredTokens | None
+    scheduler: Scheduler, runner: FakeRunner, request: Request, latest: ChunkLogprobs | None
 ) -> tuple[int, list[RequestOutput]]:
-    """One step, whose output has these scores. How many tokens of the request it computes, and what comes of it."""
+    """One step, whose output has `latest`. How many tokens of the request it computes, and what comes of it."""
     plan = scheduler.schedule()
     output = runner.launch(plan).wait()
-    if scored is not None:
-        output = replace(output, prompt_logprobs={request.request_id: scored})
+    if latest is not None:
+        output = replace(output, prompt_logprobs={request.request_id: latest})
     outputs = flatten(scheduler.update_from_output(plan, output))
     return plan.num_scheduled_tokens.get(request.request_id, 0), outputs
 
@@ -41,8 +41,8 @@ def test_they_are_collected_over_chunks_and_come_once_with_token_0() -> None:
     scheduler, runner = make_scheduler(max_num_batched_tokens=16), FakeRunner()
     request = make_request(20, prompt_logprobs=0)
     scheduler.add_request(request)
-    assert step(scheduler, runner, request, scores(1, 17)) == (16, [])
-    num_tokens, (output,) = step(scheduler, runner, request, scores(17, 20))
+    assert step(scheduler, runner, request, prompt_logprobs(1, 17)) == (16, [])
+    num_tokens, (output,) = step(scheduler, runner, request, prompt_logprobs(17, 20))
     assert (num_tokens, output.first_position, len(output.token_ids)) == (4, 0, 1)
     assert output.prompt_logprobs is not None
     assert [each.token_id for each in output.prompt_logprobs] == [*range(1, 20)]
@@ -69,27 +69,27 @@ def test_after_a_preemption_they_are_those_of_the_second_time() -> None:
     scheduler, runner = make_scheduler(max_num_batched_tokens=16), FakeRunner()
     request = make_request(20, prompt_logprobs=0)
     scheduler.add_request(request)
-    step(scheduler, runner, request, scores(1, 17))
+    step(scheduler, runner, request, prompt_logprobs(1, 17))
     scheduler.reset_prefix_cache(force=True)
-    assert step(scheduler, runner, request, scores(1, 17, -2.0)) == (16, [])
-    _, (output,) = step(scheduler, runner, request, scores(17, 20, -2.0))
+    assert step(scheduler, runner, request, prompt_logprobs(1, 17, -2.0)) == (16, [])
+    _, (output,) = step(scheduler, runner, request, prompt_logprobs(17, 20, -2.0))
     assert output.prompt_logprobs is not None
     assert [each.logprob for each in output.prompt_logprobs] == [-2.0] * 19
 
 
-def test_scores_with_a_gap_are_a_bug() -> None:
+def test_prompt_logprobs_with_a_gap_are_a_bug() -> None:
     scheduler, runner = make_scheduler(max_num_batched_tokens=16), FakeRunner()
     scheduler.add_request(request := make_request(20, prompt_logprobs=0))
     step(scheduler, runner, request, None)
-    with pytest.raises(AssertionError, match="scores of some tokens are missing"):
-        step(scheduler, runner, request, scores(17, 20))
+    with pytest.raises(AssertionError, match="log-probabilities of some prompt tokens are missing"):
+        step(scheduler, runner, request, prompt_logprobs(17, 20))
 
 
 def test_a_request_that_continues_an_answer_has_reported_them() -> None:
     scheduler, runner = make_scheduler(), FakeRunner()
     request = make_request(20, output_token_ids=(7,), prompt_logprobs=0)
     scheduler.add_request(request)
-    _, (output,) = step(scheduler, runner, request, scores(1, 20))
+    _, (output,) = step(scheduler, runner, request, prompt_logprobs(1, 20))
     assert output.prompt_logprobs is None
 
 

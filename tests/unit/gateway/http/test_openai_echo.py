@@ -38,7 +38,7 @@ from gateway.http.openai.openai_answer import AnswerHead
 from gateway.requests.request import Delta
 from gateway.text import Tokenizer
 from tests.factories.answers import finish_of, top_of
-from tests.factories.gateway import scores_of
+from tests.factories.gateway import prompt_logprobs_of
 
 HEAD = AnswerHead("a", 7, "model")
 MAX_PIECE = 200 * 1000
@@ -114,10 +114,14 @@ def answer_of(token_ids: Sequence[int], tokenizer: Tokenizer, num_top: int) -> l
     return [*deltas, Delta(finish=finish_of(FinishReason.STOP))]
 
 
-def scored(deltas: Sequence[Delta], prompt: Sequence[int], num_top: int) -> list[Delta]:
+def with_prompt_logprobs(deltas: Sequence[Delta], prompt: Sequence[int], num_top: int) -> list[Delta]:
     """The deltas as they come if the prompt's log-probabilities come with the first one."""
     first = Delta(
-        deltas[0].token_ids, deltas[0].text, deltas[0].logprobs, deltas[0].finish, scores_of(prompt, num_top)
+        deltas[0].token_ids,
+        deltas[0].text,
+        deltas[0].logprobs,
+        deltas[0].finish,
+        prompt_logprobs_of(prompt, num_top),
     )
     return [*prompt_parts(first), *deltas[1:]]
 
@@ -148,7 +152,7 @@ def expected_logprobs(
     def name(token_id: int) -> str:
         return token_name(tokenizer.token_bytes(token_id))
 
-    positions = [*scores_of(prompt, num_top), *answer]
+    positions = [*prompt_logprobs_of(prompt, num_top), *answer]
     token_ids = [prompt[0], *(position.token_id for position in positions)]
     before = [tokenizer.decode(token_ids[:number], True) for number in range(len(token_ids))]
     return CompletionLogprobs(
@@ -173,7 +177,7 @@ def expected_field(tokenizer: Tokenizer, prompt: Sequence[int], num_top: int) ->
                 for rank, (token_id, logprob) in enumerate(each.top, 1)
                 if token_id != each.token_id
             }
-            for each in scores_of(prompt, num_top)
+            for each in prompt_logprobs_of(prompt, num_top)
         ),
     ]
 
@@ -192,7 +196,7 @@ def test_a_whole_answer_begins_with_the_prompts_tokens(
     deltas = answer_of(answer_ids, tokenizer, num_top)
     writer = writer_of(tokenizer, prompts, has_field=has_field)
     for index, prompt in enumerate(prompts):
-        for delta in scored(deltas, prompt, num_top):
+        for delta in with_prompt_logprobs(deltas, prompt, num_top):
             writer.on_delta(index, delta)
     pieces = list(writer.whole())
     positions = [position for delta in deltas for position in delta.logprobs]
@@ -228,7 +232,7 @@ def test_a_stream_begins_with_the_prompts_tokens(tokenizer: Tokenizer, num_top: 
     writer = writer_of(tokenizer, prompts)
     assert writer.opening() == b"", "the prompt comes with its log-probabilities"
     for index, prompt in enumerate(prompts):
-        parts = scored(deltas, prompt, num_top)
+        parts = with_prompt_logprobs(deltas, prompt, num_top)
         events = [event for part in parts for event in events_of(writer, index, part)]
         assert len(events) == len(parts)
         assert {event["index"] for event in events} == {index}
@@ -249,7 +253,7 @@ def test_of_an_answer_without_tokens_only_its_prompt_is_seen(tokenizer: Tokenize
     for index, prompt in enumerate(prompts):
         logprobs = expected_logprobs(tokenizer, prompt, (), 1)
         events = []
-        for part in scored(deltas, prompt, 1):
+        for part in with_prompt_logprobs(deltas, prompt, 1):
             whole.on_delta(index, part)
             events += events_of(stream, index, part)
         assert "".join(event["text"] for event in events) == tokenizer.decode(prompt, True)
@@ -268,7 +272,7 @@ def test_a_chat_has_its_prompts_log_probabilities_once(tokenizer: Tokenizer) -> 
     count = UsageCount(len(prompt), num_samples=2)
     writer = ChatAnswer(HEAD, count, None, None, [None, None], RankedTokens(tokenizer))
     for index in range(2):
-        for delta in scored([Delta((5,), "a", (), finish_of())], prompt, 3):
+        for delta in with_prompt_logprobs([Delta((5,), "a", (), finish_of())], prompt, 3):
             writer.on_delta(index, delta)
     pieces = list(writer.whole())
     choices = [ChatChoice(index, ChatMessageAnswer("assistant", "a"), None, "length") for index in range(2)]

@@ -14,7 +14,7 @@ from gateway.requests.request import Delta
 from gateway.requests.retry import LoadFailurePolicy
 from tests.factories.dispatching import killed, make_dispatcher, make_request, outputs, submitted
 
-SCORES = PackedLogprobs.of(TokenLogprobs(token_id, -1.0, 1, ()) for token_id in (2, 3))
+PROMPT_LOGPROBS = PackedLogprobs.of(TokenLogprobs(token_id, -1.0, 1, ()) for token_id in (2, 3))
 HANDED_OVER = FinishReason.HANDED_OVER
 
 
@@ -28,13 +28,15 @@ def begun(
     return dispatcher, submitted(effects), effects
 
 
-def scored(worker: str, engine_id: str, token_id: int, end: FinishReason | None) -> WorkerOutputs:
+def with_prompt_logprobs(
+    worker: str, engine_id: str, token_id: int, end: FinishReason | None
+) -> WorkerOutputs:
     output = RequestOutput(
         request_id=engine_id,
         first_position=0,
         token_ids=(token_id,),
         finish_reason=end,
-        prompt_logprobs=SCORES,
+        prompt_logprobs=PROMPT_LOGPROBS,
     )
     return WorkerOutputs(worker, (output,))
 
@@ -45,8 +47,8 @@ def deltas(effects: Sequence[Effect]) -> list[Delta]:
 
 def test_they_come_with_the_prefill_workers_token() -> None:
     dispatcher, placed, _ = begun("p0", "d0")
-    (first,) = deltas(dispatcher.handle(scored("p0", placed["p0"], 7, HANDED_OVER), 1.0))
-    assert (first.token_ids, first.prompt_logprobs) == ((7,), SCORES)
+    (first,) = deltas(dispatcher.handle(with_prompt_logprobs("p0", placed["p0"], 7, HANDED_OVER), 1.0))
+    assert (first.token_ids, first.prompt_logprobs) == ((7,), PROMPT_LOGPROBS)
     assert deltas(dispatcher.handle(outputs("d0", placed["d0"], 7), 1.0)) == []
     (second,) = deltas(dispatcher.handle(outputs("d0", placed["d0"], 7, 8), 2.0))
     assert (second.token_ids, second.prompt_logprobs) == ((8,), None)
@@ -56,8 +58,8 @@ def test_what_the_decode_worker_sends_earlier_waits_for_them() -> None:
     dispatcher, placed, _ = begun("p0", "d0")
     assert dispatcher.handle(outputs("d0", placed["d0"], 7), 1.0) == []
     assert dispatcher.handle(outputs("d0", placed["d0"], 7, 8, 9, end=FinishReason.LENGTH), 1.1) == []
-    first, second = deltas(dispatcher.handle(scored("p0", placed["p0"], 7, HANDED_OVER), 1.2))
-    assert (first.token_ids, first.prompt_logprobs) == ((7,), SCORES)
+    first, second = deltas(dispatcher.handle(with_prompt_logprobs("p0", placed["p0"], 7, HANDED_OVER), 1.2))
+    assert (first.token_ids, first.prompt_logprobs) == ((7,), PROMPT_LOGPROBS)
     assert (second.token_ids, second.prompt_logprobs) == ((8, 9), None)
     assert second.finish is not None
 
@@ -70,14 +72,14 @@ def test_a_lost_prefill_worker_is_needed_until_they_have_come() -> None:
     again = submitted(dispatcher.handle(killed(prefill), 2.0))
     (other,) = again.keys() - {"d0"}
     assert other != prefill
-    (first,) = deltas(dispatcher.handle(scored(other, again[other], 6, HANDED_OVER), 3.0))
+    (first,) = deltas(dispatcher.handle(with_prompt_logprobs(other, again[other], 6, HANDED_OVER), 3.0))
     assert first.token_ids == (6,), "what came before the loss is dropped"
 
 
 def test_an_answer_that_ends_with_token_0_drops_what_was_held_back() -> None:
     dispatcher, placed, _ = begun("p0", "d0")
     dispatcher.handle(outputs("d0", placed["d0"], 7), 1.0)
-    (only,) = deltas(dispatcher.handle(scored("p0", placed["p0"], 7, FinishReason.STOP), 1.1))
+    (only,) = deltas(dispatcher.handle(with_prompt_logprobs("p0", placed["p0"], 7, FinishReason.STOP), 1.1))
     assert only.finish is not None
 
 
@@ -100,13 +102,13 @@ def test_a_failure_of_the_decode_worker_is_not_held_back() -> None:
 
 def test_a_worker_that_does_everything_brings_them_itself() -> None:
     dispatcher, placed, _ = begun("d0")
-    (first,) = deltas(dispatcher.handle(scored("d0", placed["d0"], 7, None), 1.0))
-    assert first.prompt_logprobs == SCORES
+    (first,) = deltas(dispatcher.handle(with_prompt_logprobs("d0", placed["d0"], 7, None), 1.0))
+    assert first.prompt_logprobs == PROMPT_LOGPROBS
 
 
 def test_the_next_attempt_behind_token_0_awaits_none() -> None:
     dispatcher, placed, _ = begun("p0", "d0", "d1")
-    dispatcher.handle(scored("p0", placed["p0"], 7, HANDED_OVER), 1.0)
+    dispatcher.handle(with_prompt_logprobs("p0", placed["p0"], 7, HANDED_OVER), 1.0)
     (decode,) = placed.keys() - {"p0"}
     again = submitted(dispatcher.handle(killed(decode), 2.0))
     (other,) = again.keys() - {"p0"}

@@ -1,4 +1,4 @@
-"""ScoredRows: the rows of a step that precede tokens of a prompt whose log-probabilities are wanted."""
+"""PromptRows: the rows of a step that precede tokens of a prompt whose log-probabilities are wanted."""
 # ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from engine.request_table import IntArray
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredRows:
+class PromptRows:
     """Consecutive rows of a step, each with the next token of the prompt, whose log-probability is wanted."""
 
     request_id: str
@@ -20,11 +20,11 @@ class ScoredRows:
     """How many of the most likely tokens are reported with each of them."""
 
 
-def scored_rows(
+def prompt_rows_of(
     request_id: str, prompt_N: IntArray, params: SamplingParams, first_row: int, first: int, end: int
-) -> ScoredRows | None:
+) -> PromptRows | None:
     """The rows of a chunk with the prompt's tokens from `first` to `end`; None if nothing is wanted of them, or if no
     token of the prompt follows."""
     if params.prompt_logprobs is None or first + 1 >= len(prompt_N):
         return None
-    return ScoredRows(request_id, first_row, first + 1, prompt_N[first + 1 : end + 1], params.prompt_logprobs)
+    return PromptRows(request_id, first_row, first + 1, prompt_N[first + 1 : end + 1], params.prompt_logprobs)
