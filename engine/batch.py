@@ -257,12 +257,12 @@ class RequestBatch:
     def extend(self, request: RunnerRequest, token_ids: Sequence[int]) -> None:
         """Adds tokens that the request's grammar forces, so that no step samples them."""
         for token_id in token_ids:
-            self.settle(request, self.append_unknown(request, NONE), token_id)
+            self.set_token(request, self.append_unknown(request, NONE), token_id)
 
     def append_unknown(self, request: RunnerRequest, sampled_row: int) -> int:
         """Adds the token that the step under way samples in row `sampled_row`; returns its index.
 
-        `sampled_row` is NONE if the caller calls `settle` before the next step.
+        `sampled_row` is NONE if the caller calls `set_token` before the next step.
         """
         request.append_token(0)
         if request.row is not None:
@@ -271,7 +271,7 @@ class RequestBatch:
             self._table.sampled_rows_S[request.row] = sampled_row
         return request.num_tokens - 1
 
-    def settle(self, request: RunnerRequest, index: int, token_id: int) -> None:
+    def set_token(self, request: RunnerRequest, index: int, token_id: int) -> None:
         """Sets the token at `index`, which is now known."""
         request.token_ids[index] = token_id
         if request.row is not None and index == request.num_tokens - 1:

@@ -97,14 +97,14 @@ class Drafter:
         self._num_equal_rows = num_equal_rows
 
     def draft(
-        self, requests: Sequence[RunnerRequest], batch: RequestBatch, *, has_first_token: bool
+        self, requests: Sequence[RunnerRequest], batch: RequestBatch, *, any_first_token: bool
     ) -> Iterator[tuple[RunnerRequest, list[int]]]:
         """The drafts of the requests that the last step sampled for; none for a request if drafts do not pay.
 
-        These requests will share the next step. `has_first_token`: whether the last step sampled the first
+        These requests will share the next step. `any_first_token`: whether the last step sampled the first
         token of a request. Such a token must not wait until drafts are guessed.
         """
-        if self._proposer.cost and has_first_token:
+        if self._proposer.cost and any_first_token:
             yield from ((request, []) for request in requests)
             return
         num_requests = max(1, len(requests))

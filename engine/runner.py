@@ -73,7 +73,7 @@ class ModelRunner:
         * The further step must not resume a request of the first.
         * If either step has drafts, or the further step has forced tokens, the caller must wait first.
         """
-        self._settle_before(plan)
+        self._wait_before(plan)
         self._requests.update(plan)  # first: finished requests must be removed even if something below fails
         self._host_blocks.swap(plan.swap_out, plan.swap_in)
         step = LaunchedStep(self._requests, self._drafter, takes_forced=self._takes_forced)
@@ -82,16 +82,16 @@ class ModelRunner:
             batch = self._requests.build(plan)
             logits = self._forward(batch)
             step.prompt_logprobs = logits.prompt_logprobs if self._samples else ()
-            self._settle_for(batch.sampling_requests)
+            self._wait_for_tokens_of(batch.sampling_requests)
             if batch.sampling_requests:
                 sampled = self._sampler(logits.sampling_RV, batch.sampling_requests)
                 step.begin(batch.sampling_requests, sampled, plan.scheduled_spec_decode_tokens)
-        if not step.samples:  # nothing is sampled, so the step's end is marked here
+        if not step.has_samples:  # nothing is sampled, so the step's end is marked here
             step.ends_at(self._mark())
         self._last_step = step
         return step
 
-    def _settle_before(self, plan: SchedulerOutput) -> None:
+    def _wait_before(self, plan: SchedulerOutput) -> None:
         """Waits for the previous step if it has drafts, or if this plan has drafts or forced tokens.
 
         Drafts decide how many tokens the previous step yields. The rank that samples has waited already:
@@ -102,8 +102,8 @@ class ModelRunner:
         if self._last_step.has_drafts or plan.scheduled_spec_decode_tokens or plan.forced_token_ids:
             self._last_step.wait()
 
-    def _settle_for(self, requests: Sequence[SampledRequest]) -> None:
-        """Waits for the previous step if sampling needs the tokens of that step.
+    def _wait_for_tokens_of(self, requests: Sequence[SampledRequest]) -> None:
+        """Waits for the previous step if sampling for these requests needs their tokens themselves.
 
         Meanwhile the device computes the forward pass.
         """
@@ -141,7 +141,7 @@ class LaunchedStep:
         self._output: ModelRunnerOutput | None = None
 
     @property
-    def samples(self) -> bool:
+    def has_samples(self) -> bool:
         return self._sampled is not None
 
     @property
@@ -174,7 +174,7 @@ class LaunchedStep:
         step filled may be read, and blocks that it freed may be written.
         """
         if self._output is None:
-            self._output = self._take()
+            self._output = self._wait_for_output()
         return self._output
 
     def match(self, request: RunnerRequest, token_id: int) -> None:
@@ -183,7 +183,7 @@ class LaunchedStep:
             request.matcher = None
             self._failed[request.request_id] = error
 
-    def _take(self) -> ModelRunnerOutput:
+    def _wait_for_output(self) -> ModelRunnerOutput:
         if self._sampled is None:
             if self._end is not None:
                 self._end.synchronize()
@@ -198,7 +198,7 @@ class LaunchedStep:
         sampled = self._sampled.wait()
         non_finite = self._with_non_finite_prompts()
         for request, index, token in self._verified(sampled):
-            self._batch.settle(request, index, token.token_id)
+            self._batch.set_token(request, index, token.token_id)
             request_id = request.request_id
             if request_id in self._failed or request_id in non_finite:
                 continue  # an earlier token contradicts the grammar or means nothing, so no token can follow
@@ -212,16 +212,16 @@ class LaunchedStep:
             if token.logprobs is not None:
                 logprobs.setdefault(request_id, []).append(token.logprobs)
         forced = dict(self._forced(token_ids.keys()))
-        taken = {name: each for name, each in forced.items() if each}
-        drafts = dict(self._draft(token_ids.keys(), taken.keys()))
+        forced_now = {request_id: each for request_id, each in forced.items() if each}
+        drafts = dict(self._draft(token_ids.keys(), forced_now.keys()))
         # An empty entry, too, makes a request unforeseeable: its next step may bring drafts or forced tokens.
         return ModelRunnerOutput(
             token_ids,
             logprobs,
             self._failed,
             non_finite,
-            draft_token_ids={name: each for name, each in drafts.items() if each},
-            forced_token_ids=taken,
+            draft_token_ids={request_id: each for request_id, each in drafts.items() if each},
+            forced_token_ids=forced_now,
             unforeseeable=forced.keys() | drafts.keys(),
             prompt_logprobs=self._prompt_logprobs_by_request(),
         )
@@ -287,13 +287,13 @@ class LaunchedStep:
             for request, _ in self._sampling
             if request.request_id in request_ids and request.request_id not in self._failed
         ]
-        has_first_token = any(request.num_own_tokens == 1 for request in requests)
+        any_first_token = any(request.num_own_tokens == 1 for request in requests)
         # A step that was launched since may have removed a request.
         requests = [each for each in requests if each.request_id not in forced and each.row is not None]
-        for request, drafts in self._drafter.draft(requests, self._batch, has_first_token=has_first_token):
+        for request, drafts in self._drafter.draft(requests, self._batch, any_first_token=any_first_token):
             useful = tuple(_useful(drafts, request))
             # After a request's first token, perhaps nothing was guessed at all. Then a lack of drafts says nothing.
-            if useful or not has_first_token:
+            if useful or not any_first_token:
                 request.acceptance.guessed(len(useful))
             if useful or request.acceptance.expects_drafts:
                 yield request.request_id, useful

@@ -55,7 +55,7 @@ def pace() -> None:
     from baton.step import ModelRunnerOutput
     from engine.runner import LaunchedStep, ModelRunner
 
-    launch, take, ends = ModelRunner.launch, LaunchedStep._take, dict[int, float]()
+    launch, wait, ends = ModelRunner.launch, LaunchedStep._wait_for_output, dict[int, float]()
     last_end = 0.0
 
     def launch_on_device(runner: ModelRunner, plan: Any) -> LaunchedStep:
@@ -64,12 +64,12 @@ def pace() -> None:
         ends[id(step)] = last_end = max(time.monotonic(), last_end) + STEP_S
         return step
 
-    def take_from_device(step: LaunchedStep) -> ModelRunnerOutput:
+    def wait_for_device(step: LaunchedStep) -> ModelRunnerOutput:
         time.sleep(max(0.0, ends.pop(id(step), 0.0) - time.monotonic()))
-        return take(step)
+        return wait(step)
 
     ModelRunner.launch = launch_on_device  # type: ignore[method-assign, assignment]
-    LaunchedStep._take = take_from_device  # type: ignore[method-assign, assignment]
+    LaunchedStep._wait_for_output = wait_for_device  # type: ignore[method-assign, assignment]
 
 
 KINDS = {"hang": hang, "spoil": spoil, "pace": pace}

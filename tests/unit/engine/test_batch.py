@@ -56,7 +56,7 @@ def without_drafts(built: StepBatch) -> list[RunnerRequest]:
 
 def sample(batch: RequestBatch, built: StepBatch, *token_ids: int) -> None:
     for row, (request, token_id) in enumerate(zip(without_drafts(built), token_ids, strict=True)):
-        batch.settle(request, batch.append_unknown(request, row), token_id)
+        batch.set_token(request, batch.append_unknown(request, row), token_id)
 
 
 def test_decodes_come_first_longest_first_then_chunks() -> None:
@@ -184,13 +184,13 @@ def test_a_token_that_only_the_device_knows_is_named_by_its_row() -> None:
     assert built.sources_T.tolist() == [1, 0]
     later = batch.append_unknown(a, 0)
     for request, index, token_id in ((b, tokens_to_come[0], 60), (a, tokens_to_come[1], 70)):
-        batch.settle(request, index, token_id)
+        batch.set_token(request, index, token_id)
     third = plan({"a": 1, "b": 1}, cached={"a": ((), 3), "b": ((), 1)})
     batch.update(third)
     built = batch.build(third)
     assert built.input_ids_T.tolist() == [0, 60]
     assert built.sources_T.tolist() == [0, -1], "the last token of one is known by now"
-    batch.settle(a, later, 71)
+    batch.set_token(a, later, 71)
     assert a.token_ids.tolist() == [1, 2, 70, 71]
     built = batch.build(third)
     assert (built.input_ids_T.tolist(), built.sources_T.tolist()) == ([71, 60], [-1, -1])
@@ -204,7 +204,7 @@ def test_a_token_for_a_finished_request_changes_no_other_request() -> None:
     index = batch.append_unknown(gone, 0)
     second = plan({"b": 1}, new=(new("b", [9], [4]),), finished=("a",))
     batch.update(second)
-    batch.settle(gone, index, 77)
+    batch.set_token(gone, index, 77)
     assert batch.build(second).input_ids_T.tolist() == [9]
 
 

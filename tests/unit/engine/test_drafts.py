@@ -164,7 +164,7 @@ def test_no_guess_that_takes_time_delays_a_first_token(num_own: int, num_drafted
         drafter = Drafter(proposer, 4, 64, num_equal_rows=1e6)
         for request in requests:
             request.acceptance.verified(4, 4)
-        drafted = drafter.draft(requests, batch, has_first_token=num_own == 1)
+        drafted = drafter.draft(requests, batch, any_first_token=num_own == 1)
         assert sum(bool(drafts) for _, drafts in drafted) == expected
 
 
@@ -176,7 +176,7 @@ def drafts_of(
     for request in requests:
         for _ in range(num_right):
             request.acceptance.verified(4, 4)
-    return [len(drafts) for _, drafts in drafter.draft(requests, batch, has_first_token=False)]
+    return [len(drafts) for _, drafts in drafter.draft(requests, batch, any_first_token=False)]
 
 
 def repeating_requests(count: int, params: SamplingParams) -> tuple[RequestBatch, list[RunnerRequest]]:

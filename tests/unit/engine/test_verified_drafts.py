@@ -120,10 +120,10 @@ def test_a_first_token_with_forced_tokens_behind_it_is_known_to_the_drafter(
 
     class Asked(Drafter):
         def draft(
-            self, requests: Sequence[RunnerRequest], batch: RequestBatch, *, has_first_token: bool
+            self, requests: Sequence[RunnerRequest], batch: RequestBatch, *, any_first_token: bool
         ) -> Iterator[tuple[RunnerRequest, list[int]]]:
-            asked.append(([each.request_id for each in requests], has_first_token))
-            return super().draft(requests, batch, has_first_token=has_first_token)
+            asked.append(([each.request_id for each in requests], any_first_token))
+            return super().draft(requests, batch, any_first_token=any_first_token)
 
     monkeypatch.setattr(
         LaunchedStep, "_forced", lambda _, names: {"new": (5,)}.items() if "new" in names else ()
