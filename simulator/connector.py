@@ -96,9 +96,9 @@ class SimConnector:
         if metadata is not None and metadata.loads:
             self._post(metadata.loads)
 
-    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, preempted: Set[str]) -> None:
         if metadata is not None:
-            self._post(tuple(command for command in metadata.after if command.request_id not in lost))
+            self._post(tuple(command for command in metadata.after if command.request_id not in preempted))
 
     def counters(self) -> dict[str, int]:
         return dict(self.counts)

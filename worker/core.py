@@ -52,7 +52,7 @@ class StepUnderWay:
 
     plan: SchedulerOutput
     submitted_at: float
-    lost: set[str] = field(default_factory=set)
+    preempted: set[str] = field(default_factory=set)
     """Requests preempted since then: other requests own the blocks that this step fills for them."""
 
 
@@ -84,7 +84,7 @@ class EngineCore:
         self._results: deque[StepResult] = deque()
         """Results of the oldest steps under way, taken early for a device check."""
         self._num_failed_steps = 0
-        self.health = DeviceHealth(self._check_device, clock)
+        self.health = DeviceHealth(self._check_device_between_steps, clock)
         """If the device is unfit, this engine must get no further requests."""
         self._meter = LoadMeter()
         self._prompt_tokens = PromptTokens()
@@ -101,7 +101,7 @@ class EngineCore:
         """Computes a known token before the first step. Returns why this failed."""
         self.progress.begin()  # without a size, so that the next step still has the limit of a first step
         try:
-            return self._check_device()
+            return self._check_device_between_steps()
         except DeviceLostError as error:
             return str(error)
         finally:
@@ -126,7 +126,7 @@ class EngineCore:
         is_computing = self.scheduler.is_trying  # requests outside the trial wait for its end
         while len(self._under_way) > num_kept or self.scheduler.awaits_output:
             is_computing |= not self._under_way[0].plan.is_empty
-            self._stamp(self._complete_oldest(), outputs)
+            self._add_with_stages(self._complete_oldest(), outputs)
         has_more = is_computing or self._under_way or self.scheduler.is_trying
         self.may_progress = bool(has_more or plan.kv_connector_metadata is not None)
         return outputs
@@ -236,7 +236,7 @@ class EngineCore:
     def _submit(self, plan: SchedulerOutput) -> None:
         self._connector.send_commands(plan.kv_connector_metadata)
         for step in self._under_way:
-            step.lost |= plan.preempted_req_ids
+            step.preempted |= plan.preempted_req_ids
         if not self._under_way:
             self._connector.start_load_kv(plan.kv_connector_metadata)
         self._under_way.append(StepUnderWay(plan, self._clock.now()))
@@ -250,12 +250,12 @@ class EngineCore:
             assert result.error is not None
             return self._fail(step.plan, result.error)
         self._measure(step)
-        self._connector.save_kv_blocks(step.plan.kv_connector_metadata, step.lost)
+        self._connector.save_kv_blocks(step.plan.kv_connector_metadata, step.preempted)
         if self._under_way:
             self._connector.start_load_kv(self._under_way[0].plan.kv_connector_metadata)
         if step.plan.num_scheduled_tokens:
             self._num_failed_steps = 0
-        given_back = self._look_at_non_finite(result.output.non_finite)
+        given_back = self._on_non_finite(result.output.non_finite)
         outputs = self.scheduler.update_from_output(step.plan, result.output)
         if step.plan.scheduled_spec_decode_tokens:
             _note_drafts(step.plan.scheduled_spec_decode_tokens, result.output.sampled_token_ids, outputs)
@@ -264,7 +264,7 @@ class EngineCore:
     def _take_result(self) -> StepResult:
         return self._results.popleft() if self._results else self._pipeline.take_result()
 
-    def _look_at_non_finite(self, request_ids: Set[str]) -> ClientOutputs:
+    def _on_non_finite(self, request_ids: Set[str]) -> ClientOutputs:
         """Does nothing if all of these requests have ended since the step was planned."""
         if not request_ids or request_ids.isdisjoint(self.scheduler.request_ids):
             return ClientOutputs()
@@ -279,7 +279,7 @@ class EngineCore:
         status, error = RequestStatus.FINISHED_GIVEN_BACK, "the device of this worker is at fault"
         return self.scheduler.finish_requests(request_ids, status, error)
 
-    def _check_device(self) -> str | None:
+    def _check_device_between_steps(self) -> str | None:
         """Computes a known token after the current steps."""
         num_results = len(self._under_way) - len(self._results)
         self._results += [self._pipeline.take_result() for _ in range(num_results)]
@@ -330,7 +330,7 @@ class EngineCore:
     def _end_between_steps(self, ended: ClientOutputs, outputs: ClientOutputs) -> None:
         if self._trace is not None:
             self._trace.ended(ended)
-        self._stamp(ended, outputs)
+        self._add_with_stages(ended, outputs)
 
     def _queues(self) -> QueueSnapshot:
         """The state of the queues after a step is planned, for people to read."""
@@ -342,7 +342,7 @@ class EngineCore:
             num_free_blocks=self.scheduler.kv_block_counts().free,
         )
 
-    def _stamp(self, latest: ClientOutputs, outputs: ClientOutputs) -> None:
+    def _add_with_stages(self, latest: ClientOutputs, outputs: ClientOutputs) -> None:
         """Adds the latest outputs to `outputs`, with the stages of every request that ended."""
         for client_id, latest_of_client in latest.items():
             for output in latest_of_client:

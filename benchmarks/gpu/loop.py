@@ -59,7 +59,7 @@ class InstantLoads:
         for load in metadata.loads if metadata else ():
             self._received.append(ReceivedKV(load.request_id, FirstToken(0, None), 0, 0.0, 0.0))
 
-    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, preempted: Set[str]) -> None:
         """There is no consumer."""
 
     def counters(self) -> dict[str, int]:

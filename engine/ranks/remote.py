@@ -71,9 +71,9 @@ class RemoteConnector:
         if metadata is not None and metadata.loads:
             self._send(KVConnectorMetadata((), metadata.loads, ()), self._group.num_computed)
 
-    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, preempted: Set[str]) -> None:
         if metadata is not None:
-            filled = tuple(command for command in metadata.after if command.request_id not in lost)
+            filled = tuple(command for command in metadata.after if command.request_id not in preempted)
             if filled:
                 self._send(KVConnectorMetadata((), (), filled), self._group.num_computed)
 

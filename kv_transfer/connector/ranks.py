@@ -33,10 +33,10 @@ class BlockMover(Protocol):
         """Called when all steps before the planned step are computed, so no step writes the blocks to load."""
         ...
 
-    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, preempted: Set[str]) -> None:
         """Called when the step is computed.
 
-        The blocks that it filled may be sent, except those of `lost` requests.
+        The blocks that it filled may be sent, except those of `preempted` requests.
         """
         ...
 
@@ -80,9 +80,9 @@ class RankedConnector:
         for rank in self._ranks:
             rank.start_load_kv(metadata)
 
-    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, preempted: Set[str]) -> None:
         for rank in self._ranks:
-            rank.save_kv_blocks(metadata, lost)
+            rank.save_kv_blocks(metadata, preempted)
 
     def get_finished(self) -> KVConnectorOutput:
         """What ended on every rank since the last call."""

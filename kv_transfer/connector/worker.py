@@ -115,10 +115,10 @@ class KVConnectorWorker:
         if metadata is not None and metadata.loads:
             self._post(metadata.loads)
 
-    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
-        """Call it when the step is computed: its blocks may be sent, except those of `lost` requests."""
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, preempted: Set[str]) -> None:
+        """Call it when the step is computed: its blocks may be sent, except those of `preempted` requests."""
         if metadata is not None:
-            filled = tuple(command for command in metadata.after if command.request_id not in lost)
+            filled = tuple(command for command in metadata.after if command.request_id not in preempted)
             if filled:
                 self._post(filled)
 

@@ -52,9 +52,9 @@ class FakeBlockMover:
     def start_load_kv(self, metadata: Any) -> None:
         self.commands += metadata.loads if metadata else ()
 
-    def save_kv_blocks(self, metadata: Any, lost: Set[str]) -> None:
+    def save_kv_blocks(self, metadata: Any, preempted: Set[str]) -> None:
         self.commands += (
-            [command for command in metadata.after if command.request_id not in lost] if metadata else ()
+            [command for command in metadata.after if command.request_id not in preempted] if metadata else ()
         )
 
     def counters(self) -> dict[str, int]:

@@ -142,9 +142,9 @@ class DiaryConnector:
                 raise OSError("No space left on device")
             self._on_kv_output()
 
-    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, preempted: Set[str]) -> None:
         for command in metadata.after if metadata else ():
-            if command.request_id not in lost:
+            if command.request_id not in preempted:
                 self._diary.write(f"save {command.request_id}")
 
     def get_finished(self) -> KVConnectorOutput:

@@ -139,7 +139,7 @@ def test_ranks_compute_the_same_steps_execute_the_same_commands_and_end_on_comma
     commands = KVConnectorMetadata(
         (WithdrawBlocks("w"),),
         (LoadBlocks("r", 0, (1,)),),
-        (SendBlocks("kept", 0, (2,)), SendBlocks("lost", 0, (3,))),
+        (SendBlocks("kept", 0, (2,)), SendBlocks("preempted", 0, (3,))),
     )
     abort = KVConnectorMetadata((AbortLoad("r", "the client left"),), (), ())
     with running(tmp_path) as ranks:
@@ -150,7 +150,7 @@ def test_ranks_compute_the_same_steps_execute_the_same_commands_and_end_on_comma
         time.sleep(DELAY_S / 5)
         ranks.connector.send_commands(commands)
         ranks.pipeline.take_result()
-        ranks.connector.save_kv_blocks(commands, {"lost"})
+        ranks.connector.save_kv_blocks(commands, {"preempted"})
         ranks.connector.start_load_kv(commands)
         ranks.connector.send_commands(abort)
         end = time.monotonic() + SOON_S

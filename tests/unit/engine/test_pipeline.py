@@ -127,9 +127,9 @@ class Diary(FakeBlockMover):
         if metadata and metadata.loads:
             self.entries.append(("load", [command.request_id for command in metadata.loads]))
 
-    def save_kv_blocks(self, metadata: Any, lost: Set[str]) -> None:
+    def save_kv_blocks(self, metadata: Any, preempted: Set[str]) -> None:
         filled = (
-            [command.request_id for command in metadata.after if command.request_id not in lost]
+            [command.request_id for command in metadata.after if command.request_id not in preempted]
             if metadata
             else []
         )
