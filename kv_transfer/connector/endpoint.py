@@ -104,7 +104,7 @@ class TransferEndpoint:
                 unreadable = Unreadable(str(error), isinstance(error, DamagedFrame))
                 self._channel.send(arrival.peer, TO_CONSUMER.encode(unreadable))
             elif isinstance(error, OtherVersion):
-                self._consumer_end.give_up_on(arrival.peer, str(error))
+                self._consumer_end.on_other_protocol(arrival.peer, str(error))
 
     def on_gone(self, address: str) -> None:
         """Nothing listens at this producer's address any more: its process has ended, or refuses connections."""

@@ -87,13 +87,13 @@ class ConsumerEndpoint:
             return
         self._do(self._consumer.on_message(message, self._clock.now()))
         if isinstance(message, Unreadable) and not message.is_damaged:
-            self.give_up_on(peer, message.reason)
+            self.on_other_protocol(peer, message.reason)
 
-    def give_up_on(self, peer: Peer, reason: str) -> None:
+    def on_other_protocol(self, peer: Peer, reason: str) -> None:
         """The producer's protocol is incompatible with ours: loads from it fail at once."""
         assert isinstance(peer, str), "consumers identify producers by address"
         why = f"protocol mismatch with the prefill worker: {reason}"
-        self._do(self._consumer.on_other_language(peer, why))
+        self._do(self._consumer.on_other_protocol(peer, why))
 
     def on_gone(self, address: str) -> None:
         """Nothing listens at this producer's address any more: loads from it fail at once."""

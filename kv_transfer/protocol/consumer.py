@@ -169,7 +169,7 @@ class Consumer:
             case Pieces():
                 raise AssertionError("Pieces bring bytes: use wanted() and on_arrived()")
 
-    def on_other_language(self, address: str, reason: str) -> list[Effect]:
+    def on_other_protocol(self, address: str, reason: str) -> list[Effect]:
         """The producer at this address has an incompatible protocol: fails everything that waits for it."""
         return self._lose_all_from(address, link_failure(reason, from_producer=True))
 
@@ -240,7 +240,7 @@ class Consumer:
         if transfer is None:
             return []
         self._counters["kv_unreachable_pools"] += 1
-        self._choices.has_failed(key.producer, key.producer_rank, transport, now)
+        self._choices.note_failure(key.producer, key.producer_rank, transport, now)
         if not transfer.is_loading or transfer.transport != transport:
             return []  # the load has ended, or uses another transport now
         transfer.transport = None
@@ -283,8 +283,8 @@ class Consumer:
 
     def _transports_to(self, transfer: IncomingTransfer, now: float) -> tuple[str, ...]:
         """Transports that this rank transfer may still use. Only later rank transfers retry failed transports."""
-        left = self._choices.to(transfer.key.producer, transfer.key.producer_rank, now)
-        transfer.choices = tuple(name for name in transfer.choices if name in left)
+        remaining = self._choices.to(transfer.key.producer, transfer.key.producer_rank, now)
+        transfer.choices = tuple(name for name in transfer.choices if name in remaining)
         return transfer.choices
 
     def _ask(self, transfer: IncomingTransfer, now: float) -> list[Effect]:

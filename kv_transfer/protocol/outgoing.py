@@ -171,7 +171,7 @@ class OutgoingTransfer:
         if not self.acked.isdisjoint(self.unsent):
             self.unsent = deque(index for index in self.unsent if index not in self.acked)
 
-    def unopen(self) -> None:
+    def postpone(self) -> None:
         """The consumer gave its room back, with all received pieces: late acknowledgements do not count."""
         if self.state is OutgoingState.STREAMING:
             self.move_to(OutgoingState.PREPARING)

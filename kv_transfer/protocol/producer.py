@@ -128,7 +128,7 @@ class Producer:
         if transfer is None or transfer.is_cancelled:
             return []
         transfer.blocks_ready(first_block, block_ids)
-        return self._pump(transfer)
+        return self._offer_and_end(transfer)
 
     def withdraw(self, rank_transfer: RankTransfer) -> list[Effect]:
         """The request was preempted: its blocks are not offered until they are computed again."""
@@ -151,7 +151,7 @@ class Producer:
         self._leases.set(transfer.key, now + self._lease_s)
         if transfer.is_postponed:
             return [Send(transfer.peer, self._opened(transfer))]
-        return self._pump(transfer)
+        return self._offer_and_end(transfer)
 
     def abort(self, rank_transfer: RankTransfer, reason: str, is_unneeded: bool) -> list[Effect]:
         """The request ended otherwise: notifies the consumer and frees."""
@@ -187,10 +187,10 @@ class Producer:
             return self._on_late(peer, message)
         match message:
             case Hold(is_postponed=is_postponed):
-                unopened = self._unopen(transfer) if is_postponed else []
+                offers = self._postpone(transfer) if is_postponed else []
                 if transfer.state is not OutgoingState.STREAMING:  # else an Open has overtaken the Hold
                     transfer.peer = peer
-                return [Send(peer, self._opened(transfer)), *unopened]
+                return [Send(peer, self._opened(transfer)), *offers]
             case Open():
                 return self._open(transfer, message, peer)
             case Ack():
@@ -250,10 +250,13 @@ class Producer:
         complete = [transfer for transfer in self._transfers.values() if transfer.first_token is not None]
         return bool(complete) and all(transfer.state is OutgoingState.PREPARING for transfer in complete)
 
-    def _unopen(self, transfer: OutgoingTransfer) -> list[Effect]:
-        """The consumer gave its room back: no piece offered to it counts as unacknowledged any more."""
+    def _postpone(self, transfer: OutgoingTransfer) -> list[Effect]:
+        """The consumer gave its room back: no piece offered to it counts as unacknowledged any more.
+
+        Offers pieces of other rank transfers, for which there is room in the peer's window now.
+        """
         effects = self._leave_turns(transfer)
-        transfer.unopen()
+        transfer.postpone()
         return effects
 
     def _on_unknown(self, peer: Peer, message: ToProducer, now: float) -> list[Effect]:
@@ -301,7 +304,7 @@ class Producer:
         self._window.forget_inflight(transfer)
         transfer.reopen(message, peer, transport)
         self._counters["kv_pieces_resent"] += len(offered.intersection(transfer.unsent))
-        return [Send(peer, self._opened(transfer)), *self._pump(transfer)]
+        return [Send(peer, self._opened(transfer)), *self._offer_and_end(transfer)]
 
     def _on_ack(self, transfer: OutgoingTransfer, message: Ack) -> list[Effect]:
         if message.version != transfer.version:
@@ -317,9 +320,9 @@ class Producer:
         self._counters["kv_pieces_resent"] += len(damaged)
         transfer.arrived(valid)
         transfer.unsent.extend(damaged)
-        return self._pump(transfer)
+        return self._offer_and_end(transfer)
 
-    def _pump(self, transfer: OutgoingTransfer) -> list[Effect]:
+    def _offer_and_end(self, transfer: OutgoingTransfer) -> list[Effect]:
         """A rank transfer has changed: offers pieces, and ends it if nothing is left to send or to acknowledge."""
         if transfer.state is not OutgoingState.STREAMING:
             return self._offer()

@@ -53,7 +53,7 @@ class TransportChoices:
         until = self._failed_until
         return tuple(name for name in self._transports if now >= until.get((producer, rank, name), now))
 
-    def has_failed(self, producer: str, rank: int, transport: str, now: float) -> None:
+    def note_failure(self, producer: str, rank: int, transport: str, now: float) -> None:
         """Remembers the failure, and forgets failures that do not count any more."""
         self._failed_until = {end: when for end, when in self._failed_until.items() if when > now}
         pause_s = RETRY_S if len(self._transports) > 1 else ONLY_RETRY_S

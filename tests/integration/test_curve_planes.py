@@ -1,6 +1,6 @@
 """Strangers on both planes, over real sockets: they get nothing through, are counted, and do not fill the log.
 
-So do those who know the secret and speak another language.
+So do those who know the secret but have another protocol version.
 """
 
 import asyncio

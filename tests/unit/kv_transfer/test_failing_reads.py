@@ -221,10 +221,10 @@ def test_c42_an_only_transport_rests_for_a_moment() -> None:
 def test_failures_of_transports_are_forgotten() -> None:
     choices = TransportChoices((SHARED_MEMORY, ZMQ_TCP))
     for number in range(3):
-        choices.has_failed(f"p-{number}", 0, SHARED_MEMORY, now=float(number))
+        choices.note_failure(f"p-{number}", 0, SHARED_MEMORY, now=float(number))
     assert choices.to("p-2", 0, now=RETRY_S) == (ZMQ_TCP,)
     assert choices.to("p-2", 1, now=RETRY_S) == choices.to("p-0", 0, now=RETRY_S) == (SHARED_MEMORY, ZMQ_TCP)
-    choices.has_failed("p-3", 0, SHARED_MEMORY, now=RETRY_S + 1)
+    choices.note_failure("p-3", 0, SHARED_MEMORY, now=RETRY_S + 1)
     assert len(choices._failed_until) == 2
 
 

@@ -1,4 +1,4 @@
-"""Behaviour 43: workers that do not fit together, or speak another version, say which field it is, at once."""
+"""Behaviour 43: workers that do not fit together, or have another protocol version, say which field it is, at once."""
 
 from collections.abc import Callable
 from dataclasses import replace
