@@ -40,7 +40,7 @@ class KVGroups:
     def num_groups(self) -> int:
         return self.num_full + self.num_windowed
 
-    def num_left_rows(self, num_computed_tokens: int, block_size: int) -> int:
+    def num_rows_before_window(self, num_computed_tokens: int, block_size: int) -> int:
         """How many rows no later token's window reaches, once `num_computed_tokens` are computed; 0 without windows."""
         if not self.num_windowed:
             return 0
@@ -57,17 +57,17 @@ class KVGroups:
     def needed_entries(self, num_tokens: int, block_size: int) -> list[int]:
         """Which blocks of the first `num_tokens` are needed by later tokens, as indices in the request's block ids."""
         num_rows, num_groups = -(-num_tokens // block_size), self.num_groups
-        num_left = self.num_left_rows(num_tokens, block_size)
+        num_before_window = self.num_rows_before_window(num_tokens, block_size)
         return [
             row * num_groups + group
             for row in range(num_rows)
-            for group in range(num_groups if row >= num_left else self.num_full)
+            for group in range(num_groups if row >= num_before_window else self.num_full)
         ]
 
     def num_held_blocks(self, num_tokens: int, block_size: int) -> int:
         """Blocks of a request with room for `num_tokens`, if all of these but the last are computed."""
-        num_left = self.num_left_rows(num_tokens - 1, block_size)
-        return -(-num_tokens // block_size) * self.num_groups - num_left * self.num_windowed
+        num_before_window = self.num_rows_before_window(num_tokens - 1, block_size)
+        return -(-num_tokens // block_size) * self.num_groups - num_before_window * self.num_windowed
 
     def num_blocks_for_one(self, num_tokens: int, block_size: int, most_per_step: int) -> int:
         """Blocks that one request of `num_tokens` needs if a step computes up to `most_per_step` of these."""

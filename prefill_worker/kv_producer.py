@@ -114,12 +114,12 @@ class KVProducerScheduler:
         """The ids of these blocks; None for a block that no consumer needs. Such a block is before the sliding window
         once the prompt is complete."""
         block_ids = sending.block_ids[first:end]
-        num_left = self._groups.num_left_rows(sending.num_tokens, self._block_size)
+        num_before_window = self._groups.num_rows_before_window(sending.num_tokens, self._block_size)
         num_groups, num_full = self._groups.num_groups, self._groups.num_full
-        if first >= num_left * num_groups:
+        if first >= num_before_window * num_groups:
             return tuple(block_ids)
         return tuple(
-            None if index % num_groups >= num_full and index < num_left * num_groups else block_id
+            None if index % num_groups >= num_full and index < num_before_window * num_groups else block_id
             for index, block_id in enumerate(block_ids, first)
         )
 

@@ -17,8 +17,8 @@ class BlockTable:
         "cache_at",
         "due_at",
         "leaves_at",
+        "num_before_window",
         "num_cached",
-        "num_left",
         "num_slots",
     )
 
@@ -30,8 +30,8 @@ class BlockTable:
         self.num_slots = 0
         """Tokens that its blocks have room for."""
         self.num_cached = 0
-        self.num_left = 0
-        """Rows that have left the window: their windowed groups have null blocks."""
+        self.num_before_window = 0
+        """Rows before the window: their windowed groups have null blocks."""
         self.cache_at = block_size if may_cache else NEVER
         """The number of tokens at which the next row can be cached."""
         self.leaves_at = groups.leaves_at(0, block_size) if groups.num_windowed else NEVER
@@ -51,9 +51,9 @@ class BlockTable:
         self.cache_at = (num_rows + 1) * self._block_size
         self._note_due()
 
-    def set_left(self, num_rows: int) -> None:
-        """Notes that the first `num_rows` rows have left the window."""
-        self.num_left = num_rows
+    def set_before_window(self, num_rows: int) -> None:
+        """Notes that the window has passed the first `num_rows` rows."""
+        self.num_before_window = num_rows
         if self._groups.num_windowed:
             self.leaves_at = self._groups.leaves_at(num_rows, self._block_size)
         self._note_due()

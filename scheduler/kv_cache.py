@@ -97,8 +97,10 @@ class KVCache:
         block_hashes = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
         if self._num_groups == 1 and self.groups.num_full:
             return self._pool.cached_prefix(block_hashes)
-        num_left = None if num_loaded is None else self.groups.num_left_rows(num_loaded, self.block_size)
-        return cached_rows(self._pool, block_hashes, self.groups, self.block_size, num_left)
+        num_before_window = (
+            None if num_loaded is None else self.groups.num_rows_before_window(num_loaded, self.block_size)
+        )
+        return cached_rows(self._pool, block_hashes, self.groups, self.block_size, num_before_window)
 
     def is_held(self, request_id: str) -> bool:
         """Whether blocks are leased or quarantined under this id."""
@@ -112,8 +114,8 @@ class KVCache:
         num_revived = [block.ref_count for block in hits].count(0)
         num_new = max(0, self.num_blocks_for(num_tokens) - num_held - len(hits))
         if num_ready and self._has_windows:
-            num_left = self.groups.num_left_rows(num_ready, self.block_size)
-            num_null = num_left - (num_held + len(hits)) // self._num_groups
+            num_before_window = self.groups.num_rows_before_window(num_ready, self.block_size)
+            num_null = num_before_window - (num_held + len(hits)) // self._num_groups
             num_new = max(0, num_new - max(0, num_null) * self.groups.num_windowed)
         return num_new + num_revived
 
@@ -134,11 +136,14 @@ class KVCache:
         need. Returns False, and changes nothing, if fewer than `num_spare` blocks would be left free.
         """
         assert request.block_table is None, f"{request.request_id} has blocks"
-        num_left = 0
+        num_before_window = 0
         if self._has_windows:
             num_ready = max(num_ready, self.num_tokens_in(hits))
-            num_left = self.groups.num_left_rows(num_ready, self.block_size)
-            hits = [self._pool.null if self._has_left(i, num_left) else block for i, block in enumerate(hits)]
+            num_before_window = self.groups.num_rows_before_window(num_ready, self.block_size)
+            hits = [
+                self._pool.null if self._is_before_window(i, num_before_window) else block
+                for i, block in enumerate(hits)
+            ]
         if self.num_missing(request, num_tokens, hits, num_ready) + num_spare > self._pool.num_free:
             return False
         table = request.block_table = BlockTable(self.block_size, self.is_caching, self.groups)
@@ -146,11 +151,11 @@ class KVCache:
         self._pool.touch(self._without_null(hits))  # before allocating, which must not evict the hits
         num_hit_rows = len(hits) // self._num_groups
         num_new_rows = -(-num_tokens // self.block_size) - num_hit_rows
-        table.append([*hits, *self._new_rows(num_new_rows, num_left - num_hit_rows)])
+        table.append([*hits, *self._new_rows(num_new_rows, num_before_window - num_hit_rows)])
         if hits:
             table.set_cached(num_hit_rows)
-        if num_left:
-            table.set_left(num_left)
+        if num_before_window:
+            table.set_before_window(num_before_window)
         self._cache_full_blocks(request, table, num_tokens if cache_up_to is None else cache_up_to)
         return True
 
@@ -165,7 +170,7 @@ class KVCache:
         if num_tokens < table.due_at:
             return ()
         if request.num_computed_tokens >= table.leaves_at:
-            self._give_back_left(table, request.num_computed_tokens)
+            self._free_before_window(table, request.num_computed_tokens)
         new: Sequence[Block] = ()
         if num_tokens > table.num_slots:
             num_new = -(-num_tokens // self.block_size) * self._num_groups - len(table.blocks)
@@ -218,7 +223,7 @@ class KVCache:
         Blocks that have left the window are freed at once.
         """
         if request.block_table is not None:
-            self._give_back_left(request.block_table, request.num_computed_tokens)
+            self._free_before_window(request.block_table, request.num_computed_tokens)
         blocks = list(self._without_null(self._in_eviction_order(self._take_blocks(request))))
         self._leased[request.request_id] = blocks
         self._num_leases.update(block.block_id for block in blocks)
@@ -287,31 +292,33 @@ class KVCache:
         del self._tables[request.request_id]
         return table.blocks
 
-    def _new_rows(self, num_rows: int, num_left: int = 0) -> list[Block]:
-        """Allocates rows. Windowed groups get the null block in the first `num_left` of them."""
-        if self._num_groups == 1 and num_left <= 0:
+    def _new_rows(self, num_rows: int, num_before_window: int = 0) -> list[Block]:
+        """Allocates rows. Windowed groups get the null block in the first `num_before_window` of them."""
+        if self._num_groups == 1 and num_before_window <= 0:
             return self._pool.allocate(num_rows)
         starts = [
-            [self._pool.null] * (num_left if group >= self.groups.num_full else 0)
+            [self._pool.null] * (num_before_window if group >= self.groups.num_full else 0)
             for group in range(self._num_groups)
         ]
         columns = [start + self._pool.allocate(num_rows - len(start)) for start in starts]
         return list(chain.from_iterable(zip(*columns, strict=True)))
 
-    def _give_back_left(self, table: BlockTable, num_computed_tokens: int) -> None:
+    def _free_before_window(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Frees blocks that no later token's window reaches; the null block takes their places."""
-        num_left = max(table.num_left, self.groups.num_left_rows(num_computed_tokens, self.block_size))
+        num_before_window = max(
+            table.num_before_window, self.groups.num_rows_before_window(num_computed_tokens, self.block_size)
+        )
         for group in range(self.groups.num_full, self._num_groups):
-            for row in range(num_left - 1, table.num_left - 1, -1):
+            for row in range(num_before_window - 1, table.num_before_window - 1, -1):
                 index = row * self._num_groups + group
                 self._pool.free([table.blocks[index]])
                 table.blocks[index] = self._pool.null
-        table.set_left(num_left)
+        table.set_before_window(num_before_window)
 
-    def _has_left(self, index: int, num_left: int) -> bool:
-        """Whether this entry of a table is a windowed group's, in one of the first `num_left` rows."""
+    def _is_before_window(self, index: int, num_before_window: int) -> bool:
+        """Whether this entry of a table is a windowed group's, in one of the first `num_before_window` rows."""
         row, group = divmod(index, self._num_groups)
-        return row < num_left and group >= self.groups.num_full
+        return row < num_before_window and group >= self.groups.num_full
 
     def _free(self, blocks: Sequence[Block]) -> None:
         """Drops one reference of each block in these rows."""
@@ -346,5 +353,5 @@ class KVCache:
         """Asserts that null blocks are exactly where blocks of windowed groups have left the window."""
         assert len(table.blocks) == table.num_rows * self._num_groups, "a row lacks the block of a group"
         for index, block in enumerate(table.blocks):
-            has_left = self._has_left(index, table.num_left)
-            assert (block is self._pool.null) == has_left, f"{block} is entry {index} of a table"
+            is_before_window = self._is_before_window(index, table.num_before_window)
+            assert (block is self._pool.null) == is_before_window, f"{block} is entry {index} of a table"

@@ -16,11 +16,11 @@ def cached_rows(
     block_hashes: Sequence[bytes],
     groups: KVGroups,
     block_size: int,
-    num_left: int | None = None,
+    num_before_window: int | None = None,
 ) -> list[Block]:
     """The longest prefix that every group can continue from, by rows. Null blocks replace unneeded blocks.
 
-    `num_left`: set if another worker sends the tokens after the prefix. This many rows will then have left
+    `num_before_window`: set if another worker sends the tokens after the prefix. This many rows will then be before
     the window, so a windowed group may lack them.
     """
     columns = [pool.cached_prefix(block_hashes, group) for group in range(groups.num_full)]
@@ -30,13 +30,13 @@ def cached_rows(
     def is_cached(row: int) -> bool:
         return all(pool.is_cached(block_hashes[row], group) for group in windowed)
 
-    if num_left is None:
+    if num_before_window is None:
         num_rows = _end_of_last_run(is_cached, num_rows, groups.num_rows_of_window(block_size))
-        num_left = groups.num_left_rows(num_rows * block_size, block_size)
+        num_before_window = groups.num_rows_before_window(num_rows * block_size, block_size)
     else:
-        num_rows = next((row for row in range(num_left, num_rows) if not is_cached(row)), num_rows)
-    needed = block_hashes[num_left:num_rows]
-    columns += [[pool.null] * num_left + pool.cached_prefix(needed, group) for group in windowed]
+        num_rows = next((row for row in range(num_before_window, num_rows) if not is_cached(row)), num_rows)
+    needed = block_hashes[num_before_window:num_rows]
+    columns += [[pool.null] * num_before_window + pool.cached_prefix(needed, group) for group in windowed]
     return list(chain.from_iterable(zip(*(column[:num_rows] for column in columns), strict=True)))
 
 

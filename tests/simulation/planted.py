@@ -196,11 +196,11 @@ def end_a_lease_twice(_original: Any, self: KVCache, request_id: str) -> bool:
     return True
 
 
-@planted(KVGroups, "num_left_rows", needs_windows=True)
+@planted(KVGroups, "num_rows_before_window", needs_windows=True)
 def give_back_rows_that_are_still_read(original: Any, *counts: Any) -> int:
     """A window ends one row later than it does."""
-    num_left: int = original(*counts)
-    return num_left + (num_left > 0)
+    num_before_window: int = original(*counts)
+    return num_before_window + (num_before_window > 0)
 
 
 @planted(KVGroups, "needed_entries", needs_windows=True)
@@ -228,7 +228,7 @@ def load_too_little_of_the_window(
 def lease_too_little_of_the_window(original: Any, self: KVCache, request: Request) -> None:
     """The first blocks that a window still reaches are freed while a consumer still reads them."""
     if request.block_table is not None and self.groups.num_windowed:
-        self._give_back_left(request.block_table, request.num_computed_tokens + self.block_size)
+        self._free_before_window(request.block_table, request.num_computed_tokens + self.block_size)
     original(self, request)
 
 

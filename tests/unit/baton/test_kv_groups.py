@@ -9,7 +9,7 @@ TWO = KVGroups(num_full=1, num_windowed=1, window=8)
 
 
 @pytest.mark.parametrize(
-    ("num_computed", "num_left"),
+    ("num_computed", "num_before_window"),
     [
         (0, 0),
         (7, 0),
@@ -20,13 +20,13 @@ TWO = KVGroups(num_full=1, num_windowed=1, window=8)
         (100, 23),  # token 100 attends to 93 to 100, and row 23 begins with 92
     ],
 )
-def test_a_row_has_left_when_the_next_token_attends_to_none_of_its_tokens(
-    num_computed: int, num_left: int
+def test_a_row_is_before_the_window_when_the_next_token_attends_to_none_of_its_tokens(
+    num_computed: int, num_before_window: int
 ) -> None:
-    assert TWO.num_left_rows(num_computed, 4) == num_left
-    assert TWO.leaves_at(num_left, 4) > num_computed
-    assert num_left == 0 or TWO.leaves_at(num_left - 1, 4) <= num_computed
-    assert ONE_GROUP.num_left_rows(num_computed, 4) == 0
+    assert TWO.num_rows_before_window(num_computed, 4) == num_before_window
+    assert TWO.leaves_at(num_before_window, 4) > num_computed
+    assert num_before_window == 0 or TWO.leaves_at(num_before_window - 1, 4) <= num_computed
+    assert ONE_GROUP.num_rows_before_window(num_computed, 4) == 0
 
 
 def test_needed_entries_are_all_of_full_groups_and_the_window_of_the_others() -> None:

@@ -139,8 +139,8 @@ def test_c27_swapped_out_are_only_the_blocks_that_are_needed() -> None:
     while not (plan := driver.step()).preempted_req_ids:
         pass
     num_rows = -(-young.num_computed_tokens // 16)
-    num_left = (young.num_computed_tokens - 31) // 16
-    assert len(plan.swap_out) == 2 * num_rows - num_left < 2 * num_rows
+    num_before_window = (young.num_computed_tokens - 31) // 16
+    assert len(plan.swap_out) == 2 * num_rows - num_before_window < 2 * num_rows
     tokens = driver.run_to_end()
     for request in (old, young):
         assert tokens[request.request_id] == [token_at(request.request_id, at) for at in range(40)]

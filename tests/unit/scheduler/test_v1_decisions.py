@@ -185,8 +185,8 @@ def forget_the_window(_original: Any, _self: KVGroups, *_counts: int) -> int:
 
 
 def forget_a_row_too_early(original: Any, self: KVGroups, num_tokens: int, block_size: int) -> int:
-    num_left: int = original(self, num_tokens, block_size)
-    return num_left + (num_left > 0)
+    num_before_window: int = original(self, num_tokens, block_size)
+    return num_before_window + (num_before_window > 0)
 
 
 @pytest.mark.slow
@@ -194,8 +194,8 @@ def forget_a_row_too_early(original: Any, self: KVGroups, num_tokens: int, block
 def test_a_scheduler_that_gives_back_the_wrong_blocks_is_found_out(
     broken: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, num_found = KVGroups.num_left_rows, 0
-    monkeypatch.setattr(KVGroups, "num_left_rows", lambda *args: broken(original, *args))
+    original, num_found = KVGroups.num_rows_before_window, 0
+    monkeypatch.setattr(KVGroups, "num_rows_before_window", lambda *args: broken(original, *args))
     for workload, expected in recorded("windows"):
         try:
             num_found += first_difference(expected, decide(workload)) is not None
