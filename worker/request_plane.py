@@ -56,8 +56,8 @@ LAST_WORDS_MS = 500
 """The longest wait for the last messages to be sent before the port is closed."""
 
 
-class RequestSink(Protocol):
-    """Receives requests, as EngineLoop does."""
+class EngineCommands(Protocol):
+    """What gateways may have the engine do; EngineLoop does it, between two steps."""
 
     def submit(self, client_id: str, request: EngineRequest) -> None: ...
 
@@ -106,7 +106,7 @@ class RequestServer:
         self._wakeup = WakeUp()
         self._is_stopping = False
         self._thread: threading.Thread | None = None
-        self._sink: RequestSink
+        self._engine: EngineCommands
         """Set by `start`."""
         self.num_bad_messages = 0
         self.num_foreign_hellos = 0
@@ -127,8 +127,8 @@ class RequestServer:
         """Refused connections; readable from any thread."""
         return self._authenticator.num_denied
 
-    def start(self, sink: RequestSink) -> None:
-        self._sink = sink
+    def start(self, engine: EngineCommands) -> None:
+        self._engine = engine
         thread = threading.Thread(target=self._run, name="request-plane", daemon=True)
         thread.start()
         self._thread = thread
@@ -162,7 +162,7 @@ class RequestServer:
             self._serve()
         except BaseException as error:  # nothing else catches this: an unreachable worker must end
             logger.exception("the request plane failed")
-            self._sink.fail(error)
+            self._engine.fail(error)
             self._say_last(error)
         finally:
             self._close()
@@ -239,15 +239,15 @@ class RequestServer:
                 if request.is_suspect:
                     self._begin_turn(peer, request)
                 else:
-                    self._sink.submit(_client_id(peer), request)
+                    self._engine.submit(_client_id(peer), request)
             case RunSuspect(request_id):
                 if suspect := self._suspects.release(_client_id(peer), request_id):
-                    self._sink.submit(_client_id(peer), suspect)
+                    self._engine.submit(_client_id(peer), suspect)
             case AbortRequests(request_ids):
                 self._drop_suspects(peer, request_ids)
-                self._sink.abort(_client_id(peer), request_ids)
+                self._engine.abort(_client_id(peer), request_ids)
             case SubscribeKVEvents():
-                self._sink.subscribe_kv_events(_client_id(peer))
+                self._engine.subscribe_kv_events(_client_id(peer))
 
     def _begin_turn(self, peer: bytes, suspect: EngineRequest) -> None:
         """Begins a suspect's turn and notifies the gateways, or refuses the suspect."""
@@ -331,7 +331,7 @@ class RequestServer:
                 return
             request_id = outputs[0].request_id
             logger.error("ending request %s: %s", request_id, error, extra={"engine_request_id": request_id})
-            self._sink.abort(client_id, (request_id,))
+            self._engine.abort(client_id, (request_id,))
             yield TO_GATEWAY.encode(Outputs((_too_large(outputs[0], error),)))
 
     def _send_kv_change(self, update: _KVUpdate) -> None:
@@ -361,7 +361,7 @@ class RequestServer:
         level = logging.INFO if why == _DISCONNECTED else logging.WARNING
         logger.log(level, "the session on connection %s ended (%s)", peer.hex(), why)
         self._drop_suspects(peer)
-        self._sink.abort_client(_client_id(peer))
+        self._engine.abort_client(_client_id(peer))
 
 
 def _client_id(peer: bytes) -> str:

@@ -30,7 +30,7 @@ HELLO = Hello("incarnation-1", "g", 1, None, 0)
 REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1, 2), sampling_params=SamplingParams())
 
 
-class RecordingSink:
+class RecordingEngine:
     """Keeps the calls it received, for a test to wait on."""
 
     def __init__(self) -> None:
@@ -83,14 +83,14 @@ class GatewaySocket:
 
 @contextmanager
 def running_server(
-    sink: RecordingSink,
+    engine: RecordingEngine,
     network: NetworkConfig = NETWORK,
     status: Callable[[], WorkerStatus] = lambda: STATUS,
     clock: Clock | None = None,
 ) -> Iterator[RequestServer]:
     """A worker's end. It may be stopped before."""
     server = RequestServer(network, KEYS.request, "incarnation-1", status, clock or SystemClock())
-    server.start(sink)
+    server.start(engine)
     try:
         yield server
     finally:

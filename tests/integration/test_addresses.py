@@ -19,7 +19,7 @@ from baton.system.hosts import WILDCARDS
 from kv_transfer.transport.zmq_tcp import ZmqChannel
 from tests.factories.gateway import gateway_with
 from tests.factories.hosts import BIND_HOSTS
-from tests.factories.request_plane import STATUS, RecordingSink
+from tests.factories.request_plane import STATUS, RecordingEngine
 from tests.factories.security import KEYS
 from worker.request_plane import RequestServer
 
@@ -56,7 +56,7 @@ def test_a_request_plane_is_reached_where_it_says(bind_host: str) -> None:
     server = RequestServer(
         NetworkConfig(bind_host=bind_host), KEYS.request, "incarnation-1", lambda: STATUS, SystemClock()
     )
-    server.start(RecordingSink())
+    server.start(RecordingEngine())
     try:
         assert host_of(server.address) not in WILDCARDS
         with zmq.Context() as context, context.socket(zmq.DEALER) as gateway:

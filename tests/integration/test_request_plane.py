@@ -28,7 +28,7 @@ from tests.factories.request_plane import (
     REQUEST,
     STATUS,
     GatewaySocket,
-    RecordingSink,
+    RecordingEngine,
     gateway_of,
     running_server,
 )
@@ -37,13 +37,13 @@ from worker.request_plane import RequestServer
 
 
 @pytest.fixture
-def sink() -> RecordingSink:
-    return RecordingSink()
+def engine() -> RecordingEngine:
+    return RecordingEngine()
 
 
 @pytest.fixture
-def server(sink: RecordingSink) -> Iterator[RequestServer]:
-    with running_server(sink) as server:
+def server(engine: RecordingEngine) -> Iterator[RequestServer]:
+    with running_server(engine) as server:
         yield server
 
 
@@ -59,13 +59,13 @@ def test_a_hello_is_answered_and_heartbeats_follow(gateway: GatewaySocket) -> No
 
 
 def test_requests_and_aborts_reach_the_engine_with_their_client(
-    gateway: GatewaySocket, sink: RecordingSink
+    gateway: GatewaySocket, engine: RecordingEngine
 ) -> None:
     gateway.send(HELLO)
     gateway.send(SubmitRequest(REQUEST, 1))
     gateway.send(AbortRequests(("r",), 1))
-    assert sink.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
-    assert sink.received.get(timeout=60) == ("abort", gateway.client_id, ("r",))
+    assert engine.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
+    assert engine.received.get(timeout=60) == ("abort", gateway.client_id, ("r",))
 
 
 def test_outputs_go_to_the_gateway_that_asked(server: RequestServer, gateway: GatewaySocket) -> None:
@@ -77,33 +77,33 @@ def test_outputs_go_to_the_gateway_that_asked(server: RequestServer, gateway: Ga
 
 
 def test_c44_a_hello_meant_for_another_incarnation_opens_nothing(
-    server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
+    server: RequestServer, gateway: GatewaySocket, engine: RecordingEngine
 ) -> None:
     gateway.send(Hello("incarnation-0", "g", 1, None, 0))
     assert gateway.receive() == Heartbeat(STATUS, None, 0)  # from which the gateway learns who is there now
     gateway.send(SubmitRequest(REQUEST, None))
     gateway.send(HELLO)
     gateway.send(AbortRequests(("r",), 1))
-    assert sink.received.get(timeout=60) == ("abort", gateway.client_id, ("r",))
+    assert engine.received.get(timeout=60) == ("abort", gateway.client_id, ("r",))
     assert server.num_bad_messages == 1
 
 
 def test_garbage_is_counted_and_the_next_message_is_served(
-    server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
+    server: RequestServer, gateway: GatewaySocket, engine: RecordingEngine
 ) -> None:
     gateway.send(HELLO)
     gateway.socket.send(b"\xc1 not msgpack")
     gateway.socket.send_multipart([b"two", b"frames"])
     gateway.send(SubmitRequest(REQUEST, 1))
-    assert sink.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
+    assert engine.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
     assert server.num_bad_messages == 2
 
 
 def test_c42_a_silent_gateway_is_gone_and_its_requests_end(
-    gateway: GatewaySocket, sink: RecordingSink
+    gateway: GatewaySocket, engine: RecordingEngine
 ) -> None:
     gateway.send(HELLO)
-    assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id)
+    assert engine.received.get(timeout=60) == ("abort_client", gateway.client_id)
 
 
 class LeapingClock(SystemClock):
@@ -116,32 +116,36 @@ class LeapingClock(SystemClock):
         return super().now() + self.leapt_s
 
 
-def test_c42_a_gateway_is_not_silent_while_the_worker_stands_still(sink: RecordingSink) -> None:
+def test_c42_a_gateway_is_not_silent_while_the_worker_stands_still(engine: RecordingEngine) -> None:
     clock = LeapingClock()
-    with running_server(sink, clock=clock) as server, gateway_of(server) as gateway:
+    with running_server(engine, clock=clock) as server, gateway_of(server) as gateway:
         gateway.send(HELLO)
         assert gateway.receive() == Heartbeat(STATUS, 1, 0)
         clock.leapt_s += 100 * NETWORK.peer_timeout_s
         for _ in range(4):
             assert gateway.receive() == Heartbeat(STATUS, 1, 0)
-        assert sink.received.empty(), "that was not its silence"
-        assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id), "but this is"
+        assert engine.received.empty(), "that was not its silence"
+        assert engine.received.get(timeout=60) == ("abort_client", gateway.client_id), "but this is"
 
 
-def test_a_vanished_gateway_is_noticed_at_the_next_send(server: RequestServer, sink: RecordingSink) -> None:
+def test_a_vanished_gateway_is_noticed_at_the_next_send(
+    server: RequestServer, engine: RecordingEngine
+) -> None:
     with gateway_of(server) as gateway:
         gateway.send(HELLO)
         gateway.receive()
-    assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id)
+    assert engine.received.get(timeout=60) == ("abort_client", gateway.client_id)
 
 
-def test_c42_a_gateway_whose_order_was_lost_starts_anew(gateway: GatewaySocket, sink: RecordingSink) -> None:
+def test_c42_a_gateway_whose_order_was_lost_starts_anew(
+    gateway: GatewaySocket, engine: RecordingEngine
+) -> None:
     gateway.send(HELLO)
     gateway.send(SubmitRequest(REQUEST, 1))
     gateway.send(Hello("incarnation-1", "g", 1, 1, 2))  # the second command is the one that did not come
     gateway.send(AbortRequests(("r",), 1))  # said before the gateway could know
     gateway.send(SubmitRequest(REQUEST, 2))
-    received = [sink.received.get(timeout=60) for _ in range(3)]
+    received = [engine.received.get(timeout=60) for _ in range(3)]
     assert received == [
         ("submit", gateway.client_id, REQUEST),
         ("abort_client", gateway.client_id),
@@ -151,18 +155,18 @@ def test_c42_a_gateway_whose_order_was_lost_starts_anew(gateway: GatewaySocket, 
 
 
 def test_c51_a_gateways_new_connection_ends_what_it_did_over_the_former_one(
-    server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
+    server: RequestServer, gateway: GatewaySocket, engine: RecordingEngine
 ) -> None:
     """The former one is still open here, as a worker finds it that has not yet seen its end."""
     gateway.send(HELLO)
     gateway.send(SubmitRequest(REQUEST, 1))
-    assert sink.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
+    assert engine.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
     with gateway_of(server, b"\x01latest") as latest:
         latest.send(Hello("incarnation-1", "g", 2, None, 0))
         assert latest.receive() == Heartbeat(STATUS, 2, 0)
         gateway.send(Hello("incarnation-1", "g", 1, 1, 1))  # it was on its way
         latest.send(SubmitRequest(REQUEST, 2))
-        received = [sink.received.get(timeout=60) for _ in range(2)]
+        received = [engine.received.get(timeout=60) for _ in range(2)]
         assert received == [("abort_client", gateway.client_id), ("submit", latest.client_id, REQUEST)]
 
 
@@ -175,7 +179,7 @@ def test_heartbeats_count_the_outputs_before_them(server: RequestServer, gateway
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_the_end_of_an_engine_is_told_after_its_last_outputs(sink: RecordingSink, is_asked: bool) -> None:
+def test_the_end_of_an_engine_is_told_after_its_last_outputs(engine: RecordingEngine, is_asked: bool) -> None:
     """Even where it ends while the plane is about to send a heartbeat. The last outputs end a suspect's turn, too."""
     suspect = replace(REQUEST, is_suspect=True)
     output = RequestOutput(suspect.request_id, first_position=0, finish_reason=FinishReason.STOP)
@@ -187,7 +191,7 @@ def test_the_end_of_an_engine_is_told_after_its_last_outputs(sink: RecordingSink
     current: list[Callable[[], WorkerStatus]] = [lambda: STATUS]
     network = NetworkConfig(heartbeat_interval_s=20.0, peer_timeout_s=60.0)
     with (
-        running_server(sink, network, lambda: current[0]()) as plane,
+        running_server(engine, network, lambda: current[0]()) as plane,
         gateway_of(plane) as gateway,
     ):
         gateway.send(HELLO)
@@ -205,13 +209,13 @@ def test_the_end_of_an_engine_is_told_after_its_last_outputs(sink: RecordingSink
         assert (last.status.state, last.status.suspects) == (WorkerState.DEAD, ())
 
 
-def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: RecordingSink) -> None:
+def test_outputs_that_are_too_large_for_one_message_come_in_several(engine: RecordingEngine) -> None:
     patient = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=30.0)
     outputs = [
         RequestOutput(request_id=f"r{number}", first_position=0, error="x" * (MAX_MESSAGE_BYTES // 2 - 99))
         for number in range(3)
     ]
-    with running_server(sink, patient) as server, gateway_of(server) as gateway:
+    with running_server(engine, patient) as server, gateway_of(server) as gateway:
         gateway.send(HELLO)
         gateway.receive()
         server.send(gateway.client_id, outputs)
@@ -222,7 +226,7 @@ def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: Record
 
 
 def test_an_output_that_no_message_can_hold_ends_its_request_and_nothing_else(
-    server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
+    server: RequestServer, gateway: GatewaySocket, engine: RecordingEngine
 ) -> None:
     gateway.send(HELLO)
     gateway.receive()
@@ -235,12 +239,12 @@ def test_an_output_that_no_message_can_hold_ends_its_request_and_nothing_else(
         ErrorKind.INTERNAL,
     )
     assert "exceeds the limit" in (last.error or "")
-    assert sink.received.get(timeout=60) == ("abort", gateway.client_id, ("r",))
+    assert engine.received.get(timeout=60) == ("abort", gateway.client_id, ("r",))
     server.send(gateway.client_id, [RequestOutput(request_id="s", first_position=0, token_ids=(7,))])
     assert gateway.receive_outputs().outputs[0].request_id == "s"
 
 
-def test_a_plane_that_fails_ends_the_worker_and_says_so(sink: RecordingSink) -> None:
+def test_a_plane_that_fails_ends_the_worker_and_says_so(engine: RecordingEngine) -> None:
     is_broken = threading.Event()
 
     def status() -> WorkerStatus:
@@ -249,12 +253,12 @@ def test_a_plane_that_fails_ends_the_worker_and_says_so(sink: RecordingSink) -> 
             raise RuntimeError("no status")
         return STATUS
 
-    with running_server(sink, status=status) as server, gateway_of(server) as gateway:
+    with running_server(engine, status=status) as server, gateway_of(server) as gateway:
         gateway.send(HELLO)
         gateway.receive()
         is_broken.set()
         server.beat()
-        kind, error = sink.received.get(timeout=60)
+        kind, error = engine.received.get(timeout=60)
         assert (kind, str(error)) == ("fail", "no status")
         while (beat := gateway.receive()) == Heartbeat(STATUS, 1, 0):
             continue
@@ -265,9 +269,9 @@ def test_a_plane_that_fails_ends_the_worker_and_says_so(sink: RecordingSink) -> 
         )
 
 
-def test_a_change_is_told_before_the_next_heartbeat_is_due(sink: RecordingSink) -> None:
+def test_a_change_is_told_before_the_next_heartbeat_is_due(engine: RecordingEngine) -> None:
     slow = NetworkConfig(heartbeat_interval_s=60.0, peer_timeout_s=120.0)
-    with running_server(sink, slow) as server, gateway_of(server) as gateway:
+    with running_server(engine, slow) as server, gateway_of(server) as gateway:
         gateway.send(HELLO)
         gateway.receive()
         server.beat()
@@ -277,7 +281,7 @@ def test_a_change_is_told_before_the_next_heartbeat_is_due(sink: RecordingSink) 
 
 
 def test_a_gateway_of_another_version_is_answered_and_gets_no_session(
-    server: RequestServer, gateway: GatewaySocket, sink: RecordingSink, caplog: pytest.LogCaptureFixture
+    server: RequestServer, gateway: GatewaySocket, engine: RecordingEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway.socket.send(msgpack.packb(["Hello", 99, "what", "ever"]))
     assert gateway.receive() == Heartbeat(STATUS, None, 0)
@@ -286,11 +290,11 @@ def test_a_gateway_of_another_version_is_answered_and_gets_no_session(
     gateway.send(SubmitRequest(REQUEST, None))
     gateway.send(HELLO)
     gateway.receive()
-    assert sink.received.empty()
+    assert engine.received.empty()
 
 
 def test_changes_of_the_prefix_cache_are_numbered_for_each_gateway(
-    server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
+    server: RequestServer, gateway: GatewaySocket, engine: RecordingEngine
 ) -> None:
     def change(*names: bytes, is_anew: bool = False) -> KVChange:
         return KVChange(is_anew, b"", b"".join(names))
@@ -303,7 +307,7 @@ def test_changes_of_the_prefix_cache_are_numbered_for_each_gateway(
     gateway.send(HELLO)
     gateway.send(SubscribeKVEvents(1))
     us = (gateway.client_id,)
-    assert sink.received.get(timeout=60) == ("subscribe", *us)
+    assert engine.received.get(timeout=60) == ("subscribe", *us)
     server.send_kv_change(us, change(b"too soon"))  # meant for a session before this one
     server.send_kv_change(us, change(b"12345678", is_anew=True))
     server.send_kv_change((*us, b"\x07nobody".hex()), change(b"abcdefgh"))
@@ -315,7 +319,7 @@ def test_changes_of_the_prefix_cache_are_numbered_for_each_gateway(
     assert next_events() == KVEvents(2, False, b"", b"ijklmnop")
     gateway.send(Hello("incarnation-1", "g", 1, 1, 1))
     gateway.send(Hello("incarnation-1", "g", 1, 1, 7))  # some were lost: another session
-    assert sink.received.get(timeout=60) == ("abort_client", *us)
+    assert engine.received.get(timeout=60) == ("abort_client", *us)
     server.send_kv_change(us, change(b"stale..."))
     server.send_kv_change(us, change(b"newnewne", is_anew=True))
     assert next_events() == KVEvents(0, True, b"", b"newnewne")

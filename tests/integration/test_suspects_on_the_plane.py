@@ -8,7 +8,7 @@ import pytest
 
 from baton.messages.request_plane import AbortRequests, Hello, RunSuspect, SubmitRequest
 from baton.request import ErrorKind, FinishReason, RequestOutput
-from tests.factories.request_plane import REQUEST, GatewaySocket, RecordingSink, gateway_of, running_server
+from tests.factories.request_plane import REQUEST, GatewaySocket, RecordingEngine, gateway_of, running_server
 from worker.request_plane import RequestServer
 
 SUSPECT = replace(REQUEST, is_suspect=True)
@@ -19,23 +19,23 @@ class Plane(NamedTuple):
     """A worker's request plane, whose first session is the other gateway's."""
 
     server: RequestServer
-    sink: RecordingSink
+    engine: RecordingEngine
     gateway: GatewaySocket
     other: GatewaySocket
 
 
 @pytest.fixture
 def plane() -> Iterator[Plane]:
-    sink = RecordingSink()
+    engine = RecordingEngine()
     with (
-        running_server(sink) as server,
+        running_server(engine) as server,
         gateway_of(server, b"\x01other") as other,
         gateway_of(server) as gateway,
     ):
         for each, name in ((other, "g1"), (gateway, "g2")):
             each.send(Hello("incarnation-1", name, 1, None, 0))
             each.receive()
-        yield Plane(server, sink, gateway, other)
+        yield Plane(server, engine, gateway, other)
 
 
 def test_c56_a_suspect_runs_once_its_gateway_has_read_that_it_is_named(plane: Plane) -> None:
@@ -47,7 +47,7 @@ def test_c56_a_suspect_runs_once_its_gateway_has_read_that_it_is_named(plane: Pl
     plane.gateway.send(RunSuspect("r", 2))
     plane.gateway.send(RunSuspect("r", 2))
     plane.gateway.send(AbortRequests(("r",), 2))
-    received = [plane.sink.received.get(timeout=60) for _ in range(3)]
+    received = [plane.engine.received.get(timeout=60) for _ in range(3)]
     client_id = plane.gateway.client_id
     assert received == [
         ("submit", client_id, BYSTANDER),
@@ -75,7 +75,7 @@ def test_c56_a_turn_ends_when_its_held_suspect_is_aborted(plane: Plane) -> None:
     plane.other.wait_for_suspects()
     plane.gateway.send(RunSuspect("r", 2))
     plane.gateway.send(SubmitRequest(BYSTANDER, 2))
-    received = [plane.sink.received.get(timeout=60) for _ in range(2)]
+    received = [plane.engine.received.get(timeout=60) for _ in range(2)]
     client_id = plane.gateway.client_id
     assert received == [("abort", client_id, ("r",)), ("submit", client_id, BYSTANDER)]
 
@@ -85,4 +85,4 @@ def test_c56_a_turn_ends_when_the_gateway_of_its_held_suspect_leaves(plane: Plan
     plane.other.wait_for_suspects("r")
     plane.gateway.socket.close()
     plane.other.wait_for_suspects()
-    assert plane.sink.received.get(timeout=60) == ("abort_client", plane.gateway.client_id)
+    assert plane.engine.received.get(timeout=60) == ("abort_client", plane.gateway.client_id)
