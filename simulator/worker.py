@@ -295,13 +295,13 @@ class Worker(Process):
             for output in outputs:
                 if output.finish_reason is not None and output.request_id not in self.requests.request_ids:
                     self._world.violate("ends once", f"{self.incarnation}: {output.request_id} ends again")
-                self.requests.note([output])
+                self.requests.forget_ended([output])
             self._send(gateway, outputs)
 
     def _send(self, gateway: str, outputs: list[RequestOutput]) -> None:
         """As RequestServer does."""
         self._outboxes[gateway](self, outputs)
-        if self.suspects.note(outputs, self._world.now):
+        if self.suspects.end_turns(outputs, self._world.now):
             self._beat(self)
 
     def _drop_suspects(self, gateway: str, request_ids: tuple[str, ...] | None = None) -> None:

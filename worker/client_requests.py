@@ -18,7 +18,7 @@ from worker.role import Role
 class ClientRequests:
     """Adds the clients' requests to the core, and ends them.
 
-    The caller delivers the outputs that a call returns, and passes them to `note`.
+    The caller delivers the outputs that a call returns, and passes them to `forget_ended`.
     """
 
     def __init__(self, core: EngineCore, clock: Clock) -> None:
@@ -31,7 +31,7 @@ class ClientRequests:
 
     @property
     def request_ids(self) -> KeysView[str]:
-        """Every request that was admitted and whose end was not noted yet."""
+        """Every request that was admitted, until `forget_ended` has seen its end."""
         return self._clients.keys()
 
     def of_client(self, client_id: str) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class ClientRequests:
     def next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None
 
-    def note(self, outputs: Iterable[RequestOutput]) -> None:
+    def forget_ended(self, outputs: Iterable[RequestOutput]) -> None:
         """Forgets the requests that end with these outputs."""
         for output in outputs:
             if output.finish_reason is not None:

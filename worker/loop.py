@@ -221,7 +221,7 @@ class EngineLoop:
     def _deliver(self, outputs_by_client: ClientOutputs) -> None:
         for client_id, outputs in outputs_by_client.items():
             self._outbox.send(client_id, outputs)
-            self._requests.note(outputs)
+            self._requests.forget_ended(outputs)
 
     def _forget(self, client_id: str) -> None:
         if count := len(self._requests.of_client(client_id)):

@@ -316,7 +316,7 @@ class RequestServer:
             for frame in self._frames(client_id, outputs):
                 if self._sessions.count_outputs(peer):
                     self._send(peer, frame)
-            if self._suspects.note(outputs, self._running_s()):
+            if self._suspects.end_turns(outputs, self._running_s()):
                 self._is_beat_due.set()  # another suspect may wait for its turn
 
     def _frames(self, client_id: str, outputs: list[RequestOutput]) -> Iterator[bytes]:

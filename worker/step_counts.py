@@ -34,32 +34,34 @@ class PromptTokens:
     """
 
     def __init__(self) -> None:
-        self._lacking: dict[str, int] = {}
+        self._uncomputed: dict[str, int] = {}
         """By request: tokens of its prompt that no step has computed."""
 
     def count(self, plan: SchedulerOutput) -> int:
         """The number of prompt tokens in the step. Call it for every step, in order."""
-        if self._lacking:
-            for name in plan.preempted_req_ids | plan.finished_req_ids:
-                self._lacking.pop(name, None)
+        if self._uncomputed:
+            for request_id in plan.preempted_req_ids | plan.finished_req_ids:
+                self._uncomputed.pop(request_id, None)
         if plan.scheduled_new_reqs or plan.scheduled_cached_reqs.resumed_num_tokens:
             self._begin(plan)
-        return sum(self._take(name, plan) for name in tuple(self._lacking))
+        return sum(self._take(request_id, plan) for request_id in tuple(self._uncomputed))
 
     def _begin(self, plan: SchedulerOutput) -> None:
         for new in plan.scheduled_new_reqs:
             if not new.is_loaded:
                 num_known = len(new.prompt_token_ids) + len(new.output_token_ids)
-                self._lacking[new.request_id] = num_known - new.num_computed_tokens
+                self._uncomputed[new.request_id] = num_known - new.num_computed_tokens
         num_computed = plan.num_computed_tokens()
-        for name, num_known in plan.scheduled_cached_reqs.resumed_num_tokens.items():
-            if (num_lacking := num_known - num_computed[name]) > 1:  # else it goes on with its last token
-                self._lacking[name] = num_lacking
+        for request_id, num_known in plan.scheduled_cached_reqs.resumed_num_tokens.items():
+            if (
+                num_uncomputed := num_known - num_computed[request_id]
+            ) > 1:  # else it goes on with its last token
+                self._uncomputed[request_id] = num_uncomputed
 
-    def _take(self, name: str, plan: SchedulerOutput) -> int:
+    def _take(self, request_id: str, plan: SchedulerOutput) -> int:
         """The request's prompt tokens in this step."""
-        num_tokens = plan.num_scheduled_tokens.get(name, 0)
-        self._lacking[name] -= num_tokens
-        if self._lacking[name] <= 0:
-            del self._lacking[name]
+        num_tokens = plan.num_scheduled_tokens.get(request_id, 0)
+        self._uncomputed[request_id] -= num_tokens
+        if self._uncomputed[request_id] <= 0:
+            del self._uncomputed[request_id]
         return num_tokens

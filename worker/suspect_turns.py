@@ -76,14 +76,14 @@ class SuspectTurns:
         The turns of suspects that run end with their last outputs.
         """
         dropped = [
-            name
-            for name, turn in self._turns.items()
+            request_id
+            for request_id, turn in self._turns.items()
             if turn.held is not None
             and turn.client_id == client_id
-            and (request_ids is None or name in request_ids)
+            and (request_ids is None or request_id in request_ids)
         ]
-        for name in dropped:
-            self.end(name, now)
+        for request_id in dropped:
+            self.end(request_id, now)
         return bool(dropped)
 
     def end(self, request_id: str, now: float) -> None:
@@ -92,7 +92,7 @@ class SuspectTurns:
         if self.is_free(now):
             self._reserved_until = min(self._reserved_until, now + RESERVED_S)
 
-    def note(self, outputs: Iterable[RequestOutput], now: float) -> bool:
+    def end_turns(self, outputs: Iterable[RequestOutput], now: float) -> bool:
         """Ends the turns of suspects that have ended or grown with these outputs. Returns whether there were any."""
         if not self._turns:
             return False

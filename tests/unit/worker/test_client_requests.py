@@ -35,7 +35,7 @@ def test_a_request_is_kept_until_its_end_is_noted() -> None:
     requests.admit("a", make_engine_request("r", timeout_s=5.0), ROLE)
     ended = requests.abort_client("a")
     assert set(requests.request_ids) == {"r"}
-    requests.note(ended["a"])
+    requests.forget_ended(ended["a"])
     assert not requests.request_ids
     assert requests.next_deadline() is None, "the deadlines of ended requests wake nothing"
 
@@ -60,9 +60,9 @@ def test_deadlines_of_ended_requests_do_not_pile_up_while_others_run() -> None:
     requests = ClientRequests(make_core(), clock)
     for timeout_s in (1.0, 3.0, 2.0, 4.0, 5.0, 2.5):
         requests.admit("a", make_engine_request(f"{timeout_s}", timeout_s=timeout_s), ROLE)
-    requests.note(requests.abort("a", ["1.0"])["a"])
+    requests.forget_ended(requests.abort("a", ["1.0"])["a"])
     for number in range(200):
         requests.admit("a", make_engine_request(str(number), timeout_s=86_400.0), ROLE)
-        requests.note(requests.abort("a", [str(number)])["a"])
+        requests.forget_ended(requests.abort("a", [str(number)])["a"])
     assert len(requests._deadlines) < 100
     assert requests.next_deadline() == clock.now() + 2.0, "the earliest of those that run"

@@ -138,7 +138,7 @@ def test_a_prompt_that_ends_halfway_is_forgotten() -> None:
     assert counts.count(driver.step()) == 4
     driver.note(flatten(driver.scheduler.finish_requests(["aborted"], RequestStatus.FINISHED_ABORTED)))
     assert counts.count(driver.step()) == 0
-    assert counts._lacking == {}
+    assert counts._uncomputed == {}
 
 
 def test_the_token_behind_a_received_or_swapped_in_prompt_is_no_prompt() -> None:

@@ -103,6 +103,6 @@ def test_c56_a_turn_ends_with_its_suspect_or_with_its_second_token(
 ) -> None:
     turns = SuspectTurns()
     turns.begin("g", suspect("a", 5, 6), 0.0)
-    assert turns.note([output, output], 1.0) is is_over  # two steps may end at once
+    assert turns.end_turns([output, output], 1.0) is is_over  # two steps may end at once
     assert turns.running() == (() if is_over else ("a",))
-    assert turns.note([output], 1.0) is False
+    assert turns.end_turns([output], 1.0) is False
