@@ -133,7 +133,7 @@ class _Load(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadQuiet:
+class LoadQuiesced:
     """This worker gave the load up, and the load has ended."""
 
 
@@ -148,7 +148,7 @@ class GiveUp(Generic[P]):
     """One part was postponed, not failed: postpone `parts`, too."""
 
 
-LoadOutcome = ReceivedKV | FailedKV | LoadQuiet | GiveUp[P] | None
+LoadOutcome = ReceivedKV | FailedKV | LoadQuiesced | GiveUp[P] | None
 """FailedKV with `is_postponed`: all parts wait for another load. FailedKV without it: the caller must abort
 the postponed parts."""
 
@@ -186,7 +186,7 @@ class Loads(Generic[P]):
             return GiveUp(tuple(load.open), failed.reason, failed.is_unneeded, failed.is_postponed)
         return self._outcome(failed.request_id, load)
 
-    def quiet(self, request_id: str, part: P) -> LoadOutcome[P]:
+    def quiesced(self, request_id: str, part: P) -> LoadOutcome[P]:
         """An aborted part has ended."""
         load = self._close(request_id, part)
         return None if load is None else self._outcome(request_id, load)
@@ -207,7 +207,7 @@ class Loads(Generic[P]):
             return None
         del self._loads[request_id]
         if load.is_aborted:
-            return LoadQuiet()
+            return LoadQuiesced()
         if load.failed is None:
             return load.received
         return replace(load.failed, is_postponed=load.failed.is_postponed and load.received is None)

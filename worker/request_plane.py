@@ -52,7 +52,7 @@ PROGRESS_TIMEOUT_S = 60.0
 
 _DISCONNECTED = "disconnected"
 
-LAST_WORDS_MS = 500
+FLUSH_TIMEOUT_MS = 500
 """The longest wait for the last messages to be sent before the port is closed."""
 
 
@@ -163,14 +163,14 @@ class RequestServer:
         except BaseException as error:  # nothing else catches this: an unreachable worker must end
             logger.exception("the request plane failed")
             self._engine.fail(error)
-            self._say_last(error)
+            self._report_failure(error)
         finally:
             self._close()
             self.progress.end()
 
     def _close(self) -> None:
         self._authenticator.close()
-        self._socket.close(LAST_WORDS_MS)
+        self._socket.close(FLUSH_TIMEOUT_MS)
         self._context.term()
         self._wakeup.close()
 
@@ -195,7 +195,7 @@ class RequestServer:
         self._send_outbox()
         self._beat()
 
-    def _say_last(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Notifies gateways of the failure at once, so that they need not wait for a timeout."""
         try:
             status = replace(

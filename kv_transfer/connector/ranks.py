@@ -14,7 +14,7 @@ from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferRecord
 from baton.worker import KVPeerCounts
 from kv_transfer.commands import AbortLoad, AbortSend, BeginSend, GiveUpLoad, KVConnectorMetadata
-from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiet, Loads, Sends
+from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiesced, Loads, Sends
 from kv_transfer.records import combine
 
 
@@ -101,7 +101,7 @@ class RankedConnector:
             for failed in output.failed_recving:
                 ended += self._conclude(failed.request_id, self._loads.failed(number, failed))
             for request_id in output.quiesced:
-                ended += self._conclude(request_id, self._loads.quiet(request_id, number))
+                ended += self._conclude(request_id, self._loads.quiesced(request_id, number))
             ended += KVConnectorOutput(can_load=output.can_load, unwanted=output.unwanted)
         return ended
 
@@ -140,7 +140,7 @@ class RankedConnector:
                 for rank in self._ranks:  # some ranks may have postponed the load
                     rank.send_commands(commands)
                 return KVConnectorOutput(failed_recving=(outcome,), transfers=self._record(request_id))
-            case LoadQuiet():
+            case LoadQuiesced():
                 self._records.pop(request_id, None)
                 return KVConnectorOutput(quiesced=(request_id,))
         return KVConnectorOutput()

@@ -42,13 +42,15 @@ class BlockWriter:
         The payload has all pieces of the message, in spans of whole pieces.
         """
         places = dict(zip(wanted.positions, wanted.piece_ids, strict=True))
-        came = _pieces(payload, view.nbytes, places)
+        arrived = _pieces(payload, view.nbytes, places)
         if isinstance(view, HostPieces):
-            for piece_id, piece in came:
+            for piece_id, piece in arrived:
                 view.store(piece_id, piece)
-            self._look_at(wanted, view, tuple(wanted.message.indices[position] for position in places))
+            self._check_checksums(
+                wanted, view, tuple(wanted.message.indices[position] for position in places)
+            )
             return
-        pieces = dict(came)
+        pieces = dict(arrived)
         missing = tuple(wanted.message.indices[position] for position in places)
         if not pieces:
             self._written.append(_compared(wanted, missing, ()))
@@ -61,7 +63,7 @@ class BlockWriter:
     def was_read(self, wanted: WantedPieces, view: PieceView) -> None:
         """Call it when a PoolReader has written all pieces. `poll` reports them when their checksums are compared."""
         if isinstance(view, HostPieces):
-            self._look_at(wanted, view, ())
+            self._check_checksums(wanted, view, ())
         elif not wanted.has_checksums:
             self._written.append(_compared(wanted, (), ()))
         else:
@@ -85,7 +87,7 @@ class BlockWriter:
         if self._stager is not None:
             self._stager.close()
 
-    def _look_at(self, wanted: WantedPieces, view: HostPieces, missing: tuple[int, ...]) -> None:
+    def _check_checksums(self, wanted: WantedPieces, view: HostPieces, missing: tuple[int, ...]) -> None:
         checksums: list[int] = []
         if wanted.has_checksums:
             for index, piece_id in zip(wanted.indices, wanted.piece_ids, strict=True):
@@ -120,12 +122,12 @@ def _compared(wanted: WantedPieces, missing: Sequence[int], checksums: Sequence[
     """`checksums`: of the pieces that arrived, in order, if they are compared."""
     damaged, theirs = set(missing), wanted.message.checksums
     if wanted.has_checksums:
-        came = [
+        arrived = [
             (position, index)
             for position, index in zip(wanted.positions, wanted.indices, strict=True)
             if index not in damaged
         ]
-        for (position, index), checksum in zip(came, checksums, strict=True):
+        for (position, index), checksum in zip(arrived, checksums, strict=True):
             if not theirs or checksum != theirs[position]:
                 damaged.add(index)
     return WrittenPieces(wanted, len(wanted.indices) - len(missing), damaged)

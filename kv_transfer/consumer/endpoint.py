@@ -14,7 +14,7 @@ from baton.transfer import TransferEventKind
 from kv_transfer.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.consumer.block_writer import BlockWriter, WrittenPieces
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
-from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiet, Loads, RankTransfers
+from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiesced, Loads, RankTransfers
 from kv_transfer.pool import PieceView, RankPool
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import (
@@ -251,7 +251,8 @@ class ConsumerEndpoint:
                         self._rank_transfers.peer_of(rank_transfer), transport, is_needed=has_failed
                     )
                     self._conclude(
-                        rank_transfer.request_id, self._loads.quiet(rank_transfer.request_id, rank_transfer)
+                        rank_transfer.request_id,
+                        self._loads.quiesced(rank_transfer.request_id, rank_transfer),
                     )
 
     def _take_received(self, received: Received) -> None:
@@ -285,14 +286,14 @@ class ConsumerEndpoint:
                 is_link_failure=failed.is_link_failure,
             )
         num_blocks = failed.num_valid_tokens // self._pool.layout.block_size
-        lost = FailedKV(
+        failure = FailedKV(
             rank_transfer.request_id,
             num_blocks,
             failed.reason,
             is_unneeded,
             is_postponed=failed.is_postponed,
         )
-        self._conclude(rank_transfer.request_id, self._loads.failed(rank_transfer, lost))
+        self._conclude(rank_transfer.request_id, self._loads.failed(rank_transfer, failure))
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[RankTransfer]) -> None:
         """Reports the request's outcome, if its last rank transfer has ended."""
@@ -314,7 +315,7 @@ class ConsumerEndpoint:
                 self._close(request_id)
                 transfers = self._timelines.conclude(request_id)
                 self.output += KVConnectorOutput(finished_recving=(outcome,), transfers=transfers)
-            case LoadQuiet():
+            case LoadQuiesced():
                 self._close(request_id)
                 self._timelines.forget(request_id)
                 self.output += KVConnectorOutput(quiesced=(request_id,))

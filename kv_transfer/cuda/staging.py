@@ -187,7 +187,7 @@ class Stager(Generic[T]):
             queue_copies(self._driver, out, device, host, self._stream)
         else:
             np.concatenate(batch.pieces, out=buffer[: batch.nbytes])
-            self._look_at(batch, buffer)
+            self._collect_from(batch, buffer)
             queue_copies(self._driver, runs, host, device, self._stream)
         return self._driver.record(self._stream)
 
@@ -200,11 +200,11 @@ class Stager(Generic[T]):
 
     def _end(self, copy: _Copy[T]) -> None:
         if copy.batch.pieces is None and copy.batch.job.is_wanted and copy.batch.job.error is None:
-            self._look_at(copy.batch, copy.buffer)
+            self._collect_from(copy.batch, copy.buffer)
         self._release(copy)
         self._note_end(copy.batch, None)
 
-    def _look_at(self, batch: _Batch[T], buffer: Bytes) -> None:
+    def _collect_from(self, batch: _Batch[T], buffer: Bytes) -> None:
         """Extracts from the buffer the bytes and checksums that the job requested."""
         held = buffer[: batch.nbytes]
         if batch.job.has_checksums:

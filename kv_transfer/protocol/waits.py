@@ -15,10 +15,10 @@ _REMEMBERED_TIMEOUTS = 12
 
 
 @dataclass(slots=True)
-class _Heard:
+class _KnownProducer:
     """What is known of a producer that has sent something."""
 
-    last_at: float
+    last_message_at: float
     timeout: AdaptiveTimeout
 
 
@@ -38,7 +38,7 @@ class Waits:
         self._due_at: dict[TransferKey, float] = {}
         """Deadlines of loads; a postponed load keeps its own. These times and those below exclude standstills."""
         self._asked_at: dict[TransferKey, float] = {}
-        self._heard: dict[ProducerRank, _Heard] = {}
+        self._known: dict[ProducerRank, _KnownProducer] = {}
         """Includes producers without a current rank transfer, so that the next one can use what is known of
         them."""
 
@@ -46,7 +46,7 @@ class Waits:
         """From now on, the rank transfer repeats its question every heartbeat, unless pieces arrive."""
         self._asked_at[key] = running_s = self._standstill.running(now)
         oldest = running_s - _REMEMBERED_TIMEOUTS * self._timeout_s
-        self._heard = {rank: heard for rank, heard in self._heard.items() if heard.last_at > oldest}
+        self._known = {rank: known for rank, known in self._known.items() if known.last_message_at > oldest}
 
     def ask_later(self, key: TransferKey, now: float) -> None:
         """Sets the next question one heartbeat from now."""
@@ -65,9 +65,10 @@ class Waits:
         """The rank transfer's producer has sent something."""
         running_s = self._standstill.running(now)
         pause_s = self._silent_s(key, running_s)
-        heard = self._heard.setdefault(_producer_of(key), _Heard(running_s, AdaptiveTimeout(self._timeout_s)))
-        heard.timeout.on_message(pause_s, running_s)
-        heard.last_at = running_s
+        new = _KnownProducer(running_s, AdaptiveTimeout(self._timeout_s))
+        producer = self._known.setdefault(_producer_of(key), new)
+        producer.timeout.on_message(pause_s, running_s)
+        producer.last_message_at = running_s
 
     def pause(self, key: TransferKey) -> None:
         """The rank transfer waits for nothing from its producer."""
@@ -91,8 +92,8 @@ class Waits:
         """
         running_s, due = self._standstill.running(now), []
         for key in self._questions.pop_due(now):
-            heard = self._heard.get(_producer_of(key))
-            limit_s = self._timeout_s if heard is None else heard.timeout.limit_s(running_s)
+            producer = self._known.get(_producer_of(key))
+            limit_s = self._timeout_s if producer is None else producer.timeout.limit_s(running_s)
             due.append((key, self._silent_s(key, running_s), limit_s))
         return due
 
@@ -102,8 +103,8 @@ class Waits:
         return min((when for when in times if when is not None), default=None)
 
     def _silent_s(self, key: TransferKey, running_s: float) -> float:
-        heard, asked_at = self._heard.get(_producer_of(key)), self._asked_at[key]
-        return running_s - (asked_at if heard is None else max(asked_at, heard.last_at))
+        producer, asked_at = self._known.get(_producer_of(key)), self._asked_at[key]
+        return running_s - (asked_at if producer is None else max(asked_at, producer.last_message_at))
 
 
 def _producer_of(key: TransferKey) -> ProducerRank:
