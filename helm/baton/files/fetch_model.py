@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 CHUNK_BYTES = 1 << 20
 PATIENCE_S = 60
-"""For the next bytes."""
+"""How long a download waits for its next bytes."""
 
 
 def sha256_of(path: Path) -> str:
@@ -33,7 +33,7 @@ def sha256_of(path: Path) -> str:
 
 
 def version_of(path: Path) -> tuple[int, int] | None:
-    """Another one when the file is replaced; None: there is none."""
+    """Changes when the file is replaced. None: there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -43,8 +43,8 @@ def version_of(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def sole(path: Path) -> Iterator[None]:
-    """For one pod at a time. The kernel lets go of the lock when its owner dies; on NFS, where flock has locked for all
-    hosts since Linux 2.6.12, the server does."""
+    """Holds a lock, so that only one pod at a time runs the `with` block. When the owner of the lock dies, the kernel
+    releases the lock. On NFS, flock is valid for all hosts since Linux 2.6.12, and the server releases the lock."""
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         try:
             try:
@@ -68,7 +68,7 @@ def sweep(path: Path) -> None:
 
 
 def fetch(url: str, path: Path, sha256: str) -> None:
-    """Raises OSError, even if what came is another file."""
+    """Downloads a file. Raises OSError if this fails, or if the sha256 is another one."""
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     try:
         digest = hashlib.sha256()
@@ -85,8 +85,8 @@ def fetch(url: str, path: Path, sha256: str) -> None:
 
 
 def ensure(url: str, path: Path, sha256: str) -> str:
-    """How the model came to be there. The lock is for fetching alone, so that many pods can read a large file, which
-    takes minutes, at once."""
+    """Downloads a file unless it exists, and says which was the case. Only the download holds the lock: verifying a
+    large file takes minutes, and many pods may do it at once."""
     while True:
         version = version_of(path)
         if version is not None and sha256_of(path) == sha256:

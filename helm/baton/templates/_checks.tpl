@@ -1,4 +1,4 @@
-{{/* What a schema cannot say: values that contradict one another. Each error says what to change. */}}
+{{/* Refuses values that contradict each other, which a schema cannot do. Each error says what to change. */}}
 {{- define "baton.check" -}}
 {{- $v := .Values -}}
 
@@ -181,7 +181,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* What gateways would refuse: they then keep the keys that they had, revoked ones too. */}}
+{{/* Refuses keys that gateways would refuse. A gateway that refuses its new keys keeps the old ones, even if one was revoked. */}}
 {{- define "baton.checkApiKeys" -}}
 {{- $reserved := list "anybody" -}}
 {{- if .apiKeys.adminSha256 -}}{{- $reserved = append $reserved "admin" -}}{{- end -}}
@@ -205,7 +205,8 @@
 {{- end -}}
 {{- end }}
 
-{{/* A key of one's own, which gateways admit by an entry of one's own. The administrator's key is never in the cluster. */}}
+{{/* Refuses an existing Secret for Prometheus' key or the test's key if no entry of the values admits the key. The entry of the
+administrator's key does not count, since this key is never in the cluster. */}}
 {{- define "baton.checkOwnKeys" -}}
 {{- $isNeeded := dict "metrics" (include "baton.metricsNeedKey" .) "test" "yes" -}}
 {{- range $owner, $scopes := dict "metrics" (list "observe" "administer") "test" (list "generate") -}}
@@ -220,7 +221,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* The same of pods: ports, labels, variables and budgets. */}}
+{{/* Refuses wrong values of pods: ports, labels, environment variables, resources and budgets. */}}
 {{- define "baton.checkPods" -}}
 {{- with .Values.drain -}}
 {{- $seconds := include "baton.drainSeconds" $ | int -}}
@@ -300,7 +301,8 @@
 {{- mulf (toString . | trimSuffix $unit | float64) (index $units $unit) -}}
 {{- end }}
 
-{{/* (dict "value" NAME "port" PORT "taken" PORTS): Ray has ports of its own in a pod, and 10002 to 19999 are for its workers. */}}
+{{/* (dict "value" NAME "port" PORT "taken" PORTS): refuses a port that Ray uses in the same pod. These are the ports in `taken`,
+and 10002 to 19999 for Ray's workers. */}}
 {{- define "baton.checkPort" -}}
 {{- $port := int .port -}}
 {{- $isTaken := and (ge $port 10002) (le $port 19999) -}}

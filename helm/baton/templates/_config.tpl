@@ -1,6 +1,6 @@
 {{/* Baton's configuration, from the values. */}}
 
-{{/* What the fleet's file says by itself. */}}
+{{/* The keys that the chart itself sets in the fleet's configuration file. */}}
 {{- define "baton.fleetKeys" -}}
 model:
   path: {{ .Values.model.path | quote }}
@@ -18,7 +18,7 @@ cluster:
   prefill_tensor_parallel: {{ .Values.prefill.tensorParallel }}
   decode_tensor_parallel: {{ .Values.decode.tensorParallel }}
   ray_address: auto
-  # As long as the head may take by its startup probe; then the container ends, for all to see.
+  # As long as the head's startup probe allows. If Ray has not started by then, the container ends, which Kubernetes shows.
   ray_timeout_s: 180
   fleet_port: {{ .Values.controller.port }}
   cpus_per_worker: 1
@@ -39,7 +39,7 @@ autoscaling:
 {{- end }}
 {{- end }}
 
-{{/* What a gateway's file says by itself. */}}
+{{/* The keys that the chart itself sets in a gateway's configuration file. */}}
 {{- define "baton.gatewayKeys" -}}
 model:
   path: {{ .Values.model.path | quote }}
@@ -68,8 +68,8 @@ cluster:
   drain_timeout_s: {{ .Values.drain.timeoutSeconds }}
 {{- end }}
 
-{{/* (dict "own" MAP "added" MAP "instead" MAP): both, section by section. A key of both is an error, as are keys that are wrong
-in every pod. */}}
+{{/* (dict "own" MAP "added" MAP "instead" MAP): `own` and `added`, merged section by section. A key that both have is an error, and
+so is a key that is wrong in every pod. For such a key, `instead` names the value of the chart to set. */}}
 {{- define "baton.merged" -}}
 {{- $never := list "network.security" "network.advertise_host" "network.secret_file" "cluster.fleet_address" "gateway.allowed_hosts" "engine.tensor_parallel" -}}
 {{- range $section, $keys := .added -}}
@@ -85,7 +85,7 @@ in every pod. */}}
 {{- toYaml (mergeOverwrite (deepCopy .own) .added) -}}
 {{- end }}
 
-{{/* Which value stands for a key that the chart sets. */}}
+{{/* For keys that the chart sets: the value of the chart that a user sets instead. */}}
 {{- define "baton.instead" -}}
 model.path: model.path
 engine.device: device
@@ -117,7 +117,8 @@ gateway.tls: security.tls
 gateway.allow_plaintext: "security.tls.mode: none"
 {{- end }}
 
-{{/* The fleet's file: all sections but `gateway`, of which workers need only the length of their queues. */}}
+{{/* The fleet's configuration file: all sections except `gateway`. Of this section, workers need only `max_in_flight`, for the
+length of their queues. */}}
 {{- define "baton.fleetConfig" -}}
 {{- $own := include "baton.fleetKeys" . | fromYaml -}}
 {{- $added := omit .Values.config "gateway" -}}
@@ -135,19 +136,20 @@ gateway.allow_plaintext: "security.tls.mode: none"
 {{- include "baton.merged" (dict "own" $own "added" $added "instead" (include "baton.instead" . | fromYaml)) -}}
 {{- end }}
 
-{{/* What of it makes another fleet when it changes: all but the numbers of workers. */}}
+{{/* The part of this file whose change makes a new fleet: everything except the numbers of workers. */}}
 {{- define "baton.fleetIdentity" -}}
 {{- $config := include "baton.fleetConfig" . | fromYaml -}}
 {{- toYaml (set $config "cluster" (omit $config.cluster "prefill" "decode")) -}}
 {{- end }}
 
-{{/* Where Ray's head keeps a fleet in Redis: another fleet, which another image makes too, has a place of its own. */}}
+{{/* The namespace in Redis in which Ray's head stores the fleet. A new fleet has a new namespace. A new image makes a new fleet,
+too. */}}
 {{- define "baton.storeName" -}}
 {{- $fleet := printf "%s %s" (include "baton.image" .) (include "baton.fleetIdentity" .) | sha256sum | trunc 16 -}}
 {{- printf "%s.%s.%s" .Release.Namespace (include "baton.fullname" .) $fleet -}}
 {{- end }}
 
-{{/* A gateway's file. Everything else it hears from the fleet. */}}
+{{/* A gateway's configuration file. The gateway gets everything else from the fleet. */}}
 {{- define "baton.gatewayConfig" -}}
 {{- $own := include "baton.gatewayKeys" . | fromYaml -}}
 {{- $added := pick .Values.config "gateway" "logging" -}}

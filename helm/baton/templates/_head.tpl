@@ -7,17 +7,17 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
-    # Another configuration is another fleet. How many workers there are to be the controller reads again.
+    # A changed configuration makes a new fleet. Changed numbers of workers do not: the controller reads them again.
     checksum/fleet-config: {{ include "baton.fleetIdentity" . | sha256sum }}
     {{- with .Values.rayHead.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
 spec:
   serviceAccountName: {{ include "baton.fullname" . }}-head
-  # Ray's autoscaler, which KubeRay puts beside the head, talks to the API server, and no other container does,
-  # though all containers of this pod get the token.
+  # Only Ray's autoscaler, which KubeRay puts beside the head, calls the API server. But all containers of this pod
+  # get the token.
   automountServiceAccountToken: {{ .Values.autoscaling.workers.enabled }}
-  # It outlives workers that begin to drain at the same time, as all do in an upgrade by Recreate.
+  # The head outlives workers that begin to drain at the same time, as all workers do in an upgrade by Recreate.
   terminationGracePeriodSeconds: {{ add (include "baton.headWaitSeconds" .) (include "baton.drainSeconds" .) .Values.drain.slackSeconds }}
   # Ray knows its drivers, of which the controller is one, by their process ids.
   shareProcessNamespace: true
@@ -32,12 +32,12 @@ spec:
       {{- include "baton.container" . | nindent 6 }}
       env:
         {{- include "baton.env" . | nindent 8 }}
-        # A node that is gone is noticed within seconds, not a minute.
+        # With these four settings, Ray notices a lost node within seconds instead of a minute.
         - {name: RAY_health_check_initial_delay_ms, value: "0"}
         - {name: RAY_health_check_period_ms, value: "1000"}
         - {name: RAY_health_check_timeout_ms, value: "2000"}
         - {name: RAY_health_check_failure_threshold, value: "4"}
-        # By itself, Ray would wait 30 s for the controller to leave its node, which it does not.
+        # By default, Ray would wait 30 s for the controller to leave this node. But the controller stays.
         - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "0"}
         {{- include "baton.podAddress" . | nindent 8 }}
         {{- with .Values.rayHead.extraEnv }}
@@ -48,7 +48,8 @@ spec:
       lifecycle:
         preStop:
           exec:
-            # First, workers that end together with the head tell the controller so. The command fails if all have ended.
+            # During the pause, workers that end together with the head tell the controller so. The command fails if all
+            # of them have ended.
             command:
               - /bin/sh
               - -c
@@ -58,7 +59,8 @@ spec:
         periodSeconds: 2
         failureThreshold: 90
         terminationGracePeriodSeconds: 30
-      # KubeRay would put its own here, which ask the dashboard. A Ray that hangs delays no pod: its hook has little time.
+      # By default, KubeRay would use probes that ask the dashboard. If Ray hangs, this probe ends the pod with a short
+      # grace period, so that the preStop hook has little time.
       livenessProbe:
         tcpSocket: {port: gcs}
         periodSeconds: 10
@@ -73,7 +75,7 @@ spec:
         {{- include "baton.headMounts" . | nindent 8 }}
   volumes:
     {{- include "baton.scratchVolumes" . | nindent 4 }}
-    # Under these names KubeRay lets its autoscaler share them.
+    # The autoscaler that KubeRay adds uses the volumes with these two names, too.
     - name: ray-logs
       emptyDir: {}
     - name: shared-mem
@@ -88,10 +90,11 @@ spec:
 
 {{- define "baton.headWaitSeconds" -}}10{{- end }}
 
-{{/* A native sidecar: it is started again when it ends, which KubeRay forbids containers where Ray's autoscaler runs, and it
-outlives Ray's own container when the pod ends. It has no readiness of its own, since workers reach Ray only through a head
-that is ready, and the controller is ready only when it has workers. Nor has it a liveness probe: a connection that says nothing
-counts as an unknown client, and the kernel would answer for a process that hangs; one that ends is started again. */}}
+{{/* The controller, as a native sidecar. Kubernetes restarts a sidecar when it ends; KubeRay forbids this for ordinary containers if
+Ray's autoscaler runs. A sidecar also outlives Ray's own container when the pod ends. There is no readiness probe: workers reach Ray
+only through a head that is ready, and the controller would be ready only when it has workers. There is no liveness probe either: a
+connection without a message counts as an unknown client, and the kernel would accept the connection even if the process hangs. A
+process that ends is restarted without a probe. */}}
 {{- define "baton.fleetContainer" -}}
 - name: fleet
   restartPolicy: Always
@@ -105,7 +108,8 @@ counts as an unknown client, and the kernel would answer for a process that hang
         secretKeyRef:
           name: {{ include "baton.rayTokenName" . | quote }}
           key: auth_token
-    # Without Ray it can neither serve nor end by itself. It is started again, unless its pod ends.
+    # Without Ray, the controller can neither serve nor end by itself. So Ray's library ends it after 10 s. Then it is
+    # restarted, unless its pod ends.
     - {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: "10"}
     {{- with .Values.rayHead.extraEnv }}
     {{- toYaml . | nindent 4 }}

@@ -1,7 +1,8 @@
 {{/* Names and labels. */}}
 
-{{/* At most 40 characters, of which the longest suffix makes fewer than 63; Ray wants a letter first. A name that would be
-longer ends with a hash of the whole, so that two long releases stay two. */}}
+{{/* The first part of all names: at most 40 characters, so that a name has fewer than 63 even with the longest suffix. Ray requires
+a letter at the beginning. A longer name is cut, and ends with a hash of the whole name. So two long names that begin alike stay
+different. */}}
 {{- define "baton.fullname" -}}
 {{- $chart := default .Chart.Name .Values.nameOverride -}}
 {{- $name := .Values.fullnameOverride -}}
@@ -16,14 +17,14 @@ longer ends with a hash of the whole, so that two long releases stay two. */}}
 {{- $name -}}
 {{- end }}
 
-{{/* What selects the pods of one component. (dict "root" $ "component" "gateway"). Never changes for a release. */}}
+{{/* (dict "root" $ "component" "gateway"): the labels that select the pods of a component. They never change for a release. */}}
 {{- define "baton.selectorLabels" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | quote }}
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
-{{/* Of every object. Not of pods: they would be started anew with each version of the chart. */}}
+{{/* The labels of every object except pods: with these labels, each version of the chart would restart the pods. */}}
 {{- define "baton.labels" -}}
 {{ include "baton.selectorLabels" . }}
 app.kubernetes.io/part-of: baton
@@ -37,8 +38,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ .Release.Namespace }}/{{ .Release.Name }}
 {{- end }}
 
-{{/* (dict "root" $ "expr" PROMQL): the same about this release's metrics alone. Each metric first gets braces of its own, and
-is then one with the braces that follow. */}}
+{{/* (dict "root" $ "expr" PROMQL): the expression, restricted to this release's metrics. Each metric first gets braces of its own.
+Then these are joined with braces that follow. */}}
 {{- define "baton.ofRelease" -}}
 {{- $own := printf "{baton_release=\"%s\"}" (include "baton.metricsLabel" .root) -}}
 {{- regexReplaceAll "\\b(up|baton_[a-z0-9_]+)\\b" .expr (printf "${1}%s" $own) | replace "\"}{" "\", " -}}
@@ -56,8 +57,8 @@ is then one with the braces that follow. */}}
 {{ .Values.security.apiKeys.existingSecret | default (printf "%s-api-keys" (include "baton.fullname" .)) }}
 {{- end }}
 
-{{/* (dict "root" $ "owner" "metrics" or "test"): the Secret with the key in plain text; empty if there is none, since the
-chart can only make a key whose hash it gives to gateways. */}}
+{{/* (dict "root" $ "owner" "metrics" or "test"): the name of the Secret with this key in plain text. Empty: there is no such key.
+The chart makes a key only if it can give the key's hash to gateways. */}}
 {{- define "baton.keyName" -}}
 {{- $security := .root.Values.security -}}
 {{- with (index $security (printf "%sKey" .owner)).existingSecret -}}

@@ -1,11 +1,11 @@
-{{/* What pods share. */}}
+{{/* Parts that several kinds of pods have in common. */}}
 
 {{/* Seconds that a worker may take to drain, by docs/operations.md. */}}
 {{- define "baton.drainSeconds" -}}
 {{- with .Values.drain }}{{ add .timeoutSeconds .leaseSeconds .unresponsiveSeconds 4 }}{{ end }}
 {{- end }}
 
-{{/* For a shell, because nothing else puts the address in. The head's node waits for all workers that drain. */}}
+{{/* A command for a shell, which inserts the pod's address. On the head's node, the command waits for all workers that drain. */}}
 {{- define "baton.drainCommand" -}}
 baton drain --node "$POD_IP" --fleet-address {{ include "baton.fleetAddress" . }} --timeout {{ include "baton.drainSeconds" . }}
 {{- end }}
@@ -53,7 +53,7 @@ topologySpreadConstraints:
   {{- end }}
 {{- end }}
 
-{{/* The image, and what a container may. */}}
+{{/* The image and the rights of a container. */}}
 {{- define "baton.container" -}}
 image: {{ include "baton.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
@@ -66,7 +66,7 @@ securityContext:
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 {{- end }}
 
-{{/* The cluster's secret comes by the environment: a mounted file would belong to root, and Baton takes only its own. */}}
+{{/* The cluster secret is in the environment: a mounted file would belong to root, and Baton accepts only a file of its own user. */}}
 {{- define "baton.env" -}}
 - name: BATON_CLUSTER_SECRET
   valueFrom:
@@ -155,8 +155,8 @@ securityContext:
 {{- hasSuffix ".gguf" .Values.model.path | ternary (dir .Values.model.path) .Values.model.path -}}
 {{- end }}
 
-{{/* (dict "root" $ "part" VALUES "skip" PATTERN): fetches what is not there yet, and checks all of it. Without `part` for
-Ray's head. */}}
+{{/* (dict "root" $ "part" VALUES "skip" PATTERN): downloads the files of the model that are missing, and verifies all of them, except
+for names that match `skip`. Without `part`, the container is for Ray's head. */}}
 {{- define "baton.fetchContainer" -}}
 {{- if .root.Values.model.download.files -}}
 - name: fetch-model

@@ -1,8 +1,8 @@
-{{/* How many pods there are to be, where an autoscaler may have changed that by now. */}}
+{{/* The numbers of pods. An autoscaler may have changed them since the last upgrade. */}}
 
-{{/* With autoscaling: as many gateways as there are. Kubernetes takes a number that was there and is left out for one: the
-upgrade that turns autoscaling on would take away all gateways but one, and so would a later one that leaves out what the last one
-said. At the first install, and where a chart is rendered without a cluster, there is none to keep. */}}
+{{/* The number of gateways; with autoscaling, the present number. It cannot be left out then: if an upgrade removes the number from a
+Deployment, Kubernetes sets it to one. So the upgrade that turns autoscaling on would remove all gateways but one. At the first
+install, and if the chart is rendered without a cluster, there is no present number, and the result is empty. */}}
 {{- define "baton.gatewayReplicas" -}}
 {{- $scaling := .Values.autoscaling.gateway -}}
 {{- if not $scaling.enabled -}}
@@ -14,7 +14,7 @@ said. At the first install, and where a chart is rendered without a cluster, the
 {{- end -}}
 {{- end }}
 
-{{/* (dict "root" $ "role" ROLE): how many pods of a role there are at least, and at most. */}}
+{{/* (dict "root" $ "role" ROLE): the smallest number of pods of a role. `baton.mostReplicas` is the largest. */}}
 {{- define "baton.leastReplicas" -}}
 {{- $scaling := .root.Values.autoscaling.workers -}}
 {{- $scaling.enabled | ternary (index $scaling (printf "min%s" (title .role))) (index .root.Values .role).replicas -}}
@@ -25,8 +25,8 @@ said. At the first install, and where a chart is rendered without a cluster, the
 {{- $scaling.enabled | ternary (index $scaling (printf "max%s" (title .role))) (index .root.Values .role).replicas -}}
 {{- end }}
 
-{{/* The same: how many there are to be. With autoscaling, as many as there are by now, since Ray's autoscaler, which has
-changed that number, would be overruled. */}}
+{{/* (dict "root" $ "role" ROLE): the wanted number of pods of a role. With autoscaling, it is the present number: any other number
+would overrule Ray's autoscaler. */}}
 {{- define "baton.groupReplicas" -}}
 {{- $replicas := (index .root.Values .role).replicas -}}
 {{- if and .root.Values.autoscaling.workers.enabled (.root.Capabilities.APIVersions.Has "ray.io/v1") -}}

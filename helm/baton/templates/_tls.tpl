@@ -1,4 +1,4 @@
-{{/* Names under which clients reach gateways. */}}
+{{/* The names and addresses by which clients reach gateways, as a JSON list. */}}
 {{- define "baton.serviceNames" -}}
 {{- $names := .Values.security.tls.internalNames | ternary (list "localhost") list -}}
 {{- range $kind := .Values.security.tls.internalNames | ternary (list "grpc" "http") list -}}
@@ -8,7 +8,7 @@
 {{- concat $names (.Values.security.tls.extraNames | default list) | toJson -}}
 {{- end }}
 
-{{/* The same, divided into `dns` and `ip`, of which a certificate has two lists. */}}
+{{/* These names, divided into `dns` and `ip`: a certificate has a list of each kind. */}}
 {{- define "baton.certificateNames" -}}
 {{- $dns := list -}}{{- $ip := list -}}
 {{- range include "baton.serviceNames" . | fromJsonArray -}}
@@ -17,24 +17,24 @@
 {{- dict "dns" $dns "ip" $ip | toJson -}}
 {{- end }}
 
-{{/* What of these a client verifies that is told of none; empty: the Service's, or `localhost`. */}}
+{{/* The name in the certificate that clients of the chart verify. Empty: the name of the Service, or `localhost`. */}}
 {{- define "baton.serverName" -}}
 {{- $tls := .Values.security.tls -}}
 {{- $tls.serverName | default ($tls.internalNames | ternary "" (first ($tls.extraNames | default (list "")))) -}}
 {{- end }}
 
-{{/* Whether clients need the authority's certificate, and the Secret has it. */}}
+{{/* Whether clients need the CA's certificate, which is then in the Secret. */}}
 {{- define "baton.hasAuthority" -}}
 {{- with .Values.security.tls -}}{{- if and .hasAuthority (ne .mode "none") -}}yes{{- end -}}{{- end -}}
 {{- end }}
 
-{{/* What a certificate is made of: where this is another one, another certificate is due. */}}
+{{/* A hash of everything that decides the generated certificate. If it changes, the chart makes a new certificate. */}}
 {{- define "baton.tlsRecipe" -}}
 {{- $addresses := (include "baton.certificateNames" . | fromJson).ip | join " " -}}
 {{- printf "%s%s %d" (include "baton.serviceNames" .) $addresses (int .Values.security.tls.validDays) | sha256sum -}}
 {{- end }}
 
-{{/* A certificate by an authority whose key is not kept; `localhost` is for `kubectl port-forward`. */}}
+{{/* A certificate, signed by a CA whose key is not kept. The name `localhost` is for `kubectl port-forward`. */}}
 {{- define "baton.generatedTls" -}}
 {{- $secret := include "baton.tlsName" . -}}
 {{- $days := int .Values.security.tls.validDays -}}

@@ -1,4 +1,4 @@
-{{/* (dict "root" $ "role" "prefill" "part" VALUES): the pod of one worker, which is a node of Ray with room for it alone. */}}
+{{/* (dict "root" $ "role" "prefill" "part" VALUES): the pod of one worker. The pod is a node of Ray with room for just this worker. */}}
 {{- define "baton.workerPod" -}}
 {{- $usesGpus := eq .root.Values.device "cuda" -}}
 metadata:
@@ -39,8 +39,8 @@ spec:
         preStop:
           exec:
             command: [/bin/sh, -c, {{ printf "exec %s" (include "baton.drainCommand" .root) | quote }}]
-      # The pod lives while its place in Ray is there, which is so at once, whatever becomes of the worker in it: that one
-      # the controller starts again.
+      # These two probes check only that the pod is a node of Ray, which it is soon after its start. They do not check the
+      # worker in it: the controller restarts a worker.
       startupProbe:
         tcpSocket: {port: raylet}
         periodSeconds: 2
@@ -81,7 +81,7 @@ spec:
     {{- end }}
 {{- end }}
 
-{{/* A GPU for each rank of the worker; requests of GPUs equal their limits by themselves. */}}
+{{/* The worker's resources, with a GPU for each rank as a limit. Kubernetes sets the request of GPUs to their limit. */}}
 {{- define "baton.workerResources" -}}
 {{- $resources := .part.resources | default dict | deepCopy -}}
 {{- if .usesGpus -}}
@@ -91,5 +91,5 @@ spec:
 {{- toYaml $resources -}}
 {{- end }}
 
-{{/* The same in all pods, since what Triton keeps there names files by their whole paths. */}}
+{{/* The folder for compiled kernels. It is the same in all pods, since Triton stores whole paths of files in it. */}}
 {{- define "baton.kernelCache" -}}/var/cache/baton-kernels{{- end }}
