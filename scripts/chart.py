@@ -1,7 +1,8 @@
 """Writes the generated files of the chart: python -m scripts.chart
 
 README.md comes from values.yaml, the schema of Baton's configuration from its classes, Ray's version from the lock, and
-the dashboard from scripts/dashboard.py. What the schema requires comes from its own sections.
+the dashboard from scripts/dashboard.py. In the schema of the chart's values, the keys that are required follow from the
+other contents of the schema.
 """
 
 import json
@@ -33,8 +34,8 @@ Serves a large language model with prefill and decode on separate workers, which
 helm install my-model helm/baton --namespace my-model --create-namespace --values my-values.yaml
 ```
 
-[docs/kubernetes.md](../../docs/kubernetes.md) goes from an empty cluster to an answer, and through upgrades, draining,
-scaling and trouble. `ci/` has values for four kinds of clusters.
+[docs/kubernetes.md](../../docs/kubernetes.md) describes how to get from an empty cluster to an answer, how to
+upgrade, drain and scale, and common problems. `ci/` has values for four kinds of clusters.
 
 `python -m scripts.chart` generates this page from values.yaml. Edit values.yaml, not this page.
 """
@@ -58,7 +59,7 @@ class Chapter:
 
 
 def read_values(text: str) -> list[Chapter]:
-    """The leaves of a values.yaml by its headings (`# ---- TITLE ---`).
+    """The values in the text of a values.yaml, grouped by its headings (`# ---- TITLE ---`).
 
     The comment above a key describes the key if it begins with `# --`.
     """
@@ -72,7 +73,8 @@ def read_values(text: str) -> list[Chapter]:
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any, int]]:
-    """Keys with a line of their own; a mapping in braces is one value."""
+    """Each key that has a line of its own, with its value and the number of the line. A mapping in braces is one
+    value."""
     for key, value in node.value:
         name = f"{path}{key.value}"
         is_block = isinstance(value, yaml.MappingNode) and not value.flow_style and name not in _WHOLE
@@ -113,21 +115,23 @@ def readme(text: str) -> str:
 
 
 def schema(text: str) -> str:
-    """The same schema with Baton's sections as Baton defines them. The chart's own definitions begin in lower case."""
-    whole = _requiring(json.loads(text))
-    generated = _bare(BatonConfig.model_json_schema())
-    own = {name: _requiring(part) for name, part in whole["$defs"].items() if name[0].islower()}
+    """The schema in `text`, with Baton's sections as Baton defines them now. Definitions whose names begin with a
+    lower-case letter belong to the chart itself, and stay."""
+    whole = _with_required_keys(json.loads(text))
+    generated = _without_words(BatonConfig.model_json_schema())
+    own = {name: _with_required_keys(part) for name, part in whole["$defs"].items() if name[0].islower()}
     of_baton = generated.pop("$defs") | {"BatonConfig": generated}
     whole["$defs"] = own | dict(sorted(of_baton.items()))
     return json.dumps(whole, indent=2) + "\n"
 
 
-def _requiring(part: Any) -> Any:
-    """With the sections, numbers and booleans below it required: a key with nothing behind it removes the default.
-    Templates would fail at a missing section, and read a missing number as 0, a missing boolean as false."""
+def _with_required_keys(part: Any) -> Any:
+    """The part, with all sections, numbers and booleans in it required. A key without a value, such as `replicas:`,
+    removes the default. Then a template would fail if the key is a section, read a number as 0, and a boolean as
+    false."""
     if not _is_section(part):
         return part
-    below = {key: _requiring(inner) for key, inner in part["properties"].items()}
+    below = {key: _with_required_keys(inner) for key, inner in part["properties"].items()}
     required = [key for key, inner in below.items() if _is_required(inner) and key not in _MAY_BE_MISSING]
     return part | {"properties": below} | ({"required": required} if required else {})
 
@@ -142,34 +146,37 @@ def _is_required(part: Any) -> bool:
 
 
 _REQUIRED = ("/service", "/monitor", "/port", "/BatonConfig")
-"""Definitions that are sections or numbers, and Baton's configuration."""
+"""The ends of references to definitions that are sections or numbers, and to Baton's configuration."""
 _MAY_BE_MISSING = {"responseStore", "metricsKey", "testKey", "issuerRef", "egress"}
-"""Sections that templates do without: `helm upgrade --reuse-values` gives this chart the values of an earlier one."""
+"""Sections without which templates work. Values of an earlier chart may lack them, and `helm upgrade --reuse-values`
+gives such values to this chart."""
 
 
-def _bare(part: Any) -> Any:
-    """Without descriptions and defaults, which Baton itself has."""
+def _without_words(part: Any) -> Any:
+    """The part without titles, descriptions and defaults: these are in Baton's own code."""
     if isinstance(part, list):
-        return [_bare(item) for item in part]
+        return [_without_words(item) for item in part]
     if not isinstance(part, dict):
         return part
     kept = {key: value for key, value in part.items() if key not in _WORDS}
-    named = {key: {name: _bare(inner) for name, inner in kept[key].items()} for key in _NAMED & set(kept)}
-    return {key: named.get(key) or _bare(value) for key, value in kept.items()}
+    named = {
+        key: {name: _without_words(inner) for name, inner in kept[key].items()} for key in _NAMED & set(kept)
+    }
+    return {key: named.get(key) or _without_words(value) for key, value in kept.items()}
 
 
 _WORDS = {"title", "default", "description"}
 _NAMED = {"properties", "$defs"}
-"""Mappings from names, not from keywords of the schema."""
+"""Keywords whose value is a mapping with arbitrary names as keys. All other keys are keywords of JSON Schema."""
 
 
 def ray_version(lock: str) -> str:
-    """In the form that KubeRay expects."""
+    """Ray's version in the lock file, in the form that KubeRay expects."""
     (version,) = re.findall(r"^ray==(.+)$", lock, re.MULTILINE)
     return f"{version}\n"
 
 
-def written() -> dict[Path, str]:
+def generated_files() -> dict[Path, str]:
     """The content of every generated file."""
     lock = (ROOT / "requirements" / "cpu.lock").read_text()
     return {
@@ -183,5 +190,5 @@ def written() -> dict[Path, str]:
 if __name__ == "__main__":
     if sys.argv[1:]:
         sys.exit("scripts.chart takes no arguments: it writes the files")
-    for path, text in written().items():
+    for path, text in generated_files().items():
         path.write_text(text)

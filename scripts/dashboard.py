@@ -1,4 +1,4 @@
-"""The Grafana dashboard, from one line of this file for each panel. `python -m scripts.chart` writes it to a file."""
+"""The Grafana dashboard. ROWS has an entry for each panel. `python -m scripts.chart` writes the dashboard to a file."""
 
 import re
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def mean_parts(metric: str) -> dict[str, str]:
 
 
 def ready(role: str) -> dict[str, str]:
-    """Ready workers, by the gateway that sees the most of them."""
+    """The number of ready workers. If gateways see different numbers, the largest counts."""
     return {"": f'max(sum by (instance) (baton_fleet_workers{{role="{role}", state="ready"}}))'}
 
 
@@ -87,7 +87,7 @@ ROWS: dict[str, list[Panel]] = {
             "Calls answered with an error",
             "reqps",
             rate("baton_call_errors_total", "api, error"),
-            "By kind of error, refused calls included",
+            "By class of error, including refused calls",
         ),
         Panel("Errors", "reqps", rate("baton_request_errors_total", "error"), "Requests without an answer"),
     ],
@@ -96,7 +96,7 @@ ROWS: dict[str, list[Panel]] = {
             "Time to first token, by part",
             "s",
             mean_parts("baton_ttft_part_seconds"),
-            "Means; stacked, they are the mean time to first token",
+            "The mean of each part; stacked, they are the mean time to first token",
             is_stacked=True,
         ),
         Panel(
@@ -111,7 +111,7 @@ ROWS: dict[str, list[Panel]] = {
             "Paths",
             "reqps",
             rate("baton_request_paths_total", "path, reason"),
-            "The reason is why a request was not disaggregated",
+            "The reason says why a request was not disaggregated",
         ),
         Panel("Migrated requests", "reqps", rate("baton_request_migrations_total", "cause")),
         Panel("Queued at gateways", "none", {"{{instance}}": "baton_gateway_requests_queued"}),
@@ -203,11 +203,13 @@ RELEASE: dict[str, Any] = {
     "includeAll": False,
     "multi": False,
 }
-"""One release of the Helm chart. Elsewhere, metrics lack this label, so the variable is empty and matches them."""
+"""The dashboard's variable that chooses a release of the Helm chart. Without the chart, metrics have no label
+`baton_release`: then the variable is empty, and matches metrics without the label."""
 
 
 def of_release(query: str) -> str:
-    """The query about one release's metrics alone. Each metric gets braces, which join the braces that follow."""
+    """The query, restricted to the metrics of the chosen release. Each metric gets braces, which are joined with braces
+    that follow."""
     marked = re.sub(r"\b((?:baton|process)_[a-z0-9_]+)\b", r'\1{baton_release="$release"}', query)
     return marked.replace('"}{', '", ')
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prints a Python interpreter that can build the environment: 3.11 or newer, with venv and pip. Says what to do if none.
+# Prints a Python interpreter that can build the environment: 3.11 or newer, with venv and pip. If there is none, says what to do.
 set -euo pipefail
 
 is_suitable() {

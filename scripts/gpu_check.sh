@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: gpu_check.sh PYTHON [--dry-run] [--parts NAME,...] [...]
-# Everything that needs a CUDA device, or says plainly that there is none; see benchmarks/gpu_check.py.
-# PYTHON may be any interpreter that has PyTorch and Triton: what else a part needs and does not find, it names.
+# Runs everything that needs a CUDA device, or says that there is none; see benchmarks/gpu_check.py.
+# PYTHON may be any interpreter that has PyTorch and Triton. A part that lacks another package names the package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1

@@ -1,9 +1,10 @@
-"""A virtual environment with only what a GPU machine has, and what scripts/gpu_wheels.sh carries there.
+"""Makes a virtual environment with only the packages that a GPU machine has or gets by scripts/gpu_wheels.sh.
 
     PYTHON scripts/gpu_venv.py FOLDER
 
-Nothing is fetched: packages are links to those of PYTHON's own environment, so their versions are this project's. What
-requirements/gpu-machine.txt, gpu-wheels.txt and gpu-ray.txt do not name, Baton itself included, is not there.
+Nothing is downloaded: packages are links to those of PYTHON's own environment, so they have this project's versions.
+The environment has only packages that requirements/gpu-machine.txt, gpu-wheels.txt or gpu-ray.txt names. Baton itself
+is not one of them.
 """
 
 import sys
@@ -29,7 +30,7 @@ def listed_names() -> list[str]:
 
 
 def link(package: Distribution, site: Path) -> None:
-    """Its modules and extensions, and its metadata, which some look for at run time."""
+    """Links the package's modules and extensions, and its metadata, which some packages read at run time."""
     files = [Path(file) for file in package.files or ()]
     assert files, f"{package.name} has no list of its files"
     for entry in sorted({_entry(file, files) for file in files if ".." not in file.parts}):
@@ -40,7 +41,8 @@ def link(package: Distribution, site: Path) -> None:
 
 
 def _entry(file: Path, files: list[Path]) -> Path:
-    """What is linked for it: the folder at the top; of one that several packages share, such as `google`, the next."""
+    """The entry of site-packages that contains `file`: a top folder or file. If several packages share the top folder,
+    as with `google`, the folder below it."""
     top = Path(file.parts[0])
     is_shared = len(file.parts) > 1 and top / "__init__.py" not in files and "." not in top.name
     return Path(*file.parts[:2]) if is_shared else top

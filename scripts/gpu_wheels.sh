@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # usage: gpu_wheels.sh [FOLDER [LIST]]      (default .gpu-wheels, which git ignores, and requirements/gpu-wheels.txt)
-# Collects what a GPU machine without a network lacks beside PyTorch, Triton and transformers: the wheels that
-# requirements/cpu.lock pins, for CPython 3.12 on x86-64, and with the default list a newer ptxas than Triton's (see
-# docs/gpu.md). Prints the folder's size.
+# Collects what a GPU machine without a network needs in addition to PyTorch, Triton and transformers: the packages of LIST
+# as wheels for CPython 3.12 on x86-64, in the versions of requirements/cpu.lock. With the default list, also a newer ptxas
+# than Triton's (see docs/gpu.md). Prints the folder's size.
 #
-# There: python3 -m pip install --no-index --no-deps --target SITE FOLDER/*.whl; export PYTHONPATH=SITE
+# On that machine:
+#        python3 -m pip install --no-index --no-deps --target SITE FOLDER/*.whl; export PYTHONPATH=SITE
 #        export TRITON_PTXAS_PATH=FOLDER/ptxas (gunzip it and make it executable first)
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -15,6 +15,6 @@ python=$venv/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 "$python" -m pip install --quiet "pip==$(locked pip)" "setuptools==$(locked setuptools)"
 scripts/install_torch.sh "$python" "$(locked torch)"
-# Most modules are never imported; what is, Python compiles then.
+# Most modules are never imported. Python compiles the others when they are first imported.
 "$python" -m pip install --quiet --no-compile --requirement "$lock"
 "$python" -m pip install --quiet --no-deps --no-build-isolation --editable .

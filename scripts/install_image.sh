@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # usage: install_image.sh dependencies cpu|cuda
 #        install_image.sh baton
-# The two steps of the Dockerfile, into the environment whose `python` is first on the PATH: what requirements/cpu.lock pins, as
-# far as Baton needs it to run, then Baton itself.
+# The two installing steps of the Dockerfile, for the environment whose `python` is first on the PATH. The first step installs
+# what Baton needs to run, in the versions of requirements/cpu.lock. The second step installs Baton itself.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 lock=requirements/cpu.lock
@@ -10,8 +10,8 @@ cpu_index=https://download.pytorch.org/whl/cpu
 
 locked() { sed -n "s/^$1==//p" "$lock"; }
 
-# The requirements of pyproject.toml, with those of traces and shared responses; without torch, which comes first and from
-# elsewhere.
+# Prints the requirements of pyproject.toml and of its extras `otel` and `redis`, but not torch: torch is installed before, and may
+# come from another index.
 requirements() {
     python -c '
 import tomllib
@@ -34,7 +34,7 @@ dependencies)
     cuda)
         python -m pip install "torch==$(locked torch)"
         scripts/install_ptxas.sh python "$(dirname "$(command -v python)")/ptxas"
-        # NIXL in the version that the extra pins, for the CUDA that PyTorch is built for.
+        # Installs NIXL in the version that the extra `nixl` pins, for the CUDA version for which PyTorch is built.
         nixl=$(sed -n 's/^nixl = \["nixl-cu12==\([0-9.]*\);.*/\1/p' pyproject.toml)
         cuda=$(python -c 'import torch; print(torch.version.cuda.partition(".")[0])')
         python -m pip install --constraint "$lock" "nixl-cu$cuda==$nixl"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # usage: install_ptxas.sh PYTHON FILE
-# Puts the ptxas that requirements/ptxas.lock pins at FILE, for TRITON_PTXAS_PATH to name. Linux on x86-64 or ARM.
+# Writes the ptxas that requirements/ptxas.lock pins to FILE, on Linux on x86-64 or ARM. Triton uses this ptxas if
+# TRITON_PTXAS_PATH names FILE.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1

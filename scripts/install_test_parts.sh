@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: install_test_parts.sh PYTHON
-# Installs the packages that some tests need and Baton does not: NIXL, LangChain and OpenAI's Agents SDK, 90 MB. Exit code 1,
-# with a line that says so, if pip cannot: pytest then names the tests that it skips.
+# Installs packages that only some tests need: NIXL, LangChain and OpenAI's Agents SDK, 90 MB. If pip cannot install them, says
+# so, and ends with exit code 1. Then pytest names the tests that it skips.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: install_triton.sh PYTHON
-# Installs Triton for the tests of the kernels, unless PyTorch has brought its own, as builds for CUDA do.
+# Installs Triton for the tests of the kernels, unless it is installed: PyTorch's CUDA builds install Triton.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rewrites requirements/cpu.lock: the newest versions that pyproject.toml admits, as a fresh environment resolves them.
+# Rewrites requirements/cpu.lock with the newest versions that pyproject.toml allows. pip resolves them in a new environment.
 # PyTorch keeps its pinned version (edit the lock by hand to change it), and CUDA packages stay out.
 set -euo pipefail
 cd "$(dirname "$0")/.."

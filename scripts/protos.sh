@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Regenerates Python from protos/: baton/v1 for our own API, gateway/grpc/generated for interfaces of others, whose own
-# package names (vllm, smg) are those of distributions on PyPI. With --check, fails if what is checked in differs from what
-# would be generated.
+# Generates Python from protos/ again: baton/v1 for Baton's own API, gateway/grpc/generated for APIs of other projects. The
+# package names of those APIs (vllm, smg) are also names of packages on PyPI, so the code does not use them. With --check,
+# fails if the committed files differ from the generated ones.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}

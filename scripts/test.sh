@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # usage: test.sh PYTHON
 # Runs all tests except those marked by_hand and those that need a GPU or a further package: four files at a time.
-# Beside them, mypy computes on one core and gives way. Native kernels are compiled first: otherwise the first workers
-# would wait for them, beside everything else.
+# At the same time, mypy runs with a low priority. The native kernels are compiled before: otherwise the first workers
+# that the tests start would wait for the compilation.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1

@@ -7,7 +7,7 @@ from tests.factories.promql import DASHBOARD, alert_expressions, metrics_in
 
 
 def test_the_file_is_up_to_date() -> None:
-    assert DASHBOARD.read_text() == chart.written()[DASHBOARD], "run python -m scripts.chart"
+    assert DASHBOARD.read_text() == chart.generated_files()[DASHBOARD], "run python -m scripts.chart"
 
 
 def test_panels_have_places_of_their_own() -> None:
