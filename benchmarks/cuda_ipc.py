@@ -1,4 +1,4 @@
-"""How fast KV blocks move between two processes on one GPU, beside a plain copy on the device.
+"""How fast KV blocks move between two processes on one GPU, compared with a plain copy on the device.
 
     python -m benchmarks.cuda_ipc [--blocks MIB ...] [--sizes MIB ...] [--rounds N] [--json FILE] [--dry-run]
 
@@ -57,7 +57,7 @@ the first messages of a hand-over."""
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Makes a pool of such blocks, and a connector over it. The answer is the connector's WorkerRef."""
+    """Makes a pool of blocks of this size, and a connector over the pool. The answer is the connector's WorkerRef."""
 
     num_blocks: int
     block_nbytes: int
@@ -65,7 +65,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Announces a prompt of so many blocks. The answer is None."""
+    """Announces a prompt of this many blocks. The answer is None."""
 
     request_id: str
     peer: WorkerRef
@@ -96,7 +96,7 @@ class Row:
     share: float
 
 
-class End:
+class ConnectorEnd:
     """A real connector over its own pool, and what the connector reports."""
 
     def __init__(self, name: str, device: Device, wanted: Connect) -> None:
@@ -120,12 +120,12 @@ class End:
         self._connector.start()
         self.ref = WorkerRef(name, incarnation, (self._connector.kv_address,), BLOCK_SIZE)
 
-    def obey(self, metadata: KVConnectorMetadata) -> None:
+    def execute(self, metadata: KVConnectorMetadata) -> None:
         self._connector.save_kv_blocks(metadata, set())
         self._connector.send_commands(metadata)
         self._connector.start_load_kv(metadata)
 
-    def until(self, has_come: Callable[[KVConnectorOutput], object]) -> None:
+    def wait_until(self, has_come: Callable[[KVConnectorOutput], object]) -> None:
         news = KVConnectorOutput()
         while not has_come(news):
             assert self._has_output.wait(PATIENCE_S), "a hand-over did not end"
@@ -140,27 +140,27 @@ class End:
 
 def run_producer(device: Device, pipe: Connection) -> None:
     """The producer's process: answers commands until it gets None."""
-    end: End | None = None
+    end: ConnectorEnd | None = None
     command: Connect | Announce | Give | None
     while (command := pipe.recv()) is not None:
         match command:
             case Connect():
                 if end is not None:
                     end.stop()
-                end = End("producer", device, command)
+                end = ConnectorEnd("producer", device, command)
                 pipe.send(end.ref)
             case Announce(request_id, peer, num_blocks):
                 assert end is not None
                 transfer = KVTransferParams(TransferRole.PRODUCER, request_id, 0, peer)
                 begin = BeginSend(request_id, transfer, num_blocks * BLOCK_SIZE)
-                end.obey(KVConnectorMetadata((begin,), (), ()))
+                end.execute(KVConnectorMetadata((begin,), (), ()))
                 pipe.send(None)
             case Give(request_id, block_ids):
                 assert end is not None
                 finish = FinishSend(request_id, len(block_ids), (), FirstToken(7, None))
                 begun_at = time.perf_counter()
-                end.obey(KVConnectorMetadata((finish,), (), (SendBlocks(request_id, 0, block_ids),)))
-                end.until(lambda news: news.finished_sending)
+                end.execute(KVConnectorMetadata((finish,), (), (SendBlocks(request_id, 0, block_ids),)))
+                end.wait_until(lambda news: news.finished_sending)
                 pipe.send(begun_at)
     if end is not None:
         end.stop()
@@ -174,7 +174,7 @@ class Consumer:
         self._block_nbytes = wanted.block_nbytes
         producer.pipe.send(wanted)
         self._peer: WorkerRef = producer.answer()
-        self._end = End("consumer", device, wanted)
+        self._end = ConnectorEnd("consumer", device, wanted)
         self._scratch = device.allocate(self._end.memory.nbytes)
         self._plain = make_plain_copy(device, self._scratch, self._end.memory)
         self._order = random.Random(wanted.num_blocks).sample(range(wanted.num_blocks), wanted.num_blocks)
@@ -189,10 +189,10 @@ class Consumer:
         self._producer.answer()
         transfer = KVTransferParams(TransferRole.CONSUMER, request_id, 0, self._peer)
         begin = BeginLoad(request_id, transfer, num_blocks * BLOCK_SIZE)
-        self._end.obey(KVConnectorMetadata((begin,), (LoadBlocks(request_id, 0, ours),), ()))
+        self._end.execute(KVConnectorMetadata((begin,), (LoadBlocks(request_id, 0, ours),), ()))
         time.sleep(SETTLE_S)
         self._producer.pipe.send(Give(request_id, theirs))
-        self._end.until(lambda news: news.finished_recving)
+        self._end.wait_until(lambda news: news.finished_recving)
         ended_at = time.perf_counter()
         begun_at: float = self._producer.answer()  # all processes of a host share this clock
         return ended_at - begun_at
@@ -238,7 +238,7 @@ def measure(
 ) -> list[Row]:
     """Measures a hand-over and a copy in each round, after two rounds to warm up.
 
-    The first of both alternates.
+    The order of the two changes from round to round.
     """
     consumer = Consumer(device, producer, Connect(2 * max(transfers) // block_nbytes, block_nbytes))
     rows = []

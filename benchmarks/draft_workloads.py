@@ -8,9 +8,9 @@ from benchmarks.scheduler_workloads import RequestSpec, Workload, clip, workload
 
 
 def with_drafts(workload: Workload) -> Workload:
-    """The same workload with drafts, good and bad ones, and with more conversations that continue.
+    """The same workload with right and wrong drafts, and with more conversations that continue.
 
-    The pool has room for a whole context, as V1 requires: drafts may pass `max_tokens`, up to the end of the
+    The pool has room for a whole context, as V1 requires: drafts may go beyond `max_tokens`, up to the end of the
     context.
     """
     rng = random.Random(f"drafts of {workload.seed}")
@@ -38,7 +38,7 @@ def _by_hand(number: int, requests: list[RequestSpec], **settings: Any) -> Workl
     return workload_by_hand(number, requests, **roomy | settings)
 
 
-def _ask(number: int, num_tokens: int, max_tokens: int, quality: float, **values: Any) -> RequestSpec:
+def _request(number: int, num_tokens: int, max_tokens: int, quality: float, **values: Any) -> RequestSpec:
     """A request with its own prompt."""
     prompt = values.pop("prompt", ((f"q{number}", num_tokens),))
     arrival = {"arrival_step": 0, "arrival_time": float(number)} | values
@@ -49,40 +49,43 @@ def _ask(number: int, num_tokens: int, max_tokens: int, quality: float, **values
 
 BY_HAND = {
     "drafts take the last blocks, and the youngest gives way": _by_hand(
-        1, [_ask(n, 8, 20, 0.5) for n in range(3)], num_blocks=14
+        1, [_request(n, 8, 20, 0.5) for n in range(3)], num_blocks=14
     ),
     "the worst gives way with the drafts of this step": _by_hand(
         2,
-        [_ask(0, 8, 24, 0.5, priority=2), *(_ask(n, 8, 24, 0.5, priority=0, arrival_step=2) for n in (1, 2))],
+        [
+            _request(0, 8, 24, 0.5, priority=2),
+            *(_request(n, 8, 24, 0.5, priority=0, arrival_step=2) for n in (1, 2)),
+        ],
         num_blocks=15,
         policy="priority",
     ),
     "a prompt in parts beside drafts": _by_hand(
-        3, [_ask(0, 4, 20, 0.9), _ask(1, 30, 4, 0.9, arrival_step=3)], max_num_batched_tokens=9
+        3, [_request(0, 4, 20, 0.9), _request(1, 30, 4, 0.9, arrival_step=3)], max_num_batched_tokens=9
     ),
     "the budget ends among the drafts of one request, and the next gets none": _by_hand(
-        4, [_ask(n, 3, 15, 1.0) for n in range(3)], max_num_seqs=3, max_num_batched_tokens=7
+        4, [_request(n, 3, 15, 1.0) for n in range(3)], max_num_seqs=3, max_num_batched_tokens=7
     ),
-    "the threshold trims drafts": _by_hand(5, [_ask(0, 5, 20, 1.0)], long_prefill_token_threshold=3),
-    "drafts end where the context ends": _by_hand(6, [_ask(0, 20, 24, 1.0), _ask(1, 21, 24, 0.0)]),
+    "the threshold trims drafts": _by_hand(5, [_request(0, 5, 20, 1.0)], long_prefill_token_threshold=3),
+    "drafts end where the context ends": _by_hand(6, [_request(0, 20, 24, 1.0), _request(1, 21, 24, 0.0)]),
     "a conversation goes on where drafts were right, and where they were wrong": _by_hand(
         7,
         [
-            *(_ask(n, 6, 16, quality) for n, quality in enumerate((1.0, 0.5, 0.0))),
+            *(_request(n, 6, 16, quality) for n, quality in enumerate((1.0, 0.5, 0.0))),
             *(
-                _ask(n + 3, 0, 4, 0.5, prompt=((f"q{n}", 6), (f"r{n}", 9), ("q", 1)), arrival_step=6)
+                _request(n + 3, 0, 4, 0.5, prompt=((f"q{n}", 6), (f"r{n}", 9), ("q", 1)), arrival_step=6)
                 for n in range(3)
             ),
         ],
     ),
     "preempted with drafts, and resumed by the prefix cache": _by_hand(
-        8, [_ask(n, 10, 25, 0.8, prompt=(("s", 8), (f"q{n}", 2))) for n in range(4)], num_blocks=20
+        8, [_request(n, 10, 25, 0.8, prompt=(("s", 8), (f"q{n}", 2))) for n in range(4)], num_blocks=20
     ),
     "one leaves while its drafts are verified": _by_hand(
-        9, [_ask(0, 8, 20, 0.8, abort_step=3), _ask(1, 8, 20, 0.8)]
+        9, [_request(0, 8, 20, 0.8, abort_step=3), _request(1, 8, 20, 0.8)]
     ),
     "without a prefix cache": _by_hand(
-        10, [_ask(n, 8, 20, 0.5) for n in range(4)], num_blocks=16, enable_prefix_caching=False
+        10, [_request(n, 8, 20, 0.5) for n in range(4)], num_blocks=16, enable_prefix_caching=False
     ),
 }
 """Workloads made by hand, by their topic."""

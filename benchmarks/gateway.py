@@ -88,7 +88,7 @@ class Side:
 
 @contextmanager
 def started(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """Runs a module of this package as a process that ends with the block."""
+    """Runs a module of this package as a process, which ends with the `with` block."""
     with subprocess.Popen(
         [sys.executable, "-m", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -156,7 +156,7 @@ class HttpClient:
         return Seen(usage["completion_tokens"], num_messages - 1, ttft_s)
 
 
-async def load(ask: Ask, side: Side, num_streams: int) -> Figures:
+async def measure_streams(ask: Ask, side: Side, num_streams: int) -> Figures:
     """Runs many streams at once."""
     num_tokens = max(LEAST_TOKENS, min(MOST_TOKENS, TOKENS_IN_ALL // num_streams))
     began, began_cpu_s = time.perf_counter(), side.cpu_s
@@ -167,8 +167,8 @@ async def load(ask: Ask, side: Side, num_streams: int) -> Figures:
     return Figures(total / elapsed_s, total / cpu_s, total / sum(each.num_messages for each in seen))
 
 
-async def alone(ask: Ask, side: Side) -> tuple[list[float], float]:
-    """Runs requests one after another: their times to first token and the CPU time of one, in ms."""
+async def measure_alone(ask: Ask, side: Side) -> tuple[list[float], float]:
+    """Runs requests one after another. Returns their times to first token, and the CPU time of one request, in ms."""
     began_cpu_s = side.cpu_s
     ttft_ms = [(await ask(1)).ttft_s * 1e3 for _ in range(NUM_ALONE)]
     return ttft_ms, (side.cpu_s - began_cpu_s) * 1e3 / NUM_ALONE
@@ -195,11 +195,11 @@ async def measure(options: argparse.Namespace, gateway: Side, bare: Side) -> dic
         loads: dict[str, dict[int, list[Figures]]] = {way: {n: [] for n in options.streams} for way in ways}
         for _ in range(options.rounds):
             for way, (ask, side) in ways.items():
-                times_ms, one_cpu_ms = await alone(ask, side)
+                times_ms, one_cpu_ms = await measure_alone(ask, side)
                 ttft_ms[way] += times_ms
                 cpu_ms[way].append(one_cpu_ms)
                 for num_streams in options.streams:
-                    loads[way][num_streams].append(await load(ask, side, num_streams))
+                    loads[way][num_streams].append(await measure_streams(ask, side, num_streams))
         return {
             "ttft_ms": {way: _percentiles(values) for way, values in ttft_ms.items()},
             "cpu_ms": {way: round(median(values), 3) for way, values in cpu_ms.items()},

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gateway_engine TOKENS_PER_S
 
-Answers a request's first token at once. Then every step gives each running request one token, and sends all
-tokens in one message, as a real worker does. The duration of a step is chosen so that all requests together
-get TOKENS_PER_S; it is at least a millisecond. Prints its endpoint as JSON, and ends when its stdin ends.
+Sends a request's first token at once. Then every step gives each running request one token, and sends all tokens in one
+message, as a real worker does. The duration of a step is chosen so that all requests together get TOKENS_PER_S; it is
+at least a millisecond. Prints its endpoint as JSON, and ends when its stdin ends.
 """
 
 import sys
@@ -35,7 +35,8 @@ NUM_WORDS = 200
 
 
 class Engine:
-    """All running requests, by id: the client, and how many tokens it wants and has."""
+    """Running requests, by id. Each has its client, the number of tokens that the client wants, and the number sent so
+    far."""
 
     def __init__(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s

@@ -1,6 +1,6 @@
 """The servers that the gateway's benchmark measures.
 
-Each is a process, so that its CPU time can be told apart.
+Each server is a process of its own, so that its CPU time can be measured.
 
     python -m benchmarks.gateway_side gateway MODEL ENDPOINT_JSON     a real gateway with one worker
     python -m benchmarks.gateway_side bare TOKENS_PER_S               gRPC alone, with the same messages

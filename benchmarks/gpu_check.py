@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one command: tests, tokens, and speed beside other implementations.
+"""Runs everything that needs a GPU, in one command: tests, tokens, and speed compared with other implementations.
 
     python -m benchmarks.gpu_check [--parts NAME,...] [--strict] [--minutes 60] [--json FILE] [--out FOLDER]
     python -m benchmarks.gpu_check --dry-run [--strict]
@@ -10,22 +10,22 @@ tests that were left out because a package or time was missing count as failed. 
 runs the same commands on tiny shapes, with kernels in Triton's interpreter. It proves that the commands work,
 and keeps no figures.
 
-    smoke      each kernel once beside its reference, one graph, one sampled step; finds a broken machine in a
+    smoke      each kernel once compared with its reference, one graph, one sampled step; finds a broken machine in a
                minute
     kernels    the tests of the kernels (--shapes few, many)
     attention  the attention kernel's tests three times: an error that appears in some runs only is a race
     marked     the other tests marked gpu
-    tokens     the GPU engine's tokens beside the CPU engine's
-    handover   P and D as two processes on one device; blocks over cuda_ipc beside a plain copy; a killed
+    tokens     the GPU engine's tokens compared with the CPU engine's
+    handover   P and D as two processes on one device; blocks over cuda_ipc and by a plain copy; a killed
                producer
     served     `baton serve` on a Ray cluster with a real model; killed workers
-    throughput many requests through gateway and workers, beside the engine alone
-    decode     steps beside the bytes they must move, and the time in which the device does not compute; a
+    throughput many requests through gateway and workers, compared with the engine alone
+    decode     steps compared with the bytes they must move, and the time in which the device does not compute; a
                trace
     overlap    decode steps while a hand-over's blocks arrive; a trace
-    prefill    prompts beside the matrix units' speed; sizes of chunks
+    prefill    prompts compared with the matrix units' speed; sizes of chunks
     peer       transformers' continuous batching and compiled generation, with the same weights
-    sweep      launch parameters beside those chosen (only if requested; --cases)
+    sweep      launch parameters compared with those chosen (only if requested; --cases)
 """
 
 import argparse
@@ -89,7 +89,8 @@ def main() -> int:
 
 
 def let_processes_import_baton() -> None:
-    """Workers import nothing from the current folder (`module_command`), and a GPU machine may lack a baton package."""
+    """Adds Baton's folder to the PYTHONPATH of child processes. Workers import nothing from the current folder
+    (`module_command`), and Baton need not be installed on a GPU machine."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
 

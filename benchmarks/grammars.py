@@ -1,4 +1,4 @@
-"""What a structured output and tools add to the time to first token, compared with free text in turn.
+"""What a structured output and tools add to the time to first token. Requests with them alternate with free text.
 
     python -m benchmarks.grammars [--model DIR] [--rounds 30] [--json FILE]
 

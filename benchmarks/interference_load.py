@@ -139,7 +139,7 @@ class Slo:
 
 
 def figures(rounds: list[list[Seen]], workload: Workload, slo: Slo) -> dict[str, float]:
-    """Figures over all rounds; without long prompts, there are none about them.
+    """Figures over all rounds. If there were no long prompts, figures about them are left out.
 
     `gap_ms`: between two tokens of a chat; `goodput`: chats per second within the SLO.
     """

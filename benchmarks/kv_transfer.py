@@ -1,4 +1,4 @@
-"""How fast KV blocks move: whole hand-overs between two processes, beside memcpy and a plain socket pair.
+"""How fast KV blocks move: whole hand-overs between two processes, compared with memcpy and a plain socket pair.
 
     python -m benchmarks.kv_transfer [--transports NAME ...] [--blocks KIB ...] [--sizes MIB ...] [--adjacent]
 
@@ -12,11 +12,10 @@ same processes and pools, with blocks of the same size:
     socket    one TCP connection over loopback: sendmsg straight from the pool, recv_into straight into the
               pool
 
-Each measurement uses other blocks of the pool than the measurement before. The blocks are scattered in both
-pools (in order with `--adjacent`). So only transfers as large as the pool find bytes in a cache. Figures are
-medians over rounds. `share` is the median over rounds of this quotient: the baseline's time divided by the
-hand-over's time. `cpu` is the CPU time of both processes in nanoseconds a byte. Other processes of the
-machine hardly change it.
+The blocks are scattered in both pools (in order with `--adjacent`). Each measurement uses other blocks than the
+measurement before, so only transfers as large as the pool find bytes in a cache. Figures are medians over rounds.
+`share` is the median over rounds of this quotient: the baseline's time divided by the hand-over's time. `cpu` is the
+CPU time of both processes in nanoseconds a byte. Other processes of the machine hardly change it.
 """
 
 import argparse
@@ -49,7 +48,7 @@ from benchmarks.kv_transfer_producer import (
     Announce,
     Bytes,
     Connect,
-    End,
+    ConnectorEnd,
     Give,
     Given,
     GiveRaw,
@@ -118,7 +117,7 @@ class Consumer:
         with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
             self._theirs: Bytes = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
         self._theirs[:: mmap.PAGESIZE].max()  # from now on every page is mapped
-        self._ends: list[End] = []
+        self._ends: list[ConnectorEnd] = []
         self._peers: list[WorkerRef] = []
 
     def connect(self, ways: Sequence[Way], block_nbytes: int) -> None:
@@ -127,7 +126,7 @@ class Consumer:
         self._block_nbytes = block_nbytes
         self._pipe.send(Connect(tuple(ways), block_nbytes))
         self._peers = _answer(self._pipe)
-        self._ends = [End("consumer", way, self._memory, block_nbytes) for way in ways]
+        self._ends = [ConnectorEnd("consumer", way, self._memory, block_nbytes) for way in ways]
         self._order = self._memory.order(block_nbytes, self._is_scattered)
         self._next = 0
         for way in range(len(ways)):
@@ -141,11 +140,11 @@ class Consumer:
         _answer(self._pipe)
         transfer = KVTransferParams(TransferRole.CONSUMER, request_id, 0, self._peers[way])
         begin = BeginLoad(request_id, transfer, num_blocks * BLOCK_SIZE)
-        end.obey(begin, loads=(LoadBlocks(request_id, 0, ours),))
+        end.execute(begin, loads=(LoadBlocks(request_id, 0, ours),))
         time.sleep(SETTLE_S)
         cpu_s = time.process_time()
         self._pipe.send(Give(way, request_id, theirs))
-        end.until(lambda news: news.finished_recving)
+        end.wait_until(lambda news: news.finished_recving)
         return self._sample(cpu_s)
 
     def memcpy(self, num_blocks: int) -> Sample:

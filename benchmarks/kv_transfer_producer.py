@@ -125,7 +125,7 @@ class Memory:
         return block_ids
 
 
-class End:
+class ConnectorEnd:
     """A real connector over the memory, and what the connector reports."""
 
     def __init__(self, name: str, way: Way, memory: Memory, block_nbytes: int) -> None:
@@ -149,7 +149,7 @@ class End:
         self._connector.start()
         self.ref = WorkerRef(name, incarnation, (self._connector.kv_address,), BLOCK_SIZE)
 
-    def obey(
+    def execute(
         self,
         *at_once: ImmediateCommand,
         loads: tuple[LoadBlocks, ...] = (),
@@ -160,7 +160,7 @@ class End:
         self._connector.send_commands(metadata)
         self._connector.start_load_kv(metadata)
 
-    def until(self, pick: Callable[[KVConnectorOutput], Sequence[T]]) -> T:
+    def wait_until(self, pick: Callable[[KVConnectorOutput], Sequence[T]]) -> T:
         """Waits for a report in which `pick` finds something, and returns the first piece."""
         while True:
             assert self._has_output.wait(PATIENCE_S), "a hand-over did not end"
@@ -181,18 +181,18 @@ def run_producer(pipe: Connection, num_bytes: int, port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         pipe.send((os.getpid(), memory.shared.fd))
-        ends: list[End] = []
+        ends: list[ConnectorEnd] = []
         command: Command
         while (command := pipe.recv()) is not None:
             match command:
                 case Connect(ways, block_nbytes):
                     for end in ends:
                         end.stop()
-                    ends = [End("producer", way, memory, block_nbytes) for way in ways]
+                    ends = [ConnectorEnd("producer", way, memory, block_nbytes) for way in ways]
                     pipe.send([end.ref for end in ends])
                 case Announce(number, request_id, peer, num_blocks):
                     transfer = KVTransferParams(TransferRole.PRODUCER, request_id, 0, peer)
-                    ends[number].obey(BeginSend(request_id, transfer, num_blocks * BLOCK_SIZE))
+                    ends[number].execute(BeginSend(request_id, transfer, num_blocks * BLOCK_SIZE))
                     pipe.send(None)
                 case Give():
                     pipe.send(_give(ends[command.number], command))
@@ -203,11 +203,11 @@ def run_producer(pipe: Connection, num_bytes: int, port: int) -> None:
             end.stop()
 
 
-def _give(end: End, command: Give) -> Given:
+def _give(end: ConnectorEnd, command: Give) -> Given:
     finish = FinishSend(command.request_id, len(command.block_ids), (), FirstToken(7, None))
     begun_at, cpu_s = time.perf_counter(), time.process_time()
-    end.obey(finish, after=(SendBlocks(command.request_id, 0, command.block_ids),))
-    end.until(lambda news: news.finished_sending)
+    end.execute(finish, after=(SendBlocks(command.request_id, 0, command.block_ids),))
+    end.wait_until(lambda news: news.finished_sending)
     return Given(begun_at, time.process_time() - cpu_s)
 
 

@@ -1,4 +1,4 @@
-"""Attention to latents in DeepSeek-V2-Lite's shapes, by our kernels and torch, beside whole keys and values.
+"""Attention to latents in DeepSeek-V2-Lite's shapes, by our kernels and torch, compared with whole keys and values.
 
 python -m benchmarks.latent_attention [--rounds 7]      milliseconds of a layer, medians of alternating rounds
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.routing [--parts index decisions fleets] [--json PATH]
 
-`index`: a prefix index in which each of 100 workers has 100,000 blocks of its own. Measures its memory, and
-the time of a lookup, of events and of a departure. `decisions`: choices per second. Half of the workers
-prefill, each worker has requests, and a quarter of the workers have half of the prompt. `fleets`: the three
-policies in virtual time, with the real dispatcher, scheduler, block pool and events. The figures of `fleets`
-depend only on the seed, the others on the machine.
+`index`: a prefix index in which each of 100 workers has 100,000 blocks of its own. Measures its memory, and the time of
+a lookup, of events and of a departure. `decisions`: choices per second. Half of the workers prefill, each worker has
+requests, and a quarter of the workers have half of the prompt in their cache. `fleets`: the three policies in virtual
+time, with the real dispatcher, scheduler, block pool and events. The figures of `fleets` depend only on the seed, the
+others on the machine.
 """
 
 import argparse
@@ -165,7 +165,7 @@ def _row(case: Case, policy: str, result: Result) -> dict[str, Any]:
 
 
 def _warm_router(policy: str, num_workers: int) -> Router:
-    """A router that knows every worker's status. Every fourth worker has the first half of the prompt."""
+    """A router that knows every worker's status. Every fourth worker has the first half of the prompt in its cache."""
     config = GatewayConfig(routing_policy=policy, routing_mode="disaggregated")  # type: ignore[arg-type]
     router, rng = Router(config, KEY), random.Random(1)
     stored = b"".join(each[:8] for each in block_hashes(_prompt()[: PROMPT // 2], 16, KEY))

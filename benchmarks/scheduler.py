@@ -1,4 +1,4 @@
-"""What a step costs in Baton's scheduler, with vLLM's V1 scheduler beside it in the same run.
+"""What a step costs in Baton's scheduler, and in vLLM's V1 scheduler in the same run.
 
     python -m benchmarks.scheduler [--reference PYTHON] [--rounds 5] [--json PATH]
 

@@ -25,7 +25,7 @@ ROWS = {"async_scheduling: false": False, "async_scheduling: true": True}
 
 
 def main() -> None:
-    """Prints a table. With --steps it is one of the runs that valgrind watches."""
+    """Prints a table. With --steps, this process instead is one of the runs that valgrind watches."""
     arguments = _arguments()
     if arguments.steps is not None:
         make_side = partial(BatonSide, is_async=arguments.asynchronous)
@@ -37,11 +37,11 @@ def main() -> None:
 
 
 def step_instructions(*, is_async: bool) -> float:
-    few, many = (_watched(num_steps, is_async=is_async) for num_steps in (FEW_STEPS, MANY_STEPS))
+    few, many = (_count_instructions(num_steps, is_async=is_async) for num_steps in (FEW_STEPS, MANY_STEPS))
     return (many - few) / (MANY_STEPS - FEW_STEPS)
 
 
-def _watched(num_steps: int, *, is_async: bool) -> int:
+def _count_instructions(num_steps: int, *, is_async: bool) -> int:
     """Runs steps under valgrind, and returns the number of instructions of the whole process."""
     valgrind = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
     run = [sys.executable, "-m", "benchmarks.scheduler_instructions", "--steps", str(num_steps)]

@@ -143,7 +143,7 @@ class Side:
         )
 
     def answer(self, prompt: Sequence[int], params: SamplingParams) -> tuple[float, list[int]]:
-        """Runs one request: tokens per second after the first token, and the tokens."""
+        """Runs one request, and returns the tokens per second after the first token, and the tokens."""
         request = EngineRequest(
             request_id=str(next(_ids)), prompt_token_ids=tuple(prompt), sampling_params=params
         )

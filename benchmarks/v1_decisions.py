@@ -144,9 +144,9 @@ def _record(reference: Peer, folder: Path, first: int, num_workloads: int) -> No
 
 
 def _steps_of(reference: Peer, workload: Workload) -> list[str]:
-    """The recording of one workload as one line.
+    """The recording of one workload: a list of one line.
 
-    No line if V1's steps show a flaw, and cannot be compared.
+    Empty if V1's steps show a flaw: then they cannot be compared.
     """
     theirs = reference.ask({"play": workload.to_json(), "num_ahead": 0})
     is_flawed = theirs["is_misled"] or theirs["is_forgetful"] or len(theirs["steps"]) == MAX_STEPS

@@ -45,7 +45,9 @@ def _by_hand(number: int, requests: list[RequestSpec], **settings: Any) -> Workl
     return workload_by_hand(number, requests, **roomy | settings)
 
 
-def _ask(number: int, prompt: tuple[tuple[str, int], ...], max_tokens: int, arrival_step: int) -> RequestSpec:
+def _request(
+    number: int, prompt: tuple[tuple[str, int], ...], max_tokens: int, arrival_step: int
+) -> RequestSpec:
     return RequestSpec(
         f"r{number}",
         arrival_step,
@@ -58,26 +60,31 @@ def _ask(number: int, prompt: tuple[tuple[str, int], ...], max_tokens: int, arri
 
 BY_HAND = {
     "a conversation goes on: its last window is here": _by_hand(
-        1, [_ask(0, (("s", 30),), 9, 0), _ask(1, (("s", 30), ("r0", 8), ("q", 5)), 4, 12)]
+        1, [_request(0, (("s", 30),), 9, 0), _request(1, (("s", 30), ("r0", 8), ("q", 5)), 4, 12)]
     ),
     "a shared text whose end has left the window, but not the pool": _by_hand(
-        2, [_ask(0, (("s", 20), ("q0", 30)), 9, 0), _ask(1, (("s", 20), ("q1", 9)), 4, 3)]
+        2, [_request(0, (("s", 20), ("q0", 30)), 9, 0), _request(1, (("s", 20), ("q1", 9)), 4, 3)]
     ),
     "a shared text whose end another request took from the pool": _by_hand(
         3,
         [
-            _ask(0, (("s", 20), ("q0", 30)), 20, 0),
-            _ask(1, (("t", 40),), 9, 6),
-            _ask(2, (("s", 20), ("q2", 9)), 4, 18),
+            _request(0, (("s", 20), ("q0", 30)), 20, 0),
+            _request(1, (("t", 40),), 9, 6),
+            _request(2, (("s", 20), ("q2", 9)), 4, 18),
         ],
         num_blocks=40,
     ),
     "a prompt in parts gives blocks back before it is whole": _by_hand(
-        4, [_ask(0, (("s", 80),), 5, 0), _ask(1, (("t", 30),), 5, 1)], max_num_batched_tokens=9, num_blocks=35
+        4,
+        [_request(0, (("s", 80),), 5, 0), _request(1, (("t", 30),), 5, 1)],
+        max_num_batched_tokens=9,
+        num_blocks=35,
     ),
     "the youngest gives way, and comes back by what the cache has of both groups": _by_hand(
-        5, [_ask(n, (("s", 16), (f"q{n}", 4)), 30, n) for n in range(3)], num_blocks=30, window=5
+        5, [_request(n, (("s", 16), (f"q{n}", 4)), 30, n) for n in range(3)], num_blocks=30, window=5
     ),
-    "windows alone": _by_hand(6, [_ask(n, ((f"s{n % 2}", 40),), 20, 4 * n) for n in range(4)], num_full=0),
+    "windows alone": _by_hand(
+        6, [_request(n, ((f"s{n % 2}", 40),), 20, 4 * n) for n in range(4)], num_full=0
+    ),
 }
 """Workloads made by hand, by their topic."""

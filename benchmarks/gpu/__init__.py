@@ -1,1 +1,1 @@
-"""The parts of `make gpu-check`: what only a GPU can prove, and what its speed is beside the hardware's own."""
+"""The parts of `make gpu-check`: what only a GPU can prove, and speed compared with what the hardware can reach."""

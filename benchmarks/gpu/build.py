@@ -93,9 +93,10 @@ def device_parts(
     sizes: Sequence[int] = (),
     prompt_sizes: Sequence[int] = (),
 ) -> DeviceParts:
-    """The parts of a GPU worker. Times products of `sizes` decodes, then records steps of these sizes.
+    """Makes the parts of a GPU worker. Times the products of decode steps with `sizes` requests, then records these
+    steps.
 
-    Of `prompt_sizes`, it records those that a worker would record.
+    Of the steps with `prompt_sizes` tokens, it records those that a worker would record.
     """
     parts = make_device_parts(model, pool, limits, setting.num_multiprocessors)
     if recorder is not None:

@@ -1,4 +1,4 @@
-"""Decode steps compared with the bytes that they must move; time outside the graph; a trace; each switch."""
+"""Measures decode steps: time compared with the bytes to move, time outside the graph, a trace, and each switch."""
 
 import gc
 import math

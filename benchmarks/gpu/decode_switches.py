@@ -34,7 +34,8 @@ class Comparison:
 
 
 def switch_rows(setting: Setting, part: str, name: str, comparison: Comparison) -> Iterator[Row]:
-    """Yields a row for each switch and one without any, for one request; timed products use `max_batch`."""
+    """Yields a row for each switch that is off, and one for all switches off. A row is about one request; only for the
+    switch `timed_products` it is about `max_batch` requests."""
     for field in fields(KernelSwitches):
         off = KernelSwitches(**{field.name: False})
         batch = comparison.max_batch if field.name == "timed_products" else 1
@@ -45,7 +46,7 @@ def switch_rows(setting: Setting, part: str, name: str, comparison: Comparison) 
 def _compare(
     setting: Setting, part: str, title: str, comparison: Comparison, batch: int, off: KernelSwitches
 ) -> Row:
-    """Compares one switch.
+    """Compares a step with the switches of `off` and a step with all switches on.
 
     Both steps are recorded first, and then timed directly after each other: clocks change.
     """

@@ -152,7 +152,7 @@ def _killed(setting: Setting) -> Row:
 
 
 def _benchmark(setting: Setting, name: str) -> tuple[int, str, dict[str, Any]]:
-    """Runs a benchmark: its exit code, the end of its output, and its figures."""
+    """Runs a benchmark, and returns its exit code, the end of its output, and its figures."""
     path = setting.folder / f"{name}.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path)]
     command += ["--dry-run"] if setting.is_dry else []

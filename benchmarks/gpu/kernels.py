@@ -1,6 +1,6 @@
-"""The tests of the kernels.
+"""Runs the tests of the kernels.
 
-Each is compared with its reference, over a few shapes or those of real models.
+They compare each kernel with its reference, on a few shapes or on those of real models.
 """
 
 import importlib.util

@@ -53,14 +53,14 @@ class InstantLoads:
         return KVConnectorOutput(finished_recving=received)
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
-        """There is no peer."""
+        """Does nothing: there is no peer."""
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
         for load in metadata.loads if metadata else ():
             self._received.append(ReceivedKV(load.request_id, FirstToken(0, None), 0, 0.0, 0.0))
 
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, preempted: Set[str]) -> None:
-        """There is no consumer."""
+        """Does nothing: there is no consumer."""
 
     def counters(self) -> dict[str, int]:
         return {}
@@ -174,7 +174,8 @@ class LoopedEngine:
 def recorded_loop(
     setting: Setting, model: LoadedModel, num_requests: int, length: int, block_size: int, chunk: int
 ) -> LoopedEngine:
-    """A loop for so many requests of at most `length` tokens at once, with graphs for all numbers of decodes."""
+    """A loop for up to `num_requests` requests at once, each of at most `length` tokens. Decode steps of any number of
+    requests have graphs."""
     num_blocks = 2 + num_requests * -(-length // block_size)
     limits = StepLimits(num_requests, chunk, length)
     recorder, sizes = make_recorder(setting.device), decode_sizes(num_requests)

@@ -1,4 +1,4 @@
-"""The tests marked `gpu` outside tests/kernels: weights, fp8, and CUDA IPC between processes."""
+"""Runs the tests marked `gpu` outside tests/kernels: weights, fp8, and CUDA IPC between processes."""
 
 from benchmarks.gpu.pytest_run import ROOT, run_pytest
 from benchmarks.gpu.setting import Emit, Setting
@@ -7,7 +7,7 @@ PART = "marked"
 
 
 def run(setting: Setting, emit: Emit) -> None:
-    """Runs the marked tests. In a dry run all tests are collected, and two run."""
+    """Runs the marked tests. A dry run collects all of them, but runs only two."""
     arguments = _marked_files()
     arguments += ["-k", "bytes_are_a_view or a_pool_lives"] if setting.is_dry else ["-m", "gpu"]
     for row in run_pytest(setting, PART, "tests marked gpu", arguments):

@@ -1,7 +1,7 @@
 """Decode steps while the blocks of a hand-over arrive: how much the device copies and computes at once.
 
-Writes a trace for a browser (chrome://tracing or Perfetto). Like the reader of the `cuda_ipc` transport, one
-kernel copies all blocks, on a stream of its own.
+Writes a trace for a browser (chrome://tracing or Perfetto). As in the reader of the `cuda_ipc` transport, one kernel
+copies all blocks, on a stream of its own.
 """
 
 import threading
@@ -67,9 +67,9 @@ def _measure(
     synchronize(setting.device)  # the copies' stream does not wait for the work that filled the blocks
     with profiled(setting) as profile:
         copies.start()
-        beside = loop.run(prompts, params, loaded=True)
+        overlapped = loop.run(prompts, params, loaded=True)
         copies.stop()
-    wrong = [] if beside.tokens == alone.tokens else ["copies beside a step changed what it computes"]
+    wrong = [] if overlapped.tokens == alone.tokens else ["copies beside a step changed what it computes"]
     wrong += [] if copies.are_right() else ["a block arrived wrong"]
     is_kept = setting.is_dry or setting.out is not None
     path = setting.folder_for_files() / "overlap.trace.json.gz"
@@ -81,7 +81,7 @@ def _measure(
         PART,
         f"decode, batch {batch}, context {context}, beside a hand-over",
         f"{share:.0%} of the copying beside kernels",
-        f"step {1e3 * alone.full_step_s:.3f} ms alone, {1e3 * beside.full_step_s:.3f} ms beside; "
+        f"step {1e3 * alone.full_step_s:.3f} ms alone, {1e3 * overlapped.full_step_s:.3f} ms beside; "
         f"{copies.num_copied} blocks copied; {path.name}, {path.stat().st_size / 2**20:.1f} MiB"
         + ("" if is_kept else ", not kept without --out")
         + "".join(f"; {text}" for text in wrong),
@@ -89,7 +89,7 @@ def _measure(
         figures={
             "hidden_share": share,
             "alone_s": alone.full_step_s,
-            "beside_s": beside.full_step_s,
+            "beside_s": overlapped.full_step_s,
             "blocks_copied": copies.num_copied,
             "copying_us": moving_us,
         },

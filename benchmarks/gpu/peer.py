@@ -1,4 +1,4 @@
-"""Our engine beside transformers' own on one device, in turn: equal weights, prompts and token counts.
+"""Our engine and transformers' own, in turn on one device, with equal weights, prompts and numbers of tokens.
 
 transformers runs in processes of its own. If one of its ways to generate fails or hangs, only that process ends. What
 it compiles and records shares no memory with our graphs.
@@ -72,20 +72,20 @@ def run(setting: Setting, emit: Emit) -> None:
     length = sizes.prompt + sizes.num_tokens + 2
     with recorded_loop(setting, model, sizes.batch, length, sizes.block_size, sizes.chunk) as loop:
         for way in WAYS:
-            theirs = Theirs(setting, sizes, way)
+            theirs = TransformersProcess(setting, sizes, way)
             try:
                 emit(_compare(setting, sizes, way, prompts, loop, theirs))
-            except TheirError as error:  # the other way may still work
+            except TransformersError as error:  # the other way may still work
                 emit(Row(PART, f"transformers {way}", "failed", str(error)[:200]))
             finally:
                 theirs.end()
 
 
-class TheirError(Exception):
+class TransformersError(Exception):
     """transformers failed, or did not answer in time."""
 
 
-class Theirs:
+class TransformersProcess:
     """transformers in its own process, which generates in one way."""
 
     def __init__(self, setting: Setting, sizes: Sizes, way: str) -> None:
@@ -97,17 +97,17 @@ class Theirs:
         self._timeout_s = FIRST_ANSWER_TIMEOUT_S
 
     def generate(self, prompts: Tokens) -> tuple[Tokens, float]:
-        """Its tokens, and the seconds that it took to compute them."""
+        """The tokens that transformers generates, and the seconds that this took."""
         try:
             self._pipe.send(prompts)
             if not self._pipe.poll(self._timeout_s):
-                raise TheirError(f"no answer within {self._timeout_s:g} s")
+                raise TransformersError(f"no answer within {self._timeout_s:g} s")
             answer = self._pipe.recv()
         except (EOFError, OSError):
-            raise TheirError("its process has ended") from None
+            raise TransformersError("its process has ended") from None
         self._timeout_s = ANSWER_TIMEOUT_S
         if isinstance(answer, str):
-            raise TheirError(answer)
+            raise TransformersError(answer)
         tokens, seconds = answer
         return tokens, seconds
 
@@ -127,7 +127,7 @@ def _answer(setting: Setting, sizes: Sizes, way: str, pipe: Connection) -> None:
             prompts = pipe.recv()
             try:
                 if generate is None:
-                    generate = _ways(setting, sizes, _their_model(setting, sizes))[way]
+                    generate = _ways(setting, sizes, _transformers_model(setting, sizes))[way]
                 tokens, seconds = _timed(setting, partial(generate, prompts))
             except Exception as error:  # other code may fail in any way
                 pipe.send(f"{type(error).__name__}: {error}")
@@ -136,7 +136,7 @@ def _answer(setting: Setting, sizes: Sizes, way: str, pipe: Connection) -> None:
 
 
 def _compare(
-    setting: Setting, sizes: Sizes, way: str, prompts: Tokens, loop: LoopedEngine, theirs: Theirs
+    setting: Setting, sizes: Sizes, way: str, prompts: Tokens, loop: LoopedEngine, theirs: TransformersProcess
 ) -> Row:
     params = SamplingParams(temperature=0.0, max_tokens=sizes.num_tokens, ignore_eos=True)
 
@@ -166,7 +166,7 @@ def _compare(
     )
 
 
-def _their_model(setting: Setting, sizes: Sizes) -> Any:
+def _transformers_model(setting: Setting, sizes: Sizes) -> Any:
     """transformers' decoder of the same kind, with the same weights."""
     config = AutoConfig.for_model(**sizes.config)
     with torch.device(setting.device):

@@ -30,7 +30,7 @@ class PlanMaker:
     def step(self, contexts: list[int], num_tokens: int = 1) -> SchedulerOutput:
         """A plan with one request for each of `contexts`.
 
-        The step computes its last `num_tokens`, and samples.
+        The step computes the last `num_tokens` tokens of each request, and samples.
         """
         self._num_plans += 1
         new, first_block = [], 0

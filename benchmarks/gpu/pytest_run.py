@@ -25,8 +25,7 @@ ENDS = (0, 1)
 NUM_SHOWN = 12
 """How many failures get their own row."""
 EXCUSES = re.compile(r"needs (two|\d+) GPUs|compute capability|on a GPU here|interpret their kernels")
-"""Reasons for skipping a test that are valid on a GPU. A test skipped for another reason counts as left
-out."""
+"""Reasons for which a test may be skipped on a GPU. A test that is skipped for another reason counts as left out."""
 DRY_EXCUSES = re.compile(r"interpreter|needs a GPU|no CUDA device")
 
 
@@ -40,7 +39,8 @@ class Outcome:
 
 
 def run_pytest(setting: Setting, part: str, title: str, arguments: Sequence[str]) -> Iterator[Row]:
-    """Yields a summary, a row for each reason of skips, and a row for each of the first failures."""
+    """Yields a summary, then a row for each file that pytest could not read, for each reason of skips, and for each of
+    the first failures. If time ran out, a row before the summary says so."""
     name = re.sub(r"\W+", "-", title).strip("-")
     log, rows_file = setting.folder_for_files() / f"pytest-{name}.log", setting.folder / f"{name}.jsonl"
     rows_file.unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def read_rows(path: Path) -> list[Outcome]:
 
 
 def _pytest(setting: Setting, arguments: Sequence[str], log: Path, rows_file: Path) -> int | None:
-    """Runs pytest: its exit code, or None if it was ended because the part's time was nearly over."""
+    """Runs pytest, and returns its exit code. None: pytest was ended because the part's time was nearly over."""
     command = [
         sys.executable,
         "-m",
@@ -95,13 +95,13 @@ def _pytest(setting: Setting, arguments: Sequence[str], log: Path, rows_file: Pa
     # Versions other than the pinned ones may print warnings. Here these are not failures.
     command += ["-W", "default", "--continue-on-collection-errors", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": THREADS, "PYTHONUNBUFFERED": "1"}
-    deadline = time.monotonic() + max(0.0, setting.left_s - SPARE_S)
+    deadline = time.monotonic() + max(0.0, setting.remaining_s - SPARE_S)
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
         try:
-            while (left_s := deadline - time.monotonic()) > 0:
+            while (remaining_s := deadline - time.monotonic()) > 0:
                 try:
-                    return process.wait(min(left_s, PROGRESS_S))
+                    return process.wait(min(remaining_s, PROGRESS_S))
                 except subprocess.TimeoutExpired:
                     counts = Counter(row.outcome for row in read_rows(rows_file))
                     print("  " + ", ".join(f"{number} {name}" for name, number in counts.items()), flush=True)

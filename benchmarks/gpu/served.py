@@ -1,4 +1,4 @@
-"""`baton serve` on a Ray cluster, as a user starts it: its answers beside the CPU engine's, and killed workers.
+"""`baton serve` on a Ray cluster, as a user starts it: its answers compared with the CPU engine's, and killed workers.
 
 Ray gives each worker a GPU of its own. On a machine with fewer GPUs than workers, Ray is told of more GPUs than
 there are, and does not hide any GPU from a worker. So the workers share a GPU.
@@ -182,8 +182,8 @@ def _serve(
 async def _ask_all(target: str, workload: Workload, victim: str | None) -> list[Answer]:
     """Sends all requests at once.
 
-    The victim is killed when the first request has a token. Then other requests are still in prefill. At the
-    end the fleet is whole again.
+    The victim is killed when the first request has a token, while other requests are still in prefill. When the
+    function returns, the killed worker has been replaced.
     """
     async with GatewayClient(target) as client:
         has_begun = asyncio.Event()
@@ -212,7 +212,7 @@ async def _busiest(client: GatewayClient, role: str) -> int:
 async def _ask(
     client: GatewayClient, prompt: tuple[int, ...], sizes: Sizes, salt: str, on_token: Callable[[], None]
 ) -> Answer:
-    """`salt`: requests of different rounds share no cached prefix."""
+    """Sends one request. Rounds have different values of `salt`, so that their requests share no cached prefix."""
     sampling: dict[str, Any] = {"max_tokens": sizes.num_tokens, "ignore_eos": True, "temperature": 0.0}
     tokens: list[int] = []
     async for event in client.generate(

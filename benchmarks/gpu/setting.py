@@ -1,4 +1,4 @@
-"""Where a part runs, and whether its figures mean anything. The driver makes it once, for every part."""
+"""Where a part runs, and whether its figures mean anything. The driver makes a Setting for each part."""
 
 import math
 import os
@@ -51,7 +51,7 @@ class Setting:
         return model if self.quantization == "auto" else f"{model}, {self.quantization}"
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         return max(0.0, self.ends_at - time.monotonic())
 
     def chosen(self, models: dict[str, Any]) -> dict[str, Any]:

@@ -162,8 +162,8 @@ class ModelCosts:
     def prefill_flops(self, num_tokens: int) -> int:
         """Operations of a prefill.
 
-        There are two operations for each weight that a token uses (but only the last token's logits), and four
-        for each pair of query and key and dimension.
+        There are two operations for each weight that a token uses (but only the last token's logits), and four for each
+        dimension of each pair of a query and a key.
         """
         pairs = num_tokens * (num_tokens + 1) // 2
         attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs

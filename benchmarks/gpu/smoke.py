@@ -1,6 +1,6 @@
 """Whether this machine computes correctly: each kernel, one graph, one sampled step.
 
-Takes a minute with compiling.
+Takes a minute, including the compilation.
 
 Each kernel is launched three times on the same inputs, and must give the same bits. Different bits mean a
 race. Some assemblers cause one: they reuse the registers of a product that is still running.

@@ -41,7 +41,7 @@ def makers(shapes: Shapes) -> list[Maker]:
 
 
 def _fused(shapes: Shapes, num_tokens: int, is_fp8: bool) -> Iterator[SmokeCase]:
-    """Products that norm their input if possible, activate pairs, or add to the output."""
+    """Products that normalize their input if possible, apply the activation to pairs, or add to the output."""
     # No kernel multiplies float32 with float8.
     dtype = torch.float16 if is_fp8 and shapes.dtype is torch.float32 else shapes.dtype
     x_TI = shapes.randn(num_tokens, shapes.hidden, dtype=dtype)

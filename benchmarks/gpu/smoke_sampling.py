@@ -44,7 +44,7 @@ def _draws(shapes: Shapes) -> Iterator[SmokeCase]:
 def _draw(shapes: Shapes, file: str, filters: dict[str, Any]) -> SmokeCase:
     """A case with its reference on the host.
 
-    A GPU's logarithms differ in the last bits, its sort does not differ.
+    Logarithms on a GPU differ in the last bits; sorting gives the same order.
     """
     logits_RV = 3 * shapes.randn(NUM_ROWS, shapes.vocab)
     params_RF = params(NUM_ROWS, **filters)

@@ -1,4 +1,4 @@
-"""Launch parameters of tuned kernels: the chosen values beside their neighbours, over important shapes.
+"""Launch parameters of tuned kernels: the chosen values compared with their neighbours, over important shapes.
 
 If a library has such a kernel, it is compared, too. One parameter at a time is moved away from the choice,
 since each combination must be compiled. Several processes compile all candidates before the first one is
@@ -27,7 +27,7 @@ ROUNDS = 24
 NUM_SHARES = 3
 """How many processes share a case's candidates, if time permits. Each makes its own inputs."""
 COMPILING_SHARE = 0.5
-"""The most that this may use of the part's time."""
+"""Precompiling may use at most this share of the part's time."""
 
 
 def run(setting: Setting, emit: Emit) -> None:
@@ -45,7 +45,7 @@ def run(setting: Setting, emit: Emit) -> None:
     shares = range(1 if setting.is_dry else NUM_SHARES)
     works = [partial(_launch_share, case, share, len(shares)) for case in cases for share in shares]
     now = time.monotonic()
-    precompile(setting, works, min(now + COMPILING_SHARE * setting.left_s, now + 3600.0))
+    precompile(setting, works, min(now + COMPILING_SHARE * setting.remaining_s, now + 3600.0))
     for case in cases:
         guarded(emit, PART, case.name, partial(_sweep, setting, case))
 
@@ -81,7 +81,7 @@ def _sweep(setting: Setting, case: SweepCase) -> Iterator[Row]:
         case.name,
         f"{1e6 * times[CHOSEN]:.1f} us as chosen",
         f"{_advice(times, best)}; {len(times)} candidates"
-        + _beside(case.yardstick, times, refusals)
+        + _against_library(case.yardstick, times, refusals)
         + (f"; wrong: {wrong}" if wrong else ""),
         is_failed=bool(wrong) or CHOSEN not in times,
         figures={
@@ -98,7 +98,7 @@ def _advice(times: Mapping[str, float], best: str) -> str:
     return "keep" if gain < MIN_GAIN else f"{gain:.0%} less with {best}"
 
 
-def _beside(yardstick: str | None, times: Mapping[str, float], refusals: Mapping[str, str]) -> str:
+def _against_library(yardstick: str | None, times: Mapping[str, float], refusals: Mapping[str, str]) -> str:
     """Our time divided by the library's, or the reason why there is no such quotient."""
     if yardstick is None or (yardstick not in times and yardstick not in refusals):
         return ""  # no library, or the row shows that its result is wrong

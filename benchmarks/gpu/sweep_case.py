@@ -11,7 +11,7 @@ CHOSEN = "as chosen"
 Launch = Callable[[], torch.Tensor]
 """Queues the same work on the same memory each time, and returns the output."""
 Candidate = Callable[[int], Launch]
-"""Launches on one copy of the inputs. Before that, the output is filled with NaN."""
+"""Returns the launch on one of the copies of the inputs, by the copy's number."""
 
 Tuning = TypeVar("Tuning", bound=Any)
 

@@ -39,7 +39,7 @@ LARGE_TILES = (
 class _Product:
     num_inputs: int
     num_outputs: int
-    """Of the matrices; half of them are gates if the product is the first."""
+    """Outputs of each expert's matrix. In the first product, half of them are gates."""
     is_first: bool
 
 

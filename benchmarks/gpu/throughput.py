@@ -1,4 +1,4 @@
-"""Many requests through the gateway and worker processes, beside the engine alone: what the service costs.
+"""Many requests through the gateway and worker processes, compared with the engine alone: what the service costs.
 
     python -m benchmarks.gpu.throughput TARGET NUM_REQUESTS PROMPT_LENGTH NUM_TOKENS
 

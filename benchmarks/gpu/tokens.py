@@ -142,7 +142,7 @@ def _generate(
     params: list[SamplingParams],
     way: Way,
 ) -> tuple[list[list[int]], int]:
-    """Runs the workload: its tokens, and how often a request was preempted."""
+    """Runs the workload, and returns its tokens and the number of preemptions."""
     config = SchedulerConfig(
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.chunk,
