@@ -37,7 +37,7 @@ from benchmarks.safetensors_folder import with_safetensors
 from engine.loading.pretrained import default_cache_dir, resolve
 
 SETTLE_S = 1.0
-"""Pause between two rounds. Threads of the last side may still wait busily, and would slow the next side."""
+"""Pause between two rounds. Threads of the side before may still wait busily, and would slow the next side."""
 COLUMNS = {
     "gap p50": "gap_p50_ms",
     "p99": "gap_p99_ms",

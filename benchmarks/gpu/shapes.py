@@ -148,8 +148,8 @@ class ModelCosts:
     def decode_bytes(self, batch: int, context: int, layer_bytes: int, head_bytes: int, kv_bytes: int) -> int:
         """Bytes of a decode step.
 
-        It reads every weight once, but only the experts that its tokens use; and every key and value of the
-        contexts once.
+        The step reads every key and value of the contexts once. It also reads every weight once, except those of
+        experts that no token uses.
         """
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * kv_bytes
         in_layers = self.num_shared_parameters

@@ -160,7 +160,7 @@ def _gaps_text(gaps_s: Sequence[float]) -> str:
 
 
 async def _rounds(config: BatonConfig, path: Path, sizes: Sizes) -> list[tuple[float, list[list[float]]]]:
-    """For each round its beginning, and the times at which each request's parts arrived."""
+    """For each round: its beginning, and the times at which the parts of each request's answer arrived."""
     assert sizes.num_requests % sizes.num_clients == 0
     number = str(sizes.num_requests // sizes.num_clients)
     rounds, clients = [], []

@@ -104,7 +104,7 @@ def write_trace(profile: torch.profiler.profile, path: Path) -> list[Event]:
 
 
 def spans(events: Iterable[Event]) -> tuple[list[Span], list[Span]]:
-    """When a step's kernels ran, and when the kernel of hand-overs did, from a trace's events; in microseconds."""
+    """From a trace's events: when the kernels of steps ran, and when the kernel of hand-overs ran, in microseconds."""
     kernels: list[Span] = []
     moves: list[Span] = []
     for event in events:
