@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from baton.clock import Clock
@@ -16,7 +16,6 @@ from baton.sampling import SamplingParams
 from gateway.auth import callers
 from gateway.auth.callers import Caller
 from gateway.conversation import ChatMessage, Conversation
-from gateway.http.body import Body
 from gateway.http.call import HttpCall
 from gateway.http.description import ERRORS, event_stream
 from gateway.http.errors import body_of
@@ -33,8 +32,10 @@ from gateway.telemetry.snapshot import ClusterSnapshot
 _STREAM = event_stream({}, description="A stream")
 
 
-class TrialRequest(Body):
+class TrialRequest(BaseModel):
     """The body that the page's prompt box sends."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: str = Field(min_length=1, max_length=20_000)
     """A user's turn if the model's tokenizer has a chat template; otherwise text to continue."""
