@@ -65,7 +65,7 @@ class KVProducerScheduler:
     def build(self, plan: SchedulerOutput) -> tuple[list[ImmediateCommand], list[SendBlocks]]:
         """Commands since the last step, and the full prompt blocks that this step completes."""
         preempted = plan.preempted_req_ids
-        for request_id in [known for known in self._sending if known in preempted]:  # in order, unlike a set
+        for request_id in [known for known in self._sending if known in preempted]:  # a set has no order
             sending = self._sending[request_id]
             sending.block_ids, sending.num_sent = [], 0
             self._with_blocks.discard(request_id)
@@ -76,7 +76,7 @@ class KVProducerScheduler:
         return commands, completed
 
     def _note_starvation(self) -> None:
-        """Reports when starvation begins or ends: then prompts are queued, but none of them has blocks."""
+        """Reports when starvation begins or ends. Starvation: prompts are queued, but none of them has blocks."""
         is_starved = bool(self._sending) and not self._with_blocks
         if is_starved is not self._is_starved:
             self._is_starved = is_starved

@@ -24,13 +24,15 @@ from scheduler.swap import SwapSpace
 from scheduler.trial import Trial
 
 Fit = Callable[[Request, int, StepPlan], int]
-"""How many tokens of a waiting request, given its computed tokens, fit into the step; 0 for none."""
+"""Gets a waiting request, the number of its computed tokens, and the step. Returns how many more tokens of the request
+fit into the step; 0: none."""
 
 
 class AdmissionOutcome(Enum):
     """What became of a waiting request in one step."""
 
     DONE = auto()
+    """The request left its queue: it runs, or its load has begun."""
     NOT_YET = auto()
     """The request's last token is still in flight, or a current trial excludes it. Requests behind it may overtake
     it."""
@@ -78,7 +80,10 @@ class Admission:
         return len(self._waiting) + len(self._to_load) + len(self._compiling) + len(self._unknown)
 
     def add(self, request: Request) -> None:
-        """Queues a request behind its equals. While its grammar compiles, it only keeps its place."""
+        """Queues a new request behind those of the same rank.
+
+        While its grammar compiles, the request is in no queue, but has its key already.
+        """
         hits = self._kv.find_cached_prefix(request) if request.is_producer else ()
         request.queue_key = self._order.key_of_new(request, self._kv.num_tokens_in(hits))
         if request.status is RequestStatus.WAITING_FOR_FSM:
@@ -157,7 +162,7 @@ class Admission:
             self._to_load.push(self._unknown.pop(request_id))
         passed_over: list[tuple[WaitingQueue, Request]] = []
         while self._has_place(step):
-            queue = self._next_queue(may_load=self._num_ahead() < self._max_num_seqs)
+            queue = self._next_queue(may_load=self._num_promised_slots() < self._max_num_seqs)
             request = queue.peek()
             if request is None:
                 break
@@ -200,12 +205,12 @@ class Admission:
             return self._waiting
         return self._to_load
 
-    def _num_ahead(self) -> int:
+    def _num_promised_slots(self) -> int:
         """Number of requests that have a slot, or will take one as soon as their load ends."""
         return len(self._running.requests) + len(self._remote.loading) + len(self._remote.received)
 
     def _load(self, request: Request) -> AdmissionOutcome:
-        """Starts a load, which uses no budget and no slot yet."""
+        """Starts the load of a request, if enough blocks are free. The load uses no budget, and no slot yet."""
         if not self._kv.num_free:
             return AdmissionOutcome.NO_ROOM  # at least one block must be new
         hits = self._kv.find_cached_prefix(request, num_loaded=request.num_initial_tokens)

@@ -13,12 +13,12 @@ class BlockEvents:
     """Collects events in order until they are taken; `snapshot` yields all hashes that can be hit now."""
 
     def __init__(self, max_pending: int, snapshot: Callable[[], Iterable[bytes]]) -> None:
-        """`max_pending` bounds the hashes of unread events."""
+        """`max_pending`: the most hashes that unread events may contain."""
         self._max_pending = max_pending
         self._snapshot = snapshot
         self._runs: list[tuple[type[BlocksStored] | type[BlocksRemoved], list[bytes]]] = []
         self._num_pending = 0
-        self._is_anew = False
+        self._was_cleared = False
         """The next `take_events` starts with `BlocksCleared`."""
         self._is_incomplete = False
         """Events were dropped: the next `take_events` returns a full listing instead."""
@@ -32,13 +32,13 @@ class BlockEvents:
     def cleared(self) -> None:
         """Notes that the cache was emptied, and drops earlier events, which no longer matter."""
         self._drop_pending()
-        self._is_anew = True
+        self._was_cleared = True
 
     def take_events(self) -> list[KVEvent]:
         """Events since the last call, in order; a full listing if some were dropped."""
         if self._is_incomplete:
             return self.begin()
-        events: list[KVEvent] = [BlocksCleared()] if self._is_anew else []
+        events: list[KVEvent] = [BlocksCleared()] if self._was_cleared else []
         events += [kind(tuple(block_hashes)) for kind, block_hashes in self._runs]
         self._drop_pending()
         return events
@@ -66,4 +66,4 @@ class BlockEvents:
         self._num_pending += 1
 
     def _drop_pending(self) -> None:
-        self._runs, self._num_pending, self._is_anew = [], 0, False
+        self._runs, self._num_pending, self._was_cleared = [], 0, False

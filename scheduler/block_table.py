@@ -7,7 +7,7 @@ NEVER = 2**62
 
 
 class BlockTable:
-    """A request's blocks, row by row as in `KVGroups`; the blocks of the first `num_cached` rows were cached."""
+    """A request's blocks, row by row as in `KVGroups`; the first `num_cached` rows are in the prefix cache."""
 
     __slots__ = (
         "_block_size",

@@ -38,7 +38,7 @@ class Ending:
         self._counters = counters
         self._has_ended_running = False
         self.ended_since_plan: set[str] = set()
-        """Ended requests that the runner does not know about yet."""
+        """Requests that have ended since the last plan; the next plan tells the runner."""
 
     def finish(
         self,
@@ -78,7 +78,7 @@ class Ending:
         self._unqueue(request)
         if status is RequestStatus.FINISHED_HANDED_OVER:
             self._remote.keep_first_token(request, output)
-        self._end(request, status, output, outputs)
+        self._end_and_release(request, status, output, outputs)
 
     def end(
         self,
@@ -98,7 +98,7 @@ class Ending:
             error=error,
             error_kind=error_kind,
         )
-        self._end(request, status, output, outputs)
+        self._end_and_release(request, status, output, outputs)
 
     def drop_from_running(self) -> None:
         """Removes ended requests from the running ones. Call it after running requests have ended."""
@@ -106,7 +106,7 @@ class Ending:
             self._running.drop_gone()
             self._has_ended_running = False
 
-    def _end(
+    def _end_and_release(
         self, request: Request, status: RequestStatus, last: RequestOutput, outputs: ClientOutputs
     ) -> None:
         """Ends a request that has left its queue; its last output gets the reason."""

@@ -75,7 +75,7 @@ class KVCache:
         return len(hits) // self._num_groups * self.block_size
 
     def tokens_arrived(self, request: Request) -> None:
-        """Hashes the blocks that the newest tokens completed. Due when `next_hash_at` tokens are reached."""
+        """Hashes the blocks that the newest tokens completed. Call it when the request has `next_hash_at` tokens."""
         if not self.is_caching:
             request.next_hash_at = NEVER
             return
@@ -90,7 +90,8 @@ class KVCache:
     def find_cached_prefix(self, request: Request, num_loaded: int | None = None) -> list[Block]:
         """The longest cached prefix of whole rows that leaves at least one token to compute. Changes nothing.
 
-        `num_loaded`: another worker sends the KV of the first `num_loaded` tokens, except for this prefix.
+        `num_loaded`: another worker sends the KV of the first `num_loaded` tokens, except for this prefix. None: no
+        worker sends any.
         """
         if not self.may_hit(request):
             return []
@@ -109,7 +110,10 @@ class KVCache:
     def num_missing(
         self, request: Request, num_tokens: int, hits: Sequence[Block] = (), num_ready: int = 0
     ) -> int:
-        """How many free blocks the request needs for `num_tokens`, free ones in `hits` included. See `open_table`."""
+        """How many free blocks the request takes for `num_tokens` tokens. Hits that are free now count, too.
+
+        The arguments are those of `open_table`.
+        """
         num_held = len(request.block_table.blocks) if request.block_table else 0
         num_revived = [block.ref_count for block in hits].count(0)
         num_new = max(0, self.num_blocks_for(num_tokens) - num_held - len(hits))
@@ -131,9 +135,10 @@ class KVCache:
     ) -> bool:
         """Allocates a table for the first `num_tokens` tokens of a request: `hits` first, then new blocks.
 
-        Full blocks of the first `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. The first `num_ready`
-        tokens are not computed here. So of their rows, a windowed group gets blocks only for those that later tokens
-        need. Returns False, and changes nothing, if fewer than `num_spare` blocks would be left free.
+        Full blocks of the first `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. The KV of the
+        first `num_ready` tokens exists already, or is loaded. So of their rows, a windowed group gets blocks only for
+        those that later tokens need. Returns False, and changes nothing, if fewer than `num_spare` blocks would be
+        left free.
         """
         assert request.block_table is None, f"{request.request_id} has blocks"
         num_before_window = 0
@@ -213,8 +218,8 @@ class KVCache:
         that unfinished steps still compute do not become available.
         """
         if request.block_table is not None:
-            num_of_use = request.num_computed_tokens - request.num_output_placeholders
-            self._cache_full_blocks(request, request.block_table, num_of_use)
+            num_cacheable = request.num_computed_tokens - request.num_output_placeholders
+            self._cache_full_blocks(request, request.block_table, num_cacheable)
         self._free(self._take_blocks(request))
 
     def lease(self, request: Request) -> None:
@@ -228,11 +233,11 @@ class KVCache:
         self._leased[request.request_id] = blocks
         self._num_leases.update(block.block_id for block in blocks)
 
-    def quarantine(self, request: Request, num_kept: int) -> None:
-        """Frees an ended request's first `num_kept` blocks, and quarantines the others until `end_hold`."""
+    def quarantine(self, request: Request, num_hit_blocks: int) -> None:
+        """Frees an ended request's first `num_hit_blocks` blocks, and quarantines the others until `end_hold`."""
         blocks = self._take_blocks(request)
-        self._free(blocks[:num_kept])
-        may_be_written = self._in_eviction_order(blocks[num_kept:])
+        self._free(blocks[:num_hit_blocks])
+        may_be_written = self._in_eviction_order(blocks[num_hit_blocks:])
         self._quarantined[request.request_id] = list(self._without_null(may_be_written))
 
     def end_hold(self, request_id: str) -> bool:

@@ -29,13 +29,13 @@ class ContextLimits:
         if not config.splits_prompts:
             self._allowed += f" and one step's budget of {config.max_num_batched_tokens}"
         self.max_model_len = min(config.max_model_len, most_computed + 1)
-        """Prompt and output tokens at which a request ends."""
+        """The number of prompt and output tokens at which a request ends."""
 
     def apply(self, request: Request) -> None:
         """Caps the request's length. Raises InvalidRequest if the request and one new token could never fit.
 
-        A request whose output has already ended is invalid, too: its sender received the end with these
-        tokens.
+        A request is invalid, too, if its initial output already ends it: the sender received the end together
+        with these tokens.
         """
         if end := _end_of_initial_output(request):
             raise InvalidRequest("output_token_ids", end)

@@ -38,16 +38,16 @@ class Order(Protocol):
 
 
 class FCFS:
-    """First come, first served. Returning requests run first; the youngest is preempted first.
+    """First come, first served. Returning requests run first; the youngest running request is preempted first.
 
     Prompts computed for other workers run in the order of their remaining work. So a short prompt need not
     wait behind a long one. Time is measured in computed tokens, and each step counts as LEAST_STEP_TOKENS at
     least.
 
     A prompt's key is the time at which the prompt would be done if it ran alone from its arrival on. A later prompt
-    overtakes it only if the later prompt is shorter than the earlier one's remaining work. Waiting reduces this
-    remaining work as much as computing. So a prompt of N tokens can only be overtaken by prompts that arrive before N
-    more tokens are computed.
+    overtakes it only if the later prompt is shorter than the earlier one's remaining work. For this
+    comparison, the time that the earlier prompt waits counts as if the prompt had been computed meanwhile. So a prompt
+    of N tokens can be overtaken only by prompts that arrive before N more tokens are computed.
 
     A prompt for another worker keeps its key when it is preempted. With a lower key, it would run before the prompt
     that took its blocks, and take them back: two prompts could preempt each other for ever.
@@ -78,7 +78,7 @@ class FCFS:
 
 
 class Priority:
-    """Lowest (priority, arrival_time, request_id) first; highest (priority, arrival_time) is preempted first.
+    """Runs the lowest (priority, arrival_time, request_id) first; preempts the highest (priority, arrival_time) first.
 
     A returning request has the same key as before. With ageing, every `ageing_s` seconds of waiting lower a
     request's priority value by 1. All waiting requests age at the same pace. So their order never changes,

@@ -15,7 +15,8 @@ from scheduler.swap import SwapSpace
 class Preemption:
     """Victims keep their output tokens and return to the queue. Their KV is recomputed or copied back.
 
-    A victim that would recompute, but should continue on another worker, only waits for its end here.
+    The exception is a victim with `OnPreemption.GIVE_BACK` whose KV cannot be copied: it continues on another worker,
+    and only waits for its end here.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Preemption:
         self._swap = swap
         self._counters = counters
         self.given_back: dict[str, Request] = {}
-        """Victims that continue on other workers, until they have ended here."""
+        """Victims that will continue on other workers, and have not ended here yet."""
 
     def preempt(self, victim: Request, step: StepPlan) -> None:
         """While a step is planned: stops `victim`, and withdraws its part of this step."""
@@ -45,12 +46,12 @@ class Preemption:
             step.swap_out += copies
             self._counters["swap_preemptions"] += 1
             self._counters["swapped_out_blocks"] += len(copies)
-            self._put_back(victim, victim.num_computed_tokens)
+            self._requeue(victim, victim.num_computed_tokens)
         elif victim.on_preemption is OnPreemption.GIVE_BACK:
-            self._take_blocks(victim, 0)
+            self._free_blocks(victim, 0)
             self.given_back[victim.request_id] = victim
         else:
-            self._put_back(victim, 0)
+            self._requeue(victim, 0)
 
     def preempt_all(self, running: list[Request]) -> set[str]:
         """Between steps: preempts all requests and drops their KV. Returns their ids.
@@ -60,7 +61,7 @@ class Preemption:
         """
         request_ids = {request.request_id for request in running}
         while running:
-            self._put_back(running.pop(), 0)
+            self._requeue(running.pop(), 0)
         return request_ids
 
     def forget_swapped(self, requests: Iterable[Request]) -> None:
@@ -83,17 +84,17 @@ class Preemption:
         if victim.num_output_placeholders:
             has_drafts = victim.num_computed_tokens >= victim.num_tokens + victim.num_output_placeholders
             if has_drafts and self._kv.groups.num_windowed:
-                return False  # if drafts are wrong, it needs rows again that left the window
+                return False  # if drafts are wrong, rows that left the window are needed again
             if victim.num_tokens + victim.num_output_placeholders >= victim.max_num_tokens:
-                return False  # that token will end it; a producer's last position must be computed again
+                return False  # the token in flight ends it; a producer's last position must be computed again
         return True
 
-    def _put_back(self, victim: Request, num_kept_tokens: int) -> None:
-        self._take_blocks(victim, num_kept_tokens)
+    def _requeue(self, victim: Request, num_kept_tokens: int) -> None:
+        self._free_blocks(victim, num_kept_tokens)
         victim.queue_key = self._order.key_of_returning(victim)
         self._waiting.push(victim)
 
-    def _take_blocks(self, victim: Request, num_kept_tokens: int) -> None:
+    def _free_blocks(self, victim: Request, num_kept_tokens: int) -> None:
         self._kv.free(victim)
         victim.num_computed_tokens = num_kept_tokens
         victim.spec_token_ids = ()

@@ -21,7 +21,7 @@ def cached_rows(
     """The longest prefix that every group can continue from, by rows. Null blocks replace unneeded blocks.
 
     `num_before_window`: set if another worker sends the tokens after the prefix. This many rows will then be before
-    the window, so a windowed group may lack them.
+    the window, so a windowed group may lack them. None: this worker computes these tokens.
     """
     columns = [pool.cached_prefix(block_hashes, group) for group in range(groups.num_full)]
     num_rows = min(map(len, columns), default=len(block_hashes))

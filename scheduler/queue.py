@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from scheduler.request import QueueKey, Request
 
 Entry = tuple[QueueKey, int, Request]
-"""Key, the entry's own number, request."""
+"""The request's key, the number of this entry, the request."""
 
 
 class WaitingQueue:
-    """A heap that can also remove a request from its middle: it skips the entry later. O(log n) each."""
+    """A heap. `remove` works at any place: the entry becomes dead, and is skipped later. Each change is O(log n)."""
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []

@@ -2,7 +2,7 @@
 
 A hand-over transfers the KV of a request's initial tokens: its prompt and, after a move, the output sampled on other
 workers. Only requests with `kv_transfer` take part, except in `release`, which frees the blocks of any ended request.
-The connector moves the bytes. KVConnector, the scheduler's whole view of it, is six calls, which
+The connector moves the bytes. The scheduler knows of it only the six calls of KVConnector, which
 `worker.kv_connector_scheduler` implements.
 """
 
@@ -26,11 +26,11 @@ class KVConnector(Protocol):
     """
 
     def request_added(self, request: Request) -> None:
-        """The request is queued; it may get blocks much later."""
+        """Called when the request is queued; the request may get blocks much later."""
         ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """How many of its initial tokens beyond `num_computed_tokens` (a whole number of blocks) can be loaded.
+        """How many initial tokens beyond `num_computed_tokens` (a whole number of blocks) can be loaded.
 
         More than 0, or None for "not known yet, ask again next step". The call changes nothing, so it may be repeated.
         After a load has started, the call comes again only if that load was postponed.
@@ -40,7 +40,7 @@ class KVConnector(Protocol):
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
     ) -> None:
-        """A load of `num_external_tokens` > 0 has its blocks; `block_ids` are the blocks that it must fill."""
+        """Called when a load of `num_external_tokens` > 0 has its blocks; it must fill those of `block_ids`."""
         ...
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -56,7 +56,7 @@ class KVConnector(Protocol):
         ...
 
     def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
-        """The request ended in any way; `block_ids` are all the blocks it holds.
+        """Called when the request has ended, for any reason; `block_ids` are all the blocks it holds.
 
         True: a transfer may still read or write the blocks. They are freed when `KVConnectorOutput` names the
         request. False: the scheduler frees the blocks now, if there are any.
@@ -135,7 +135,7 @@ class RemotePrompts:
         request = self._end_load(failure.request_id)
         if request is None:
             return None
-        self._counters[f"kv_prompt_loads_{_end_of(failure)}"] += 1
+        self._counters[f"kv_prompt_loads_{_counter_suffix(failure)}"] += 1
         request.may_load = failure.is_postponed
         num_valid_tokens = request.num_hit_tokens + failure.num_valid_blocks * self._kv.block_size
         self._kv.cache_received(request, num_valid_tokens)
@@ -160,7 +160,7 @@ class RemotePrompts:
             self._kv.lease(request)
         else:
             num_hit_blocks = self._kv.num_blocks_for(request.num_hit_tokens) if is_loading else 0
-            self._kv.quarantine(request, num_kept=num_hit_blocks)
+            self._kv.quarantine(request, num_hit_blocks=num_hit_blocks)
 
     def loaded_behind_hits(self) -> list[str]:
         """Requests whose prompt is arriving or has arrived, and whose first blocks are prefix-cache hits."""
@@ -181,7 +181,7 @@ class RemotePrompts:
         return request
 
 
-def _end_of(failure: FailedKV) -> str:
+def _counter_suffix(failure: FailedKV) -> str:
     """The last part of this failure's counter name."""
     if failure.is_postponed:
         return "postponed"

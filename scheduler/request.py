@@ -151,7 +151,7 @@ class Request:
         self.kv_transfer = kv_transfer
         role = kv_transfer.role if kv_transfer is not None else None
         self.is_producer = role is TransferRole.PRODUCER
-        """Computes its initial tokens for another worker, and stops after one new token."""
+        """This worker computes the initial tokens for another worker, and the request stops after one new token."""
         self.is_consumer = role is TransferRole.CONSUMER
         """The KV of its initial tokens comes from another worker."""
         self.on_preemption = on_preemption
@@ -165,8 +165,8 @@ class Request:
         initial tokens and hands them over; a consumer receives them. The first new token follows them."""
         wants_prompt_logprobs = sampling_params.prompt_logprobs is not None and self.num_output_tokens == 0
         self.prompt_logprobs = PackedLogprobs() if wants_prompt_logprobs and not self.is_consumer else None
-        """Log-probabilities of the prompt's tokens computed so far, without the first. None: not asked for, or already
-        reported."""
+        """Log-probabilities of the prompt's tokens that are computed; the first token has none. None: not asked for, or
+        already reported."""
         self.skip_reading_prefix_cache = skip_reading_prefix_cache or self.prompt_logprobs is not None
         """A prompt whose log-probabilities are wanted must be computed whole."""
         self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
@@ -184,11 +184,11 @@ class Request:
         """Its next sampling step may return several tokens, or drafts for the step after it; see
         Speculation."""
         self.was_admitted = False
-        """It got blocks at least once, to compute or to load its prompt."""
+        """The request got blocks at least once, to compute or to load its prompt."""
         self.num_cached_tokens = 0
         """Prompt tokens found in this worker's prefix cache at first admission."""
         self.num_hit_tokens = 0
-        """Prefix-cache hits behind which the latest load of its prompt began; written by RemotePrompts."""
+        """First tokens of the prompt that its latest load left out, as prefix-cache hits; written by RemotePrompts."""
         self.num_futile_preemptions = 0
         """Preemptions in a row, without a token sampled in between."""
         self.num_tokens_at_preemption = 0

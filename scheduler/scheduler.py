@@ -47,11 +47,11 @@ class Scheduler:
     token in flight then has a position, but no id yet; see also `awaits_output`. If each `schedule()` is
     followed by its `update_from_output()`, the steps are the same with and without async scheduling.
 
-    `config` has `num_blocks` and `max_model_len`, and `num_swap_blocks` if `preemption` is `swap`. `hash_key`
+    `config` must have `num_blocks` and `max_model_len`, and `num_swap_blocks` if `preemption` is `swap`. `hash_key`
     (16 to 64 bytes) makes block hashes comparable between processes that share it; by default it is random.
     `mixes_prompt_parts`: a step may compute part of a long prompt beside prompts that it completes (on a GPU, more
     tokens hardly make a step longer). `num_speculative_tokens`: the most drafts per request and step. `kv_groups`: the
-    model's.
+    KV groups of the model.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequest if its id is in use or this engine could never run it.
 
-        The caller has checked that the model knows its tokens.
+        The caller has checked that the request's tokens are in the model's vocabulary.
         """
         self._limits.apply(request)
         if request.request_id in self._requests or self._kv.is_held(request.request_id):
@@ -111,7 +111,7 @@ class Scheduler:
         self._admission.add(request)
 
     def schedule(self) -> SchedulerOutput:
-        """Plans the next step, which may be empty. From now on, its tokens count as computed."""
+        """Plans the next step, which may be empty. After this call, the step's tokens count as computed."""
         self._num_steps += 1
         self._swap.begin_step()
         step = StepPlan(self._num_steps, self._config.max_num_batched_tokens)
@@ -133,7 +133,7 @@ class Scheduler:
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
         forced, preempted_status = model_runner_output.forced_token_ids, RequestStatus.PREEMPTED
         requests = self._under_way.pop(scheduler_output.step, [])
-        self._speculation.verify(requests, scheduler_output.scheduled_spec_decode_tokens, sampled)
+        self._speculation.count_drafts(requests, scheduler_output.scheduled_spec_decode_tokens, sampled)
         if prompt_logprobs := model_runner_output.prompt_logprobs:
             for request in (each for each in requests if each.request_id in prompt_logprobs):
                 request.add_prompt_logprobs(prompt_logprobs[request.request_id])
@@ -171,8 +171,8 @@ class Scheduler:
         """Discards a step that the device failed to compute, and the `later` steps, planned on top of it.
 
         The failed step's requests compute all their tokens again, one half after the other; all others wait.
-        A request that fails alone ends with STEP_FAILED. Requests that load a prompt behind prefix-cache hits
-        are given back, since these hits may never have been computed.
+        A request that fails alone ends with STEP_FAILED. Requests that load only the rest of their prompt, after
+        prefix-cache hits, are given back, since the blocks of these hits may never have been computed.
         """
         outputs = ClientOutputs()
         self._under_way.clear()
@@ -202,7 +202,7 @@ class Scheduler:
 
     @property
     def is_trying(self) -> bool:
-        """A trial is under way: steps must continue, even after a step without anything to compute."""
+        """Whether a trial is under way. If so, steps must continue, even after a step without anything to compute."""
         return self._trial.group is not None
 
     @property
@@ -233,7 +233,7 @@ class Scheduler:
         return outputs
 
     def update_connector_output(self, output: KVConnectorOutput) -> ClientOutputs:
-        """Processes the connector's output, before `schedule()`. Late and unknown entries are only counted."""
+        """Processes the connector's output. Call it before `schedule()`. Late and unknown entries are only counted."""
         outputs = ClientOutputs()
         if self._connector is not None:
             self._connector.update_connector_output(output)
@@ -285,12 +285,12 @@ class Scheduler:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Every unfinished request."""
+        """The ids of all unfinished requests."""
         return tuple(self._requests)
 
     @property
     def loading_ids(self) -> tuple[str, ...]:
-        """Requests in WAITING_FOR_REMOTE_KVS."""
+        """The ids of the requests in WAITING_FOR_REMOTE_KVS."""
         return tuple(self._remote.loading)
 
     def waiting_ids(self, limit: int) -> tuple[str, ...]:
@@ -298,7 +298,7 @@ class Scheduler:
         return self._admission.first_ids(limit)
 
     def reset_prefix_cache(self, force: bool = False) -> bool:
-        """Empties the prefix cache. Refuses (False) while blocks are in use; `force` preempts running requests."""
+        """Empties the prefix cache. While blocks are in use, only returns False; `force`: preempts running requests."""
         if not force and self._kv.num_free != self._kv.num_usable:
             return False
         self._preempted_between_steps |= self._preemption.preempt_all(self._running.requests)
@@ -318,7 +318,7 @@ class Scheduler:
         )
 
     def waiting_load(self) -> WaitingLoad:
-        """Looks at every request, so call it rarely."""
+        """The work that waits for this device. Looks at every request, so call it rarely."""
         return waiting_load(self._requests.values())
 
     def counters(self) -> dict[str, int]:
@@ -347,7 +347,7 @@ class Scheduler:
             request.num_computed_tokens += num_scheduled[request.request_id]
             if is_async:
                 num_tokens = len(request.all_token_ids) + request.num_output_placeholders
-                request.num_output_placeholders += request.num_computed_tokens >= num_tokens  # >: drafts
+                request.num_output_placeholders += request.num_computed_tokens >= num_tokens  # more: drafts
         if step.requests:
             assert len(num_scheduled) <= self._config.max_num_seqs
             self._under_way[self._num_steps] = step.requests

@@ -67,7 +67,7 @@ class Speculation:
             step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
         request.spec_token_ids = ()
 
-    def verify(
+    def count_drafts(
         self,
         requests: Iterable[Request],
         drafts: Mapping[str, tuple[int, ...]],
@@ -79,9 +79,9 @@ class Speculation:
         for request in requests:
             token_ids = sampled.get(request.request_id)
             if token_ids and request.request_id in drafts and not request.is_finished:
-                self.verified(request, len(drafts[request.request_id]), len(token_ids))
+                self._drop_wrong_drafts(request, len(drafts[request.request_id]), len(token_ids))
 
-    def verified(self, request: Request, num_drafts: int, num_sampled: int) -> None:
+    def _drop_wrong_drafts(self, request: Request, num_drafts: int, num_sampled: int) -> None:
         """Subtracts the wrong drafts from the request's computed tokens.
 
         The step sampled `num_sampled` tokens. All of them but the last were drafts. The other drafts were
@@ -98,10 +98,10 @@ class Speculation:
             return
         running = RequestStatus.RUNNING
         for request in requests:
-            name = request.request_id
-            if name in output.sampled_token_ids:
-                drafts = output.draft_token_ids.get(name, ())[: self._num_speculative_tokens]
-                request.is_unforeseeable = bool(drafts) or name in output.unforeseeable
+            request_id = request.request_id
+            if request_id in output.sampled_token_ids:
+                drafts = output.draft_token_ids.get(request_id, ())[: self._num_speculative_tokens]
+                request.is_unforeseeable = bool(drafts) or request_id in output.unforeseeable
                 if request.status is running and not request.num_output_placeholders:
                     request.spec_token_ids = drafts
 
@@ -114,19 +114,19 @@ class Speculation:
     def take_forced(self, unfinished: Container[str]) -> dict[str, tuple[int, ...]]:
         """The forced tokens of the last step, for the next one's plan."""
         forced, self._forced = self._forced, {}
-        return {name: token_ids for name, token_ids in forced.items() if name in unfinished}
+        return {request_id: tokens for request_id, tokens in forced.items() if request_id in unfinished}
 
     def counters(self) -> Counter[str]:
         """Counts since the start.
 
-        Counted are requests' steps with drafts, drafts, accepted drafts (in all, and by place from 0 on), and forced
-        tokens.
+        These are counted: the steps of a request with drafts, the drafts, the accepted drafts (all of them, and by
+        position from 0 on), and the forced tokens.
         """
         counts = Counter[str](forced_tokens=self._num_forced)
-        for (num_drafts, num_accepted), times in self._outcomes.items():
-            counts["spec_decode_num_drafts"] += times
-            counts["spec_decode_num_draft_tokens"] += num_drafts * times
-            counts["spec_decode_num_accepted_tokens"] += num_accepted * times
+        for (num_drafts, num_accepted), num_steps in self._outcomes.items():
+            counts["spec_decode_num_drafts"] += num_steps
+            counts["spec_decode_num_draft_tokens"] += num_drafts * num_steps
+            counts["spec_decode_num_accepted_tokens"] += num_accepted * num_steps
             for place in range(num_accepted):
-                counts[f"spec_decode_num_accepted_tokens_per_pos_{place}"] += times
+                counts[f"spec_decode_num_accepted_tokens_per_pos_{place}"] += num_steps
         return counts

@@ -28,12 +28,12 @@ class SwapSpace:
         return len(self._free)
 
     def begin_step(self) -> None:
-        """Blocks read by the last step may be written by this one."""
+        """Frees the host blocks that the last step read: this step may write them."""
         self._free += self._being_read
         self._being_read = []
 
     def swap_out(self, request: Request, block_ids: Sequence[int]) -> Copies:
-        """Host blocks for all of `block_ids`; the caller has checked `num_free`."""
+        """Takes a host block for each of `block_ids`, and returns the copies. The caller has checked `num_free`."""
         assert not request.swapped_block_ids, f"{request.request_id} is swapped out already"
         request.swapped_block_ids = tuple([self._free.pop() for _ in block_ids])
         self.num_held += len(block_ids)
@@ -42,7 +42,7 @@ class SwapSpace:
     def swap_in(self, request: Request, block_ids: Sequence[int], num_hit_blocks: int) -> Copies:
         """Copies that bring the request's KV back into `block_ids`, without its first `num_hit_blocks`.
 
-        There may be fewer `block_ids` than swapped blocks: the last of these were for drafts that proved
+        There may be fewer `block_ids` than swapped blocks: the last swapped blocks were for drafts that proved
         wrong.
         """
         held = self._take(request)

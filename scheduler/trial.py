@@ -1,7 +1,7 @@
-"""Trial: finds the request that breaks a step, by computing the failed step's requests in ever smaller groups; pure.
+"""Trial: finds the request that breaks a step: says which ever smaller groups of its requests compute; knows no device.
 
 A failed step's requests are tried in two halves. If the step of a half fails, this half is split again, and
-its parts wait until the other groups were tried. A request whose step fails without other requests in it is
+its parts wait until the other groups have been tried. A request whose step fails without other requests in it is
 the one that breaks steps. A request has passed once it is computed as far as the failed step would have
 computed it.
 """
@@ -16,7 +16,7 @@ NumComputedTokens = Mapping[str, int]
 
 
 class Trial:
-    """`group` is the half whose turn it is. Steps planned before its turn do not count for it."""
+    """The search. `group`: the requests whose turn it is. Steps that were planned before this turn do not count."""
 
     def __init__(self) -> None:
         self._groups: deque[dict[str, int]] = deque()
@@ -73,7 +73,7 @@ class Trial:
 
 
 def num_computed_after(plan: SchedulerOutput) -> NumComputedTokens:
-    """Drafts are not counted, since a retried request lacks them."""
+    """Each request's computed tokens after the step of `plan`, without drafts, since a retried request lacks them."""
     starts, drafts = plan.num_computed_tokens(), plan.scheduled_spec_decode_tokens
     return {
         request_id: starts[request_id] + num_tokens - len(drafts.get(request_id, ()))

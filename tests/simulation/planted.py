@@ -158,7 +158,7 @@ def hit_blocks_before_they_arrive(original: Any, *args: Any, **options: Any) -> 
     return bool(original(*args, **{**options, "cache_up_to": None}))
 
 
-@planted(Speculation, "verified")
+@planted(Speculation, "_drop_wrong_drafts")
 def keep_rejected_drafts_in_the_prefix_cache(
     original: Any, self: Speculation, request: Request, num_drafts: int, num_sampled: int
 ) -> None:
@@ -233,14 +233,16 @@ def lease_too_little_of_the_window(original: Any, self: KVCache, request: Reques
 
 
 @planted(KVCache, "quarantine", needs_windows=True)
-def quarantine_full_attention_alone(original: Any, self: KVCache, request: Request, num_kept: int) -> None:
+def quarantine_full_attention_alone(
+    original: Any, self: KVCache, request: Request, num_hit_blocks: int
+) -> None:
     """Blocks of groups with a window are freed while a transfer may still write them."""
     blocks, null = request.block_table.blocks if request.block_table else [], self._pool.null
-    for index in range(num_kept, len(blocks)):
+    for index in range(num_hit_blocks, len(blocks)):
         if index % self.groups.num_groups >= self.groups.num_full and blocks[index] is not null:
             self._pool.free([blocks[index]])
             blocks[index] = null
-    original(self, request, num_kept)
+    original(self, request, num_hit_blocks)
 
 
 @planted(SimConnector, "_post")

@@ -137,7 +137,7 @@ def drop_a_draft(original: Any, self: Speculation, request: Request, num_tokens:
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("verified", forget_to_step_back),
+        ("_drop_wrong_drafts", forget_to_step_back),
         ("num_wanted_tokens", go_past_the_context),
         ("schedule", drop_a_draft),
     ],
