@@ -13,7 +13,7 @@ Command = Callable[[], None]
 
 
 class CommandQueue(queue.SimpleQueue[Command]):
-    """Created before the engine."""
+    """The host creates it before the engine, whose parts get `wake`."""
 
     def wake(self) -> None:
         """Wakes the engine's thread after a change outside it, such as the end of a transfer."""
@@ -22,8 +22,8 @@ class CommandQueue(queue.SimpleQueue[Command]):
     def ask(self, command: Callable[[], T], timeout_s: float, ended: "Future[None]") -> T:
         """Has the engine's thread run `command`; returns its result, or raises its FleetError.
 
-        `ended` is done when that thread has ended. If the thread has ended, or does not begin the command within
-        `timeout_s`, the command is not run, and FleetError says why.
+        `ended` is done when the engine's thread has ended. If the thread has ended, or does not begin the command
+        within `timeout_s`, the command is not run, and FleetError says why.
         """
         done: Future[T] = Future()
         self.put(lambda: _run(command, done))

@@ -1,4 +1,4 @@
-"""WorkerControl: carries out control calls on a worker, whatever carried them here."""
+"""WorkerControl: carries out control calls on a worker; does not know how they arrived."""
 
 import threading
 from typing import Any

@@ -120,7 +120,7 @@ class StdioControlClient:
         return CODEC.value_in(await asyncio.wrap_future(self._send(request)), request)
 
     def _send(self, request: ControlRequest[Any]) -> Future[Reply]:
-        """On any thread: a call is short, and the worker reads at once."""
+        """Runs on any thread: writing takes hardly any time, since a call is short and the worker reads at once."""
         future: Future[Reply] = Future()
         with self._lock:
             if self.is_gone:
@@ -142,8 +142,8 @@ class StdioControlClient:
                 self._on_line(line)
         with self._lock:
             self.is_gone = True
-            left, self._open = list(self._open.values()), {}
-        for future in left:
+            unanswered, self._open = list(self._open.values()), {}
+        for future in unanswered:
             if future.set_running_or_notify_cancel():
                 future.set_exception(_loss())
 

@@ -1,8 +1,8 @@
 """EngineCore: connects scheduler, device, connector and grammars, and advances them by one step at a time.
 
 Knows no thread, no socket and no role; `worker/loop.py` owns the thread it runs on. With asynchronous scheduling, one
-step is computed while the next step is planned. The next plan waits if it depends on the computed step's output. On a
-CPU, it also waits for a step with part of a prompt:
+step is computed while the next step is planned. The next plan waits for this step if it depends on the step's output,
+and, on a CPU, if the step has part of a prompt. Without such waits:
 
     plan      | step 2 |            | step 3 |            | step 4 |
     device    |  step 1 ............|  step 2 ............|  step 3 ....
@@ -53,7 +53,7 @@ class StepUnderWay:
     plan: SchedulerOutput
     submitted_at: float
     preempted: set[str] = field(default_factory=set)
-    """Requests preempted since then: other requests own the blocks that this step fills for them."""
+    """Requests preempted since the plan was made: other requests own the blocks that this step fills for them."""
 
 
 class EngineCore:
@@ -72,7 +72,8 @@ class EngineCore:
     ) -> None:
         """`progress` watches the engine's thread. Without it, the time of a step is not limited."""
         self.scheduler = scheduler
-        """Between steps, its counts, KV events and prefix cache may be used. Only this class adds and ends requests."""
+        """Others may use its counts, KV events and prefix cache between steps. Only this class adds and ends
+        requests."""
         self._pipeline = pipeline
         self._connector = connector
         self._grammars = grammars
@@ -98,7 +99,7 @@ class EngineCore:
         a grammar's compilation, changes that."""
 
     def check_device(self) -> str | None:
-        """Computes a known token before the first step. Returns why this failed."""
+        """Computes a known token before the first step. Returns why this failed; None if it succeeded."""
         self.progress.begin()  # without a size, so that the next step still has the limit of a first step
         try:
             return self._check_device_between_steps()
@@ -221,7 +222,7 @@ class EngineCore:
             self._grammars.evict(self.scheduler.grammars_in_use())
 
     def _with_known_tokens(self, kv_output: KVConnectorOutput) -> KVConnectorOutput:
-        """A load whose first token is not in the vocabulary has failed, and none of its blocks is kept."""
+        """The output, in which loads whose first token is not in the vocabulary have failed, without valid blocks."""
         received, failed, vocab_size = [], list(kv_output.failed_recving), self._grammars.vocab_size
         for load in kv_output.finished_recving:
             if 0 <= (token_id := load.first_token.token_id) < vocab_size:
@@ -265,7 +266,10 @@ class EngineCore:
         return self._results.popleft() if self._results else self._pipeline.take_result()
 
     def _on_non_finite(self, request_ids: Set[str]) -> ClientOutputs:
-        """Does nothing if all of these requests have ended since the step was planned."""
+        """Counts a step with logits of these requests that are not finite, and checks the device.
+
+        Does nothing if all of these requests have ended since the step was planned.
+        """
         if not request_ids or request_ids.isdisjoint(self.scheduler.request_ids):
             return ClientOutputs()
         logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
@@ -280,7 +284,7 @@ class EngineCore:
         return self.scheduler.finish_requests(request_ids, status, error)
 
     def _check_device_between_steps(self) -> str | None:
-        """Computes a known token after the current steps."""
+        """Computes a known token after the current steps. Returns why this failed; None if it succeeded."""
         num_results = len(self._under_way) - len(self._results)
         self._results += [self._pipeline.take_result() for _ in range(num_results)]
         return fault_of_device(self._pipeline, self.scheduler.kv_groups)

@@ -18,11 +18,11 @@ from engine.pipeline import DeviceLostError, Pipeline
 logger = logging.getLogger(__name__)
 
 CHECKING = "device check"
-"""The request id; no id of a gateway contains a space."""
+"""The request id of the check; no id of a gateway contains a space."""
 MAX_NON_FINITE_STEPS = 8
 NON_FINITE_WINDOW_S = 600.0
 """If MAX_NON_FINITE_STEPS steps within this time have logits that are not finite, the device is at fault, even if it
-passes its checks. The known token may not use the damaged part of the device's memory."""
+passes its checks. The check misses damaged memory that its token does not use."""
 _NOTHING = SchedulerOutput((), CachedRequestData(), {}, 0, frozenset(), frozenset())
 
 
@@ -60,9 +60,9 @@ class DeviceHealth:
 def fault_of_device(pipeline: Pipeline, kv_groups: KVGroups) -> str | None:
     """Runs the check and returns why it failed; None if the device works. No step may be under way.
 
-    The token's KV is stored in the null block, so the check needs no free block. Attention masks what it reads of this
-    block, which works only for finite values. So a worker ends if its check left other values there. `kv_groups`: the
-    model's. Raises DeviceLostError.
+    The token's KV is stored in the null block, so the check needs no free block. What other requests
+    read of this block gets weight 0, which works only for finite values. So a worker ends if its check left other
+    values there. `kv_groups`: the KV groups of the model. Raises DeviceLostError.
     """
     request = NewRequestData(
         request_id=CHECKING,

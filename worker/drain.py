@@ -43,7 +43,10 @@ LEGAL_MOVES = {
 
 
 class DrainState:
-    """Only the engine's thread changes it; any thread may wait for `outcome`. Times are the caller's, in seconds."""
+    """A drain or a change of role. Only the engine's thread changes this state; any thread may wait for `outcome`.
+
+    Times are the caller's, in seconds.
+    """
 
     def __init__(self, target: Role | None, now: float, timeout_s: float, lease_s: float) -> None:
         """`target`: the next role, or None if the worker is drained for good.
@@ -62,7 +65,7 @@ class DrainState:
         """What remained when the drain ended, in words."""
         self.refusal: str | None = None
         """Why the drain could not begin."""
-        self._joined: list[DrainState] = []
+        self._attached: list[DrainState] = []
 
     @property
     def doing(self) -> str:
@@ -74,15 +77,15 @@ class DrainState:
         """From this time on, a change of role fails even if the worker is drained: its caller stops waiting soon."""
         return self.give_up_at + ANSWER_TIMEOUT_S
 
-    def may_join(self, other: "DrainState") -> bool:
-        """Whether this drain is not over and has the same target as `other`."""
+    def may_attach(self, other: "DrainState") -> bool:
+        """Whether this drain can be the outcome of `other`, too: it has the same target, and is not over."""
         return self.stage is not DrainStage.OVER and self._next_kind is other._next_kind
 
-    def join(self, other: "DrainState") -> None:
+    def attach(self, other: "DrainState") -> None:
         """`other` gets the outcome of this drain; the earlier deadline of both applies."""
         self.give_back_at = min(self.give_back_at, other.give_back_at)
         self.give_up_at = min(self.give_up_at, other.give_up_at)
-        self._joined.append(other)
+        self._attached.append(other)
 
     def refuse(self, reason: str) -> None:
         """Ends the drain before it begins."""
@@ -108,8 +111,8 @@ class DrainState:
         return None
 
     def report_outcome(self) -> None:
-        """Completes `outcome`, also of the drains that joined this one."""
-        for each in (self, *self._joined):
+        """Completes `outcome`, also of the drains that were attached to this one."""
+        for each in (self, *self._attached):
             each.obstacle = self.obstacle
             each.outcome.set_result(self.is_clean)
 

@@ -91,7 +91,7 @@ class EngineHost:
         cpus: tuple[int, ...] = (),
         lent_cpus: LentCpus | None = None,
     ) -> None:
-        """The worker's queue holds as many requests as one gateway admits.
+        """As many requests may wait in the worker's queue as one gateway admits (`gateway.max_in_flight`).
 
         `keys`: of the request plane and the KV plane; None for each plane if `network.security` is `none`. `cpus`: the
         CPUs that this process is pinned to, for its status. `lent_cpus`: None if the worker neither lends nor borrows

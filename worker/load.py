@@ -21,7 +21,7 @@ class _Average:
 
 
 class LoadMeter:
-    """Times are the caller's, in seconds. Only steps change the averages: an idle worker keeps its speed."""
+    """Times are the caller's, in seconds. Only steps change the averages: an idle worker keeps the last ones."""
 
     def __init__(self) -> None:
         self._prefill = _Average()
@@ -29,19 +29,19 @@ class LoadMeter:
         self._last_done_at = 0.0
 
     def step_done(
-        self, num_prompt_tokens: int, num_decodes: int, submitted_at: float, done_at: float
+        self, num_prompt_tokens: int, num_requests: int, submitted_at: float, done_at: float
     ) -> float:
         """Adds a computed step. It began when it was submitted, or when the previous one was done, if that was later.
 
-        `num_prompt_tokens` belonged to prompts, and `num_decodes` requests got one more token. A step with fewer
-        prompt tokens than decodes counts as a decode step. Returns the step's time; 0 if the device was ahead, so
+        The step computed `num_prompt_tokens` tokens of prompts, and had `num_requests` requests. A step with fewer
+        prompt tokens than requests counts as a decode step. Returns the step's time; 0 if the device was ahead, so
         that the step's end is unknown.
         """
         time_s = max(0.0, done_at - max(submitted_at, self._last_done_at))
         self._last_done_at = done_at
-        if time_s and num_prompt_tokens >= max(1, num_decodes):
+        if time_s and num_prompt_tokens >= max(1, num_requests):
             self._prefill.add(num_prompt_tokens, time_s)
-        elif time_s and num_decodes:
+        elif time_s and num_requests:
             self._decode.add(1, time_s)
         return time_s
 

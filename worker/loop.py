@@ -42,7 +42,7 @@ class EngineSnapshot:
     load: WorkerLoad
     """At most LOAD_INTERVAL_S older than the snapshot; without `oldest_waiting_s`, which grows between snapshots."""
     oldest_arrival: float | None
-    """Arrival of the oldest request that waits for its first step, on the engine's clock."""
+    """Arrival of the oldest request that waits for its first step, on the engine's clock; None if there is none."""
 
 
 class Outbox(Protocol):
@@ -170,7 +170,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._take_commands()
+                self._run_commands()
                 self._deliver(self._requests.end_overdue())
                 self._deliver(self._core.step())
                 self._notify_kv_subscribers()
@@ -187,7 +187,7 @@ class EngineLoop:
             self._core.close()
             self._core.progress.end()
 
-    def _take_commands(self) -> None:
+    def _run_commands(self) -> None:
         """Runs all waiting commands. If a step could achieve nothing, waits for a command first."""
         block, progress = not self._core.may_progress, self._core.progress
         if block:
@@ -287,12 +287,12 @@ class EngineLoop:
         return drain_state
 
     def _begin_drain(self, drain_state: DrainState) -> None:
-        """Begins a drain or a change of role, or joins the current one if that leads to the same role."""
+        """Begins a drain or a change of role, or attaches it to the current one if that leads to the same role."""
         former = self._drain_state
         if former is None:
             self._drain_state = drain_state
-        elif former.may_join(drain_state):
-            former.join(drain_state)
+        elif former.may_attach(drain_state):
+            former.attach(drain_state)
         elif former.target is None and drain_state.target is None:
             self._drain_state = drain_state  # the former drain is over
         else:

@@ -174,16 +174,16 @@ def _counters(worker: str, counts: Mapping[str, int]) -> Iterator[Metric]:
 
 def _peers(worker: str, rows: tuple[KVPeerCounts, ...]) -> Iterator[Metric]:
     labels = ["worker", "end", "peer", "transport"]
-    ends: Labelled = {}
+    outcomes: Labelled = {}
     sizes: Labelled = {}
     times: Labelled = {}
     for row in rows:
         at = worker, row.role.value, row.peer, row.transport
         sizes[at] = row.num_bytes
-        for end in ("done", "failed", "not_needed"):
-            ends[(*at, end)] = getattr(row, end)
+        for outcome in ("done", "failed", "not_needed"):
+            outcomes[(*at, outcome)] = getattr(row, outcome)
         for phase in ("queued", "moving", "exposed"):
             times[(*at, phase)] = getattr(row, f"{phase}_s")
-    yield counter("kv_peer_handovers", "Hand-overs, by rank transfer", [*labels, "outcome"], ends)
+    yield counter("kv_peer_handovers", "Hand-overs, by rank transfer", [*labels, "outcome"], outcomes)
     yield counter("kv_peer_bytes", "KV bytes sent, offered or received", labels, sizes)
     yield counter("kv_peer_seconds", "Total time of hand-overs", [*labels, "phase"], times)

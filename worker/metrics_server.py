@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 Render = Callable[[str], tuple[bytes, str]]
-"""All metrics for a reader that accepts this format, and their content type."""
+"""Gets the formats that a reader accepts; returns all metrics in one of them, and their content type."""
 
 PATIENCE_S = 2.0
-"""The longest time that a reader may take to send its request, and again to read the answer."""
+"""A reader may take this long to send its request, and then as long again to read the answer."""
 
 MAX_READERS = 8
 """The most readers at a time, each on its own thread. The next reader replaces the oldest."""

@@ -43,7 +43,7 @@ from worker.ready_line import endpoint_to_json, failure_to_json
 logger = logging.getLogger(__name__)
 
 NUM_FILES = 4096
-"""The limit of open files that a worker requests, where the system states no maximum."""
+"""The limit of open files that a worker requests if the system does not grant the maximum that it states."""
 
 
 def build_worker(
@@ -54,7 +54,7 @@ def build_worker(
     name: str,
     share: CpuShare | None = None,
 ) -> EngineHost:
-    """A worker that is not started yet. With a `share`, this process runs on its CPUs only, from now on."""
+    """A worker that is not started yet. With a `share`, this process runs only on the CPUs of the share from now on."""
     if share is None:
         return EngineHost(config, keys, model_path, role, name)
     lent_cpus = _lend(config, role, share.cpus)

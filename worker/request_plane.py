@@ -57,7 +57,7 @@ FLUSH_TIMEOUT_MS = 500
 
 
 class EngineCommands(Protocol):
-    """What gateways may have the engine do; EngineLoop does it, between two steps."""
+    """What gateways may make the engine do; EngineLoop does it, between two steps."""
 
     def submit(self, client_id: str, request: EngineRequest) -> None: ...
 

@@ -23,7 +23,7 @@ class _Marks:
 
 
 class StageTimer:
-    """Records when requests move, and reports their stages when they finish."""
+    """Records when requests reach a stage, and reports the times of their stages when they finish."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -36,7 +36,7 @@ class StageTimer:
         self._marks[request_id] = _Marks(client_id, self._clock.now())
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """Requests that are new to the runner leave the queue now."""
+        """Notes that requests that are new to the runner leave the queue now."""
         if not plan.scheduled_new_reqs:
             return
         now = self._clock.now()
@@ -95,7 +95,7 @@ def _since_arrival(record: TransferRecord, waited_s: float) -> TransferRecord:
 
 
 def _stages(marks: _Marks, now: float, reason: FinishReason | None) -> StageTimes:
-    """The times of all stages. Queue, transfer and prefill last to the first token, or to the end if there is none."""
+    """The times of all stages. Queue, transfer and prefill last to the first token, or, without a token, to the end."""
     is_whole = marks.first_token is not None
     until = now if marks.first_token is None else marks.first_token
     decode_s = now - until if reason is not FinishReason.HANDED_OVER else 0.0

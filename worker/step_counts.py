@@ -44,7 +44,7 @@ class PromptTokens:
                 self._uncomputed.pop(request_id, None)
         if plan.scheduled_new_reqs or plan.scheduled_cached_reqs.resumed_num_tokens:
             self._begin(plan)
-        return sum(self._take(request_id, plan) for request_id in tuple(self._uncomputed))
+        return sum(self._count_one(request_id, plan) for request_id in tuple(self._uncomputed))
 
     def _begin(self, plan: SchedulerOutput) -> None:
         for new in plan.scheduled_new_reqs:
@@ -58,7 +58,7 @@ class PromptTokens:
             ) > 1:  # else it goes on with its last token
                 self._uncomputed[request_id] = num_uncomputed
 
-    def _take(self, request_id: str, plan: SchedulerOutput) -> int:
+    def _count_one(self, request_id: str, plan: SchedulerOutput) -> int:
         """The request's prompt tokens in this step."""
         num_tokens = plan.num_scheduled_tokens.get(request_id, 0)
         self._uncomputed[request_id] -= num_tokens

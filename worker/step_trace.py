@@ -72,7 +72,7 @@ class StepTrace:
     num_drafts: Mapping[str, int] = field(default_factory=dict)
     """Drafts among the tokens of a request; all of its samples but one are drafts that were right."""
     num_prompt_tokens: Mapping[str, int] = field(default_factory=dict)
-    """For requests that compute for the first time."""
+    """The length of the prompt, for requests that compute for the first time."""
     num_cached_tokens: Mapping[str, int] = field(default_factory=dict)
     """For requests that start or resume: tokens found in the prefix cache. Their other computed tokens came from
     another worker (if they start), or from host memory (if they resume).
@@ -85,7 +85,7 @@ class StepTrace:
     loading: tuple[str, ...] = ()
     """Requests that wait for KV from another worker."""
     waiting: tuple[str, ...] = ()
-    """First in the queue; `num_waiting` also counts those that are not named."""
+    """The first requests in the queue; `num_waiting` also counts those that are not named."""
     num_waiting: int = 0
     num_swapped_out: int = 0
     """Blocks copied to host memory."""
@@ -120,7 +120,7 @@ _STEP = TypeAdapter(StepTrace)
 
 
 def encode_header(header: TraceHeader) -> bytes:
-    """One line."""
+    """The first line."""
     return _HEADER.dump_json(header) + b"\n"
 
 

@@ -61,8 +61,8 @@ def open_step_trace(
     folder: str, header: TraceHeader, clock: Clock, max_bytes: int
 ) -> "StepTraceWriter | None":
     """Creates a file `WORKER-INCARNATION.jsonl` in the folder, and the folder if necessary;
-    ConfigError if it cannot. If the disk is full, logs an error and returns None: the traces of earlier
-    incarnations may have filled it, and the worker must be replaced nevertheless.
+    ConfigError if that fails. If the disk is full, logs an error and returns None: the traces of earlier
+    incarnations may have filled it, and the new incarnation must start nevertheless.
     """
     path = Path(folder) / f"{header.worker}-{header.incarnation}.jsonl"
     try:
@@ -216,7 +216,7 @@ def _shares(plan: SchedulerOutput, sampled: Mapping[str, list[int]]) -> dict[str
 
 
 def _num_cached_tokens(plan: SchedulerOutput, block_size: int) -> dict[str, int]:
-    """Hits of requests that get blocks with this plan: their computed tokens, less those from elsewhere."""
+    """Hits of requests that get blocks with this plan: computed tokens, less those from host memory."""
     num_cached = {
         new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs if not new.is_loaded
     }

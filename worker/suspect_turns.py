@@ -1,4 +1,4 @@
-"""SuspectTurns: a worker begins one suspect at a time, whichever gateway sent it; pure.
+"""SuspectTurns: a worker begins one suspect at a time, whichever gateway sent it; knows no socket and no clock.
 
 Workers have ended under a suspect (gateway/requests/suspects.py). If two suspects ran together, the end of their worker
 would not show which of them caused it. A gateway runs its own suspects one at a time, but does not know those of other
@@ -63,7 +63,10 @@ class SuspectTurns:
         return refusal(suspect.request_id, Overloaded("another suspect runs first", 1.0))
 
     def release(self, client_id: str, request_id: str) -> EngineRequest | None:
-        """The client has read that the suspect is named. Returns the suspect if it was held; it runs from now on."""
+        """Call it when the client has read a heartbeat that names the suspect.
+
+        Returns the suspect if it was held; it runs from now on.
+        """
         turn = self._turns.get(request_id)
         if turn is None or turn.client_id != client_id:
             return None
@@ -83,11 +86,11 @@ class SuspectTurns:
             and (request_ids is None or request_id in request_ids)
         ]
         for request_id in dropped:
-            self.end(request_id, now)
+            self.end_turn(request_id, now)
         return bool(dropped)
 
-    def end(self, request_id: str, now: float) -> None:
-        """The suspect has ended, or its answer has grown."""
+    def end_turn(self, request_id: str, now: float) -> None:
+        """Ends the turn of a suspect that has ended, or whose answer has grown."""
         del self._turns[request_id]
         if self.is_free(now):
             self._reserved_until = min(self._reserved_until, now + RESERVED_S)
@@ -98,7 +101,7 @@ class SuspectTurns:
             return False
         ended = {output.request_id for output in outputs if self._ends_with(output)}
         for request_id in ended:
-            self.end(request_id, now)
+            self.end_turn(request_id, now)
         return bool(ended)
 
     def _ends_with(self, output: RequestOutput) -> bool:

@@ -48,7 +48,7 @@ def test_after_a_given_up_wait_the_role_is_unchanged() -> None:
 
 def test_the_more_urgent_of_two_drains_decides_for_both() -> None:
     drain, hasty = drain_state(), DrainState(None, 101.0, 0.0, 10.0)
-    drain.join(hasty)
+    drain.attach(hasty)
     assert drain.advance(101.0, is_drained=False) is DrainStage.ENDING
     assert drain.next_deadline() == 111.0
     assert drain.advance(102.0, is_drained=True) is DrainStage.OVER
@@ -58,13 +58,13 @@ def test_the_more_urgent_of_two_drains_decides_for_both() -> None:
         assert (each.outcome.result(0), each.obstacle) == (True, "1 blocks are leased")
 
 
-def test_only_what_leads_to_the_same_role_may_join() -> None:
+def test_only_what_leads_to_the_same_role_may_attach() -> None:
     drain, change = drain_state(), drain_state(is_for_good=False)
     back = DrainState(DecodeRole(1), 100.0, 5.0, 10.0)
-    assert [drain.may_join(other) for other in (drain_state(), change, back)] == [True, False, False]
-    assert [change.may_join(other) for other in (drain_state(False), drain, back)] == [True, False, False]
+    assert [drain.may_attach(other) for other in (drain_state(), change, back)] == [True, False, False]
+    assert [change.may_attach(other) for other in (drain_state(False), drain, back)] == [True, False, False]
     drain.advance(101.0, is_drained=True)
-    assert not drain.may_join(drain_state()), "it is over"
+    assert not drain.may_attach(drain_state()), "it is over"
 
 
 def test_every_stage_but_the_last_leads_to_the_end() -> None:
