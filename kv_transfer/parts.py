@@ -77,7 +77,7 @@ class RankTransfers:
         return self._by_request.get(request_id, ())
 
     def refusal(self, request_id: str) -> str | None:
-        """Why this request has no rank transfers."""
+        """Why this request has no rank transfers; None if the workers can exchange KV."""
         return self._refusals.get(request_id)
 
     def has_none(self, request_id: str) -> bool:

@@ -150,7 +150,7 @@ class PiecesInBlocks:
         return self.pieces.num_heads == self.block.num_heads and self.pieces.pieces_per_block == 1
 
     def grid(self, num_cut_axes: int) -> _Grid:
-        """`num_cut_axes`: how many of a piece's axes, planes and then heads, are cut into runs."""
+        """`num_cut_axes`: how many axes of a piece (first planes, then heads) this grid cuts into runs."""
         block, pieces = self.block, self.pieces
         head_nbytes = block.block_size * block.cell_nbytes
         run_offsets = np.array([pieces.first_head * head_nbytes])

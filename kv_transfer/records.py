@@ -33,7 +33,7 @@ class PeerMetrics:
         self._add(KVPeerCounts(role, peer, transport, num_bytes=num_bytes))
 
     def sent(self, peer: str, transport: str, exposed_s: float | None, is_needed: bool) -> None:
-        """Counts a rank transfer sent: released `exposed_s` after its prefill, or, if None, ended in another way."""
+        """Counts a producer's rank transfer. `exposed_s`: from the prefill's end to the release; None: not released."""
         where = TransferRole.PRODUCER, peer, transport
         if exposed_s is not None:
             self._add(KVPeerCounts(*where, done=1, exposed_s=exposed_s))
@@ -74,7 +74,7 @@ ENDS = (
     TransferEventKind.NOT_NEEDED,
     TransferEventKind.FAILED,
 )
-"""The ways in which a part can end, in rising order. The hand-over's end is the highest of its parts' ends."""
+"""The ways in which a part can end, from the best to the worst. A hand-over ends in the worst way of its parts."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Timelines:
             timeline.events.append(TransferEvent(kind, self._clock.now() - timeline.began_at))
 
     def moved(self, request_id: str, transport: str, num_bytes: int) -> None:
-        """Counts pieces sent or offered."""
+        """Counts bytes of pieces sent, offered or received."""
         if timeline := self._timelines.get(request_id):
             timeline.transport = transport
             timeline.num_bytes += num_bytes

@@ -52,7 +52,7 @@ class BlockMover(Protocol):
 
 
 class RankedConnector:
-    """Appears to the engine as one connector."""
+    """The connectors of all ranks; to the engine, they look like one connector."""
 
     def __init__(self, ranks: Sequence[BlockMover]) -> None:
         self._ranks = ranks

@@ -60,7 +60,7 @@ class BlockWriter:
             (wanted, missing), view, [*pieces], [*pieces.values()], has_checksums=wanted.has_checksums
         )
 
-    def was_read(self, wanted: WantedPieces, view: PieceView) -> None:
+    def on_read(self, wanted: WantedPieces, view: PieceView) -> None:
         """Call it when a PoolReader has written all pieces. `poll` reports them when their checksums are compared."""
         if isinstance(view, HostPieces):
             self._check_checksums(wanted, view, ())
@@ -99,7 +99,7 @@ class BlockWriter:
 def _pieces(
     payload: Iterable[Bytes], piece_nbytes: int, places: dict[int, int]
 ) -> Iterator[tuple[int, Bytes]]:
-    """Each piece's target, and its bytes. Removes it from `places` (targets by position)."""
+    """Yields each wanted piece's target and bytes, and removes the piece from `places` (targets by position)."""
     position = 0
     for span in payload:
         if len(span) % piece_nbytes:
@@ -119,7 +119,7 @@ def _written(staged: Staged[_Staging]) -> WrittenPieces:
 
 
 def _compared(wanted: WantedPieces, missing: Sequence[int], checksums: Sequence[int]) -> WrittenPieces:
-    """`checksums`: of the pieces that arrived, in order, if they are compared."""
+    """The result. `checksums`: those of the pieces that arrived, in order; unused if none are compared."""
     damaged, theirs = set(missing), wanted.message.checksums
     if wanted.has_checksums:
         arrived = [

@@ -197,15 +197,15 @@ class ConsumerEndpoint:
             runs = view.runs(peers, wanted.piece_ids)
             self._pools.read(_pool_key(message.key, wanted.transport), wanted, runs)
         except (TransportError, OverflowError) as error:  # a wrong piece id may be too large for an index
-            self._on_unread(wanted, str(error))
+            self._on_read_failed(wanted, str(error))
 
     def _collect(self) -> None:
         """Handles the reads and writes that have ended."""
         for wanted, error in self._pools.finished():
             if error is None:
-                self._writer.was_read(wanted, self._rank_transfers.at(wanted.message.key).view)
+                self._writer.on_read(wanted, self._rank_transfers.at(wanted.message.key).view)
             else:
-                self._on_unread(wanted, error)
+                self._on_read_failed(wanted, error)
         for written in self._writer.poll():
             self._on_written(written)
 
@@ -219,9 +219,9 @@ class ConsumerEndpoint:
         self._timelines.moved(end.rank_transfer.request_id, wanted.transport, num_bytes)
         self._do(self._consumer.on_arrived(wanted, written.damaged, self._clock.now()))
 
-    def _on_unread(self, wanted: WantedPieces, error: str) -> None:
+    def _on_read_failed(self, wanted: WantedPieces, error: str) -> None:
         logger.warning("cannot read the KV of %s: %s", wanted.message.key.producer, error)
-        self._do(self._consumer.on_unread(wanted, error, self._clock.now()))
+        self._do(self._consumer.on_read_failed(wanted, error, self._clock.now()))
 
     def _open_pool(self, effect: OpenPool) -> None:
         try:

@@ -65,5 +65,5 @@ class CopyKernel:
                 self._driver.launch(self._kernel, num_blocks, NUM_THREADS, table, stream)
 
     def close(self) -> None:
-        """No launch may be running."""
+        """Unloads the kernel. No launch may be running."""
         self._driver.unload_kernel(self._kernel)

@@ -111,7 +111,7 @@ class Consumer:
         return self._ask(transfer, now)
 
     def abort(self, rank_transfer: RankTransfer, reason: str) -> list[Effect]:
-        """The request ended here: notifies the producer. If Received is already due, it is still reported."""
+        """The request ended here: notifies the producer. An outcome that was returned before stays valid."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return []
@@ -178,7 +178,7 @@ class Consumer:
         return self._lose_all_from(address, link_failure("the prefill worker no longer accepts connections"))
 
     def wanted(self, message: Pieces, now: float) -> WantedPieces | None:
-        """The announced pieces to write now, or None. The caller must then call `on_arrived` or `on_unread`.
+        """The announced pieces to write now, or None. The caller must then call `on_arrived` or `on_read_failed`.
 
         All other pieces are late or duplicate, belong to another hand-over, were announced before a transport was
         chosen, or have a version that no producer reaches.
@@ -222,7 +222,7 @@ class Consumer:
             return effects + self._lose(transfer, link_failure(f"{transfer.num_bad} pieces arrived damaged"))
         return effects + self._complete(transfer, now)
 
-    def on_unread(self, pieces: WantedPieces, reason: str, now: float) -> list[Effect]:
+    def on_read_failed(self, pieces: WantedPieces, reason: str, now: float) -> list[Effect]:
         """A read failed: this transport does not work between these two workers, so another one is tried."""
         transfer = self._transfers[pieces.message.key]
         for index in pieces.indices:
@@ -283,7 +283,7 @@ class Consumer:
 
     def _transports_to(self, transfer: IncomingTransfer, now: float) -> tuple[str, ...]:
         """Transports that this rank transfer may still use. Only later rank transfers retry failed transports."""
-        remaining = self._choices.to(transfer.key.producer, transfer.key.producer_rank, now)
+        remaining = self._choices.usable_to(transfer.key.producer, transfer.key.producer_rank, now)
         transfer.choices = tuple(name for name in transfer.choices if name in remaining)
         return transfer.choices
 

@@ -1,6 +1,6 @@
 """Effects of a state machine, as values; its driver (a thread, a test, a simulator) carries them out.
 
-Notifications also contain the transport and times, for metrics. Comparisons ignore these fields.
+Some fields of notifications are only for metrics. Comparisons ignore these fields (`compare=False`).
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
 """Which bytes two workers exchange if their block sizes or tensor-parallel ranks differ; pure arithmetic.
 
-A *rank transfer* joins one rank of the producer to one rank of the consumer that needs some of its heads. Its KV is cut
-into *pieces*. A piece has all heads of the rank transfer, and as many tokens as the smaller of both workers' blocks.
-With equal sizes, the usual case, a piece is a block.
+A *rank transfer* joins one rank of the producer to one rank of the consumer that needs some of its heads. The KV of a
+rank transfer is cut into *pieces*. A piece has all heads of the rank transfer, and as many tokens as the smaller of
+both workers' blocks. With equal sizes, the usual case, a piece is a block.
 
 With several KV groups, the pieces of a prompt count up row by row, as the blocks of a request's table do.
 
@@ -59,9 +59,10 @@ class PieceShape:
     def pieces_of(
         self, first_entry: int, block_ids: Iterable[int | None], num_tokens: int
     ) -> Iterator[tuple[int, int]]:
-        """The pieces of these blocks: the index in a prompt of `num_tokens` tokens, and the id, of each.
+        """For each piece of these blocks: its index in a prompt of `num_tokens` tokens, and its id.
 
-        The blocks are those of the prompt's table from entry `first_entry` on; None: no piece of that block is needed.
+        The blocks are those of the prompt's table from entry `first_entry` on. A block id of None: no piece of that
+        block is needed.
         """
         num_pieces = self.num_pieces_for(num_tokens)
         for entry, block_id in enumerate(block_ids, first_entry):
@@ -99,8 +100,8 @@ def peers_of(
 ) -> range:
     """The other worker's ranks that this rank exchanges KV with.
 
-    These ranks have some of its heads. Where each rank has everything, a consumer's rank receives it from one
-    rank of the producer. So if the producer has more ranks, some of them have no peer.
+    These ranks have some of its heads. Where each rank has everything, a consumer's rank receives everything from
+    one rank of the producer. So if the producer has more ranks, some of them have no peer.
     """
     is_divided = num_heads is not None
     if num_peer_ranks >= num_ranks:

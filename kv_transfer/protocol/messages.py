@@ -65,7 +65,7 @@ class ChecksumPolicy(Enum):
     OFF = "off"
 
     def applies(self, producer_host: str, consumer_host: str) -> bool:
-        """The answer is the same on both ends. A piece without a required checksum counts as damaged."""
+        """Whether checksums are required: the same on both ends. Without a required one, a piece counts as damaged."""
         return self is ChecksumPolicy.ON or (self is ChecksumPolicy.AUTO and producer_host != consumer_host)
 
 

@@ -123,8 +123,8 @@ class OutgoingTransfer:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
         self.state = state
 
-    def ended_before(self, farewell: Farewell) -> None:
-        """The rank transfer had ended before our engine began it."""
+    def note_earlier_end(self, farewell: Farewell) -> None:
+        """Notes that the rank transfer had ended before our engine began it."""
         self.move_to(OutgoingState.CANCELLED)
         if farewell is None:
             self.is_needed, self.end_reason = False, "the decode worker had ended the hand-over before"
@@ -248,6 +248,7 @@ class SendWindow:
         transfer.unacked.clear()
 
     def leave(self, transfer: OutgoingTransfer) -> None:
+        """Ends the turns of this rank transfer, and forgets its unacknowledged bytes."""
         if transfer in self._turns:
             self._turns.remove(transfer)
         self.forget_inflight(transfer)

@@ -100,7 +100,7 @@ class Producer:
             transfer = OutgoingTransfer(key, OutgoingState.PREPARING)
             self._transfers.add(transfer)
             if key in self._farewells:
-                transfer.ended_before(self._farewells[key])
+                transfer.note_earlier_end(self._farewells[key])
         else:
             if transfer.rank_transfer is not None:
                 self._counters["kv_duplicate_messages"] += 1
@@ -154,7 +154,7 @@ class Producer:
         return self._offer_and_end(transfer)
 
     def abort(self, rank_transfer: RankTransfer, reason: str, is_unneeded: bool) -> list[Effect]:
-        """The request ended otherwise: notifies the consumer and frees."""
+        """The request ended without a hand-over: notifies the consumer, and frees the blocks."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return [Freed(rank_transfer, reason="another request has claimed this transfer")]

@@ -20,7 +20,7 @@ T = TypeVar("T", bound=_Transfer)
 
 
 class RankTransferTable(Generic[T]):
-    """Every transfer has a key. `bind` also makes it available by its RankTransfer, once our engine has named that."""
+    """Every transfer has a key. `bind` also makes it available by its RankTransfer, once our engine has named it."""
 
     def __init__(self) -> None:
         self._by_key: dict[TransferKey, T] = {}

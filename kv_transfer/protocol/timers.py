@@ -27,7 +27,7 @@ class Timers(Generic[K]):
         self._num_pushed = 0
 
     def set(self, key: K, when: float) -> None:
-        when -= self._put_off_s
+        when -= self._standstill_s
         self._when[key] = when
         if key not in self._queued or when < self._queued[key]:
             self._push(key, when)
@@ -54,7 +54,7 @@ class Timers(Generic[K]):
         return due
 
     @property
-    def _put_off_s(self) -> float:
+    def _standstill_s(self) -> float:
         return 0.0 if self._standstill is None else self._standstill.total_s
 
     def _earliest(self) -> float | None:
@@ -62,7 +62,7 @@ class Timers(Generic[K]):
             queued, _, key = self._heap[0]
             when = self._when.get(key)
             if when == queued == self._queued.get(key):
-                return when + self._put_off_s
+                return when + self._standstill_s
             heapq.heappop(self._heap)
             if queued == self._queued.get(key):
                 del self._queued[key]

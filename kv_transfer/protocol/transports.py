@@ -9,7 +9,7 @@ CUDA_IPC = "cuda_ipc"
 NIXL = "nixl"
 
 SENDS_BYTES = frozenset({ZMQ_TCP})
-"""Here the producer sends the bytes; with all other transports, the consumer reads them from the producer's pool."""
+"""Over these transports, the producer sends the bytes. Over all others, the consumer reads them from its pool."""
 
 SAME_HOST_ONLY = frozenset({SHARED_MEMORY, CUDA_IPC})
 
@@ -35,8 +35,8 @@ class TransportOffer:
 
 
 RETRY_S = 30.0
-"""Time until a failed transport is tried again. Without it, a peer with constant traffic would never use it
-again."""
+"""Time until a failed transport is tried again. Without a retry, a peer with constant traffic would never use the
+transport again."""
 ONLY_RETRY_S = 1.0
 """The same for a consumer's only transport."""
 
@@ -49,12 +49,13 @@ class TransportChoices:
         self._failed_until: dict[tuple[str, int, str], float] = {}
         """By the producer's incarnation, rank and transport: when the transport may be tried again."""
 
-    def to(self, producer: str, rank: int, now: float) -> tuple[str, ...]:
+    def usable_to(self, producer: str, rank: int, now: float) -> tuple[str, ...]:
+        """The transports that may be used to this rank now, the best first."""
         until = self._failed_until
         return tuple(name for name in self._transports if now >= until.get((producer, rank, name), now))
 
     def note_failure(self, producer: str, rank: int, transport: str, now: float) -> None:
         """Remembers the failure, and forgets failures that do not count any more."""
-        self._failed_until = {end: when for end, when in self._failed_until.items() if when > now}
+        self._failed_until = {key: when for key, when in self._failed_until.items() if when > now}
         pause_s = RETRY_S if len(self._transports) > 1 else ONLY_RETRY_S
         self._failed_until[producer, rank, transport] = now + pause_s

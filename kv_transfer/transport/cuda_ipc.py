@@ -20,9 +20,10 @@ from kv_transfer.transport.base import ReadDone, Runs, TransportError
 
 FORMAT = 1
 NUM_EARLY_POLLS = 6
-"""The first two follow the start of a read at once: after its message, and at the end of the turn."""
+"""After a read has begun or ended, this many polls come at the short interval. When a read begins, two of them come at
+once: after its message, and at the end of the turn."""
 EARLY_POLL_INTERVAL_S = 0.0001
-"""Between the first polls after a read has begun or ended: on an idle device, 64 MiB take less than this."""
+"""Time between these polls. On an idle device, copying 64 MiB takes less."""
 POLL_INTERVAL_S = 0.0005
 
 
@@ -68,7 +69,7 @@ class CudaIpcReader:
         return CudaPool(self, pid, address, num_bytes, lambda: self._driver.close(address))
 
     def begin(self, source: Address, num_bytes: int, runs: Runs) -> int:
-        """Queues the copies; see `RemotePool.read`. If only some can be queued, waits until these copies have ended."""
+        """Queues the copies; see `RemotePool.read`. If only some can be queued, waits for these, and raises."""
         runs.check_within(num_bytes, self._memory.nbytes)
         try:
             self._kernel.queue(runs.coalesced(), source, self._memory.address, self._stream)

@@ -16,7 +16,7 @@ from kv_transfer.transport.base import MAX_DESCRIPTION_BYTES, TransportError, ho
 from kv_transfer.transport.nixl_agent import NixlMemory
 
 MAGIC = b"BATONIX1"
-"""Ends in the version of the format."""
+"""The first bytes of a description; the last one of them is the version of the format."""
 
 SEAL_BYTES = 8
 

@@ -105,7 +105,7 @@ class SharedMemoryReader:
         return done
 
     def close(self) -> None:
-        """Mappings end with their arrays."""
+        """Ends the thread that copies. Mappings end with their arrays."""
         self._copier.shutdown()
 
 

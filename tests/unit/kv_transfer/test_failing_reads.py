@@ -222,8 +222,12 @@ def test_failures_of_transports_are_forgotten() -> None:
     choices = TransportChoices((SHARED_MEMORY, ZMQ_TCP))
     for number in range(3):
         choices.note_failure(f"p-{number}", 0, SHARED_MEMORY, now=float(number))
-    assert choices.to("p-2", 0, now=RETRY_S) == (ZMQ_TCP,)
-    assert choices.to("p-2", 1, now=RETRY_S) == choices.to("p-0", 0, now=RETRY_S) == (SHARED_MEMORY, ZMQ_TCP)
+    assert choices.usable_to("p-2", 0, now=RETRY_S) == (ZMQ_TCP,)
+    assert (
+        choices.usable_to("p-2", 1, now=RETRY_S)
+        == choices.usable_to("p-0", 0, now=RETRY_S)
+        == (SHARED_MEMORY, ZMQ_TCP)
+    )
     choices.note_failure("p-3", 0, SHARED_MEMORY, now=RETRY_S + 1)
     assert len(choices._failed_until) == 2
 

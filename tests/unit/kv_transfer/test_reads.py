@@ -211,7 +211,7 @@ def test_a_failed_read_is_tried_over_the_next_best_transport() -> None:
     start(wire)
     send_all(wire, 3)
     for wanted in wire.reads:
-        wire.at_consumer(wire.consumer.on_unread(wanted, "it is gone", wire.clock.now()))
+        wire.at_consumer(wire.consumer.on_read_failed(wanted, "it is gone", wire.clock.now()))
         wire.deliver()
     assert wire.received_blocks() == TRUTH
     assert sent(wire, Open)[-1].transports == (ZMQ_TCP,), (

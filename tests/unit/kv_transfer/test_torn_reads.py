@@ -24,7 +24,7 @@ def begin_two_reads() -> Wire:
 
 def fail_read(wire: Wire, index: int) -> None:
     """Moves the rest of the rank transfer to another transport: bytes over the channel."""
-    wire.at_consumer(wire.consumer.on_unread(wire.reads.pop(index), "broken", wire.clock.now()))
+    wire.at_consumer(wire.consumer.on_read_failed(wire.reads.pop(index), "broken", wire.clock.now()))
 
 
 def preempt(wire: Wire, block_id: int) -> None:
