@@ -267,7 +267,7 @@ class FlushCacheRequest(_message.Message):
     force: _builtins.bool
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the workers whose prefix caches are emptied. None: every worker."""
+        """Names of the workers whose prefix caches are emptied. Empty: every worker."""
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchCluster(self, request, context):
-        """Sends this description at once, and again after every change, until the caller ends the call.
+        """Sends the description of the cluster at once, and again after every change, until the caller ends the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
