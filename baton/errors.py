@@ -87,7 +87,7 @@ class UnknownModel(InvalidRequest):
 
 
 class PromptTooLong(InvalidRequest):
-    """Clients that know this kind shorten their prompt and try again.
+    """The prompt leaves no room for an answer. Clients that know this kind shorten their prompt and try again.
 
     Many clients recognize this error only by the words of its message: TOO_LONG is Anthropic's, and "this model's
     maximum context length is" OpenAI's and vLLM's.
@@ -99,7 +99,7 @@ TOO_LONG = "prompt is too long"
 
 
 class UnknownResponse(InvalidRequest):
-    """The response was never stored, is gone, or belongs to another caller: these must look the same."""
+    """The response was never stored, is gone, or belongs to another caller; callers must not learn which."""
 
 
 class UnknownPreviousResponse(UnknownResponse):

@@ -21,7 +21,7 @@ class ReplicaState(Enum):
     SERVING = "serving"
     DRAINING = "draining"
     BACKING_OFF = "backing_off"
-    """Its process died; each further early death lengthens the wait for the next one."""
+    """Its process died; each further early death lengthens the wait for the next process."""
     CRASH_LOOP = "crash_loop"
     """Its processes died too often in too short a time: it is retried at the longest interval."""
 
@@ -111,7 +111,7 @@ class GatewayReport:
     """What a gateway observed lately, as input for autoscaling. Times are in seconds."""
 
     gateway: str
-    """The gateway's incarnation. After a restart, it has a new one, and reports only what happened since."""
+    """The gateway's incarnation. A restarted gateway has a new one, and reports only what happened since its start."""
     oldest_queued_s: float
     """The longest wait of requests that wait for a worker with room, not only for their turn at the gateway."""
     oldest_without_prefill_s: float

@@ -48,7 +48,7 @@ class HubName:
         return "" if self.gguf is None else f":{self.gguf}"
 
 
-def leaves_open(asked: str, served: str) -> bool:
+def leaves_revision_open(asked: str, served: str) -> bool:
     """Whether `asked` is `served` without its revision: then `asked` means the fleet's commit."""
     name, other = HubName.parse(asked), HubName.parse(served)
     return name is not None and other is not None and name == replace(other, revision=None)

@@ -85,7 +85,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One position's token with its log-probability and rank, and `top`: the likeliest tokens with theirs, best first.
+    """One position's token with its log-probability and rank, and `top`: the likeliest tokens with log-probabilities.
 
     The token is the sampled one, or the prompt's own.
     """
@@ -106,9 +106,9 @@ class PackedLogprobs:
     token_ids: bytes = b""
     """uint32: at each position its own token, then the likeliest ones."""
     logprobs: bytes = b""
-    """float32: of each of these tokens."""
+    """float32: the log-probability of each of these tokens."""
     ranks: bytes = b""
-    """uint32: of each position's own token."""
+    """uint32: the rank of each position's own token."""
 
     def __post_init__(self) -> None:
         num_bytes, num_ranks = len(self.token_ids), len(self.ranks)
@@ -213,7 +213,7 @@ class RequestOutput:
     stop_token_id: int | None = None
     """The stop token that ended the request, if one did (EOS counts)."""
     error: str | None = None
-    """What happened; set with `FinishReason.ERROR`, and with ABORT if the client did not request it."""
+    """What happened; set with `FinishReason.ERROR`, and with ABORT if the client did not request the abort."""
     error_kind: ErrorKind = ErrorKind.INTERNAL
     num_cached_tokens: int = 0
     """Prompt tokens this worker took from its own prefix cache."""
@@ -225,5 +225,5 @@ class RequestOutput:
     """Set in the output with this worker's first token, and in the output that ends the request. Sent once
     more, without tokens, when the handed-over blocks have been released."""
     prompt_logprobs: PackedLogprobs | None = None
-    """Of the prompt's tokens but the first, if the request asked for them. They come with token 0, from the worker that
-    computed the prompt."""
+    """Log-probabilities of the prompt's tokens but the first, if the request asked for them. They come with token 0,
+    from the worker that computed the prompt."""

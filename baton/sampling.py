@@ -17,7 +17,7 @@ MAX_STOP_TOKEN_IDS = 128
 MIN_REPETITION_PENALTY = 0.01
 """Logits that are divided by much smaller numbers become infinite."""
 MAX_LOGIT_BIAS = 1_024
-"""Limit for tokens with a bias."""
+"""The most tokens with a bias."""
 MAX_GRAMMAR_CHARACTERS = 100_000
 MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Settings for which a model's generation_config.json may name a default, as in vLLM."""

@@ -128,7 +128,7 @@ class ReceivedKV:
     first_token: FirstToken
     num_bytes: int
     elapsed_s: float
-    """Time from the request to the producer until its `End` arrived; overlaps the prefill."""
+    """Time from asking the producer for the blocks until its `End` arrived; overlaps the prefill."""
     moving_s: float
     """The part of `elapsed_s` after the first block arrived."""
     transport: str = ""

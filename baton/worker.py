@@ -99,7 +99,7 @@ class KVPeerCounts:
     """Rank transfers that ended in any other way, while the request continued: prefill failed, refused,
     expired, given up."""
     not_needed: int = 0
-    """The request itself ended first: cancelled, past its deadline, or answered by the prefill worker alone."""
+    """Rank transfers whose request ended first: cancelled, past its deadline, or answered by the prefill worker."""
     num_bytes: int = 0
     queued_s: float = 0.0
     """Consumer: seconds from the request for pieces to the first piece; overlaps the prefill."""
@@ -174,7 +174,7 @@ class WorkerStatus:
     kv_groups: KVGroups = ONE_GROUP
     """The KV groups of the model's layers. Each group has its own blocks for a request's tokens."""
     suspects: tuple[str, ...] = ()
-    """Heartbeats to gateways name the suspects that run on the worker; see worker/suspect_turns.py."""
+    """In heartbeats to gateways: the suspects that run on the worker; see worker/suspect_turns.py."""
     takes_suspects: bool = True
     """Whether no suspect has its turn at present. The worker may keep the next turn for a gateway that it refused."""
 

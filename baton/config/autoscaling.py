@@ -24,8 +24,8 @@ class AutoscalingConfig(Section):
     max_decode: int | None = Field(None, ge=1)
     """The most decode workers. If unset: `cluster.decode`."""
     may_change_roles: bool = True
-    """Before a worker is added for one role, a spare worker of the other role changes to it. Workers with different
-    numbers of ranks keep their roles."""
+    """A role that must grow gets a spare worker of the other role, if there is one, instead of a new worker. Workers
+    with different numbers of ranks keep their roles."""
     target_queue_time_s: float | None = Field(1.0, gt=0.0)
     """Longest acceptable wait of a prompt for its computation, and of a request for a worker with room. `null` turns
     this target off, as it does for the other targets."""

@@ -71,7 +71,10 @@ class BatonConfig(Section):
         return self
 
     def _check_hand_overs(self) -> None:
-        """A gateway that joins a fleet by its address does not know the fleet's numbers of workers."""
+        """Refuses `require_disaggregated` without prefill workers, if their number is known.
+
+        A gateway that joins a fleet by its address does not know the number.
+        """
         is_known = self.cluster.fleet_address is None
         _, most = self.worker_bounds(WorkerRole.PREFILL) if self.autoscaling.mode == "on" else (0, 0)
         if self.gateway.require_disaggregated and is_known and not (self.cluster.prefill or most):

@@ -25,11 +25,11 @@ class SchedulerConfig(Section):
     long_prefill_token_threshold: int = Field(0, ge=0)
     """Most tokens of one request in one step; 0 means no limit."""
     enable_chunked_prefill: bool = True
-    """Split a prompt that does not fit a step. If false, only `long_prefill_token_threshold` splits it, as in V1."""
+    """Split a prompt that does not fit a step. If false, only `long_prefill_token_threshold` splits it, as in vLLM."""
     enable_prefix_caching: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
-    """`priority`: lower values first, ties by arrival; the running request with the worst priority is preempted
-    first."""
+    """`priority`: lower values go first, and equal ones in the order of arrival. The running request with the worst
+    priority is preempted first."""
     priority_ageing_s: float = Field(0.0, ge=0.0)
     """With `priority`: waiting this long on a worker improves a request's priority by one, so that no request starves
     there; 0: never. In a gateway's queue, priorities do not age."""

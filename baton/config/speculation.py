@@ -29,9 +29,9 @@ class SpeculationConfig(Section):
     num_speculative_tokens: int = Field(4, ge=1, le=16)
     """The most drafts of one request in one step. A request whose drafts are rarely right gets fewer."""
     prompt_lookup_min: int = Field(2, ge=1)
-    """`ngram`: the fewest of the last tokens that must have occurred before."""
+    """`ngram`: at least this many of the last tokens must have occurred before."""
     prompt_lookup_max: int = Field(4, ge=1)
-    """`ngram`: the most of the last tokens that are searched for; the longest match wins."""
+    """`ngram`: at most this many of the last tokens are searched for; the longest match wins."""
     draft_model: str | None = Field(None, min_length=1)
     """`draft_model`: the model that guesses, as in `model.path`. It must have the served model's vocabulary. It may be
     the served model itself with another `draft_quantization`."""

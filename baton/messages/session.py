@@ -85,7 +85,7 @@ class GatewaySession:
         self._num_outputs += 1
 
     def note_heartbeat(self, heartbeat: Heartbeat) -> str | None:
-        """The reason, if this heartbeat shows that all requests sent so far are lost; else None."""
+        """Why all requests sent so far are lost, if this heartbeat shows that they are; else None."""
         num_missing = heartbeat.num_outputs - self._num_outputs
         self._num_outputs = heartbeat.num_outputs
         if heartbeat.session == self._number:
@@ -112,7 +112,7 @@ class EndedSession(NamedTuple):
     """A session that a Hello has ended."""
 
     peer: bytes
-    """The identity of its connection, which is not always the Hello's."""
+    """The identity of its connection, which may be another one than that of the Hello."""
     reason: str
 
 

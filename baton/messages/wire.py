@@ -71,16 +71,16 @@ def unpack(data: bytes | memoryview) -> Any:
     present.
     """
     try:
-        look = msgpack.Unpacker(max_buffer_size=len(data) or 1)
-        look.feed(data)
-        look.skip()
+        scanner = msgpack.Unpacker(max_buffer_size=len(data) or 1)
+        scanner.feed(data)
+        scanner.skip()
         return msgpack.unpackb(data, strict_map_key=False)
     except Exception as error:  # msgpack raises ValueError, its own types and UnicodeDecodeError alike
         raise WireError(f"not msgpack: {str(error) or type(error).__name__}") from error
 
 
 def _dataclass_encoder(kind: type[Any]) -> Convert:
-    """There is a RequestOutput for every token. So only fields that msgpack cannot pack as they are cost a call."""
+    """Encodes a dataclass as a list of its fields, with calls only for fields that msgpack cannot pack as they are."""
     hints = get_type_hints(kind)
     names = [f.name for f in fields(kind)]
     encoders = [(index, _encoder(hints[name])) for index, name in enumerate(names)]
@@ -106,7 +106,7 @@ def _reader(names: list[str]) -> Callable[[Any], list[Any]]:
 
 
 def _dataclass_decoder(kind: type[Any]) -> Convert:
-    """A gateway decodes a RequestOutput for every token, and most of its fields have their defaults."""
+    """Decodes a dataclass from the list of its fields. Skips defaults: most fields of a RequestOutput have theirs."""
     hints = get_type_hints(kind)
     plan = [(f.name, f.default, _decoder(hints[f.name])) for f in fields(kind)]
 
@@ -131,7 +131,7 @@ def _dataclass_decoder(kind: type[Any]) -> Convert:
 
 def _encoder(hint: Any) -> Convert:
     if hint is Any:
-        return _nothing
+        return _none_only
     inner, *others = _alternatives(hint)
     if inner is not hint:
         encode_inner = _union_encoder([inner, *others]) if others else _encoder(inner)
@@ -166,7 +166,7 @@ def _mapping_encoder(key: Any, value: Any) -> Convert:
 
 def _decoder(hint: Any) -> Convert:
     if hint is Any:
-        return _nothing
+        return _none_only
     inner, *others = _alternatives(hint)
     if inner is not hint:
         decode_inner = _union_decoder([inner, *others]) if others else _decoder(inner)
@@ -213,7 +213,7 @@ def _is_tagged(values: Any) -> bool:
     return isinstance(values, list) and bool(values) and isinstance(values[0], str)
 
 
-def _nothing(value: Any) -> None:
+def _none_only(value: Any) -> None:
     if value is not None:
         raise WireError(f": must be null, got {_brief(value)}")
 

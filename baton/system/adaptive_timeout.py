@@ -9,7 +9,7 @@ _WINDOW_S = 30.0
 
 
 class AdaptiveTimeout:
-    """For peers that send messages all the time.
+    """The limit for one peer, which must send messages all the time.
 
     The caller passes all times, in seconds, without its own standstills. On a busy machine, most pauses of a
     healthy peer are short and a few are very long. So the limit depends on the longest pause, not on a mean and

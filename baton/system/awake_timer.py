@@ -22,7 +22,7 @@ class AwakeTimer:
         self._set()
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         return max(0.0, self._ends_at - self._standstill.running(self._loop.time()))
 
     def cancel(self) -> None:
@@ -32,10 +32,10 @@ class AwakeTimer:
             self._handle = None
 
     def _set(self) -> None:
-        self._handle = self._loop.call_later(min(self.left_s, self._look_every_s), self._look)
+        self._handle = self._loop.call_later(min(self.remaining_s, self._look_every_s), self._look)
 
     def _look(self) -> None:
-        if self.left_s > 0.0:
+        if self.remaining_s > 0.0:
             self._set()
             return
         self._handle = None

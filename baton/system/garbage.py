@@ -11,7 +11,7 @@ def imports() -> Iterator[None]:
     """Within this context, nothing is collected. Later collections ignore the objects that exist at its end.
 
     Importing PyTorch and its dependencies creates 400,000 objects. Collections meanwhile would find next to nothing,
-    and take a tenth of the time.
+    and take a tenth of the import's time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -24,7 +24,7 @@ def imports() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Call once, after everything that lives as long as the process is loaded, and before it serves.
+    """Call it once, before the process serves, when all long-lived objects exist.
 
     A full collection visits every object. With PyTorch loaded, it stops the process for a quarter of a second, again
     and again under load. After this call, collections visit only later objects.

@@ -1,4 +1,4 @@
-"""Raises this process' soft limit of open files, so that connections of strangers do not use up all files."""
+"""Raises this process's soft limit of open files, so that connections of strangers do not use up all files."""
 
 import logging
 import resource

@@ -11,7 +11,7 @@ from baton.system.standstill import Standstill
 
 _TIMES_THE_LONGEST = 20.0
 """A piece may take this many times as long as the longest recent one; a larger piece longer in proportion."""
-_PIECES_OF_LATE = 256
+_NUM_RECENT_PIECES = 256
 """The last 256 to 512 pieces count as recent."""
 
 
@@ -62,7 +62,7 @@ class Progress:
         piece, self._piece = self._piece, None
         if piece is None or piece.size == 0 or self._least_s is None:
             return
-        if self._num_recent >= _PIECES_OF_LATE:
+        if self._num_recent >= _NUM_RECENT_PIECES:
             self._before, self._recent, self._num_recent = self._recent, _Extremes(), 0
         recent, took_s = self._recent, self._clock.now() - piece.began_at
         self._recent = _Extremes(max(recent.longest_s, took_s), max(recent.largest, piece.size))

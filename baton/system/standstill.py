@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 _PACES_PER_LIMIT = 4
-"""So even a long standstill uses up only a quarter of a limit."""
+"""A limit has at least this many paces, so even a long standstill uses up only a quarter of it."""
 _LONGEST_PACE_S = 2.0
 
 

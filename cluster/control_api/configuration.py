@@ -6,7 +6,7 @@ from pathlib import Path
 
 from baton.config import BatonConfig, GatewayConfig
 from baton.errors import ClusterError, ConfigError
-from baton.hub_name import is_same_repository, leaves_open
+from baton.hub_name import is_same_repository, leaves_revision_open
 from baton.messages.control import FleetConfiguration
 from baton.system.curve import ClusterKeys
 from baton.worker import WorkerRole
@@ -34,7 +34,7 @@ _CHOSEN = {
     ("engine", "kv_cache_dtype"): ("bfloat16",),
 }
 """Values that the command which started the fleet may have chosen for `auto`, if `model.dtype` is `auto`. That command
-also decided the commit of a model that is named without a commit (`leaves_open`)."""
+also decided the commit of a model that is named without a commit (`leaves_revision_open`)."""
 
 
 def pack_configuration(config: BatonConfig, model_path: Path, digest: str) -> FleetConfiguration:
@@ -99,7 +99,7 @@ def differences(
             if only_set and (key not in others.model_fields_set or (section, key) in _OF_ONE_COMMAND):
                 continue
             value, other = getattr(values, key), getattr(others, key)
-            if (section, key) == ("model", "path") and leaves_open(other, value):
+            if (section, key) == ("model", "path") and leaves_revision_open(other, value):
                 continue
             if (section, key) == ("speculation", "draft_model") and is_same_repository(other, value):
                 continue  # another commit guesses other drafts; the answer stays the same

@@ -60,7 +60,7 @@ async def first_start(
         try:
             async with awake_timeout(left_s) as timer:
                 report = await control.call(WaitStart(report.version, _POLL_S))
-            left_s = timer.left_s
+            left_s = timer.remaining_s
         except TimeoutError:
             if not is_enough:
                 raise ClusterError(_why(report, timeout_s, no_room)) from None

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, FleetEnded
-from baton.hub_name import is_pinned, leaves_open
+from baton.hub_name import is_pinned, leaves_revision_open
 from baton.messages.control import EndFleet, GetConfiguration, WaitView
 from baton.messages.control_codec import failure, read_call
 from baton.system.logs import write_logs
@@ -185,7 +185,7 @@ async def _differences(
             f"a fleet named '{config.cluster.name}' is on this cluster, and cannot be adopted: {error}"
         ) from None
     their_config, their_path = unpack_configuration(there)
-    is_open = leaves_open(config.model.path, their_config.model.path)
+    is_open = leaves_revision_open(config.model.path, their_config.model.path)
     found = differences(their_config, config if is_open else with_commit(config, model_path))
     if model_path != their_path and not is_pinned(their_config.model.path):
         found.append(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError, ConfigError, FleetEnded
-from baton.hub_name import leaves_open
+from baton.hub_name import leaves_revision_open
 from baton.messages.control import ControlApi, GetConfiguration
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import ClusterKeys, derive_fleet_keys, derive_keys
@@ -203,7 +203,7 @@ def _load(config: BatonConfig, found: Sighting) -> "tuple[Path, Tokenizer]":
     """The model's folder on this machine, which may differ from the owner's, and its tokenizer."""
     asked_for, served = config.model.path, found.config.model.path
     cache_dir = default_cache_dir(os.environ)
-    if "path" in config.model.model_fields_set and not leaves_open(asked_for, served):
+    if "path" in config.model.model_fields_set and not leaves_revision_open(asked_for, served):
         path = resolve(asked_for, cache_dir, weights=False)
         is_another = path != found.model_path and asked_for != served
         if is_another and with_commit(config, path).model.path != served:

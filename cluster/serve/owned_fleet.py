@@ -10,7 +10,7 @@ from typing import Protocol
 
 from baton.config import BatonConfig
 from baton.errors import ConfigError
-from baton.hub_name import HubName, leaves_open
+from baton.hub_name import HubName, leaves_revision_open
 from baton.messages.control import ControlApi, GetConfiguration
 from baton.system.curve import ClusterSecret, derive_keys
 from baton.worker import WorkerRole
@@ -123,7 +123,7 @@ async def with_choices_of(
     if dtype != choose_dtype(config, model_path)._replace(reason=""):
         screen.line("model", f"in {dtype}, as the fleet was started")
     chosen = with_dtype(config, dtype)
-    if not leaves_open(config.model.path, theirs.model.path):
+    if not leaves_revision_open(config.model.path, theirs.model.path):
         return chosen
     return chosen.model_copy(update={"model": chosen.model.with_values("model", path=theirs.model.path)})
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.hub_name import HubName, is_pinned, leaves_open
+from baton.hub_name import HubName, is_pinned, leaves_revision_open
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -71,7 +71,7 @@ def test_clients_ask_for_the_model_without_its_revision() -> None:
 def test_a_name_without_revision_leaves_the_commit_to_the_fleet(
     asked: str, served: str, is_open: bool
 ) -> None:
-    assert leaves_open(asked, served) is is_open
+    assert leaves_revision_open(asked, served) is is_open
 
 
 def test_only_a_commit_pins_a_name() -> None:

@@ -75,7 +75,7 @@ async def test_what_does_not_come_after_a_standstill_is_missed_soon() -> None:
 async def test_what_is_left_can_be_used_again() -> None:
     async with awake_timeout(LIMIT_S) as timer:
         await asyncio.sleep(1.0)
-    assert timer.left_s == pytest.approx(LIMIT_S - 1.0)
+    assert timer.remaining_s == pytest.approx(LIMIT_S - 1.0)
     with pytest.raises(TimeoutError):
         async with awake_timeout(0.0):
             await asyncio.Event().wait()
