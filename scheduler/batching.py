@@ -33,7 +33,7 @@ class Unified:
         received = self._admission.admit_received(step)
         if (first := self._running.first_for_others()) is not None:
             self._admission.admit_waiting(step, self._fit, before=first.queue_key)
-        self._running.go_on(step)
+        self._running.continue_all(step)
         self._running.join(received)
         if not step.preempted:
             self._admission.admit_waiting(step, self._fit)
@@ -68,7 +68,7 @@ class WholePrompts:
 
     def _decode(self, step: StepPlan) -> None:
         received = self._admission.admit_received(step)
-        self._running.go_on(step)
+        self._running.continue_all(step)
         if self._has_mini_vllm_rules:
             self._running.make_room_for_next(step)
         self._running.join(received)

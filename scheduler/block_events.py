@@ -37,7 +37,7 @@ class BlockEvents:
     def take_events(self) -> list[KVEvent]:
         """Events since the last call, in order; a full listing if some were dropped."""
         if self._is_incomplete:
-            return self.begin()
+            return self.full_listing()
         events: list[KVEvent] = [BlocksCleared()] if self._was_cleared else []
         events += [kind(tuple(block_hashes)) for kind, block_hashes in self._runs]
         self._drop_pending()
@@ -48,7 +48,7 @@ class BlockEvents:
         self._drop_pending()
         self._is_incomplete = True
 
-    def begin(self) -> list[KVEvent]:
+    def full_listing(self) -> list[KVEvent]:
         """A full listing, from which the next `take_events` continues: first `BlocksCleared`, then all hashes."""
         self._drop_pending()
         self._is_incomplete = False

@@ -91,7 +91,7 @@ class BlockPool:
 
     @property
     def num_usable(self) -> int:
-        """Every block but the null block."""
+        """The number of blocks, without the null block."""
         return len(self.blocks) - 1
 
     @property

@@ -103,7 +103,7 @@ class Ending:
     def drop_from_running(self) -> None:
         """Removes ended requests from the running ones. Call it after running requests have ended."""
         if self._has_ended_running:
-            self._running.drop_gone()
+            self._running.drop_stopped()
             self._has_ended_running = False
 
     def _end_and_release(

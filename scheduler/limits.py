@@ -10,7 +10,7 @@ from scheduler.request import Request, RequestStatus
 
 
 class ContextLimits:
-    """The limits set by model, pool and budget; `config.num_blocks` and `config.max_model_len` must be set.
+    """The limits that model, pool and budget impose; `config.num_blocks` and `config.max_model_len` must be set.
 
     A request that outgrew the pool could never run again, so the pool's size is a limit, too. If prompts are
     not split, the budget of a step is another limit. The last token of a full context is never computed, so
@@ -37,8 +37,8 @@ class ContextLimits:
         A request is invalid, too, if its initial output already ends it: the sender received the end together
         with these tokens.
         """
-        if end := _end_of_initial_output(request):
-            raise InvalidRequest("output_token_ids", end)
+        if reason := _why_initial_output_ends(request):
+            raise InvalidRequest("output_token_ids", reason)
         if request.num_initial_tokens > self._max_initial_len:
             num_outputs = request.num_output_tokens
             so_far = f", {num_outputs} of output" if num_outputs else ""
@@ -67,7 +67,7 @@ def check_stop(request: Request, max_model_len: int) -> RequestStatus | None:
     return None
 
 
-def _end_of_initial_output(request: Request) -> str | None:
+def _why_initial_output_ends(request: Request) -> str | None:
     """Why a request's initial output already ends it by the same rules; None if the request may continue."""
     params = request.sampling_params
     outputs = request.output_token_ids

@@ -1,4 +1,4 @@
-"""Prefix hits that all KV groups agree about; knows no request.
+"""Prefixes that can be hit in all KV groups; knows no request.
 
 A full-attention group needs every row of a prefix. A windowed group needs only those that the next token's window
 reaches, so rows before them may be missing. The search is that of vLLM's hybrid coordinator (0.13).

@@ -188,7 +188,7 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens found in this worker's prefix cache at first admission."""
         self.num_hit_tokens = 0
-        """First tokens of the prompt that its latest load left out, as prefix-cache hits; written by RemotePrompts."""
+        """How many tokens, from the first on, its latest load left out as prefix-cache hits; set by RemotePrompts."""
         self.num_futile_preemptions = 0
         """Preemptions in a row, without a token sampled in between."""
         self.num_tokens_at_preemption = 0

@@ -34,7 +34,7 @@ class Running:
         self._speculation = speculation
         self.requests: list[Request] = []
 
-    def go_on(self, step: StepPlan) -> None:
+    def continue_all(self, step: StepPlan) -> None:
         """Continues all requests in order. A request that cannot proceed does not stop those behind it.
 
         If blocks run out, requests are preempted until there are enough, or until the request itself is
@@ -64,10 +64,10 @@ class Running:
             if request.spec_token_ids:
                 self._speculation.schedule(request, num_tokens, step)
         if victims is not None:
-            self.drop_gone()
+            self.drop_stopped()
 
     def make_room_for_next(self, step: StepPlan) -> None:
-        """After `go_on`: makes room for the next token of the first request that is not in the step.
+        """After `continue_all`: makes room for the next token of the first request that is not in the step.
 
         miniVLLM has this rule: it looks for a block before it checks whether the step is full.
         """
@@ -79,7 +79,7 @@ class Running:
             self._preemption.preempt(victim, step)
             if victim is first:
                 break
-        self.drop_gone()
+        self.drop_stopped()
 
     def begin(self, request: Request) -> None:
         """Adds a request at the end; a producer, before unfinished producers that come later in the queue's order."""
@@ -105,7 +105,7 @@ class Running:
             index -= 1
         self.requests[index:index] = received
 
-    def drop_gone(self) -> None:
+    def drop_stopped(self) -> None:
         """Removes finished and preempted requests; the others keep their order."""
         running = RequestStatus.RUNNING
         self.requests = [request for request in self.requests if request.status is running]

@@ -97,7 +97,7 @@ class TimedWorker:
         self._planned_work = 0, 0
         self._began_at = 0.0
         self._num_events = 0
-        self._kv_events = self.scheduler.kv_events.begin()
+        self._kv_events = self.scheduler.kv_events.full_listing()
 
     def add(self, sub_request: EngineRequest, answer: tuple[int, ...], now: float) -> None:
         request = Request(

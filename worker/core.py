@@ -93,7 +93,7 @@ class EngineCore:
         """The size of a step, for `begin`, is the number of tokens that the device computes."""
         self.steps = StepCounts()
         """Counts all steps; readable from any thread."""
-        scheduler.kv_events.ignore()  # events cost nothing before their `begin`
+        scheduler.kv_events.ignore()  # events cost nothing before the first `full_listing`
         self.may_progress = False
         """Whether another step could achieve more now. If not, only a command, or the end of a transfer or of
         a grammar's compilation, changes that."""

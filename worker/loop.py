@@ -105,7 +105,7 @@ class EngineLoop:
 
     def abort_client(self, client_id: str) -> None:
         """Ends all requests of a client that is gone."""
-        self._commands.put(lambda: self._forget(client_id))
+        self._commands.put(lambda: self._abort_client(client_id))
 
     def subscribe_kv_events(self, client_id: str) -> None:
         """Sends this client a listing of the prefix cache, and its changes from then on, until `abort_client`."""
@@ -223,7 +223,7 @@ class EngineLoop:
             self._outbox.send(client_id, outputs)
             self._requests.forget_ended(outputs)
 
-    def _forget(self, client_id: str) -> None:
+    def _abort_client(self, client_id: str) -> None:
         if count := len(self._requests.of_client(client_id)):
             logger.warning("connection %s has ended; ending its %d request(s)", client_id, count)
         self._kv_subscribers.discard(client_id)
@@ -233,7 +233,7 @@ class EngineLoop:
 
     def _subscribe_kv(self, client_id: str) -> None:
         self._notify_kv_subscribers()  # so that all subscribers are up to date before the listing
-        listing = merge_events(self._scheduler.kv_events.begin())
+        listing = merge_events(self._scheduler.kv_events.full_listing())
         assert listing is not None, "a full listing must be a change"
         self._kv_subscribers.add(client_id)
         self._outbox.send_kv_change((client_id,), listing)

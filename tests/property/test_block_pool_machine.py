@@ -78,7 +78,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def read_events(self, is_new_reader: bool) -> None:
         """A subscriber of the events knows exactly which blocks can be hit, however late it reads."""
         missed = self.events.take_events()
-        for event in self.events.begin() if is_new_reader else missed:
+        for event in self.events.full_listing() if is_new_reader else missed:
             match event:
                 case BlocksStored(block_hashes):
                     assert self.known_to_reader.isdisjoint(block_hashes)

@@ -213,7 +213,7 @@ def test_c61_accepted_drafts_enter_the_prefix_cache() -> None:
 def test_c61_a_block_of_drafts_cannot_be_hit_before_they_are_accepted() -> None:
     driver, request = driver_for(right(NUM_DRAFTS), num_blocks=40), make_request(29)
     start(driver, request)
-    driver.scheduler.kv_events.begin()
+    driver.scheduler.kv_events.full_listing()
     plan = driver.scheduler.schedule()
     assert len(drafts_of(plan, request)) == NUM_DRAFTS, "with them, 33 tokens"
     assert driver.scheduler.kv_events.take_events() == []

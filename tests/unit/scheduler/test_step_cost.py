@@ -119,7 +119,7 @@ def test_the_tokens_of_an_output_are_copied_once() -> None:
 def test_members_of_enums_are_looked_up_once(overrides: dict[str, Any], output: dict[str, Any]) -> None:
     scheduler = decoding(**overrides)
     found = lookups_of_enums(lambda: run_decode_step(scheduler, **output))
-    assert found["Running.go_on looks up RequestStatus"] == 1
+    assert found["Running.continue_all looks up RequestStatus"] == 1
     assert {name: count for name, count in found.items() if count > 1} == {}
 
 
@@ -127,7 +127,7 @@ def test_an_end_does_not_look_up_members_for_requests_that_run_on() -> None:
     scheduler = decoding()
     found = lookups_of_enums(lambda: run_decode_step(scheduler, ends="r3"))
     assert "r3" not in scheduler.request_ids
-    assert found["Running.drop_gone looks up RequestStatus"] == 1
+    assert found["Running.drop_stopped looks up RequestStatus"] == 1
     assert found.total() < NUM_REQUESTS
 
 
