@@ -8,7 +8,7 @@ from worker.host import EngineHost
 
 
 class WorkerControl:
-    """For a worker that was started. Calls come on any thread, and may block."""
+    """Carries out calls on a worker that was started. Calls come on any thread, and may block."""
 
     def __init__(self, worker: EngineHost) -> None:
         self._worker = worker

@@ -21,7 +21,7 @@ class _Average:
 
 
 class LoadMeter:
-    """Times are the caller's, in seconds. Only steps change the averages: an idle worker keeps the last ones."""
+    """The averages. Only steps change them: an idle worker keeps them. The caller passes all times, in seconds."""
 
     def __init__(self) -> None:
         self._prefill = _Average()

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsServer:
-    """Used once: `start`, then `stop`."""
+    """The server, which is started once, and stopped once."""
 
     def __init__(self, listener: socket.socket, render: Render) -> None:
         """`listener` is bound, and belongs to the server from now on. `render` is called on the server's threads, by

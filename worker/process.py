@@ -97,11 +97,11 @@ def main(arguments: list[str] | None = None) -> int:
         _print(failure_to_json(ClusterError(f"it cannot start: {type(error).__name__}: {error}")))
         return 1
     try:
-        end = _end_on_signals()  # before the pid is known to others
-        worker.when_ended(end.set)
+        stop = _wakeup_by_signals()  # before the pid is known to others
+        worker.when_ended(stop.set)
         _print(endpoint_to_json(endpoint))
         with closing(StdioControlServer(WorkerControl(worker).call, _print)) as server:
-            _serve_control(server, end)
+            _serve_control(server, stop)
     finally:
         failure = worker.status().failure
         worker.stop()
@@ -158,22 +158,23 @@ def _print(line: str) -> None:
         return
 
 
-def _end_on_signals() -> WakeUp:
-    end = WakeUp()
+def _wakeup_by_signals() -> WakeUp:
+    """A flag that the signals to stop set."""
+    stop = WakeUp()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signal_number, lambda *_: end.set())
-    end.set_by_signals()
-    return end
+        signal.signal(signal_number, lambda *_: stop.set())
+    stop.set_by_signals()
+    return stop
 
 
-def _serve_control(server: StdioControlServer, end: WakeUp) -> None:
+def _serve_control(server: StdioControlServer, stop: WakeUp) -> None:
     """Serves control calls until the process is told to end, or until stdin ends."""
     with selectors.PollSelector() as selector:  # epoll would refuse stdin from /dev/null
-        selector.register(end.fileno(), selectors.EVENT_READ)
+        selector.register(stop.fileno(), selectors.EVENT_READ)
         selector.register(sys.stdin, selectors.EVENT_READ)
         while True:
             ready = {key.fileobj for key, _ in selector.select()}
-            if end.fileno() in ready:
+            if stop.fileno() in ready:
                 return
             data = os.read(sys.stdin.fileno(), 65_536)
             if not data:

@@ -17,7 +17,7 @@ def endpoint_to_json(endpoint: WorkerEndpoint) -> str:
 
 
 def failure_to_json(error: BatonError) -> str:
-    """Sent instead of an endpoint if the worker cannot start."""
+    """The line that is sent instead of an endpoint if the worker cannot start."""
     return json.dumps({"failure": str(error), "kind": type(error).__name__})
 
 

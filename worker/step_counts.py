@@ -9,7 +9,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class StepCounts:
-    """Written by the engine's thread, read by any."""
+    """Counts of an engine's steps. The engine's thread writes them, any thread reads them."""
 
     def __init__(self) -> None:
         self.tokens = Histogram(STEP_TOKENS)

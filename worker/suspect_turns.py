@@ -36,7 +36,7 @@ class SuspectTurns:
 
     def __init__(self) -> None:
         self._turns: dict[str, _Turn] = {}
-        """By request. The last one's turn ends last."""
+        """By request. The turn that began last ends last."""
         self._next_client: str | None = None
         self._reserved_until = 0.0
 
@@ -86,10 +86,10 @@ class SuspectTurns:
             and (request_ids is None or request_id in request_ids)
         ]
         for request_id in dropped:
-            self.end_turn(request_id, now)
+            self.conclude(request_id, now)
         return bool(dropped)
 
-    def end_turn(self, request_id: str, now: float) -> None:
+    def conclude(self, request_id: str, now: float) -> None:
         """Ends the turn of a suspect that has ended, or whose answer has grown."""
         del self._turns[request_id]
         if self.is_free(now):
@@ -101,7 +101,7 @@ class SuspectTurns:
             return False
         ended = {output.request_id for output in outputs if self._ends_with(output)}
         for request_id in ended:
-            self.end_turn(request_id, now)
+            self.conclude(request_id, now)
         return bool(ended)
 
     def _ends_with(self, output: RequestOutput) -> bool:
