@@ -24,8 +24,8 @@ P = TypeVar("P", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class RankTransferEnd:
-    """This rank's end of one rank transfer."""
+class RankTransferSide:
+    """One rank transfer, as this rank sees it."""
 
     rank_transfer: RankTransfer
     key: TransferKey
@@ -44,11 +44,11 @@ class RankTransfers:
         self._pool = pool
         self._views: dict[RankLayout, PieceView] = {}
         """Views by the peer's layout. There are only as many layouts as kinds of workers."""
-        self._by_request: dict[str, tuple[RankTransferEnd, ...]] = {}
+        self._by_request: dict[str, tuple[RankTransferSide, ...]] = {}
         self._refusals: dict[str, str] = {}
-        self._by_key: dict[TransferKey, RankTransferEnd] = {}
+        self._by_key: dict[TransferKey, RankTransferSide] = {}
 
-    def open(self, request_id: str, transfer: KVTransferParams) -> tuple[RankTransferEnd, ...]:
+    def open(self, request_id: str, transfer: KVTransferParams) -> tuple[RankTransferSide, ...]:
         """The rank transfers of a new request; `close` must follow.
 
         Empty if the workers cannot exchange KV (see `refusal`), or if other ranks of this producer send all of the KV.
@@ -60,19 +60,19 @@ class RankTransfers:
         else:
             is_producer = transfer.role is TransferRole.PRODUCER
             ranks = self._pool.peers_of(num_peers, is_producer=is_producer)
-        ends: list[RankTransferEnd] = []
+        sides: list[RankTransferSide] = []
         for rank in ranks:
             key = self._key(transfer, rank)
             view = self._view(RankLayout(peer.block_size, num_peers, rank))
-            end = RankTransferEnd(
+            side = RankTransferSide(
                 RankTransfer(request_id, rank), key, peer.name, peer.kv_addresses[rank], view
             )
-            self._by_key.setdefault(key, end)
-            ends.append(end)
-        self._by_request[request_id] = tuple(ends)
-        return tuple(ends)
+            self._by_key.setdefault(key, side)
+            sides.append(side)
+        self._by_request[request_id] = tuple(sides)
+        return tuple(sides)
 
-    def of(self, request_id: str) -> tuple[RankTransferEnd, ...]:
+    def of(self, request_id: str) -> tuple[RankTransferSide, ...]:
         """The request's rank transfers; empty if the request is unknown or has ended."""
         return self._by_request.get(request_id, ())
 
@@ -84,26 +84,26 @@ class RankTransfers:
         """Whether a request is open without rank transfers."""
         return self._by_request.get(request_id) == ()
 
-    def at(self, key: TransferKey) -> RankTransferEnd:
+    def at(self, key: TransferKey) -> RankTransferSide:
         """A rank transfer of an open request."""
         return self._by_key[key]
 
-    def find(self, rank_transfer: RankTransfer) -> RankTransferEnd | None:
-        """None if the request has ended."""
-        ends = self.of(rank_transfer.request_id)
-        return next((end for end in ends if end.rank_transfer == rank_transfer), None)
+    def find(self, rank_transfer: RankTransfer) -> RankTransferSide | None:
+        """The rank transfer, as this rank sees it; None if its request has ended."""
+        sides = self.of(rank_transfer.request_id)
+        return next((side for side in sides if side.rank_transfer == rank_transfer), None)
 
     def peer_of(self, rank_transfer: RankTransfer) -> str:
         """The peer's name; empty if the request has ended."""
-        end = self.find(rank_transfer)
-        return end.peer if end is not None else ""
+        side = self.find(rank_transfer)
+        return side.peer if side is not None else ""
 
     def close(self, request_id: str) -> None:
         """Ends the request's hand-over. A second request with the same key has nothing to remove."""
         self._refusals.pop(request_id, None)
-        for end in self._by_request.pop(request_id, ()):
-            if self._by_key.get(end.key) is end:
-                del self._by_key[end.key]
+        for side in self._by_request.pop(request_id, ()):
+            if self._by_key.get(side.key) is side:
+                del self._by_key[side.key]
 
     def __len__(self) -> int:
         return len(self._by_request)

@@ -66,15 +66,15 @@ class RankPool:
 
     def pieces(self, theirs: RankLayout) -> "PieceView":
         """This pool, cut into the pieces of a rank transfer with a rank of layout `theirs`."""
-        return PieceView(*self._ends(theirs))
+        return PieceView(*self._sides(theirs))
 
     def _heads_on(self, num_ranks: int) -> int:
         """Number of heads in the blocks of one rank, if a worker has `num_ranks` ranks."""
         num_heads = self.fingerprint.num_divided_heads
         return 1 if num_heads is None else num_heads // num_ranks
 
-    def _ends(self, theirs: RankLayout) -> tuple["PiecesInBlocks", "PiecesInBlocks"]:
-        """Our end of a rank transfer, and the end of a rank of layout `theirs`."""
+    def _sides(self, theirs: RankLayout) -> tuple["PiecesInBlocks", "PiecesInBlocks"]:
+        """Our side of a rank transfer, and the side of a rank of layout `theirs`."""
         num_heads, heads_there = self.fingerprint.num_divided_heads, self._heads_on(theirs.num_ranks)
         blocks_there = replace(self._block, num_heads=heads_there, block_size=theirs.block_size)
         return (
@@ -92,7 +92,7 @@ class KVBytes(RankPool):
         self.blocks = blocks
 
     def pieces(self, theirs: RankLayout) -> "HostPieces":
-        return HostPieces(self.blocks, *self._ends(theirs))
+        return HostPieces(self.blocks, *self._sides(theirs))
 
 
 @dataclass(frozen=True, slots=True)

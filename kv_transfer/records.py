@@ -34,21 +34,21 @@ class PeerMetrics:
 
     def sent(self, peer: str, transport: str, exposed_s: float | None, is_needed: bool) -> None:
         """Counts a producer's rank transfer. `exposed_s`: from the prefill's end to the release; None: not released."""
-        where = TransferRole.PRODUCER, peer, transport
+        place = TransferRole.PRODUCER, peer, transport
         if exposed_s is not None:
-            self._add(KVPeerCounts(*where, done=1, exposed_s=exposed_s))
+            self._add(KVPeerCounts(*place, done=1, exposed_s=exposed_s))
         else:
-            self._add(KVPeerCounts(*where, failed=int(is_needed), not_needed=int(not is_needed)))
+            self._add(KVPeerCounts(*place, failed=int(is_needed), not_needed=int(not is_needed)))
 
     def received(self, peer: str, transport: str, queued_s: float, moving_s: float) -> None:
         """Counts a rank transfer that arrived: the time before its first piece, and the time since."""
-        where = TransferRole.CONSUMER, peer, transport
-        self._add(KVPeerCounts(*where, done=1, queued_s=queued_s, moving_s=moving_s))
+        place = TransferRole.CONSUMER, peer, transport
+        self._add(KVPeerCounts(*place, done=1, queued_s=queued_s, moving_s=moving_s))
 
     def missed(self, peer: str, transport: str, is_needed: bool) -> None:
-        """Counts a rank transfer whose load failed, or, if it is not needed, whose request ended."""
-        where = TransferRole.CONSUMER, peer, transport
-        self._add(KVPeerCounts(*where, failed=int(is_needed), not_needed=int(not is_needed)))
+        """Counts a rank transfer whose load failed; with `is_needed` false, one whose request ended first."""
+        place = TransferRole.CONSUMER, peer, transport
+        self._add(KVPeerCounts(*place, failed=int(is_needed), not_needed=int(not is_needed)))
 
     def snapshot(self) -> tuple[KVPeerCounts, ...]:
         """The current sums; the same tuple until something changes."""

@@ -30,7 +30,7 @@ _Staging = tuple[WantedPieces, tuple[int, ...]]
 
 
 class BlockWriter:
-    """Belongs to the transfer thread."""
+    """Writes pieces to one rank's pool; belongs to the transfer thread."""
 
     def __init__(self, pool: RankPool) -> None:
         self._stager: Stager[_Staging] | None = make_stager(pool)

@@ -77,8 +77,8 @@ class ConsumerEndpoint:
             case AbortLoad():
                 self._abort(command)
             case GiveUpLoad():
-                for end in self._rank_transfers.of(command.request_id):
-                    self._give_up(end.rank_transfer, command)
+                for side in self._rank_transfers.of(command.request_id):
+                    self._give_up(side.rank_transfer, command)
 
     def on_message(self, peer: Peer, message: ToConsumer) -> None:
         """Handles a producer's message; the channel still has the payload of `Pieces`."""
@@ -133,16 +133,16 @@ class ConsumerEndpoint:
     def _begin(self, command: BeginLoad) -> None:
         now = self._clock.now()
         self._timelines.begin(command.request_id, command.transfer)
-        for end in self._rank_transfers.open(command.request_id, command.transfer):
+        for side in self._rank_transfers.open(command.request_id, command.transfer):
             self._do(
                 self._consumer.begin(
-                    end.rank_transfer, end.key, end.address, command.num_tokens, end.view.shape, now
+                    side.rank_transfer, side.key, side.address, command.num_tokens, side.view.shape, now
                 )
             )
 
     def _load(self, command: LoadBlocks) -> None:
         request_id, now = command.request_id, self._clock.now()
-        ends = self._rank_transfers.of(request_id)
+        sides = self._rank_transfers.of(request_id)
         self._timelines.mark(request_id, TransferEventKind.ASKED)
         if (refusal := self._rank_transfers.refusal(request_id)) is not None:
             reason = f"the workers do not match: {refusal}"
@@ -153,19 +153,19 @@ class ConsumerEndpoint:
             failed, transfers = FailedKV(request_id, 0, reason), self._timelines.conclude(request_id)
             self.output += KVConnectorOutput(failed_recving=(failed,), transfers=transfers)
             return
-        self._loads.begin(request_id, [end.rank_transfer for end in ends])
+        self._loads.begin(request_id, [side.rank_transfer for side in sides])
         layout = self._pool.layout
         first_position = command.first_index // layout.groups.num_groups * layout.block_size
         effects: list[Effect] = []
-        for end in ends:  # begin all first: a failed one ends the others
-            effects += self._consumer.load(end.rank_transfer, first_position, command.block_ids, now)
+        for side in sides:  # begin all first: a failed one ends the others
+            effects += self._consumer.load(side.rank_transfer, first_position, command.block_ids, now)
         self._do(effects)
 
     def _abort(self, command: AbortLoad) -> None:
         is_loading = command.request_id in self._loads
         self._loads.abort(command.request_id)
-        for end in self._rank_transfers.of(command.request_id):
-            self._do(self._consumer.abort(end.rank_transfer, command.reason))
+        for side in self._rank_transfers.of(command.request_id):
+            self._do(self._consumer.abort(side.rank_transfer, command.reason))
         if not is_loading:
             self._rank_transfers.close(command.request_id)
             self._timelines.forget(command.request_id)
@@ -182,12 +182,12 @@ class ConsumerEndpoint:
         wanted = self._consumer.wanted(message, self._clock.now())
         if wanted is None:
             return
-        end = self._rank_transfers.at(message.key)
-        self._timelines.mark(end.rank_transfer.request_id, TransferEventKind.FIRST_PIECE)
+        side = self._rank_transfers.at(message.key)
+        self._timelines.mark(side.rank_transfer.request_id, TransferEventKind.FIRST_PIECE)
         if wanted.transport in SENDS_BYTES:
-            self._writer.receive(wanted, end.view, self._channel.read_payload())
+            self._writer.receive(wanted, side.view, self._channel.read_payload())
         else:
-            self._read(wanted, end.view)
+            self._read(wanted, side.view)
         self._collect()
 
     def _read(self, wanted: WantedPieces, view: PieceView) -> None:
@@ -212,11 +212,11 @@ class ConsumerEndpoint:
     def _on_written(self, written: WrittenPieces) -> None:
         """Counts the bytes, and reports every piece to the state machine."""
         wanted = written.wanted
-        end = self._rank_transfers.at(wanted.message.key)
-        num_bytes = written.num_arrived * end.view.nbytes
+        side = self._rank_transfers.at(wanted.message.key)
+        num_bytes = written.num_arrived * side.view.nbytes
         self._counters["kv_bytes_received"] += num_bytes
-        self._metrics.moved(TransferRole.CONSUMER, end.peer, wanted.transport, num_bytes)
-        self._timelines.moved(end.rank_transfer.request_id, wanted.transport, num_bytes)
+        self._metrics.moved(TransferRole.CONSUMER, side.peer, wanted.transport, num_bytes)
+        self._timelines.moved(side.rank_transfer.request_id, wanted.transport, num_bytes)
         self._do(self._consumer.on_arrived(wanted, written.damaged, self._clock.now()))
 
     def _on_read_failed(self, wanted: WantedPieces, error: str) -> None:
@@ -257,14 +257,16 @@ class ConsumerEndpoint:
 
     def _take_received(self, received: Received) -> None:
         rank_transfer, transport = received.rank_transfer, received.transport
-        end = self._rank_transfers.find(rank_transfer)
-        assert end is not None, f"{rank_transfer} arrived after its request had ended"
-        self._metrics.received(end.peer, transport, received.elapsed_s - received.moving_s, received.moving_s)
+        side = self._rank_transfers.find(rank_transfer)
+        assert side is not None, f"{rank_transfer} arrived after its request had ended"
+        self._metrics.received(
+            side.peer, transport, received.elapsed_s - received.moving_s, received.moving_s
+        )
         self._timelines.part_ended(rank_transfer.request_id, TransferEventKind.VERIFIED, transport)
         arrived = ReceivedKV(
             rank_transfer.request_id,
             received.first_token,
-            num_bytes=received.num_pieces * end.view.nbytes,
+            num_bytes=received.num_pieces * side.view.nbytes,
             elapsed_s=received.elapsed_s,
             moving_s=received.moving_s,
             transport=transport,
@@ -322,8 +324,8 @@ class ConsumerEndpoint:
 
     def _close(self, request_id: str) -> None:
         """Closes an ended load, and aborts rank transfers that were postponed before another one failed."""
-        for end in self._rank_transfers.of(request_id):
-            self._do(self._consumer.abort(end.rank_transfer, "the load failed on another rank"))
+        for side in self._rank_transfers.of(request_id):
+            self._do(self._consumer.abort(side.rank_transfer, "the load failed on another rank"))
         self._rank_transfers.close(request_id)
 
 

@@ -1,4 +1,4 @@
-"""Memory that a CUDA device copies from and to, and many copies at once.
+"""Memory that a CUDA device copies from and to, and a function that queues many copies.
 
 CudaMemory is on the device, pinned_array on the host. `queue_copies` merges copies into few driver calls: runs of equal
 length at equal distances become rows of one copy. A call costs the transfer thread some 5 us, whatever it copies. If

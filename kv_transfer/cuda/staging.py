@@ -87,7 +87,7 @@ class _Copy(Generic[T]):
 
 
 class Stager(Generic[T]):
-    """Belongs to the transfer thread. Call `poll` every POLL_INTERVAL_S while it is busy."""
+    """Moves pieces of one pool; belongs to the transfer thread. Call `poll` every POLL_INTERVAL_S while it is busy."""
 
     def __init__(self, memory: CudaMemory, buffer_nbytes: int) -> None:
         """`buffer_nbytes`: at least the largest piece. CudaError if the host cannot lock so much memory."""
@@ -140,7 +140,7 @@ class Stager(Generic[T]):
 
     @property
     def poll_interval_s(self) -> float | None:
-        """None while there is nothing to poll for."""
+        """Time between calls of `poll`; None while there is nothing to poll for."""
         return POLL_INTERVAL_S if self._under_way or self._done else None
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class Stager(Generic[T]):
 
 
 def make_stager(pool: RankPool) -> Stager[T] | None:
-    """None for a pool in host memory, whose pieces are used in place."""
+    """A stager for a pool on a device; None for a pool in host memory, whose pieces are used in place."""
     if not isinstance(pool, DeviceKVBytes):
         return None
     return Stager(pool.memory, max(pool.block_nbytes, BYTES_PER_TURN))

@@ -76,18 +76,18 @@ class ProducerEndpoint:
             self._timelines.mark(request_id, TransferEventKind.PREFILLED)
         if isinstance(command, FinishSend | AbortSend) and self._rank_transfers.has_none(request_id):
             self._end_without_transfers(command)
-        for end in self._rank_transfers.of(request_id):
+        for side in self._rank_transfers.of(request_id):
             match command:
                 case SendBlocks(first_index=first, block_ids=block_ids):
-                    self._do(self._producer.blocks_ready(end.rank_transfer, first, block_ids))
+                    self._do(self._producer.blocks_ready(side.rank_transfer, first, block_ids))
                 case WithdrawBlocks():
-                    self._drop_staged(end.key)
-                    self._do(self._producer.withdraw(end.rank_transfer))
+                    self._drop_staged(side.key)
+                    self._do(self._producer.withdraw(side.rank_transfer))
                 case FinishSend(num_blocks=num_blocks, tail_block_ids=tail, first_token=first_token):
-                    self._do(self._producer.blocks_ready(end.rank_transfer, num_blocks - len(tail), tail))
-                    self._do(self._producer.finish(end.rank_transfer, first_token, now))
+                    self._do(self._producer.blocks_ready(side.rank_transfer, num_blocks - len(tail), tail))
+                    self._do(self._producer.finish(side.rank_transfer, first_token, now))
                 case AbortSend(reason=reason, is_unneeded=is_unneeded):
-                    self._do(self._producer.abort(end.rank_transfer, reason, is_unneeded))
+                    self._do(self._producer.abort(side.rank_transfer, reason, is_unneeded))
         if isinstance(command, AbortSend) and not command.is_held:
             self.output = output  # the request had no blocks, so none are reported free
 
@@ -119,13 +119,13 @@ class ProducerEndpoint:
         return max(len(self._producer), len(self._rank_transfers))
 
     def _begin(self, command: BeginSend) -> None:
-        ends = self._rank_transfers.open(command.request_id, command.transfer)
+        sides = self._rank_transfers.open(command.request_id, command.transfer)
         self._timelines.begin(command.request_id, command.transfer)
-        self._open.begin(command.request_id, [end.rank_transfer for end in ends])
-        for end in ends:
+        self._open.begin(command.request_id, [side.rank_transfer for side in sides])
+        for side in sides:
             self._do(
                 self._producer.begin(
-                    end.rank_transfer, end.key, command.num_tokens, end.view.shape, end.view.nbytes
+                    side.rank_transfer, side.key, command.num_tokens, side.view.shape, side.view.nbytes
                 )
             )
 
@@ -166,8 +166,8 @@ class ProducerEndpoint:
 
     def _conclude(self, request_id: str) -> None:
         """Reports the end of a hand-over of which no rank transfer is read any more."""
-        for end in self._rank_transfers.of(request_id):
-            self._drop_staged(end.key)
+        for side in self._rank_transfers.of(request_id):
+            self._drop_staged(side.key)
         self._rank_transfers.close(request_id)
         self._open.forget(request_id)
         transfers = self._timelines.conclude(request_id)
@@ -199,12 +199,12 @@ class ProducerEndpoint:
             self._stager.drop(lambda effect: effect.key == key)
 
     def _send(self, effect: SendPieces, checksums: Sequence[int], payload: Sequence[Bytes]) -> None:
-        end = self._rank_transfers.at(effect.key)
+        side = self._rank_transfers.at(effect.key)
         header = Pieces(effect.key, effect.version, effect.indices, effect.piece_ids, tuple(checksums))
         if not self._channel.send(effect.peer, TO_CONSUMER.encode(header), payload):
             return  # the consumer will ask again
-        num_bytes = len(effect.piece_ids) * end.view.nbytes
+        num_bytes = len(effect.piece_ids) * side.view.nbytes
         self._counters["kv_bytes_sent"] += num_bytes
-        self._metrics.moved(TransferRole.PRODUCER, end.peer, effect.transport, num_bytes)
-        self._timelines.mark(end.rank_transfer.request_id, TransferEventKind.FIRST_PIECE)
-        self._timelines.moved(end.rank_transfer.request_id, effect.transport, num_bytes)
+        self._metrics.moved(TransferRole.PRODUCER, side.peer, effect.transport, num_bytes)
+        self._timelines.mark(side.rank_transfer.request_id, TransferEventKind.FIRST_PIECE)
+        self._timelines.moved(side.rank_transfer.request_id, effect.transport, num_bytes)

@@ -165,7 +165,7 @@ class IncomingTransfer:
         )
 
     def received(self, now: float) -> Received:
-        """Says that the rank transfer is complete."""
+        """The notification that the rank transfer is complete."""
         assert self.end is not None
         first_at = self.first_piece_at if self.first_piece_at is not None else now
         return Received(
@@ -225,6 +225,6 @@ class IncomingTransfer:
         """
         if self.is_unproven:
             return 0
-        end = self.first_piece + self.num_pieces
-        missing = min((index for index in self.targets if index not in self.verified), default=end)
+        end_index = self.first_piece + self.num_pieces
+        missing = min((index for index in self.targets if index not in self.verified), default=end_index)
         return (missing - self.first_piece) // self.shape.num_groups * self.shape.num_tokens

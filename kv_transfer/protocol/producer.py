@@ -91,7 +91,7 @@ class Producer:
         shape: PieceShape,
         piece_nbytes: int,
     ) -> list[Effect]:
-        """The engine accepted the request, and computes it unless the consumer was refused or cancelled.
+        """The engine accepted the request, and computes it unless the consumer was refused, or has cancelled.
 
         A second request with the same key is never served.
         """
@@ -388,7 +388,7 @@ class Producer:
         return [*effects, freed]
 
     def _remember(self, transfer: OutgoingTransfer, farewell: Farewell) -> None:
-        """Only the first farewell counts: it says why the rank transfer ended."""
+        """Stores the farewell for late questions. Only the first one counts: it says why the rank transfer ended."""
         self._farewells.setdefault(transfer.key, farewell)
         if len(self._farewells) > MAX_ENDED:
             del self._farewells[next(iter(self._farewells))]

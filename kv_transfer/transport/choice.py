@@ -24,18 +24,18 @@ def make_readers(
 
     A transport that does not work here is skipped with a warning, or raises ConfigError if the configuration names it.
     """
-    asked = config.transport
+    configured = config.transport
     readers: list[PoolReader] = []
     makers = (
         _device_makers(blocks, clock)
         if isinstance(blocks, DeviceBlocks)
         else _host_makers(blocks, memory, clock)
     )
-    if asked not in ("auto", ZMQ_TCP, *makers):
+    if configured not in ("auto", ZMQ_TCP, *makers):
         where = "on a device" if isinstance(blocks, DeviceBlocks) else "in host memory"
-        raise ConfigError(f"kv_transfer.transport: {asked} cannot move KV that is {where}")
+        raise ConfigError(f"kv_transfer.transport: {configured} cannot move KV that is {where}")
     for name, make in makers.items():
-        if asked != name and not (asked == "auto" and _auto_tries(name)):
+        if configured != name and not (configured == "auto" and _auto_tries(name)):
             continue
         try:
             readers.append(make())
@@ -43,7 +43,7 @@ def make_readers(
             reason = f"{name} cannot be set up here: {error}"
             if name == NIXL and isinstance(blocks, DeviceBlocks):
                 reason += "; KV on a device needs a UCX with CUDA support (`ucx_info -d` lists cuda_copy)"
-            if asked == name:
+            if configured == name:
                 raise ConfigError(f"kv_transfer.transport: {reason}") from error
             logger.warning("KV transport not available: %s", reason)
     return readers

@@ -68,7 +68,7 @@ class Read:
 
 
 class NixlReader:
-    """One per process; belongs to the transfer thread. ConfigError if NIXL is not installed.
+    """A process has one, which belongs to the transfer thread. ConfigError if NIXL is not installed.
 
     A peer may also be this process itself.
     """

@@ -1,7 +1,7 @@
 """NixlAgent: one agent of the NIXL library over one pool; the only module that imports NIXL, knows no message.
 
-We call the extension module below NIXL's Python layer, because that layer fixes the progress thread's interval. At
-that interval the thread spins, and takes a whole core from the engine.
+We call NIXL's extension module, and not its Python layer, because this layer fixes the progress thread's interval. At
+that interval, the thread spins, and takes a whole core from the engine.
 """
 
 import importlib

@@ -35,8 +35,8 @@ class SharedMemory:
         self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(self.fd, 0, num_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-        taken = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self.array: Bytes = np.frombuffer(taken, np.uint8)
+        mapped = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.array: Bytes = np.frombuffer(mapped, np.uint8)
 
     def __del__(self) -> None:
         os.close(self.fd)

@@ -74,7 +74,7 @@ class _Connection:
 
 
 class ZmqChannel:
-    """Belongs to one thread. Peers connect to `address`, on a port that the system chooses."""
+    """One rank's channel, for one thread. Peers connect to `address`, on a port that the system chooses."""
 
     def __init__(
         self,
