@@ -11,7 +11,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository, one of its revisions, and which of its GGUF files."""
+    """A repository, one of its revisions, and perhaps one of its GGUF files."""
 
     repo: str
     """ORG/NAME."""

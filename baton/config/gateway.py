@@ -209,7 +209,7 @@ class GatewayConfig(Section):
 
     @model_validator(mode="after")
     def _check_unused(self) -> Self:
-        """Errors name no store: its address may have a password."""
+        """Refuses keys without effect. Its errors name no store, whose address may have a password."""
         bounds = ("response_store_mib", "response_store_caller_mib", "response_store_ttl_s")
         if self.http_port is None:
             unused = "is only for HTTP, but http_port: null turns HTTP off"

@@ -1,6 +1,6 @@
 """The control API's messages: what operators and gateways ask a controller, and what a controller asks a worker.
 
-A request names the type of its answer, so a call has types over any carrier: `await control.call(DrainWorker("w1"))`.
+A request names the type of its answer, so calls are typed over any carrier: `await control.call(DrainWorker("w1"))`.
 baton/messages/control_codec.py encodes the messages.
 """
 
@@ -147,7 +147,7 @@ class StartReport:
     lacking: tuple[WorkerRole, ...]
     """Roles that should have workers, but have none that serves."""
     failure: CallFailure | None
-    """An error that no further try would change."""
+    """An error that no further try would change; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

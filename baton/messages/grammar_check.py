@@ -11,8 +11,8 @@ HEADER_BYTES = 4
 CPU_LIMIT_S = 1.0
 """Limit for compiling one grammar. Ordinary grammars take at most a hundredth of it."""
 FOLLOW_LIMIT_S = 0.25
-"""Limit for a grammar's first tokens, whose masks a worker computes between two steps. Ordinary grammars take at most
-a hundredth of it."""
+"""Limit for the masks of a grammar's first tokens, which a worker computes between two steps. Ordinary grammars take at
+most a hundredth of it."""
 MEMORY_LIMIT_BYTES = 512 * 2**20
 """Memory that a compiling process may map beyond what it had at its start."""
 STACK_BYTES = 32 * 2**20

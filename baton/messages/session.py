@@ -52,7 +52,7 @@ class GatewaySession:
 
     @property
     def number(self) -> int | None:
-        """None until the worker has opened a session."""
+        """The session's number; None until the worker has opened a session."""
         return self._number
 
     def hello(self) -> Hello:

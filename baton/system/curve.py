@@ -87,7 +87,7 @@ class ClusterSecret:
 
 
 def derive_keys(secret: ClusterSecret | None) -> ClusterKeys:
-    """Equal secrets give equal keys in every process. Without a secret, the planes have no keys."""
+    """A cluster's keys. Equal secrets give equal keys in every process. Without a secret, the planes have no keys."""
     if secret is None:
         return ClusterKeys(request=None, kv=None, prefix=_PREFIX_KEY_WITHOUT_SECRET)
     _check_curve()

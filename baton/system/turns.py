@@ -43,7 +43,7 @@ class FairTurns(Generic[C, T]):
             self._waiting.pop(caller, None)
 
     def take_next(self, may: Callable[[C], bool] = lambda _: True) -> tuple[C, T] | None:
-        """The next entry and its caller; None if no caller for whom `may` is true has an entry.
+        """The next entry and its caller, among callers for whom `may` is true; None if these have no entry.
 
         If no entry waits at all, all callers begin anew.
         """

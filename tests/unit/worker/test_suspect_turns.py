@@ -34,7 +34,7 @@ def test_c56_a_suspect_whose_turn_has_passed_may_still_run_and_is_named() -> Non
     assert turns.running() == ("a",)
     assert turns.begin("g1", suspect("b"), SUSPECT_TURN_S) is None
     assert turns.running() == ("a", "b")
-    turns.end_turn("a", SUSPECT_TURN_S + 1.0)
+    turns.conclude("a", SUSPECT_TURN_S + 1.0)
     assert turns.running() == ("b",)
 
 
@@ -45,10 +45,10 @@ def test_c56_who_was_refused_first_begins_next(ends_at: float) -> None:
     turns.begin("g1", suspect("a"), 0.0)
     assert turns.begin("g2", suspect("x"), 0.5) is not None
     if ends_at < SUSPECT_TURN_S:
-        turns.end_turn("a", ends_at)
+        turns.conclude("a", ends_at)
     assert turns.begin("g1", suspect("b"), ends_at) is not None
     assert turns.begin("g2", suspect("x"), ends_at + 0.5) is None
-    turns.end_turn("x", ends_at + 0.6)
+    turns.conclude("x", ends_at + 0.6)
     assert turns.begin("g1", suspect("b"), ends_at + 0.6) is None
 
 
@@ -56,7 +56,7 @@ def test_c56_a_place_is_not_kept_for_long() -> None:
     turns = SuspectTurns()
     turns.begin("g1", suspect("a"), 0.0)
     turns.begin("g2", suspect("x"), 0.5)
-    turns.end_turn("a", 1.0)
+    turns.conclude("a", 1.0)
     assert turns.begin("g1", suspect("b"), 1.0 + RESERVED_S) is None
 
 
@@ -82,7 +82,7 @@ def test_c56_a_turn_ends_with_its_held_suspect_but_not_with_one_that_runs() -> N
     turns.release("g1", "b")
     assert not turns.drop("g1", None, 1.5), "its last output ends its turn"
     assert turns.running() == ("b",)
-    turns.end_turn("b", 2.0)
+    turns.conclude("b", 2.0)
     turns.begin("g1", suspect("c"), 2.0)
     assert turns.drop("g1", None, 2.5)
     assert turns.running() == ()
