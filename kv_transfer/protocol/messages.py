@@ -246,7 +246,7 @@ class SealedCodec(Generic[M]):
         return seal(self._codec.encode(message), PROTOCOL_VERSION)
 
     def decode(self, frame: bytes) -> M:
-        """The message in a frame. A WireError says what is wrong: DamagedFrame, OtherVersion, or the message itself."""
+        """The message in a frame. Raises DamagedFrame, OtherVersion, or a WireError that says what is wrong with it."""
         if len(frame) < PREFIX_BYTES or frame[:SEAL_BYTES] != xxhash.xxh3_64_digest(frame[SEAL_BYTES:]):
             raise DamagedFrame(f"a frame of {len(frame)} bytes is damaged")
         version = int.from_bytes(frame[SEAL_BYTES:PREFIX_BYTES])
