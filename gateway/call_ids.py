@@ -18,12 +18,15 @@ _DRAWN_BYTES = 8
 _MAX_OFFERED = _MAX_CHARACTERS - 2 * _DRAWN_BYTES - len("-")
 
 MAX_PARENT_CHARACTERS = 128
-"""Version 00 has 55 characters; later versions add theirs after these."""
+"""A header of version 00 has 55 characters. Later versions may append fields."""
 MAX_STATE_CHARACTERS = 512
-"""The recommendation requires systems to pass on at least this many characters. The rest is dropped."""
+"""The recommendation requires systems to pass on at least this many characters. A longer state is shortened to this
+length."""
 MAX_STATE_MEMBERS = 32
+"""A state with more members is dropped as a whole."""
+
 LARGE_MEMBER_CHARACTERS = 128
-"""If the state is too long, larger members are dropped first."""
+"""If the state is too long, members with more characters than this are dropped first, then the last ones."""
 
 
 def is_well_formed(request_id: str) -> bool:
@@ -72,8 +75,8 @@ def trace_context_from(parents: Sequence[str], states: Sequence[str]) -> TraceCo
 class CallIds:
     """The ids of the tool calls of one answer; the tools' results refer to them.
 
-    Each answer draws its own, so they are unique even if a client gives all its requests the same id. The
-    same object always gives the same ids.
+    Each answer draws its own ids, so ids are unique even if a client gives all its requests the same id. One object
+    always gives the same id for the same index.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,8 @@ One answer may fill a context of 131,072 tokens with 20 log-probabilities each. 
 """
 
 PORTION_TOKENS = 128
-"""Tokens that are collected at once. With all log-probabilities, this takes about a millisecond."""
+"""How many tokens are collected at once. If each token has the most log-probabilities, this takes about a
+millisecond."""
 
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
@@ -35,7 +36,8 @@ def batches_of(
 ) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
     """Yields batches of the deltas that are available. Each answer's deltas are in order, up to the finish.
 
-    If one answer fails, all answers fail. Closing the generator ends all requests. Deltas come in `prompt_parts`.
+    If one answer fails, all answers fail. Closing the generator ends all requests. `prompt_parts` divides deltas with
+    log-probabilities of a prompt.
     """
     batches = _batches_of(driver, requests)
     has_prompt_logprobs = requests[0].sampling_params.prompt_logprobs is not None
@@ -43,8 +45,8 @@ def batches_of(
 
 
 def prompt_parts(delta: Delta) -> Iterator[Delta]:
-    """The delta. If it has log-probabilities of many tokens of the prompt: parts with those of at most PORTION_TOKENS
-    tokens. The last part also has everything else."""
+    """The delta, or parts of it if it has log-probabilities of more than PORTION_TOKENS prompt tokens. Each part has
+    the log-probabilities of at most so many tokens. The last part also has everything else."""
     logprobs = delta.prompt_logprobs
     if logprobs is None or len(logprobs) <= PORTION_TOKENS:
         yield delta
@@ -78,7 +80,8 @@ async def _batches_of(
         return
     waiting: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(len(requests))
     tasks = [
-        asyncio.create_task(_pump(driver, index, request, waiting)) for index, request in enumerate(requests)
+        asyncio.create_task(_put_deltas(driver, index, request, waiting))
+        for index, request in enumerate(requests)
     ]
     num_open = len(tasks)
     try:
@@ -98,7 +101,7 @@ async def _batches_of(
         await asyncio.wait(tasks)
 
 
-async def _pump(
+async def _put_deltas(
     driver: RequestDriver,
     index: int,
     request: GatewayRequest,
@@ -115,29 +118,29 @@ async def _pump(
 def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:
     """Raises InvalidRequest if all answers together could contain more than MAX_VALUES values.
 
-    Without `max_tokens`, the whole room after the prompt counts. `names` maps Baton's names of fields to the
-    client's.
+    A request without `max_tokens` counts with the whole room after its prompt. `names`: the client's names of fields,
+    by Baton's names.
     """
-    num_of_prompts = sum(map(_num_prompt_values, requests))
-    num_values = sum(map(_num_values, requests)) + num_of_prompts
+    num_prompt_values = sum(map(_num_prompt_values, requests))
+    num_values = sum(map(_num_values, requests)) + num_prompt_values
     if num_values <= MAX_VALUES:
         return
     longest = max(request.sampling_params.max_tokens for request in requests)
     num_top = requests[0].sampling_params.logprobs or 0
     max_tokens, logprobs = (names.get(name, name) for name in ("max_tokens", "logprobs"))
-    fitting = (MAX_VALUES - num_of_prompts) // (len(requests) * (1 + num_top))
+    fitting = (MAX_VALUES - num_prompt_values) // (len(requests) * (1 + num_top))
     if fitting < 1:
         raise InvalidRequest(
             names.get("prompt_logprobs", "prompt_logprobs"),
             f"an answer that is not streamed may hold {MAX_VALUES} values; the log-probabilities of the prompts are "
-            f"{num_of_prompts} values. Ask for fewer, lower n, or send fewer or shorter prompts",
+            f"{num_prompt_values} values. Ask for fewer, lower n, or send fewer or shorter prompts",
         )
     fewer = f"lower {logprobs} or n" if num_top else "lower n"
     raise InvalidRequest(
         max_tokens,
         f"an answer that is not streamed may hold {MAX_VALUES} values; this one may have {num_values}: {len(requests)} "
         f"answers x {longest} tokens x {1 + num_top} values (the token and {num_top} {logprobs})"
-        f"{f', and {num_of_prompts} of the prompts' if num_of_prompts else ''}. Set {max_tokens} to "
+        f"{f', and {num_prompt_values} of the prompts' if num_prompt_values else ''}. Set {max_tokens} to "
         f"at most {fitting}, {fewer}, or set stream: true",
     )
 

@@ -77,7 +77,7 @@ class GatewayError(Exception):
 
     @property
     def advice(self) -> str:
-        """A further hint for users; may be empty."""
+        """What users may do about the error; may be empty."""
         details = self.details
         hints = []
         if details.retry_after_s is not None:
@@ -92,7 +92,7 @@ class GatewayError(Exception):
 
 
 class CallBroken(GatewayError):
-    """The connection broke before the answer. The gateway may have the call, and carry it out."""
+    """The connection broke before the answer. The gateway may have received the call, and may still carry it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class GatewayClient:
             ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
             ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
             ("grpc.http2.max_pings_without_data", 0),  # else gRPC stops after two pings
-            # A proxy cannot reach this machine's loopback. gRPC would use the one that http_proxy names.
+            # A proxy cannot reach this machine's loopback. By default, gRPC uses the proxy that http_proxy names.
             ("grpc.enable_http_proxy", int(not is_loopback(host_of(target)))),
         ]
         self._target = target
@@ -219,8 +219,8 @@ class GatewayClient:
         await self._response(self._cluster.DrainWorker, cluster_pb.DrainWorkerRequest(worker=worker))
 
     async def drain_node(self, node: str, timeout_s: float) -> None:
-        """Drains the node of this address or name. Returns once the node has no workers; it gets no new ones.
-        Raises GatewayError if it still has workers after `timeout_s`.
+        """Drains the node of this address or name: the node gets no new workers. Returns once the node has no workers
+        any more. Raises GatewayError if the node still has workers after `timeout_s`.
         """
         request = cluster_pb.DrainNodeRequest(node=node, timeout_s=timeout_s)
         await self._response(self._cluster.DrainNode, request)
@@ -240,7 +240,8 @@ class GatewayClient:
         return tuple(CacheFlush(flush.worker, flush.obstacle) for flush in response.workers)
 
     async def rollout(self, workers: Sequence[str] = ()) -> AsyncIterator[RolloutStep]:
-        """Restarts these workers, or all, one after another. Yields a step when a new process serves."""
+        """Restarts these workers, or all workers, one after another. Yields a step each time that a new process
+        serves."""
         request = cluster_pb.RolloutFleetRequest(workers=workers)
         call = self._cluster.RolloutFleet(request, metadata=self._metadata)
         async with aclosing(self._responses(call)) as steps:

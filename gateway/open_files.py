@@ -7,10 +7,11 @@ from baton.config import GatewayConfig
 from baton.errors import ConfigError
 
 OTHER_FILES = 1024
-"""Files reserved for everything but clients' connections. A worker needs six."""
+"""Files reserved for everything except clients' connections. Each worker needs six of them."""
 
 _FEWEST_OTHER_FILES = 128
-"""The reserve if the hard limit is low: half of the limit, but at least this, which is enough for some workers."""
+"""The least reserve, enough for some workers. If the hard limit is low, the reserve is half of the limit, but not less
+than this."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
     )
 
 
-def num_needed(config: GatewayConfig) -> int:
+def num_files_needed(config: GatewayConfig) -> int:
     """How many open files the gateway may need if all connections are in use."""
     return _num_ports(config) * config.max_connections + OTHER_FILES
 

@@ -1,4 +1,4 @@
-"""Places: a limit for calls or jobs of one kind at once. A refusal says when to try again."""
+"""Places: limits how many calls or jobs of one kind run at once. A refusal says when to try again."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -37,7 +37,7 @@ UNLIMITED = sys.maxsize
 MAX_SALT_CHARACTERS = 1_024
 
 MAX_PROMPT_LOGPROBS = 2**18
-"""The most log-probabilities of one prompt, each token's top ones included. They travel in one message."""
+"""The most log-probabilities of one prompt, including the top ones of each token. All of them travel in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class ClientRequest:
     params: SamplingParams
     """`max_tokens` may be larger than the room after the prompt; then the answer gets only this room."""
     unset: Iterable[str] = ()
-    """Settings in `params` that the client did not choose; they become the model's defaults."""
+    """Settings in `params` that the client did not choose. The model's defaults replace them."""
     request_id: str | None = None
     """None: an id is generated."""
     keep_special_tokens: bool = False
@@ -80,7 +80,7 @@ class Preprocessor:
         isolate_prefix_cache: bool = False,
     ) -> None:
         """`max_waiting`: how many prompts may wait for a thread. `log_prompts`: log the prompts.
-        `isolate_prefix_cache`: callers share no cached prefixes."""
+        `isolate_prefix_cache`: callers do not share cached prefixes."""
         self._log_prompts = log_prompts
         self._isolate_prefix_cache = isolate_prefix_cache
         self._grammars = grammars
@@ -93,20 +93,24 @@ class Preprocessor:
     def has_chat_template(self) -> bool:
         return self._tokenizer.has_chat_template
 
-    async def preprocess(self, asked: ClientRequest) -> GatewayRequest:
+    async def preprocess(self, client_request: ClientRequest) -> GatewayRequest:
         """Tokenizes the prompt, and checks all values against the model. InvalidRequest names the field."""
-        prompt, caller = asked.prompt, asked.caller
-        if asked.request_id is not None and not is_well_formed(asked.request_id):
-            raise InvalidRequest("request_id", f"must be {WELL_FORMED}, got {asked.request_id[:60]!r}")
-        request_id = asked.request_id or secrets.token_hex(16)
+        prompt, caller = client_request.prompt, client_request.caller
+        if client_request.request_id is not None and not is_well_formed(client_request.request_id):
+            raise InvalidRequest(
+                "request_id", f"must be {WELL_FORMED}, got {client_request.request_id[:60]!r}"
+            )
+        request_id = client_request.request_id or secrets.token_hex(16)
         if self._log_prompts:
             _log_prompt(request_id, prompt)
-        params = self._checked(asked)
+        params = self._checked(client_request)
         now = asyncio.get_running_loop().time
         began = now()
-        prompt_token_ids = await self.tokenize(prompt, caller, asked.timeout_s)
-        params, new_parser = self._completed(params, asked, prompt_token_ids)
-        await self._check_grammar(asked, params.structured_output, _left(asked.timeout_s, now() - began))
+        prompt_token_ids = await self.tokenize(prompt, caller, client_request.timeout_s)
+        params, new_parser = self._completed(params, client_request, prompt_token_ids)
+        await self._check_grammar(
+            client_request, params.structured_output, _time_left(client_request.timeout_s, now() - began)
+        )
         is_chat, isolates = isinstance(prompt, Conversation), self._isolate_prefix_cache
         return GatewayRequest(
             request_id=request_id,
@@ -116,21 +120,26 @@ class Preprocessor:
                 self._tokenizer.backend,
                 params.stop,
                 params.min_tokens,
-                not asked.keep_special_tokens,
+                not client_request.keep_special_tokens,
                 prompt_token_ids,
                 self._tokenizer.kept_tokens if is_chat else NO_TOKENS,
             ),
             new_parser=new_parser,
-            priority=_priority_for(caller, asked.priority),
-            cache_salt=_own_salt(caller, asked.cache_salt) if isolates else asked.cache_salt,
-            skip_reading_prefix_cache=asked.skip_reading_prefix_cache or params.prompt_logprobs is not None,
-            affinity_key=None if asked.affinity_key is None else _own_salt(caller, asked.affinity_key),
-            mode=asked.mode,
-            timeout_s=_left(asked.timeout_s, now() - began),
+            priority=_priority_for(caller, client_request.priority),
+            cache_salt=_own_salt(caller, client_request.cache_salt)
+            if isolates
+            else client_request.cache_salt,
+            skip_reading_prefix_cache=client_request.skip_reading_prefix_cache
+            or params.prompt_logprobs is not None,
+            affinity_key=None
+            if client_request.affinity_key is None
+            else _own_salt(caller, client_request.affinity_key),
+            mode=client_request.mode,
+            timeout_s=_time_left(client_request.timeout_s, now() - began),
             caller=caller,
             preprocess_s=now() - began,
-            api=asked.api,
-            trace=asked.trace,
+            api=client_request.api,
+            trace=client_request.trace,
             is_chat=is_chat,
         )
 
@@ -146,7 +155,7 @@ class Preprocessor:
         except TimeoutError:
             raise DeadlinePassed("the request's deadline passed before its prompt was tokenized") from None
 
-    def room_behind(self, num_tokens: int, max_model_len: int | None = None) -> int:
+    def room_after(self, num_tokens: int, max_model_len: int | None = None) -> int:
         """How many tokens an answer may have after `num_tokens` prompt tokens. Raises PromptTooLong if none.
 
         `max_model_len`: the request's own limit, which is at most the model's limit.
@@ -165,39 +174,45 @@ class Preprocessor:
             )
         return room
 
-    def _checked(self, asked: ClientRequest) -> SamplingParams:
-        """The parameters with a checked structured output. Checks all that needs no tokens of the prompt."""
-        for field, text in (("cache_salt", asked.cache_salt), ("affinity_key", asked.affinity_key)):
+    def _checked(self, client_request: ClientRequest) -> SamplingParams:
+        """Checks everything that can be checked without the prompt's tokens. Returns the parameters, with the
+        structured output as `checked_answer` returns it."""
+        for field, text in (
+            ("cache_salt", client_request.cache_salt),
+            ("affinity_key", client_request.affinity_key),
+        ):
             if text is not None and len(text) > MAX_SALT_CHARACTERS:
                 raise InvalidRequest(
                     field, f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(text)}"
                 )
-        most, max_model_len = self._model.max_model_len, asked.max_model_len
-        if max_model_len is not None and not 1 <= max_model_len <= most:
-            raise InvalidRequest("max_model_len", f"must be 1 to the model's {most}, got {max_model_len}")
-        params, answer = asked.params, asked.params.structured_output
+        model_limit, max_model_len = self._model.max_model_len, client_request.max_model_len
+        if max_model_len is not None and not 1 <= max_model_len <= model_limit:
+            raise InvalidRequest(
+                "max_model_len", f"must be 1 to the model's {model_limit}, got {max_model_len}"
+            )
+        params, answer = client_request.params, client_request.params.structured_output
         self._model.check_token_ids("logit_bias", params.logit_bias)
         self._model.check_token_ids("stop_token_ids", params.stop_token_ids)
         return params if answer is None else replace(params, structured_output=checked_answer(answer))
 
     def _completed(
-        self, params: SamplingParams, asked: ClientRequest, prompt_token_ids: tuple[int, ...]
+        self, params: SamplingParams, client_request: ClientRequest, prompt_token_ids: tuple[int, ...]
     ) -> tuple[SamplingParams, Callable[[], AnswerParser | None]]:
-        """The parameters with the model's defaults, the answer's room and its grammar; and the factory of its
-        parsers."""
-        room = self._room(prompt_token_ids, asked.max_model_len)
+        """Returns the parameters with the model's defaults, a limit that fits the room after the prompt, and the
+        answer's grammar; and a factory of parsers for the answer."""
+        room = self._room(prompt_token_ids, client_request.max_model_len)
         _check_num_logprobs(params.prompt_logprobs, len(prompt_token_ids))
-        defaults = {name: getattr(self._model.sampling_defaults, name) for name in asked.unset}
+        defaults = {name: getattr(self._model.sampling_defaults, name) for name in client_request.unset}
         params = replace(params, max_tokens=min(params.max_tokens, room), **defaults)
-        if isinstance(asked.prompt, Conversation):
-            return self._of_turn(asked.prompt, prompt_token_ids, params)
+        if isinstance(client_request.prompt, Conversation):
+            return self._completed_for_turn(client_request.prompt, prompt_token_ids, params)
         return params, no_parser
 
-    def _of_turn(
+    def _completed_for_turn(
         self, prompt: Conversation, prompt_token_ids: tuple[int, ...], params: SamplingParams
     ) -> tuple[SamplingParams, Callable[[], AnswerParser | None]]:
-        """The parameters with the grammar of the turn that continues a conversation; and the factory of its
-        parsers."""
+        """Returns the parameters with the grammar of the turn that continues a conversation; and a factory of parsers
+        for this turn."""
         answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
         assert answer_format is not None, "without a chat template, a conversation is not tokenized"
         answer = params.structured_output
@@ -208,16 +223,20 @@ class Preprocessor:
         return params, partial(answer_format.new_parser, prompt, end, answer)
 
     async def _check_grammar(
-        self, asked: ClientRequest, grammar: StructuredOutput | None, timeout_s: float | None
+        self, client_request: ClientRequest, grammar: StructuredOutput | None, timeout_s: float | None
     ) -> None:
         """InvalidRequest if the answer's grammar does not compile. The grammar may come from the request's tools."""
         if grammar is None:
             return
         try:
-            await self._grammars.check(grammar, asked.caller.name, timeout_s)
+            await self._grammars.check(grammar, client_request.caller.name, timeout_s)
         except InvalidRequest as error:
-            prompt = asked.prompt
-            if asked.params.structured_output is None and isinstance(prompt, Conversation) and prompt.tools:
+            prompt = client_request.prompt
+            if (
+                client_request.params.structured_output is None
+                and isinstance(prompt, Conversation)
+                and prompt.tools
+            ):
                 problem = f"their schemas cannot guide a model: {error.problem}"
                 raise InvalidRequest("tools", problem) from error
             raise
@@ -226,13 +245,13 @@ class Preprocessor:
         """Checks the prompt's tokens. Returns how many tokens an answer may have, which is at least one."""
         if not token_ids:
             raise InvalidRequest("prompt", "must not be empty")
-        room = self.room_behind(len(token_ids), max_model_len)
+        room = self.room_after(len(token_ids), max_model_len)
         self._model.check_token_ids("token_ids", token_ids)
         return room
 
 
-def samples(request: GatewayRequest, number: int) -> list[GatewayRequest]:
-    """`number` requests for independent answers: `request`, and copies with derived ids and seeds.
+def independent_requests(request: GatewayRequest, number: int) -> list[GatewayRequest]:
+    """`number` requests for independent answers: `request` itself, and copies of it with derived ids and seeds.
 
     The same seed gives the same answers again. The first of several answers equals the answer to a single
     request.
@@ -244,7 +263,7 @@ def samples(request: GatewayRequest, number: int) -> list[GatewayRequest]:
             request_id=f"{request.request_id}-{index}",
             call_id=request.call_id or request.request_id,
             repeats_prompt=True,
-            sampling_params=replace(params, seed=_derived(params.seed, index)),
+            sampling_params=replace(params, seed=_derived_seed(params.seed, index)),
             text=request.text.new_stream(),
         )
         for index in range(1, number)
@@ -263,7 +282,7 @@ def _check_num_logprobs(num_top: int | None, num_tokens: int) -> None:
 
 
 def _log_prompt(request_id: str, prompt: Prompt) -> None:
-    """Logs the prompt as the client sent it; of a conversation, its messages and tools as JSON."""
+    """Logs the prompt as the client sent it. A conversation is logged as JSON, with its messages and tools."""
     logged: object = prompt
     text = repr(prompt)
     if isinstance(prompt, Conversation):
@@ -292,8 +311,8 @@ def _check_may_end(params: SamplingParams, reason: str) -> None:
         raise InvalidRequest("min_tokens", f"must be 0 {why}; got {params.min_tokens}")
 
 
-def _left(timeout_s: float | None, gone_s: float) -> float | None:
-    return None if timeout_s is None else max(0.0, timeout_s - gone_s)
+def _time_left(timeout_s: float | None, elapsed_s: float) -> float | None:
+    return None if timeout_s is None else max(0.0, timeout_s - elapsed_s)
 
 
 def _own_salt(caller: Caller, cache_salt: str | None) -> str:
@@ -301,21 +320,21 @@ def _own_salt(caller: Caller, cache_salt: str | None) -> str:
     return json.dumps([caller.name, cache_salt])
 
 
-def _priority_for(caller: Caller, asked: int) -> int:
+def _priority_for(caller: Caller, priority: int) -> int:
     """The request's priority, limited by the caller's best priority. Lower values go first; 0 is the
     default."""
     best = caller.best_priority
     if best is None:
-        return asked
-    if asked < min(best, 0):
+        return priority
+    if priority < min(best, 0):
         raise InvalidRequest(
             "priority",
-            f"got {asked}; the key of '{caller.name}' allows only {best} or higher (lower values go first)",
+            f"got {priority}; the key of '{caller.name}' allows only {best} or higher (lower values go first)",
         )
-    return max(asked, best)
+    return max(priority, best)
 
 
-def _derived(seed: int | None, index: int) -> int | None:
+def _derived_seed(seed: int | None, index: int) -> int | None:
     """The seed of another answer. None if the request has no seed: then each answer gets a random seed
     later."""
     if seed is None:

@@ -35,7 +35,7 @@ from gateway.http.responses.stores import store_for
 from gateway.http.server import HttpServer
 from gateway.http.tokenize import tokenize_routes
 from gateway.model import ServedModel
-from gateway.open_files import fitted_to_open_files, num_needed
+from gateway.open_files import fitted_to_open_files, num_files_needed
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 from gateway.requests.latency_window import MAX_WINDOW_S
@@ -166,7 +166,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Binds the ports and begins to serve. Raises ConfigError if a port is in use."""
-        raise_open_files(num_needed(self._config))
+        raise_open_files(num_files_needed(self._config))
         await self._grpc.start()
         if self._http is not None:
             await self._http.start()
@@ -187,7 +187,7 @@ class Gateway:
         return None if self._http is None else self._http.port
 
     def report(self, window_s: float = MAX_WINDOW_S) -> GatewayReport:
-        """Latencies of the last `window_s`, at most a minute, and the workers' latest heartbeats."""
+        """Latencies of the last `window_s` (at most a minute), and the workers' latest heartbeats."""
         driver = self._driver
         seen = driver.dispatcher.latencies.latencies(window_s, self._clock.now())
         return GatewayReport(
@@ -202,7 +202,7 @@ class Gateway:
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls at once, and lets running calls continue for `grace_s`. Then requests end with an error,
-        and all other calls are cancelled. May be called again with a shorter time, once the first call was cancelled.
+        and all other calls are cancelled. If this call is cancelled, `stop` may be called again, with a shorter time.
         """
         self._cluster.end_watches()
         frontends = (self._grpc, self._http) if self._http else (self._grpc,)

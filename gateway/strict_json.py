@@ -26,7 +26,8 @@ MAX_SEARCHED_BYTES = 2**16
 _BRACKET = re.compile(rb"[\[\]{}]")
 _SHAPE = bytes.maketrans(b"123456789E", b"000000000e")
 _LARGE_NUMBERS = (b"0" * 19, b"0e")
-"""A number beyond 64 bits contains one of these after `_SHAPE`: at least 19 digits, or an exponent."""
+"""A number beyond 64 bits contains one of these after the translation by `_SHAPE`: at least 19 digits, or an
+exponent."""
 
 _NESTED = frozenset((dict, list))
 
@@ -42,7 +43,7 @@ class NotStrict(ValueError):
 
 
 def parse(body: bytes) -> Any:
-    """The value. Its strings can be encoded; its numbers are finite, and its integers fit into 64 bits.
+    """The parsed value. Its strings can be encoded, its numbers are finite, and its integers fit into 64 bits.
 
     Raises NotStrict with the reason if the text is refused.
     """
@@ -63,7 +64,8 @@ def parse(body: bytes) -> Any:
 
 
 def count_values(body: bytes) -> int:
-    """The number of values or a larger number, without parsing the text. Raises NotStrict if there are very many."""
+    """An upper bound for the number of values, found without parsing the text. Raises NotStrict if there are very
+    many."""
     return _num_values(_without_strings(body))
 
 
@@ -96,7 +98,7 @@ def _check_size(structure: bytes) -> None:
 def _check(value: Any, *, has_large_numbers: bool) -> int:
     """Checks the parsed value, and returns the number of keys of all objects together.
 
-    Without large numbers, only lists and objects are visited.
+    If `has_large_numbers` is false, only lists and objects are visited.
     """
     num_keys = 0
     waiting = [value]

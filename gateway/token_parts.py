@@ -24,7 +24,7 @@ class TokenParts:
         self._waiting: list[TokenLogprobs | None] = []
         """Tokens that may belong to a tag or to text."""
         self._has_waiting_text = False
-        """Whether some of these tokens have text."""
+        """Whether some of the waiting tokens have text."""
         self._has_call = False
         """Whether a call began after the latest text."""
         self.num_reasoning_tokens = 0
@@ -55,7 +55,7 @@ class TokenParts:
         return self._parser is not None and self._parser.may_reason
 
     def flush(self) -> list[TokenLogprobs]:
-        """The remaining log-probabilities, once no more tokens follow."""
+        """The log-probabilities of the waiting tokens, if these are text. Call this when no more tokens follow."""
         if self._parser is None or self._detokenizer is None:
             return []
         events = [*self._parser.push(self._detokenizer.flush()), *self._parser.flush()]

@@ -66,9 +66,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         )
 
     async def _preprocess(self, request: pb.GenerateRequest, context: Context) -> GatewayRequest:
-        self._preprocessor.room_behind(len(request.token_ids.ids))  # before millions of ids become a tuple
+        self._preprocessor.room_after(len(request.token_ids.ids))  # before millions of ids become a tuple
         try:
-            asked = ClientRequest(
+            client_request = ClientRequest(
                 prompt=convert.prompt_from(request),
                 params=convert.sampling_params_from(request.sampling_params),
                 unset=convert.unset_in(request.sampling_params),
@@ -84,6 +84,6 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 caller=current_caller.get(),
                 trace=trace_of(context),
             )
-            return await self._preprocessor.preprocess(asked)
+            return await self._preprocessor.preprocess(client_request)
         except InvalidRequest as error:
             raise type(error)(CLIENT_NAMES.get(error.field, error.field), error.problem) from error

@@ -28,7 +28,7 @@ from gateway.grpc.guard import trace_of
 from gateway.grpc.status import Context
 from gateway.grpc.vllm_whole import WholeResponse
 from gateway.model import ServedModel
-from gateway.preprocess import ClientRequest, Preprocessor, samples
+from gateway.preprocess import ClientRequest, Preprocessor, independent_requests
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
 
@@ -170,9 +170,9 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def _preprocess(self, request: pb.GenerateRequest, context: Context) -> list[GatewayRequest]:
         # This comes before millions of ids become a tuple.
-        self._preprocessor.room_behind(len(request.tokenized.input_ids))
+        self._preprocessor.room_after(len(request.tokenized.input_ids))
         params = request.sampling_params
-        asked = ClientRequest(
+        client_request = ClientRequest(
             prompt=convert.prompt_from(request),
             params=convert.sampling_params_from(params),
             unset=unset_in(params),
@@ -183,7 +183,9 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             trace=trace_of(context),
             api="vllm",
         )
-        gateway_requests = samples(await self._preprocessor.preprocess(asked), max(1, params.n))
+        gateway_requests = independent_requests(
+            await self._preprocessor.preprocess(client_request), max(1, params.n)
+        )
         if not request.stream:
             check_whole_answer(gateway_requests)
         return gateway_requests

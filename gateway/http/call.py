@@ -74,7 +74,7 @@ class HttpCall:
     ) -> GatewayRequest:
         """A request with this prompt, and with the fields of `body` that are not in `params`; see
         Preprocessor."""
-        asked = ClientRequest(
+        client_request = ClientRequest(
             prompt=prompt,
             params=params,
             unset=body.unset,
@@ -91,4 +91,4 @@ class HttpCall:
             api=self.api,
             trace=self.trace,
         )
-        return await preprocessor.preprocess(asked)
+        return await preprocessor.preprocess(client_request)

@@ -112,7 +112,7 @@ class PageTrial:
         prompt: Prompt = request.prompt
         if self._preprocessor.has_chat_template:
             prompt = Conversation((ChatMessage("user", request.prompt),))
-        asked = ClientRequest(
+        client_request = ClientRequest(
             prompt=prompt,
             params=SamplingParams(max_tokens=request.max_tokens, temperature=request.temperature),
             request_id=call.request_id,
@@ -121,7 +121,7 @@ class PageTrial:
             api=call.api,
             trace=call.trace,
         )
-        return self._events(await self._preprocessor.preprocess(asked))
+        return self._events(await self._preprocessor.preprocess(client_request))
 
     async def _events(self, gateway_request: GatewayRequest) -> AsyncGenerator[bytes, None]:
         arrived_at = self._clock.now() - gateway_request.preprocess_s

@@ -38,7 +38,7 @@ from gateway.http.openai.logprobs import (
 )
 from gateway.http.openai.openai_answer import AnswerHead
 from gateway.model import ServedModel
-from gateway.preprocess import Preprocessor, Prompt, samples
+from gateway.preprocess import Preprocessor, Prompt, independent_requests
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
 from gateway.turn_budget import TurnBudget
@@ -124,7 +124,7 @@ class OpenAIRoutes:
             if number:
                 own_id = f"{call.request_id}-p{number}"
                 gateway_request = replace(gateway_request, request_id=own_id, call_id=call.request_id)
-            gateway_requests += samples(gateway_request, body.num_samples)
+            gateway_requests += independent_requests(gateway_request, body.num_samples)
             await budget.pause_if_spent()
         if not body.stream:
             check_whole_answer(gateway_requests, names)

@@ -110,7 +110,7 @@ class CreateResponse:
     async def _fits(self, body: PromptFields, call: HttpCall, conversation: Conversation) -> bool:
         limit = body.max_model_len if isinstance(body, ResponseRequest) else None
         try:
-            self._preprocessor.room_behind(await self._num_tokens(conversation, call), limit)
+            self._preprocessor.room_after(await self._num_tokens(conversation, call), limit)
         except PromptTooLong:
             return False
         return True

@@ -8,7 +8,7 @@ import pytest
 from baton.config import GatewayConfig
 from baton.errors import ConfigError
 from baton.system.open_files import MAX_FILES, raise_open_files
-from gateway.open_files import OTHER_FILES, fitted_to_open_files, num_needed
+from gateway.open_files import OTHER_FILES, fitted_to_open_files, num_files_needed
 
 
 @dataclass
@@ -32,7 +32,7 @@ def raised(monkeypatch: pytest.MonkeyPatch, limits: Limits, **config: int | None
     monkeypatch.setattr(resource, "getrlimit", limits.get)
     monkeypatch.setattr(resource, "setrlimit", limits.set)
     hard = limits.hard
-    raise_open_files(num_needed(fitted_to_open_files(GatewayConfig.model_validate(config))))
+    raise_open_files(num_files_needed(fitted_to_open_files(GatewayConfig.model_validate(config))))
     assert limits.hard == hard
     return limits.soft
 

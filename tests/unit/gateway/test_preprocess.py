@@ -184,7 +184,7 @@ def test_what_contradicts_the_grammar_of_tools_is_refused_with_the_reason(
 ) -> None:
     chat = Conversation((ChatMessage("user", "hi"),), (Tool("f"),), ToolChoice(use))
     with (
-        patch.object(preprocessor, "room_behind", return_value=50),
+        patch.object(preprocessor, "room_after", return_value=50),
         pytest.raises(InvalidRequest, match=problem),
     ):
         take_in(preprocessor, chat, params)
@@ -200,7 +200,7 @@ def test_a_grammar_that_does_not_compile_is_blamed_on_the_field_that_asked_for_i
     answer = StructuredOutput(GrammarKind.REGEX, "(yes")
 
     with (
-        patch.object(preprocessor, "room_behind", return_value=50),
+        patch.object(preprocessor, "room_after", return_value=50),
         pytest.raises(InvalidRequest, match="tools: their schemas cannot guide a model: "),
     ):
         take_in(preprocessor, chat)
