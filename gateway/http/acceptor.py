@@ -19,13 +19,14 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """Longest time from the accept of a connection to the end of its TLS handshake."""
 
 MAX_REFUSALS = 16
-"""At most this many connections beyond the limit stay open until the refusal is sent. Further ones close at once."""
+"""At most this many connections beyond the limit stay open until their refusal is sent. Further connections are closed
+at once."""
 REFUSAL_TIMEOUT_S = 2.0
 """How long a connected client may take to read its refusal."""
 
 ACCEPTS_PER_TURN = 16
-"""Accepts per turn of the event loop. Handshakes proceed between turns. So in a burst of connections, the
-later ones do not displace the first ones before their handshakes end."""
+"""How many connections are accepted per turn of the event loop. Handshakes proceed between turns. So in a burst of
+connections, the first ones can end their handshakes before later ones would displace them."""
 
 PAUSE_S = 1.0
 """Pause after an accept failed for lack of file descriptors or memory. Without the pause, the listening
@@ -151,7 +152,7 @@ class Acceptor:
         return True
 
     async def _serve(self, connection: socket.socket, protocol: BoundedH11, timeout_s: float | None) -> None:
-        """Returns when the connection is closed, at the latest `timeout_s` after its handshake."""
+        """Returns when the connection is closed, at the latest `timeout_s` after its handshake. None: no limit."""
         context = None if self._tls is None else self._tls()
         try:
             await asyncio.get_running_loop().connect_accepted_socket(

@@ -29,7 +29,7 @@ OnlyFalse = Annotated[Literal[False], BeforeValidator(_refuse_number)]
 
 
 class Body(BaseModel):
-    """Part of a request. Unknown fields are errors, and a number in quotes is not a number.
+    """A request's body, or a part of it. Unknown fields are errors, and a number in quotes is not a number.
 
     `null` means that a field is absent, as in OpenAI's API.
     """

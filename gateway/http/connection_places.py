@@ -29,9 +29,9 @@ class ConnectionPlaces(Generic[Connection]):
     def __init__(self, number: int) -> None:
         self.number = number
         self.num_reserved = number // 4
-        """The running requests of one caller leave this many places to other clients. New connections may displace idle
-        connections of callers until strangers have more than this many. So a caller can always connect and show its
-        key."""
+        """The running requests of one caller leave this many places to other clients. While strangers have at most this
+        many connections, a new connection first displaces an idle connection of a caller; otherwise first an idle one
+        of a stranger. So a caller can always connect and show its key."""
         self._strangers: _Groups[Connection] = {}
         self._callers: _Groups[Connection] = {}
         self._group_of: dict[Connection, tuple[_Groups[Connection], str]] = {}

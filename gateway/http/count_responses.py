@@ -18,7 +18,7 @@ METHODS = frozenset(HTTPMethod)
 
 
 class CountResponses:
-    """An ASGI middleware. The application that it wraps must set the route in this scope, not in a copy."""
+    """An ASGI middleware. The application that it wraps must set the route in the scope that it gets, not in a copy."""
 
     def __init__(
         self, app: ASGIApp, routes: Collection[str], on_response: OnResponse, on_error: OnCallError

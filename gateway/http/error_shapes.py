@@ -36,11 +36,12 @@ ANTHROPIC_TYPES = {
 """Anthropic's `type` of an error by status. Other statuses are `invalid_request_error` or `api_error`."""
 
 OPENAI_CODES = {413: "request_entity_too_large", 429: "rate_limit_exceeded"}
-"""`code` by status, where it is not Python's name of the status. The name of 413 depends on Python's version."""
+"""OpenAI's `code` of an error, by status. For other statuses, it is Python's name of the status. Python's name of 413
+depends on its version."""
 
 ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
-"""Anthropic's `details` of a refusal, by field. The tool runner of the `anthropic` package asks for a thread. With
-these details, it goes on without one."""
+"""Anthropic's `details` of a refusal, by field. The tool runner of the `anthropic` package sends the field `thread`. If
+it gets these details, it continues without the field."""
 
 MAX_MESSAGE_CHARACTERS = 2_000
 """Limit for the message and for the name of the field: they may contain client input, which must not be

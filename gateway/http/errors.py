@@ -148,7 +148,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _bug(request: Request, error: Exception) -> JSONResponse:
-    """The response for an unexpected error. It runs outside of every middleware, so it adds the request's id
+    """The response for an unexpected error. This handler runs outside of every middleware, so it adds the request's id
     itself."""
     request_id = request.state.request_id
     note_error(request.scope, INTERNAL_ERROR)

@@ -64,8 +64,8 @@ class EventSender:
     async def pieces(self, pieces: Iterable[str]) -> None:
         """Sends whole events, whose pieces are ASCII, in large parts.
 
-        No ping comes from the first piece to the last. Pings may be numbered like the events, and events get their
-        numbers when their pieces are made.
+        No ping is sent between the first and the last piece. An event gets its number when its pieces are made, and a
+        ping may need the number after it.
         """
         self._is_writing_pieces = True
         try:
@@ -93,7 +93,7 @@ class EventSender:
 
     @property
     def _is_idle(self) -> bool:
-        """False while the client still has to read an event."""
+        """False while an event is only partly sent, or waits for the client to read."""
         is_writing = self._is_writing_pieces or self._sending.locked()
         return self._is_between_events and not is_writing
 
@@ -106,7 +106,7 @@ class EventStream(Response):
     """
 
     def __init__(self, produce: Callable[[EventSender], Awaitable[None]], ping: Ping | None = None) -> None:
-        """`ping`: makes what the client gets while no event comes; None: the client gets nothing."""
+        """`ping`: makes what the client gets while no event comes. None: the client then gets nothing."""
         super().__init__()
         self._produce = produce
         self._ping = ping
@@ -122,7 +122,8 @@ class EventStream(Response):
         await sender.end()
 
     async def _produce_with(self, ping: Ping, sender: EventSender) -> None:
-        """Pings once the stream is old enough. Most streams end earlier, and a timer costs less than a task."""
+        """Starts a task that sends pings once the stream has lasted for PING_INTERVAL_S. Most streams end earlier, and
+        a timer costs less than a task."""
         pinging: list[asyncio.Task[None]] = []
 
         def begin() -> None:

@@ -52,8 +52,8 @@ class Answer(Protocol):
 class GeneratedResponse(Response):
     """Generates the answers while it sends them. If the client disconnects, its requests end on all workers.
 
-    Errors before the first token are raised, so the response has an error status. A later error becomes a
-    stream's last event, and so does an error after a stream's first ping, with which the status is sent.
+    Errors are raised until the status is sent, so the response has an error status. A stream sends its status with the
+    first event or the first ping; a later error becomes its last event.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ async def answering(
 
 
 def log_if_internal(error: Exception, request_id: str) -> None:
-    """The client learns only that an internal error happened; the log says which."""
+    """Logs an internal error: the client learns only that one happened."""
     if codes_of(error).is_internal:
         extra = {"request_id": request_id}
         logger.error("the stream of request %s failed", request_id, exc_info=error, extra=extra)

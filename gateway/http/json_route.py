@@ -30,14 +30,14 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def body(self) -> bytes:
-        """Checks the headers before FastAPI reads the body. FastAPI would parse it only if its content type
-        is JSON."""
+        """Checks the headers before FastAPI reads the body. Without this check, FastAPI would not parse a body of
+        another content type."""
         if _has_body(self.headers):
             _check_kind(self.headers)
         return await super().body()
 
     async def json(self) -> Any:
-        """The parsed body. Raises JSONDecodeError, for which FastAPI sends an error of the client."""
+        """The parsed body. Raises JSONDecodeError, which FastAPI reports as an error of the client."""
         if not hasattr(self, "_json"):
             body = await self.body()
             try:

@@ -108,8 +108,8 @@ class BoundedH11(H11Protocol):
         self.is_over.set()
 
     def end(self) -> None:
-        """Closes the connection because the gateway stops. Refuses a request without an answer, and breaks
-        off a partial answer."""
+        """Closes the connection because the gateway stops. Refuses a request that has no answer yet, and breaks off a
+        partial answer."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True  # to the request's handlers, the client has disconnected

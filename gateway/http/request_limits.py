@@ -16,9 +16,9 @@ MAX_HEADER_BYTES = 32 * 1024
 incomplete."""
 BODY_TIMEOUT_S = 60.0
 MAX_BODIES = 32
-"""All requests of one caller that are not being answered yet hold at most as much as this many bodies of the largest
-size. A caller may have a thousand connections: without this limit, its bodies could take all memory before any other
-limit applies."""
+"""One caller's requests that are not being answered yet may hold, together, the bytes of this many bodies of the
+largest size. A caller may have a thousand connections: without this limit, its bodies could take all memory before any
+other limit applies."""
 
 
 class RequestLimits:
@@ -63,8 +63,8 @@ class RequestLimits:
         return None
 
     def _limited(self, receive: Receive, held: "_HeldBytes") -> Receive:
-        """A `receive` with limits for the body; FastAPI turns its exceptions into responses. After the body,
-        it waits without a deadline until the client disconnects.
+        """A `receive` with limits for the body. FastAPI turns its exceptions into responses. When the whole body has
+        arrived, it waits without a deadline until the client disconnects.
         """
         num_bytes, is_whole = 0, False
         deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
@@ -100,7 +100,7 @@ class _HeldBytes:
         self._number = 0
 
     def add(self, number: int) -> int:
-        """Returns the bytes of all bodies of the caller."""
+        """Adds bytes to this body. Returns the number of bytes of all bodies of the caller."""
         self._number += number
         self._by_caller[self._caller] += number
         return self._by_caller[self._caller]

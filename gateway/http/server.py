@@ -146,8 +146,8 @@ class _Server(uvicorn.Server):
         self.has_started.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Replaces uvicorn's `shutdown`, which polls open connections ten times a second, and logs an error
-        if some are left."""
+        """Replaces uvicorn's `shutdown`, which polls open connections ten times a second, and logs an error if some
+        stay open."""
         self.acceptor.close()
         for listener in sockets or []:
             listener.close()
@@ -180,5 +180,5 @@ class _Server(uvicorn.Server):
 
 
 def address_family(host: str) -> socket.AddressFamily:
-    """The only family of addresses where the HTTP server listens; gRPC uses all that the host has."""
+    """The one family of addresses on which the HTTP server listens; gRPC uses all addresses of the host."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -24,7 +24,7 @@ TAG_FINDINGS = ("union_tag_invalid", "union_tag_not_found")
 object, not of this field."""
 
 SIZE_FINDINGS = ("too_short", "too_long")
-"""Findings about a number of items. pydantic does not count those of an object."""
+"""Findings about a number of items. pydantic does not count the items of an object."""
 
 
 def first_problem(findings: Sequence[dict[str, Any]], body: Any) -> tuple[str, str]:
@@ -61,7 +61,8 @@ def _place(finding: dict[str, Any], body: Any) -> tuple[str, ...]:
 def _readings(
     parts: Sequence[str | int], value: Any, is_missing: bool
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The paths that pydantic's path may mean, and their values; for a missing field, the value that lacks it.
+    """The paths that pydantic's path may mean, and the values at these paths; for a missing field, the value that lacks
+    the field.
 
     The value's type, such as `text`, may also be the name of one of its fields. Then both are possible.
     """

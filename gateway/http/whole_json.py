@@ -45,7 +45,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 async def portions(pieces: Iterable[str]) -> AsyncGenerator[str, None]:
-    """Joins pieces to portions. Only the last one may have fewer than WRITE_CHARACTERS. Each piece must be quick to
+    """Joins pieces to portions. Only the last portion may have fewer than WRITE_CHARACTERS. Each piece must be quick to
     make: other tasks run in between."""
     budget = TurnBudget()
     waiting: list[str] = []

@@ -1,4 +1,4 @@
-"""The shapes of Anthropic's answers and events; /openapi.json describes them from here.
+"""The shapes of Anthropic's answers and events; their description in /openapi.json is made from this module.
 
 `whole` and `events` write the JSON of answers in pieces. Tests compare that JSON with the classes below.
 """
@@ -21,7 +21,8 @@ class MessageTokensDetails:
 
 @dataclass(frozen=True, slots=True)
 class MessageUsage:
-    """The tokens of an answer. The prompt's are in `input_tokens` or in `cache_read_input_tokens`, never in both."""
+    """The tokens of an answer. Each prompt token counts in `input_tokens` or in `cache_read_input_tokens`, never in
+    both."""
 
     input_tokens: int
     """Prompt tokens that were computed for this answer."""

@@ -128,7 +128,7 @@ Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="rol
 
 
 def text_of(content: str | Sequence[TextBlock | ToolReferenceBlock] | None) -> str:
-    """The text of the blocks, joined without separators like the parts of a chat's message."""
+    """The texts of the blocks, joined without separators, as the parts of a chat's message are."""
     if content is None:
         return ""
     return content if isinstance(content, str) else "".join(block.text for block in content)

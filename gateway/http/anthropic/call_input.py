@@ -1,4 +1,4 @@
-"""The input of a whole message's call: the JSON that the model wrote, or the complete part of it.
+"""The input of a call in a message that is not streamed: the JSON that the model wrote, or its complete part.
 
 Libraries refuse deeply nested JSON, and change numbers beyond a double. This reader builds no values, so it accepts
 any depth and any number.
@@ -11,7 +11,7 @@ from enum import Enum, auto
 from gateway.http.whole_json import PIECE_CHARACTERS
 
 TOKENS_PER_PIECE = 512
-"""Tokens of JSON that usually take about a millisecond to read. A string is one token, however long it is."""
+"""This many tokens of JSON usually take about a millisecond to read. A string is one token, however long it is."""
 
 _TOKEN = re.compile(
     r"""[ \t\r\n]*+ (?= (.) ) (?:
@@ -21,7 +21,7 @@ _TOKEN = re.compile(
     )""",
     re.VERBOSE | re.ASCII,
 )
-"""A token after any spaces. Group 1 is the token's first character."""
+"""One token, and any spaces before it. Group 1 is the token's first character."""
 
 _CLOSING = {"{": "}", "[": "]"}
 
@@ -42,8 +42,8 @@ def input_pieces(arguments: str) -> Iterator[str]:
     """The input in pieces that are quick to make; some are empty. Joined, they are always a JSON object.
 
     If the arguments end too early, the input ends after the last complete value, as clients of a stream read it. A
-    number at the end counts as complete.
-    The input also ends there if text follows that is no JSON; only a model without a grammar writes such text.
+    number at the end counts as complete. The input also ends after the last complete value if text follows that is no
+    JSON. Only a model without a grammar writes such text.
     """
     closers: list[str] = []
     expected = _Expected.VALUE

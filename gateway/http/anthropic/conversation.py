@@ -30,7 +30,7 @@ ERROR = "Error: "
 
 BILLING = "x-anthropic-billing-header:"
 """Begins a line before Claude Code's system prompt. The line is for Anthropic's accounting, and differs in each
-request, so no prompt would share a cached prefix with an earlier one."""
+request. With this line, no prompt could share a cached prefix with an earlier one."""
 
 Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
 Numbered = Sequence[tuple[int, Turn]]
@@ -43,7 +43,7 @@ def messages_of(system: str | list[TextBlock] | None, turns: Sequence[Turn]) -> 
     instructions = _without_billing(system)
     messages = [ChatMessage("system", instructions)] if instructions else []
     waiting: dict[str, str] = {}
-    """Names of the tools by the ids of calls that have no result yet."""
+    """The calls that have no result yet: the name of each call's tool, by the call's id."""
     for role, numbered in groupby(enumerate(turns), key=lambda item: item[1].role):
         run = list(numbered)
         match role:

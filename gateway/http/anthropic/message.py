@@ -26,8 +26,8 @@ class MessageAnswer:
         shows_thinking: bool,
         max_tokens: int,
     ) -> None:
-        """`shown_id`: the id of the call in the headers, which errors repeat. `max_tokens`: the value of the
-        client's body; the request may have a smaller value if the prompt leaves less room."""
+        """`shown_id`: the call's id that the headers show; errors repeat it. `max_tokens`: the value of the client's
+        body; the request may have a smaller value if the prompt leaves less room."""
         self._head = head
         self._shown_id = shown_id
         self._is_capped = request.sampling_params.max_tokens < max_tokens

@@ -84,7 +84,7 @@ ChoiceBody = Annotated[AutoChoice | AnyChoice | OneToolChoice | NoChoice, Field(
 
 
 def tools_of(definitions: list[ToolDefinition] | None) -> tuple[Tool, ...]:
-    """The tools as Baton's own. Raises InvalidRequest if two tools have the same name, or if the schema of a
+    """Converts the tools to Baton's type. Raises InvalidRequest if two tools have the same name, or if the schema of a
     tool's input is not the schema of an object."""
     tools = {f"tools.{index}": definition.tool for index, definition in enumerate(definitions or ())}
     check_tools(tools, "name", "input_schema")
@@ -92,7 +92,7 @@ def tools_of(definitions: list[ToolDefinition] | None) -> tuple[Tool, ...]:
 
 
 def tool_choice_of(choice: ChoiceBody | None, tools: tuple[Tool, ...]) -> ToolChoice:
-    """The choice as Baton's own. Raises InvalidRequest if it needs a tool that the request does not have."""
+    """Converts the choice to Baton's type. Raises InvalidRequest if it needs a tool that the request does not have."""
     match choice:
         case NoChoice():
             return ToolChoice(ToolUse.NONE)

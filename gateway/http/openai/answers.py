@@ -1,4 +1,4 @@
-"""The shapes of OpenAI's answers, whole and in chunks; /openapi.json describes them from here.
+"""The shapes of OpenAI's answers, whole and in chunks; their description in /openapi.json is made from this module.
 
 `choices` and `events` write the JSON of completions in pieces. Tests compare that JSON with the classes
 below.
@@ -51,7 +51,7 @@ class Usage:
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: Optional[CompletionTokensDetails] = None
-    """Only chats have it."""
+    """Only chat completions have this field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class CompletionLogprobs:
     token_logprobs: list[float | None]
     """Null for the first token of an echoed prompt, which nothing precedes."""
     top_logprobs: list[dict[str, float] | None]
-    """The token itself and the most likely tokens, by name."""
+    """For each token: the token itself and the most likely tokens, by name."""
     text_offset: list[int]
-    """Where the token begins in the choice's text, in characters."""
+    """Where each token begins in the choice's text, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class ChatMessageAnswer:
     refusal: None = None
     reasoning_content: Optional[str] = None
     reasoning: Optional[str] = None
-    """The same, under vLLM's newer name."""
+    """The same text as `reasoning_content`, under vLLM's newer name."""
     tool_calls: Optional[list[ToolCallAnswer]] = None
 
 

@@ -49,8 +49,8 @@ class ChatAnswer(OpenAIAnswer):
         includes_reasoning: bool = True,
         may_call: bool = False,
     ) -> None:
-        """`tokens` writes log-probabilities; None if the client does not want them. `parsers`: one for each
-        choice; None if it is only text. `may_call`: answers may have calls."""
+        """`tokens` writes log-probabilities; None if the client does not want them. `parsers`: an entry for each
+        choice; None if the choice is only text. `may_call`: answers may have calls."""
         logprobs = None if tokens is None else [tokens] * len(parsers)
         super().__init__(head, count, options, len(parsers), logprobs, ranked_tokens)
         self._parsers = parsers

@@ -73,7 +73,7 @@ class Collected:
     parts: AnswerParts = field(default_factory=AnswerParts)
 
     def on_delta(self, delta: Delta, events: Iterable[AnswerEvent] | None) -> None:
-        """`events`: the delta's; None if it is only text."""
+        """`events`: the delta's events; None if the answer is only text."""
         if events is None:
             self.parts.add_text(delta.text)
         else:

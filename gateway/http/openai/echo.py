@@ -6,10 +6,10 @@ from gateway.text import Detokenizer, Tokenizer
 
 
 class EchoedPrompt:
-    """Takes the tokens of one prompt, in order. Their offsets never fall, and never exceed the text's length.
+    """Takes the tokens of one prompt, in order. Their offsets never decrease, and never exceed the text's length.
 
     Offsets are exact if the text is what decoding the tokens gives. A special token that is not in the text, such as
-    one that the tokenizer put before it, has the offset of the token after it.
+    one that the tokenizer put before the text, has the offset of the next token.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class EchoedPrompt:
         """`is_clients_text`: the client sent this text, not the token ids."""
         self.text = text
         self.num_left = len(token_ids)
-        """How many tokens are not taken yet."""
+        """How many tokens still follow."""
         self._first_id = token_ids[0]
         self._num_tokens = len(token_ids)
         self._tokenizer = tokenizer

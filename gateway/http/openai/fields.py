@@ -43,7 +43,7 @@ class StreamOptions(Body):
 
 
 class GenerationFields(SamplingFields):
-    """Common to both kinds of completions."""
+    """The fields that both kinds of completions have."""
 
     prompt_cache_key: PromptCacheKey | None = None
     model: ModelName
@@ -76,7 +76,8 @@ class GenerationFields(SamplingFields):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        """Checks fields that are valid alone but not together. pydantic does not catch InvalidRequest."""
+        """Refuses fields that are valid alone but not together. Raises InvalidRequest, which pydantic does not
+        catch."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "needs stream: true")
         if self.prompt_logprobs is not None and self.stream:

@@ -1,7 +1,7 @@
 """Writes log-probabilities in OpenAI's two shapes and vLLM's, as JSON in pieces.
 
-Each token may have the log-probabilities of twenty others, and a request may have a hundred thousand tokens.
-One object for each would cost 14 KiB per token, and block the event loop. So log-probabilities are stored as
+Each token may have the log-probabilities of twenty others, and a request may have a hundred thousand tokens. One object
+for each log-probability would cost 14 KiB per token, and block the event loop. So log-probabilities are stored as
 numbers, and each token's JSON is cached.
 """
 
@@ -19,7 +19,8 @@ from gateway.http.whole_json import json_string
 from gateway.text import Detokenizer, Tokenizer
 
 TOKENS_PER_PIECE = 48
-"""With MAX_LOGPROBS for each token, a piece has a thousand numbers, which takes about 0.3 ms."""
+"""With MAX_LOGPROBS log-probabilities for each token, a piece has a thousand numbers, and takes about 0.3 ms to
+make."""
 
 MAX_REMEMBERED = 2**14
 """The JSON of at most this many tokens is cached. Each takes a few hundred bytes."""
@@ -54,7 +55,7 @@ class LogprobColumns:
             self._begins.append(len(self._token_ids))
 
     def pieces(self) -> "Iterator[list[Row]]":
-        """All positions, in lists of a few."""
+        """All positions, in lists of at most TOKENS_PER_PIECE."""
         for first in range(0, len(self), TOKENS_PER_PIECE):
             begins = self._begins[first : first + TOKENS_PER_PIECE + 1]
             begin, end = begins[0], begins[-1]
@@ -76,7 +77,7 @@ def _numbers(logprobs: Sequence[float]) -> list[str]:
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens but the first, with the ranks of these tokens."""
+    """Log-probabilities of all tokens of a prompt except the first, with the ranks of these tokens."""
 
     __slots__ = ("_columns", "_ranks")
 
@@ -89,7 +90,7 @@ class PromptLogprobs:
         self._ranks.extend([position.rank for position in logprobs])
 
     def pieces(self) -> "Iterator[list[tuple[Row, int]]]":
-        """All positions, each with its rank, in lists of a few."""
+        """All positions, each with its rank, in lists of at most TOKENS_PER_PIECE."""
         ranks = iter(self._ranks)
         for rows in self._columns.pieces():
             yield [(row, next(ranks)) for row in rows]

@@ -113,7 +113,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 
 
 def chat_messages_of(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
-    """The messages as Baton's own. Each tool's result gets the name of the tool that was called.
+    """Converts the messages to Baton's type. Each tool's result gets the name of the tool that was called.
 
     Raises InvalidRequest if a message contradicts itself or an earlier message; the error names the message's
     field.

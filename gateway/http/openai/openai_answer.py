@@ -63,7 +63,7 @@ class OpenAIAnswer(ABC):
     chunk_kind: ClassVar[str]
     """The value of `object` in a stream's chunks."""
     has_prompt_logprobs_by_choice: ClassVar[bool]
-    """Where vLLM's `prompt_logprobs` are: in each choice, or once for all choices."""
+    """True: each choice has vLLM's field `prompt_logprobs`. False: the answer has this field once."""
 
     def __init__(
         self,
@@ -104,13 +104,13 @@ class OpenAIAnswer(ABC):
         return self._events(index, delta, logprobs, usage).encode("ascii")
 
     def ending(self) -> bytes:
-        """With usage, the last chunk has the usage and no choice."""
+        """If the client asked for usage, the last chunk has the usage and no choice."""
         if not self._says_usage:
             return DONE
         return f'{self._start}],"usage":{usage_json(self._count.usage)}}}\n\n'.encode("ascii") + DONE
 
     def failure(self, error: Exception) -> bytes:
-        """No [DONE] follows. The event has no name, because some clients read only `data`."""
+        """The event of the error; no [DONE] follows. The event has no name, because some clients read only `data`."""
         return f"data: {json.dumps(body_of(error))}\n\n".encode("ascii")
 
     def on_delta(self, index: int, delta: Delta) -> None:

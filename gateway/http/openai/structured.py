@@ -49,7 +49,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class StructuredOutputs(Body):
-    """Exactly one of these."""
+    """Exactly one of these fields must be set."""
 
     json_: dict[str, Any] | Source | None = Field(None, alias="json", description="A JSON schema.")
     regex: Source | None = None

@@ -62,7 +62,7 @@ class AllowedToolsParts(Body):
 
 
 class AllowedTools(Body):
-    """Some of the tools. The model is told of all of them."""
+    """The tools that the model may call. The prompt contains the other tools, too."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedToolsParts
@@ -75,7 +75,7 @@ ToolChoiceField = (
 
 
 def tools_of(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
-    """The tools as Baton's own. Raises InvalidRequest for an invalid tool; the error names the tool's
+    """Converts the tools to Baton's type. Raises InvalidRequest for an invalid tool; the error names the tool's
     field."""
     num_bytes = 0
     for index, tool in enumerate(tools or ()):
@@ -91,7 +91,7 @@ def tools_of(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
 
 
 def tool_choice_of(choice: ToolChoiceField | None, tools: Sequence[Tool]) -> ToolChoice:
-    """The choice as Baton's own. Raises InvalidRequest if it names a tool that the request does not have."""
+    """Converts the choice to Baton's type. Raises InvalidRequest if it names a tool that the request does not have."""
     match choice:
         case None:
             return ToolChoice()

@@ -1,4 +1,4 @@
-"""The shapes of the Responses API's answers; /openapi.json describes them from here.
+"""The shapes of the Responses API's answers; their description in /openapi.json is made from this module.
 
 `output` and `response_json` write the JSON of answers in pieces. Tests compare that JSON with the classes
 below.
@@ -155,7 +155,7 @@ class ResponseEvent:
 
     type: str
     sequence_number: int
-    """Number of the event: it begins at 0, and has no gaps."""
+    """The event's number: from 0, without gaps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
     """
     messages: list[ChatMessage] = []
     names: dict[str, tuple[str | None, str]] = {}
-    turn_of: dict[str, int] = {}  # of each call, the number of messages up to its turn
+    turn_of: dict[str, int] = {}  # for each call, the number of messages up to its turn
     for item in items:
         turn = messages[-1] if messages and messages[-1].role == "assistant" else None
         match item:
@@ -110,12 +110,11 @@ def _of_others(
 async def shortened(
     conversation: Conversation, fits: Callable[[Conversation], Awaitable[bool]]
 ) -> Conversation:
-    """The conversation without its oldest exchanges: as few as possible are left out until `fits` returns
-    true.
+    """The conversation without its oldest exchanges. Leaves out as few as possible, so that `fits` returns true.
 
-    An exchange is a user's message and everything up to the next user's message, so calls stay with their
-    results. System messages stay. A binary search finds the exchange to begin with, because a shorter
-    conversation always fits better. Raises PromptTooLong if even the last exchange alone does not fit.
+    An exchange is a user's message and everything up to the next user's message, so calls stay with their results.
+    System messages stay. A binary search finds the exchange to begin with: if a conversation fits, each shorter one
+    fits, too. Raises PromptTooLong if even the last exchange alone does not fit.
     """
     messages = conversation.messages
     begins = [index for index, message in enumerate(messages) if message.role == "user"]

@@ -53,8 +53,8 @@ class CreateResponse:
         self._tokens = ChatTokens(preprocessor.pool.tokenizer)
 
     async def create(self, body: ResponseRequest, call: HttpCall) -> Response:
-        """Makes the response. If it will be stored, an unreachable store raises an error before anything is
-        computed."""
+        """Makes the response. If the response will be stored, but the store is unreachable, raises StoreUnavailable
+        before anything is computed."""
         self._model.check_name(body.model)
         stored_by = self._stored_by(body)
         if stored_by is not None:
@@ -77,7 +77,7 @@ class CreateResponse:
         return Responding(self._driver, generation, tokens, is_stream=bool(body.stream))
 
     async def count(self, body: InputTokensRequest, call: HttpCall) -> InputTokensAnswer:
-        """The number of prompt tokens that such a request would have."""
+        """The number of prompt tokens that a request with this body would have."""
         self._model.check_name(body.model)
         history, own = await self._read(body, call)
         with in_terms_of(CLIENT_NAMES):

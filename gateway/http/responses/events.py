@@ -29,7 +29,7 @@ LAST_EVENTS = {
     "failed": "response.failed",
     "cancelled": "response.failed",
 }
-"""The last event's name, by the response's status. A cancelled response has no separate event."""
+"""The last event's name, by the response's status. A cancelled response has the event of a failed one."""
 
 TEXT_EVENTS: dict[type[OutputItem], str] = {
     MessageOutput: "response.output_text",
@@ -53,7 +53,8 @@ class ResponseEvents:
         self._sequence_number = 0
 
     def ping(self) -> bytes:
-        """The events that tell a client that its response still runs. The first events of a stream do so, too."""
+        """The events that tell a client that its response still runs. If the stream has not begun, these are its first
+        events."""
         if self._sequence_number == 0:
             return "".join(self.opening()).encode("ascii")
         return f"{self._begin('keepalive').removesuffix(',')}}}\n\n".encode("ascii")

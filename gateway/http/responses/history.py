@@ -91,8 +91,8 @@ class HistoryReader:
         return History(ids, tuple(items))
 
     async def resolved(self, items: Sequence[InputItem], history: History) -> list[KeptItem]:
-        """The items, where each reference is replaced by its stored item. Raises UnknownResponse if a stored
-        item is missing; the error names the reference's field."""
+        """The items, with each reference replaced by the stored item to which it refers. Raises UnknownResponse if a
+        stored item is missing; the error names the reference's field."""
         wanted = {item.id for item in items if isinstance(item, ItemReference)}
         if not wanted:
             return list(_kept(items))
@@ -141,8 +141,8 @@ class HistoryReader:
 
 
 def input_json(items: Sequence[KeptItem], request_id: str) -> list[dict[str, Any]]:
-    """A request's own items as they are stored, each with an id of its own: an id that an earlier item has
-    is replaced."""
+    """A request's own items as they are stored, each with an id of its own. If an earlier item has the same id, the
+    later item gets another one."""
     kept: dict[str, dict[str, Any]] = {}
     for number, item in enumerate(items):
         defaults = (f"{PREFIXES[type(item)]}_{request_id}_i{n}" for n in count(number, len(items)))

@@ -76,7 +76,7 @@ class MessageItem(Body):
 class FunctionCallItem(Body):
     """A call that the assistant made."""
 
-    # When the `openai` package dumps an object, this field is called `async_`.
+    # When the `openai` package dumps an object, it calls the field `async` `async_`.
     model_config = ConfigDict(populate_by_name=True)
 
     type: Literal["function_call"]
@@ -134,7 +134,7 @@ KeptItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningIt
 
 
 def _kind(item: object) -> str | None:
-    """The item's type. Without a type, an item with a role is a message, and an item with only an id a
+    """The item's type. If the type is missing, an item with a role is a message; otherwise, an item with an id is a
     reference."""
     if not isinstance(item, dict):
         return getattr(item, "type", None)

@@ -156,7 +156,7 @@ class ResponseOutput:
         tokens: ChatTokens | None,
         namespaces: Mapping[str, tuple[str, str]] = NO_NAMESPACES,
     ) -> None:
-        """`namespaces`: the namespace of functions, and their names there, by the names that the model knows."""
+        """`namespaces`: for each function's name that the model knows, the function's namespace, and its name there."""
         self._namespaces = namespaces
         self._request_id = request_id
         self._call_ids = CallIds()
@@ -169,7 +169,7 @@ class ResponseOutput:
     def on_events(
         self, events: Iterable[AnswerEvent], logprobs: Sequence[TokenLogprobs] = ()
     ) -> Iterator[Change]:
-        """The changes that these events cause. `logprobs`: those of the tokens of the user's text, in
+        """The changes that these events cause. `logprobs`: the log-probabilities of tokens of the text for the user, in
         order."""
         if self._tokens is not None:
             self._logprobs += logprobs

@@ -50,7 +50,7 @@ class RedisStore:
             timeout=REDIS_TIMEOUT_S,
             socket_timeout=REDIS_TIMEOUT_S,
             socket_connect_timeout=REDIS_TIMEOUT_S,
-            # A kept connection may have ended. A Redis that does not answer is not asked again.
+            # A kept connection may have ended, so a failed call is tried once more. After a timeout it is not.
             retry=Retry(NoBackoff(), 1, supported_errors=(ConnectionError,)),
         )
         self._redis: Redis = Redis.from_pool(pool)
@@ -150,7 +150,8 @@ class RedisStore:
             ) from error
 
     async def _drop_idle_connections(self) -> None:
-        """Idle connections may be as dead as the one that timed out, and each would cost a request."""
+        """Closes idle connections: they may be as dead as the one that timed out, and each dead one would make a
+        request fail."""
         with suppress(RedisError, OSError, TimeoutError):
             await self._redis.connection_pool.disconnect(inuse_connections=False)
 

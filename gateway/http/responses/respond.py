@@ -44,15 +44,15 @@ class Generation:
     stored_by: RunningResponses | None
     """None: the response is not stored."""
     namespaces: Mapping[str, tuple[str, str]]
-    """The namespace of functions, and their names there, by the names that the model knows."""
+    """For each function's name that the model knows: the function's namespace, and its name there."""
 
 
 class Responding(Response):
     """Generates the answer while it sends it. If the client disconnects, its request ends on all workers, and
     nothing is stored.
 
-    Errors before the first token are raised, so the HTTP response has an error status. A later error ends a
-    stream with `response.failed`, and so does an error after a stream's first ping, with which the status is sent.
+    Errors are raised until the status is sent, so the HTTP response has an error status. A stream sends its status with
+    the first event or the first ping; a later error ends it with `response.failed`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Responding(Response):
         await send.pieces(events.ending(state, self._output.items))
 
     def _changes(self, delta: Delta) -> Iterator[Change]:
-        """The changes of a delta. Use up this iterator before the next delta."""
+        """The changes that a delta causes. Use up this iterator before the next delta."""
         self._num_tokens += len(delta.token_ids)
         logprobs = self._parts.on_tokens(delta.token_ids, delta.logprobs)
         if delta.finish is not None:

@@ -73,7 +73,7 @@ def usage_of(num_input: int, num_cached: int, num_output: int, num_reasoning: in
 
 
 def _repeated(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
-    """The request's fields that every response repeats, with the defaults of those that it did not set."""
+    """The request's fields that every response repeats, with defaults for the fields that the request did not set."""
     text, reasoning, choice = body.text, body.reasoning, body.tool_choice
     shown_format = None if text is None else text.format
     return {

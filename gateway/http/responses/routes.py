@@ -29,7 +29,7 @@ from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 
 API = "responses"
-"""The label of these requests in metrics and logs."""
+"""The label of this API's requests in metrics and logs."""
 PATH = "/v1/responses"
 MAX_LISTED = 100
 
@@ -135,7 +135,8 @@ def responses_routes(
 
     @routes.api_route(f"{PATH}/input_tokens", methods=["GET", "DELETE"], include_in_schema=False)
     async def no_response() -> Response:
-        raise HTTPException(405, headers={"allow": "POST"})  # so that it is not taken for a response's id
+        # Without this route, `input_tokens` would be taken for the id of a response.
+        raise HTTPException(405, headers={"allow": "POST"})
 
     @routes.get(PATH + "/{response_id}", summary="A stored response", **answer)
     async def get(
@@ -154,7 +155,9 @@ def responses_routes(
     async def cancel(response_id: str, request: Request) -> Response:
         return _json(await stored.cancel(request.state.caller, response_id))
 
-    @routes.get(PATH + "/{response_id}/input_items", summary="What a response answered", responses=ERRORS)
+    @routes.get(
+        PATH + "/{response_id}/input_items", summary="The input items of a response", responses=ERRORS
+    )
     async def input_items(
         response_id: str,
         request: Request,

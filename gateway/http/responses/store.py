@@ -13,7 +13,7 @@ from typing import Protocol
 from baton.clock import Clock
 
 MAX_RESPONSES = 4096
-"""At most this many responses of one caller are stored. For another one, the least recently used one is removed."""
+"""At most this many responses of one caller are stored. A further one replaces the least recently used one."""
 OVERHEAD_BYTES = 1024
 """Added to the size of each response's texts when bytes are counted."""
 
@@ -178,7 +178,7 @@ class RunningResponse:
             self._kept.set_result(stored.response)
 
     def end(self) -> None:
-        """The response no longer runs, whether it was stored or not."""
+        """Call this when the response no longer runs, whether it was stored or not."""
         self._all.remove(self._key)
         if not self._kept.done():
             self._kept.set_result(None)

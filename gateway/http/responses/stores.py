@@ -31,7 +31,7 @@ def store_for(config: GatewayConfig, clock: Clock) -> ResponseStore | None:
             f"{key} needs Redis' client, but {error.name} is not installed; install Baton with its "
             "extra: pip install 'baton[redis]'"
         ) from None
-    with suppress(ValueError):  # its text may quote a part of the password
+    with suppress(ValueError):  # the text of the error may quote a part of the password
         if _URL.fullmatch(url):
             return RedisStore(url, bounds)
     raise ConfigError(

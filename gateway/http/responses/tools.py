@@ -20,7 +20,7 @@ MAX_DESCRIPTION_CHARACTERS = 100_000
 class ResponseFunctionTool(Body):
     """A function that the client runs. Custom tools are not supported."""
 
-    # When the `openai` package dumps an object, this field is called `async_`.
+    # When the `openai` package dumps an object, it calls the field `async` `async_`.
     model_config = ConfigDict(populate_by_name=True)
 
     type: Literal["function"]
@@ -151,7 +151,8 @@ def joined_name(namespace: str | None, name: str) -> str:
 
 
 def namespaces_of(tools: Sequence[ResponseTool] | None) -> dict[str, tuple[str, str]]:
-    """The namespace of each function in a namespace, and its name there, by the name that the model knows."""
+    """For each function in a namespace, by the name that the model knows: the namespace, and the function's name
+    there."""
     return {
         joined_name(space.name, tool.name): (space.name, tool.name)
         for space in tools or ()
@@ -161,7 +162,8 @@ def namespaces_of(tools: Sequence[ResponseTool] | None) -> dict[str, tuple[str, 
 
 
 def tools_of(tools: Sequence[ResponseTool] | None) -> tuple[Tool, ...]:
-    """The tools as Baton's own. Raises InvalidRequest for an invalid tool; the error names the tool's field."""
+    """Converts the tools to Baton's type. Raises InvalidRequest for an invalid tool; the error names the tool's
+    field."""
     converted: dict[str, Tool] = {}
     for index, tool in enumerate(tools or ()):
         place = f"tools.{index}"
@@ -193,7 +195,7 @@ def _check_names(functions: Mapping[str, Tool]) -> None:
 
 
 def tool_choice_of(choice: ToolChoiceField | None, tools: Sequence[Tool]) -> ToolChoice:
-    """The choice as Baton's own. Raises InvalidRequest if it needs a tool that the request does not have."""
+    """Converts the choice to Baton's type. Raises InvalidRequest if it needs a tool that the request does not have."""
     match choice:
         case None:
             return ToolChoice()
