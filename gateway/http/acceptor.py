@@ -103,7 +103,7 @@ class Acceptor:
                     self._pause(listener, error)
                 return
             connection.setblocking(False)
-            self._take(connection, address[0])
+            self._begin_connection(connection, address[0])
 
     def _pause(self, listener: socket.socket, error: OSError) -> None:
         loop = asyncio.get_running_loop()
@@ -122,7 +122,7 @@ class Acceptor:
             )
             self._logged_at, self._num_failures = now, 0
 
-    def _take(self, connection: socket.socket, address: str) -> None:
+    def _begin_connection(self, connection: socket.socket, address: str) -> None:
         is_refused = False
         if self._places.is_full:
             self._on_refused(TOO_MANY)

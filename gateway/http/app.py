@@ -40,14 +40,14 @@ def make_app(
         app.include_router(router)
 
     @cache
-    def description_of() -> bytes:
+    def description_json() -> bytes:
         return json.dumps(app.openapi(), separators=(",", ":")).encode()
 
     @app.get("/openapi.json", include_in_schema=False)
     async def description() -> Response:
         """The first request makes the description on a thread: this takes a quarter of a second, and should
         delay no other caller."""
-        return Response(await asyncio.to_thread(description_of), media_type="application/json")
+        return Response(await asyncio.to_thread(description_json), media_type="application/json")
 
     for route in (route for router in routes for route in router.routes):
         assert not isinstance(route, APIRoute) or route.body_field is None or isinstance(route, JsonRoute)

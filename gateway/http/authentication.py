@@ -6,7 +6,7 @@ from baton.errors import RequestError
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import NO_CALLER, Right
 from gateway.http.dialects import Dialect, dialect_of
-from gateway.http.errors import answer_of
+from gateway.http.errors import response_for
 from gateway.http.protocol import ON_CALLER
 
 OPEN = frozenset({"/", "/health", "/ready", "/version", "/openapi.json"})
@@ -46,7 +46,7 @@ class HttpAuthentication:
         try:
             self._admit(scope)
         except RequestError as error:
-            await answer_of(scope, error)(scope, receive, send)
+            await response_for(scope, error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

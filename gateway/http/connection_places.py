@@ -49,14 +49,14 @@ class ConnectionPlaces(Generic[Connection]):
 
     def enter(self, connection: Connection, address: str) -> None:
         """Adds a new connection. It belongs to a stranger, who is counted by `address`."""
-        self._join(connection, self._strangers, network_of(address))
+        self._add_to_group(connection, self._strangers, network_of(address))
 
-    def serve(self, connection: Connection, caller: str, *, is_stranger: bool) -> None:
+    def begin_request(self, connection: Connection, caller: str, *, is_stranger: bool) -> None:
         """A request of this caller begins. `is_stranger`: the gateway has keys, but the caller showed none.
         Raises Overloaded if the caller's requests run on all connections except the reserved ones."""
         if connection not in self._group_of:
             return  # the connection was refused or displaced
-        self.rest(connection)
+        self.end_request(connection)
         if self._num_busy[caller] >= self.number - self.num_reserved:
             raise Overloaded(
                 f"requests of '{caller}' run on {self._num_busy[caller]} of {self.number} connections, and the other "
@@ -66,10 +66,10 @@ class ConnectionPlaces(Generic[Connection]):
         self._busy[connection] = caller
         self._num_busy[caller] += 1
         groups, key = (self._callers, caller) if not is_stranger else self._group_of[connection]
-        self._part(connection)
-        self._join(connection, groups, key)
+        self._remove_from_group(connection)
+        self._add_to_group(connection, groups, key)
 
-    def rest(self, connection: Connection) -> None:
+    def end_request(self, connection: Connection) -> None:
         """The connection has no running request any more. May be called more than once."""
         if (caller := self._busy.pop(connection, None)) is not None:
             self._num_busy[caller] -= 1
@@ -78,9 +78,9 @@ class ConnectionPlaces(Generic[Connection]):
 
     def leave(self, connection: Connection) -> None:
         """Removes the connection. May be called more than once."""
-        self.rest(connection)
+        self.end_request(connection)
         if connection in self._group_of:
-            self._part(connection)
+            self._remove_from_group(connection)
 
     def victim(self) -> Connection | None:
         """The idle connection to close for a new one; None if every connection has a running request."""
@@ -96,12 +96,12 @@ class ConnectionPlaces(Generic[Connection]):
                     return connection
         return None
 
-    def _join(self, connection: Connection, groups: _Groups[Connection], key: str) -> None:
+    def _add_to_group(self, connection: Connection, groups: _Groups[Connection], key: str) -> None:
         groups.setdefault(key, {})[connection] = None
         self._group_of[connection] = (groups, key)
         self._num_strangers += groups is self._strangers
 
-    def _part(self, connection: Connection) -> None:
+    def _remove_from_group(self, connection: Connection) -> None:
         groups, key = self._group_of.pop(connection)
         del groups[key][connection]
         if not groups[key]:

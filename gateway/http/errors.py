@@ -91,7 +91,7 @@ def add_handlers(app: Starlette) -> None:
     app.add_exception_handler(BatonError, _baton_error)
     app.add_exception_handler(RequestValidationError, _bad_field)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _bug)
+    app.add_exception_handler(Exception, _unexpected_error)
 
 
 def note_error(scope: Scope, error: str) -> None:
@@ -111,7 +111,7 @@ def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
         raise type(error)(names[error.field], error.problem) from error
 
 
-def answer_of(scope: Scope, error: BatonError) -> JSONResponse:
+def response_for(scope: Scope, error: BatonError) -> JSONResponse:
     """The response for a call that ended with this error."""
     note_error(scope, type(error).__name__)
     return error_response(
@@ -127,8 +127,8 @@ def answer_of(scope: Scope, error: BatonError) -> JSONResponse:
 async def _baton_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, BatonError)
     if codes_of(error).is_internal:
-        return await _bug(request, error)
-    return answer_of(request.scope, error)
+        return await _unexpected_error(request, error)
+    return response_for(request.scope, error)
 
 
 async def _bad_field(request: Request, error: Exception) -> JSONResponse:
@@ -147,7 +147,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     return error_response(request.scope, error.status_code, message, headers=error.headers)
 
 
-async def _bug(request: Request, error: Exception) -> JSONResponse:
+async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
     """The response for an unexpected error. This handler runs outside of every middleware, so it adds the request's id
     itself."""
     request_id = request.state.request_id

@@ -46,7 +46,7 @@ class EventSender:
         self._sending = asyncio.Lock()
         self._is_between_events = True
         self._is_writing_pieces = False
-        self._last_s = asyncio.get_running_loop().time()
+        self._last_event_s = asyncio.get_running_loop().time()
         self.has_begun = False
         """True once the status is sent."""
 
@@ -59,9 +59,9 @@ class EventSender:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
         if body:
             self._is_between_events = body.endswith(b"\n\n")
-            self._last_s = asyncio.get_running_loop().time()
+            self._last_event_s = asyncio.get_running_loop().time()
 
-    async def pieces(self, pieces: Iterable[str]) -> None:
+    async def send_pieces(self, pieces: Iterable[str]) -> None:
         """Sends whole events, whose pieces are ASCII, in large parts.
 
         No ping is sent between the first and the last piece. An event gets its number when its pieces are made, and a
@@ -85,11 +85,11 @@ class EventSender:
         """Sends a ping after each PING_INTERVAL_S without an event, until it is cancelled."""
         now = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(max(0.0, self._last_s + PING_INTERVAL_S - now()))
-            if self._is_idle and now() >= self._last_s + PING_INTERVAL_S:
+            await asyncio.sleep(max(0.0, self._last_event_s + PING_INTERVAL_S - now()))
+            if self._is_idle and now() >= self._last_event_s + PING_INTERVAL_S:
                 await self(ping())
             elif not self._is_idle:
-                self._last_s = now()
+                self._last_event_s = now()
 
     @property
     def _is_idle(self) -> bool:
@@ -157,17 +157,17 @@ async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -
     Call this function after the request's body has been read.
     """
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_gone(receive))
+    disconnecting = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        leaving.cancel()
+        disconnecting.cancel()
         working.cancel()
-        await asyncio.wait((working, leaving))
+        await asyncio.wait((working, disconnecting))
     if not working.cancelled():
         working.result()
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import PermissionDenied
 from baton.system.hosts import in_url
-from gateway.http.errors import answer_of
+from gateway.http.errors import response_for
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MAX_SHOWN_CHARACTERS = 100
@@ -41,7 +41,7 @@ class OwnNames:
             f"{host[:MAX_SHOWN_CHARACTERS]!r}; use localhost, or ask the operator of this gateway to add the name to "
             "gateway.allowed_hosts, or to require API keys"
         )
-        await answer_of(scope, error)(scope, receive, send)
+        await response_for(scope, error)(scope, receive, send)
 
 
 def _name_in(host: str) -> str | None:

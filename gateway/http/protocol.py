@@ -41,8 +41,8 @@ class BoundedH11(H11Protocol):
     """uvicorn's protocol with deadlines, a limit for the number of connections, and errors in the API's
     shape."""
 
-    _deadline: asyncio.TimerHandle | None = None
-    _stalled: asyncio.TimerHandle | None = None
+    _request_deadline: asyncio.TimerHandle | None = None
+    _write_deadline: asyncio.TimerHandle | None = None
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class BoundedH11(H11Protocol):
         connection. `on_refused` receives NOT_HTTP for each malformed request."""
         super().__init__(*args, **options)
         self._places = places
-        self.app_state = {ON_CALLER: self._serve}
+        self.app_state = {ON_CALLER: self._begin_request}
         self.timeout_keep_alive = STRANGER_KEEP_ALIVE_S
         self._on_refused = on_refused
         self.logger = _uvicorns_logger
         self.is_over = asyncio.Event()
         """Set when the connection is closed."""
-        self._words_of_refusal = refusal
+        self._refusal_message = refusal
         self._write_timeout_s = write_timeout_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -71,10 +71,10 @@ class BoundedH11(H11Protocol):
         # Writing is paused while this buffer contains data. With 0, TLS would pause writing for an empty
         # buffer, too.
         transport.set_write_buffer_limits(high=1)
-        if self._words_of_refusal is not None:
-            transport.write(_refusal(self._words_of_refusal))
+        if self._refusal_message is not None:
+            transport.write(_refusal(self._refusal_message))
             transport.close()
-        self._watch()
+        self._update_request_deadline()
 
     @property
     def is_established(self) -> bool:
@@ -84,27 +84,27 @@ class BoundedH11(H11Protocol):
     def pause_writing(self) -> None:
         """asyncio calls this when the client reads more slowly than we write. Starts the write deadline."""
         super().pause_writing()
-        self._stalled = self.loop.call_later(self._write_timeout_s, self.transport.abort)
+        self._write_deadline = self.loop.call_later(self._write_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._note_read()
-        self._rest_if_answered()
+        self._cancel_write_deadline()
+        self._end_request_if_answered()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._update_request_deadline()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._rest_if_answered()
-        self._watch()
+        self._end_request_if_answered()
+        self._update_request_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._places.rest(self)
-        self._unwatch()
-        self._note_read()
+        self._places.end_request(self)
+        self._cancel_request_deadline()
+        self._cancel_write_deadline()
         self.is_over.set()
 
     def end(self) -> None:
@@ -120,15 +120,15 @@ class BoundedH11(H11Protocol):
                 )
         self.transport.close()
 
-    def _serve(self, caller: Caller) -> None:
-        self._places.serve(self, caller.name, is_stranger=caller.is_stranger)
+    def _begin_request(self, caller: Caller) -> None:
+        self._places.begin_request(self, caller.name, is_stranger=caller.is_stranger)
         if not caller.is_stranger:
             self.timeout_keep_alive = KEEP_ALIVE_S
 
-    def _rest_if_answered(self) -> None:
+    def _end_request_if_answered(self) -> None:
         """Once the client has the whole answer, a new connection may displace this one."""
         if not self.flow.write_paused and (self.cycle is None or self.cycle.response_complete):
-            self._places.rest(self)
+            self._places.end_request(self)
 
     def send_400_response(self, msg: str) -> None:
         """Sends the status of h11's error, which is more specific than 400, such as 431 for too large
@@ -166,16 +166,16 @@ class BoundedH11(H11Protocol):
         """No other protocol is supported, so requests to upgrade are served as HTTP/1.1 (RFC 9110, 7.8)."""
         return False
 
-    def _watch(self) -> None:
+    def _update_request_deadline(self) -> None:
         """Runs the deadline while the client must send data: its first request, the rest of a request, or the
         rest of a body that was already answered."""
-        owes = (self.conn.their_state is h11.IDLE and not self._is_kept_alive) or (
+        must_send = (self.conn.their_state is h11.IDLE and not self._is_kept_alive) or (
             self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
         )
-        if not owes or self.transport.is_closing():
-            self._unwatch()
-        elif self._deadline is None:
-            self._deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self.transport.close)
+        if not must_send or self.transport.is_closing():
+            self._cancel_request_deadline()
+        elif self._request_deadline is None:
+            self._request_deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self.transport.close)
 
     @property
     def _is_kept_alive(self) -> bool:
@@ -183,15 +183,15 @@ class BoundedH11(H11Protocol):
         arrived."""
         return self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
 
-    def _unwatch(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _cancel_request_deadline(self) -> None:
+        if self._request_deadline is not None:
+            self._request_deadline.cancel()
+            self._request_deadline = None
 
-    def _note_read(self) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+    def _cancel_write_deadline(self) -> None:
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
 
 
 def _refusal(message: str) -> bytes:

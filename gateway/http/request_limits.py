@@ -97,18 +97,18 @@ class _HeldBytes:
     def __init__(self, by_caller: Counter[str], caller: str) -> None:
         self._by_caller = by_caller
         self._caller = caller
-        self._number = 0
+        self._num_bytes = 0
 
-    def add(self, number: int) -> int:
+    def add(self, num_bytes: int) -> int:
         """Adds bytes to this body. Returns the number of bytes of all bodies of the caller."""
-        self._number += number
-        self._by_caller[self._caller] += number
+        self._num_bytes += num_bytes
+        self._by_caller[self._caller] += num_bytes
         return self._by_caller[self._caller]
 
     def release(self) -> None:
-        if self._number:
-            self._by_caller[self._caller] -= self._number
-            self._number = 0
+        if self._num_bytes:
+            self._by_caller[self._caller] -= self._num_bytes
+            self._num_bytes = 0
             if not self._by_caller[self._caller]:
                 del self._by_caller[self._caller]
 

@@ -23,7 +23,7 @@ BACKLOG = 1024
 SEND_BUFFER_BYTES = 128 * 1024
 """Requested size of the kernel's send buffer of each connection; the kernel allocates twice as much."""
 
-LAST_WORDS_S = 1.0
+LAST_RESPONSES_S = 1.0
 """How long a stopping gateway waits for its last responses to be sent, and for cancelled requests to end."""
 
 
@@ -153,22 +153,22 @@ class _Server(uvicorn.Server):
             listener.close()
         for connection in self._connections:
             connection.shutdown()
-        await self._all_over(self.grace_s)
+        await self._wait_until_closed(self.grace_s)
         for connection in self._connections:
             connection.end()
-        await self._all_over(LAST_WORDS_S)
+        await self._wait_until_closed(LAST_RESPONSES_S)
         for connection in self._connections:
             connection.transport.abort()
         for task in self.server_state.tasks:
             task.cancel()
-        await self.acceptor.join(LAST_WORDS_S)
+        await self.acceptor.join(LAST_RESPONSES_S)
 
     @property
     def _connections(self) -> list[BoundedH11]:
         """A copy of the open connections."""
         return [each for each in self.server_state.connections if isinstance(each, BoundedH11)]
 
-    async def _all_over(self, timeout_s: float) -> None:
+    async def _wait_until_closed(self, timeout_s: float) -> None:
         """Returns when all connections are closed and all their requests have ended, at the latest after
         `timeout_s`."""
         with suppress(TimeoutError):

@@ -42,7 +42,7 @@ def messages_of(system: str | list[TextBlock] | None, turns: Sequence[Turn]) -> 
     error names the turn or the block."""
     instructions = _without_billing(system)
     messages = [ChatMessage("system", instructions)] if instructions else []
-    waiting: dict[str, str] = {}
+    unanswered: dict[str, str] = {}
     """The calls that have no result yet: the name of each call's tool, by the call's id."""
     for role, numbered in groupby(enumerate(turns), key=lambda item: item[1].role):
         run = list(numbered)
@@ -52,19 +52,19 @@ def messages_of(system: str | list[TextBlock] | None, turns: Sequence[Turn]) -> 
                     assert isinstance(turn, SystemTurn)
                     messages.append(ChatMessage("system", text_of(turn.content)))
             case "user":
-                messages += _from_user(run, waiting)
-                waiting = {}
+                messages += _from_user(run, unanswered)
+                unanswered = {}
             case "assistant":
-                _check_answered(run, waiting)
+                _check_answered(run, unanswered)
                 message = _from_assistant(run)
                 messages.append(message)
-                waiting = {call.id: call.name for call in message.tool_calls}
+                unanswered = {call.id: call.name for call in message.tool_calls}
     if turns[-1].role == "assistant":
         raise InvalidRequest(
             f"messages.{len(turns) - 1}",
             "the last turn is the assistant's, and continuing it is not supported; end with a user's turn",
         )
-    _check_answered([(len(turns) - 1, turns[-1])], waiting)
+    _check_answered([(len(turns) - 1, turns[-1])], unanswered)
     return tuple(messages)
 
 
@@ -76,8 +76,8 @@ def _without_billing(system: str | list[TextBlock] | None) -> str:
     )
 
 
-def _from_user(run: Numbered, waiting: dict[str, str]) -> list[ChatMessage]:
-    left = dict(waiting)
+def _from_user(run: Numbered, unanswered: dict[str, str]) -> list[ChatMessage]:
+    unanswered = dict(unanswered)
     results: list[ChatMessage] = []
     texts: list[str] = []
     for number, turn in run:
@@ -90,16 +90,16 @@ def _from_user(run: Numbered, waiting: dict[str, str]) -> list[ChatMessage]:
             place = _place(number, index)
             if text or any(texts):
                 raise InvalidRequest(place, "results must come before the text of a user's turn")
-            results.append(_result(place, block, left))
+            results.append(_result(place, block, unanswered))
         texts.append(text)
-    _check_answered(run, left)
-    said = BETWEEN_TURNS.join(text for text in texts if text)
-    return [*results, ChatMessage("user", said)] if said or not results else results
+    _check_answered(run, unanswered)
+    text = BETWEEN_TURNS.join(text for text in texts if text)
+    return [*results, ChatMessage("user", text)] if text or not results else results
 
 
-def _result(place: str, block: ToolResultBlock, left: dict[str, str]) -> ChatMessage:
-    """The message for a result. Removes the result's call from `left`."""
-    name = left.pop(block.tool_use_id, None)
+def _result(place: str, block: ToolResultBlock, unanswered: dict[str, str]) -> ChatMessage:
+    """The message for a result. Removes the result's call from `unanswered`."""
+    name = unanswered.pop(block.tool_use_id, None)
     if name is None:
         raise InvalidRequest(
             f"{place}.tool_use_id",
@@ -112,12 +112,12 @@ def _result(place: str, block: ToolResultBlock, left: dict[str, str]) -> ChatMes
     )
 
 
-def _check_answered(run: Numbered, left: dict[str, str]) -> None:
-    if left:
+def _check_answered(run: Numbered, unanswered: dict[str, str]) -> None:
+    if unanswered:
         raise InvalidRequest(
             f"messages.{run[0][0]}",
-            f"a tool_result is missing for {', '.join(repr(each[:60]) for each in list(left)[:3])}: each call of an "
-            "assistant's turn needs a tool_result at the beginning of the next user's turn",
+            f"a tool_result is missing for {', '.join(repr(each[:60]) for each in list(unanswered)[:3])}: each call of "
+            "an assistant's turn needs a tool_result at the beginning of the next user's turn",
         )
 
 

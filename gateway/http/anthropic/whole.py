@@ -43,8 +43,8 @@ class MessageHead:
 
     def call_start(self, block: BlockOpens) -> str:
         """A call's JSON up to its input."""
-        name = self.call_ids.of(block.call, "toolu_")
-        return f'{{"type":"tool_use","id":"{name}","name":{json.dumps(block.name)},"input":'
+        call_id = self.call_ids.of(block.call, "toolu_")
+        return f'{{"type":"tool_use","id":"{call_id}","name":{json.dumps(block.name)},"input":'
 
 
 @dataclass(slots=True)

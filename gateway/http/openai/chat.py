@@ -115,9 +115,9 @@ class ChatAnswer(OpenAIAnswer):
     def _calls(self, index: int, parts: AnswerParts) -> Iterator[str]:
         before = ',"tool_calls":['
         for number, call in enumerate(parts.calls):
-            id_ = self._call_ids[index].of(number)
+            call_id = self._call_ids[index].of(number)
             name = json_string(call.name)
-            yield f'{before}{{"id":"{id_}","type":"function","function":{{"name":{name},"arguments":"'
+            yield f'{before}{{"id":"{call_id}","type":"function","function":{{"name":{name},"arguments":"'
             yield from string_pieces(call.arguments)
             yield '"}}'
             before = ","
@@ -142,9 +142,9 @@ class ChatAnswer(OpenAIAnswer):
                 return f'"delta":{{"reasoning_content":{reasoning},"reasoning":{reasoning}}}'
             case CallBegins(number, name):
                 self._ends_with_call[index] = False
-                id_ = self._call_ids[index].of(number)
+                call_id = self._call_ids[index].of(number)
                 function = f'{{"name":{ascii_json(name)},"arguments":""}}'
-                call = f'{{"index":{number},"id":"{id_}","type":"function","function":{function}}}'
+                call = f'{{"index":{number},"id":"{call_id}","type":"function","function":{function}}}'
             case ArgumentsDelta(number, json):
                 call = f'{{"index":{number},"function":{{"arguments":{ascii_json(json)}}}}}'
             case CallEnds():

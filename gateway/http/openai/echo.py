@@ -22,7 +22,7 @@ class EchoedPrompt:
     ) -> None:
         """`is_clients_text`: the client sent this text, not the token ids."""
         self.text = text
-        self.num_left = len(token_ids)
+        self.num_remaining = len(token_ids)
         """How many tokens still follow."""
         self._first_id = token_ids[0]
         self._num_tokens = len(token_ids)
@@ -33,7 +33,7 @@ class EchoedPrompt:
 
     def take_first(self) -> int | None:
         """Takes the first token, which begins at 0, and returns it. None if it was taken already."""
-        if self.num_left < self._num_tokens:
+        if self.num_remaining < self._num_tokens:
             return None
         self.next_offset(self._first_id)
         return self._first_id
@@ -45,7 +45,7 @@ class EchoedPrompt:
         if not text and self._is_clients_text:
             text = self._typed_special(token_id)
         self._offset = min(offset + len(text), len(self.text))
-        self.num_left -= 1
+        self.num_remaining -= 1
         return offset
 
     def _typed_special(self, token_id: int) -> str:

@@ -130,8 +130,8 @@ class ChatTokens:
 
     def _token(self, token_id: int, number: str) -> str:
         """A token's JSON object without its closing brace, because further keys may follow."""
-        before, behind = self._around(token_id)
-        return f"{before}{number}{behind}"
+        before, after = self._around(token_id)
+        return f"{before}{number}{after}"
 
     def _write_around(self, token_id: int) -> tuple[str, str]:
         raw = self._tokenizer.token_bytes(token_id)
@@ -198,7 +198,7 @@ class CompletionLogprobsStream:
     def _next_offset(self, row: Row) -> str:
         """Where the token begins. A token that contains only a part of a character has that character's
         offset."""
-        if self._echo is not None and self._echo.num_left:
+        if self._echo is not None and self._echo.num_remaining:
             return str(self._echo.next_offset(row[0][0]))
         offset = self._offset
         self._offset += len(self._detokenizer.push(row[0][0]))
@@ -232,8 +232,8 @@ class RankedTokens:
         return f"{{{','.join(entries.values())}}}"
 
     def _entry(self, token_id: int, number: str, rank: int) -> str:
-        before, behind = self._around(token_id)
-        return f'{before}{number},"rank":{rank}{behind}'
+        before, after = self._around(token_id)
+        return f'{before}{number},"rank":{rank}{after}'
 
     def _write_around(self, token_id: int) -> tuple[str, str]:
         name = json_string(self._tokenizer.token_bytes(token_id).decode(errors="replace"))

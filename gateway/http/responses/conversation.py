@@ -76,7 +76,7 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
                     turn = _new_turn(messages)
                 messages[-1] = replace(turn, content=item.text)
             case MessageItem() | FunctionCallOutputItem():
-                messages.append(_of_others(item, names))
+                messages.append(_from_other_item(item, names))
     return tuple(messages)
 
 
@@ -86,7 +86,7 @@ def _new_turn(messages: list[ChatMessage]) -> ChatMessage:
     return messages[-1]
 
 
-def _of_others(
+def _from_other_item(
     item: MessageItem | FunctionCallOutputItem, names: Mapping[str, tuple[str | None, str]]
 ) -> ChatMessage:
     """`names`: the namespace and the name of each earlier call, by its id."""

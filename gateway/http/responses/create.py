@@ -56,12 +56,12 @@ class CreateResponse:
         """Makes the response. If the response will be stored, but the store is unreachable, raises StoreUnavailable
         before anything is computed."""
         self._model.check_name(body.model)
-        stored_by = self._stored_by(body)
+        stored_by = self._running_for(body)
         if stored_by is not None:
             await stored_by.store.check()
-        history, own = await self._read(body, call)
+        history, own_items = await self._read_items(body, call)
         with in_terms_of(CLIENT_NAMES):
-            conversation = await self._conversation(body, call, (*history.items, *own))
+            conversation = await self._conversation(body, call, (*history.items, *own_items))
             request = await call.preprocess(
                 self._preprocessor, body, conversation, body.sampling(), affinity_key=body.prompt_cache_key
             )
@@ -71,7 +71,7 @@ class CreateResponse:
         response = ResponseJson(
             body, request.sampling_params, response_id, int(time.time()), is_stored=stored_by is not None
         )
-        own_json = input_json(own, request.request_id)
+        own_json = input_json(own_items, request.request_id)
         generation = Generation(request, response, history, own_json, stored_by, namespaces_of(body.tools))
         tokens = self._tokens if body.has_logprobs else None
         return Responding(self._driver, generation, tokens, is_stream=bool(body.stream))
@@ -79,25 +79,25 @@ class CreateResponse:
     async def count(self, body: InputTokensRequest, call: HttpCall) -> InputTokensAnswer:
         """The number of prompt tokens that a request with this body would have."""
         self._model.check_name(body.model)
-        history, own = await self._read(body, call)
+        history, own_items = await self._read_items(body, call)
         with in_terms_of(CLIENT_NAMES):
-            conversation = await self._conversation(body, call, (*history.items, *own))
+            conversation = await self._conversation(body, call, (*history.items, *own_items))
             return InputTokensAnswer("response.input_tokens", await self._num_tokens(conversation, call))
 
-    def _stored_by(self, body: ResponseRequest) -> RunningResponses | None:
+    def _running_for(self, body: ResponseRequest) -> RunningResponses | None:
         if self._running is None and body.store:
             raise InvalidRequest(
                 "store", "this gateway keeps no responses (gateway.response_store: none); send store: false"
             )
         return None if body.store is False else self._running
 
-    async def _read(self, body: PromptFields, call: HttpCall) -> tuple[History, list[KeptItem]]:
+    async def _read_items(self, body: PromptFields, call: HttpCall) -> tuple[History, list[KeptItem]]:
         """The history that the request continues, and the request's own items."""
         store = None if self._running is None else self._running.store
         reader = HistoryReader(store, call.caller.name, self._max_history_bytes)
-        history = await reader.before(body.previous_response_id)
+        history = await reader.history_up_to(body.previous_response_id)
         check_calls(body.items)
-        return history, await reader.resolved(body.items, history)
+        return history, await reader.resolve(body.items, history)
 
     async def _conversation(
         self, body: PromptFields, call: HttpCall, items: tuple[KeptItem, ...]

@@ -65,10 +65,10 @@ class HistoryReader:
         """`max_bytes`: at most this many bytes may be read for this request."""
         self._store = store
         self._caller = caller
-        self._bytes_left = max_bytes
+        self._remaining_bytes = max_bytes
         self._budget = TurnBudget()
 
-    async def before(self, previous_response_id: str | None) -> History:
+    async def history_up_to(self, previous_response_id: str | None) -> History:
         """The history up to and including a stored response. Raises UnknownPreviousResponse if a part is
         missing."""
         if previous_response_id is None:
@@ -83,19 +83,19 @@ class HistoryReader:
         for response_id, context in zip(ids, (*earlier, last), strict=True):
             if context is None:
                 raise UnknownPreviousResponse(
-                    "previous_response_id", _gone(response_id, previous_response_id)
+                    "previous_response_id", _missing(response_id, previous_response_id)
                 )
-            items += _kept(context.items)
+            items += _without_references(context.items)
         if len(items) > MAX_ITEMS:
             raise self._too_long(f"{len(items)} items")
         return History(ids, tuple(items))
 
-    async def resolved(self, items: Sequence[InputItem], history: History) -> list[KeptItem]:
+    async def resolve(self, items: Sequence[InputItem], history: History) -> list[KeptItem]:
         """The items, with each reference replaced by the stored item to which it refers. Raises UnknownResponse if a
         stored item is missing; the error names the reference's field."""
         wanted = {item.id for item in items if isinstance(item, ItemReference)}
         if not wanted:
-            return list(_kept(items))
+            return list(_without_references(items))
         found = {item.id: item for item in history.items if item.id in wanted}
         response_ids = sorted(
             {match[1] for item_id in wanted - set(found) if (match := _ITEM_ID.fullmatch(item_id))}
@@ -107,7 +107,11 @@ class HistoryReader:
             )
         stored = [] if self._store is None else [f"resp_{each}" for each in response_ids]
         for context in await self._contexts(stored):
-            found |= {item.id: item for item in _kept(context.items if context else ()) if item.id in wanted}
+            found |= {
+                item.id: item
+                for item in _without_references(context.items if context else ())
+                if item.id in wanted
+            }
         resolved: list[KeptItem] = []
         for index, item in enumerate(items):
             if not isinstance(item, ItemReference):
@@ -126,8 +130,8 @@ class HistoryReader:
             raise UnknownPreviousResponse("previous_response_id", _WITHOUT_STORE)
         contexts = []
         for text in await self._store.contexts(self._caller, response_ids):
-            self._bytes_left -= len(text or b"")
-            if self._bytes_left < 0:
+            self._remaining_bytes -= len(text or b"")
+            if self._remaining_bytes < 0:
                 raise self._too_long("more bytes than one message may have (gateway.max_message_mib)")
             contexts.append(None if text is None else _parsed(text))
             await self._budget.pause_if_spent()
@@ -176,10 +180,10 @@ def input_items_of(context: bytes) -> list[dict[str, Any]]:
             "response_id",
             "another version of Baton stored this response, and this version cannot read its items",
         )
-    return input_json(list(_kept(stored.items[: stored.num_input])), "")
+    return input_json(list(_without_references(stored.items[: stored.num_input])), "")
 
 
-def _kept(items: Iterable[InputItem]) -> Iterator[KeptItem]:
+def _without_references(items: Iterable[InputItem]) -> Iterator[KeptItem]:
     return (item for item in items if not isinstance(item, ItemReference))
 
 
@@ -191,7 +195,7 @@ def _parsed(text: bytes) -> StoredContext | None:
         return None
 
 
-def _gone(response_id: str, previous_response_id: str) -> str:
+def _missing(response_id: str, previous_response_id: str) -> str:
     which = "it" if response_id == previous_response_id else f"'{response_id[:80]}', which it continues,"
     return (
         f"'{previous_response_id[:80]}' cannot be continued: {which} was never stored, was deleted or displaced, is "

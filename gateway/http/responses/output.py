@@ -177,19 +177,21 @@ class ResponseOutput:
             match event:
                 case Text(text):
                     if not isinstance(self._open, MessageOutput):
-                        yield from self._begin(MessageOutput(*self._named("msg"), tokens=self._tokens))
-                    yield self._grown(text)
+                        yield from self._begin(MessageOutput(*self._id_and_index("msg"), tokens=self._tokens))
+                    yield self._grow(text)
                 case Reasoning(text):
                     if not isinstance(self._open, ReasoningOutput):
-                        yield from self._begin(ReasoningOutput(*self._named("rs")))
-                    yield self._grown(text)
+                        yield from self._begin(ReasoningOutput(*self._id_and_index("rs")))
+                    yield self._grow(text)
                 case CallBegins(index, name):
                     namespace, name = self._namespaces.get(name, (None, name))
                     call_id = self._call_ids.of(index)
-                    call = CallOutput(*self._named("fc"), call_id=call_id, name=name, namespace=namespace)
+                    call = CallOutput(
+                        *self._id_and_index("fc"), call_id=call_id, name=name, namespace=namespace
+                    )
                     yield from self._begin(call)
                 case ArgumentsDelta(_, json):
-                    yield self._grown(json)
+                    yield self._grow(json)
                 case CallEnds():
                     yield from self._close("completed")
 
@@ -197,13 +199,13 @@ class ResponseOutput:
         """The changes at the answer's end. `is_cut`: the answer ended before the model had finished. If a
         finished answer has no item, it gets an empty message."""
         if not self.items and not is_cut:
-            yield from self._begin(MessageOutput(*self._named("msg"), tokens=self._tokens))
+            yield from self._begin(MessageOutput(*self._id_and_index("msg"), tokens=self._tokens))
         if isinstance(self._open, MessageOutput) and self._logprobs:
-            yield self._grown("")
+            yield self._grow("")
         is_incomplete = is_cut or isinstance(self._open, CallOutput)
         yield from self._close("incomplete" if is_incomplete else "completed")
 
-    def _named(self, prefix: str) -> tuple[str, int]:
+    def _id_and_index(self, prefix: str) -> tuple[str, int]:
         index = len(self.items)
         return f"{prefix}_{self._request_id}_{index}", index
 
@@ -213,7 +215,7 @@ class ResponseOutput:
         self._open = item
         yield ItemOpened(item)
 
-    def _grown(self, text: str) -> ItemGrew:
+    def _grow(self, text: str) -> ItemGrew:
         assert self._open is not None, "an item has begun"
         self._open.add(text)
         if not isinstance(self._open, MessageOutput) or not self._logprobs:

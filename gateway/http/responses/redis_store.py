@@ -56,7 +56,7 @@ class RedisStore:
         self._redis: Redis = Redis.from_pool(pool)
 
     async def check(self) -> None:
-        await self._asked(self._redis.ping())
+        await self._await_answer(self._redis.ping())
 
     async def keep(self, caller: str, response_id: str, stored: StoredResponse) -> None:
         if stored.num_bytes > self._bounds.caller_bytes:
@@ -81,11 +81,11 @@ class RedisStore:
         pipeline.pexpire(sizes, self._ttl_ms)
         pipeline.zrange(used, 0, -1, withscores=True)
         pipeline.hgetall(sizes)
-        *_, uses, num_bytes = await self._asked(pipeline.execute())
+        *_, uses, num_bytes = await self._await_answer(pipeline.execute())
         await self._drop(caller, self._superfluous(uses, num_bytes, now))
 
     async def response(self, caller: str, response_id: str) -> bytes | None:
-        found = await self._asked(self._redis.hget(_key(caller, response_id), RESPONSE))
+        found = await self._await_answer(self._redis.hget(_key(caller, response_id), RESPONSE))
         return _unmarked(response_id, found)
 
     async def contexts(self, caller: str, response_ids: Sequence[str]) -> list[bytes | None]:
@@ -99,7 +99,7 @@ class RedisStore:
             pipeline.zadd(_used(caller), {response_id: now}, xx=True)
         for index in (_used(caller), _sizes(caller)):
             pipeline.pexpire(index, self._ttl_ms)
-        answers = await self._asked(pipeline.execute())
+        answers = await self._await_answer(pipeline.execute())
         found = answers[: 3 * len(response_ids) : 3]
         return [_unmarked(*each) for each in zip(response_ids, found, strict=True)]
 
@@ -117,7 +117,7 @@ class RedisStore:
         pipeline.delete(*[_key(caller, response_id) for response_id in response_ids])
         pipeline.zrem(_used(caller), *response_ids)
         pipeline.hdel(_sizes(caller), *response_ids)
-        num_dropped, *_ = await self._asked(pipeline.execute())
+        num_dropped, *_ = await self._await_answer(pipeline.execute())
         return int(num_dropped)
 
     def _superfluous(
@@ -135,7 +135,7 @@ class RedisStore:
             total -= int(num_bytes.get(response_id, 0))
         return dropped
 
-    async def _asked(self, answer: Any) -> Any:
+    async def _await_answer(self, answer: Any) -> Any:
         """Redis' answer. Raises StoreUnavailable if Redis fails. The error does not contain Redis' address,
         which may contain a password."""
         try:

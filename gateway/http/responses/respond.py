@@ -102,7 +102,7 @@ class Responding(Response):
         try:
             async with answering(self._driver, [self._generation.request], CLIENT_NAMES) as batches:
                 async for _, delta in in_turns(batches):
-                    await send.pieces(chain(events.opening(), events.of(self._changes(delta))))
+                    await send.send_pieces(chain(events.opening(), events.of(self._changes(delta))))
             state = self._end_state()
             await self._store(state)
         except Exception as error:
@@ -111,10 +111,10 @@ class Responding(Response):
                     await self._store_cancelled(error)
                 raise
             state = self._failed_state(error)
-            await send.pieces(events.of(self._output.end(is_cut=True)))
+            await send.send_pieces(events.of(self._output.end(is_cut=True)))
             if not isinstance(error, StoreUnavailable):
                 await self._store_if_possible(state)
-        await send.pieces(events.ending(state, self._output.items))
+        await send.send_pieces(events.ending(state, self._output.items))
 
     def _changes(self, delta: Delta) -> Iterator[Change]:
         """The changes that a delta causes. Use up this iterator before the next delta."""

@@ -68,7 +68,7 @@ class StoredResponses:
                 f"the response has ended ({stored['status']}); only a running one can be cancelled",
             )
         self._driver.abort(response_id.removeprefix("resp_"), caller)
-        if (ended := await running.ended()) is None:
+        if (ended := await running.wait_for_end()) is None:
             raise _unknown(response_id)
         return ended
 
@@ -114,7 +114,7 @@ def responses_routes(
     most this many bytes together."""
     routes = APIRouter(route_class=JsonRoute)
     running = None if store is None else RunningResponses(store)
-    creates = CreateResponse(driver, preprocessor, model, running, max_history_bytes)
+    creator = CreateResponse(driver, preprocessor, model, running, max_history_bytes)
     stored = StoredResponses(driver, running)
     answer: dict[str, Any] = {"response_model": ResponseObject, "responses": ERRORS}
 
@@ -125,13 +125,13 @@ def responses_routes(
         responses={200: STREAM, **ERRORS},
     )
     async def create(body: ResponseRequest, request: Request, timeout_ms: TimeoutMs = None) -> Response:
-        return await creates.create(body, HttpCall.of(request, API, timeout_ms))
+        return await creator.create(body, HttpCall.of(request, API, timeout_ms))
 
     @routes.post(f"{PATH}/input_tokens", summary="Count a prompt's tokens", responses=ERRORS)
     async def input_tokens(
         body: InputTokensRequest, request: Request, timeout_ms: TimeoutMs = None
     ) -> InputTokensAnswer:
-        return await creates.count(body, HttpCall.of(request, API, timeout_ms))
+        return await creator.count(body, HttpCall.of(request, API, timeout_ms))
 
     @routes.api_route(f"{PATH}/input_tokens", methods=["GET", "DELETE"], include_in_schema=False)
     async def no_response() -> Response:

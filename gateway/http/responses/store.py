@@ -183,7 +183,7 @@ class RunningResponse:
         if not self._kept.done():
             self._kept.set_result(None)
 
-    async def ended(self) -> bytes | None:
+    async def wait_for_end(self) -> bytes | None:
         """Waits for the response's end. Returns the stored response; None if it was not stored."""
         return await asyncio.shield(self._kept)
 

@@ -43,12 +43,12 @@ def test_a_flood_displaces_only_itself() -> None:
 def test_callers_with_keys_make_room_only_where_few_strangers_are_left() -> None:
     places = entered(8, "aaaaaaaa")
     for connection in range(5):
-        places.serve(connection, "alice", is_stranger=False)
-        places.rest(connection)
+        places.begin_request(connection, "alice", is_stranger=False)
+        places.end_request(connection)
     # Three strangers are more than a quarter of the places.
     assert displaced(places, 1) == [5]
-    places.serve(0, "alice", is_stranger=False)
-    places.rest(0)
+    places.begin_request(0, "alice", is_stranger=False)
+    places.end_request(0)
     assert displaced(places, 5) == [1, 2, 3, 4, 0], "the one that was served last goes last"
     assert displaced(places, 3) == [6, 7, None]
 
@@ -56,40 +56,40 @@ def test_callers_with_keys_make_room_only_where_few_strangers_are_left() -> None
 def test_the_caller_with_the_most_idle_connections_makes_room() -> None:
     places = entered(4, "aaaa")
     for connection, caller in enumerate(("alice", "bob", "bob", "bob")):
-        places.serve(connection, caller, is_stranger=False)
-        places.rest(connection)
+        places.begin_request(connection, caller, is_stranger=False)
+        places.end_request(connection)
     assert displaced(places, 4) == [1, 2, 0, 3]
 
 
 def test_a_running_request_keeps_its_connection() -> None:
     places = entered(4, "aabb")
-    places.serve(0, "anybody", is_stranger=True)
-    places.serve(2, "alice", is_stranger=False)
+    places.begin_request(0, "anybody", is_stranger=True)
+    places.begin_request(2, "alice", is_stranger=False)
     assert displaced(places, 3) == [1, 3, None]
-    places.rest(0)
-    places.rest(0)
+    places.end_request(0)
+    places.end_request(0)
     assert displaced(places, 2) == [0, None]
 
 
 def test_one_callers_requests_leave_a_quarter_of_the_places_to_others() -> None:
     places = entered(4, "aaaa")
     for connection in range(3):
-        places.serve(connection, "alice", is_stranger=False)
+        places.begin_request(connection, "alice", is_stranger=False)
     with pytest.raises(Overloaded, match="'alice' run on 3 of 4 connections"):
-        places.serve(3, "alice", is_stranger=False)
+        places.begin_request(3, "alice", is_stranger=False)
     assert places.victim() == 3, "it is still a stranger's"
-    places.serve(3, "bob", is_stranger=False)
-    places.rest(0)
-    places.serve(0, "alice", is_stranger=False)
+    places.begin_request(3, "bob", is_stranger=False)
+    places.end_request(0)
+    places.begin_request(0, "alice", is_stranger=False)
     places.leave(1)
-    places.serve(1, "bob", is_stranger=False)  # a displaced connection's last request
+    places.begin_request(1, "bob", is_stranger=False)  # a displaced connection's last request
     assert (len(places), places.victim()) == (3, None)
 
 
 def test_a_single_place_is_for_anyone() -> None:
     places = entered(1, "a")
-    places.serve(0, "alice", is_stranger=False)
-    places.rest(0)
+    places.begin_request(0, "alice", is_stranger=False)
+    places.end_request(0)
     assert displaced(places, 2) == [0, None]
 
 

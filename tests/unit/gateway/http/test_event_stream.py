@@ -164,7 +164,7 @@ async def test_no_ping_comes_while_the_pieces_of_events_are_made(monkeypatch: py
             time.sleep(0.005)  # so other tasks run before the next piece
 
     async def produce(send: EventSender) -> None:
-        await send.pieces(pieces())
+        await send.send_pieces(pieces())
         reader.leaves.set()
         await asyncio.Event().wait()
 

@@ -51,7 +51,7 @@ def offsets_of(echo: EchoedPrompt, token_ids: Sequence[int]) -> list[int]:
     assert echo.take_first() == token_ids[0]
     assert echo.take_first() is None
     offsets = [0, *map(echo.next_offset, token_ids[1:])]
-    assert echo.num_left == 0
+    assert echo.num_remaining == 0
     return offsets
 
 

@@ -40,8 +40,8 @@ def items_of(*items: dict[str, Any]) -> Any:
 async def kept(store: MemoryStore, name: str, before: str | None, *items: dict[str, Any]) -> None:
     """A response with these items as input, whose output is its own name and a call."""
     read = reader(store)
-    history = await read.before(before)
-    own = input_json(await read.resolved(items_of(*items), history), name)
+    history = await read.history_up_to(before)
+    own = input_json(await read.resolve(items_of(*items), history), name)
     output = ResponseOutput(name, None)
     list(
         output.on_events([Text(f"text of {name}"), CallBegins(0, "f"), ArgumentsDelta(0, "{}"), CallEnds(0)])
@@ -59,11 +59,11 @@ async def test_a_chain_has_all_turns_in_order(store: MemoryStore) -> None:
     await kept(store, "a", None, user("one"))
     await kept(store, "b", "resp_a", user("two"))
     await kept(store, "c", "resp_b", user("three"))
-    history = await reader(store).before("resp_c")
+    history = await reader(store).history_up_to("resp_c")
     assert history.ancestors == ("resp_a", "resp_b", "resp_c")
     texts = [item.text for item in history.items if item.type == "message"]
     assert texts == ["one", "text of a", "two", "text of b", "three", "text of c"]
-    assert (await reader(store).before(None)) == History()
+    assert (await reader(store).history_up_to(None)) == History()
 
 
 async def test_each_response_keeps_its_own_turn_alone(store: MemoryStore) -> None:
@@ -82,42 +82,42 @@ async def test_a_chain_with_a_gap_is_not_continued(store: MemoryStore, gone: str
     await kept(store, "c", "resp_b", user("three"))
     await store.delete("alice", gone)
     with pytest.raises(UnknownPreviousResponse, match=r"'resp_c' cannot be continued") as caught:
-        await reader(store).before("resp_c")
+        await reader(store).history_up_to("resp_c")
     assert caught.value.field == "previous_response_id"
 
 
 async def test_another_callers_chain_is_not_there(store: MemoryStore) -> None:
     await kept(store, "a", None, user("one"))
     with pytest.raises(UnknownPreviousResponse) as hers:
-        await reader(store, caller="bob").before("resp_a")
+        await reader(store, caller="bob").history_up_to("resp_a")
     with pytest.raises(UnknownPreviousResponse) as nobodys:
-        await reader(store, caller="bob").before("resp_z")
+        await reader(store, caller="bob").history_up_to("resp_z")
     assert str(hers.value).replace("resp_a", "resp_z") == str(nobodys.value)
     with pytest.raises(UnknownResponse):
-        await reader(store, caller="bob").resolved(items_of({"id": "msg_a_0"}), History())
+        await reader(store, caller="bob").resolve(items_of({"id": "msg_a_0"}), History())
 
 
 async def test_references_stand_for_stored_items(store: MemoryStore) -> None:
     await kept(store, "a", None, user("one", id="msg_mine"), user("more"))
     await kept(store, "b", None, user("two"))
-    history = await reader(store).before("resp_a")
-    found = await reader(store).resolved(
+    history = await reader(store).history_up_to("resp_a")
+    found = await reader(store).resolve(
         items_of(
             {"id": "msg_a_0"}, {"type": "item_reference", "id": "msg_b_i0"}, {"id": "msg_mine"}, user("x")
         ),
         history,
     )
     assert [item.text for item in found if isinstance(item, MessageItem)] == ["text of a", "two", "one", "x"]
-    (call,) = await reader(store).resolved(items_of({"id": "fc_b_1"}), History())
+    (call,) = await reader(store).resolve(items_of({"id": "fc_b_1"}), History())
     assert (call.type, call.status) == ("function_call", "completed")
     with pytest.raises(UnknownResponse, match="no stored item has the id 'msg_a_9'") as caught:
-        await reader(store).resolved(items_of(user("x"), {"id": "msg_a_9"}), history)
+        await reader(store).resolve(items_of(user("x"), {"id": "msg_a_9"}), history)
     assert caught.value.field == "input.1.id"
 
 
 async def test_without_a_store_a_reference_is_what_is_wrong() -> None:
     with pytest.raises(UnknownResponse, match=r"input\.1\.id: this gateway keeps no responses"):
-        await HistoryReader(None, "alice", MIB).resolved(
+        await HistoryReader(None, "alice", MIB).resolve(
             items_of(user("one"), {"type": "item_reference", "id": "msg_a_0"}), History()
         )
 
@@ -126,21 +126,21 @@ async def test_a_conversation_is_bounded(store: MemoryStore, monkeypatch: pytest
     await kept(store, "a", None, user("x" * 1000))
     await kept(store, "b", "resp_a", user("two"))
     with pytest.raises(InvalidRequest, match="more bytes"):
-        await reader(store, max_bytes=1000).before("resp_b")
+        await reader(store, max_bytes=1000).history_up_to("resp_b")
     monkeypatch.setattr(history_module, "MAX_ITEMS", 5)
     with pytest.raises(InvalidRequest, match="has 6 items"):
-        await reader(store).before("resp_b")
+        await reader(store).history_up_to("resp_b")
     monkeypatch.setattr(history_module, "MAX_ANCESTORS", 1)
     with pytest.raises(InvalidRequest, match="has 1 responses"):
-        await reader(store).before("resp_b")
+        await reader(store).history_up_to("resp_b")
     with pytest.raises(InvalidRequest, match="at most 64"):
-        await reader(store).resolved(items_of(*({"id": f"msg_{n}_0"} for n in range(65))), History())
+        await reader(store).resolve(items_of(*({"id": f"msg_{n}_0"} for n in range(65))), History())
 
 
 async def test_what_another_version_stored_is_not_there(store: MemoryStore) -> None:
     await store.keep("alice", "resp_a", StoredResponse(b"{}", b'{"turns": []}'))
     with pytest.raises(UnknownPreviousResponse, match="stored by another version of Baton"):
-        await reader(store).before("resp_a")
+        await reader(store).history_up_to("resp_a")
     with pytest.raises(UnknownResponse, match="another version of Baton"):
         input_items_of(b'{"turns": []}')
 
