@@ -43,7 +43,7 @@ class Authenticator:
     def admit(self, caller: Caller, right: Right | None) -> None:
         """Checks that the caller has `right`, and may make another call now. Raises PermissionDenied or RateLimited.
 
-        With None, every caller has the right. Only calls with Right.GENERATE count against the rate.
+        If `right` is None, every caller may make the call. Only calls with Right.GENERATE count against the rate.
         """
         if right is not None and not caller.may(right):
             raise _denied(caller, right)
@@ -70,7 +70,8 @@ class Authenticator:
         return self._owner_of(key)
 
     def _owner_of(self, key: str) -> Caller:
-        """While the key file cannot be used, only keys in the configuration itself are accepted."""
+        """The caller to whom the key belongs. While the key file cannot be used, only keys in the configuration itself
+        are accepted."""
         unknown: Exception = Unauthenticated(
             "unknown or revoked API key; ask the operator of this gateway for a valid one"
         )

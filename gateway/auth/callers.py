@@ -28,11 +28,11 @@ class Caller:
     is_stranger: bool = False
     """The caller sent no key to a gateway that has keys. Its connections have the least priority."""
     requests_per_minute: int | None = None
-    """Limit at this gateway; None: no limit of its own."""
+    """Limit at this gateway. None: the caller's key sets no limit."""
     tokens_per_minute: int | None = None
-    """Limit at this gateway; None: no limit of its own."""
+    """Limit at this gateway. None: the caller's key sets no limit."""
     max_concurrent: int | None = None
-    """Limit at this gateway; None: no limit of its own."""
+    """Limit at this gateway. None: the caller's key sets no limit."""
     best_priority: int | None = None
     """The best priority that the caller's requests can have; None means any priority."""
 
@@ -46,7 +46,7 @@ class Caller:
         return Right.ADMINISTER in self.rights
 
     def may(self, right: Right) -> bool:
-        """Who may administer, may also observe."""
+        """Whether the caller has this right. A caller that may administer may also observe."""
         return right in self.rights or (right is Right.OBSERVE and self.may_administer)
 
 
@@ -57,7 +57,7 @@ ANYBODY = Caller(ANONYMOUS, frozenset(Right))
 """Everyone who can connect to a gateway on loopback without API keys."""
 
 NO_CALLER = Caller(ANONYMOUS, frozenset(), is_stranger=True)
-"""The caller in methods that need no key."""
+"""The caller of calls that need no key."""
 
 current_caller: ContextVar[Caller] = ContextVar("current_caller")
 """The caller of the gRPC call that this task serves; set by the interceptor before the method begins."""

@@ -36,7 +36,7 @@ class KeyStore:
         self._callers = {self._blind(bytes.fromhex(key.sha256)): _caller(key) for key in keys}
 
     def caller(self, key: str) -> Caller | None:
-        """None if the key is unknown."""
+        """The owner of the key; None if the key is unknown."""
         return self._callers.get(self._blind(_digest(key)))
 
     def _blind(self, digest: bytes) -> bytes:

@@ -10,8 +10,8 @@ CONCURRENCY_RETRY_S = 1.0
 
 
 class TokenBucket:
-    """Holds up to `capacity` tokens, gains `rate_per_s` of them, and starts full (the leaky bucket as a meter, ITU-T
-    I.371)."""
+    """Holds up to `capacity` tokens, gains `rate_per_s` tokens per second, and starts full (the leaky bucket as a
+    meter, ITU-T I.371)."""
 
     def __init__(self, rate_per_s: float, capacity: float, now: float) -> None:
         assert rate_per_s > 0.0
@@ -77,7 +77,8 @@ class Concurrency:
         self._running: dict[str, int] = {}
 
     def begin(self, caller: Caller) -> RateLimited | None:
-        """Counts one more request of the caller, until `end`. Returns an error if that is too many."""
+        """Counts one more request of the caller, until `end`. If that would be too many, counts nothing, and returns an
+        error."""
         running = self._running.get(caller.name, 0)
         if caller.max_concurrent is not None and running >= caller.max_concurrent:
             return RateLimited(

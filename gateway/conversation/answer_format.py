@@ -44,5 +44,5 @@ class AnswerFormat(Protocol):
     ) -> AnswerParser | None:
         """A parser of the turn that continues this conversation; None: the answer is only text.
 
-        `answer` is what `grammar` got. Text that must match it has no calls, whatever marks it spells.
+        `answer`: as for `grammar`. A text that must match it contains no calls, whatever marks it spells.
         """

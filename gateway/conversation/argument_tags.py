@@ -40,10 +40,10 @@ class ArgumentTags:
     """The tags around an argument's key and around its value."""
 
     def __init__(self, *, key: str, key_end: str, value: str = "", value_end: str, padding: str = "") -> None:
-        """`value`: the tag before a value; empty if `key_end` ends this tag. `padding`: the newline, if any, between a
-        value and its tags, which is no part of the value."""
+        """`value`: the tag before a value; empty if the value follows `key_end` directly. `padding`: a newline between
+        a value and its tags, which is no part of the value; empty: there is none."""
         self.tags = (key, key_end, value, value_end) if value else (value_end,)
-        """The whole tags, each of which may be a token."""
+        """The tags, each of which may be a single token."""
         self._key, self._key_end, self._value, self._value_end = key, key_end, value, value_end
         self._padding = padding
         self._end = Markers((value_end,))
@@ -84,8 +84,8 @@ class ArgumentTags:
         return key if (yield from reader.skip(self._value)) else None
 
     def _types(self, calls: CallWriter, name: str, key: str) -> frozenset[str] | None:
-        """What `value_types` says of an argument. None: its value has no quotes. The work on a large schema is done
-        once for an answer, not for each value."""
+        """The result of `value_types` for an argument. None: the argument's value is written without quotes. The work
+        on a large schema is done once for an answer, not for each value."""
         tool = calls.tools.get(name)
         schema, root = property_schema(tool, key), {} if tool is None else tool.parameters
         if id(schema) in calls.types:

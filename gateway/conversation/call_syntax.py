@@ -1,4 +1,4 @@
-"""CallSyntax: how a family of models writes calls. CallWriter: turns the calls that it reads into events."""
+"""CallSyntax: how a family of models writes calls. CallWriter: turns the calls that a syntax reads into events."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from gateway.conversation.messages import Tool
 from gateway.conversation.reader import Reader, Steps
 
 MAX_MISREAD = 8
-"""A syntax reads at most this many texts of an answer twice: texts that begin like what it looks for, but differ."""
+"""A syntax reads at most this many texts of an answer twice: texts that begin like a value or a call, but are none."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -60,7 +60,7 @@ class GuidedTool:
     schema: str
     """JSON, ready for Lark's `%json`."""
     tool: Tool | None
-    """The tool whose schema this is; None: its arguments may be any object."""
+    """The tool to which `schema` belongs. None: the arguments may be any object."""
     is_beside_json: bool = False
     """True if the answer may also be JSON that is no call, and no marker distinguishes a call from that JSON. Then the
     grammar must divide a call into the same literals as that JSON: the lexer prefers the longest literal, and does not
@@ -85,8 +85,8 @@ class CallSyntax(Protocol):
 
     @property
     def repeats(self) -> str | None:
-        """The text that the model writes between two sections; a newline may also come before the first one. None: one
-        section contains all calls of a turn."""
+        """The text that the model writes between two sections; a newline may also come before the first section. None:
+        one section contains all calls of a turn."""
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
         """Reads a section after its marker, or a section without a marker. False: there is no call. The

@@ -21,7 +21,7 @@ chat template, where an error does not name the call's field."""
 
 
 def with_tools_named(messages: Sequence[ChatMessage], place: str, arguments: str) -> tuple[ChatMessage, ...]:
-    """The messages, where each result of a tool has the tool's name. `arguments`: the path of the arguments within
+    """The messages, with the tool's name added to each result of a tool. `arguments`: the path of the arguments within
     a call.
 
     Raises InvalidRequest if a result belongs to no earlier call, if two calls of a message have the same id, or if
@@ -93,7 +93,8 @@ def _named(result: ChatMessage, name_of: dict[str, str], place: str) -> ChatMess
 
 def check_tools(tools: Mapping[str, Tool], name: str, schema: str) -> None:
     """Raises InvalidRequest if two tools have the same name, or if a tool's schema is not the schema of an object.
-    `tools`: by their paths in the request. `name` and `schema`: their paths within a tool."""
+    `tools`: the tools by their paths in the request. `name` and `schema`: the paths of a tool's name and schema within
+    the tool."""
     place_of: dict[str, str] = {}
     for place, tool in tools.items():
         if (first := place_of.setdefault(tool.name, place)) != place:

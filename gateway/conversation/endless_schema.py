@@ -17,7 +17,8 @@ _WITH_PARTS = frozenset(
 
 
 def check_ends(field: str, whose: str, schema: dict[str, Any]) -> None:
-    """Raises InvalidRequest for `field` if a schema has such a part: a model that begins the part never ends it."""
+    """Raises InvalidRequest for `field` if a part of a schema needs itself: a model that begins this part never ends
+    it."""
     if (part := endless_part(schema)) is not None:
         raise InvalidRequest(
             field,

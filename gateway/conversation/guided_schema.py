@@ -91,11 +91,10 @@ def spaced(source: str) -> str:
 
 
 def checked_answer(answer: StructuredOutput) -> StructuredOutput:
-    """What an answer must match, without keywords that have no effect but that the compiler of grammars refuses.
-
-    Objects are closed, as those of tools are. Raises InvalidRequest if a client's schema has a part that only an
-    endless value would match, or if the schema has SPACING_KEY, with which answers may be no JSON. The compiler reads
-    this key only at the schema's top.
+    """What the answer must match, without keywords that have no effect and that the compiler of grammars refuses, and
+    with closed objects, as in the schemas of tools. Raises InvalidRequest if a client's schema has a part that only an
+    endless value would match, or if the schema has SPACING_KEY, with which an answer might not be JSON. The compiler
+    reads this key only at the schema's top.
     """
     may_change = any(f'"{key}"' in answer.source for key in ("format", "uniqueItems", "properties"))
     has_sign = may_change or any(sign in answer.source for sign in (SPACING_KEY, REFERENCE, r"\u"))
@@ -161,7 +160,8 @@ def _refers(schema: Any) -> bool:
 
 
 def _guided(schema: Any, is_closing: bool, needed: tuple[frozenset[str | None], ...] = ()) -> Any:
-    """`needed`: the names that schemas of the same object require. None: a name that no object has."""
+    """The schema with closed objects, and without keywords that have no effect. `needed`: the names that schemas of the
+    same object require. None stands for a name that no object has."""
     if not isinstance(schema, Mapping):
         return schema
     guided: dict[str, Any] = {}

@@ -69,7 +69,8 @@ def listed_properties(guided: GuidedTool) -> list[Property]:
 
 
 def _list_of(guided: GuidedTool) -> dict[str, Any]:
-    """The schema, which must say no more about the object than a list of properties does."""
+    """The tool's schema. Raises InvalidRequest if the schema says more about the object than a list of properties
+    does."""
     schema: dict[str, Any] = json.loads(guided.schema)
     if shaping := sorted(_SHAPING & schema.keys()):
         raise InvalidRequest(
@@ -91,9 +92,8 @@ def _property(name: str, part: object, shared: Mapping[str, Any], is_required: b
 
 
 def unlisted_property(guided: GuidedTool) -> Property | None:
-    """For a tool that lists and requires no properties, but allows some: what holds for each property. Else None.
-
-    Raises InvalidRequest as `listed_properties` does."""
+    """For a tool that lists and requires no properties, but allows some: what holds for each property. None for any
+    other tool. Raises InvalidRequest as `listed_properties` does."""
     schema = _list_of(guided)
     part = schema.get("additionalProperties", False)
     if schema.get("properties") or schema.get("required") or part is False:

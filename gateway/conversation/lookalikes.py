@@ -1,4 +1,4 @@
-"""Checks whether JSON of a response format may look like a call, if the model's calls have no marker."""
+"""For models whose calls have no marker: checks whether JSON of a response format may look like a call."""
 
 import json
 from collections.abc import Mapping, Set

@@ -106,7 +106,7 @@ class Conversation:
 
     @property
     def num_characters(self) -> int:
-        """Characters of all messages and calls. The time to render the chat template grows with this
+        """The number of characters of all messages and calls. The time to render the chat template grows with this
         number."""
         return sum(
             len(message.content)
@@ -118,7 +118,8 @@ class Conversation:
 
 
 def stricter_forms(conversation: Conversation) -> Iterator[Conversation]:
-    """The conversation for templates that refuse it as it is. Each form has fewer messages than the one before.
+    """Yields forms of the conversation for templates that refuse the conversation itself. Each form has fewer messages
+    than the one before.
 
     Qwen3.5's template wants system messages only at the beginning, Gemma's wants users and assistants to alternate, and
     those of Mistral want no user's message after a result.
@@ -162,7 +163,7 @@ def _alternating(messages: Messages) -> Messages:
 
 
 def _no_user_behind_result(messages: Messages) -> Messages:
-    """The messages, where text of users that follows the result of a call is at the end of this result."""
+    """The messages, with users' text that follows the result of a call joined to this result."""
 
     def is_behind_result(last: ChatMessage, message: ChatMessage) -> bool:
         return last.role == "tool" and message.role == "user"

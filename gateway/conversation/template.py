@@ -79,7 +79,7 @@ class ChatTemplate:
         """The variables for the client's reasoning options, and those that the client set itself.
 
         A level of effort has no effect if the template has no levels: agents send one to every model. Raises
-        InvalidRequest for another variable that the template does not read.
+        InvalidRequest for any other variable that the template does not read.
         """
         variables = self._by_reasoning(conversation)
         for name, value in conversation.template_options.items():

@@ -86,7 +86,7 @@ def _thought(lark: Lark, tags: ReasoningTags, has_begun: bool, budget: int | Non
 
 def _after_newline(lark: Lark, marker: str) -> str:
     """The expression for a marker, or a newline and the marker. A separate, optional newline would not work: where text
-    may begin, too, the lexer does not go back to where the newline ended."""
+    may begin, too, the lexer would take the newline as text, and not go back to its end."""
     return f"( {lark.marker(marker)} | {lark.marked(chr(10) + marker, marker)} )"
 
 
@@ -173,8 +173,9 @@ def _plain(lark: Lark, syntax: CallSyntax, shunned: tuple[str, ...]) -> str:
 def answer_expression(lark: Lark, answer: StructuredOutput, beside_calls: str | None = None) -> str:
     """The client's structured output, as a Lark expression. Raises InvalidRequest if it is a whole grammar.
 
-    `beside_calls`: if the model may write calls without a marker instead of the answer, how such calls begin. A
-    regular expression then gets the condition that the answer does not begin like this. JSON gets the spacing of calls.
+    `beside_calls`: how calls begin, if the model may write calls without a marker instead of the answer; otherwise
+    None. A regular expression then gets the condition that the answer does not begin like a call. JSON then gets the
+    spacing of calls.
     """
     match answer.kind:
         case GrammarKind.JSON_SCHEMA:

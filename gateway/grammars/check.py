@@ -39,9 +39,10 @@ logger = logging.getLogger(__name__)
 
 VERDICTS = ("compiled", "invalid", "killed", "known")
 MAX_VERDICT_BYTES = 4 * 2**20
-"""Room for some 20,000 verdicts, or 5,000 with reasons of average length."""
+"""Limit for the bytes of all verdicts. There is room for about 20,000 verdicts, or 5,000 with reasons of average
+length."""
 VERDICT_OVERHEAD_BYTES = 200
-"""A verdict's key, and its place in the dictionary."""
+"""The bytes of a verdict's key and of its entry in the dictionary."""
 MAX_INLINE_CHARACTERS = 5_000
 """The depth of a longer text is determined on a thread."""
 MAX_WAIT_S = 30.0
@@ -89,7 +90,8 @@ class GrammarCheck:
         self._queue = FairTurns[str, GrammarTrial]()
         self._number = 0
         self._sent: deque[GrammarTrial] = deque(maxlen=2)
-        """The latest grammars sent to the process. A grammar may still end it after it reported success."""
+        """The latest grammars sent to the process. A grammar may still end the process after the process reported
+        success."""
         self._running: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._is_stopped = False

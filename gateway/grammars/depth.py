@@ -1,7 +1,7 @@
 """The depth of a grammar: nested brackets, and rules that refer to rules.
 
-The library that compiles grammars recurses once per level, and crashes if there are too many levels. With a
-limit, most such texts get an error that says what to change. `gateway/grammars/check.py` catches the others.
+The library that compiles grammars recurses once per level, and crashes if there are too many levels. With a limit, most
+texts that are too deep get an error that says what to change. `gateway/grammars/check.py` catches the others.
 """
 
 import json

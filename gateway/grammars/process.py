@@ -30,7 +30,7 @@ class CompileProcess:
     def __init__(
         self, arguments: list[str], on_message: Callable[[Message], None], on_end: Callable[[], None]
     ) -> None:
-        """`on_message` receives every message of the process; `on_end` is called once, when it has ended."""
+        """`on_message` receives every message of the process; `on_end` is called once, when the process has ended."""
         self._command = module_command("engine.grammars.process", *arguments)
         self._on_message = on_message
         self._on_end = on_end

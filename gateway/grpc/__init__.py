@@ -1,1 +1,1 @@
-"""The gRPC frontend: protobuf in, protobuf out. The only package that knows the messages of protos/."""
+"""The gRPC frontend: protobuf in, protobuf out. Besides the client, only this package knows the messages of protos/."""

@@ -1,4 +1,5 @@
-"""Protobuf <-> conversations and events: the gateway reads a Chat and writes events, its client the reverse."""
+"""Protobuf <-> conversations and events: the gateway reads a Chat and writes events; its client writes a Chat and reads
+events."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -48,7 +49,7 @@ CLIENT_NAMES: Mapping[str, str] = {
     "reasoning": "chat.reasoning",
     "template_options": "chat.template_options",
 }
-"""API field names that differ from the names in errors, by the name in the error."""
+"""The API's names of fields, by the names in errors, for fields whose two names differ."""
 
 
 def conversation_from(chat: pb.Chat) -> Conversation:
@@ -81,7 +82,7 @@ def wants_events(request: pb.GenerateRequest) -> bool:
 
 
 def event_to_message(call_ids: CallIds, event: AnswerEvent) -> pb.AnswerEvent:
-    """`call_ids`: those of the event's answer."""
+    """Converts an event. `call_ids`: the ids of the calls of the event's answer."""
     match event:
         case Text(text):
             return pb.AnswerEvent(text=text)
@@ -97,7 +98,7 @@ def event_to_message(call_ids: CallIds, event: AnswerEvent) -> pb.AnswerEvent:
 
 
 def conversation_to_message(conversation: Conversation) -> pb.Chat:
-    """Sets `events`, so that the answer also contains events."""
+    """Converts a conversation, and sets `events`, so that the answer also contains events."""
     return pb.Chat(
         messages=map(_turn_to_message, conversation.messages),
         tools=map(_tool_to_message, conversation.tools),
@@ -110,7 +111,7 @@ def conversation_to_message(conversation: Conversation) -> pb.Chat:
 
 
 def event_from(message: pb.AnswerEvent) -> AnswerEvent | None:
-    """None for a kind of event that this release does not know."""
+    """Converts an event. None: this release does not know its kind."""
     match message.WhichOneof("event"):
         case "text":
             return Text(message.text)
@@ -127,7 +128,7 @@ def event_from(message: pb.AnswerEvent) -> AnswerEvent | None:
 
 
 def _turn_from(turn: pb.Chat.Message, place: str) -> ChatMessage:
-    """Converts one message of a chat. Fields that belong to another role are refused."""
+    """Converts one message of a chat. Raises InvalidRequest for a field that belongs to another role."""
     for name, role in (("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool")):
         if getattr(turn, name) and turn.role != role:
             raise InvalidRequest(f"{place}.{name}", f"only messages of role {role!r} have it")

@@ -33,11 +33,11 @@ MAX_WATCHES = 64
 """At most this many watches at a time. Each message to a watch has some kilobytes."""
 MAX_AGE_S = 0.5
 """The most recent description serves all watches for this time, or for half the interval of a faster watch. With 64
-workers, making one takes 9 ms of the event loop, besides the controller's part."""
+workers, making a description takes 9 ms of the event loop, besides the controller's part."""
 
 _HEARD_WITHIN_S = 1.0
-"""How long SetWorkerRole waits for the worker's heartbeat with the new role. A description after the call
-shows this role."""
+"""How long SetWorkerRole waits for the worker's heartbeat with the new role, so that a description after the call shows
+this role."""
 
 DRAIN_NODE_S = 60.0
 
@@ -57,7 +57,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self._describing = asyncio.Lock()
         self._described_at = -math.inf
         self._shared = self._shared_without_inside = pb.DescribeClusterResponse()
-        """What watches of administrators, and of other callers, share."""
+        """The description that watches of administrators share, and the one that watches of other callers share."""
 
     async def DescribeCluster(
         self, request: pb.DescribeClusterRequest, context: Context
@@ -130,9 +130,9 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         raise ClusterError("this gateway is shutting down; use another one")
 
     async def _recent_description(self, age_s: float) -> pb.DescribeClusterResponse:
-        """A description that watches share, at most `age_s` old when this call began. Do not change it.
+        """A description that watches share, at most `age_s` old when this call began. The caller must not change it.
 
-        So one description serves all calls that waited for it, however long the controller took.
+        A new description serves all calls that waited for it, however long the controller took.
         """
         now = asyncio.get_running_loop().time
         asked_at = now()

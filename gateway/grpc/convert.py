@@ -98,7 +98,7 @@ def common_sampling(message: Any, **others: Any) -> SamplingParams:
 
 
 def unset_in(message: Any) -> list[str]:
-    """The settings that become the model's defaults. A field that is not `optional` never does: it reads as 0
+    """The settings that the model's defaults replace. A field that is not `optional` is never replaced: it reads as 0
     whether it was set to 0 or not set."""
     fields = message.DESCRIPTOR.fields_by_name
     return [
@@ -145,9 +145,8 @@ def delta_to_response(
     events: Sequence[generation_pb.AnswerEvent] = (),
     num_reasoning_tokens: int = 0,
 ) -> generation_pb.GenerateResponse:
-    """`events` are what the delta's text means, if the client wants events.
-
-    `num_reasoning_tokens` counts from the start.
+    """Converts one delta. `events`: the events of the delta's text, if the client wants events. `num_reasoning_tokens`:
+    the number of reasoning tokens since the answer began.
     """
     response = generation_pb.GenerateResponse(
         request_id=request_id,
@@ -230,6 +229,7 @@ def exact(value: float) -> float:
 
 
 def filled(kind: type[M], value: object, **others: Any) -> M:
-    """A message with `others`, whose remaining fields are the attributes of `value` with the same names."""
+    """A message of this kind. `others` are some of its fields; each of the remaining fields has the value of the
+    attribute of `value` with the same name."""
     names = [field.name for field in kind.DESCRIPTOR.fields if field.name not in others]
     return kind(**{name: getattr(value, name) for name in names}, **others)

@@ -35,11 +35,12 @@ MAX_COMPRESSED_BYTES = 256 * 1024
 """Largest response that is compressed. gRPC compresses in the event loop: 1 MiB takes 30 ms."""
 
 ENCODING = "baton-response-encoding"
-"""The header with which a client requests compressed answers. gRPC does not show which encodings a client
-understands, and it breaks calls of clients that understand none."""
+"""The header with which a client requests compressed answers. gRPC does not show which encodings a client understands.
+It breaks the call of a client that does not understand the answer's encoding."""
 
 OTHER = "(other)"
-"""Replaces the names of unknown methods in counts and logs. Clients could send any number of names, with line ends."""
+"""Replaces the names of unknown methods in counts and logs. Clients could send any number of names, even with line
+ends."""
 
 OnCallEnded = Callable[[str, str], None]
 """Called with the names of the method and of the status code."""
@@ -92,8 +93,9 @@ class Guard(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler":
         handler: Any = await continuation(handler_call_details) or _UNKNOWN
-        # gRPC itself waits without limit for the one message of a call, and never ends calls that send no
-        # message. A single answer is written as a stream of one message, since only streams are compressed.
+        # gRPC itself waits without limit for the one message of a call, and never ends a call that sends no message. So
+        # every call is served as a stream, from which the guard reads. A single answer, too, is written as a stream of
+        # one message, since only streams are compressed.
         call = self._guarded(handler, handler_call_details.method)
         serialize = partial(_serialized, handler.response_serializer)
         return grpc.stream_stream_rpc_method_handler(call, None, serialize)
@@ -157,7 +159,7 @@ class _Responses:
         self._first: asyncio.Future[None] | None = None
 
     async def write(self, response: Any) -> None:
-        """Raises SlowReader."""
+        """Writes a message. Raises SlowReader if the client does not read the message in time."""
         if isinstance(response, bytes) and len(response) > MAX_COMPRESSED_BYTES:
             self._context.disable_next_message_compression()
         writing: Awaitable[None] = self._context.write(response)
@@ -258,7 +260,7 @@ def _set_compression(context: Context) -> None:
 
 
 def _is_over(context: Context, error: Exception) -> bool:
-    """Whether the call already has a status, or its client has left."""
+    """Whether the call already has a status, or its client has disconnected."""
     return isinstance(error, grpc.aio.AbortError) or context.cancelled()
 
 

@@ -72,8 +72,8 @@ class GrpcServer:
     async def start(self) -> None:
         """Binds the port and serves; ConfigError if the port is in use.
 
-        gRPC accepts a name of several addresses although the port is in use on one of them. A client of this name would
-        then reach whichever program listens there. So each address is bound on its own.
+        If a host name has several addresses, gRPC binds it even if the port is in use on one of them. A client that
+        uses this name could then reach the other program. So each address is bound on its own.
         """
         for host in addresses_of(self._host):
             address = f"{in_url(host)}:{self.port or self._port}"

@@ -40,7 +40,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 async def abort_call(context: Context, error: Exception, request_id: str, offered: str | None) -> NoReturn:
     """Ends the call with the error's status; the text of an internal error is not sent.
 
-    `request_id` is well-formed. If metadata `offered` an id, the trailer returns this id.
+    `request_id` is well-formed. `offered`: the id that the client sent in metadata, if any. The trailer then returns
+    this id.
     """
     code = codes_of(error).grpc
     message = _short(INTERNAL_MESSAGE if code is grpc.StatusCode.INTERNAL else str(error))

@@ -101,7 +101,7 @@ class SamplingFields(Body):
 
     @property
     def unset(self) -> list[str]:
-        """The settings that become the model's defaults."""
+        """The settings that the model's defaults replace."""
         return [name for name in MODEL_DEFAULTS if getattr(self, name) is None]
 
     def params_with(

@@ -37,10 +37,10 @@ class FairThreads:
         self._max_waiting = max_waiting
         self._turns = FairTurns[str, _Work]()
         self._running: Counter[str] = Counter()
-        """Threads by caller."""
+        """The number of busy threads, by caller."""
 
     async def run(self, caller: str, cost: int, work: Callable[[], T]) -> T:
-        """Runs `work` on a thread at the caller's turn; returns or raises what `work` does.
+        """Runs `work` on a thread at the caller's turn. Returns what `work` returns, or raises what it raises.
 
         `cost` is charged to the caller, in any unit. If too much work waits, the latest work of the caller
         with the most waiting work gets Overloaded.

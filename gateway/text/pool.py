@@ -11,9 +11,9 @@ from gateway.text.tokenizer import Tokenizer
 MAX_INLINE_CHARACTERS = 2_000
 """Shorter texts are tokenized on the event loop, which is faster than to pass them to a thread."""
 NUM_THREADS = 5
-"""One caller may use at most four of them at a time."""
+"""The number of threads that tokenize and decode. One caller may use at most four of them at a time."""
 NUM_TEMPLATE_THREADS = 3
-"""Separate threads, so that texts never wait behind a slow template."""
+"""The number of threads that render chat templates. They are separate, so that texts never wait for a slow template."""
 TEMPLATE_TIMEOUT_S = 5.0
 """Time limit for a template on one conversation. A template is a program, and might never end."""
 
@@ -22,9 +22,9 @@ class TokenizerPool:
     """Use it from one event loop only. Callers, given by name, take turns by the lengths of their texts."""
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, max_waiting: int) -> None:
-        """Refuses a text without tokenizing it if it cannot fit into `max_tokens` tokens, even with the
-        longest tokens. Up to `max_waiting` texts, and as many conversations, may wait. If there are more, the
-        pool refuses those of the caller that has most of them.
+        """Refuses a text without tokenizing it if it cannot fit into `max_tokens` tokens, even with the longest tokens.
+        Up to `max_waiting` texts, and as many conversations, may wait. If there are more, the pool refuses those of the
+        caller with the most waiting ones.
         """
         self.tokenizer = tokenizer
         self.max_characters = max_tokens * tokenizer.longest_token

@@ -72,14 +72,14 @@ class Detokenizer:
         return self._restart() if len(self._pending) >= MAX_PENDING_TOKENS else ""
 
     def flush(self) -> str:
-        """The rest of the text, once no more tokens follow. Bytes that form no character become U+FFFD."""
+        """The rest of the text. Call this when no more tokens follow. Bytes that form no character become U+FFFD."""
         text = self._decode(self._pending)
         self._pending.clear()
         return text
 
     def _restart(self) -> str:
-        """The text of the pending tokens, without those at the end that may begin a character. Decoding
-        restarts there.
+        """The text of the pending tokens, without the tokens at the end that may begin a character. Decoding restarts
+        with those tokens.
         """
         pending, self._pending = self._pending, []
         ends = range(len(pending), len(pending) - MAX_CHARACTER_TOKENS, -1)
@@ -94,8 +94,8 @@ class Detokenizer:
         return str(self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
 
     def _stream_behind(self, token_ids: Sequence[int]) -> DecodeStream:
-        """Drops a context that ends within a character, since its text would be output again with the
-        character's rest.
+        """A stream that decodes the tokens after these ones. If these end within a character, the stream has no
+        context, since the context's text would be output again with the rest of the character.
         """
         context = list(token_ids)
         if self._decode(context).endswith("\ufffd"):
@@ -221,5 +221,5 @@ class TextStream:
         return len(token_ids), "".join(pieces)
 
     def flush(self) -> str:
-        """The rest of the text, once no more tokens follow."""
+        """The rest of the text. Call this when no more tokens follow."""
         return self._stops.push(self._detokenizer.flush()) + self._stops.flush()

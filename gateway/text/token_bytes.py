@@ -23,7 +23,7 @@ BYTE_OF_CHARACTER = _byte_of_character()
 
 
 class TokenBytes:
-    """Caches its results: at most one entry per token of the vocabulary."""
+    """Finds the bytes of tokens. Caches its results: at most one entry per token of the vocabulary."""
 
     def __init__(self, backend: "RustTokenizer") -> None:
         self._backend = backend

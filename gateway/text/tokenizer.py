@@ -40,7 +40,7 @@ class Tokenizer:
         self._token_bytes = TokenBytes(self.backend)
         vocabulary = _vocabulary(self.backend)
         self.longest_token = max(map(len, vocabulary.ids), default=1)
-        """Characters of the longest token."""
+        """Number of characters of the longest token."""
         template = self._template_source()
         if template is None and answer_format is not None:
             raise ConfigError(

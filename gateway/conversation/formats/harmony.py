@@ -105,7 +105,7 @@ class HarmonyFormat:
 
 
 def _one_by_one(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """The messages, where each call has a separate turn. The call's result follows it; the turn's text
+    """The messages, with a separate turn for each call. The call's result follows it; the text of the original turn
     precedes it.
 
     The template writes only the first call of a turn, and assigns each result to the call before it.

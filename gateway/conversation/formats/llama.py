@@ -1,7 +1,7 @@
 """Llama 3 and 4: the answer is `{"name": "f", "parameters": {...}}`, or several of these, with `;` between.
 
-Such a call need not have a marker. So an object is a call only at the beginning of the answer, or after
-`<|python_tag|>`, and only if a tool has its name.
+A call need not have a marker. So an object is a call only at the beginning of the answer, or after `<|python_tag|>`,
+and only if a tool has its name.
 """
 
 from collections.abc import Sequence

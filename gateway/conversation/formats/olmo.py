@@ -1,4 +1,4 @@
-"""OLMo 3: `<function_calls>`, calls in Python's notation with JSON values, one a line, and `</function_calls>`."""
+"""OLMo 3: `<function_calls>`, calls in Python's notation with JSON values, one per line, and `</function_calls>`."""
 
 from collections.abc import Sequence
 
