@@ -91,7 +91,7 @@ async def ask(target: Target, on_text: Callable[[str], None], **request: Any) ->
             call_ids += event.call_ids
             completion = event.completion or completion
             if parts is not None:
-                parts.take_in(event.parts)
+                parts.add_events(event.parts)
     assert completion is not None, "a stream that ends well ends with a completion"
     return GeneratedAnswer("".join(pieces), tuple(token_ids), completion, parts, tuple(call_ids))
 

@@ -24,9 +24,9 @@ class TokenBucket:
     def wait_s(self, now: float) -> float:
         """The seconds until the bucket holds a whole token; 0 if it already does."""
         self.spend(0, now)
-        lacking = 1.0 - self._level
+        missing = 1.0 - self._level
         # Tolerates rounding, so that a caller that waited for this time is admitted.
-        return lacking / self._rate_per_s if lacking > 1e-9 else 0.0
+        return missing / self._rate_per_s if missing > 1e-9 else 0.0
 
     def spend(self, number: int, now: float) -> None:
         """Takes tokens. The level may become negative; tokens that are gained later pay the debt."""

@@ -27,19 +27,19 @@ class AnswerParser(ABC):
         """Adds text, and returns the events that are now certain. Text that may be part of a tag or a call
         waits."""
         self._reader.push(text)
-        return self._go_on()
+        return self._resume()
 
     def flush(self) -> Sequence[AnswerEvent]:
         """Ends the answer, and returns the remaining events."""
         self._reader.end()
-        return self._go_on()
+        return self._resume()
 
     @abstractmethod
     def _run(self) -> Steps[None]:
         """Reads the whole turn from the reader, adds its events, and keeps `part` and `may_reason` up to date.
         Yields when the reader has no more text."""
 
-    def _go_on(self) -> list[AnswerEvent]:
+    def _resume(self) -> list[AnswerEvent]:
         next(self._turn, None)
         events = self._events[:]
         self._events.clear()

@@ -141,13 +141,13 @@ class ArgumentTags:
         return [self._arguments(lark, tool, free, gap) for tool in tools]
 
     def _arguments(self, lark: Lark, tool: GuidedTool, free: str, gap: str) -> str:
-        behind_key = f"{self._key_end}{f'{gap}{self._value}' if self._value else ''}{self._padding}"
+        after_key = f"{self._key_end}{f'{gap}{self._value}' if self._value else ''}{self._padding}"
         unlisted = None if tool.tool is None else unlisted_property(tool)
         if tool.tool is None or unlisted is not None:
             excluded = "".join(sorted({"<", ">", self._key_end[0]}))
             key = rf"/[^{escaped(excluded)}\n]{{1,64}}/"
             value = free if unlisted is None else self._written_value(lark, unlisted, free, gap)
-            return f"( {self._marked(lark, self._key)} {key} {self._marked(lark, behind_key)} {value} )*"
+            return f"( {self._marked(lark, self._key)} {key} {self._marked(lark, after_key)} {value} )*"
         written = []
         for part in listed_properties(tool):
             if len(part.name) > MAX_KEY_CHARACTERS or not {"\n", self._key_end[0]}.isdisjoint(part.name):
@@ -156,7 +156,7 @@ class ArgumentTags:
                     f"this model writes names of arguments up to {self._key_end}, so it cannot write "
                     f"{part.name[:60]!r} of '{tool.name}'",
                 )
-            head = self._marked(lark, f"{self._key}{part.name}{behind_key}")
+            head = self._marked(lark, f"{self._key}{part.name}{after_key}")
             text = f"{head} {self._written_value(lark, part, free, gap)}"
             written.append(text if part.is_required else f"( {text} )?")
         return " ".join(written)

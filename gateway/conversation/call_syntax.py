@@ -84,7 +84,7 @@ class CallSyntax(Protocol):
         such a call may begin the answer, and the grammar makes the model write calls in this way."""
 
     @property
-    def repeats(self) -> str | None:
+    def between_sections(self) -> str | None:
         """The text that the model writes between two sections; a newline may also come before the first section. None:
         one section contains all calls of a turn."""
 

@@ -20,7 +20,7 @@ MAX_PARSED_CHARACTERS = 2**18
 chat template, where an error does not name the call's field."""
 
 
-def with_tools_named(messages: Sequence[ChatMessage], place: str, arguments: str) -> tuple[ChatMessage, ...]:
+def with_tools_named(messages: Sequence[ChatMessage], path: str, arguments: str) -> tuple[ChatMessage, ...]:
     """The messages, with the tool's name added to each result of a tool. `arguments`: the path of the arguments within
     a call.
 
@@ -28,7 +28,7 @@ def with_tools_named(messages: Sequence[ChatMessage], place: str, arguments: str
     a call's arguments are not a JSON object.
     """
     check_arguments(
-        (f"{place}.{index}.tool_calls.{number}.{arguments}", call.arguments)
+        (f"{path}.{index}.tool_calls.{number}.{arguments}", call.arguments)
         for index, turn in enumerate(messages)
         for number, call in enumerate(turn.tool_calls)
     )
@@ -36,20 +36,21 @@ def with_tools_named(messages: Sequence[ChatMessage], place: str, arguments: str
     name_of: dict[str, str] = {}
     for index, turn in enumerate(messages):
         if turn.tool_calls:
-            name_of |= _names_of(turn.tool_calls, f"{place}.{index}")
-        turns.append(turn if turn.tool_call_id is None else _named(turn, name_of, f"{place}.{index}"))
+            name_of |= _names_of(turn.tool_calls, f"{path}.{index}")
+        turns.append(turn if turn.tool_call_id is None else _named(turn, name_of, f"{path}.{index}"))
     return tuple(turns)
 
 
-def check_arguments(placed: Iterable[tuple[str, str]]) -> None:
-    """InvalidRequest if the arguments of a call are not a JSON object. `placed`: each call's field and arguments."""
+def check_arguments(by_path: Iterable[tuple[str, str]]) -> None:
+    """InvalidRequest if the arguments of a call are not a JSON object. `by_path`: for each call, the path of its
+    arguments, and the arguments."""
     num_characters = 0
-    for place, arguments in placed:
+    for path, arguments in by_path:
         num_characters += len(arguments)
         if num_characters > MAX_PARSED_CHARACTERS:
             return
         if not is_object(arguments):
-            raise InvalidRequest(place, "must be a JSON object as text; leave out a call that was cut off")
+            raise InvalidRequest(path, "must be a JSON object as text; leave out a call that was cut off")
 
 
 def check_num_values(messages: Iterable[ChatMessage]) -> None:
@@ -66,28 +67,28 @@ def check_num_values(messages: Iterable[ChatMessage]) -> None:
         )
 
 
-def _names_of(calls: Sequence[ToolCall], place: str) -> dict[str, str]:
+def _names_of(calls: Sequence[ToolCall], path: str) -> dict[str, str]:
     names: dict[str, str] = {}
     for index, call in enumerate(calls):
         if call.id in names:
             raise InvalidRequest(
-                f"{place}.tool_calls.{index}.id",
+                f"{path}.tool_calls.{index}.id",
                 "another call of this message has the same id; give each call its own id",
             )
         names[call.id] = call.name
     return names
 
 
-def _named(result: ChatMessage, name_of: dict[str, str], place: str) -> ChatMessage:
+def _named(result: ChatMessage, name_of: dict[str, str], path: str) -> ChatMessage:
     assert result.tool_call_id is not None, "the caller has looked"
     name = name_of.get(result.tool_call_id)
     if name is None:
         raise InvalidRequest(
-            f"{place}.tool_call_id",
+            f"{path}.tool_call_id",
             f"no earlier assistant's message has a call {result.tool_call_id[:60]!r}",
         )
     if result.name not in (None, name):
-        raise InvalidRequest(f"{place}.name", f"the call was to {name[:60]!r}, got {result.name[:60]!r}")
+        raise InvalidRequest(f"{path}.name", f"the call was to {name[:60]!r}, got {result.name[:60]!r}")
     return replace(result, name=name)
 
 
@@ -95,18 +96,16 @@ def check_tools(tools: Mapping[str, Tool], name: str, schema: str) -> None:
     """Raises InvalidRequest if two tools have the same name, or if a tool's schema is not the schema of an object.
     `tools`: the tools by their paths in the request. `name` and `schema`: the paths of a tool's name and schema within
     the tool."""
-    place_of: dict[str, str] = {}
-    for place, tool in tools.items():
-        if (first := place_of.setdefault(tool.name, place)) != place:
-            raise InvalidRequest(f"{place}.{name}", f"{first} is called {tool.name!r} too; rename one")
+    path_of: dict[str, str] = {}
+    for path, tool in tools.items():
+        if (first := path_of.setdefault(tool.name, path)) != path:
+            raise InvalidRequest(f"{path}.{name}", f"{first} is called {tool.name!r} too; rename one")
         if (kind := tool.parameters.get("type", "object")) != "object":
-            raise InvalidRequest(f"{place}.{schema}.type", f"must be 'object', got {str(kind)[:60]!r}")
+            raise InvalidRequest(f"{path}.{schema}.type", f"must be 'object', got {str(kind)[:60]!r}")
 
 
-def check_among(tools: Sequence[Tool], name: str, place: str) -> None:
+def check_among(tools: Sequence[Tool], name: str, path: str) -> None:
     """Raises InvalidRequest if no tool has this name."""
     if not any(tool.name == name for tool in tools):
         known = ", ".join(repr(tool.name) for tool in tools[:8]) + (", ..." if len(tools) > 8 else "")
-        raise InvalidRequest(
-            place, f"{name[:64]!r} is not one of the tools; the tools are: {known or 'none'}"
-        )
+        raise InvalidRequest(path, f"{name[:64]!r} is not one of the tools; the tools are: {known or 'none'}")

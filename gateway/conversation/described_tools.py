@@ -27,16 +27,16 @@ def described_turns(conversation: Conversation, *, has_system_role: bool) -> lis
     first user turn.
     """
     turns: list[dict[str, Any]] = []
-    is_behind_result = False
+    is_after_result = False
     for message in conversation.messages:
         role, text = _as_text(message)
-        if role == "user" and is_behind_result:
+        if role == "user" and is_after_result:
             turns[-1]["content"] += "\n" + text
         else:
             turns.append({"role": role, "content": text})
             if message.name is not None and message.role != "tool":
                 turns[-1]["name"] = message.name
-        is_behind_result = message.role == "tool"
+        is_after_result = message.role == "tool"
     if conversation.tools:
         _introduce(turns, conversation.tools)
     if not has_system_role and turns and turns[0]["role"] == "system":

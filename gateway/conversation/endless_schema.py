@@ -51,7 +51,7 @@ def endless_part(schema: dict[str, Any]) -> dict[str, Any] | None:
             needed_by.setdefault(id(need), []).append(id(part))
         waiting += [*needs, *_optional(part)]
     can_end = [key for key, missing in num_missing.items() if not missing]
-    for key in can_end:  # it grows
+    for key in can_end:  # the list grows
         for above in needed_by.get(key, ()):
             num_missing[above] -= 1
             if not num_missing[above]:

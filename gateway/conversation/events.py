@@ -85,10 +85,10 @@ class AnswerParts:
     _reasoning: StringIO = field(default_factory=StringIO)
 
     def add_text(self, text: str) -> None:
-        """Does what `take_in` does with one Text."""
+        """Does what `add_events` does with one event Text."""
         self._text.write(text)
 
-    def take_in(self, events: Iterable[AnswerEvent]) -> None:
+    def add_events(self, events: Iterable[AnswerEvent]) -> None:
         for event in events:
             match event:
                 case Text(text):

@@ -159,31 +159,31 @@ def _refers(schema: Any) -> bool:
     return REFERENCE in schema or any(_refers(schema[key]) for key in _SAME_OBJECT if key in schema)
 
 
-def _guided(schema: Any, is_closing: bool, needed: tuple[frozenset[str | None], ...] = ()) -> Any:
-    """The schema with closed objects, and without keywords that have no effect. `needed`: the names that schemas of the
-    same object require. None stands for a name that no object has."""
+def _guided(schema: Any, closes: bool, needed: tuple[frozenset[str | None], ...] = ()) -> Any:
+    """The schema without keywords that have no effect. `closes`: also with closed objects. `needed`: the names that
+    schemas of the same object require. None stands for a name that no object has."""
     if not isinstance(schema, Mapping):
         return schema
     guided: dict[str, Any] = {}
-    is_closing_parts = is_closing and not _has_more(schema)
+    closes_parts = closes and not _has_more(schema)
     if isinstance(required := schema.get("required"), list):
         needed = (*needed, frozenset(name if isinstance(name, str) else None for name in required))
     for key, value in schema.items():
         if key in _CONDITIONS:
-            guided[key] = _guided(value, is_closing_parts, needed)
+            guided[key] = _guided(value, closes_parts, needed)
         elif key in _TUPLES and isinstance(value, list):
-            guided[key] = [_guided(part, is_closing) for part in value]
+            guided[key] = [_guided(part, closes) for part in value]
         elif key in _ALTERNATIVES and isinstance(value, list):
-            guided[key] = [_guided(part, is_closing_parts, needed) for part in value]
+            guided[key] = [_guided(part, closes_parts, needed) for part in value]
         elif key in _SCHEMAS:
-            guided[key] = _guided(value, is_closing)
+            guided[key] = _guided(value, closes)
         elif key in _MAPS and isinstance(value, Mapping):
-            is_of_parts = is_closing_parts if key == "dependentSchemas" else is_closing
-            guided[key] = {name: _guided(part, is_of_parts) for name, part in value.items()}
+            closes_value = closes_parts if key == "dependentSchemas" else closes
+            guided[key] = {name: _guided(part, closes_value) for name, part in value.items()}
         elif not _is_idle(key, value):
             guided[key] = value
     has_all = "properties" in guided and _OPENING.isdisjoint(guided) and _lists_enough(guided, needed)
-    if is_closing and has_all:
+    if closes and has_all:
         guided["additionalProperties"] = False
     return guided
 

@@ -48,7 +48,7 @@ def read_json_call(reader: Reader, calls: CallWriter, *, is_known: bool = False)
     calls.begin(name)
     if (yield from reader.json_container(calls.add)):
         calls.end()
-        yield from _rest(reader)
+        yield from _read_end(reader)
     return True
 
 
@@ -85,7 +85,7 @@ def _key(reader: Reader) -> Steps[str | None]:
     return key
 
 
-def _rest(reader: Reader) -> Steps[None]:
+def _read_end(reader: Reader) -> Steps[None]:
     """Reads the end of the object after its arguments. If the text is not such an end, reads nothing."""
     reader.begin_attempt()
     yield from reader.skip_spaces()

@@ -49,7 +49,7 @@ class Property:
 def listed_properties(guided: GuidedTool) -> list[Property]:
     """The tool's properties, and then those that are required, but not listed. Raises InvalidRequest if the tool's
     parameters are more than a list of properties, or if they forbid what they require."""
-    schema = _list_of(guided)
+    schema = _listing_schema(guided)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise InvalidRequest("tools", f"the parameters of '{guided.name}' are not a valid schema")
@@ -68,7 +68,7 @@ def listed_properties(guided: GuidedTool) -> list[Property]:
     ]
 
 
-def _list_of(guided: GuidedTool) -> dict[str, Any]:
+def _listing_schema(guided: GuidedTool) -> dict[str, Any]:
     """The tool's schema. Raises InvalidRequest if the schema says more about the object than a list of properties
     does."""
     schema: dict[str, Any] = json.loads(guided.schema)
@@ -94,7 +94,7 @@ def _property(name: str, part: object, shared: Mapping[str, Any], is_required: b
 def unlisted_property(guided: GuidedTool) -> Property | None:
     """For a tool that lists and requires no properties, but allows some: what holds for each property. None for any
     other tool. Raises InvalidRequest as `listed_properties` does."""
-    schema = _list_of(guided)
+    schema = _listing_schema(guided)
     part = schema.get("additionalProperties", False)
     if schema.get("properties") or schema.get("required") or part is False:
         return None
@@ -116,7 +116,7 @@ def value_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset
     types: set[str] = set()
     references: set[str] = set()
     parts: list[Any] = [schema]
-    for part in parts:  # it grows
+    for part in parts:  # the list grows
         if not isinstance(part, Mapping) or len(parts) > MAX_PARTS:
             return frozenset()
         kinds, alternatives = part.get("type"), part.get("anyOf", part.get("oneOf"))

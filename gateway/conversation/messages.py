@@ -127,7 +127,7 @@ def stricter_forms(conversation: Conversation) -> Iterator[Conversation]:
     changes: tuple[Callable[[Messages], Messages], ...] = (
         _system_first,
         _alternating,
-        _no_user_behind_result,
+        _no_user_after_result,
     )
     messages = conversation.messages
     for change in changes:
@@ -162,13 +162,13 @@ def _alternating(messages: Messages) -> Messages:
     return tuple(turns)
 
 
-def _no_user_behind_result(messages: Messages) -> Messages:
+def _no_user_after_result(messages: Messages) -> Messages:
     """The messages, with users' text that follows the result of a call joined to this result."""
 
-    def is_behind_result(last: ChatMessage, message: ChatMessage) -> bool:
+    def is_after_result(last: ChatMessage, message: ChatMessage) -> bool:
         return last.role == "tool" and message.role == "user"
 
-    runs = _runs(messages, is_behind_result)
+    runs = _runs(messages, is_after_result)
     return tuple(replace(run[0], content=_joined(message.content for message in run)) for run in runs)
 
 

@@ -64,15 +64,15 @@ class ModelFormat:
         syntax = (
             None if conversation.tool_choice.use is ToolUse.NONE or not conversation.tools else self.syntax
         )
-        is_behind_reasoning = self._tags is not None and prompt_end.endswith(self._tags.end)
-        if tags is None and syntax is None and not is_behind_reasoning:
+        is_after_reasoning = self._tags is not None and prompt_end.endswith(self._tags.end)
+        if tags is None and syntax is None and not is_after_reasoning:
             return None
         return TurnParser(
             syntax,
             conversation.tools,
             tags,
             has_begun,
-            is_behind_reasoning=is_behind_reasoning,
+            is_after_reasoning=is_after_reasoning,
             is_formatted=answer is not None,
             must_call=conversation.tool_choice.use is ToolUse.REQUIRED,
         )

@@ -37,17 +37,17 @@ class TurnParser(AnswerParser):
         tags: ReasoningTags | None,
         has_begun_to_reason: bool,
         *,
-        is_behind_reasoning: bool,
+        is_after_reasoning: bool,
         is_formatted: bool,
         must_call: bool,
     ) -> None:
         """`syntax`: None if there are no calls. `has_begun_to_reason`: the prompt ends with the opening tag.
-        `is_behind_reasoning`: the prompt ends with the closing tag. `is_formatted`: a response format holds for the
+        `is_after_reasoning`: the prompt ends with the closing tag. `is_formatted`: a response format holds for the
         text. `must_call`: the answer has calls and no text."""
         self._syntax = syntax
         self._tags = tags
         self._has_begun_to_reason = has_begun_to_reason
-        self._is_behind_reasoning = is_behind_reasoning
+        self._is_after_reasoning = is_after_reasoning
         self._is_formatted = is_formatted
         self._must_call = must_call
         self._has_text = False
@@ -59,7 +59,7 @@ class TurnParser(AnswerParser):
         if self._tags is not None:
             yield from self._reason(self._tags)
             self.may_reason = False
-        elif self._is_behind_reasoning:
+        elif self._is_after_reasoning:
             yield from self._reader.skip_spaces()
         if self._syntax is None:
             yield from self._reader.until(Markers(()), self._text)

@@ -49,8 +49,10 @@ def python_arguments(lark: Lark, index: int, tool: GuidedTool) -> str:
         rest = f"rest_{index}_{number}"
         begun = f"{written} {following}"
         first = begun if part.is_required else f"( {begun} | {first} )" if first else f"( {begun} )?"
-        behind = f'", " {written} {following}'
-        lark.rule(rest, behind if part.is_required else f"{behind} | {following or quoted('')}")
+        later_argument = f'", " {written} {following}'
+        lark.rule(
+            rest, later_argument if part.is_required else f"{later_argument} | {following or quoted('')}"
+        )
         following = rest
     return first
 

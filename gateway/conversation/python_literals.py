@@ -77,7 +77,7 @@ class _Literals:
     def keywords(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
         while self._at < len(self._tokens):
-            kind, name = self._take()
+            kind, name = self._next_token()
             self._expect("=")
             if kind != "name":
                 raise ValueError("no keyword")
@@ -93,7 +93,7 @@ class _Literals:
         return value
 
     def _value(self, depth: int) -> Any:
-        kind, text = self._take()
+        kind, text = self._next_token()
         if depth > MAX_DEPTH:
             raise ValueError("too deep")
         if kind == "string":
@@ -132,12 +132,12 @@ class _Literals:
         self._at += 1
         return pairs
 
-    def _take(self) -> tuple[str, str]:
+    def _next_token(self) -> tuple[str, str]:
         self._at += 1
         return self._tokens[self._at - 1]
 
     def _expect(self, sign: str) -> None:
-        if self._take() != ("sign", sign):
+        if self._next_token() != ("sign", sign):
             raise ValueError(f"no {sign}")
 
 

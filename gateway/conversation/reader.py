@@ -138,7 +138,7 @@ class Reader:
             self._at += 1
         return True
 
-    def next_is(self, literal: str) -> Steps[bool]:
+    def skip_if_next(self, literal: str) -> Steps[bool]:
         """Reads `literal` if it comes next; otherwise reads nothing. An attempt must be open."""
         assert self._mark is not None, "no attempt has begun"
         begin = self._at - self._mark

@@ -139,17 +139,17 @@ def check_template_options(field: str, options: Mapping[str, TemplateValue]) -> 
     for key, value in options.items():
         if not NAME.fullmatch(key):
             raise InvalidRequest(field, f"{key[:60]!r} is not a valid name of a template's variable")
-        place = f"{field}.{key}"
+        path = f"{field}.{key}"
         if key in RESERVED or key.endswith(RESERVED_ENDS):
-            raise InvalidRequest(place, "is set by the gateway; use the request's own fields")
+            raise InvalidRequest(path, "is set by the gateway; use the request's own fields")
         if not isinstance(value, TemplateValue):
-            raise InvalidRequest(place, "must be a string, a number, true, false or null")
+            raise InvalidRequest(path, "must be a string, a number, true, false or null")
         if isinstance(value, str) and len(value) > MAX_OPTION_CHARACTERS:
             raise InvalidRequest(
-                place, f"must have at most {MAX_OPTION_CHARACTERS} characters, got {len(value)}"
+                path, f"must have at most {MAX_OPTION_CHARACTERS} characters, got {len(value)}"
             )
         if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidRequest(place, "must be a finite number")
+            raise InvalidRequest(path, "must be a finite number")
 
 
 def described(tool: Tool) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _body(
     if syntax.bare_beginning is not None:
         return f"( {calls} | {text} )"
     opening = lark.up_to("opening", syntax.markers[0], shunned)
-    if conversation.parallel_tool_calls and syntax.repeats is not None:
+    if conversation.parallel_tool_calls and syntax.between_sections is not None:
         return f"( {opening} section )* {text}"
     return f"( {opening} section | {text} )"
 
@@ -126,17 +126,19 @@ def _calls(
         tools = [replace(tool, is_beside_json=True) for tool in tools]
     lark.rule("section", syntax.section(lark, tools, is_parallel))
     begin = "" if syntax.bare_beginning is not None else lark.marker(syntax.markers[0])
-    first = _after_newline(lark, syntax.markers[0]) if begin and syntax.repeats == "\n" else begin
-    if is_parallel and syntax.repeats is not None:
-        return f"{first} section ( {quoted(syntax.repeats)} {begin} section )*"
+    first = _after_newline(lark, syntax.markers[0]) if begin and syntax.between_sections == "\n" else begin
+    if is_parallel and syntax.between_sections is not None:
+        return f"{first} section ( {quoted(syntax.between_sections)} {begin} section )*"
     return f"{first} section"
 
 
-def _guided_tool(tool: Tool, fits: bool) -> GuidedTool:
-    """`fits`: arguments must match the tool's schema."""
-    if not fits:
+def _guided_tool(tool: Tool, must_match: bool) -> GuidedTool:
+    """`must_match`: arguments must match the tool's schema."""
+    if not must_match:
         check_parameters(tool)
-    return GuidedTool(tool.name, guided_schema(tool) if fits else ANY_ARGUMENTS, tool if fits else None)
+    return GuidedTool(
+        tool.name, guided_schema(tool) if must_match else ANY_ARGUMENTS, tool if must_match else None
+    )
 
 
 def _no_call(lark: Lark, syntax: CallSyntax, conversation: Conversation, answer: StructuredOutput) -> str:
@@ -160,14 +162,16 @@ def _no_call(lark: Lark, syntax: CallSyntax, conversation: Conversation, answer:
     return answer_expression(lark, answer, beside_calls=beginning)
 
 
-def _but(beginning: str | None) -> str:
+def _not_beginning_like(beginning: str | None) -> str:
     """The condition that a terminal does not begin like `beginning`, as Lark text."""
     return "" if beginning is None else rf" & ~/\s*{beginning}(?s:.*)/"
 
 
 def _plain(lark: Lark, syntax: CallSyntax, shunned: tuple[str, ...]) -> str:
     """The expression for text that no parser reads as a call."""
-    return lark.text_without("TEXT", *syntax.markers, *shunned, also=_but(syntax.bare_beginning))
+    return lark.text_without(
+        "TEXT", *syntax.markers, *shunned, also=_not_beginning_like(syntax.bare_beginning)
+    )
 
 
 def answer_expression(lark: Lark, answer: StructuredOutput, beside_calls: str | None = None) -> str:
@@ -181,7 +185,9 @@ def answer_expression(lark: Lark, answer: StructuredOutput, beside_calls: str | 
         case GrammarKind.JSON_SCHEMA:
             return f"%json {answer.source if beside_calls is None else spaced(answer.source)}"
         case GrammarKind.REGEX:
-            return lark.rule("ANSWER", f"/{escaped_slashes(answer.source)}/{_but(beside_calls)}")
+            return lark.rule(
+                "ANSWER", f"/{escaped_slashes(answer.source)}/{_not_beginning_like(beside_calls)}"
+            )
         case GrammarKind.LARK:
             raise InvalidRequest(
                 "structured_output",

@@ -197,7 +197,7 @@ class GrammarCheck:
     async def _running_process(self) -> CompileProcess:
         async with self._starting:
             if self._process is None or not self._process.is_running:
-                self._process = self._make_process(self._on_message, self._ended)
+                self._process = self._make_process(self._on_message, self._on_process_ended)
                 await self._process.start()
             return self._process
 
@@ -233,7 +233,7 @@ class GrammarCheck:
         if not trial.verdict.done():
             trial.verdict.set_result(self._known_verdict(trial.digest))
 
-    def _ended(self) -> None:
+    def _on_process_ended(self) -> None:
         """The process itself ended. No grammar can cause this, since forks compile the grammars."""
         for trial in self._sent:
             self._give_up(trial, "the process that compiles grammars ended; try again")

@@ -66,7 +66,7 @@ def _schema_depth(source: str) -> int:
             return [*([] if target is None else [target]), *rest]
         return value if isinstance(value, list) else ()
 
-    return _longest_way(schema, below, id)
+    return _longest_path(schema, below, id)
 
 
 def _lark_depth(source: str) -> int:
@@ -82,7 +82,7 @@ def _lark_depth(source: str) -> int:
         elif token["open"] or token["close"]:
             brackets.setdefault(name, []).append(token)
     deepest = max(map(_bracket_depth, brackets.values()), default=0)
-    return _longest_way("start", lambda rule: references.get(rule, ()), lambda rule: rule) + deepest - 1
+    return _longest_path("start", lambda rule: references.get(rule, ()), lambda rule: rule) + deepest - 1
 
 
 def _bracket_depth(tokens: Iterable[re.Match[str]]) -> int:
@@ -97,17 +97,17 @@ def _bracket_depth(tokens: Iterable[re.Match[str]]) -> int:
     return deepest
 
 
-def _longest_way(start: T, below: Callable[[T], Iterable[T]], key: Callable[[T], object]) -> int:
+def _longest_path(start: T, below: Callable[[T], Iterable[T]], key: Callable[[T], object]) -> int:
     """How many nodes the longest path of a depth-first search has. The search enters each node once."""
     entered = {key(start)}
-    way: list[Iterator[T]] = [iter(below(start))]
+    path: list[Iterator[T]] = [iter(below(start))]
     deepest = 1
-    while way:
-        node = next(way[-1], None)
+    while path:
+        node = next(path[-1], None)
         if node is None:
-            way.pop()
+            path.pop()
         elif key(node) not in entered:
             entered.add(key(node))
-            way.append(iter(below(node)))
-            deepest = max(deepest, len(way))
+            path.append(iter(below(node)))
+            deepest = max(deepest, len(path))
     return deepest

@@ -54,13 +54,13 @@ CLIENT_NAMES: Mapping[str, str] = {
 
 def conversation_from(chat: pb.Chat) -> Conversation:
     """Converts a Chat; InvalidRequest names the field by its path in the request."""
-    for name, entries, most in (
+    for name, entries, limit in (
         ("chat.tools", chat.tools, MAX_TOOLS),
         ("chat.tool_choice.names", chat.tool_choice.names, MAX_TOOLS),
         ("chat.template_options", chat.template_options, MAX_OPTIONS),
     ):
-        if len(entries) > most:
-            raise InvalidRequest(name, f"must have at most {most} entries, got {len(entries)}")
+        if len(entries) > limit:
+            raise InvalidRequest(name, f"must have at most {limit} entries, got {len(entries)}")
     if not 1 <= len(chat.messages) <= MAX_MESSAGES:
         raise InvalidRequest(
             "chat", f"a conversation must have 1 to {MAX_MESSAGES} messages, got {len(chat.messages)}"
@@ -127,21 +127,21 @@ def event_from(message: pb.AnswerEvent) -> AnswerEvent | None:
             return None
 
 
-def _turn_from(turn: pb.Chat.Message, place: str) -> ChatMessage:
+def _turn_from(turn: pb.Chat.Message, path: str) -> ChatMessage:
     """Converts one message of a chat. Raises InvalidRequest for a field that belongs to another role."""
     for name, role in (("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool")):
         if getattr(turn, name) and turn.role != role:
-            raise InvalidRequest(f"{place}.{name}", f"only messages of role {role!r} have it")
+            raise InvalidRequest(f"{path}.{name}", f"only messages of role {role!r} have it")
     if turn.role == "tool" and not turn.tool_call_id:
-        raise InvalidRequest(f"{place}.tool_call_id", "required for role 'tool'")
+        raise InvalidRequest(f"{path}.tool_call_id", "required for role 'tool'")
     if len(turn.tool_calls) > MAX_CALLS:
         raise InvalidRequest(
-            f"{place}.tool_calls", f"must have at most {MAX_CALLS} entries, got {len(turn.tool_calls)}"
+            f"{path}.tool_calls", f"must have at most {MAX_CALLS} entries, got {len(turn.tool_calls)}"
         )
     calls = []
     for index, call in enumerate(turn.tool_calls):
         if missing := next((name for name in ("id", "name") if not getattr(call, name)), None):
-            raise InvalidRequest(f"{place}.tool_calls.{index}.{missing}", "must not be empty")
+            raise InvalidRequest(f"{path}.tool_calls.{index}.{missing}", "must not be empty")
         calls.append(ToolCall(call.id, call.name, call.arguments))
     return ChatMessage(
         turn.role, turn.content, turn.reasoning or None, tuple(calls), turn.tool_call_id or None
@@ -152,39 +152,39 @@ def _tools_from(messages: Iterable[pb.Tool]) -> tuple[Tool, ...]:
     tools: list[Tool] = []
     num_characters = 0
     for index, message in enumerate(messages):
-        place = f"chat.tools.{index}"
+        path = f"chat.tools.{index}"
         if not is_tool_name(message.name):
             raise InvalidRequest(
-                f"{place}.name",
+                f"{path}.name",
                 f"must be 1 to 128 letters, digits and any of _.:/-, got {message.name[:60]!r}",
             )
         num_characters += len(message.parameters)
         if num_characters > MAX_SCHEMA_CHARACTERS:
             raise InvalidRequest(
-                f"{place}.parameters",
+                f"{path}.parameters",
                 f"the schemas up to this one have more than {MAX_SCHEMA_CHARACTERS} characters",
             )
         text = message.parameters
-        schema = _schema_from(text, f"{place}.parameters") if text else NO_ARGUMENTS
+        schema = _schema_from(text, f"{path}.parameters") if text else NO_ARGUMENTS
         tools.append(Tool(message.name, message.description or None, schema, message.strict))
-    placed = {f"chat.tools.{index}": tool for index, tool in enumerate(tools)}
-    check_tools(placed, "name", "parameters")
+    by_path = {f"chat.tools.{index}": tool for index, tool in enumerate(tools)}
+    check_tools(by_path, "name", "parameters")
     return tuple(tools)
 
 
-def _schema_from(text: str, place: str) -> dict[str, Any]:
-    schema = _json_from(text, place)
+def _schema_from(text: str, path: str) -> dict[str, Any]:
+    schema = _json_from(text, path)
     if not isinstance(schema, dict):
-        raise InvalidRequest(place, "must be a JSON object")
+        raise InvalidRequest(path, "must be a JSON object")
     return schema
 
 
-def _json_from(text: str, place: str) -> Any:
+def _json_from(text: str, path: str) -> Any:
     """Parses JSON under the same rules as a body over HTTP."""
     try:
         return parse(text.encode())
     except NotStrict as error:
-        raise InvalidRequest(place, f"invalid JSON: {error}") from error
+        raise InvalidRequest(path, f"invalid JSON: {error}") from error
 
 
 def _tool_choice_from(message: pb.ToolChoice, tools: tuple[Tool, ...]) -> ToolChoice:

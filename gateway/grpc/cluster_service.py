@@ -35,7 +35,7 @@ MAX_AGE_S = 0.5
 """The most recent description serves all watches for this time, or for half the interval of a faster watch. With 64
 workers, making a description takes 9 ms of the event loop, besides the controller's part."""
 
-_HEARD_WITHIN_S = 1.0
+_ROLE_HEARTBEAT_S = 1.0
 """How long SetWorkerRole waits for the worker's heartbeat with the new role, so that a description after the call shows
 this role."""
 
@@ -56,7 +56,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self._watches = Places(MAX_WATCHES, "calls are watching already")
         self._describing = asyncio.Lock()
         self._described_at = -math.inf
-        self._shared = self._shared_without_inside = pb.DescribeClusterResponse()
+        self._shared = self._shared_without_internals = pb.DescribeClusterResponse()
         """The description that watches of administrators share, and the one that watches of other callers share."""
 
     async def DescribeCluster(
@@ -64,7 +64,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
     ) -> pb.DescribeClusterResponse:
         description = await self._description()
         if not callers.current_caller.get().may_administer:
-            fleet_messages.hide_inside(description)
+            fleet_messages.hide_internals(description)
         return description
 
     async def WatchCluster(
@@ -98,7 +98,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         role = _role_from(request.role)
         await self._controller_api().call(SetWorkerRole(request.worker, role))
         with suppress(TimeoutError):
-            async with asyncio.timeout(_HEARD_WITHIN_S):
+            async with asyncio.timeout(_ROLE_HEARTBEAT_S):
                 await self._driver.workers.wait_for_role(request.worker, role)
         return pb.SetWorkerRoleResponse()
 
@@ -141,10 +141,10 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
                 began_at = now()
                 self._shared, hidden = await self._description(), pb.DescribeClusterResponse()
                 hidden.CopyFrom(self._shared)
-                fleet_messages.hide_inside(hidden)
-                self._shared_without_inside, self._described_at = hidden, began_at
+                fleet_messages.hide_internals(hidden)
+                self._shared_without_internals, self._described_at = hidden, began_at
             may_administer = callers.current_caller.get().may_administer
-            return self._shared if may_administer else self._shared_without_inside
+            return self._shared if may_administer else self._shared_without_internals
 
     async def _description(self) -> pb.DescribeClusterResponse:
         controller = await ask_controller(self._control)

@@ -41,7 +41,7 @@ FINISH_REASONS = {
 MAX_ABORTED = 4096
 """One call of Abort has at most this many ids."""
 
-_MOST = {"logit_bias": MAX_LOGIT_BIAS, "stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
+_MAX_ENTRIES = {"logit_bias": MAX_LOGIT_BIAS, "stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
 
 
 def prompt_from(message: generation_pb.GenerateRequest) -> Prompt:
@@ -113,9 +113,9 @@ def check_counts(message: Any) -> None:
 
     A message can contain millions of entries. Their conversion would block all other calls.
     """
-    for name, most in _MOST.items():
-        if (count := len(getattr(message, name))) > most:
-            raise InvalidRequest(name, f"must have at most {most} entries, got {count}")
+    for name, limit in _MAX_ENTRIES.items():
+        if (count := len(getattr(message, name))) > limit:
+            raise InvalidRequest(name, f"must have at most {limit} entries, got {count}")
 
 
 def ids_to_abort(request_ids: Sequence[str]) -> list[str]:

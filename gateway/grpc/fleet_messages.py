@@ -57,7 +57,7 @@ def gateway_to_message(dispatcher: Dispatcher) -> pb.Gateway:
     )
 
 
-def hide_inside(description: pb.DescribeClusterResponse) -> None:
+def hide_internals(description: pb.DescribeClusterResponse) -> None:
     """Removes what only administrators may see.
 
     These are machines (whose names may be addresses), processes and paths. Failures are removed too, since

@@ -115,7 +115,7 @@ class Guard(grpc.aio.ServerInterceptor):
             try:
                 admit(self._authenticator, name, context.invocation_metadata() or ())
                 request = self._messages(read, context) if takes_stream else await _receive_one(read, context)
-                request_id = _named(request, request_id)
+                request_id = _identified(request, request_id)
                 context.set_trailing_metadata(((REQUEST_ID, offered or request_id),))
                 if method is not _refuse:
                     _set_compression(context)
@@ -127,7 +127,7 @@ class Guard(grpc.aio.ServerInterceptor):
                     await responses.write(await method(request, context))
             except Exception as error:
                 if not _is_over(context, error):
-                    self._on_error(_seen(error, shown, request_id))
+                    self._on_error(_call_error(error, shown, request_id))
                 await responses.wait_for_headers()
                 await _end(context, error, shown, request_id, offered)
 
@@ -207,8 +207,8 @@ def _code_of(context: Any) -> str:  # Any: gRPC's stub excludes calls without a 
         return str(code.name)
     if context.done():
         return grpc.StatusCode.OK.name
-    left_s = context.time_remaining()
-    is_late = left_s is not None and left_s <= 0.0
+    remaining_s = context.time_remaining()
+    is_late = remaining_s is not None and remaining_s <= 0.0
     return (grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED).name
 
 
@@ -240,7 +240,7 @@ def _serialized(serialize: Callable[[Any], bytes], response: Any) -> bytes:
     return response if isinstance(response, bytes) else serialize(response)
 
 
-def _named(request: Any, drawn: str) -> str:
+def _identified(request: Any, drawn: str) -> str:
     """The id for logs and statuses: the caller's if well-formed, else `drawn`. Writes `drawn` into a message without an
     id; leaves an ill-formed id there, to be refused."""
     if not isinstance(request, Message) or "request_id" not in request.DESCRIPTOR.fields_by_name:
@@ -264,7 +264,7 @@ def _is_over(context: Context, error: Exception) -> bool:
     return isinstance(error, grpc.aio.AbortError) or context.cancelled()
 
 
-def _seen(error: Exception, name: str, request_id: str) -> CallError:
+def _call_error(error: Exception, name: str, request_id: str) -> CallError:
     caller = current_caller.get(None)
     return CallError(
         api="grpc",

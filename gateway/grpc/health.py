@@ -31,7 +31,7 @@ class Health:
         self._is_stopping = asyncio.Event()
         self._watches = Places(MAX_WATCHES, "calls are watching already")
 
-    def leave(self) -> None:
+    def report_not_serving(self) -> None:
         """Reports NOT_SERVING from now on, and ends all watches.
 
         A watcher receives the new status before its call ends. Otherwise watches could last for ever.

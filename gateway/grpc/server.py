@@ -85,7 +85,7 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls at once, gives running calls `grace_s` to end, then cancels them."""
-        self._health.leave()
+        self._health.report_not_serving()
         self._is_closing.set()
         await self._server.stop(grace_s)
 

@@ -117,14 +117,14 @@ def delta_to_chunk(
 
 def to_complete(index: int, delta: Delta, finish: Finish) -> pb.GenerateResponse:
     """The last response of a stream. As in vLLM, it repeats the tokens of the last chunk."""
-    complete = to_end(index, len(delta.token_ids), finish)
+    complete = end_without_tokens(index, len(delta.token_ids), finish)
     complete.output_ids.extend(delta.token_ids)
     if (logprobs := logprobs_to_message(delta.logprobs)) is not None:
         complete.output_logprobs.CopyFrom(logprobs)
     return pb.GenerateResponse(complete=complete)
 
 
-def to_end(index: int, num_tokens: int, finish: Finish) -> pb.GenerateComplete:
+def end_without_tokens(index: int, num_tokens: int, finish: Finish) -> pb.GenerateComplete:
     """All fields of a last response except its tokens."""
     complete = pb.GenerateComplete(
         finish_reason=finish.reason.value,

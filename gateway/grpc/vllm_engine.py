@@ -114,9 +114,11 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """Reports the fleet as one rank: this gateway's requests, and the KV blocks of the decode workers."""
         decode = [status for status in self._driver.workers.statuses if status.role is WorkerRole.DECODE]
-        rows = [(status.kv_blocks, status.ref.block_size / status.kv_groups.num_groups) for status in decode]
-        total = int(sum(blocks.total * num_tokens for blocks, num_tokens in rows))
-        free = int(sum(blocks.free * num_tokens for blocks, num_tokens in rows))
+        decode_blocks = [
+            (status.kv_blocks, status.ref.block_size / status.kv_groups.num_groups) for status in decode
+        ]
+        total = int(sum(blocks.total * num_tokens for blocks, num_tokens in decode_blocks))
+        free = int(sum(blocks.free * num_tokens for blocks, num_tokens in decode_blocks))
         running, waiting = self._driver.dispatcher.num_in_flight, self._driver.dispatcher.num_queued
         load = pb.SchedulerLoad(
             num_running_reqs=running,

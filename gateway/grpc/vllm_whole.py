@@ -6,7 +6,7 @@ Building the message would block it even longer.
 
 from baton.request import TokenLogprobs
 from gateway.grpc.generated import vllm_engine_pb2 as pb
-from gateway.grpc.vllm_convert import input_logprobs_to_message, logprobs_to_message, to_end
+from gateway.grpc.vllm_convert import end_without_tokens, input_logprobs_to_message, logprobs_to_message
 from gateway.requests.request import Delta, Finish
 
 TOKENS_PER_PIECE = 16
@@ -56,7 +56,7 @@ class WholeResponse:
         self._write()
         parts: list[bytes | bytearray] = [
             self._written_ids,
-            to_end(self._index, self._num_tokens, finish).SerializeToString(),
+            end_without_tokens(self._index, self._num_tokens, finish).SerializeToString(),
         ]
         for field, written in (
             (_LOGPROBS, self._written_logprobs),

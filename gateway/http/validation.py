@@ -34,16 +34,16 @@ def first_problem(findings: Sequence[dict[str, Any]], body: Any) -> tuple[str, s
     path into the value are reported.
     """
     top = findings[0]["loc"][:2]
-    placed = [(_place(finding, body), finding) for finding in findings if finding["loc"][:2] == top]
-    furthest = max((place for place, _ in placed), key=len)
-    there = [finding for place, finding in placed if place == furthest]
-    problem = " or ".join(dict.fromkeys(_words(finding) for finding in there))
-    if there[0]["type"] not in WORDS and isinstance(there[0]["input"], str | int | float):
-        problem += f", got {_shortened(there[0]['input'])}"
+    located = [(_path(finding, body), finding) for finding in findings if finding["loc"][:2] == top]
+    furthest = max((path for path, _ in located), key=len)
+    reported = [finding for path, finding in located if path == furthest]
+    problem = " or ".join(dict.fromkeys(_words(finding) for finding in reported))
+    if reported[0]["type"] not in WORDS and isinstance(reported[0]["input"], str | int | float):
+        problem += f", got {_shortened(reported[0]['input'])}"
     return ".".join(map(_cut, furthest)) or "body", problem
 
 
-def _place(finding: dict[str, Any], body: Any) -> tuple[str, ...]:
+def _path(finding: dict[str, Any], body: Any) -> tuple[str, ...]:
     """The path to the value, without the names of types that pydantic inserts."""
     if finding["type"] == "json_invalid":
         return ()
@@ -51,11 +51,11 @@ def _place(finding: dict[str, Any], body: Any) -> tuple[str, ...]:
     if root != "body":
         return tuple(str(part) for part in parts)  # the finding is about a header, or about the URL
     readings = list(_readings(parts, body, finding["type"] == "missing"))
-    place = next((place for place, value in readings if value is finding["input"]), readings[0][0])
+    path = next((path for path, value in readings if value is finding["input"]), readings[0][0])
     if finding["type"] in TAG_FINDINGS and isinstance(finding["input"], dict):
         field = finding["ctx"]["discriminator"].strip("'")
-        return (*place, field if field.isidentifier() else "type")
-    return place
+        return (*path, field if field.isidentifier() else "type")
+    return path
 
 
 def _readings(
@@ -72,7 +72,7 @@ def _readings(
     part, *rest = parts
     is_index = isinstance(value, list) and isinstance(part, int)
     if is_index or (isinstance(value, dict) and part in value):
-        yield from (((str(part), *place), found) for place, found in _readings(rest, value[part], is_missing))
+        yield from (((str(part), *path), found) for path, found in _readings(rest, value[part], is_missing))
         if is_index or value.get("type") != part:
             return
     elif is_missing and not rest:

@@ -47,14 +47,14 @@ class Detokenizer:
         self._kept_tokens = kept_tokens
         self._context = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
         """The last tokens that became text."""
-        self._stream = self._stream_behind(self._context)
+        self._stream = self._stream_after(self._context)
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         if (kept := self._kept_tokens.get(token_id)) is not None:
             before = self.flush()
-            self._stream = self._stream_behind([token_id])
+            self._stream = self._stream_after([token_id])
             return before + kept
         self._pending.append(token_id)
         try:
@@ -63,7 +63,7 @@ class Detokenizer:
             # DecodeStream raises a bare Exception when bytes that form no character change text it has already
             # returned, as byte-fallback tokenizers can. Returned text stays; decoding restarts after it.
             self._context = [token_id]
-            self._stream = self._stream_behind(self._context)
+            self._stream = self._stream_after(self._context)
             return self.flush()
         if text is not None:
             self._context = self._pending[-NUM_CONTEXT_TOKENS:]
@@ -87,13 +87,13 @@ class Detokenizer:
         end = next((end for end in ends if not texts[end].endswith("\ufffd")), len(pending))
         if texts[end]:
             self._context = pending[:end][-NUM_CONTEXT_TOKENS:]
-        self._stream = self._stream_behind(self._context)
+        self._stream = self._stream_after(self._context)
         return texts[end] + "".join(map(self.push, pending[end:]))
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
 
-    def _stream_behind(self, token_ids: Sequence[int]) -> DecodeStream:
+    def _stream_after(self, token_ids: Sequence[int]) -> DecodeStream:
         """A stream that decodes the tokens after these ones. If these end within a character, the stream has no
         context, since the context's text would be output again with the rest of the character.
         """

@@ -225,8 +225,8 @@ def parts_of(
     assert parser is not None
     parts = AnswerParts()
     for piece in pieces:
-        parts.take_in(parser.push(piece))
-    parts.take_in(parser.flush())
+        parts.add_events(parser.push(piece))
+    parts.add_events(parser.flush())
     return parts
 
 

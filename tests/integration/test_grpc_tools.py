@@ -53,7 +53,7 @@ async def events_of(
 def parts_of(events: Sequence[RequestEvent]) -> AnswerParts:
     parts = AnswerParts()
     for event in events:
-        parts.take_in(event.parts)
+        parts.add_events(event.parts)
     return parts
 
 

@@ -40,7 +40,7 @@ class FormatFamily:
     signs: tuple[str, ...]
     """A template that contains all these texts belongs to the family."""
 
-    def has(self, template: ChatTemplate) -> bool:
+    def matches(self, template: ChatTemplate) -> bool:
         """Whether the template shows this family."""
         can_use = self.style is None or template.reads("tools")
         return can_use and all(sign in template.source for sign in self.signs)
@@ -85,7 +85,7 @@ def answer_format_of(chat_template: str, vocabulary: Vocabulary, name: str | Non
 
 
 def _chosen(template: ChatTemplate) -> FormatFamily:
-    return next(family for family in FAMILIES if family.has(template))
+    return next(family for family in FAMILIES if family.matches(template))
 
 
 def _named(template: ChatTemplate, name: str) -> FormatFamily:
@@ -96,4 +96,4 @@ def _named(template: ChatTemplate, name: str) -> FormatFamily:
             f"gateway.answer_format: {name!r} needs a chat template that reads `tools`, and this model's does not; use "
             "'generic' or 'auto'"
         )
-    return next((family for family in families if family.has(template)), families[-1])
+    return next((family for family in families if family.matches(template)), families[-1])

@@ -29,7 +29,7 @@ class DeepSeekCalls:
     markers: tuple[str, ...] = (BEGIN,)
     tokens: tuple[str, ...] = (END, CALL, CALL_END, SEPARATOR)
     bare_beginning = None
-    repeats: str | None = None
+    between_sections: str | None = None
 
     def __init__(self, *, is_fenced: bool) -> None:
         """`is_fenced`: the grammar has V3's notation, otherwise V3.1's."""
@@ -66,7 +66,7 @@ def _call(reader: Reader, calls: CallWriter) -> Steps[bool]:
     if is_fenced:
         name = (yield from reader.word("\n`{<", 200)).strip()
         yield from reader.skip_spaces()
-        yield from reader.next_is("```json")
+        yield from reader.skip_if_next("```json")
         yield from reader.skip_spaces()
     if not is_tool_name(name) or (yield from reader.peek()) != "{":
         return False

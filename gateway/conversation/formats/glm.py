@@ -28,7 +28,7 @@ class GlmCalls:
     def __init__(self, gap: str) -> None:
         """`gap`: what the grammar has between tags: a newline as of GLM-4.5, or nothing as of GLM-4.7."""
         self._gap = gap
-        self.repeats: str | None = gap
+        self.between_sections: str | None = gap
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
         yield from reader.skip_spaces()
@@ -36,7 +36,7 @@ class GlmCalls:
         if not is_tool_name(name):
             return False
         yield from reader.skip_spaces()
-        has_ended = yield from reader.next_is(END)
+        has_ended = yield from reader.skip_if_next(END)
         key = None if has_ended else (yield from TAGS.read_key(reader))
         if key is None and not has_ended:
             return False

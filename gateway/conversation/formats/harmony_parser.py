@@ -61,48 +61,48 @@ class HarmonyParser(AnswerParser):
             if head is not None:
                 self._reader.commit()
                 yield from self._message(head)
-            elif self._reader.has_met_end and (yield from self._is_marked()):
+            elif self._reader.has_met_end and (yield from self._begins_like_head()):
                 return  # the answer ended within a head, which is dropped
             else:
                 self._reader.rewind()
-                yield from self._stray()
+                yield from self._read_stray()
 
     def _head(self) -> Steps[HarmonyHead | None]:
         """Reads a head, within an attempt. None: there is no head, or it is not complete."""
         reader, recipient = self._reader, ""
         yield from reader.skip_spaces()
-        if (yield from self._next_is(START)):
+        if (yield from self._skip_if_next(START)):
             yield from reader.word(_WORD_ENDS, _MAX_WORD)
             yield from reader.skip_spaces()
-        if (yield from reader.next_is(RECIPIENT)):
+        if (yield from reader.skip_if_next(RECIPIENT)):
             recipient = yield from reader.word(_WORD_ENDS, _MAX_WORD)
             yield from reader.skip_spaces()
-        if (yield from self._next_is(MESSAGE)):
+        if (yield from self._skip_if_next(MESSAGE)):
             return HarmonyHead("", recipient)
-        if not (yield from self._next_is(CHANNEL)):
+        if not (yield from self._skip_if_next(CHANNEL)):
             return None
         channel = yield from reader.word(_WORD_ENDS, _MAX_WORD)
         while True:
             yield from reader.skip_spaces()
-            if (yield from self._next_is(MESSAGE)):
+            if (yield from self._skip_if_next(MESSAGE)):
                 return HarmonyHead(channel, recipient)
-            if (yield from reader.next_is(RECIPIENT)):
+            if (yield from reader.skip_if_next(RECIPIENT)):
                 recipient = yield from reader.word(_WORD_ENDS, _MAX_WORD)
-            elif not (yield from self._next_is(CONSTRAIN)) and not (
+            elif not (yield from self._skip_if_next(CONSTRAIN)) and not (
                 # This word is a type of content, such as `json`, which is ignored.
                 yield from reader.word(_WORD_ENDS, _MAX_WORD)
             ):
                 return None
 
-    def _is_marked(self) -> Steps[bool]:
+    def _begins_like_head(self) -> Steps[bool]:
         """Whether the text of the attempt begins like a head. Begins the attempt again."""
         self._reader.rewind()
         self._reader.begin_attempt()
         yield from self._reader.skip_spaces()
         for token in HEADS:
-            if (yield from self._next_is(token)):
+            if (yield from self._skip_if_next(token)):
                 return True
-        return (yield from self._reader.next_is(RECIPIENT + FUNCTIONS))
+        return (yield from self._reader.skip_if_next(RECIPIENT + FUNCTIONS))
 
     def _message(self, head: HarmonyHead) -> Steps[None]:
         self._is_new_message = True
@@ -139,7 +139,7 @@ class HarmonyParser(AnswerParser):
             return True
         reader.begin_attempt()
         for token in ENDS:
-            if (yield from self._next_is(token)):
+            if (yield from self._skip_if_next(token)):
                 self._calls.begin(name)
                 self._calls.add("{}")
                 self._calls.end()
@@ -166,20 +166,20 @@ class HarmonyParser(AnswerParser):
             if token in ENDS:
                 return
 
-    def _stray(self) -> Steps[None]:
+    def _read_stray(self) -> Steps[None]:
         """Reads a token in a wrong place, which is dropped, or text without a head."""
         reader = self._reader
         reader.begin_attempt()
         for token in TOKENS:
-            if (yield from self._next_is(token)):
+            if (yield from self._skip_if_next(token)):
                 reader.commit()
                 return
         reader.rewind()
         yield from self._content(self._text)
 
-    def _next_is(self, token: str) -> Steps[bool]:
+    def _skip_if_next(self, token: str) -> Steps[bool]:
         """Reads this token of the format if it comes next, within an attempt."""
-        return self._reader.next_is(self._prefix + token)
+        return self._reader.skip_if_next(self._prefix + token)
 
     def _arguments(self, json: str) -> None:
         self._calls.add(json.replace(SPECIAL, ""))

@@ -16,7 +16,7 @@ class HermesCalls:
     markers = (BEGIN,)
     tokens = (END,)
     bare_beginning = None
-    repeats = "\n"
+    between_sections = "\n"
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
         if not (yield from read_json_call(reader, calls)):

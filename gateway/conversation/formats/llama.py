@@ -20,7 +20,7 @@ class LlamaCalls:
     markers: tuple[str, ...] = (BEGIN,)
     tokens: tuple[str, ...] = ()
     bare_beginning = r'\{\s*"(name|type|id)"\s*:\s*"'
-    repeats: str | None = None
+    between_sections: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
         return (yield from reader.series("", ";", lambda: read_json_call(reader, calls, is_known=True)))

@@ -22,7 +22,7 @@ class MiniMaxCalls:
     markers: tuple[str, ...] = (BEGIN,)
     tokens: tuple[str, ...] = (END,)
     bare_beginning = None
-    repeats: str | None = None
+    between_sections: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
         if not (yield from reader.series(INVOKE, INVOKE, lambda: _call(reader, calls))):

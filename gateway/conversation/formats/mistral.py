@@ -16,7 +16,7 @@ class MistralCalls:
     markers: tuple[str, ...] = (BEGIN,)
     tokens: tuple[str, ...] = ()
     bare_beginning = None
-    repeats: str | None = None
+    between_sections: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
         if not (yield from reader.series("[", ",", lambda: read_json_call(reader, calls))):
@@ -36,16 +36,16 @@ class MistralNamedCalls:
     markers: tuple[str, ...] = (BEGIN,)
     tokens: tuple[str, ...] = (ID, ARGUMENTS)
     bare_beginning = None
-    repeats: str | None = ""
+    between_sections: str | None = ""
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
         yield from reader.skip_spaces()
         name = (yield from reader.word("[{ \n", 200)).strip()
         if not is_tool_name(name):
             return False
-        if (yield from reader.next_is(ID)):
+        if (yield from reader.skip_if_next(ID)):
             yield from reader.word("[{", 200)
-        yield from reader.next_is(ARGUMENTS)
+        yield from reader.skip_if_next(ARGUMENTS)
         yield from reader.skip_spaces()
         if (yield from reader.peek()) != "{":
             return False

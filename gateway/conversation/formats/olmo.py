@@ -17,7 +17,7 @@ class OlmoCalls:
     markers = (BEGIN,)
     tokens = (END,)
     bare_beginning = None
-    repeats: str | None = None
+    between_sections: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
         def read_call() -> Steps[bool]:

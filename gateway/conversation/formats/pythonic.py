@@ -19,7 +19,7 @@ class PythonicCalls:
     markers: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     bare_beginning = r"\[\s*[a-zA-Z0-9_.:\/-]+\("  # as names of tools may be
-    repeats: str | None = None
+    between_sections: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
         def read_call() -> Steps[bool]:
@@ -33,7 +33,7 @@ class PythonicCalls:
     def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
         written = [python_arguments(lark, index, tool) for index, tool in enumerate(tools)]
 
-        def calls_behind(before: str) -> str:
+        def calls_after(before: str) -> str:
             """The calls of all tools, with `before` in front of each. Unless `is_beside_json`, `before` and
             the name are one literal, so that the lexer cannot take `before` alone as the beginning of other
             text."""
@@ -45,5 +45,5 @@ class PythonicCalls:
             ]
             return one_of([f'{head} {arguments} ")"' for head, arguments in zip(heads, written, strict=True)])
 
-        more = f"{calls_behind(', ')}*" if is_parallel else ""
-        return f'{calls_behind("[")} {more} "]"'
+        more = f"{calls_after(', ')}*" if is_parallel else ""
+        return f'{calls_after("[")} {more} "]"'

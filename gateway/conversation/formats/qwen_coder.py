@@ -19,7 +19,7 @@ class QwenCoderCalls:
     markers: tuple[str, ...] = (BEGIN,)
     tokens: tuple[str, ...] = (END,)
     bare_beginning = None
-    repeats: str | None = "\n"
+    between_sections: str | None = "\n"
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
         yield from reader.skip_spaces()

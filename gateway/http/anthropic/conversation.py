@@ -87,22 +87,22 @@ def _from_user(run: Numbered, unanswered: dict[str, str]) -> list[ChatMessage]:
                 text += block.text
                 continue
             assert isinstance(block, ToolResultBlock)
-            place = _place(number, index)
+            path = _path(number, index)
             if text or any(texts):
-                raise InvalidRequest(place, "results must come before the text of a user's turn")
-            results.append(_result(place, block, unanswered))
+                raise InvalidRequest(path, "results must come before the text of a user's turn")
+            results.append(_result(path, block, unanswered))
         texts.append(text)
     _check_answered(run, unanswered)
     text = BETWEEN_TURNS.join(text for text in texts if text)
     return [*results, ChatMessage("user", text)] if text or not results else results
 
 
-def _result(place: str, block: ToolResultBlock, unanswered: dict[str, str]) -> ChatMessage:
+def _result(path: str, block: ToolResultBlock, unanswered: dict[str, str]) -> ChatMessage:
     """The message for a result. Removes the result's call from `unanswered`."""
     name = unanswered.pop(block.tool_use_id, None)
     if name is None:
         raise InvalidRequest(
-            f"{place}.tool_use_id",
+            f"{path}.tool_use_id",
             f"{block.tool_use_id[:60]!r} is not a call of the previous assistant's turn, or the call already has a "
             "result",
         )
@@ -136,7 +136,7 @@ def _from_assistant(run: Numbered) -> ChatMessage:
                 case ToolUseBlock():
                     if block.id in calls:
                         raise InvalidRequest(
-                            f"{_place(number, index)}.id",
+                            f"{_path(number, index)}.id",
                             f"{block.id[:60]!r} is also the id of an earlier call; give each call its own id",
                         )
                     arguments = json.dumps(block.input, ensure_ascii=False)
@@ -161,5 +161,5 @@ def _blocks(turn: Turn) -> Iterator[tuple[int, Block]]:
             yield index, block
 
 
-def _place(number: int, index: int) -> str:
+def _path(number: int, index: int) -> str:
     return f"messages.{number}.content.{index}"

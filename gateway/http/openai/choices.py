@@ -77,7 +77,7 @@ class Collected:
         if events is None:
             self.parts.add_text(delta.text)
         else:
-            self.parts.take_in(events)
+            self.parts.add_events(events)
         self.logprobs.extend(delta.logprobs)
         self.finish = delta.finish
 

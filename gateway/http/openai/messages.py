@@ -125,12 +125,12 @@ def chat_messages_of(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
     return with_tools_named(converted, "messages", "function.arguments")
 
 
-def _check_answer(message: AssistantMessage, place: str) -> None:
+def _check_answer(message: AssistantMessage, path: str) -> None:
     if message.content is None and not message.tool_calls:
-        raise InvalidRequest(f"{place}.content", "required without tool_calls")
+        raise InvalidRequest(f"{path}.content", "required without tool_calls")
     both = {message.reasoning, message.reasoning_content} - {None}
     if len(both) == 2:
-        raise InvalidRequest(f"{place}.reasoning", "differs from reasoning_content; send one of them")
+        raise InvalidRequest(f"{path}.reasoning", "differs from reasoning_content; send one of them")
 
 
 def _text_of(content: str | Sequence[TextPart]) -> str:

@@ -79,11 +79,11 @@ def tools_of(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
     field."""
     num_bytes = 0
     for index, tool in enumerate(tools or ()):
-        place = f"tools.{index}.function.parameters"
+        path = f"tools.{index}.function.parameters"
         num_bytes += len(to_json(tool.function.parameters or {}))
         if num_bytes > MAX_SCHEMA_CHARACTERS:
             raise InvalidRequest(
-                place, f"the schemas up to this one have more than {MAX_SCHEMA_CHARACTERS} bytes"
+                path, f"the schemas up to this one have more than {MAX_SCHEMA_CHARACTERS} bytes"
             )
     converted = {f"tools.{index}": tool.as_tool() for index, tool in enumerate(tools or ())}
     check_tools(converted, "function.name", "function.parameters")

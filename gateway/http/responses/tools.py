@@ -166,13 +166,13 @@ def tools_of(tools: Sequence[ResponseTool] | None) -> tuple[Tool, ...]:
     field."""
     converted: dict[str, Tool] = {}
     for index, tool in enumerate(tools or ()):
-        place = f"tools.{index}"
+        path = f"tools.{index}"
         if isinstance(tool, NamespaceTool):
-            functions = {f"{place}.tools.{n}": function for n, function in enumerate(tool.as_tools())}
+            functions = {f"{path}.tools.{n}": function for n, function in enumerate(tool.as_tools())}
             _check_names(functions)
             converted |= functions
         elif isinstance(tool, ResponseFunctionTool):
-            converted[place] = tool.as_tool()
+            converted[path] = tool.as_tool()
     if len(converted) > MAX_TOOLS:
         raise InvalidRequest("tools", f"must have at most {MAX_TOOLS} functions, got {len(converted)}")
     check_tools(converted, "name", "parameters")
@@ -185,10 +185,10 @@ def shown_tools(tools: Sequence[ResponseTool] | None) -> list[dict[str, Any]]:
 
 
 def _check_names(functions: Mapping[str, Tool]) -> None:
-    for place, function in functions.items():
+    for path, function in functions.items():
         if len(function.name) > MAX_NAME_CHARACTERS:
             raise InvalidRequest(
-                f"{place}.name",
+                f"{path}.name",
                 f"must have at most {MAX_NAME_CHARACTERS} characters together with its namespace and a dot, got "
                 f"{len(function.name)}",
             )

@@ -6,9 +6,9 @@ from baton.request import FinishReason, PackedLogprobs
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.grpc.vllm_convert import (
     delta_to_chunk,
+    end_without_tokens,
     input_logprobs_to_message,
     to_complete,
-    to_end,
 )
 from gateway.grpc.vllm_whole import TOKENS_PER_PIECE, WholeResponse
 from gateway.requests.request import Delta
@@ -62,6 +62,6 @@ def test_log_probabilities_of_a_prompt_become_one_message_too(portions: list[int
 def test_only_the_last_chunk_has_what_only_an_ended_answer_has() -> None:
     chunks = [delta_to_chunk(1, Delta((7,), finish=finish), 5).chunk for finish in (None, *ENDS)]
     assert [chunk.cached_tokens for chunk in chunks] == [0, 3, 0, 3]
-    ends = [to_end(1, 1, finish) for finish in ENDS]
+    ends = [end_without_tokens(1, 1, finish) for finish in ENDS]
     assert [end.WhichOneof("matched_stop") for end in ends] == [None, "matched_stop_str", "matched_token_id"]
     assert ends[2].matched_token_id == 2
