@@ -19,7 +19,7 @@ from baton.errors import TOO_LONG, DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams, StructuredOutput
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
-from gateway.conversation import AnswerParser, Conversation, checked_answer
+from gateway.conversation import AnswerParser, Conversation, checked_response_format
 from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
 from gateway.requests.request import GatewayRequest, no_parser
@@ -176,7 +176,7 @@ class Preprocessor:
 
     def _checked(self, client_request: ClientRequest) -> SamplingParams:
         """Checks everything that can be checked without the prompt's tokens. Returns the parameters, with the
-        structured output as `checked_answer` returns it."""
+        structured output as `checked_response_format` returns it."""
         for field, text in (
             ("cache_salt", client_request.cache_salt),
             ("affinity_key", client_request.affinity_key),
@@ -190,10 +190,12 @@ class Preprocessor:
             raise InvalidRequest(
                 "max_model_len", f"must be 1 to the model's {model_limit}, got {max_model_len}"
             )
-        params, answer = client_request.params, client_request.params.structured_output
+        params, response_format = client_request.params, client_request.params.structured_output
         self._model.check_token_ids("logit_bias", params.logit_bias)
         self._model.check_token_ids("stop_token_ids", params.stop_token_ids)
-        return params if answer is None else replace(params, structured_output=checked_answer(answer))
+        if response_format is None:
+            return params
+        return replace(params, structured_output=checked_response_format(response_format))
 
     def _completed(
         self, params: SamplingParams, client_request: ClientRequest, prompt_token_ids: tuple[int, ...]
@@ -215,12 +217,12 @@ class Preprocessor:
         for this turn."""
         answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
         assert answer_format is not None, "without a chat template, a conversation is not tokenized"
-        answer = params.structured_output
-        grammar = answer_format.grammar(prompt, end, answer)
-        if grammar is not None and answer is None:
+        response_format = params.structured_output
+        grammar = answer_format.grammar(prompt, end, response_format)
+        if grammar is not None and response_format is None:
             _check_may_end(params, "tools" if prompt.tools else "a reasoning budget")
         params = replace(params, structured_output=grammar)
-        return params, partial(answer_format.new_parser, prompt, end, answer)
+        return params, partial(answer_format.new_parser, prompt, end, response_format)
 
     async def _check_grammar(
         self, client_request: ClientRequest, grammar: StructuredOutput | None, timeout_s: float | None

@@ -13,7 +13,7 @@ from gateway.conversation.events import (
     Text,
 )
 from gateway.conversation.formats.choice import FORMAT_NAMES, answer_format_of
-from gateway.conversation.guided_schema import checked_answer
+from gateway.conversation.guided_schema import checked_response_format
 from gateway.conversation.lark import Vocabulary
 from gateway.conversation.messages import (
     NO_ARGUMENTS,
@@ -51,6 +51,6 @@ __all__ = [
     "ToolUse",
     "Vocabulary",
     "answer_format_of",
-    "checked_answer",
+    "checked_response_format",
     "stricter_forms",
 ]

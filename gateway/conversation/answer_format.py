@@ -29,20 +29,20 @@ class AnswerFormat(Protocol):
         with the field's name if this model does not support a field."""
 
     def grammar(
-        self, conversation: Conversation, prompt_end: str, answer: StructuredOutput | None
+        self, conversation: Conversation, prompt_end: str, response_format: StructuredOutput | None
     ) -> StructuredOutput | None:
         """A grammar under which calls can be parsed and match their schemas; None: the model may write
         anything.
 
-        `prompt_end`: the end of the rendered prompt, with its special tokens. `answer`: what the text must
-        match if the model makes no call. Raises InvalidRequest with the field's name if `answer` cannot be
+        `prompt_end`: the end of the rendered prompt, with its special tokens. `response_format`: what the text must
+        match if the model makes no call. Raises InvalidRequest with the field's name if `response_format` cannot be
         combined with the conversation's tools or reasoning.
         """
 
     def new_parser(
-        self, conversation: Conversation, prompt_end: str, answer: StructuredOutput | None = None
+        self, conversation: Conversation, prompt_end: str, response_format: StructuredOutput | None = None
     ) -> AnswerParser | None:
         """A parser of the turn that continues this conversation; None: the answer is only text.
 
-        `answer`: as for `grammar`. A text that must match it contains no calls, whatever marks it spells.
+        `response_format`: as for `grammar`. A text that must match it contains no calls, whatever marks it spells.
         """

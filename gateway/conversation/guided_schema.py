@@ -90,20 +90,20 @@ def spaced(source: str) -> str:
         return source
 
 
-def checked_answer(answer: StructuredOutput) -> StructuredOutput:
-    """What the answer must match, without keywords that have no effect and that the compiler of grammars refuses, and
-    with closed objects, as in the schemas of tools. Raises InvalidRequest if a client's schema has a part that only an
+def checked_response_format(response_format: StructuredOutput) -> StructuredOutput:
+    """The response format, without keywords that have no effect and that the compiler of grammars refuses, and with
+    closed objects, as in the schemas of tools. Raises InvalidRequest if a client's schema has a part that only an
     endless value would match, or if the schema has SPACING_KEY, with which an answer might not be JSON. The compiler
     reads this key only at the schema's top.
     """
-    may_change = any(f'"{key}"' in answer.source for key in ("format", "uniqueItems", "properties"))
-    has_sign = may_change or any(sign in answer.source for sign in (SPACING_KEY, REFERENCE, r"\u"))
-    if answer.kind is not GrammarKind.JSON_SCHEMA or not has_sign:
-        return answer
+    may_change = any(f'"{key}"' in response_format.source for key in ("format", "uniqueItems", "properties"))
+    has_sign = may_change or any(sign in response_format.source for sign in (SPACING_KEY, REFERENCE, r"\u"))
+    if response_format.kind is not GrammarKind.JSON_SCHEMA or not has_sign:
+        return response_format
     try:
-        schema = json.loads(answer.source)
+        schema = json.loads(response_format.source)
         if not isinstance(schema, dict):
-            return answer
+            return response_format
         if SPACING_KEY in schema:
             raise InvalidRequest("structured_output", f"the schema has the key '{SPACING_KEY}'; remove it")
         check_ends("structured_output", "the schema", schema)
@@ -111,10 +111,10 @@ def checked_answer(answer: StructuredOutput) -> StructuredOutput:
             source = _short_json(guided)
             if len(source) > MAX_GRAMMAR_CHARACTERS:  # only the closed schema is too long
                 source = _short_json(_guided(schema, False))
-            return replace(answer, source=source)
+            return replace(response_format, source=source)
     except (ValueError, RecursionError):
         pass  # the compiler says what is wrong
-    return answer
+    return response_format
 
 
 def _short_json(schema: object) -> str:

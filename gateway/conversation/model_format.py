@@ -52,13 +52,13 @@ class ModelFormat:
         return {"conversation": turns, **({"tools": tools} if tools else {}), **variables}
 
     def grammar(
-        self, conversation: Conversation, prompt_end: str, answer: StructuredOutput | None
+        self, conversation: Conversation, prompt_end: str, response_format: StructuredOutput | None
     ) -> StructuredOutput | None:
         tags, has_begun = self._reasoning(prompt_end)
-        return turn_grammar(self._vocabulary, self.syntax, conversation, tags, has_begun, answer)
+        return turn_grammar(self._vocabulary, self.syntax, conversation, tags, has_begun, response_format)
 
     def new_parser(
-        self, conversation: Conversation, prompt_end: str, answer: StructuredOutput | None = None
+        self, conversation: Conversation, prompt_end: str, response_format: StructuredOutput | None = None
     ) -> TurnParser | None:
         tags, has_begun = self._reasoning(prompt_end)
         syntax = (
@@ -73,7 +73,7 @@ class ModelFormat:
             tags,
             has_begun,
             is_after_reasoning=is_after_reasoning,
-            is_formatted=answer is not None,
+            is_formatted=response_format is not None,
             must_call=conversation.tool_choice.use is ToolUse.REQUIRED,
         )
 

@@ -30,19 +30,19 @@ def turn_grammar(
     conversation: Conversation,
     tags: ReasoningTags | None,
     has_begun_to_reason: bool,
-    answer: StructuredOutput | None,
+    response_format: StructuredOutput | None,
 ) -> StructuredOutput | None:
     """The turn's grammar; None: no grammar is needed. `tags`: the tags of reasoning; None: the turn has no
     reasoning."""
     budget = conversation.reasoning.max_tokens
-    if not conversation.tools and (tags is None or (answer is None and budget is None)):
-        return answer
+    if not conversation.tools and (tags is None or (response_format is None and budget is None)):
+        return response_format
     lark = Lark(vocabulary)
     thought = "" if tags is None else _thought(lark, tags, has_begun_to_reason, budget)
     # Text must not contain this tag: the grammar would accept it as text, but the parser would read
     # reasoning.
     shunned = () if tags is None or lark.is_token(tags.begin) else (tags.begin,)
-    lark.rule("start", f"{thought} {_body(lark, syntax, conversation, shunned, answer)}")
+    lark.rule("start", f"{thought} {_body(lark, syntax, conversation, shunned, response_format)}")
     return checked_grammar(lark)
 
 
@@ -95,18 +95,26 @@ def _body(
     syntax: CallSyntax,
     conversation: Conversation,
     shunned: tuple[str, ...],
-    answer: StructuredOutput | None,
+    response_format: StructuredOutput | None,
 ) -> str:
     use = conversation.tool_choice.use
     if not conversation.tools:
-        return lark.text_without("TEXT", *shunned) if answer is None else answer_expression(lark, answer)
+        return (
+            lark.text_without("TEXT", *shunned)
+            if response_format is None
+            else response_format_expression(lark, response_format)
+        )
     if use is ToolUse.NONE:
-        return _plain(lark, syntax, shunned) if answer is None else answer_expression(lark, answer)
-    calls = _calls(lark, syntax, conversation, None if use is ToolUse.REQUIRED else answer)
+        return (
+            _plain(lark, syntax, shunned)
+            if response_format is None
+            else response_format_expression(lark, response_format)
+        )
+    calls = _calls(lark, syntax, conversation, None if use is ToolUse.REQUIRED else response_format)
     if use is ToolUse.REQUIRED:
         return calls
-    if answer is not None:
-        return f"( {calls} | {_no_call(lark, syntax, conversation, answer)} )"
+    if response_format is not None:
+        return f"( {calls} | {_no_call(lark, syntax, conversation, response_format)} )"
     text = _plain(lark, syntax, shunned)
     if syntax.bare_beginning is not None:
         return f"( {calls} | {text} )"
@@ -117,12 +125,16 @@ def _body(
 
 
 def _calls(
-    lark: Lark, syntax: CallSyntax, conversation: Conversation, answer: StructuredOutput | None
+    lark: Lark, syntax: CallSyntax, conversation: Conversation, response_format: StructuredOutput | None
 ) -> str:
-    """The expression for all calls of the turn, without text. `answer`: what the model may write instead of
+    """The expression for all calls of the turn, without text. `response_format`: what the model may write instead of
     calls."""
     is_parallel, tools = conversation.parallel_tool_calls, guided_tools(conversation)
-    if syntax.bare_beginning is not None and answer is not None and answer.kind is GrammarKind.JSON_SCHEMA:
+    if (
+        syntax.bare_beginning is not None
+        and response_format is not None
+        and response_format.kind is GrammarKind.JSON_SCHEMA
+    ):
         tools = [replace(tool, is_beside_json=True) for tool in tools]
     lark.rule("section", syntax.section(lark, tools, is_parallel))
     begin = "" if syntax.bare_beginning is not None else lark.marker(syntax.markers[0])
@@ -141,17 +153,19 @@ def _guided_tool(tool: Tool, must_match: bool) -> GuidedTool:
     )
 
 
-def _no_call(lark: Lark, syntax: CallSyntax, conversation: Conversation, answer: StructuredOutput) -> str:
+def _no_call(
+    lark: Lark, syntax: CallSyntax, conversation: Conversation, response_format: StructuredOutput
+) -> str:
     """The expression for an answer that no parser reads as a call. Raises InvalidRequest if a value of its
     schema may look like a call."""
     beginning = syntax.bare_beginning
     if beginning is None:
-        return answer_expression(lark, answer)
+        return response_format_expression(lark, response_format)
     names = {tool.name for tool in conversation.tools}
     if (
-        answer.kind is GrammarKind.JSON_SCHEMA
+        response_format.kind is GrammarKind.JSON_SCHEMA
         and re.match(beginning, '{"name": "')
-        and may_be_json_call(answer.source, names)
+        and may_be_json_call(response_format.source, names)
     ):
         raise InvalidRequest(
             "structured_output",
@@ -159,7 +173,7 @@ def _no_call(lark: Lark, syntax: CallSyntax, conversation: Conversation, answer:
             "like one. Put a required property other than name, type, id, arguments and parameters first, or set "
             "tool_choice to required or none",
         )
-    return answer_expression(lark, answer, beside_calls=beginning)
+    return response_format_expression(lark, response_format, beside_calls=beginning)
 
 
 def _not_beginning_like(beginning: str | None) -> str:
@@ -174,19 +188,23 @@ def _plain(lark: Lark, syntax: CallSyntax, shunned: tuple[str, ...]) -> str:
     )
 
 
-def answer_expression(lark: Lark, answer: StructuredOutput, beside_calls: str | None = None) -> str:
+def response_format_expression(
+    lark: Lark, response_format: StructuredOutput, beside_calls: str | None = None
+) -> str:
     """The client's structured output, as a Lark expression. Raises InvalidRequest if it is a whole grammar.
 
     `beside_calls`: how calls begin, if the model may write calls without a marker instead of the answer; otherwise
     None. A regular expression then gets the condition that the answer does not begin like a call. JSON then gets the
     spacing of calls.
     """
-    match answer.kind:
+    match response_format.kind:
         case GrammarKind.JSON_SCHEMA:
-            return f"%json {answer.source if beside_calls is None else spaced(answer.source)}"
+            return (
+                f"%json {response_format.source if beside_calls is None else spaced(response_format.source)}"
+            )
         case GrammarKind.REGEX:
             return lark.rule(
-                "ANSWER", f"/{escaped_slashes(answer.source)}/{_not_beginning_like(beside_calls)}"
+                "ANSWER", f"/{escaped_slashes(response_format.source)}/{_not_beginning_like(beside_calls)}"
             )
         case GrammarKind.LARK:
             raise InvalidRequest(

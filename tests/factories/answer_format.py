@@ -111,15 +111,15 @@ class MarkedFormat:
         self,
         conversation: Conversation,
         prompt_end: str,
-        answer: StructuredOutput | None,
+        response_format: StructuredOutput | None,
     ) -> StructuredOutput | None:
         if conversation.callable_tools and conversation.tool_choice.use is ToolUse.REQUIRED:
             names = "|".join(tool.name for tool in conversation.callable_tools)
             rest = ".*" if conversation.parallel_tool_calls else "[^<]*"
             return StructuredOutput(GrammarKind.REGEX, f"<call ({names})>{rest}</call>")
-        return answer
+        return response_format
 
     def new_parser(
-        self, conversation: Conversation, prompt_end: str, answer: StructuredOutput | None = None
+        self, conversation: Conversation, prompt_end: str, response_format: StructuredOutput | None = None
     ) -> AnswerParser | None:
         return MarkedParser()

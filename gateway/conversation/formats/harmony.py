@@ -35,7 +35,12 @@ from gateway.conversation.json_call import one_of
 from gateway.conversation.lark import Lark, Vocabulary, quoted
 from gateway.conversation.messages import ChatMessage, Conversation, ToolUse
 from gateway.conversation.template import ChatTemplate, TemplateStyle, described
-from gateway.conversation.turn_grammar import answer_expression, checked_grammar, guided_tools, thought_up_to
+from gateway.conversation.turn_grammar import (
+    checked_grammar,
+    guided_tools,
+    response_format_expression,
+    thought_up_to,
+)
 
 _OTHERS = tuple(token for token in TOKENS if token != END)
 """The tokens that a message of the grammar may not contain before its end."""
@@ -66,7 +71,7 @@ class HarmonyFormat:
         self,
         conversation: Conversation,
         prompt_end: str,  # noqa: ARG002 - AnswerFormat's signature
-        answer: StructuredOutput | None,
+        response_format: StructuredOutput | None,
     ) -> StructuredOutput | None:
         """Thoughts, then calls or a final message.
 
@@ -74,7 +79,7 @@ class HarmonyFormat:
         rule has them.
         """
         budget = conversation.reasoning.max_tokens
-        if not conversation.tools and answer is None and budget is None:
+        if not conversation.tools and response_format is None and budget is None:
             return None
         lark = Lark(self._vocabulary)
         use = conversation.tool_choice.use if conversation.tools else ToolUse.NONE
@@ -82,14 +87,18 @@ class HarmonyFormat:
         content = thought_up_to(lark, END, budget, _OTHERS)
         thought = lark.rule("thought", f"{_head(lark, ANALYSIS)} {content}")
         before = f"( {thought} {again} ){'*' if budget is None else '?'}"
-        if use is not ToolUse.REQUIRED and answer is None:
+        if use is not ToolUse.REQUIRED and response_format is None:
             remark = lark.up_to("remark", END, _OTHERS)
             preamble = lark.rule("preamble", f"{_head(lark, COMMENTARY)} {remark}")
             more = "thought | " if budget is None else ""
             before += f" ( ( {more}{preamble} ) {again} )*"
         last = [] if use is ToolUse.NONE else [_calls(lark, conversation, again)]
         if use is not ToolUse.REQUIRED:
-            text = lark.text_without("TEXT", *TOKENS) if answer is None else answer_expression(lark, answer)
+            text = (
+                lark.text_without("TEXT", *TOKENS)
+                if response_format is None
+                else response_format_expression(lark, response_format)
+            )
             last.append(f"{_head(lark, FINAL)} {text}")
         lark.rule("start", f"{before} {one_of(last)}")
         return checked_grammar(lark)
@@ -98,7 +107,7 @@ class HarmonyFormat:
         self,
         conversation: Conversation,
         prompt_end: str,  # noqa: ARG002 - AnswerFormat's signature
-        answer: StructuredOutput | None = None,  # noqa: ARG002
+        response_format: StructuredOutput | None = None,  # noqa: ARG002
     ) -> HarmonyParser:
         may_call = conversation.tool_choice.use is not ToolUse.NONE
         return HarmonyParser(conversation.tools if may_call else (), self._prefix)

@@ -10,7 +10,7 @@ from baton.errors import InvalidRequest
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
 from gateway.conversation import Tool
 from gateway.conversation.call_syntax import GuidedTool
-from gateway.conversation.guided_schema import checked_answer, guided_schema
+from gateway.conversation.guided_schema import checked_response_format, guided_schema
 from gateway.conversation.listed_properties import listed_properties
 from gateway.conversation.lookalikes import may_be_json_call
 from tests.factories.costs import expect_cost_in_proportion
@@ -103,7 +103,7 @@ def test_an_object_that_would_forbid_what_is_required_stays_open(open_schema: di
 
     assert guided(schema) == schema
     answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-    assert json.loads(checked_answer(answer).source) == schema
+    assert json.loads(checked_response_format(answer).source) == schema
 
 
 def test_objects_of_an_answer_are_closed_unless_the_schema_allows_further_properties() -> None:
@@ -111,7 +111,7 @@ def test_objects_of_an_answer_are_closed_unless_the_schema_allows_further_proper
 
     def taken(schema: dict[str, Any]) -> dict[str, Any]:
         answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-        result: dict[str, Any] = json.loads(checked_answer(answer).source)
+        result: dict[str, Any] = json.loads(checked_response_format(answer).source)
         return result
 
     inner = {"properties": {"b": {"type": "string"}}}
@@ -124,7 +124,7 @@ def test_objects_of_an_answer_are_closed_unless_the_schema_allows_further_proper
 def test_a_schema_that_is_too_long_when_closed_stays_open() -> None:
     schema = {"properties": {"a": {"enum": ["x" * (MAX_GRAMMAR_CHARACTERS - 50)]}}}
     answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-    assert json.loads(checked_answer(answer).source) == schema
+    assert json.loads(checked_response_format(answer).source) == schema
 
 
 def test_alternatives_that_list_all_their_properties_are_closed() -> None:
@@ -163,7 +163,7 @@ def test_remarks_and_unknown_formats_are_left_out_but_properties_of_these_names_
 
 def test_an_answers_schema_is_the_clients_own_without_what_has_no_effect() -> None:
     def taken(source: str, kind: GrammarKind = GrammarKind.JSON_SCHEMA) -> str:
-        return checked_answer(StructuredOutput(kind, source)).source
+        return checked_response_format(StructuredOutput(kind, source)).source
 
     path, date = '{"type": "string", "format": "path"}', '{"type": "string", "format": "date"}'
     several = f'"properties": {{"a": {date}, "format": {path}}}, "items": {{"uniqueItems": false}}'
@@ -278,12 +278,12 @@ def test_many_properties_and_many_required_names_take_time_in_proportion() -> No
 def test_an_answers_schema_does_not_grow_when_a_format_is_taken_out() -> None:
     schema = {"anyOf": [{"format": "path"}, {"enum": ["中" * 30_000]}]}
     answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
-    checked = checked_answer(answer)
+    checked = checked_response_format(answer)
     assert len(checked.source) < len(answer.source)
     assert "path" not in checked.source
 
 
 def test_formats_are_taken_out_of_the_tuples_of_older_drafts() -> None:
     schema = {"items": [{"format": "path"}], "additionalItems": {"format": "path"}}
-    answer = checked_answer(StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    answer = checked_response_format(StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     assert json.loads(answer.source) == {"items": [{}], "additionalItems": {}}
