@@ -46,7 +46,7 @@ def batches_of(
 
 def prompt_parts(delta: Delta) -> Iterator[Delta]:
     """The delta, or parts of it if it has log-probabilities of more than PORTION_TOKENS prompt tokens. Each part has
-    the log-probabilities of at most so many tokens. The last part also has everything else."""
+    the log-probabilities of at most PORTION_TOKENS tokens. The last part also has everything else."""
     logprobs = delta.prompt_logprobs
     if logprobs is None or len(logprobs) <= PORTION_TOKENS:
         yield delta

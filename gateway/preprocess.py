@@ -156,7 +156,8 @@ class Preprocessor:
             raise DeadlinePassed("the request's deadline passed before its prompt was tokenized") from None
 
     def room_after(self, num_tokens: int, max_model_len: int | None = None) -> int:
-        """How many tokens an answer may have after `num_tokens` prompt tokens. Raises PromptTooLong if none.
+        """How many tokens an answer may have after `num_tokens` prompt tokens. Raises PromptTooLong if there is no
+        room.
 
         `max_model_len`: the request's own limit, which is at most the model's limit.
         """

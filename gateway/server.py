@@ -183,7 +183,7 @@ class Gateway:
 
     @property
     def http_port(self) -> int | None:
-        """None if the gateway was configured without HTTP."""
+        """The port of the HTTP frontend; None if the gateway was configured without HTTP."""
         return None if self._http is None else self._http.port
 
     def report(self, window_s: float = MAX_WINDOW_S) -> GatewayReport:

@@ -16,7 +16,7 @@ class Right(Enum):
     OBSERVE = "observe"
     """Read metrics and the state of the fleet, without addresses."""
     ADMINISTER = "administer"
-    """Drain workers, change roles, restart them, and see addresses."""
+    """Drain and restart workers, change their roles, and see addresses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class ArgumentTags:
 
 
 def _json(reader: Reader, begin: str, types: frozenset[str]) -> Steps[str | None]:
-    """Reads a JSON string, object or array that begins with the character `begin`. None: there is none."""
+    """Reads a JSON string, object or array that begins with the character `begin`. None: no such value comes next."""
     if begin == '"':
         text = yield from reader.json_string()
         return None if text is None else _spaced(text)

@@ -28,7 +28,8 @@ def check_ends(field: str, whose: str, schema: dict[str, Any]) -> None:
 
 
 def endless_part(schema: dict[str, Any]) -> dict[str, Any] | None:
-    """A part that only an endless value would match, among those that an answer may contain. None: there is none.
+    """A part that only an endless value would match, among those that an answer may contain. None: there is no such
+    part.
 
     This is the search for unproductive symbols of a grammar (Hopcroft and Ullman, 1979, lemma 4.1): a part can end once
     all that it needs can end. Keywords whose effect is hard to follow count as parts that can end. The search is given

@@ -43,7 +43,7 @@ the prefix cache, and a small model cannot write spaces without end."""
 ANY_ARGUMENTS = json.dumps({"type": "object", SPACING_KEY: SPACING})
 DEFINITIONS = ("$defs", "definitions")
 REFERENCE = "$ref"
-"""Only a schema that refers to itself can have an endless part."""
+"""The keyword of a reference. Only a schema that refers to itself can have an endless part."""
 
 _OPENING = frozenset(
     "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf $ref if not".split()  # noqa: SIM905

@@ -27,8 +27,8 @@ class ReasoningTags:
 
 
 class TurnParser(AnswerParser):
-    """Parses the turns of all models except those with harmony. Reasoning can only be at the beginning of a turn.
-    A text that begins like a call is part of a call until it is clear that it is none."""
+    """Parses the turns of all models except models with harmony. Reasoning can only be at the beginning of a turn. A
+    text that begins like a call is part of a call until it is clear that it is none."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class Reader:
         self._limit = MAX_ATTEMPT_CHARACTERS
         self._is_ended = False
         self._cut_at: int | None = None
-        """If an attempt failed because the whole text ended: the position where this attempt began."""
+        """If an attempt failed because the whole text ended: the position where this attempt began. Otherwise None."""
         self.has_met_end = False
         """True if the attempt reached the end of the whole text."""
 

@@ -72,7 +72,7 @@ def thought_up_to(lark: Lark, end: str, budget: int | None, shunned: Sequence[st
 
 
 def guided_tools(conversation: Conversation) -> list[GuidedTool]:
-    """The tools that the turn may call. Raises InvalidRequest if the schema of one is invalid."""
+    """The tools that the turn may call. Raises InvalidRequest if the schema of one of them is invalid."""
     is_required = conversation.tool_choice.use is ToolUse.REQUIRED
     return [_guided_tool(tool, is_required or tool.strict) for tool in conversation.callable_tools]
 

@@ -98,7 +98,7 @@ def _bracket_depth(tokens: Iterable[re.Match[str]]) -> int:
 
 
 def _longest_path(start: T, below: Callable[[T], Iterable[T]], key: Callable[[T], object]) -> int:
-    """How many nodes the longest path of a depth-first search has. The search enters each node once."""
+    """The number of nodes of the longest path of a depth-first search, which enters each node once."""
     entered = {key(start)}
     path: list[Iterator[T]] = [iter(below(start))]
     deepest = 1

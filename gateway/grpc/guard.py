@@ -61,8 +61,8 @@ class Guard(grpc.aio.ServerInterceptor):
     client or a proxy sent another id in metadata, the trailer returns the id of the metadata. Answers are
     compressed on request.
 
-    Every call is counted with its status, also a call of an unknown method, or one whose caller is refused. A caller
-    is refused before the first message is read.
+    Every call is counted with its status, even a call of an unknown method, and a call whose caller is refused. A
+    caller is refused before the first message is read.
 
     A call ends if its client reads nothing for `write_timeout_s`, or if its message does not arrive. If the client does
     not even read the first message, the call's work ends, but its status waits until that message is read. Once the

@@ -29,7 +29,7 @@ class WholeResponse:
         """`first_token_id`: the prompt's first token."""
         self._index = index
         self._first_token_id: int | None = first_token_id
-        """None once it is written."""
+        """The prompt's first token; None once it is written."""
         self._num_tokens = 0
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []

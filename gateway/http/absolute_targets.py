@@ -1,6 +1,6 @@
 """AbsoluteTargets: serves a request whose target is a whole URL, as RFC 9112 (3.2.2) demands of every server.
 
-Clients send such targets to proxies, and some of them to every server.
+All clients send such targets to proxies; some clients send them to every server.
 """
 
 import re

@@ -110,7 +110,7 @@ class ConnectionPlaces(Generic[Connection]):
 
 
 def network_of(address: str) -> str:
-    """The network whose addresses count as one: an IPv4 address alone, or an IPv6 network."""
+    """The network whose addresses count as one: a single IPv4 address, or an IPv6 network."""
     if ":" not in address:
         return address
     host = address.partition("%")[0]  # without a zone

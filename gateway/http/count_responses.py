@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.telemetry.call_log import CallError, OnCallError
 
 OnResponse = Callable[[str, str, int], None]
-"""Its arguments: method, route, status."""
+"""Called with the method, the route and the status."""
 
 OTHER = "(other)"
 """Replaces unknown methods and paths in metrics, since clients could send any number of different ones."""

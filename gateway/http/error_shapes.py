@@ -80,7 +80,7 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """`param` and `code` are only sent to OpenAI's clients."""
+    """The response for an error. `param` and `code` are sent only to OpenAI's clients."""
     if dialect_of(scope["path"]) is Dialect.ANTHROPIC:
         body = anthropic_error(status, message, shown_id(scope["state"]), param)
         return JSONResponse(body, status, headers)

@@ -1,4 +1,4 @@
-"""JsonRoute: a route of the web framework whose body is strict JSON, announced as JSON."""
+"""JsonRoute: a route of the web framework whose body must be strict JSON, with JSON's content type."""
 
 import asyncio
 import json

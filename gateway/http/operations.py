@@ -10,7 +10,7 @@ from baton.version import baton_version
 from baton.worker import WorkerEndpoint
 
 Render = Callable[[str], tuple[bytes, str]]
-"""Its argument is the reader's `accept` header. Returns all metrics, and their content type."""
+"""Called with the reader's header `accept`. Returns all metrics, and their content type."""
 
 
 def probe_routes(not_ready: Callable[[], str | None]) -> APIRouter:

@@ -91,8 +91,8 @@ class RequestLimits:
 
 
 class _HeldBytes:
-    """The bytes of one request's body. They count until the application waits for the client to disconnect, which it
-    does while it answers, or until it has answered."""
+    """The bytes of one request's body. They count until the application has answered, or, while it answers, begins to
+    wait for the client to disconnect."""
 
     def __init__(self, by_caller: Counter[str], caller: str) -> None:
         self._by_caller = by_caller

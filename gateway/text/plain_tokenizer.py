@@ -19,7 +19,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
 """If a folder has one of these files, transformers changes what tokenizer.json describes."""
 CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""These classes use the tokenizer of tokenizer.json unchanged, for the models of MODEL_TYPES."""
+"""Classes that use the tokenizer of tokenizer.json unchanged, for the models of MODEL_TYPES."""
 MODEL_TYPES = ("llama", "qwen3")
 """Model types in config.json. For other types, transformers may choose another class."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -94,7 +94,7 @@ class Detokenizer:
         return str(self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
 
     def _stream_after(self, token_ids: Sequence[int]) -> DecodeStream:
-        """A stream that decodes the tokens after these ones. If these end within a character, the stream has no
+        """A stream that decodes the tokens after `token_ids`. If `token_ids` end within a character, the stream has no
         context, since the context's text would be output again with the rest of the character.
         """
         context = list(token_ids)
@@ -207,7 +207,7 @@ class TextStream:
         return self._stops.matched
 
     def push(self, token_ids: Sequence[int]) -> tuple[int, str]:
-        """How many of the tokens count, and the text they add. Tokens after a stop string do not count."""
+        """The number of tokens that count, and the text that they add. Tokens after a stop string do not count."""
         pieces = []
         for index, token_id in enumerate(token_ids, 1):
             self._num_tokens += 1

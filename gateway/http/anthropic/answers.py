@@ -27,7 +27,7 @@ class MessageUsage:
     input_tokens: int
     """Prompt tokens that were computed for this answer."""
     cache_creation_input_tokens: Literal[0]
-    """Always 0: every computed prompt is written to the prefix cache, so such tokens are not counted
+    """Always 0: every computed prompt token is written to the prefix cache, so written tokens are not counted
     separately."""
     cache_read_input_tokens: int
     """Prompt tokens that were found in a prefix cache."""
@@ -77,7 +77,7 @@ class Message:
     model: str
     content: list[ContentBlock]
     stop_reason: StopReason | None
-    """None only at the beginning of a stream."""
+    """Why the answer ended. None only at the beginning of a stream."""
     stop_sequence: str | None
     """The stop sequence that was found."""
     usage: MessageUsage

@@ -97,7 +97,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def is_only_echo(self) -> bool:
-        """Whether the answer is only the prompt. Every request computes a token, which is then not shown."""
+        """Whether the answer is only the prompt. Every request computes a token; in this case, it is not shown."""
         return self.max_tokens == 0
 
     @property

@@ -52,11 +52,11 @@ class ResponseStore(Protocol):
         """Returns if the store can be used; otherwise raises StoreUnavailable."""
 
     async def keep(self, caller: str, response_id: str, stored: StoredResponse) -> None:
-        """Stores a response. If the caller has too many bytes, its older responses are removed. A response
-        that exceeds the caller's limit alone is not stored."""
+        """Stores a response. If the caller has too many bytes, its older responses are removed. A response that alone
+        exceeds the caller's limit is not stored."""
 
     async def response(self, caller: str, response_id: str) -> bytes | None:
-        """What GET answers; None if the caller has no such response."""
+        """The JSON that GET answers; None if the caller has no such response."""
 
     async def contexts(self, caller: str, response_ids: Sequence[str]) -> list[bytes | None]:
         """The context of each response; None if the caller has no such response. All these responses count as
