@@ -11,9 +11,9 @@ PROBE_COST = 0.01
 """If a request's drafts are rarely right, this share of a token's time is still spent on drafts. So the
 request gets drafts again if its text becomes easier to guess."""
 MAX_STEPS_WITHOUT = 8
-"""After more steps in a row without a draft, no draft is expected. Waiting for this many outputs costs about one step.
-If the scheduler does not wait, and plans a step before its draft is known, the draft is lost. This costs about one
-step, too (decision 0022)."""
+"""After more than this many steps in a row without a draft, no draft is expected, and the scheduler need not wait for
+outputs. Waiting for the outputs of this many steps costs about one step. If the scheduler does not wait, and plans a
+step before its draft is known, the draft is lost. This costs about one step, too (decision 0022)."""
 
 
 class Acceptance:

@@ -16,7 +16,7 @@ class Gate(Enum):
 class ClampedSwiglu:
     """The activation of gpt-oss: (up + 1) x gate x sigmoid(alpha x gate).
 
-    Before, gates are clamped to at most `limit`, and ups to -limit .. limit.
+    First, gates are clamped to at most `limit`, and ups to -limit .. limit.
     """
 
     alpha: float

@@ -37,7 +37,8 @@ def keep_freed_memory() -> bool:
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Bytes that can be allocated without swapping, as Linux estimates them, and as the cgroups of this process allow.
+    """Bytes that can be allocated without swapping: Linux' estimate, or less if the cgroups of this process allow
+    less.
 
     Linux kills a process that exceeds its cgroup's limit, such as a container's, even if the machine has more memory.
     """
@@ -54,12 +55,12 @@ def _of_machine(root: Path) -> int:
 
 
 def _room_in(folder: Path) -> Iterator[int]:
-    """The bytes that one cgroup may still allocate, if it has a limit. Cached pages of files count as free, since Linux
-    can reclaim them."""
+    """Yields the bytes that one cgroup may still allocate; nothing if the cgroup has no limit. Cached pages of files
+    count as free, since Linux can reclaim them."""
     try:
-        is_first = (folder / "memory.limit_in_bytes").exists()  # version 1 of cgroups
+        is_version_1 = (folder / "memory.limit_in_bytes").exists()  # version 1 of cgroups
         limit, usage, prefix = (
-            ("limit_in_bytes", "usage_in_bytes", "total_") if is_first else ("max", "current", "")
+            ("limit_in_bytes", "usage_in_bytes", "total_") if is_version_1 else ("max", "current", "")
         )
         most = int((folder / f"memory.{limit}").read_text())
         used = int((folder / f"memory.{usage}").read_text())

@@ -47,7 +47,7 @@ class RunnerRequest:
         self.row = row
         """The request's row in the batch's table; None once the request is removed."""
         self.matcher: Matcher | None = None
-        """Guides sampling if the output is structured."""
+        """Guides sampling if the output is structured; else None."""
         self.token_counts, self.output_counts = TokenCounts(), TokenCounts()
         """Counts of all tokens, and of output tokens only, as of the last time that penalties needed them."""
         self.acceptance = Acceptance()
@@ -103,7 +103,10 @@ class RunnerRequest:
         """Keeps only the first `num_tokens` tokens, when the request resumes after preemption."""
         self._tokens.truncate(num_tokens)
         self.num_drafting_tokens = 0
-        self.token_counts, self.output_counts = TokenCounts(), TokenCounts()  # the counted tokens may be gone
+        self.token_counts, self.output_counts = (
+            TokenCounts(),
+            TokenCounts(),
+        )  # the counted tokens may be gone
         if self.matcher is not None:
             self.matcher.rewind(self.num_output_tokens)
 
@@ -145,10 +148,10 @@ class DraftedRequest:
         return self._request.matcher
 
     def count_tokens(self) -> TokenCounts:
-        return self._request.count_tokens().and_these(self.drafts)
+        return self._request.count_tokens().with_tokens(self.drafts)
 
     def count_outputs(self) -> TokenCounts:
-        return self._request.count_outputs().and_these(self.drafts)
+        return self._request.count_outputs().with_tokens(self.drafts)
 
 
 SampledRequest = RunnerRequest | DraftedRequest
@@ -228,11 +231,11 @@ class RequestBatch:
     def update(self, plan: SchedulerOutput) -> None:
         """Applies the plan's finished, new and changed requests. Preempted requests keep their tokens."""
         for request_id in plan.finished_req_ids:
-            if (gone := self._requests.pop(request_id, None)) is not None:  # None: the request never ran
-                assert gone.row is not None
-                self._table.remove(gone.row)
+            if (finished := self._requests.pop(request_id, None)) is not None:  # None: the request never ran
+                assert finished.row is not None
+                self._table.remove(finished.row)
                 self._with_prompt_logprobs.discard(request_id)
-                gone.row = None
+                finished.row = None
         for request_id, token_ids in plan.forced_token_ids.items():
             if (request := self._requests.get(request_id)) is not None:
                 self.extend(request, token_ids)
@@ -332,7 +335,7 @@ class RequestBatch:
     def _prompt_rows(
         self, requests: Sequence[SampledRequest], starts_B: IntArray, num_tokens_B: IntArray, ends_B: IntArray
     ) -> tuple[PromptRows, ...]:
-        """The rows that precede tokens of prompts. A request that has output has reported its prompt logprobs."""
+        """The rows that precede tokens of prompts. A request with output has reported its prompt logprobs already."""
         if not self._with_prompt_logprobs:
             return ()
         places = zip(
@@ -371,7 +374,8 @@ class RequestBatch:
         self._table.set_blocks(row, new.block_ids)
 
     def _resume(self, request: RunnerRequest, block_ids: tuple[int, ...], num_tokens: int) -> None:
-        """Resumes with `num_tokens` tokens; new blocks have the KV of the first `num_computed_tokens`."""
+        """Resumes with the first `num_tokens` tokens. The new blocks contain the KV of the first
+        `num_computed_tokens` ones."""
         row = request.row
         assert row is not None
         assert self._table.sampled_rows_S[row] == NONE, "a step that samples for it is under way"
@@ -388,13 +392,13 @@ class RequestBatch:
         rows_B: IntArray,
     ) -> None:
         t = self._table
-        num_left_B = t.num_tokens_S[rows_B] - t.num_computed_tokens_S[rows_B]
-        wrong_B = (num_tokens_B < 1) | (num_tokens_B > num_left_B)
+        num_uncomputed_B = t.num_tokens_S[rows_B] - t.num_computed_tokens_S[rows_B]
+        wrong_B = (num_tokens_B < 1) | (num_tokens_B > num_uncomputed_B)
         # Drafts follow the last token. This token must be known, and must be the only one left to compute.
-        wrong_B |= (num_drafts_B > 0) & ((num_left_B > 1) | (t.sampled_rows_S[rows_B] != NONE))
+        wrong_B |= (num_drafts_B > 0) & ((num_uncomputed_B > 1) | (t.sampled_rows_S[rows_B] != NONE))
         if wrong_B.any():
             first = int(wrong_B.argmax())
             raise AssertionError(
                 f"{num_tokens_B[first]} tokens scheduled for {requests[first].request_id} behind "
-                f"{num_drafts_B[first]} drafts; it has {num_left_B[first]} to compute"
+                f"{num_drafts_B[first]} drafts; it has {num_uncomputed_B[first]} to compute"
             )

@@ -16,7 +16,7 @@ from baton.errors import ConfigError
 from baton.system.cpus import find_machine
 from baton.system.curve import PlaneKeys
 from engine.allocator import available_memory, keep_freed_memory
-from engine.capacity import Capacity, largest_steps, reckon, with_defaults_of
+from engine.capacity import Capacity, largest_steps, rank_capacity, with_defaults_of
 from engine.collectives import Collectives, SilentRank
 from engine.device import rank_device
 from engine.draft_parts import Draft, load_draft, make_drafter
@@ -173,7 +173,7 @@ def build_device_engine(
     # To measure the memory of a step, all kernels are launched for the first time here.
     with _naming_assembler(compiler, device):
         capacity = wait.until_it_fits(
-            lambda: reckon(engine, config.scheduler, model, speculation.num_drafts, draft)
+            lambda: rank_capacity(engine, config.scheduler, model, speculation.num_drafts, draft)
         )
     pool, memory = _make_pool(model, capacity.scheduler_config, draft, wait)
     network = config.network
@@ -215,7 +215,7 @@ def _check_supported(config: BatonConfig, model_path: Path, device: torch.device
 
 
 def _naming_assembler(compiler: "Compiler | None", device: torch.device) -> AbstractContextManager[None]:
-    """`naming_assembler` of engine/gpu/compiler.py; nothing on a CPU."""
+    """`naming_assembler` of engine/gpu/compiler.py; on a CPU, a context without effect."""
     if compiler is None:
         return nullcontext()
     from engine.gpu.compiler import naming_assembler  # without a GPU, Triton may be missing
@@ -226,7 +226,8 @@ def _naming_assembler(compiler: "Compiler | None", device: torch.device) -> Abst
 def _begin_on_gpu(device: torch.device) -> "Compiler":
     """Selects the GPU for this process; returns its compiler, with assembler and cache.
 
-    Reads the kernels' switches from the environment. ConfigError if the environment's choice does not work.
+    Reads the kernels' switches from the environment. ConfigError if the environment names a switch or an assembler
+    that does not work.
     """
     from engine.gpu.compiler import find_compiler  # without a GPU, Triton may be missing
 
@@ -295,12 +296,12 @@ def _make_pool(
     if model.device.type == "cpu":  # host blocks of a GPU are pinned, which fails at once if they do not fit
         more_bytes += (config.num_swap_blocks or 0) * shape.size_bytes
     num_bytes = num_blocks * shape.size_bytes
-    memory = wait.until_it_fits(lambda: _take_memory(num_bytes, model.device, more_bytes))
+    memory = wait.until_it_fits(lambda: _allocate_memory(num_bytes, model.device, more_bytes))
     array = memory.array if isinstance(memory, SharedMemory) else memory
     return KVPool(num_blocks, shape, model.device, array), memory
 
 
-def _take_memory(num_bytes: int, device: torch.device, more_bytes: int) -> SharedMemory | CudaMemory:
+def _allocate_memory(num_bytes: int, device: torch.device, more_bytes: int) -> SharedMemory | CudaMemory:
     """Allocates the pool's memory, after a check that enough memory is available.
 
     Without the check, Linux might kill a process later. `more_bytes`: the bytes of a draft model's pool, and on a CPU

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WHOLE_PROMPTS_BUDGET = 512
-"""Tokens of the largest step on a CPU if prompts are not split. If the longest request has more, as many as it has."""
+"""Tokens of the largest step on a CPU if prompts are not split. If the longest request has more tokens, a step may
+have as many as this request."""
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": GPU_BLOCK_SIZE}
 """Values that replace the defaults on a GPU: the defaults are for a CPU, and too small to keep a GPU busy."""
 
@@ -36,7 +37,7 @@ class Capacity:
     """The sizes for which the rank makes buffers; the scheduler may use less."""
 
 
-def reckon(
+def rank_capacity(
     engine: EngineConfig,
     scheduler: SchedulerConfig,
     model: LoadedModel,
@@ -45,9 +46,9 @@ def reckon(
 ) -> Capacity:
     """Computes a rank's capacity. ConfigError names the key that asks for more than there is.
 
-    Its subclass OutOfGpuMemory may be temporary. On a GPU, the largest step is run to measure its memory,
-    unless the configuration sets all values. `num_drafts`: the most drafts of a request in a step. `draft`:
-    the model that guesses the drafts; its KV uses a part of the memory.
+    With its subclass OutOfGpuMemory, the lack of memory may be temporary. On a GPU, the largest step is run to
+    measure its memory, unless the configuration sets all values that depend on the measurement. `num_drafts`: the
+    most drafts of a request in a step. `draft`: the model that guesses the drafts; its KV uses a part of the memory.
     """
     max_model_len = _max_model_len(scheduler, model)
     asked = with_defaults_of(model.device, scheduler, max_model_len)
@@ -89,7 +90,8 @@ def with_defaults_of(device: torch.device, asked: SchedulerConfig, max_model_len
 
 
 def _cpu_budget(asked: SchedulerConfig, max_model_len: int) -> dict[str, object]:
-    """A larger budget, if it is unset and too small for a step of decodes, or for prompts that stay whole."""
+    """A larger `max_num_batched_tokens`, if the key is unset, and its default is too small for decodes or for whole
+    prompts."""
     if "max_num_batched_tokens" in asked.model_fields_set:
         return {}
     least = max(asked.max_num_batched_tokens, asked.max_num_seqs)
@@ -113,7 +115,8 @@ def _with_measured(
     *,
     wants_chunk: bool,
 ) -> SchedulerConfig:
-    """Adds the number of blocks that fit a GPU, unless it is set, and its best chunk, if `wants_chunk`."""
+    """Adds the number of blocks that fit the GPU, unless it is set. With `wants_chunk`, also adds the best step
+    size."""
     wants_memory = config.num_blocks is None and engine.kv_cache_memory_mib is None
     if not wants_chunk and not wants_memory:
         return config
@@ -177,7 +180,7 @@ def _num_gpu_blocks(memory: "DeviceMemory", asked: SchedulerConfig, model: Loade
     assert max_model_len is not None
     needed = groups.num_blocks_for_one(max_model_len, asked.block_size, asked.max_num_batched_tokens)
     shape = model.kv_block_shape(asked.block_size)
-    return min(memory.num_blocks(shape.size_bytes, needed, max_model_len), shape.most_on_gpu)
+    return min(memory.num_blocks(shape.size_bytes, needed, max_model_len), shape.max_blocks_on_gpu)
 
 
 def _num_swap_blocks(memory_mib: int, asked: SchedulerConfig, model: LoadedModel) -> int | None:

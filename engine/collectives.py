@@ -30,7 +30,7 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_g
 
 
 class Collectives(Protocol):
-    """One rank's end.
+    """One rank's end of the calls.
 
     If another rank has ended or is late, a call raises RuntimeError, which names the calling rank.
     """
@@ -77,7 +77,7 @@ class SingleRank:
         return x
 
     def broadcast_(self, x: torch.Tensor) -> None:
-        """`x` is the only one."""
+        """Leaves `x` as it is: rank 0 is the only rank."""
 
     def silent(self) -> AbstractContextManager[None]:
         """A context without effect, since calls never wait."""

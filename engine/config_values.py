@@ -7,7 +7,7 @@ from baton.errors import ModelError
 
 
 def count_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """The positive integer of this key; ModelError names the key and its value if it is another value."""
+    """The positive integer of this key; ModelError names the key and its value if the value is anything else."""
     value = default if config.get(key) is None else config[key]
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
         raise ModelError(f"{key} must be a positive integer, got {value!r:.80}")
@@ -15,7 +15,7 @@ def count_of(config: Mapping[str, Any], key: str, default: int | None = None) ->
 
 
 def positive_of(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """The positive number of this key; ModelError names the key and its value if it is another value."""
+    """The positive number of this key; ModelError names the key and its value if the value is anything else."""
     value = default if config.get(key) is None else config[key]
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < 1e30:
         raise ModelError(f"{key} must be a positive number, got {value!r:.80}")
@@ -23,7 +23,7 @@ def positive_of(config: Mapping[str, Any], key: str, default: float | None = Non
 
 
 def positive_or_zero_of(config: Mapping[str, Any], key: str) -> float | None:
-    """The same for a key that may also have 0, or null, or be missing."""
+    """The number of this key, at least 0; None if the key is null or missing. ModelError as in `positive_of`."""
     value = config.get(key)
     if value is None:
         return None

@@ -23,7 +23,7 @@ def seed_states(seeds: list[int]) -> npt.NDArray[np.uint64]:
 
 
 def keys_at(states_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]) -> npt.NDArray[np.int32]:
-    """R x 2: `row_keys` of all rows at once, as int32 values with the same bits."""
+    """R x 2: the results of `row_keys` for all rows at once, as int32 values with the same bits."""
     z_R = states_R + positions_R + np.uint64(_GOLDEN)
     z_R = (z_R ^ (z_R >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z_R = (z_R ^ (z_R >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -41,7 +41,7 @@ def rank_device(config: EngineConfig, rank: int = 0) -> torch.device:
 
 
 def gpu_of(device: torch.device) -> torch.device | None:
-    """The GPU that `device` means: itself, or for meta tensors this thread's current GPU; None for a CPU.
+    """`device` itself if it is a GPU; for meta tensors, this thread's current GPU; else None.
 
     With meta tensors, an outline of a model (`engine.loading.loader.outline_model`) launches the model's own
     kernels.

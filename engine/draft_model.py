@@ -10,8 +10,8 @@ Equal logits give equal tokens at any temperature, and similar logits mostly do.
 
 A request's blocks have the same ids in every pool. So a small model with its own pool needs no block tables
 of its own. If the small model consists of the served model's first layers, it uses the KV that the served
-model stored. KV of drafts for which a request has no slots is stored in spare blocks. The KV of drafts is
-only temporary: it is computed again when the tokens at these positions are known.
+model stored. If a request has no slots for the KV of its drafts, spare blocks store this KV. The KV of drafts is only
+temporary: it is computed again when the tokens at these positions are known.
 
 Shape suffixes: T tokens of a pass, B its sequences, M blocks of the longest context, R rows that sample, V vocabulary.
 """
@@ -30,13 +30,13 @@ from engine.request_table import NONE, IntArray
 from engine.sampler import Sampler
 
 CATCH_UP = 64
-"""How many tokens a step computes for requests that must catch up; one block, if a block has more. A request must catch
-up if the small model's own pool lacks more of its tokens than a step with right drafts adds. On a CPU, CATCH_UP tokens
-take as long as one or two decode steps."""
+"""How many tokens a step computes for requests that must catch up; the tokens of one block, if a block has more. A
+request must catch up if the small model's own pool lacks the KV of more of its tokens than a step with right drafts
+adds. On a CPU, CATCH_UP tokens take as long as one or two decode steps."""
 
 MOST_CAUGHT_UP = 8
-"""A request is caught up only if it lacks at most this many tokens for each token that it may still get.
-Otherwise catching up would take longer than drafts save."""
+"""A request catches up only if it lacks at most this many tokens for each token that it may still get. Otherwise
+catching up would take longer than drafts save."""
 
 
 class DraftModel:
@@ -98,19 +98,19 @@ class DraftModel:
     def _catch_up(self, sequences: "list[_Sequence]") -> "list[_Sequence]":
         """Returns the sequences of which this step computes tokens in the small model's own pool.
 
-        A request that lacks only the tokens of the last steps gets drafts. All other requests share the step's CATCH_UP
-        tokens; those that lack the fewest come first. A request for which too few tokens are left catches up in several
-        steps, and then gets drafts. Each of these steps ends at the end of a block: slots after the computed tokens are
-        cleared, and other requests may share full blocks.
+        A request that lacks only the KV of the last steps' tokens gets drafts. All other requests share the step's
+        CATCH_UP tokens; those that lack the fewest come first. A request for which too few tokens are left catches up
+        in several steps, and then gets drafts. Each of these steps ends at the end of a block. Otherwise the slots
+        after the computed tokens would be cleared in a block that other requests may share.
         """
-        left, under_way = max(CATCH_UP, self._block_size), []
+        num_left, under_way = max(CATCH_UP, self._block_size), []
         for sequence in sorted(sequences, key=lambda each: each.num_tokens):
             if sequence.num_tokens > self._most_new_tokens:
                 if sequence.num_tokens > MOST_CAUGHT_UP * sequence.wanted.request.num_tokens_left:
                     sequence.cut(sequence.start)
-                elif sequence.num_tokens > left:
-                    sequence.cut((sequence.start + left) // self._block_size * self._block_size)
-                left -= sequence.num_tokens
+                elif sequence.num_tokens > num_left:
+                    sequence.cut((sequence.start + num_left) // self._block_size * self._block_size)
+                num_left -= sequence.num_tokens
             if sequence.num_tokens:
                 under_way.append(sequence)
                 num_slots = len(sequence.wanted.block_ids) * self._block_size

@@ -91,7 +91,7 @@ def make_drafter(
     pool: KVPool,
     draft: Draft | None,
 ) -> Drafter | None:
-    """`config`: the completed configuration.
+    """Makes the configured drafter; None if none is configured. `config`: the completed configuration.
 
     `pool`: the served model's pool, whose last blocks are spare blocks.
     """
@@ -141,7 +141,7 @@ def _first_layers(model: LoadedModel, num_layers: int) -> LoadedModel:
 
 
 def _check_vocabulary(draft: LoadedModel, path: Path, model: LoadedModel, model_path: Path) -> None:
-    """ModelError if the same id would be another token."""
+    """ModelError if an id means one token to the draft model, and another token to the served model."""
     if draft.vocab_size != model.vocab_size:
         raise ModelError(
             f"{path} has {draft.vocab_size} tokens in its vocabulary, but the served model {model_path} has "
@@ -165,7 +165,8 @@ def _tokens(path: Path) -> tuple[Any, Any]:
 
 
 def cost_of(draft: LoadedModel, model: LoadedModel) -> float:
-    """The time of a draft, divided by the served model's time for a token: the times to read the matrices."""
+    """The time of a draft, divided by the served model's time for a token. Both are the times to read the
+    matrices."""
     return _token_time(draft) / _token_time(model)
 
 

@@ -36,7 +36,7 @@ class Family(Enum):
 
     @property
     def is_gemma(self) -> bool:
-        """Whether norms multiply by 1 + weight, and embeddings have a scale; the MLP's gate is a GELU."""
+        """Whether norms multiply by 1 + weight, embeddings have a scale, and the MLP's gate is a GELU."""
         return self in (Family.GEMMA2, Family.GEMMA3)
 
     @property
@@ -46,7 +46,7 @@ class Family(Enum):
 
     @property
     def has_shared_experts(self) -> bool:
-        """Whether all tokens use some experts, in addition to those that they choose."""
+        """Whether all tokens use shared experts, in addition to those that each token chooses."""
         return self.has_latent or self is Family.GLM4_MOE
 
 

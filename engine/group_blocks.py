@@ -37,9 +37,9 @@ def group_blocks(
 ) -> tuple[GroupBlocks, ...]:
     """The GroupBlocks of each KV group.
 
-    `owners_T`: the sequence of each token. `ends_B`: the position after each sequence's last token. A row of
-    the block table has one block of each group. Blocks that have left the window may belong to other requests
-    by now, so padding replaces them.
+    `owners_T`: the sequence of each token. `ends_B`: the position after each sequence's last token. A request's block
+    ids in `table` contain one block of each group in turn. Blocks that have left the window may belong to other
+    requests by now, so padding replaces them.
     """
     num_groups = groups.num_groups
     num_blocks_B = -(-ends_B // block_size)

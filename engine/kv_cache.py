@@ -52,7 +52,7 @@ class KVBlockShape:
         return num_elements * self.dtype.itemsize
 
     @property
-    def most_on_gpu(self) -> int:
+    def max_blocks_on_gpu(self) -> int:
         """The most blocks of a pool on a GPU: the GPU's copy engine counts the pool's keys and values in 32 bits."""
         return (2**31 - 1) // int(np.prod(self.dimensions[:-1]))
 

@@ -62,7 +62,8 @@ class LatentAttention:
 
 
 def read_latent(config: Mapping[str, Any], family: Family) -> LatentAttention | None:
-    """None for a family whose heads have their own keys and values. ModelError names an unsupported key."""
+    """The latent attention of a model; None if its heads have their own keys and values. ModelError names an
+    unsupported key."""
     if not family.has_latent:
         return None
     num_heads, num_kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")

@@ -17,7 +17,7 @@ from engine.pipeline import Pipeline, StepResult
 
 FOLDER = Path("/dev/shm")
 MOST_CPUS = 1024
-"""CPUs with higher numbers are not borrowed. A worker with such a CPU neither lends nor borrows."""
+"""CPUs with this number or higher ones are not borrowed. A worker with such a CPU neither lends nor borrows."""
 _FILE_BYTES = 64 * MOST_CPUS
 _PREFIX = "baton-cpus-1-"
 """The files' names begin with this prefix, which contains the version of their format."""
@@ -36,8 +36,9 @@ class LentCpus:
     ) -> None:
         """Lends the CPUs `own`, below MOST_CPUS, whenever no step is under way, from the end of the first step on.
 
-        A step also computes with those of the CPUs `others` that other workers lend at that time. These are workers of
-        the same `fleet` with the same parent process. OSError if there is no memory to share with them.
+        A step also computes with those of the CPUs `others` that other workers lend at that time. The other workers
+        belong to the same `fleet`, and have the same parent process. OSError if there is no memory to share with
+        them.
         """
         library.baton_borrowed_ns.restype = ctypes.c_int64
         self._library = library
@@ -45,7 +46,7 @@ class LentCpus:
         ours, theirs = sorted(own), sorted(cpu for cpu in others if cpu < MOST_CPUS)
         self._file = _SharedFile(folder, fleet)
         error = library.baton_open_lent_cpus(
-            count(self._file.number), array(*ours), count(len(ours)), array(*theirs), count(len(theirs))
+            count(self._file.descriptor), array(*ours), count(len(ours)), array(*theirs), count(len(theirs))
         )
         if error:
             self._file.close()
@@ -60,7 +61,7 @@ class LentCpus:
         self._library.baton_end_step()
 
     def close(self) -> None:
-        """Ends this process's part. Its CPUs stay lent if they are lent now; no step may follow."""
+        """Ends lending and borrowing. This process's CPUs stay lent if they are lent now; no step may follow."""
         self._file.close()
 
     def borrowed_s(self) -> float:
@@ -119,25 +120,25 @@ class _SharedFile:
             continue
 
     def _open(self) -> bool:
-        """False if another worker has just removed the file."""
-        self.number = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        """Opens and locks the file; returns False if another worker has just removed it."""
+        self.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            status = os.fstat(self.number)
+            status = os.fstat(self.descriptor)
             if status.st_uid != os.geteuid():
                 raise PermissionError(f"{self._path} belongs to another user")
-            fcntl.flock(self.number, fcntl.LOCK_SH)
-            if os.fstat(self.number).st_nlink > 0:
-                os.posix_fallocate(self.number, 0, _FILE_BYTES)  # so that no write fails later
+            fcntl.flock(self.descriptor, fcntl.LOCK_SH)
+            if os.fstat(self.descriptor).st_nlink > 0:
+                os.posix_fallocate(self.descriptor, 0, _FILE_BYTES)  # so that no write fails later
                 return True
         except OSError:
-            os.close(self.number)
+            os.close(self.descriptor)
             raise
-        os.close(self.number)
+        os.close(self.descriptor)
         return False
 
     def close(self) -> None:
-        _remove_unless_used(self._path, self.number)
-        os.close(self.number)
+        _remove_unless_used(self._path, self.descriptor)
+        os.close(self.descriptor)
 
 
 def _remove_unless_used(path: Path, file: int) -> None:

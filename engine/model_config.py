@@ -55,7 +55,7 @@ class ModelArchitecture:
     embedding_scale: float = 1.0
     logits_divisor: float = 1.0
     logits_cap: float | None = None
-    """The same for logits."""
+    """If set, a logit x becomes cap x tanh(x / cap)."""
     tie_word_embeddings: bool
     has_qkv_bias: bool
     has_o_bias: bool
@@ -164,7 +164,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def architecture_of(given: Mapping[str, Any], max_model_len: int | None = None) -> ModelArchitecture:
-    """The same for the content of a config.json. Messages do not name the file."""
+    """Like `read_architecture`, for the content of a config.json. Messages do not name the file."""
     family = family_of(given)
     refuse_unsupported(given, family)
     if "use_qk_norm" in READ[family] and family is not Family.GLM4_MOE:

@@ -130,7 +130,7 @@ def make_pipeline(runner: StepLauncher, *, async_scheduling: bool) -> Pipeline:
 
 
 def _result_of(compute: Callable[[], ModelRunnerOutput]) -> StepResult:
-    """Device code may raise anything; the caller of `take_result` handles the error."""
+    """The result of `compute`, or the error that it raised. Device code may raise anything."""
     try:
         return StepResult(compute())
     except BaseException as error:

@@ -25,7 +25,8 @@ def with_prefill_steps(config: BatonConfig, model_path: Path) -> BatonConfig:
 
 
 def _multiplies_by_matrix_units(config: BatonConfig, model_path: Path) -> bool:
-    """Whether matrix units multiply weights in bfloat16. Reading weights of fewer bits does not limit the speed."""
+    """Whether matrix units multiply weights in bfloat16. With weights of fewer bits, reading does not limit the
+    speed, so larger steps save no time."""
     instructions = machine_instructions()
     if config.engine.device != "cpu" or config.model.dtype != "bfloat16" or instructions is None:
         return False

@@ -17,14 +17,14 @@ class PromptRows:
     """The position of the first of these tokens in the prompt, at least 1."""
     token_ids_N: IntArray
     num_top: int
-    """How many of the most likely tokens are reported with each of them."""
+    """How many of the most likely tokens are reported with each of these tokens."""
 
 
 def prompt_rows_of(
     request_id: str, prompt_N: IntArray, params: SamplingParams, first_row: int, first: int, end: int
 ) -> PromptRows | None:
-    """The rows of a chunk with the prompt's tokens from `first` to `end`; None if nothing is wanted of them, or if no
-    token of the prompt follows."""
+    """The rows of a chunk with the prompt's tokens from `first` to `end`; None if no log-probabilities are wanted, or
+    if no token of the prompt follows the first row."""
     if params.prompt_logprobs is None or first + 1 >= len(prompt_N):
         return None
     return PromptRows(request_id, first_row, first + 1, prompt_N[first + 1 : end + 1], params.prompt_logprobs)

@@ -27,7 +27,7 @@ class Quantization:
     """The schemes of a checkpoint."""
 
     method: str
-    """`quant_method`."""
+    """The value of `quant_method`."""
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
     """Schemes with the names of their targets."""
     ignored: tuple[str, ...] = ()
@@ -200,7 +200,7 @@ def _mxfp4(config: Mapping[str, Any]) -> Quantization:
 def _of_all(method: str, scheme: Scheme) -> Quantization:
     """One scheme for all matrices.
 
-    Such checkpoints name no targets: a matrix' tensors show if it is quantized.
+    Such checkpoints name no targets: a matrix' tensors show whether it is quantized.
     """
     return Quantization(method=method, schemes=((("re:.*",), scheme),))
 

@@ -21,7 +21,7 @@ class Layout(Enum):
     GPTQ = "gptq"
     """`qweight`, `qzeros` (zero points minus 1), `scales`, `g_idx` of AutoGPTQ."""
     GPTQ_V2 = "gptq_v2"
-    """The same tensors, but `qzeros` has the zero points themselves."""
+    """The tensors of GPTQ, but `qzeros` has the zero points themselves."""
     AWQ = "awq"
     """`qweight`, `qzeros`, `scales` of AutoAWQ's GEMM format."""
     MXFP4 = "mxfp4"

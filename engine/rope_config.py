@@ -88,7 +88,7 @@ def read_rope(
     """
     new, old = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")
     if old:
-        _check_nothing_is_lost(config, family, new, old)
+        _refuse_lost_keys(config, family, new, old)
     values = old or new or dict(_OWN.get(family, {}))
     return _rope(values, config, family, head_dim, max_length, max_model_len)
 
@@ -132,7 +132,7 @@ def _theta_within_windows(config: Mapping[str, Any], family: Family) -> float:
     return theta
 
 
-def _check_nothing_is_lost(
+def _refuse_lost_keys(
     config: Mapping[str, Any], family: Family, new: Mapping[str, Any], old: Mapping[str, Any]
 ) -> None:
     """ModelError if `rope_scaling` would replace the model's base or rotated share by the family's default.

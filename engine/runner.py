@@ -66,8 +66,8 @@ class ModelRunner:
     def launch(self, plan: SchedulerOutput) -> "LaunchedStep":
         """Runs the model on the plan's tokens, and samples for requests whose known tokens are all computed.
 
-        A plan without tokens still removes finished requests, and swaps KV to host memory. Before the caller has
-        waited for a step:
+        A plan without tokens still removes finished requests, and swaps blocks. Before the caller has waited for a
+        step:
 
         * The caller may launch at most one further step.
         * The further step must not resume a request of the first.
@@ -276,7 +276,7 @@ class LaunchedStep:
                 yield request.request_id, request.matcher.take_forced(limit, request.stop_token_ids)
 
     def _draft(self, request_ids: Set[str], forced: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The drafts of these requests, except of the requests with forced tokens.
+        """The drafts of these requests, without the requests that have forced tokens.
 
         A request has an empty entry if it gets no drafts now, but is expected to get some after the next step.
         """

@@ -27,7 +27,7 @@ def make_runner(
     *,
     takes_forced: bool = False,
 ) -> ModelRunner:
-    """`host_blocks`, `grammars`, `drafter` and `takes_forced`: see ModelRunner."""
+    """Makes the runner. `host_blocks`, `grammars`, `drafter` and `takes_forced`: see ModelRunner."""
     return ModelRunner(
         TorchForward(model.decoder, make_attention(model, pool), model.device),
         TorchSampler(model.collectives),

@@ -106,7 +106,7 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> list[
 
 
 def arg_max(x_RV: torch.Tensor) -> torch.Tensor:
-    """The index of the first of each row's largest values, or of the row's first NaN.
+    """For each row, the index of its largest value, the first of equal ones, or of its first NaN.
 
     On a CPU, torch's argmax takes ten times as long as its amax. So this function first finds the part of the row
     with the largest value by amax. If the vocabulary has no suitable divisor, it calls argmax on whole rows.
@@ -124,7 +124,7 @@ def arg_max(x_RV: torch.Tensor) -> torch.Tensor:
 def _are_finite(raw_RV: torch.Tensor, likeliest_R: torch.Tensor | None) -> list[bool]:
     """For each row, whether its largest logit is finite.
 
-    If a row contains NaN or +inf, its largest logit is NaN or +inf. It is -inf only if all logits are.
+    If a row contains NaN or +inf, its largest logit is NaN or +inf. It is -inf only if all logits are -inf.
     `likeliest_R`: the index of each row's largest logit, if known.
     """
     largest_R = raw_RV.amax(-1) if likeliest_R is None else raw_RV.gather(1, likeliest_R[:, None])[:, 0]
@@ -201,10 +201,12 @@ def _lowest_kept(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> to
     vocab_size = probs_RV.shape[1]
     top_ks = [min(p.top_k or vocab_size, vocab_size) for p in params]
     lowest_R1 = probs_RV.amax(-1, keepdim=True) * _column([p.min_p for p in params], probs_RV)
-    cut = [row for row, p in enumerate(params) if p.top_p < 1.0 or top_ks[row] < vocab_size]
-    if cut:
-        cut_R1 = _nucleus(probs_RV[cut], [top_ks[row] for row in cut], [params[row].top_p for row in cut])
-        lowest_R1[cut] = torch.maximum(lowest_R1[cut], cut_R1)
+    filtered = [row for row, p in enumerate(params) if p.top_p < 1.0 or top_ks[row] < vocab_size]
+    if filtered:
+        lowest_of_filtered_R1 = _nucleus(
+            probs_RV[filtered], [top_ks[row] for row in filtered], [params[row].top_p for row in filtered]
+        )
+        lowest_R1[filtered] = torch.maximum(lowest_R1[filtered], lowest_of_filtered_R1)
     return lowest_R1
 
 

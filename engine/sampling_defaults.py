@@ -14,7 +14,7 @@ _WITHOUT_A_FILE = SamplingParams()
 
 
 def read_sampling_defaults(folder: Path) -> SamplingParams:
-    """Only the settings of `MODEL_DEFAULTS` are read. ModelError names a value that no request may have.
+    """Reads the settings of `MODEL_DEFAULTS`, and no others. ModelError names a value that no request may have.
 
     As in vLLM, `do_sample` is ignored, and `top_k: -1` means every token, like 0 in transformers.
     """

@@ -1,8 +1,9 @@
 """StepLogits: what a step computes from its hidden states: logits of the rows that sample, and prompt logprobs.
 
 Prompt logprobs are the log-probabilities of a prompt's own tokens, each from the logits of the row before it. If they
-are not wanted, no logits are computed for rows within a prompt. They are computed here, a few rows at a time: the
-logits of a long chunk would take more memory than the device has to spare. Nothing here waits for the device.
+are not wanted, no logits are computed for rows within a prompt. Prompt logprobs are computed here, a few rows at a
+time: the logits of a long chunk would take more memory than the device has to spare. Nothing here waits for the
+device.
 
 Shape suffixes: R rows that sample, N rows of PromptRows, V vocabulary, C a row's own token and its likeliest tokens.
 """

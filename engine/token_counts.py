@@ -24,7 +24,7 @@ class TokenCounts:
         self._num_counted = 0
 
     def follow(self, token_ids: IntArray) -> None:
-        """Counts the tokens of a sequence, which extends the previous one."""
+        """Counts the tokens of a sequence that begins with the previous call's sequence."""
         assert len(token_ids) >= self._num_counted, f"{len(token_ids)} tokens after {self._num_counted}"
         new = token_ids[self._num_counted :]
         self._num_counted = len(token_ids)
@@ -34,8 +34,8 @@ class TokenCounts:
             for token_id in new:
                 self._add(token_id)
 
-    def and_these(self, token_ids: Iterable[int]) -> Self:
-        """A copy that counts more tokens."""
+    def with_tokens(self, token_ids: Iterable[int]) -> Self:
+        """A copy that also counts these tokens."""
         more = type(self)()
         more.tokens, more.counts = self.tokens, self.counts.copy()
         for token_id in token_ids:

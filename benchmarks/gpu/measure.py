@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from benchmarks.gpu.setting import Setting
-from engine.gpu.graphs import CudaGraphs, Recorder, Repeats
+from engine.gpu.graphs import CudaGraphs, Recorder, Repeater
 
 Work = Callable[[], object]
 
@@ -106,7 +106,7 @@ def synchronize(device: torch.device) -> None:
 
 def make_recorder(device: torch.device) -> Recorder:
     """A recorder that uses graphs if the device has them."""
-    return CudaGraphs() if device.type == "cuda" else Repeats()
+    return CudaGraphs() if device.type == "cuda" else Repeater()
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

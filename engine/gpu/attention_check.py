@@ -53,12 +53,12 @@ class AttentionCase:
     run: Callable[[], torch.Tensor]
     """Computes the attention by the kernels: T x Q x D, for latents without the rotated part."""
     expect: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    """Computes it by torch in float64; also returns each number's tolerance. Both are float32 with the same
-    shape."""
+    """Computes the attention by torch in float64; also returns each number's tolerance. Both are float32 with the
+    same shape."""
 
 
 def check_attention(model: LoadedModel, parts: DeviceParts, pool: KVPool, compiler: Compiler) -> None:
-    """ConfigError if a kernel's result differs from torch's in any of a few runs.
+    """ConfigError if a kernel's result differs from torch's by more than its tolerance in any of NUM_RUNS runs.
 
     The pool is all zeros before and after. Every launch has been compiled by `DeviceParts.rehearse`.
     """
@@ -97,12 +97,12 @@ def attention_cases(model: LoadedModel, parts: DeviceParts, pool: KVPool) -> Ite
             random = torch.randn(kv_NKHSD[1:].shape, generator=generator, device=model.device)
             kv_NKHSD[1:].copy_(random.to(pool.shape.dtype))
             try:
-                yield _trial(name, model, parts, kv_NKHSD, layer, batch, generator)
+                yield _case(name, model, parts, kv_NKHSD, layer, batch, generator)
             finally:
                 as_bytes(kv_NKHSD).zero_()
 
 
-def _trial(
+def _case(
     name: str,
     model: LoadedModel,
     parts: DeviceParts,
@@ -111,7 +111,8 @@ def _trial(
     batch: StepBatch,
     generator: torch.Generator,
 ) -> AttentionCase:
-    """The queries lie within the output of the projection, as in the model. `kv_NKHSD`: the layer's KV in the pool."""
+    """One case with random queries, which lie within the output of the projection, as in the model. `kv_NKHSD`: the
+    layer's KV in the pool."""
     a, num_heads = model.architecture, model.num_heads
     _, num_planes, num_kv_heads, _, head_dim = kv_NKHSD.shape
     shape_TPD = (batch.num_tokens, num_heads + num_planes * num_kv_heads, head_dim)

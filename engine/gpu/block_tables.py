@@ -27,7 +27,8 @@ class PackedTables:
 
 
 def pack_tables(batch: StepBatch, groups: KVGroups, block_size: int, num_keys: int) -> PackedTables:
-    """`num_keys`: how many keys kernels read at a time, beginning at multiples of this number."""
+    """Packs the tables of a step. `num_keys`: how many keys kernels read at a time, beginning at multiples of this
+    number."""
     columns_M = np.arange(batch.blocks[0].block_ids_BM.shape[1])
     is_used_BM = columns_M < batch.num_blocks_B[:, None]
     num_entries_B, first_entries_B = batch.num_blocks_B, np.cumsum(batch.num_blocks_B) - batch.num_blocks_B

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.batch import StepLimits
 from engine.gpu.device_parts import make_device_parts
-from engine.gpu.graphs import Repeats
+from engine.gpu.graphs import Repeater
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel
 
@@ -143,4 +143,4 @@ def rehearse_outline(
     with torch.inference_mode():
         parts.rehearse()
         if uses_graphs:
-            parts.record(Repeats())
+            parts.record(Repeater())

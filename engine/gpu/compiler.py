@@ -16,7 +16,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from baton.errors import ConfigError
 
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
-"""Triton 3.6 reads the second variable from compute capability 10.0 on, Triton 3.9 from 9.0 on; else the first one."""
+"""Triton 3.6 reads the second variable from compute capability 10.0 on, Triton 3.9 from 9.0 on. For other GPUs, both
+read the first one."""
 FIXED_PTXAS = (13, 3)
 """Earlier versions may reuse registers that an asynchronous WGMMA still reads (Triton, issue 11781)."""
 HOPPER = 9
@@ -85,7 +86,7 @@ def find_compiler(capability: tuple[int, int]) -> Compiler:
 
 
 def _version(path: str, what: str) -> str:
-    """The version of a ptxas; ConfigError, whose text begins with `what`, if it does not work."""
+    """The version of a ptxas; if the program does not work as one, ConfigError, whose text begins with `what`."""
     try:
         done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True

@@ -45,8 +45,8 @@ REHEARSED = (
         temperature=1.0, seed=0, repetition_penalty=1.1, logit_bias={0: -1.0}, logprobs=MAX_LOGPROBS
     ),
 )
-"""One step with each of these compiles every sampling kernel; the last step needs the most memory. Kernels
-have variants for steps with and without rows that are drawn, and with and without rows that are processed."""
+"""Three steps, one with each of these parameters, compile every sampling kernel; the last step needs the most memory.
+Kernels have variants for steps with and without rows that are drawn, and with and without rows that are processed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ class DeviceParts:
             self.forward.rehearse(num_requests, min(-(-num_tokens // num_requests), most_each))
 
     def choose_products(self) -> None:
-        """Times the products of few rows that steps have used; torch's library computes those that it computes faster.
+        """Times the products of few rows that steps have used. From then on, torch's library computes those that it
+        computes faster.
 
         A choice is final. Nothing is timed without a GPU, or if the switch is off.
         """
@@ -127,7 +128,7 @@ class DeviceParts:
         *,
         samples: bool = True,
     ) -> ModelRunner:
-        """See ModelRunner."""
+        """Makes the runner of these parts; for the parameters, see ModelRunner."""
         is_small = pool.shape.size_bytes < MIN_COPY_BYTES
         host_blocks = HostBlocks(num_swap_blocks, pool, copy_by_kernel if is_small else copy_one_by_one)
         if num_swap_blocks:
@@ -152,7 +153,8 @@ def make_device_parts(
     limits: StepLimits,
     num_multiprocessors: int | None = None,
 ) -> DeviceParts:
-    """`num_multiprocessors` decides how many programs attention launches; None: the number that the model's GPU has."""
+    """Makes the parts of a rank. `num_multiprocessors` decides how many programs attention launches; None: the number
+    that the model's GPU has."""
     if num_multiprocessors is None:
         num_multiprocessors = torch.cuda.get_device_properties(model.device).multi_processor_count
     attention = TritonAttention(

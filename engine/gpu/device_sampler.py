@@ -92,7 +92,7 @@ class DeviceSampler:
     def _sample(
         self, logits_RV: torch.Tensor, requests: Sequence[SampledRequest], tokens_R: torch.Tensor
     ) -> "_Logprobs | None":
-        """Writes `tokens_R`."""
+        """Writes the drawn tokens to `tokens_R`; returns log-probabilities if a request wants any."""
         assert len(requests) == len(logits_RV), f"{len(requests)} requests for {len(logits_RV)} rows"
         if self._batch.requests != list(requests):
             self._batch = _Batch(list(requests), self._vocab_size, self._device)
@@ -110,7 +110,7 @@ class DeviceSampler:
     def _processed(
         self, logits_RV: torch.Tensor, requests: Sequence[SampledRequest], rows: list[int]
     ) -> torch.Tensor:
-        """P x V float32."""
+        """The processed logits of these rows: P x V, float32."""
         edits = list_edits(requests, rows, self._vocab_size)
         arrays = (edits.rows_P, edits.mask_rows_P, edits.edits_EF, edits.masks_GW)
         # Each array begins at a multiple of 16 bytes: for other alignments Triton would compile another
@@ -143,7 +143,7 @@ class _Batch:
         ]
         """Rows that may need processing; whether they do can change from token to token."""
         self.num_top_tokens = {row: p.logprobs for row, p in enumerate(all_params) if p.logprobs is not None}
-        """For each row that wants log-probabilities, in order: how many."""
+        """For each row that wants log-probabilities, in order: how many of the likeliest tokens it wants."""
         rows_L = np.array(list(self.num_top_tokens), dtype=np.int32)
         self.rows_L = pinned(rows_L, device).to(device, non_blocking=True)
         self._states_R = seed_states([p.seed or 0 for p in all_params])
@@ -202,10 +202,10 @@ class DeviceSampledTokens:
 
     num_rows: int
     results_2R: torch.Tensor
-    """For `num_rows` rows or more: their tokens, then which rows are not finite."""
+    """The tokens of at least `num_rows` rows, then whether each of these rows is not finite."""
     logprobs: _Logprobs | None
     event: Mark | None
-    """Done when all of the above has arrived; None if there is nothing to wait for."""
+    """The point after the copies to the host; None if there is nothing to wait for."""
 
     def wait(self) -> list[SampledToken]:
         if self.event is not None:

@@ -42,17 +42,17 @@ class CudaGraphs:
             # Other threads, above all the transfer thread, may call CUDA meanwhile.
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
-            given = work()
-        return _unowned(given), graph.replay
+            result = work()
+        return _unowned(result), graph.replay
 
 
 @contextmanager
 def _own_workspaces() -> Iterator[None]:
     """Within this context, cuBLAS allocates new workspaces, in the pool of the graph that is recorded.
 
-    PyTorch keeps one workspace for each stream. A graph has the address, but does not keep the memory. If other code,
-    such as torch.compile, cleared the workspaces, a graph would use memory that belongs to other tensors. Within the
-    context, no other thread may compute products.
+    PyTorch keeps one workspace for each stream. A graph stores the workspace's address, but does not keep its memory.
+    If other code, such as torch.compile, cleared the workspaces, a graph would use memory that belongs to other
+    tensors. Within the context, no other thread may compute products.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -61,20 +61,20 @@ def _own_workspaces() -> Iterator[None]:
         torch._C._cuda_clearCublasWorkspaces()
 
 
-class Repeats:
-    """Repeats the work itself: for a device without graphs, or to check whether a graph is wrong."""
+class Repeater:
+    """Repeater the work itself: for a device without graphs, or to check whether a graph is wrong."""
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-        given = work()
+        result = work()
 
         def replay() -> None:
-            given.copy_(work())
+            result.copy_(work())
 
-        return given, replay
+        return result, replay
 
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, without owning it."""
+    """A tensor over the same memory, which it does not own."""
     view = _View(tensor.view(torch.uint8).__cuda_array_interface__)
     return torch.as_tensor(view, device=tensor.device).view(tensor.dtype)
 
@@ -98,12 +98,12 @@ time."""
 
 
 def mixed_sizes(max_num_batched_tokens: int, architecture: ModelArchitecture, num_ranks: int) -> list[int]:
-    """Numbers of tokens to record: the sizes above that are smaller than the largest step. The largest step's own size
-    is also recorded, unless it is above all these sizes.
+    """Numbers of tokens to record: those of MIXED_SIZES, and of LARGER_SIZES if they pay, that are smaller than the
+    largest step. The largest step's own size is also recorded, unless it exceeds all of them.
 
-    A step above them takes the GPU longer than Python needs to queue it, so a graph would save nothing. For
-    Llama-3.1-8B these are steps of more than 512 tokens. All ranks record the same sizes: a rank that pads a
-    step, and one that does not, would sum tensors of different sizes.
+    A larger step takes the GPU longer than Python needs to queue it, so a graph would save nothing. For Llama-3.1-8B
+    these are steps of more than 512 tokens. All ranks record the same sizes: a rank that pads a step, and one that
+    does not, would sum tensors of different sizes.
     """
     weights = max(1, architecture.weights_per_token // num_ranks)
     most = int(WEIGHTS_PER_LAYER * architecture.num_layers / weights)

@@ -70,14 +70,15 @@ def _edits(request: SampledRequest, processed_row: int, vocab_size: int) -> Int3
     floats_EF[:, 3] = 1.0
     floats_EF[np.searchsorted(tokens, seen), 3] = p.repetition_penalty
     # Computed in float32 step by step, as torch does.
-    off = np.float32(p.presence_penalty) + np.float32(p.frequency_penalty) * counts.astype(np.float32)
-    floats_EF[np.searchsorted(tokens, outputs), 4] = off
+    penalties = np.float32(p.presence_penalty) + np.float32(p.frequency_penalty) * counts.astype(np.float32)
+    floats_EF[np.searchsorted(tokens, outputs), 4] = penalties
     edits_EF[np.searchsorted(tokens, forbidden), 5] = 1
     return edits_EF
 
 
 def _union(seen: IntArray, outputs: IntArray, *others: IntArray) -> IntArray:
-    """Each token once, in order. The first two are sorted already, and mostly contain all tokens."""
+    """All tokens of these arrays, each once, in ascending order. The first two arrays are sorted already, and mostly
+    contain all tokens."""
     largest = seen if len(seen) else outputs
     rest = np.concatenate([*others, outputs]) if len(seen) else np.concatenate(others)
     if len(largest) == 0:

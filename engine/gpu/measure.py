@@ -1,4 +1,4 @@
-"""measure: how much memory and time a model's steps take on a GPU, measured by running the largest of them.
+"""measure: how much memory and time a model's steps take on a GPU, measured by running the largest steps.
 
 Runs before there is a KV pool, and leaves only compiled kernels behind, which count as activations.
 """
@@ -52,7 +52,7 @@ def measure(
     uses_graphs: bool,
     wants_chunk: bool,
 ) -> Measured:
-    """The model's collectives need not be connected."""
+    """Measures this rank's GPU. The model's collectives need not be connected."""
     device = model.device
     _, total = torch.cuda.mem_get_info(device)
     free_loaded = free_memory(device)
@@ -113,7 +113,7 @@ def graphs_bytes(parts: DeviceParts, recorder: Recorder, free_now: Callable[[], 
     return of_kind(parts.mixed_sizes, has_chunks=True) + of_kind(decodes, has_chunks=False)
 
 
-def smallest_enough(throughputs: Sequence[tuple[int, float]]) -> int:
+def smallest_fast_chunk(throughputs: Sequence[tuple[int, float]]) -> int:
     """From (chunk, tokens a second), the smallest chunk that is nearly as fast as the best."""
     best = max(throughput for _, throughput in throughputs)
     return min(chunk for chunk, throughput in throughputs if throughput >= ENOUGH * best)
@@ -127,7 +127,7 @@ def chosen_chunk(limits: StepLimits, throughput: Callable[[int], float]) -> int:
     most = min(limits.max_num_batched_tokens, limits.max_model_len)
     chunks = [chunk for chunk in CHUNKS if chunk < most]
     throughputs = [(chunk, throughput(chunk)) for chunk in (*chunks, most)]
-    chosen = smallest_enough(throughputs)
+    chosen = smallest_fast_chunk(throughputs)
     found = ", ".join(f"{chunk}: {rate:,.0f}" for chunk, rate in throughputs)
     logger.info("chunks of %d tokens keep the GPU busy (tokens/s by chunk: %s)", chosen, found)
     return chosen

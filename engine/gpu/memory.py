@@ -8,7 +8,8 @@ GIB = 2**30
 
 
 class OutOfGpuMemory(ConfigError):
-    """A GPU has less memory left than needed; perhaps only now, as other processes may hold it (memory_wait.py)."""
+    """A GPU has less memory left than needed; perhaps only for a while, if other processes hold memory
+    (memory_wait.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LIMIT_S = 60.0
-"""Limit of all waits together. It is longer than a consumer keeps a dead producer's pool open if no kernel
-reports the producer's end."""
+"""Limit of all waits together. It is longer than a consumer keeps a dead producer's pool open if the system cannot
+report the producer's end."""
 RETRY_S = 1.0
 UNOWNED_BYTES = 2 * GIB
 """Up to this much memory is used by the driver, and by this process outside of tensors. It will not be

@@ -21,7 +21,7 @@ class GpuTimer:
 
     @torch.inference_mode()
     def __call__(self, works: Sequence[Work]) -> float:
-        """Seconds for all works, run in turn, so that works with large inputs do not find them in the cache.
+        """Seconds for one run of all works. They run in turn, so that no work finds its large inputs in the cache.
 
         Replays a graph, as a step does: Python would queue the shortest works more slowly than the GPU runs them.
         Returns the median of a few replays.

@@ -124,12 +124,12 @@ class StagedForward:
         else:
             recorded.replay()
             if not has_chunks:
-                logits_TV = recorded.given
+                logits_TV = recorded.result
                 prompt_logprobs = start_prompt_logprobs(
                     batch.prompt_rows, logits_TV.__getitem__, self._device
                 )
                 return StepLogits(_rows_of(logits_TV, rows_R, batch), prompt_logprobs)
-            hidden_TE = recorded.given
+            hidden_TE = recorded.result
         prompt_logprobs = start_prompt_logprobs(
             batch.prompt_rows, lambda rows: self._decoder.logits(hidden_TE[rows]), self._device
         )
@@ -165,13 +165,13 @@ class _Recorded:
     """Steps of up to `size` tokens."""
 
     size: int
-    given: torch.Tensor
+    result: torch.Tensor
     """The result of a replay: logits of every decode, or hidden states of every token."""
     replay: Replay
 
 
 def _rows_of(logits_TV: torch.Tensor, rows_R: torch.Tensor, batch: StepBatch) -> torch.Tensor | None:
-    """The logits of the rows that sample, which are mostly all decodes, in order."""
+    """The logits of the rows that sample. In most steps of decodes, every row samples."""
     if len(rows_R) == batch.num_decodes:
         return logits_TV[: len(rows_R)]
     return logits_TV[rows_R] if len(rows_R) else None

@@ -26,7 +26,7 @@ from engine.collectives import SilentRank
 from engine.gpu.attention_check import attention_cases
 from engine.gpu.compile_ahead import CompileAhead, rehearse_outline
 from engine.gpu.device_parts import make_device_parts
-from engine.gpu.graphs import Repeats
+from engine.gpu.graphs import Repeater
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model, outline_model
@@ -49,7 +49,7 @@ def rehearse(model: LoadedModel) -> None:
     parts.rehearse()
     for case in attention_cases(model, parts, pool):
         case.run()
-    parts.record(Repeats())
+    parts.record(Repeater())
 
 
 def play(arguments: Sequence[str], device: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from engine.batch import StepLimits
 from engine.gpu.attention_check import attention_cases
-from engine.gpu.graphs import Repeats
+from engine.gpu.graphs import Repeater
 from engine.pipeline import StreamPipeline
 from engine.runner import ModelRunner
 from scheduler import Scheduler
@@ -157,7 +157,7 @@ def play(arguments: Sequence[str], device: int) -> dict[str, Any]:
             case.run()
         by_check = wanted[num_rehearsed:]
         if not options.no_graphs:
-            parts.record(Repeats())
+            parts.record(Repeater())
         runner = parts.runner(pool, CONFIG.num_swap_blocks or 0)
         num_rehearsed = len(wanted)
         serve(runner, config, parts.forward.groups, options.requests)

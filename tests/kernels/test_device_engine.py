@@ -22,7 +22,7 @@ from engine.capacity import largest_steps
 from engine.drafts import Drafter, NGramProposer
 from engine.gpu.device_parts import make_device_parts
 from engine.gpu.device_sampler import DeviceSampledTokens, DeviceSampler
-from engine.gpu.graphs import CudaGraphs, Repeats
+from engine.gpu.graphs import CudaGraphs, Repeater
 from engine.kernels.switches import ALL_OFF, KernelSwitches, switched
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
@@ -148,7 +148,7 @@ def on_device(
     limits = StepLimits(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
     parts = make_device_parts(model, pool, limits, num_multiprocessors=2)
     if uses_graphs:
-        parts.record(CudaGraphs() if device.type == "cuda" else Repeats())
+        parts.record(CudaGraphs() if device.type == "cuda" else Repeater())
     pool.blocks_NLKHTD[1:] = math.nan  # as a former owner may have left them
     runner = parts.runner(pool, config.num_swap_blocks or 0)
     pipeline = StreamPipeline(runner, is_async=config.async_scheduling)
@@ -183,7 +183,7 @@ def with_drafts(
     pool = KVPool(config.num_blocks, model.kv_block_shape(config.block_size), device)
     parts = make_device_parts(model, pool, limits, num_multiprocessors=2)
     if uses_graphs:
-        parts.record(CudaGraphs() if device.type == "cuda" else Repeats())
+        parts.record(CudaGraphs() if device.type == "cuda" else Repeater())
     drafter = Drafter(HalfRight(expected), num_drafts, 32, num_equal_rows=200.0)
     runner = parts.runner(pool, config.num_swap_blocks or 0, drafter=drafter)
     pipeline = StreamPipeline(runner, is_async=config.async_scheduling)

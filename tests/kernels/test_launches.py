@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.batch import StepLimits
-from engine.gpu.graphs import Repeats
+from engine.gpu.graphs import Repeater
 from engine.kernels.embedding import _embed_kernel
 from engine.kernels.switches import ALL_OFF, KernelSwitches, switched
 from tests.kernels.device_parts import make_parts
@@ -42,7 +42,7 @@ def launches(folder: Path, switches: KernelSwitches, num_tokens: int, device: to
     with switched(switches):
         _, parts, _ = make_parts(folder, device, limits, dtype="float16", num_hidden_layers=NUM_LAYERS)
         with counting_launches() as counts:
-            parts.forward.record([num_tokens], Repeats(), has_chunks=False)
+            parts.forward.record([num_tokens], Repeater(), has_chunks=False)
     return counts
 
 

@@ -16,7 +16,7 @@ from baton.config import BatonConfig, ModelConfig, SchedulerConfig
 from baton.errors import ConfigError
 from engine import capacity
 from engine.batch import StepLimits
-from engine.capacity import largest_steps, reckon, with_defaults_of
+from engine.capacity import largest_steps, rank_capacity, with_defaults_of
 from engine.gpu.memory import GIB, DeviceMemory
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import LoadedModel, load_model, outline_model
@@ -38,7 +38,7 @@ def reckoned(model: LoadedModel, **sections: dict[str, Any]) -> SchedulerConfig:
 
 def capacity_of(model: LoadedModel, **sections: dict[str, Any]) -> capacity.Capacity:
     config = BatonConfig.from_mapping(sections)
-    return reckon(config.engine, config.scheduler, model)
+    return rank_capacity(config.engine, config.scheduler, model)
 
 
 def test_a_cpu_takes_what_is_asked_and_the_models_own_length(model: LoadedModel) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from baton.config import BatonConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from baton.errors import ConfigError, ModelError
-from engine.capacity import reckon
+from engine.capacity import rank_capacity
 from engine.draft_parts import STEP_TIME, Draft, cost_of, load_draft, make_drafter
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel, load_model
@@ -108,7 +108,7 @@ def test_memory_holds_the_kv_of_both_models_and_of_drafts(
     engine = EngineConfig(kv_cache_memory_mib=1)
 
     def num_blocks(draft: Draft | None) -> int | None:
-        return reckon(engine, scheduler, model, 3, draft).scheduler_config.num_blocks
+        return rank_capacity(engine, scheduler, model, 3, draft).scheduler_config.num_blocks
 
     layer, spare = 2 * 256, 10 * 2
     assert num_blocks(None) == MIB // (6 * layer)
@@ -119,7 +119,7 @@ def test_memory_holds_the_kv_of_both_models_and_of_drafts(
     with pytest.raises(
         ConfigError, match="too little for two blocks of this model beside 2000 blocks for drafts"
     ):
-        reckon(engine, little, model, 3, other)
+        rank_capacity(engine, little, model, 3, other)
     with caplog.at_level(logging.INFO, logger="engine.draft_parts"):
         pool = KVPool(2048, model.kv_block_shape(2), CPU)
         make_drafter(

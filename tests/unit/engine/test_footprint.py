@@ -10,7 +10,7 @@ import torch
 
 from baton.config import BatonConfig
 from baton.errors import ModelError
-from engine.capacity import reckon
+from engine.capacity import rank_capacity
 from engine.collectives import SilentRank
 from engine.draft_parts import load_draft
 from engine.layers.grouped_weight import GroupedWeight
@@ -52,7 +52,7 @@ def config_of(**sections: dict[str, Any]) -> BatonConfig:
 def test_the_pool_is_the_engines(folder: Path, sections: dict[str, Any]) -> None:
     config = config_of(**sections)
     model = load_model(config.model, folder, CPU, kv_cache_dtype=config.engine.kv_cache_dtype)
-    scheduler = reckon(config.engine, config.scheduler, model).scheduler_config
+    scheduler = rank_capacity(config.engine, config.scheduler, model).scheduler_config
     takes = footprint(config, folder)
     assert scheduler.num_blocks is not None
     assert (
@@ -68,7 +68,7 @@ def test_layers_with_a_window_have_blocks_of_their_own(tmp_path: Path, sections:
     options: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 20, "layer_types": kinds}
     folder, config = make_model_dir(tmp_path / "m", "qwen2", **options), config_of(**sections)
     model = load_model(config.model, folder, CPU)
-    scheduler = reckon(config.engine, config.scheduler, model).scheduler_config
+    scheduler = rank_capacity(config.engine, config.scheduler, model).scheduler_config
     takes = footprint(config, folder)
     assert scheduler.num_blocks is not None
     assert takes.kv_pool_bytes is not None
@@ -92,7 +92,7 @@ def test_every_rank_has_all_latents(tmp_path: Path, num_ranks: int) -> None:
     folder = make_model_dir(tmp_path / "m", case.architecture, **case.overrides)
     config = config_of(engine={"kv_cache_memory_mib": 3, "tensor_parallel": num_ranks})
     model = load_model(config.model, folder, CPU, collectives=SilentRank(0, num_ranks))
-    scheduler = reckon(config.engine, config.scheduler, model).scheduler_config
+    scheduler = rank_capacity(config.engine, config.scheduler, model).scheduler_config
     takes = footprint(config, folder)
     assert scheduler.num_blocks is not None
     block_bytes = model.kv_block_shape(scheduler.block_size).size_bytes
@@ -146,7 +146,7 @@ def test_a_draft_models_weights_and_kv_count(tmp_path: Path, folder: Path, sched
     draft = load_draft(config, folder, model)
     assert draft is not None
     takes, alone = footprint(config, folder, small), footprint(config_of(scheduler=scheduler), folder)
-    reckoned = reckon(config.engine, config.scheduler, model, draft=draft).scheduler_config
+    reckoned = rank_capacity(config.engine, config.scheduler, model, draft=draft).scheduler_config
     assert reckoned.num_blocks is not None
     assert takes.kv_pool_bytes is not None
     block_bytes = model.kv_block_shape(reckoned.block_size).size_bytes + draft.block_bytes(
