@@ -25,8 +25,8 @@ from engine.grammars.library import Compiled, GrammarLibrary, complaint_of, in_o
 logger = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 60.0
-"""If one grammar takes this long to compile, the worker ends: gateways refuse grammars that take over a
-second."""
+"""If one grammar takes this long to compile, the worker ends: something is wrong, since gateways refuse grammars that
+take over a second."""
 MAX_TOKENS_LOOKED_AT = 10_000
 """Limit of the search for forced tokens, about 10 ms: for each token, the library looks at all the forced text that
 remains."""
@@ -39,7 +39,7 @@ STACK_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """This grammar can be matched now, or `error` says why it never can."""
+    """A grammar whose compilation has ended: it can be matched now, or `error` says why it never can."""
 
     output: StructuredOutput
     error: str | None = None
@@ -61,7 +61,7 @@ class Matcher:
             try:
                 return None if self._matcher.consume_token(token_id) else self._error(token_id)
             except BaseException as error:  # a panic of the library is no Exception
-                self._note(error)
+                self._set_defect(error)
         return f"structured_output: the answer cannot continue: {self._defect}"
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
@@ -70,7 +70,7 @@ class Matcher:
             try:
                 return int(self._matcher.validate_tokens(list(token_ids)))
             except BaseException as error:  # a panic, too
-                self._note(error)
+                self._set_defect(error)
         return 0
 
     def take_forced(self, limit: int, stop_token_ids: Set[int]) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class Matcher:
                 if following[0] in stop_token_ids:
                     break
         except BaseException as error:  # a panic, too
-            self._note(error)
+            self._set_defect(error)
         return tuple(forced)
 
     def allowed(self, drafts: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
@@ -105,7 +105,8 @@ class Matcher:
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def allowed_words(self, drafts: Sequence[int] = ()) -> npt.NDArray[np.int32]:
-        """The same as bits: bit b of word w is token 32 w + b. Bits beyond the vocabulary have no meaning."""
+        """The same as `allowed`, in bits: bit b of word w is token 32 w + b. Bits beyond the vocabulary have no
+        meaning."""
         mask = np.frombuffer(self._mask(drafts), np.uint8)
         words = np.zeros(-(-self._vocab_size // 32), np.int32)
         num_bytes = min(len(mask), words.nbytes)
@@ -144,10 +145,10 @@ class Matcher:
                 if self._defect is None:
                     return mask
             except BaseException as error:  # a panic, too
-                self._note(error)
+                self._set_defect(error)
         return b"\xff" * -(-self._vocab_size // 8)
 
-    def _note(self, error: BaseException) -> None:
+    def _set_defect(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         logger.error("matching a grammar failed", exc_info=error)
@@ -223,7 +224,7 @@ class GrammarCompiler:
             self._changed.notify()
 
     def keep_only(self, wanted: frozenset[StructuredOutput]) -> None:
-        """Skips all other waiting grammars, since no request needs them."""
+        """Skips all waiting grammars except `wanted`, since no request needs them."""
         self._wanted = wanted
 
     def take_compiled(self) -> list[CompiledGrammar]:
@@ -241,7 +242,8 @@ class GrammarCompiler:
         return not self._is_evicted and self._num_bytes > MAX_KEPT_BYTES
 
     def evict(self, in_use: Set[StructuredOutput]) -> None:
-        """Keeps grammars that unfinished requests use, and MAX_KEPT_BYTES of the most recently used other ones."""
+        """Drops the least recently used grammars, until those that no unfinished request uses take at most
+        MAX_KEPT_BYTES."""
         with self._lock:
             self._is_evicted = True
             num_used = sum(self._compiled[output].num_bytes for output in in_use if output in self._compiled)

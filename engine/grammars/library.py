@@ -22,7 +22,7 @@ BYTES_PER_CHARACTER = 40
 bytes per character."""
 
 ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
-"""What the library says of an option that clients do not have."""
+"""The library's advice to use an option that clients do not have; BETTER_ADVICE replaces it."""
 BETTER_ADVICE = "Use anyOf, or give every alternative a required property with a `const` of its own"
 
 NO_WAY_ON = "NoExtensionBias"
@@ -67,7 +67,7 @@ class GrammarLibrary:
         return self._tokenizer
 
     def compile(self, output: StructuredOutput) -> Compiled:
-        """Raises ValueError with the library's complaint about the grammar."""
+        """Compiles a grammar. Raises ValueError with the library's complaint about it."""
         import llguidance
 
         tokenizer, before = self.load_tokenizer(), heap_bytes()
@@ -80,7 +80,8 @@ class GrammarLibrary:
 
 
 def thread_with_stack(stack_bytes: int, run: Callable[[], None]) -> threading.Thread:
-    """A running daemon thread. Threads started elsewhere at the same moment may get such a stack, too."""
+    """Starts a daemon thread with this stack. Threads started elsewhere at the same moment may get such a stack,
+    too."""
     thread = threading.Thread(target=run, name="grammar", daemon=True)
     former = threading.stack_size(stack_bytes)
     try:
@@ -120,7 +121,8 @@ def heap_bytes() -> int:
 
 
 def complaint_of(matcher: Any) -> str:
-    """Why a matcher can go no further, if a limit of the library is the reason; empty if nothing can follow."""
+    """Why a matcher can go no further, if a limit of the library is the reason; empty if the grammar allows no
+    further token."""
     complaint, _, _ = str(matcher.get_error()).partition("<state>")
     return "" if NO_WAY_ON in complaint else in_one_line(complaint)
 
@@ -131,7 +133,7 @@ def in_one_line(message: str) -> str:
 
 
 def _to_grammar(output: StructuredOutput) -> str:
-    """llguidance's own serialization; ValueError for invalid JSON."""
+    """The grammar in llguidance's own serialization; ValueError for invalid JSON."""
     from llguidance import LLMatcher
 
     match output.kind:

@@ -24,10 +24,10 @@ def main(serve: Callable[[], None]) -> None:
     serve()
 
 
-def _end_with(line: int) -> None:
+def _end_with(connection: int) -> None:
     """Ends this process when the connection closes. Only `serve` reads from the connection."""
     poll = select.poll()
-    poll.register(line, 0)  # waits only for the end of the connection
+    poll.register(connection, 0)  # waits only for the end of the connection
     poll.poll()
     os._exit(EXIT_ALONE)
 

@@ -44,7 +44,7 @@ STOP_TIMEOUT_S = 10.0
 """A rank that was told to stop, or has lost rank 0, ends within this time or is killed."""
 
 EXPLANATION_TIMEOUT_S = 1.0
-"""If a rank's failure made rank 0's step fail, its report or its end arrives within this time."""
+"""If another rank's failure made rank 0's step fail, that rank's report or end arrives within this time."""
 
 
 class RankLink:
@@ -118,8 +118,8 @@ class RankGroup:
     ) -> None:
         """Starts a process for each setup, as `python -m module`. The group's threads call the two callbacks.
 
-        They call `on_kv_output`, after `serve`, when there are outputs to collect, and `on_failure` when a
-        rank fails.
+        After `serve`, they call `on_kv_output` when there are outputs to collect. They call `on_failure` when a rank
+        fails.
         """
         self.num_computed = 0
         """How many plans rank 0 has computed."""
@@ -132,7 +132,7 @@ class RankGroup:
         self._links: list[RankLink] = []
         try:
             for setup in setups:
-                self._links.append(RankLink(setup, module, self._take))
+                self._links.append(RankLink(setup, module, self._handle))
         except OSError as error:
             self.stop()
             raise ClusterError(f"cannot start rank {len(self._links) + 1} of the worker: {error}") from error
@@ -186,8 +186,10 @@ class RankGroup:
         """Ends every process; without a failure, the processes may stop by themselves first. Call it once."""
         self.begin_stop()
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        is_well = self._is_serving and self._failure is None  # a rank that still loads may be killed at once
-        for link in self._links if is_well else ():
+        waits_for_ranks = (
+            self._is_serving and self._failure is None
+        )  # a rank that still loads may be killed at once
+        for link in self._links if waits_for_ranks else ():
             try:
                 link.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -220,7 +222,7 @@ class RankGroup:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, EXPLANATION_TIMEOUT_S)
 
-    def _take(self, link: RankLink, message: FromRank | None) -> None:
+    def _handle(self, link: RankLink, message: FromRank | None) -> None:
         """Handles a message of a rank; runs on the link's thread."""
         match message:
             case KVOutput(output):

@@ -94,7 +94,7 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The rank's device raised."""
+    """The rank's device failed to compute a step."""
 
     step: int
     error: str
@@ -102,7 +102,7 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True)
 class RankFailed:
-    """The rank raised outside a step."""
+    """The rank failed outside a step."""
 
     error: str
 

@@ -134,13 +134,13 @@ class RankLoop:
         self._report_at = clock.now()
 
     def run(self) -> None:
-        """Returns after Stop, when every planned step is computed."""
+        """Executes messages until Stop; returns when every planned step is computed."""
         while not isinstance(message := self._next(), Stop):
             match message:
                 case Plan(plan):
                     self._compute(plan)
                 case RankCommands(commands, num_computed):
-                    self._take(num_computed)
+                    self._wait_for_steps(num_computed)
                     self._connector.send_commands(commands)
                     self._connector.start_load_kv(commands)
                     self._connector.save_kv_blocks(commands, frozenset())
@@ -148,11 +148,11 @@ class RankLoop:
                     if output := self._connector.get_finished():
                         self._channel.send(KVOutput(output))
                 case None:  # idle: takes results, so that a failed step is noticed before the next plan
-                    self._take(self._num_computed + len(self._under_way))
+                    self._wait_for_steps(self._num_computed + len(self._under_way))
                 case _:
                     raise WireError(f"unexpected message {type(message).__name__}")
             self._report_if_due()
-        self._take(self._num_computed + len(self._under_way))
+        self._wait_for_steps(self._num_computed + len(self._under_way))
 
     def _next(self) -> ToRank | _KVOutputReady | None:
         """The next message; None if no message arrives before a report is due."""
@@ -165,9 +165,11 @@ class RankLoop:
         """Submits a step, then waits for the previous step, as the engine does on rank 0 (worker/core.py)."""
         self._pipeline.submit(plan)
         self._under_way.append(plan.step)
-        self._take(self._num_computed + max(0, len(self._under_way) - self._pipeline.num_ahead(plan)))
+        self._wait_for_steps(
+            self._num_computed + max(0, len(self._under_way) - self._pipeline.num_ahead(plan))
+        )
 
-    def _take(self, num_computed: int) -> None:
+    def _wait_for_steps(self, num_computed: int) -> None:
         """Waits until this many steps are computed."""
         while self._num_computed < num_computed:
             result = self._pipeline.take_result()
