@@ -33,8 +33,8 @@ def show(models: list[CachedModel], console: Console) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("here", no_wrap=True)
     for model in models:
-        takes = model.takes
-        weights = None if takes is None else takes.weights
+        footprint = model.footprint
+        weights = None if footprint is None else footprint.weights
         table.add_row(
             Text(model.name),
             Text((model.commit or "-")[:8], "dim"),
@@ -42,10 +42,10 @@ def show(models: list[CachedModel], console: Console) -> None:
             Text(model.stored_as or "-"),
             _bytes(model.size_bytes),
             words.amount(weights.num_parameters) if weights is not None else "-",
-            _bytes(takes.weight_bytes) if takes is not None and weights is not None else "-",
-            _bytes(takes.kv_bytes_per_token) if takes is not None else "-",
-            words.amount(takes.num_kv_tokens)
-            if takes is not None and takes.num_kv_tokens is not None
+            _bytes(footprint.weight_bytes) if footprint is not None and weights is not None else "-",
+            _bytes(footprint.kv_bytes_per_token) if footprint is not None else "-",
+            words.amount(footprint.num_kv_tokens)
+            if footprint is not None and footprint.num_kv_tokens is not None
             else "-",
             Text("no", "red") if model.problem else Text(f"in {model.dtype}", "green"),
         )
@@ -58,8 +58,8 @@ def show(models: list[CachedModel], console: Console) -> None:
 
 
 def _object(model: CachedModel) -> dict[str, Any]:
-    takes = model.takes
-    weights = None if takes is None else takes.weights
+    footprint = model.footprint
+    weights = None if footprint is None else footprint.weights
     return {
         "name": model.name,
         "path": str(model.path),
@@ -71,9 +71,9 @@ def _object(model: CachedModel) -> dict[str, Any]:
         "dtype": model.dtype.dtype if model.dtype else "",
         "kv_cache_dtype": model.dtype.of_kv if model.dtype else "",
         "num_parameters": weights and weights.num_parameters,
-        "weight_bytes": weights and takes and takes.weight_bytes,
-        "kv_bytes_per_token": takes and takes.kv_bytes_per_token,
-        "num_kv_tokens": takes and takes.num_kv_tokens,
+        "weight_bytes": weights and footprint and footprint.weight_bytes,
+        "kv_bytes_per_token": footprint and footprint.kv_bytes_per_token,
+        "num_kv_tokens": footprint and footprint.num_kv_tokens,
         "loads": not model.problem,
         "problem": model.problem,
     }

@@ -70,8 +70,8 @@ def _fetch(url: str, cache_dir: Path, on_progress: Progress, weights: bool) -> P
         _copy(store, files, small, folder, suffix, lambda *_: None)
         is_gguf = is_file or not has_safetensors(files)
         chosen = [gguf_file(files, None, url)] if is_gguf else indexed_files(folder)
-        if strangers := sorted(set(chosen) - set(files)):
-            raise ModelError(f"{url}: its index names {strangers[0]!r:.80}, which is not in the bucket")
+        if unknown := sorted(set(chosen) - set(files)):
+            raise ModelError(f"{url}: its index names {unknown[0]!r:.80}, which is not in the bucket")
         if weights or is_gguf:
             _copy(
                 store,
@@ -87,7 +87,8 @@ def _fetch(url: str, cache_dir: Path, on_progress: Progress, weights: bool) -> P
 
 
 def _digest(url: str, files: dict[str, dict[str, Any]]) -> str:
-    """Changes if a file of the folder is replaced, provided that the store reports the files' versions."""
+    """A digest that changes if a file of the folder is replaced, provided that the store reports the files'
+    versions."""
     versions = ("ETag", "etag", "md5Hash", "crc32c", "LastModified", "updated", "mtime", "created")
     listing = [
         [name, info["size"], *(str(info[key]) for key in versions if key in info)]
@@ -104,7 +105,8 @@ def _copy(
     suffix: str,
     on_bytes: Callable[[int, int], None],
 ) -> None:
-    """`suffix`: the suffix of partial files' names; partial files with another suffix belong to other processes."""
+    """Copies the files of `names` that are not in `folder` yet. `suffix`: the suffix of partial files' names; partial
+    files with another suffix belong to other processes."""
     total, done = sum(files[name]["size"] for name in names), 0
     for name in names:
         target, partial, size = folder / name, folder / f".{name}.{suffix}", files[name]["size"]

@@ -36,7 +36,8 @@ class CachedModel:
     """The data type or quantization of most weights; empty if unknown."""
     dtype: ChosenDtype | None
     """The data types in which it would be served; None if it cannot be served."""
-    takes: Footprint | None
+    footprint: Footprint | None
+    """The memory that a worker needs for it; None if this is unknown."""
     problem: str
     """Why it cannot be loaded on this machine; empty if it can."""
 
@@ -64,7 +65,7 @@ def cached_models(config: BatonConfig, cache_dir: Path) -> list[CachedModel]:
 def _of_revision(
     config: BatonConfig, cache_dir: Path, repo: CachedRepoInfo, revision: CachedRevisionInfo
 ) -> Iterator[CachedModel]:
-    """The revision's folder, and each of its GGUF files."""
+    """The models of a revision: its folder, and each of its GGUF files."""
     name = repo.repo_id if "main" in revision.refs else f"{repo.repo_id}@{revision.commit_hash}"
     folder = revision.snapshot_path
     sizes = {str(file.file_path.relative_to(folder)): file.size_on_disk for file in revision.files}
@@ -90,22 +91,22 @@ def _examined(
 ) -> CachedModel:
     architecture = stored_as = problem = ""
     dtype: ChosenDtype | None = None
-    takes = None
+    memory = None
     try:
         folder = resolve(str(path), cache_dir)
         architecture, stored_as = _description(folder)
         asked = with_chosen_dtype(config, folder)
-        takes, dtype = footprint(asked, folder), dtype_of(asked)
-        if takes.weights is None:
+        memory, dtype = footprint(asked, folder), dtype_of(asked)
+        if memory.weights is None:
             raise ModelError(
                 f"not all of its weights are here; `baton serve --model {name}` downloads the rest"
             )
-        check_room(takes, asked, name)
+        check_room(memory, asked, name)
     except (ConfigError, ModelError) as error:
         problem = str(error)
     if size_bytes is None:
         size_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    return CachedModel(name, path, size_bytes, commit, refs, architecture, stored_as, dtype, takes, problem)
+    return CachedModel(name, path, size_bytes, commit, refs, architecture, stored_as, dtype, memory, problem)
 
 
 def _description(folder: Path) -> tuple[str, str]:

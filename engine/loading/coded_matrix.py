@@ -111,7 +111,7 @@ def unpacked_awq(packed_RC: torch.Tensor) -> torch.Tensor:
 def gptq_zeros(packed_RC: torch.Tensor, bits: Literal[4, 8]) -> torch.Tensor:
     """Adds 1 to each packed zero point of GPTQ's first format, by additions of packed numbers with carries.
 
-    GPTQModel does the same (`convert_gptq_v1_to_v2_format`). It also subtracts in this way, so that a zero
+    GPTQModel does the same (`convert_gptq_v1_to_v2_format`). GPTQModel also subtracts in this way, so that a zero
     point of 0 borrows from the next one.
     """
     ones = 0x11111111 if bits == 4 else 0x01010101

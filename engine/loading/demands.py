@@ -61,9 +61,9 @@ def check_shares(architecture: ModelArchitecture, num_ranks: int, *, expert_para
 
 
 def check_groups(config: BatonConfig, architecture: ModelArchitecture) -> None:
-    """ConfigError if `int8` or `int4` cannot round a rank's part of a matrix, which must have whole groups.
+    """ConfigError if `int8` or `int4` cannot round a rank's part of a matrix, which must consist of whole groups.
 
-    Only for weights that are not quantized yet: matrices that stay quantized keep their groups.
+    Call it only for weights that are not quantized yet: matrices that stay quantized keep their groups.
     """
     if config.model.quantization in GROUPED:
         for role in WorkerRole:

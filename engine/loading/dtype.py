@@ -66,8 +66,8 @@ def dtype_of(config: BatonConfig) -> ChosenDtype:
 def _for_cpu(flags: frozenset[str], has_kernels: bool) -> ChosenDtype:
     """bfloat16 if the CPU has instructions for its products, else float32.
 
-    Without such instructions, products of float32 are faster. A checkpoint's weights stay in 16 bits then, too
-    (`NativeLinear.of_floats`). If there are kernels of our own, KV is bfloat16: the kernels widen keys and values
+    Without such instructions, products of float32 are faster. Even then, a checkpoint's weights stay in 16 bits
+    (`NativeLinear.of_floats`). If Baton has kernels for this CPU, KV is bfloat16: the kernels widen keys and values
     as they read them, so they read half the bytes. torch would make widened copies."""
     for flag, name in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")):
         if flag in flags:

@@ -54,8 +54,8 @@ class Footprint:
     """Bytes on all ranks together; None if a worker measures the size at its start, or this machine lacks the
     device."""
     num_kv_tokens: int | None
-    """For how many tokens of KV the pool has room; more if `gives_back`."""
-    gives_back: bool
+    """For how many tokens of KV the pool has room; for more if `frees_early`."""
+    frees_early: bool
     """Whether layers with a window free KV that has left the window."""
     draft_weight_bytes: int
     """Bytes of a draft model's weights. Its KV is included in `kv_pool_bytes` and `kv_bytes_per_token`."""
@@ -77,7 +77,7 @@ class Footprint:
         parts.append(f"{kib} KiB of KV per token")
         if self.kv_pool_bytes is not None:
             pool = _mib(self.kv_pool_bytes)
-            tokens = f"{'at least ' if self.gives_back else ''}{self.num_kv_tokens:,} tokens"
+            tokens = f"{'at least ' if self.frees_early else ''}{self.num_kv_tokens:,} tokens"
             parts.append(f"{pool} of KV hold {tokens} on each worker")
         return "; ".join(parts)
 
@@ -122,14 +122,15 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
         kv_bytes_per_token=per_token,
         kv_pool_bytes=pool,
         num_kv_tokens=num_tokens,
-        gives_back=groups.groups.num_windowed > 0,
+        frees_early=groups.groups.num_windowed > 0,
         draft_weight_bytes=draft_kept,
         fullest_rank_bytes=fullest,
     )
 
 
 def check_small_files(config: BatonConfig, folder: Path) -> ModelArchitecture:
-    """Returns the architecture. Raises those errors of `footprint` that the files beside the weights show."""
+    """Returns the architecture. Raises those errors of `footprint` that depend only on the files beside the
+    weights."""
     architecture = read_architecture(folder)
     check_demands(config, architecture)
     check_tokenizer(folder)
@@ -139,19 +140,19 @@ def check_small_files(config: BatonConfig, folder: Path) -> ModelArchitecture:
     return architecture
 
 
-def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -> None:
+def check_room(model: Footprint, config: BatonConfig, name: str | None = None) -> None:
     """ModelError, with the numbers, if model and KV pool do not fit into a worker's memory on this machine.
 
     `name`: the model's name, if it is not the one in the configuration.
     """
-    needed = takes.weight_bytes + takes.draft_weight_bytes
+    needed = model.weight_bytes + model.draft_weight_bytes
     needs = f"{_mib(needed)} of weights"
     if config.engine.device == "cuda":
         if (total := gpu_memory()) is None:
             return
         ranks = min(map(config.num_ranks, WorkerRole))
-        if takes.fullest_rank_bytes is not None:
-            needed, needs = takes.fullest_rank_bytes, f"{_mib(takes.fullest_rank_bytes)} of weights on a rank"
+        if model.fullest_rank_bytes is not None:
+            needed, needs = model.fullest_rank_bytes, f"{_mib(model.fullest_rank_bytes)} of weights on a rank"
             ranks = 1
         room = int(total * config.engine.gpu_memory_utilization) * ranks
         where = f"{ranks} GPU{'s' if ranks > 1 else ''} of {_mib(total)}"
@@ -159,9 +160,9 @@ def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -
     else:
         room, where = available_memory(), "the available memory of this machine, or of its container,"
         remedies = "use fewer bits (--quantization int8 or int4) or a smaller --kv-cache-memory-mib"
-        assert takes.kv_pool_bytes is not None
-        needed += takes.kv_pool_bytes
-        needs += f" and {_mib(takes.kv_pool_bytes)} of KV"
+        assert model.kv_pool_bytes is not None
+        needed += model.kv_pool_bytes
+        needs += f" and {_mib(model.kv_pool_bytes)} of KV"
     if needed > room:
         raise ModelError(
             f"{name or config.model.path} does not fit: a worker needs {needs}, and {where} has room for {_mib(room)}; "
@@ -195,7 +196,7 @@ def _least_of_gpus(field: str) -> float | None:
 def _kept_bytes(
     config: BatonConfig, quantization: str, architecture: ModelArchitecture, weights: StoredWeights
 ) -> int:
-    """Bytes of the weights in a worker's memory. `quantization`: instead of `model.quantization`."""
+    """Bytes of the weights in a worker's memory. `quantization` replaces `model.quantization`."""
     return _kept_of_others(config, quantization, weights.others) + vocabulary_bytes(
         weights.embeddings,
         weights.lm_head,
@@ -208,7 +209,7 @@ def _kept_bytes(
 
 
 def _kept_of_others(config: BatonConfig, quantization: str, weights: StoredWeights) -> int:
-    """Bytes of the weights without embeddings and projection to logits in a worker's memory.
+    """Bytes in a worker's memory of all weights except the embeddings and the projection to logits.
 
     A CPU keeps a GGUF file's groups, and keeps 16-bit weights in 16 bits even if the model computes in
     float32. It keeps matrices of a quantized checkpoint in groups, with a scale and at most a minimum per 32 numbers.
@@ -232,9 +233,9 @@ def _kept_of_others(config: BatonConfig, quantization: str, weights: StoredWeigh
 
 
 def _added_by_cuts(config: BatonConfig, weights: StoredWeights) -> int:
-    """How many bytes more some matrices of a GGUF file take because ranks would cut their groups of 32.
+    """How many more bytes some matrices of a GGUF file take, because ranks would cut their groups of 32.
 
-    They have groups of 16, with twice as many scales and minima; or they become numbers."""
+    Such matrices get groups of 16, with twice as many scales and minima, or become numbers."""
     added, divisions, number_bytes = 0, _divisions(config), BYTES[config.model.dtype]
     for kind, size in weights.divided.items():
         smallest = min(kind.group_size(n, expert_parallel=whole) for n, whole in divisions)
@@ -251,7 +252,8 @@ def _divisions(config: BatonConfig) -> set[tuple[int, bool]]:
 
 
 def _kept_of_checkpoint(config: BatonConfig, weights: StoredWeights) -> int:
-    """The same for a quantized checkpoint, whose matrices stay quantized if a kernel supports their scheme."""
+    """Like `_kept_of_others`, for a quantized checkpoint: matrices stay quantized if a kernel supports their
+    scheme."""
     is_cpu, number_bytes = config.engine.device == "cpu", BYTES[config.model.dtype]
     multiplies_fp8 = not is_cpu and config.model.dtype != "float32" and _multiplies_fp8()
     divisions = _divisions(config)

@@ -26,7 +26,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_LIST = 2**24
-"""A list of the metadata has at most this many values. A value needs more bytes in memory than in the file."""
+"""A list of the metadata may have at most this many values, since a value needs more bytes in memory than in the
+file."""
 
 Value = int | float | bool | str | list[int] | list[float] | list[str]
 """The value of a metadata key."""
@@ -37,7 +38,7 @@ class GgufType(Enum):
     """How a tensor is stored: blocks of `block_size` values in `block_bytes` bytes, along the innermost dimension.
 
     In memory, floats stay as they are. Other values are kept in groups (see GroupedWeight): `group_size` values of
-    `kept_bits` bits have a scale. They also have a minimum, unless one number means zero in all groups of the type.
+    `kept_bits` bits have a scale. A group also has a minimum, unless one number means zero in all groups of the type.
     """
 
     F32 = (0, 1, 4)
@@ -264,7 +265,7 @@ class _Reader:
         return self._unpacked(code, count)
 
     def _unpacked(self, code: str, count: int) -> tuple[int, ...]:
-        """`count` values of this type of `struct`."""
+        """Reads `count` values; `code`: their type, as `struct` names it."""
         size = struct.calcsize(code)
         self._check_fits(count, size)
         values = struct.unpack_from(f"<{count}{code}", self._content, self._position)

@@ -130,9 +130,9 @@ def _fifth_bits(b_NB: torch.Tensor) -> torch.Tensor:
 def _scales_and_mins(b_NB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and minima of Q4_K and Q5_K: two float16 factors, then 8 scales and 8 minima of 6 bits.
 
-    The first 4 scales are in bytes 0 to 3, the first 4 minima in bytes 4 to 7. The other 4 of each have their
-    low 4 bits in the last 4 bytes (scales in the low half bytes), and their high 2 bits in the highest bits
-    of bytes 0 to 7.
+    The first 4 scales are in bytes 0 to 3, the first 4 minima in bytes 4 to 7. The other 4 scales and minima have
+    their low 4 bits in the last 4 bytes (scales in the low half bytes), and their high 2 bits in the highest bits of
+    bytes 0 to 7.
     """
     scale_bytes, min_bytes, low = b_NB[:, 4:8], b_NB[:, 8:12], b_NB[:, 12:16]
     scales = torch.cat((scale_bytes & 63, (low & 15) | ((scale_bytes >> 2) & 48)), 1)

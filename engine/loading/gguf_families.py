@@ -168,7 +168,8 @@ def _rotated_part(file: GgufFile, name: str, head_dim: int) -> Config:
 
 
 def _glm4(file: GgufFile, config: Config) -> Config:
-    """q and k are in the order of Hugging Face, except in files of models that read images."""
+    """q and k are in the order of Hugging Face, except in files of models that read images, which are not
+    supported."""
     if (value := file.metadata.get(key := "glm4.rope.dimension_sections")) not in (None, [0] * 4):
         raise ModelError(f"{file.path}: {key} ({value!r:.80}) is not supported")
     rope = config["rope_parameters"] | _rotated_part(file, "glm4", config["head_dim"])

@@ -74,7 +74,7 @@ HEAD_SIZES = (
     "rope.dimension_count",
     "rope.dimension_count_swa",
 )
-"""Keys that must equal the size of heads' keys in layers without a window."""
+"""Metadata keys whose values must equal the size of a head's key in layers without a window."""
 EXPERTS = re.compile(r"(?:_exps|\.ffn_(?:gate|up|down)\.(\d+))\.")
 """Part of the names of tensors that have all experts of a layer or, in older files of Mixtral, one expert."""
 KEYS_READ = {

@@ -52,11 +52,11 @@ _ENDS_OF_TURNS = {
 _ENDS_OF_HARMONY = frozenset({"<|return|>", "<|call|>"})
 """In the harmony format (gpt-oss), these tokens end a turn, and `<|end|>` only a message of the turn."""
 _ENDS = frozenset({*_ENDS_OF_TEXTS, *_ENDS_OF_TURNS, "<|eom_id|>", *_ENDS_OF_HARMONY})
-"""Tokens that end a text, a turn or a message in chat templates. llama.cpp ends an answer at each of these
-tokens, even if the file's keys do not name them, except for `<|observation|>`. GLM-4 ends a call with
-`<|observation|>`, but only its generation_config.json says so."""
+"""Tokens that end a text, a turn or a message in chat templates. Except for `<|observation|>`, llama.cpp ends an
+answer at each of these tokens, even if the file's keys do not name them. GLM-4 ends a call with `<|observation|>`,
+but only its generation_config.json says so."""
 _NEVER_STRIPPED = ("<s>", "<unk>", "<|endoftext|>")
-"""Tokens after which Phi-3, too, keeps spaces."""
+"""Tokens after which spaces are kept even for Phi-3."""
 _MAX_TOKEN_CHARS = 4096
 _MAX_CUT_CHARS = 2**28
 """All pairs into which SentencePiece's tokens can be cut have at most this many characters together. 262,144 tokens of
@@ -125,7 +125,8 @@ def tokenizer_json(file: GgufFile) -> Json:
 
 
 def special_tokens(file: GgufFile) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... of tokenizer_config.json. An `eos_token` would end answers, too."""
+    """`bos_token`, `eos_token`, ... of tokenizer_config.json. `eos_token` is left out if this token ends no answer:
+    by its name, it would end answers."""
     tokens = file.strings("tokenizer.ggml.tokens")
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {short: _token_id(file, tokens, long) for short, long in names.items()}
@@ -253,8 +254,8 @@ def _pair(file: GgufFile, merge: str, tokens: set[str]) -> list[str]:
 def _added_tokens(file: GgufFile, tokens: list[str], *, are_stripped: bool) -> list[Json]:
     """Tokens that are found in a text before any other rule; a decoder may skip the special ones.
 
-    `are_stripped`: spaces and newlines after most of them are no part of the text. No key says so; llama.cpp has it in
-    its code, too.
+    `are_stripped`: spaces and newlines after most of these tokens are no part of the text. No key says so; llama.cpp
+    has it in its code, too.
     """
     types = file.numbers("tokenizer.ggml.token_type")
     if types and len(types) != len(tokens):

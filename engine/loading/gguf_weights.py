@@ -171,7 +171,7 @@ class GgufWeights(FileWeights):
         unread: tuple[str, ...] = (),  # noqa: ARG002
         elsewhere: Iterable[Take] = (),
     ) -> None:
-        """ModelError if the file has tensors that were not requested, here or `elsewhere`."""
+        """ModelError if the file has tensors that were requested neither here nor `elsewhere`."""
         of_others = {
             gguf_name(part.name, self._architecture) for take in elsewhere for part in _takes_of(take)
         }

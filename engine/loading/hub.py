@@ -70,7 +70,8 @@ class _NoBar(tqdm):
 
 
 def _revision(name: HubName) -> str | None:
-    """What to download: the name's own revision or, if the Hub does not answer, the commit that it last stood for."""
+    """What to download: the name's own revision or, if the Hub does not answer, the commit that this revision last
+    stood for."""
     if name.commit is not None or constants.HF_HUB_OFFLINE:
         return name.revision
     hub, revision = HfApi(), name.revision or constants.DEFAULT_REVISION
@@ -104,9 +105,9 @@ def _weight_paths(name: HubName, folder: Path) -> tuple[list[str], bool]:
     if name.gguf is not None or not (has_safetensors(paths) or may_have_more):
         return [gguf_file(paths, name.gguf, name.repo)], True
     chosen = indexed_files(folder)
-    if are_all and (strangers := sorted(set(chosen) - set(paths))):
+    if are_all and (unknown := sorted(set(chosen) - set(paths))):
         raise ModelError(
-            f"the index of {name.repo} names {strangers[0]!r:.80}, which the repository does not have"
+            f"the index of {name.repo} names {unknown[0]!r:.80}, which the repository does not have"
         )
     return chosen, False
 
@@ -114,7 +115,7 @@ def _weight_paths(name: HubName, folder: Path) -> tuple[list[str], bool]:
 def _paths(repo: str, folder: Path) -> tuple[list[str], bool]:
     """The repository's files at this commit, and whether these are all.
 
-    If the cache has no list of them, because an older huggingface_hub filled it, these are the files in the cache.
+    If the cache has no such list, because an older huggingface_hub filled the cache, returns the files in the cache.
     """
     try:
         return [file.path for file in get_cached_repo_tree(repo, revision=folder.name)], True
@@ -188,7 +189,7 @@ def _download_all(repo: str, files: list[LargeFile], blobs: Path, on_progress: P
                 done = sum(positions.values())
                 on_progress(f"downloading {repo}: {_size(done)} of {_size(total)}", done / max(total, 1))
 
-    def one(file: LargeFile) -> None:
+    def download_one(file: LargeFile) -> None:
         try:
             download(file, blobs, lambda position: report(file, position), stop)
         except BaseException:
@@ -196,7 +197,7 @@ def _download_all(repo: str, files: list[LargeFile], blobs: Path, on_progress: P
             raise
 
     with ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="download") as threads:
-        tasks = [threads.submit(one, file) for file in files]
+        tasks = [threads.submit(download_one, file) for file in files]
         try:
             errors = [error for task in tasks if (error := task.exception()) is not None]
         finally:

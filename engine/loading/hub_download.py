@@ -22,7 +22,7 @@ from baton.errors import ModelError
 MAX_FRUITLESS = 5
 """The download fails after this many tries in a row without a new byte."""
 FIRST_PAUSE_S = 0.5
-"""Pause after the first such try; each following pause is twice as long."""
+"""Pause after the first try without a new byte; each following pause is twice as long."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -71,7 +71,7 @@ def download(
     if target.exists():
         return
     partial.touch()
-    fruitless = 0
+    num_fruitless = 0
     position = partial.stat().st_size
     largest = position if position <= file.size_bytes else 0
     while position != file.size_bytes:
@@ -82,16 +82,16 @@ def download(
         failure = _try(file, partial, on_position, stop)
         position = partial.stat().st_size
         if largest < position <= file.size_bytes:
-            largest, fruitless = position, 0
+            largest, num_fruitless = position, 0
         else:
-            fruitless += 1
-        if fruitless == MAX_FRUITLESS:
+            num_fruitless += 1
+        if num_fruitless == MAX_FRUITLESS:
             raise failure or ModelError(
                 f"{file.url} has {file.size_bytes:,} bytes, but {position:,} came, and {MAX_FRUITLESS} tries in a row "
                 "brought no more bytes; a proxy or mirror in between may serve another file, or only a part of it"
             )
         if position != file.size_bytes:
-            stop.wait(FIRST_PAUSE_S * 2 ** max(fruitless - 1, 0))
+            stop.wait(FIRST_PAUSE_S * 2 ** max(num_fruitless - 1, 0))
     with partial.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if digest != file.sha256:
@@ -112,7 +112,7 @@ def _try(
     except httpx2.TransportError as error:
         return error
     except HfHubHTTPError as error:
-        if not _is_passing(error):
+        if not _is_temporary(error):
             raise
         return error
     return None
@@ -146,7 +146,7 @@ def _append(
                 on_position(position)
 
 
-def _is_passing(error: HfHubHTTPError) -> bool:
+def _is_temporary(error: HfHubHTTPError) -> bool:
     """Whether the same request may succeed later."""
     status = error.response.status_code
     return status in (408, 429) or status >= 500

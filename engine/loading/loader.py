@@ -268,7 +268,7 @@ def _load_decoder(
     kept_as: str | None,
     on_progress: OnLoaded | None,
 ) -> Decoder:
-    """`kept_as`: see `_kept_as`."""
+    """Builds the decoder with the weights in `path`. `kept_as`: see `_kept_as`."""
     architecture, expert_parallel = parts.architecture, parts.expert_parallel
     takes = takes_of(architecture, parts.collectives, expert_parallel=expert_parallel)
     with _open_weights(parts, path, device, kept_as, takes, on_progress) as weights:

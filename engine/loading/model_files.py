@@ -19,7 +19,7 @@ SINGLE_NAME = "model.safetensors"
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 """Patterns of the files for configuration, tokenizer and chat template."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-"""Files of which a gateway needs one; transformers makes a tokenizer also from the older ones."""
+"""A gateway needs one of these files. transformers can make a tokenizer from each of them."""
 MAX_SHOWN = 12
 """A message names at most this many files."""
 
@@ -126,7 +126,7 @@ def read_safetensors_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(file: Path, first: int, entry: Mapping[str, Any]) -> TensorEntry:
-    """`first`: the position from which offsets count."""
+    """One tensor of the header. `first`: the position from which offsets count."""
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if not 0 <= begin <= end or not all(size >= 0 for size in shape):
@@ -152,7 +152,7 @@ def _is_part(path: str) -> bool:
 
 
 def _example(found: list[str]) -> str:
-    """The quantization in the name of a file, as users write it; else the first file's name."""
+    """The quantization in the name of a file, as users write it; the first file's name if no name contains one."""
     for path in found:
         if match := re.search(r"[-._]((I?Q\d\w*|BF16|F16|F32|MXFP4\w*))[-._]", path, re.IGNORECASE):
             return match[1]

@@ -124,7 +124,7 @@ def folder_here(
     *,
     weights: bool = True,
 ) -> Path:
-    """The same for a fleet that another machine may have started; `there`: the model's folder there.
+    """Like `resolve`, for a fleet that another machine may have started; `there`: the model's folder on that machine.
 
     If this machine has the same folder, it is used, unless it was downloaded. A downloaded folder may lack
     files that this machine needs.

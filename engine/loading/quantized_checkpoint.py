@@ -41,7 +41,7 @@ class QuantizedCheckpoint(FileWeights):
     ) -> None:
         """`takes`: all future requests, in order; ModelError if a tensor is missing or misshapen.
 
-        `open_stored`: opens a source of such requests that returns tensors as they are stored.
+        `open_stored`: opens a source for a list of requests; the source returns tensors as they are stored.
 
         `keeps_groups`, `keeps_fp8`: which matrices stay quantized; the others become numbers of `dtype`.
         """

@@ -38,7 +38,7 @@ class QuantizedWeights(WeightSource):
     def take_matrix(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> Matrix:
-        """ModelError if the inputs, or a rank's part of them, are not whole groups."""
+        """The quantized matrix; ModelError if its inputs, or a rank's part of them, are not whole groups."""
         return self._rounded(name, self._source.take_matrix(name, num_outputs, num_inputs, shard=shard))
 
     def take_interleaved(

@@ -111,7 +111,7 @@ class CheckpointIndex:
     def find_one_of(
         self, name: str, shapes: Sequence[tuple[int, ...]], types: Mapping[str, torch.dtype]
     ) -> StoredTensor:
-        """The same for a tensor that may have any of these shapes."""
+        """Like `find`, for a tensor that may have any of these shapes."""
         stored = self._tensors.get(name)
         return self.find(name, stored.shape if stored and stored.shape in shapes else shapes[0], types)
 

@@ -36,7 +36,7 @@ class StoredMatrix:
     """The model's request for the matrix."""
     parts: Mapping[str, Take]
     """Requests for the stored tensors, by role: values, scales, zeros, order, shape."""
-    is_cut: bool
+    reads_part: bool
     """Whether only the rank's part of the values is read; else the part is cut out of all values."""
 
     @classmethod
@@ -46,12 +46,12 @@ class StoredMatrix:
         mark = next((name for name in scheme.marks if f"{module}.{name}" in index.names), None)
         if mark is None:
             return None
-        values, is_cut = _values(scheme, module, take)
+        values, reads_part = _values(scheme, module, take)
         parts = {"values": values}
         index.find(values.name, values.shape, _value_types(scheme))
         others = _by_outputs(index, scheme, module, take, mark) if _is_by_outputs(scheme) else None
         parts |= others or _by_inputs(index, scheme, module, take)
-        return cls(scheme, take, parts, is_cut)
+        return cls(scheme, take, parts, reads_part)
 
     def coded(self, tensors: Mapping[str, torch.Tensor]) -> CodedMatrix:
         """The rank's part, from the tensors of `parts`."""
@@ -59,7 +59,7 @@ class StoredMatrix:
         outputs, inputs = self._slices()
         self._check_shape(tensors.get("shape"))
         values_OI = _decoded(scheme, tensors["values"])
-        if not self.is_cut:
+        if not self.reads_part:
             values_OI = values_OI[outputs, inputs]
         rows, columns = self.take.part_shape  # the last integer of a row may have room for more values
         if _is_by_outputs(scheme):

@@ -19,7 +19,8 @@ from engine.quantization_config import Quantization, read_quantization
 from engine.quantization_scheme import SMALLEST_GROUP, Scheme
 
 BITS_OF_FLOATS = 16
-"""Even for float32: a CPU keeps such weights in 16 bits if 16 bits represent them exactly, as in most checkpoints."""
+"""The bits of a weight that is not quantized, even if it is a float32: a CPU keeps it in 16 bits if these represent
+it exactly, as in most checkpoints."""
 ROUNDED: dict[str | None, int] = {None: BITS_OF_FLOATS, "fp8": 8, "int8": 8, "int4": 4}
 EXPERTS = ".experts."
 """Part of the names of tensors of a mixture's experts in safetensors files."""
@@ -29,7 +30,7 @@ _STACK = re.compile(r"(\.experts\.(?:gate_up|down)_proj)_(blocks|scales|bias)$")
 _DIVIDED = ("o_proj", "down_proj", "w2")
 """The matrices whose inputs ranks divide among themselves."""
 _GGUF_DIVIDED = ("attn_output", "ffn_down", "ffn_down_exps")
-"""The same in GGUF files."""
+"""The names of the same matrices in GGUF files."""
 _ALWAYS_NUMBERS = ("kv_b_proj",)
 """The matrices that become numbers of `model.dtype` in any quantization."""
 
@@ -50,7 +51,7 @@ class MatrixKind:
     """Quantized matrices that either all stay quantized, or all become numbers."""
 
     scheme: Scheme | None
-    """None: they become numbers in any case."""
+    """How they are stored; None: they become numbers in any case."""
     num_inputs: int
     are_inputs_divided: bool
     """Whether ranks divide the inputs among themselves."""
@@ -88,7 +89,7 @@ class StoredWeights:
 
     num_parameters: int
     num_bytes: int
-    """Their bytes in the files; for a GGUF file, their bytes in a CPU's memory."""
+    """The bytes of the tensors in the files; for a GGUF file, their bytes in a CPU's memory."""
     is_gguf: bool
     num_expert_bytes: int = 0
     """How many of these bytes belong to a mixture's experts, without shared experts."""
@@ -191,7 +192,7 @@ class _Module(NamedTuple):
 
     size: Size
     kind: MatrixKind | None
-    """None: plain numbers."""
+    """The kind of a quantized matrix; None: plain numbers."""
 
 
 def _modules(tensors: Mapping[str, TensorEntry], quantization: Quantization | None) -> dict[str, _Module]:

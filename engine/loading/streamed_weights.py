@@ -72,7 +72,8 @@ class StreamedWeights(FileWeights):
 def part_of(take: Take, stored: StoredTensor) -> FilePart:
     """The bytes of a slice of a tensor.
 
-    A slice of the first dimension is one run. Else there is one run for each index of the dimensions before.
+    A slice of the first dimension is one run. A slice of another dimension has one run for each index of the
+    dimensions before it.
     """
     take = take.as_stored(stored)
     shape, itemsize = take.shape, stored.dtype.itemsize

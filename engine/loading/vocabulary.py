@@ -10,7 +10,7 @@ ROUNDED_BITS = 9.0
 """With `model.quantization` int8 or int4, a number of the projection takes at most this many bits in the kernels'
 layout. Numbers of the embeddings and the projection get at least 8 bits."""
 ROUNDED_GROUP_SIZE = 32
-"""Inputs of a group of a matrix that is rounded to int8 or int4."""
+"""How many inputs form a group in a matrix that is rounded to int8 or int4."""
 
 
 @dataclass(frozen=True, slots=True)

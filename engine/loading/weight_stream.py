@@ -95,7 +95,7 @@ class CudaCopies:
             over.record(self._stream)
         return over
 
-    def hand_over(self, tensor: torch.Tensor) -> None:
+    def order_after_copies(self, tensor: torch.Tensor) -> None:
         """From now on, work of the calling thread on the tensor waits for all copies that were started before."""
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
@@ -105,7 +105,7 @@ class CudaCopies:
 
 
 class WeightStream:
-    """Begins to read at once.
+    """Reads `parts` ahead; begins at once.
 
     Call `next_part` once per part, in order, then `close`. An early `close` ends reading.
 
@@ -154,7 +154,7 @@ class WeightStream:
             self._changed.notify_all()
         if tensor is None:  # an empty part has no pieces
             tensor = self._copies.allocate(0)
-        self._copies.hand_over(tensor)
+        self._copies.order_after_copies(tensor)
         return tensor
 
     def close(self) -> None:

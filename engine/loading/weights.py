@@ -73,14 +73,14 @@ class WeightSource(Protocol):
     def take_matrix(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> Matrix:
-        """The same for a matrix that is only multiplied or looked up by row; it may stay quantized."""
+        """Like `take_tensor`, for a matrix that is only multiplied or looked up by row; it may stay quantized."""
         return self.take_tensor(name, num_outputs, num_inputs, shard=shard)
 
     def take_interleaved(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> tuple[Matrix, Matrix]:
-        """The same for two matrices that are stored as one: the even outputs are the first matrix, the odd ones the
-        second."""
+        """Like `take_matrix`, for two matrices that are stored as one: the even outputs are the first matrix, the odd
+        ones the second."""
         matrix = self.take_matrix(name, num_outputs, num_inputs, shard=shard)
         first, second = (_every_other(matrix, number) for number in range(2))
         return first, second
@@ -96,7 +96,8 @@ def _every_other(matrix: Matrix, first: int) -> Matrix:
 
 
 class FileWeights(WeightSource, Protocol):
-    """A source that reads files; a context manager. Call `check_all_taken` at its end, so that no weight is ignored."""
+    """A source that reads files; a context manager. Call `check_all_taken` when the model is built, so that no weight
+    is ignored."""
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +137,7 @@ class Take:
         return (*self.shape[:dim], part.stop - part.start, *self.shape[dim + 1 :])
 
     def as_stored(self, stored: StoredTensor) -> "Take":
-        """The same, with the dimensions in the file's order."""
+        """This request, with the dimensions in the file's order."""
         if not stored.is_transposed:
             return self
         shard = None if self.shard is None else replace(self.shard, dim=1 - self.shard.dim)

@@ -27,5 +27,5 @@ class HostCopies(CudaCopies):
         to.copy_(source)
         return Done()
 
-    def hand_over(self, tensor: torch.Tensor) -> None:
+    def order_after_copies(self, tensor: torch.Tensor) -> None:
         pass

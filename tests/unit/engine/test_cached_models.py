@@ -66,8 +66,8 @@ def test_what_would_load_and_what_it_would_take(home: Path, tmp_path: Path, fold
         "float32",
     )
     assert model.size_bytes == sum(file.stat().st_size for file in folder.iterdir())
-    assert model.takes is not None
-    assert model.takes.kv_bytes_per_token == 768
+    assert model.footprint is not None
+    assert model.footprint.kv_bytes_per_token == 768
     assert found[f"acme/tiny@{COMMITS[1]}"].stored_as == "bfloat16"
 
 
