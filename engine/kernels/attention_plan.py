@@ -59,7 +59,7 @@ class AttentionPlan:
     num_partial_rows: int
 
     def over_tables(self, distance: int) -> "AttentionPlan":
-        """The same work, with tables that begin `distance` entries later."""
+        """This plan's work, with tables that begin `distance` entries later."""
         items_IF = self.items_IF.copy()
         items_IF[:, 0] += distance
         return replace(self, items_IF=items_IF)

@@ -214,7 +214,7 @@ def _buffer_bytes(shape: AttentionShape, block_n: int) -> int:
 
 
 def _num_buffers(shape: AttentionShape, block_n: int, shared_bytes: int, most: int) -> int:
-    """As many buffers as fit, at least two."""
+    """As many buffers as fit: at least two, and at most `most`."""
     return max(2, min(most, shared_bytes // _buffer_bytes(shape, block_n)))
 
 

@@ -103,10 +103,10 @@ def expert_linear(
     with experts of other ranks are undefined. `launch`: for benchmarks; None chooses by shape.
     """
     weight_XOI, scales_XO = matrices.weight_XOI, matrices.scales_XO
-    num_here, num_weight_rows, num_inputs = weight_XOI.shape
+    num_own_experts, num_weight_rows, num_inputs = weight_XOI.shape
     num_tokens, num_chosen = pairs.experts_TK.shape
     num_pairs = num_tokens * num_chosen
-    assert num_here == pairs.num_here
+    assert num_own_experts == pairs.num_own_experts
     assert x.shape[1] == num_inputs, f"{x.shape[1]} inputs for weights of {num_inputs}"
     assert len(x) in (num_tokens, num_pairs)
     assert x.stride(1) == 1, "a row is one span"
@@ -124,7 +124,7 @@ def expert_linear(
     )
     most_tiles = num_pairs
     if pairs.order_N is not None:
-        most_tiles = min(num_pairs, num_pairs // launch.block_pairs + num_here)
+        most_tiles = min(num_pairs, num_pairs // launch.block_pairs + num_own_experts)
     _expert_linear_kernel[(most_tiles, triton.cdiv(num_outputs * (1 + is_gated), launch.block_outputs))](
         x,
         weight_XOI,
@@ -139,8 +139,8 @@ def expert_linear(
         num_tokens,
         num_outputs,
         NUM_INPUTS=num_inputs,
-        NUM_HERE=num_here,
-        PADDED_X=triton.next_power_of_2(num_here),
+        NUM_OWN=num_own_experts,
+        PADDED_X=triton.next_power_of_2(num_own_experts),
         NUM_CHOSEN=num_chosen,
         PADDED_K=triton.next_power_of_2(num_chosen),
         PAIRS_PER_ROW=num_pairs // len(x),
@@ -170,7 +170,7 @@ def _expert_linear_kernel(  # type: ignore[no-untyped-def]
     num_tokens,
     num_outputs,
     NUM_INPUTS: tl.constexpr,
-    NUM_HERE: tl.constexpr,
+    NUM_OWN: tl.constexpr,
     PADDED_X: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
     PADDED_K: tl.constexpr,
@@ -191,12 +191,12 @@ def _expert_linear_kernel(  # type: ignore[no-untyped-def]
     wait_for_former(PDL)
     if order_ptr is None:
         expert, pairs_N, is_pair_N = _pairs_of_first(
-            experts_ptr, num_tokens, NUM_HERE, NUM_CHOSEN, PADDED_K, BLOCK_N
+            experts_ptr, num_tokens, NUM_OWN, NUM_CHOSEN, PADDED_K, BLOCK_N
         )
     else:
-        expert, pairs_N, is_pair_N = _pairs_of_tile(order_ptr, counts_ptr, NUM_HERE, PADDED_X, BLOCK_N)
+        expert, pairs_N, is_pair_N = _pairs_of_tile(order_ptr, counts_ptr, NUM_OWN, PADDED_X, BLOCK_N)
     pairs_N = pairs_N.to(tl.int64)
-    if expert < NUM_HERE:
+    if expert < NUM_OWN:
         rows_O = tl.arange(0, BLOCK_O)
         first_output = tl.program_id(1) * OUTPUTS
         is_row_O = first_output + (rows_O // 2 if GATED else rows_O) < num_outputs
@@ -234,38 +234,38 @@ def _expert_linear_kernel(  # type: ignore[no-untyped-def]
 def _pairs_of_first(  # type: ignore[no-untyped-def]
     experts_ptr,
     num_tokens,
-    NUM_HERE: tl.constexpr,
+    NUM_OWN: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
     PADDED_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The expert of the program's pair, and its pairs by token; NUM_HERE if an earlier pair has the same expert."""
+    """The expert of the program's pair, and its pairs by token; NUM_OWN if an earlier pair has the same expert."""
     first = tl.program_id(0)
     tokens_N, chosen_K = tl.arange(0, BLOCK_N), tl.arange(0, PADDED_K)
     pairs_NK = tokens_N[:, None] * NUM_CHOSEN + chosen_K[None, :]
     is_pair_NK = (tokens_N < num_tokens)[:, None] & (chosen_K < NUM_CHOSEN)[None, :]
     expert = tl.load(experts_ptr + first)
-    is_its_NK = tl.load(experts_ptr + pairs_NK, is_pair_NK, other=-1) == expert
-    num_earlier = tl.sum(tl.sum((is_its_NK & (pairs_NK < first)).to(tl.int32), 1), 0)
-    pairs_N = tl.max(tl.where(is_its_NK, pairs_NK, -1), 1)
-    return tl.where(num_earlier > 0, NUM_HERE, expert), tl.maximum(pairs_N, 0), pairs_N >= 0
+    has_expert_NK = tl.load(experts_ptr + pairs_NK, is_pair_NK, other=-1) == expert
+    num_earlier = tl.sum(tl.sum((has_expert_NK & (pairs_NK < first)).to(tl.int32), 1), 0)
+    pairs_N = tl.max(tl.where(has_expert_NK, pairs_NK, -1), 1)
+    return tl.where(num_earlier > 0, NUM_OWN, expert), tl.maximum(pairs_N, 0), pairs_N >= 0
 
 
 @triton.jit
 def _pairs_of_tile(  # type: ignore[no-untyped-def]
-    order_ptr, counts_ptr, NUM_HERE: tl.constexpr, PADDED_X: tl.constexpr, BLOCK_N: tl.constexpr
+    order_ptr, counts_ptr, NUM_OWN: tl.constexpr, PADDED_X: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The expert of the program's tile, and the tile's pairs. After the last tile, the expert is NUM_HERE or more."""
+    """The expert of the program's tile, and the tile's pairs. After the last tile, the expert is NUM_OWN or more."""
     tile = tl.program_id(0)
     experts_X = tl.arange(0, PADDED_X)
-    counts_X = tl.load(counts_ptr + experts_X, experts_X < NUM_HERE, other=0)
+    counts_X = tl.load(counts_ptr + experts_X, experts_X < NUM_OWN, other=0)
     tiles_X = (counts_X + BLOCK_N - 1) // BLOCK_N
     tile_ends_X, ends_X = tl.cumsum(tiles_X, 0), tl.cumsum(counts_X, 0)
     expert = tl.sum((tile_ends_X <= tile).to(tl.int32), 0)
-    is_it_X = experts_X == expert
-    first_tile = tl.sum(tl.where(is_it_X, tile_ends_X - tiles_X, 0), 0)
-    end = tl.sum(tl.where(is_it_X, ends_X, 0), 0)
-    first = tl.sum(tl.where(is_it_X, ends_X - counts_X, 0), 0) + (tile - first_tile) * BLOCK_N
+    is_expert_X = experts_X == expert
+    first_tile = tl.sum(tl.where(is_expert_X, tile_ends_X - tiles_X, 0), 0)
+    end = tl.sum(tl.where(is_expert_X, ends_X, 0), 0)
+    first = tl.sum(tl.where(is_expert_X, ends_X - counts_X, 0), 0) + (tile - first_tile) * BLOCK_N
     places_N = first + tl.arange(0, BLOCK_N)
     is_pair_N = places_N < end
     return expert, tl.load(order_ptr + places_N, is_pair_N, other=0), is_pair_N

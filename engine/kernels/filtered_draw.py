@@ -118,7 +118,16 @@ def _filtered_draw_kernel(  # type: ignore[no-untyped-def]
             chunk_bits_C = tl.where(mask_C, chunk_bits_C, -1)
             processed_row = load_field(params_ptr, row, PROCESSED_ROW)
             row_active_ptr = active_ptr + row * num_chunks
-            at = (logits_ptr, processed_ptr, row, processed_row, row_stride, vocab_size, row_max, temperature)
+            source = (
+                logits_ptr,
+                processed_ptr,
+                row,
+                processed_row,
+                row_stride,
+                vocab_size,
+                row_max,
+                temperature,
+            )
 
             # No weight below `lowest` is kept. The k likeliest chunks contain at least k tokens that weigh no less than
             # the k-th of these chunks' largest weights.
@@ -131,7 +140,7 @@ def _filtered_draw_kernel(  # type: ignore[no-untyped-def]
                 mass = tl.load(row_sum_ptr + row)
                 if top_k < vocab_size:
                     mass = _top_k_mass(
-                        at,
+                        source,
                         chunk_bits_C,
                         row_active_ptr,
                         num_chunks,
@@ -144,13 +153,13 @@ def _filtered_draw_kernel(  # type: ignore[no-untyped-def]
                 mass_limit = top_p * mass
             lowest = tl.maximum(lowest, lowest_of_top_k)
 
-            bits = _token_bits(at, token, HAS_PROCESSED)
+            bits = _token_bits(source, token, HAS_PROCESSED)
             is_kept = bits < 0  # not known yet
             while is_kept == 0:
                 floor = tl.maximum(bits, lowest - 1)
                 step = (_ONE_BITS - floor) // 4
                 n_0, n_1, n_2, n_3, mass_0, mass_1, mass_2, mass_3 = _count_above(
-                    at, chunk_bits_C, row_active_ptr, num_chunks, floor, step, CHUNK, GROUP, HAS_PROCESSED
+                    source, chunk_bits_C, row_active_ptr, num_chunks, floor, step, CHUNK, GROUP, HAS_PROCESSED
                 )
                 is_kept = (bits >= lowest) & (n_0 < top_k) & ((mass_0 < mass_limit) | (n_0 == 0))
                 if is_kept == 0:
@@ -162,18 +171,18 @@ def _filtered_draw_kernel(  # type: ignore[no-untyped-def]
                     if (n_3 >= top_k) | ((mass_3 >= mass_limit) & (n_3 > 0)):
                         lowest = floor + 3 * step + 1
                     token = _draw_from(
-                        at, chunk_bits_C, row_active_ptr, num_chunks, lowest,
+                        source, chunk_bits_C, row_active_ptr, num_chunks, lowest,
                         load_field(params_ptr, row, KEY_0), load_field(params_ptr, row, KEY_1),
                         CHUNK, GROUP, HAS_PROCESSED,
                     )  # fmt: skip
-                    bits = _token_bits(at, token, HAS_PROCESSED)
+                    bits = _token_bits(source, token, HAS_PROCESSED)
         tl.store(tokens_ptr + row, token)
 
 
 @triton.jit
-def _token_bits(at, token, HAS_PROCESSED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _token_bits(source, token, HAS_PROCESSED: tl.constexpr):  # type: ignore[no-untyped-def]
     """The weight of one token."""
-    logits_ptr, processed_ptr, row, processed_row, row_stride, vocab_size, row_max, temperature = at
+    logits_ptr, processed_ptr, row, processed_row, row_stride, vocab_size, row_max, temperature = source
     logit = load_logits(
         logits_ptr, processed_ptr, row, processed_row, row_stride, token, vocab_size, HAS_PROCESSED
     )
@@ -207,7 +216,7 @@ def _activate(chunk_bits_C, floor, row_active_ptr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _load_group(  # type: ignore[no-untyped-def]
-    at,
+    source,
     row_active_ptr,
     start,
     num_active,
@@ -217,7 +226,7 @@ def _load_group(  # type: ignore[no-untyped-def]
     HAS_PROCESSED: tl.constexpr,
 ):
     """Tokens and scores of the next chunks in the list; -inf past its end."""
-    logits_ptr, processed_ptr, row, processed_row, row_stride, vocab_size, row_max, temperature = at
+    logits_ptr, processed_ptr, row, processed_row, row_stride, vocab_size, row_max, temperature = source
     slots_G = start + tl.arange(0, GROUP)
     chunks_G = tl.load(row_active_ptr + slots_G, slots_G < num_active, other=num_chunks)
     tokens_GX = chunks_G[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -229,7 +238,7 @@ def _load_group(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_above(  # type: ignore[no-untyped-def]
-    at,
+    source,
     chunk_bits_C,
     row_active_ptr,
     num_chunks,
@@ -240,7 +249,7 @@ def _count_above(  # type: ignore[no-untyped-def]
     HAS_PROCESSED: tl.constexpr,
 ):
     """The numbers of tokens whose weights exceed `floor` + 0, 1, 2 and 3 steps; then the sums of their weights."""
-    _, _, _, _, _, vocab_size, _, _ = at
+    _, _, _, _, _, vocab_size, _, _ = source
     n_0 = tl.zeros([GROUP], tl.int32)
     n_1, n_2, n_3 = n_0, n_0, n_0
     mass_0 = tl.zeros([GROUP], tl.float32)
@@ -249,7 +258,7 @@ def _count_above(  # type: ignore[no-untyped-def]
     start = tl.full([], 0, tl.int32)
     while start < num_active:
         tokens_GX, scores_GX = _load_group(
-            at, row_active_ptr, start, num_active, num_chunks, CHUNK, GROUP, HAS_PROCESSED
+            source, row_active_ptr, start, num_active, num_chunks, CHUNK, GROUP, HAS_PROCESSED
         )
         weights_GX = tl.exp(scores_GX)
         bits_GX = weights_GX.to(tl.int32, bitcast=True)
@@ -277,7 +286,7 @@ def _count_above(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _top_k_mass(  # type: ignore[no-untyped-def]
-    at,
+    source,
     chunk_bits_C,
     row_active_ptr,
     num_chunks,
@@ -308,7 +317,7 @@ def _top_k_mass(  # type: ignore[no-untyped-def]
             step = tl.maximum((high - low) // 5, 1)
             first = low + step
             n_0, n_1, n_2, n_3, mass_0, mass_1, mass_2, mass_3 = _count_above(
-                at, chunk_bits_C, row_active_ptr, num_chunks, first, step, CHUNK, GROUP, HAS_PROCESSED
+                source, chunk_bits_C, row_active_ptr, num_chunks, first, step, CHUNK, GROUP, HAS_PROCESSED
             )
             # `low`: the largest tested weight with at least k weights above it; `high`: the smallest with fewer.
             if n_3 >= top_k:
@@ -340,7 +349,7 @@ def _top_k_mass(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _draw_from(  # type: ignore[no-untyped-def]
-    at,
+    source,
     chunk_bits_C,
     row_active_ptr,
     num_chunks,
@@ -352,14 +361,14 @@ def _draw_from(  # type: ignore[no-untyped-def]
     HAS_PROCESSED: tl.constexpr,
 ):
     """The arg max of score + noise over the tokens that weigh `lowest` or more, the lowest token on ties."""
-    _, _, _, _, _, vocab_size, _, _ = at
+    _, _, _, _, _, vocab_size, _, _ = source
     best = tl.full([], float("-inf"), tl.float32)
     token = tl.full([], 0, tl.int32)
     num_active = _activate(chunk_bits_C, lowest - 1, row_active_ptr)
     start = tl.full([], 0, tl.int32)
     while start < num_active:
         tokens_GX, scores_GX = _load_group(
-            at, row_active_ptr, start, num_active, num_chunks, CHUNK, GROUP, HAS_PROCESSED
+            source, row_active_ptr, start, num_active, num_chunks, CHUNK, GROUP, HAS_PROCESSED
         )
         values_GX = scores_GX + gumbel_noise(tokens_GX, key_0, key_1)
         values_GX = tl.where(to_weight_bits(scores_GX) >= lowest, values_GX, float("-inf"))

@@ -16,9 +16,10 @@ BLOCK_I = 1024
 
 
 def gate_mul(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> torch.Tensor:
-    """T x I in the input's dtype, computed in float32. Rows may be strided; their elements are contiguous.
+    """The activated ups: T x I in the input's dtype, computed in float32. Rows may be strided; their elements are
+    contiguous.
 
-    `activation`: the activation that replaces SiLU.
+    `activation`: SiLU unless given.
     """
     num_tokens, width = gate_up_TM.shape
     assert gate_up_TM.stride(1) == 1, "a row is one span"
@@ -117,7 +118,8 @@ def _gate_mul_fp8_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """GELU is x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3). Clamped values that are NaN stay NaN."""
+    """The activation of gates and ups. GELU is x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3). Clamped
+    values that are NaN stay NaN."""
     if KIND == "swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))

@@ -1,4 +1,4 @@
-"""Draws from all tokens of each row: the arg max of score + Gumbel noise in each part of it.
+"""Draws from all tokens of each row: the arg max of score + Gumbel noise in each part of the row.
 
 Noise is bounded, so a part whose largest score is far below the likeliest token's value cannot contain the winner. Such
 a part is not read. At low temperatures, this applies to most parts.

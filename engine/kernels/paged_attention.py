@@ -213,7 +213,7 @@ def paged_attention_reference(
     softmax: Softmax,
     sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same attention in torch, step by step in float64, rounded once; the requests' queries are consecutive."""
+    """`paged_attention` in torch, step by step in float64, rounded once; the requests' queries are consecutive."""
     out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
     group_size, first_row = q_TQD.shape[1] // kv_NKHSD.shape[2], 0
     for block_ids_M, num_queries, num_keys in zip(

@@ -94,9 +94,9 @@ def _edit_kernel(edits_ptr, processed_ptr, num_edits, vocab_size, BLOCK_E: tl.co
     token = tl.load(fields_ptr + 1, mask, other=0)
     bias = tl.load(fields_ptr + 2, mask, other=0).to(tl.float32, bitcast=True)
     repetition = tl.load(fields_ptr + 3, mask, other=0x3F800000).to(tl.float32, bitcast=True)  # 1.0
-    off = tl.load(fields_ptr + 4, mask, other=0).to(tl.float32, bitcast=True)
+    penalties = tl.load(fields_ptr + 4, mask, other=0).to(tl.float32, bitcast=True)
     is_forbidden = tl.load(fields_ptr + 5, mask, other=0) != 0
     value_ptr = processed_ptr + row * vocab_size + token
     value = tl.load(value_ptr, mask, other=0.0) + bias
-    value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition) - off
+    value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition) - penalties
     tl.store(value_ptr, tl.where(is_forbidden, float("-inf"), value), mask)

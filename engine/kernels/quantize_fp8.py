@@ -37,7 +37,8 @@ def _quantize_fp8_kernel(x_ptr, q_ptr, scales_ptr, row_stride, width, PADDED_E: 
 
 @triton.jit
 def store_quantized_row(x, q_ptr, scales_ptr, row, columns, width):  # type: ignore[no-untyped-def]
-    """For kernels that hold a whole row in float32, with zeros where `columns` >= `width`.
+    """Quantizes and stores a row, for kernels that hold the whole row in float32, with zeros where `columns` >=
+    `width`.
 
     Divisions are exact to IEEE, as in torch. Triton's `/` is off by up to two units, so some elements would round
     differently.

@@ -135,12 +135,12 @@ def _within_best_groups(  # type: ignore[no-untyped-def]
     sums_X = tl.full([PADDED], -float("inf"), tl.float32)  # of the expert's group
     for group in tl.static_range(NUM_GROUPS):
         is_in_X = groups_X == group
-        left_X = tl.where(is_in_X, ranked_X, -float("inf"))
+        rest_X = tl.where(is_in_X, ranked_X, -float("inf"))
         total = 0.0
         for _ in tl.static_range(NUM_COMPARED):
-            best = _first_of_the_largest(left_X, experts_X, PADDED)
-            total += tl.max(left_X, 0)
-            left_X = tl.where(experts_X == best, -float("inf"), left_X)
+            best = _first_of_the_largest(rest_X, experts_X, PADDED)
+            total += tl.max(rest_X, 0)
+            rest_X = tl.where(experts_X == best, -float("inf"), rest_X)
         sums_X = tl.where(is_in_X, total, sums_X)
     is_visible_X = experts_X < 0
     for _ in tl.static_range(NUM_CHOSEN_GROUPS):

@@ -48,7 +48,7 @@ class SamplingWorkspace:
     part_best_RS: torch.Tensor
     """float32: the largest logit of each part, then the largest score with noise."""
     part_token_RS: torch.Tensor
-    """int32: the token with that value."""
+    """int32: the token with the value in `part_best_RS`."""
     part_raw_best_RS: torch.Tensor
     """float32: the largest logit of each part before processing; NaN counts as +inf."""
     part_sum_RS: torch.Tensor
@@ -75,7 +75,7 @@ def allocate_workspace(
     chunk: int = CHUNK,
     chunks_per_part: int = CHUNKS_PER_PART,
 ) -> SamplingWorkspace:
-    """Call it once, outside any CUDA graph. About 9 KB for a row of 128,256 logits."""
+    """Allocates about 9 KB for a row of 128,256 logits. Call it once, outside any CUDA graph."""
     num_chunks = triton.cdiv(vocab_size, chunk)
     num_parts = triton.cdiv(num_chunks, chunks_per_part)
 
@@ -134,7 +134,8 @@ def load_logits(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def to_score(logits, row_max, temperature):  # type: ignore[no-untyped-def]
-    """Divides exactly to IEEE, as on the CPU; the plain operator is an approximation on a GPU."""
+    """The scores of logits. Divides exactly to IEEE, as on the CPU; the plain operator is an approximation on a
+    GPU."""
     return tl.div_rn(logits - row_max, temperature)
 
 

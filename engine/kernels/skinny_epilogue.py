@@ -51,7 +51,8 @@ def weight_row(index, num_outputs, GATED: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def gate_mul_pairs(y):  # type: ignore[no-untyped-def]
-    """[T, P, 2], rounded as if stored, to [T, P] in float32: the same as gate_mul.py computes with SiLU."""
+    """Makes [T, P] in float32 of [T, P, 2], which is rounded as if stored: the same as gate_mul.py computes with
+    SiLU."""
     gate, up = tl.split(y)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     return gate / (1.0 + tl.exp(-gate)) * up

@@ -21,7 +21,7 @@ class FmaLaunch:
     Meanwhile, the program loads as many of the next rows."""
     num_warps: int
     max_programs: int
-    """A program's tiles are this many tiles apart."""
+    """The most programs of a launch. If there are more tiles, the tiles of a program are this many tiles apart."""
 
 
 def launch_fma(launch: FmaLaunch, operands: Operands) -> None:

@@ -15,7 +15,7 @@ from engine.kernels.dependent_launch import launch_options, wait_for_former
 MAX_UNSORTED_TOKENS = 16
 """Steps with at most this many tokens need no sorted pairs: one tile has room for all pairs of an expert."""
 BLOCK_N = 2048
-"""Pairs that a program looks at at once: 8 a thread."""
+"""How many pairs a program reads at a time: 8 in each thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class ExpertPairs:
     """A step's pairs; pair n is of token n // K."""
 
     experts_TK: torch.Tensor
-    """int32. Within one row, no number from 0 to `num_here` - 1 occurs twice. All other numbers are experts of other
-    ranks."""
-    num_here: int
+    """int32. Within one row, no number from 0 to `num_own_experts` - 1 occurs twice. All other numbers are experts of
+    other ranks."""
+    num_own_experts: int
     """The number of this rank's experts."""
     num_experts: int
     """The number of all ranks' experts."""
@@ -35,19 +35,19 @@ class ExpertPairs:
     """int32: pairs of each expert, if the pairs are sorted."""
 
     @classmethod
-    def of(cls, experts_TK: torch.Tensor, num_here: int, num_experts: int) -> "ExpertPairs":
+    def of(cls, experts_TK: torch.Tensor, num_own_experts: int, num_experts: int) -> "ExpertPairs":
         """Sorts the pairs of more than `MAX_UNSORTED_TOKENS` tokens by expert, without waiting for the device."""
         num_tokens, num_chosen = experts_TK.shape
         assert experts_TK.is_contiguous()
         if num_tokens <= MAX_UNSORTED_TOKENS:
-            return cls(experts_TK, num_here, num_experts, None, None)
+            return cls(experts_TK, num_own_experts, num_experts, None, None)
         num_pairs, device = num_tokens * num_chosen, experts_TK.device
         order_N = torch.empty(num_pairs, dtype=torch.int32, device=device)
-        counts_X = torch.empty(num_here, dtype=torch.int32, device=device)
-        _sort_pairs_kernel[(num_here,)](
+        counts_X = torch.empty(num_own_experts, dtype=torch.int32, device=device)
+        _sort_pairs_kernel[(num_own_experts,)](
             experts_TK, order_N, counts_X, num_pairs, BLOCK_N=BLOCK_N, num_warps=8, **launch_options()
         )
-        return cls(experts_TK, num_here, num_experts, order_N, counts_X)
+        return cls(experts_TK, num_own_experts, num_experts, order_N, counts_X)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])  # it changes from step to step
@@ -70,9 +70,9 @@ def _sort_pairs_kernel(  # type: ignore[no-untyped-def]
     first = 0
     while first < num_pairs:
         expert_N = tl.load(experts_ptr + first + pairs_N, first + pairs_N < num_pairs, other=2147483647)
-        is_its_N = (expert_N == expert).to(tl.int32)
-        places_N = place + count + tl.cumsum(is_its_N, 0) - 1
-        tl.store(order_ptr + places_N, first + pairs_N, is_its_N != 0)
-        count += tl.sum(is_its_N, 0)
+        has_expert_N = (expert_N == expert).to(tl.int32)
+        places_N = place + count + tl.cumsum(has_expert_N, 0) - 1
+        tl.store(order_ptr + places_N, first + pairs_N, has_expert_N != 0)
+        count += tl.sum(has_expert_N, 0)
         first += BLOCK_N
     tl.store(counts_ptr + expert, count)

@@ -33,7 +33,7 @@ def sum_pairs(
         pairs.experts_TK,
         sum_TE,
         y_NE.shape[1],
-        pairs.num_here,
+        pairs.num_own_experts,
         NUM_CHOSEN=num_chosen,
         IS_ADDED=residual_TE is not None,
         BLOCK_E=BLOCK_E,
@@ -49,7 +49,7 @@ def _sum_pairs_kernel(  # type: ignore[no-untyped-def]
     experts_ptr,
     sum_ptr,
     num_columns,
-    num_here,
+    num_own_experts,
     NUM_CHOSEN: tl.constexpr,
     IS_ADDED: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -61,7 +61,7 @@ def _sum_pairs_kernel(  # type: ignore[no-untyped-def]
     sum_E = tl.zeros([BLOCK_E], tl.float32)
     for chosen in tl.static_range(NUM_CHOSEN):
         pair = token * NUM_CHOSEN + chosen
-        num_read = tl.where(tl.load(experts_ptr + pair) < num_here, num_columns, 0)
+        num_read = tl.where(tl.load(experts_ptr + pair) < num_own_experts, num_columns, 0)
         y_E = tl.load(y_ptr + pair * num_columns + columns, columns < num_read, other=0.0)
         sum_E += y_E.to(tl.float32)
     sum_ptrs = sum_ptr + token * num_columns + columns

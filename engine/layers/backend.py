@@ -73,7 +73,7 @@ class ExpertRouter:
     weight_XE: torch.Tensor
     bias_X: torch.Tensor | None = None
     choice_bias_X: torch.Tensor | None = None
-    """float32: added to scores only to choose experts, if the mixture has such a bias."""
+    """float32: added to scores only to choose experts; None: the mixture has no such bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class MixtureLayer(Protocol):
         """T x E; the caller may overwrite the result."""
         ...
 
-    def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
+    def try_add(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
         """If the layer's last launch can add the result to the residual stream: does so in place, and returns True."""
         ...
 
@@ -124,11 +124,11 @@ class Backend(Protocol):
         router: ExpertRouter,
         experts: Iterable[Expert],
         linear: MakeLinear,
-        here: range,
+        own_experts: range,
     ) -> MixtureLayer:
         """A mixture of `experts`, which are read one after another. `linear` makes the experts' projections.
 
-        `here`: the numbers of `experts`; other ranks have the others. The result is the sum over those of a
+        `own_experts`: the numbers of `experts`; other ranks have the others. The result is the sum over those of a
         row's experts that are on this rank; zeros if none is.
         """
         ...
@@ -163,6 +163,6 @@ class Backend(Protocol):
         """T x I: the activation of the first I outputs of `gate_up`, times the other I outputs."""
         ...
 
-    def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
+    def try_add(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
         """If one launch can multiply and add: adds `linear(x_TI)` to the residual stream in place, and returns True."""
         ...

@@ -148,7 +148,7 @@ def cap_(scores: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def weights_beside(sinks: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The softmax of scores with a sink's logit added to each row.
+    """The softmax over each row's scores together with a sink's logit.
 
     The result leaves out the sink's weight.
     """

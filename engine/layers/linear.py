@@ -23,7 +23,7 @@ class Linear:
 
     On a CPU, oneDNN needs weights in its own blocked layout. It would reorder other weights on every call,
     which takes as long as the product itself in a decode step (see benchmarks/cpu_engine.py). So the weights
-    are reordered once, here, and the given weight is not kept.
+    are reordered once, own_experts, and the given weight is not kept.
     """
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
@@ -97,11 +97,11 @@ class Fp8Linear:
     def multiply(self, x_TI: torch.Tensor, scale_T1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The product of activations that are already quantized, as by `quantize_rows`: T x O, in `dtype`.
 
-        Only for devices that multiply in 8 bits (`can_multiply_fp8`). torch needs a column-major second
-        operand, and float32 scales of shapes T x 1 and 1 x O. The product is computed by cuBLAS (Hopper, CUDA
-        12.9 and newer) or CUTLASS. Both support only bfloat16 as the result's type. Hopper's 8-bit units keep
-        partial sums with 14 bits (`use_fast_accum`), far more than the 4 bits of the operands. Adding up in
-        float32 registers would be slower.
+        Call it only on devices that multiply in 8 bits (`can_multiply_fp8`). torch needs a column-major second
+        operand, and float32 scales of shapes T x 1 and 1 x O. The product is computed by cuBLAS (Hopper, CUDA 12.9
+        and newer) or CUTLASS. Both support only bfloat16 as the result's type. Hopper's 8-bit units keep partial sums
+        with 14 bits (`use_fast_accum`), far more than the 4 bits of the operands. Adding up in float32 registers
+        would be slower.
         """
         y_TO = torch._scaled_mm(
             x_TI,

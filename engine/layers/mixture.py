@@ -18,7 +18,7 @@ from engine.mixture_config import LEAST_SUM, Mixture
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
-    """Pairs in the order of the experts' numbers, and of tokens for each expert."""
+    """Pairs of a token and an expert, sorted by the expert's number, then by token."""
 
     firsts_X: torch.Tensor
     """int64, X + 1 numbers: each expert's first pair, then the number of all pairs."""
@@ -27,10 +27,10 @@ class SortedPairs:
     weights_P: torch.Tensor
 
 
-def sorted_pairs(experts_TK: torch.Tensor, weights_TK: torch.Tensor, here: range) -> SortedPairs:
-    """The pairs with the experts `here`."""
+def sorted_pairs(experts_TK: torch.Tensor, weights_TK: torch.Tensor, own_experts: range) -> SortedPairs:
+    """The pairs of these experts: those of this rank."""
     experts_P, order_P = experts_TK.flatten().sort(stable=True)
-    numbers_X = torch.arange(here.start, here.stop + 1, device=experts_P.device)
+    numbers_X = torch.arange(own_experts.start, own_experts.stop + 1, device=experts_P.device)
     firsts_X = torch.searchsorted(experts_P, numbers_X)
     order_P = order_P[firsts_X[0] : firsts_X[-1]]
     return SortedPairs(firsts_X - firsts_X[0], order_P // experts_TK.shape[1], weights_TK.flatten()[order_P])
@@ -49,19 +49,19 @@ class LoopedMixture:
         choice: "ExpertChoice",
         experts: Sequence[tuple[LinearLayer, LinearLayer]],
         gated: Callable[[LinearLayer, torch.Tensor], Activations],
-        here: range,
+        own_experts: range,
     ) -> None:
         """`experts`: for each expert, the projection to gate and up, and the projection back (down).
 
-        `here`: the numbers of these experts."""
-        assert len(experts) == len(here)
-        self._here = here
+        `own_experts`: the numbers of these experts."""
+        assert len(experts) == len(own_experts)
+        self._own_experts = own_experts
         self._choice = choice
         self._experts = experts
         self._gated = gated
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        pairs = sorted_pairs(*self._choice(x_TE), self._here)
+        pairs = sorted_pairs(*self._choice(x_TE), self._own_experts)
         x_PE = x_TE[pairs.tokens_P]
         y_PE = torch.empty_like(x_PE)
         for (gate_up, down), (first, end) in zip(
@@ -72,7 +72,7 @@ class LoopedMixture:
         sums_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
         return sums_TE.index_add_(0, pairs.tokens_P, y_PE * pairs.weights_P.unsqueeze(1)).to(x_TE.dtype)
 
-    def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
+    def try_add(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
         del x_TE, residual_TE
         return False
 

@@ -46,7 +46,7 @@ class NativeAttention:
     """Prepares the attention of steps; owns memory that is reused in every layer.
 
     A token's result is the same, bit for bit, for any number of threads, with any other requests in the step, and
-    wherever the token's chunk begins and ends, also in a chunk of one token, which is a decode.
+    wherever the token's chunk begins and ends. A decode is a chunk of one token.
 
     Bfloat16 activations are multiplied in bfloat16, if the machine has instructions for that; sums and all
     other arithmetic are in float32.
@@ -132,8 +132,8 @@ class NativeAttention:
             ctypes.byref(step), window, items.ctypes.data, merges.ctypes.data, counts.ctypes.data
         )
         num_items, num_merges, num_partials = counts.tolist()
-        where = (items.ctypes.data, num_items, merges.ctypes.data, num_merges)
-        return _Plan(window, where, num_partials, (items, merges))
+        addresses = (items.ctypes.data, num_items, merges.ctypes.data, num_merges)
+        return _Plan(window, addresses, num_partials, (items, merges))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class _Plan:
     """The items of work of a step, for all layers with the same window."""
 
     window: int
-    where: tuple[int, int, int, int]
+    addresses: tuple[int, int, int, int]
     """Address and number of the items, then address and number of the merges."""
     num_partials: int
     """How many floats the partial results take."""
@@ -192,6 +192,6 @@ class NativeStepAttention:
         self._kernels.rope_store(self._step, layer, self._cos_sin_XF[layer].data_ptr(), qkv, *norm)
         sinks = None if sinks_Q is None else sinks_Q.data_ptr()
         self._kernels.attend(
-            self._step, layer, plan.window, qkv, sinks, *plan.where, self._partials, self._out
+            self._step, layer, plan.window, qkv, sinks, *plan.addresses, self._partials, self._out
         )
         return self._out_TX

@@ -46,15 +46,15 @@ class NativeBackend(TorchBackend):
         return NativeLinear.of_floats(self._products, weight_OI, bias_O)
 
     def mixture_of(
-        self, choice: ExpertChoice, experts: Sequence[tuple[LinearLayer, LinearLayer]], here: range
+        self, choice: ExpertChoice, experts: Sequence[tuple[LinearLayer, LinearLayer]], own_experts: range
     ) -> MixtureLayer:
         gate_ups, downs = [parts_of(gate_up) for gate_up, _ in experts], [down for _, down in experts]
         if len({len(parts) for parts in gate_ups}) != 1:
-            return super().mixture_of(choice, experts, here)
+            return super().mixture_of(choice, experts, own_experts)
         by_part = [NativeLinears.joined(parts) for parts in zip(*gate_ups, strict=True)]
         joined = [part for part in by_part if part is not None]
         if len(joined) < len(by_part) or (joined_downs := NativeLinears.joined(downs)) is None:
-            return super().mixture_of(choice, experts, here)
+            return super().mixture_of(choice, experts, own_experts)
         return NativeMixture(
             choice,
             joined,
@@ -63,7 +63,7 @@ class NativeBackend(TorchBackend):
             self._kernels,
             self._experts_products,
             self._gated,
-            here,
+            own_experts,
         )
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ class NativeBackend(TorchBackend):
         self._kernels.gate_mul(gate_up_TM, gate, out_TI)
         return out_TI
 
-    def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
+    def try_add(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
         if isinstance(linear, NativeLinear):
             linear.add_(residual_TE, x_TI)
             return True

@@ -23,7 +23,7 @@ GATED_MULTIPLE = 32
 class NativeLinear:
     """Computes `x_TI @ weight_OI.T + bias_O`.
 
-    Lays out the weights once, here, and does not keep the given weight.
+    Lays out the weights once, own_experts, and does not keep the given weight.
 
     A row's result depends only on the row, not on the other rows of the step or on the number of threads.
     """
@@ -133,7 +133,7 @@ class NativeLinears:
 
     @classmethod
     def joined(cls, layers: Sequence[LinearLayer]) -> Self | None:
-        """None if one call cannot compute the products of all these layers."""
+        """These layers together; None if one call cannot compute all their products."""
         native = [layer for layer in layers if isinstance(layer, NativeLinear)]
         kinds = [(layer.product, layer.num_outputs, layer.num_inputs) for layer in native]
         return cls(native) if len(native) == len(layers) and all(kind == kinds[0] for kind in kinds) else None
@@ -178,7 +178,7 @@ class NativeLinears:
 
 
 def shortened(weight_OI: torch.Tensor) -> torch.Tensor:
-    """The same values in a 16-bit type, if one can represent all of them exactly."""
+    """The same values in a 16-bit type, if one can represent all of them exactly; else the given weight."""
     if weight_OI.dtype is torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
             short_OI = weight_OI.to(dtype)

@@ -18,8 +18,8 @@ from engine.native.elementwise import ElementwiseKernels
 class NativeMixture:
     """Satisfies `engine.layers.backend.MixtureLayer`.
 
-    Each pair's result has the same bits as in `LoopedMixture` with the same layers. Sums of pairs may differ from it in
-    the last bit: ours round once for each pair, torch's twice.
+    Each pair's result has the same bits as in `LoopedMixture` with the same layers. The sums over pairs may differ
+    from those of LoopedMixture in the last bit: here, each added pair is rounded once, in torch twice.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class NativeMixture:
         kernels: ElementwiseKernels,
         products: Workspace,
         activations: Workspace,
-        here: range,
+        own_experts: range,
     ) -> None:
-        """`gate_ups`, `downs`: the projections of the experts with the numbers `here`. `gate_ups` may have several
-        parts, whose outputs follow each other.
+        """`gate_ups`, `downs`: the projections of the experts with the numbers `own_experts`. `gate_ups` may have
+        several parts, whose outputs follow each other.
 
         `products`, `activations`: memory for the products and for the activations."""
         self._choice = choice
@@ -42,10 +42,10 @@ class NativeMixture:
         self._activation = activation
         self._kernels = kernels
         self._products, self._activations = products, activations
-        self._here = here
+        self._own_experts = own_experts
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        pairs = sorted_pairs(*self._choice(x_TE), self._here)
+        pairs = sorted_pairs(*self._choice(x_TE), self._own_experts)
         x_PI = self._gated(x_TE, pairs.firsts_X, pairs.tokens_P)
         y_PE = self._products.borrow(x_TE.dtype, len(x_PI), x_TE.shape[1])
         self._downs.store(x_PI, pairs.firsts_X, None, y_PE)
@@ -53,12 +53,12 @@ class NativeMixture:
         self._kernels.sum_pairs(y_PE, pairs.tokens_P, pairs.weights_P, out_TE)
         return out_TE
 
-    def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
+    def try_add(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
         del x_TE, residual_TE
         return False
 
     def _gated(self, x_TE: torch.Tensor, firsts_X: torch.Tensor, tokens_P: torch.Tensor) -> torch.Tensor:
-        """P x I."""
+        """The activations of the pairs: P x I."""
         num_pairs, num_outputs = len(tokens_P), sum(part.num_outputs for part in self._gate_ups)
         x_PI = self._activations.borrow(x_TE.dtype, num_pairs, num_outputs // 2)
         if self._activation is Gate.SILU and len(self._gate_ups) == 1 and self._gate_ups[0].can_gate:

@@ -60,14 +60,14 @@ class ResidualStream:
     def add(self, linear: LinearLayer, x_TI: Activations) -> None:
         """Adds the sum of all ranks' `linear(x_TI)`."""
         assert self._branch_TE is None, "each branch begins with a norm"
-        if self._collectives.size == 1 and self._backend.adds(linear, x_TI, self._rows_TE):
+        if self._collectives.size == 1 and self._backend.try_add(linear, x_TI, self._rows_TE):
             return
         self.add_parts(linear(x_TI))
 
     def add_mixture(self, mixture: MixtureLayer, x_TE: torch.Tensor) -> None:
         """Adds the sum of all ranks' `mixture(x_TE)`."""
         assert self._branch_TE is None, "each branch begins with a norm"
-        if self._collectives.size > 1 or not mixture.adds(x_TE, self._rows_TE):
+        if self._collectives.size > 1 or not mixture.try_add(x_TE, self._rows_TE):
             self.add_parts(mixture(x_TE))
 
     def add_parts(self, branch_TE: torch.Tensor) -> None:

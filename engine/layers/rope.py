@@ -56,7 +56,7 @@ def rope_tables(
 
 
 def head_order(head_dim: int, rotary_dim: int, *, is_interleaved: bool) -> torch.Tensor | None:
-    """The order of a checkpoint's outputs for a head in which the numbers of a pair are half a head apart.
+    """The order of a checkpoint's outputs that puts the two numbers of each pair half a head apart.
 
     In a checkpoint the rotated dimensions come first. The two numbers of a pair are neighbours if
     `is_interleaved`, else half the rotated dimensions apart. In the new order, dimensions that are not

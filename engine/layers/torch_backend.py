@@ -48,7 +48,7 @@ class TorchBackend:
         router: ExpertRouter,
         experts: Iterable[Expert],
         linear: MakeLinear,
-        here: range,
+        own_experts: range,
     ) -> MixtureLayer:
         choice = ExpertChoice(mixture, router, self.linear(router.weight_XE, router.bias_X))
         layers = [
@@ -58,14 +58,14 @@ class TorchBackend:
             )
             for expert in experts
         ]
-        return self.mixture_of(choice, layers, here)
+        return self.mixture_of(choice, layers, own_experts)
 
     def mixture_of(
-        self, choice: ExpertChoice, experts: Sequence[tuple[LinearLayer, LinearLayer]], here: range
+        self, choice: ExpertChoice, experts: Sequence[tuple[LinearLayer, LinearLayer]], own_experts: range
     ) -> MixtureLayer:
         """A mixture of experts with these projections: to gate and up, and back (down)."""
         gated = partial(self.gated, gate=choice.mixture.activation)
-        return LoopedMixture(choice, experts, gated, here)
+        return LoopedMixture(choice, experts, gated, own_experts)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is None, "without a device sampler the host knows all tokens"
@@ -105,5 +105,5 @@ class TorchBackend:
         activated_TI = F.silu(gate_TI) if gate is Gate.SILU else F.gelu(gate_TI, approximate="tanh")
         return activated_TI.mul_(up_TI)
 
-    def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:  # noqa: ARG002
+    def try_add(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:  # noqa: ARG002
         return False

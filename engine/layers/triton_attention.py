@@ -105,7 +105,7 @@ class TritonAttention:
             has_chunks: _launch(self._shape, limits, num_multiprocessors, has_chunks=has_chunks)
             for has_chunks in (False, True)
         }
-        """For steps without chunks (False) and with chunks (True)."""
+        """The launches for steps without chunks (False) and with chunks (True)."""
         a = architecture
         tables = rope_tables(a.ropes, a.head_dim - a.rotated_from, limits.max_model_len, device)
         kv = [_layer_kv(pool, index, self._shape) for index in range(shape.num_layers)]
@@ -283,7 +283,7 @@ class TritonStepAttention:
         return self.attend(layer, qkv_TPD[:, : self.shape.num_query_heads], sinks_Q)
 
     def attend(self, layer: int, q_TQD: torch.Tensor, sinks_Q: torch.Tensor | None = None) -> torch.Tensor:
-        """Only the attention of rotated queries over the pool: T x (Q x D), or T x (Q x C) over latents."""
+        """Computes only the attention, of rotated queries over the pool: T x (Q x D), or T x (Q x C) over latents."""
         at, launch = self.layers[layer], self.launch
         plan = self.plans[at.plan]
         out_TQD = q_TQD.new_empty(*q_TQD.shape[:2], self.shape.value_dim)

@@ -66,7 +66,7 @@ class TritonBackend:
         router: ExpertRouter,
         experts: Iterable[Expert],
         linear: MakeLinear,
-        here: range,
+        own_experts: range,
     ) -> TritonMixture:
         """Each rank computes the routing, so all ranks must multiply in the same way.
 
@@ -74,7 +74,7 @@ class TritonBackend:
         """
         self.token_counts.update(token_counts_by_launch(mixture.num_chosen, mixture.num_experts))
         choice = ExpertChoice(mixture, router, TritonLinear(router.weight_XE, router.bias_X, None))
-        return TritonMixture(choice, experts, here, is_fp8=linear == self.fp8_linear)
+        return TritonMixture(choice, experts, own_experts, is_fp8=linear == self.fp8_linear)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert isinstance(weight_VE, torch.Tensor), "4 and 8 bits in groups are for CPUs"
@@ -107,7 +107,7 @@ class TritonBackend:
         few_rows = _few_rows(gate_up, x_TE) if is_fused else None
         return self.gate_mul(gate_up(x_TE), gate) if few_rows is None else few_rows.gated(x_TE)
 
-    def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
+    def try_add(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
         few_rows = _few_rows(linear, x_TI) if kernel_switches().fused_residual else None
         if few_rows is not None:
             few_rows.add_(residual_TE, x_TI)
@@ -121,11 +121,11 @@ class TritonBackend:
 
     def _quantizes(self, x_TE: torch.Tensor, width: int) -> bool:
         """Whether kernels quantize these rows. They must be many, 16-bit, and fit into a program's registers."""
-        is_taken = len(x_TE) > MAX_TOKENS and x_TE.dtype is not torch.float32
-        return self._has_fp8_linears and is_taken and width <= MAX_WIDTH
+        are_suitable = len(x_TE) > MAX_TOKENS and x_TE.dtype is not torch.float32
+        return self._has_fp8_linears and are_suitable and width <= MAX_WIDTH
 
 
 def _few_rows(linear: LinearLayer, x_TI: Activations) -> FewRows | None:
     """The layer's product of few rows, if this product supports `x_TI`."""
     assert isinstance(linear, TritonLinear | TritonFp8Linear), "made by another backend"
-    return linear.few_rows if linear.few_rows.takes(x_TI) else None
+    return linear.few_rows if linear.few_rows.supports(x_TI) else None

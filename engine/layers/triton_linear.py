@@ -47,7 +47,7 @@ class FewRows:
     scales_O: torch.Tensor | None
     """Scales of 8-bit weights."""
 
-    def takes(self, x_TI: Activations) -> bool:
+    def supports(self, x_TI: Activations) -> bool:
         """Whether kernels support `x_TI`: at most 16 rows, not in 8 bits, no float32 for 8-bit weights."""
         rows_TI = x_TI.rows_TE if isinstance(x_TI, UnnormedRows) else x_TI
         if not isinstance(rows_TI, torch.Tensor) or len(rows_TI) > MAX_TOKENS:
@@ -153,7 +153,7 @@ class TritonLinear:
         self._timed = None if timed_products is None else timed_products.add(self.few_rows)
 
     def __call__(self, x_TI: Activations) -> torch.Tensor:
-        if self.few_rows.takes(x_TI) and not self._is_by_library(x_TI):
+        if self.few_rows.supports(x_TI) and not self._is_by_library(x_TI):
             return self.few_rows.product(x_TI)
         return by_library(self.few_rows, normed(x_TI))
 
@@ -168,7 +168,7 @@ class TritonLinear:
 
 
 class TritonFp8Linear:
-    """The same with 8-bit weights; see Fp8Linear.
+    """`x_TI @ weight_OI.T + bias_O` with 8-bit weights; see Fp8Linear.
 
     If there are few tokens, their activations are not quantized: reading the weights takes the same time, and
     the result is more precise."""
@@ -179,7 +179,7 @@ class TritonFp8Linear:
         self.few_rows = FewRows(self._linear.weight_OI, self._linear.bias_O, self._linear.scale_O1.view(-1))
 
     def __call__(self, x_TI: Activations) -> torch.Tensor:
-        if self.few_rows.takes(x_TI):
+        if self.few_rows.supports(x_TI):
             return self.few_rows.product(x_TI)
         return self._linear(x_TI if isinstance(x_TI, QuantizedRows) else normed(x_TI))
 

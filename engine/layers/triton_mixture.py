@@ -25,24 +25,26 @@ class TritonMixture:
     `is_fp8`: converts the experts' matrices to 8-bit floats; activations keep their dtype.
     """
 
-    def __init__(self, choice: ExpertChoice, experts: Iterable[Expert], here: range, *, is_fp8: bool) -> None:
-        """`here`: the numbers of `experts`."""
+    def __init__(
+        self, choice: ExpertChoice, experts: Iterable[Expert], own_experts: range, *, is_fp8: bool
+    ) -> None:
+        """`own_experts`: the numbers of `experts`."""
         self._choice = choice
-        gate_up = _Stack(len(here), is_fp8=is_fp8)
-        down = _Stack(len(here), is_fp8=is_fp8)
+        gate_up = _Stack(len(own_experts), is_fp8=is_fp8)
+        down = _Stack(len(own_experts), is_fp8=is_fp8)
         for place, expert in enumerate(experts):
             gate_up.put(place, (expert.gate_IE, expert.up_IE), expert.biases_I)
             down.put(place, (expert.down_EI,), None if expert.down_bias_E is None else (expert.down_bias_E,))
         self._gate_up, self._down = gate_up.matrices(), down.matrices()
         self._places_X = None
         num_experts = choice.mixture.num_experts
-        if len(here) < num_experts:
-            self._places_X = _places(here, num_experts, self._down.weight_XOI.device)
+        if len(own_experts) < num_experts:
+            self._places_X = _places(own_experts, num_experts, self._down.weight_XOI.device)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         return self._sum(x_TE)
 
-    def adds(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
+    def try_add(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
         if not kernel_switches().fused_residual:
             return False
         self._sum(x_TE, residual_TE)
@@ -59,10 +61,12 @@ class TritonMixture:
         return sum_pairs(y_NE, pairs, residual_TE)
 
 
-def _places(here: range, num_experts: int, device: torch.device) -> torch.Tensor:
+def _places(own_experts: range, num_experts: int, device: torch.device) -> torch.Tensor:
     """Each expert's index among this rank's experts; other ranks' experts get the next index after them."""
-    places_X = torch.full((num_experts,), len(here), dtype=torch.int32, device=device)
-    places_X[here.start : here.stop] = torch.arange(len(here), dtype=torch.int32, device=device)
+    places_X = torch.full((num_experts,), len(own_experts), dtype=torch.int32, device=device)
+    places_X[own_experts.start : own_experts.stop] = torch.arange(
+        len(own_experts), dtype=torch.int32, device=device
+    )
     return places_X
 
 

@@ -30,8 +30,8 @@ def weight_memory(num_bytes: int) -> torch.Tensor:
     with _lock:
         if size > len(_chunk):
             _chunk = _new_chunk(CHUNK_BYTES)
-        taken, left = _chunk[:num_bytes], _chunk[size:]
-        _chunk = left if len(left) > 0 else _NOTHING  # an empty view would keep the whole chunk in memory
+        taken, rest = _chunk[:num_bytes], _chunk[size:]
+        _chunk = rest if len(rest) > 0 else _NOTHING  # an empty view would keep the whole chunk in memory
     return taken
 
 

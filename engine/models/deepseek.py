@@ -17,7 +17,7 @@ from engine.models.mixture import MLP, MixtureBranch
 from engine.models.projections import Columns, Projections, gate_up
 
 LATENT_EPS = 1e-6
-"""The epsilon of the norms of latents; config.json is about the other norms."""
+"""The epsilon of the norms of latents; the one in config.json is for the other norms."""
 
 
 class LatentHeads:
@@ -77,7 +77,7 @@ class LatentHeads:
 
 
 class DeepSeekLayer:
-    """Attention, then an MLP, in some layers plus experts; each branch begins with its own norm."""
+    """Attention, then an MLP or a mixture of experts; each branch begins with its own norm."""
 
     def __init__(self, architecture: ModelArchitecture, index: int, parts: Projections) -> None:
         a, prefix, e = architecture, f"model.layers.{index}", architecture.hidden_size
@@ -106,6 +106,6 @@ class DeepSeekLayer:
 
 
 def _order(num_plain: int, num_rotated: int, *, is_interleaved: bool) -> torch.Tensor | None:
-    """How a head is reordered if its last dimensions are rotated."""
+    """How a head is reordered if its last dimensions are rotated; None: not at all."""
     order_R = head_order(num_rotated, num_rotated, is_interleaved=is_interleaved)
     return None if order_R is None else torch.cat((torch.arange(num_plain), num_plain + order_R))

@@ -1,6 +1,6 @@
 """Layers of Llama, Mistral, Qwen2, Qwen3, SmolLM3 and Granite; layers without experts of Qwen3-MoE and GLM-4.5.
 
-They differ in their attention and in scales.
+The families differ in their attention and in scales.
 
 Suffixes: T tokens of a step, P query, key and value heads of this rank, D head dimension, E hidden size.
 """

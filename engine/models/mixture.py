@@ -1,4 +1,4 @@
-"""Layers of Qwen3-MoE, Mixtral and GLM-4.5: like Llama's, but with experts instead of an MLP; tensors' names differ.
+"""Layers of Qwen3-MoE, Mixtral and GLM-4.5: like Llama's, but with experts instead of an MLP.
 
 Suffixes: T tokens of a step, P query, key and value heads of this rank, D head dimension, E hidden size.
 """
@@ -17,7 +17,7 @@ from engine.models.projections import ExpertNames, Projections, gate_up, order_o
 
 
 class BranchNames(NamedTuple):
-    """A checkpoint's names of a branch with experts and of its parts."""
+    """A checkpoint's names of a branch with experts and of its parts; they differ between families."""
 
     block: str
     experts: ExpertNames
@@ -49,7 +49,7 @@ class MixtureBranch:
             self._down_proj = parts.rows(f"{block}.shared_experts.down_proj", e, size)
 
     def add_to(self, stream: ResidualStream, norm_E: torch.Tensor) -> None:
-        """Adds the branch, which begins with a norm of these weights."""
+        """Adds the branch, which begins with a norm with these weights."""
         rows_TE = stream.normed_rows(norm_E)
         if not self._has_shared:
             stream.add_mixture(self._mixture, rows_TE)

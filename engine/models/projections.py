@@ -30,8 +30,8 @@ class Columns:
     size: int
     first: int = 0
     num_outputs: int | None = None
-    """Number of outputs of the whole projection. A Columns is the `size` outputs from `first` on. None: it is all
-    outputs."""
+    """Number of outputs of the whole projection, if these are only its `size` outputs from `first` on. None: these
+    are all its outputs."""
     order_D: torch.Tensor | None = None
     """How the outputs of each head are reordered; see `head_order`."""
     is_on_every_rank: bool = False
@@ -104,7 +104,7 @@ class Projections:
         if mixture.has_choice_bias:
             choice_bias_X = self.weights.take_float32(choice_bias, size)
         found = ExpertRouter(weight_XE, bias_X, choice_bias_X)
-        return self.backend.mixture(mixture, found, experts, self.linear, self._experts_here(mixture))
+        return self.backend.mixture(mixture, found, experts, self.linear, self._own_experts(mixture))
 
     def experts(
         self, mixture: Mixture, experts: str, names: ExpertNames, num_inputs: int
@@ -112,7 +112,7 @@ class Projections:
         """This rank's share of a mixture's experts, read one after another."""
         size, take = mixture.intermediate_size, self.weights.take_matrix
         columns, inputs = self._expert_shard(0), self._expert_shard(1)
-        for number in self._experts_here(mixture):
+        for number in self._own_experts(mixture):
             gate, up, down = (f"{experts}.{number}.{name}.weight" for name in names)
             yield Expert(
                 take(gate, size, num_inputs, shard=columns),
@@ -121,13 +121,13 @@ class Projections:
             )
 
     def interleaved_experts(self, mixture: Mixture, experts: str, num_inputs: int) -> Iterator[Expert]:
-        """The same for a checkpoint with biases, whose one projection has gates and ups in turns."""
+        """Like `experts`, for a checkpoint with biases in which one projection has gates and ups in turns."""
         size, columns = mixture.intermediate_size, self._expert_shard(0)
         if columns is not None:
             pairs = columns.slice_of(experts, (size, num_inputs))
             columns = Shard(0, first=2 * pairs.start, size=2 * (pairs.stop - pairs.start))
         has_down_bias = self.expert_parallel or self.collectives.rank == 0
-        for number in self._experts_here(mixture):
+        for number in self._own_experts(mixture):
             gate_up, down = f"{experts}.{number}.gate_up_proj", f"{experts}.{number}.down_proj"
             gate_IE, up_IE = self.weights.take_interleaved(
                 f"{gate_up}.weight", 2 * size, num_inputs, shard=columns
@@ -200,7 +200,7 @@ class Projections:
             weights = [_reordered(each, _of_every_head(order_D, len(each))) for each in weights]
         return ProjectionNorm(weights[0], weights[1], a.rms_norm_eps, self.collectives)
 
-    def _experts_here(self, mixture: Mixture) -> range:
+    def _own_experts(self, mixture: Mixture) -> range:
         """The experts that are on this rank, wholly or in part."""
         if not self.expert_parallel:
             return range(mixture.num_experts)
@@ -262,7 +262,7 @@ def qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None = None) -
 
 
 def merged_qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None) -> list[Columns]:
-    """The same for a checkpoint that has them as one projection."""
+    """Like `qkv`, for a checkpoint that has the three as one projection."""
     name, (q_size, kv_size) = f"{heads}.qkv_proj", _sizes(a)
     total = q_size + 2 * kv_size
     return [
@@ -278,7 +278,7 @@ def gate_up(mlp: str, size: int) -> list[Columns]:
 
 
 def merged_gate_up(a: ModelArchitecture, mlp: str) -> list[Columns]:
-    """The same for a checkpoint that has them as one projection."""
+    """Like `gate_up`, for a checkpoint that has both as one projection."""
     size = a.intermediate_size
     return [
         Columns(name=f"{mlp}.gate_up_proj", size=size, first=first, num_outputs=2 * size)
@@ -287,7 +287,7 @@ def merged_gate_up(a: ModelArchitecture, mlp: str) -> list[Columns]:
 
 
 def order_of(a: ModelArchitecture, index: int, *, is_interleaved: bool = False) -> torch.Tensor | None:
-    """The new order of the outputs for a head in this layer."""
+    """The new order of the outputs for a head in this layer; None: they keep their order."""
     rope = a.ropes[index]
     rotary_dim = a.head_dim if rope is None else rope.rotary_dim or a.head_dim
     return head_order(a.head_dim, rotary_dim, is_interleaved=is_interleaved)

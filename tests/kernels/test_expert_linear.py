@@ -201,13 +201,13 @@ def test_pairs_with_experts_of_other_ranks_are_not_computed(
     num_tokens: int, device: torch.device, generator: torch.Generator
 ) -> None:
     """Few tokens, and tiles of 16 and of 64 pairs. What these products leave undefined does not reach the sum."""
-    num_here = 3
-    experts_TK = random_experts(generator, num_tokens, 2, 6).clamp_(max=num_here).to(device)
-    experts_TK[0, 0], experts_TK[0, 1] = num_here, num_here  # both are of other ranks
-    pairs = ExpertPairs.of(experts_TK, num_here, 6)
-    is_here_N = experts_TK.flatten() < num_here
+    num_own_experts = 3
+    experts_TK = random_experts(generator, num_tokens, 2, 6).clamp_(max=num_own_experts).to(device)
+    experts_TK[0, 0], experts_TK[0, 1] = num_own_experts, num_own_experts  # both are of other ranks
+    pairs = ExpertPairs.of(experts_TK, num_own_experts, 6)
+    is_here_N = experts_TK.flatten() < num_own_experts
     assert 0 < int(is_here_N.sum()) < len(is_here_N)
-    matrices = ExpertMatrices(torch.randn(num_here, 40, 32, generator=generator).to(device))
+    matrices = ExpertMatrices(torch.randn(num_own_experts, 40, 32, generator=generator).to(device))
     factors_N = torch.rand(2 * num_tokens, generator=generator).to(device)
     x_NI = torch.randn(2 * num_tokens, 32, generator=generator).to(device)
     x_NI[~is_here_N] = math.nan
@@ -263,8 +263,8 @@ def test_the_mixture_is_that_of_the_cpu(
     residual_TE = torch.randn(x_TE.shape, generator=generator).to(device)
     expected_sum_TE = residual_TE + found
     with switched(fused_residual=False):
-        assert not layer.adds(x_TE.to(device), residual_TE)
-    assert layer.adds(x_TE.to(device), residual_TE)
+        assert not layer.try_add(x_TE.to(device), residual_TE)
+    assert layer.try_add(x_TE.to(device), residual_TE)
     torch.testing.assert_close(residual_TE, expected_sum_TE)
     parts = []
     for rank in range(2):

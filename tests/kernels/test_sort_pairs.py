@@ -40,9 +40,11 @@ def test_pairs_of_each_expert_are_in_order(
     assert pairs.order_N.dtype is pairs.counts_X.dtype is torch.int32
     counts_X = torch.bincount(experts_N, minlength=num_experts + 1)[:num_experts]
     assert torch.equal(pairs.counts_X.long(), counts_X)
-    num_here = int(counts_X.sum())
-    assert 0 < num_here < len(experts_N)
-    assert torch.equal(pairs.order_N[:num_here].long(), experts_N.argsort(stable=True)[:num_here])
+    num_own_experts = int(counts_X.sum())
+    assert 0 < num_own_experts < len(experts_N)
+    assert torch.equal(
+        pairs.order_N[:num_own_experts].long(), experts_N.argsort(stable=True)[:num_own_experts]
+    )
 
 
 def test_pairs_of_few_tokens_are_not_sorted(device: torch.device) -> None:
