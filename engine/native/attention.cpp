@@ -33,7 +33,7 @@ class LayerAttention {
     bool run(const Item &item, const Item &next, float *partials) const {
         [[maybe_unused]] const AsInUnits as_in_units;
         scratch.lay_out(D);
-        take_queries_of(item);
+        convert_queries_of(item);
         const int64_t rows = state_rows(item);
         Softmax total(item.partial < 0 ? scratch.total : partials + item.partial, rows, D);
         Softmax range(scratch.range, rows, D);
@@ -79,7 +79,7 @@ class LayerAttention {
 
     static int64_t end_of_range(int64_t key) { return (key / RANGE_KEYS + 1) * RANGE_KEYS; }
 
-    void take_queries_of(const Item &item) const {
+    void convert_queries_of(const Item &item) const {
         const auto query = [&](int64_t row) {
             const int64_t rows = item.num_kv_heads * G;
             return qkv_TPD + (item.first_token + row / rows) * s.token_size() + (item.kv_head * G + row % rows) * D;
@@ -92,12 +92,12 @@ class LayerAttention {
         }
         if constexpr (BY_MATRIX_UNITS<Unit>)
             lay_out_queries(query, item.num_rows, D, reinterpret_cast<BFloat16 *>(scratch.queries));
-        else take_queries<Activation>(query, item.num_rows, D, reinterpret_cast<Unit *>(scratch.queries));
+        else convert_queries<Activation>(query, item.num_rows, D, reinterpret_cast<Unit *>(scratch.queries));
         for (int64_t r = 0; r < padded_rows(item.num_rows); ++r)
             scratch.positions[r] = static_cast<int32_t>(item.first_position + std::min(r, item.num_rows - 1) / G);
     }
 
-    // The keys of one range, from `key` on.
+    // Adds the keys of one range, from `key` on, to `state`.
     void attend(const Item &item, const Item &next, int64_t key, const Softmax &state) const {
         const int64_t stop = std::min(item.end_key, end_of_range(key));
         if (item.is_decode) return attend_decode(item, next, key, stop, state);
@@ -131,7 +131,7 @@ class LayerAttention {
                   std::min(item.end_key, end_of_tile(key)));
     }
 
-    // `total`: the softmax of `count` rows of the item, from row `first` on.
+    // Writes final results. `total`: the softmax of `count` rows of the item, from row `first` on.
     void write(const Item &item, const Softmax &total, int64_t first, int64_t count) const {
         const int64_t rows = item.num_kv_heads * G;
         for (int64_t r = 0; r < count; ++r) {
@@ -216,7 +216,7 @@ class Plan {
         }
     }
 
-    // Reading a key for a decode costs about as much as computing 16 rows with a key.
+    // The cost of an item. Reading a key for a decode costs about as much as computing 16 rows with a key.
     static int64_t cost(const Item &item) {
         return (item.end_key - item.first_key) * item.num_kv_heads * (item.is_decode ? 16 : item.num_rows);
     }
@@ -234,7 +234,8 @@ class Plan {
         return num_ranges > 1 && is_large(item) ? num_ranges * partial_size(item) : 0;
     }
 
-    // If memory does not suffice for all items, threads share the last items, so that the threads end together.
+    // Adds an item, or its ranges as separate items. If memory does not suffice for the ranges of all items, only the
+    // last items are divided, so that the threads end together.
     void add(const Item &item) {
         const int64_t size = partials_of(item);
         const bool fits = num_wanted <= MAX_PARTIALS;
@@ -280,15 +281,15 @@ void rotate(Activation *x_D, const float *cos_sin_D, const float *norm_D, float 
         scale = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(2 * F) + eps);
     }
     for (int64_t i = 0; i < F; i += LANES) {
-        const int64_t left = F - i;
-        Floats a = load_some(x_D + i, left), b = load_some(x_D + F + i, left);
+        const int64_t rest = F - i;
+        Floats a = load_some(x_D + i, rest), b = load_some(x_D + F + i, rest);
         if (norm_D) {
-            a = a * scale * load_some(norm_D + i, left);
-            b = b * scale * load_some(norm_D + F + i, left);
+            a = a * scale * load_some(norm_D + i, rest);
+            b = b * scale * load_some(norm_D + F + i, rest);
         }
-        const Floats cosine = load_some(cos_sin_D + i, left), sine = load_some(cos_sin_D + F + i, left);
-        store_some(x_D + i, a * cosine - b * sine, left);
-        store_some(x_D + F + i, b * cosine + a * sine, left);
+        const Floats cosine = load_some(cos_sin_D + i, rest), sine = load_some(cos_sin_D + F + i, rest);
+        store_some(x_D + i, a * cosine - b * sine, rest);
+        store_some(x_D + F + i, b * cosine + a * sine, rest);
     }
 }
 

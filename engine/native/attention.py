@@ -16,7 +16,7 @@ ITEM_FIELDS, MERGE_FIELDS = 10, 3
 
 
 class Step(ctypes.Structure):
-    """A step. Its addresses are of arrays that must live at least as long as the step."""
+    """A step. Its addresses belong to arrays that must live at least as long as the step."""
 
     _fields_ = (
         ("activation_type", ctypes.c_int64),

@@ -16,27 +16,27 @@ static_assert(KEY_PANEL % SCORE_KEYS == 0 && KEY_PANEL % LANES == 0 && TILE_KEYS
 
 inline int64_t padded_rows(int64_t num_rows) { return (num_rows + ROW_PANEL - 1) / ROW_PANEL * ROW_PANEL; }
 
-// Units of one tile of keys [key][depth], and of values [key or pair of keys][D]. `count` is even for pairs; a null
-// pointer stands for zeros.
+// Convert one tile's keys to units [key][depth], and its values to units [key or pair of keys][D]. `count` is even
+// for pairs; a null pointer stands for zeros.
 template <typename Stored>
-void take_keys(const Stored *const *keys, int64_t count, int64_t head_dim, float *to) {
+void convert_keys(const Stored *const *keys, int64_t count, int64_t head_dim, float *to) {
     for (int64_t k = 0; k < count; ++k)
         for (int64_t i = 0; i < head_dim; i += LANES) store(to + k * head_dim + i, keys[k] ? load(keys[k] + i) : Floats{});
 }
 template <typename Stored>
-void take_keys(const Stored *const *keys, int64_t count, int64_t head_dim, Pair *to) {
+void convert_keys(const Stored *const *keys, int64_t count, int64_t head_dim, Pair *to) {
     BFloat16 *each = reinterpret_cast<BFloat16 *>(to);
     for (int64_t k = 0; k < count; ++k, each += head_dim)
         for (int64_t i = 0; i < head_dim; i += LANES) store(each + i, keys[k] ? load(keys[k] + i) : Floats{});
 }
 template <typename Stored>
-void take_values(const Stored *const *keys, int64_t values, int64_t count, int64_t head_dim, float *to) {
+void convert_values(const Stored *const *keys, int64_t values, int64_t count, int64_t head_dim, float *to) {
     for (int64_t k = 0; k < count; ++k)
         for (int64_t i = 0; i < head_dim; i += LANES)
             store(to + k * head_dim + i, keys[k] ? load(keys[k] + values + i) : Floats{});
 }
 template <typename Stored>
-void take_values(const Stored *const *keys, int64_t values, int64_t count, int64_t head_dim, Pair *to) {
+void convert_values(const Stored *const *keys, int64_t values, int64_t count, int64_t head_dim, Pair *to) {
     for (int64_t k = 0; k < count; k += 2, to += head_dim)
         for (int64_t i = 0; i < head_dim; i += LANES) {
             const Floats first = keys[k] ? load(keys[k] + values + i) : Floats{};
@@ -45,7 +45,7 @@ void take_values(const Stored *const *keys, int64_t values, int64_t count, int64
         }
 }
 
-// Weights of two keys, of LANES rows; rounded for pairs.
+// Stores the weights of two keys for LANES rows; rounded for pairs.
 inline void put_weights(Floats first, Floats second, float *weights, int64_t k) {
     store(weights + k * TILE_ROWS, first);
     store(weights + (k + 1) * TILE_ROWS, second);
@@ -83,9 +83,9 @@ void weigh(float *scores, int64_t num_keys, float scale, float *reference, float
     store(kept, factor);
 }
 
-// A chunk's queries as units [depth][row]; rows beyond `num_rows` are zeros.
+// Converts a chunk's queries to units [depth][row]; rows beyond `num_rows` are zeros.
 template <typename Activation, typename Query>
-void take_queries(const Query &query, int64_t num_rows, int64_t head_dim, float *to) {
+void convert_queries(const Query &query, int64_t num_rows, int64_t head_dim, float *to) {
     float values[MAX_HEAD_DIM];
     for (int64_t r = 0; r < padded_rows(num_rows); ++r) {
         for (int64_t i = 0; i < head_dim; i += LANES) store(values + i, r < num_rows ? load(query(r) + i) : Floats{});
@@ -93,7 +93,7 @@ void take_queries(const Query &query, int64_t num_rows, int64_t head_dim, float 
     }
 }
 template <typename Activation, typename Query>
-void take_queries(const Query &query, int64_t num_rows, int64_t head_dim, Pair *to) {
+void convert_queries(const Query &query, int64_t num_rows, int64_t head_dim, Pair *to) {
     Pair values[MAX_HEAD_DIM / 2];
     for (int64_t r = 0; r < padded_rows(num_rows); ++r) {
         if (r < num_rows) std::memcpy(values, query(r), head_dim * sizeof(Activation));
@@ -116,7 +116,7 @@ void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const
 
     const Stored *found[TILE_KEYS] = {};
     pool.find_keys(block_ids_M, item.kv_head, key, end, found);
-    take_keys(found, padded_keys, D, keys);
+    convert_keys(found, padded_keys, D, keys);
     const int64_t num_next = std::min(TILE_KEYS, item.end_key - end);  // of the next tile, which is prefetched meanwhile
     const Stored *next[TILE_KEYS];
     pool.find_keys(block_ids_M, item.kv_head, end, end + num_next, next);
@@ -152,7 +152,7 @@ void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const
         }
     }
 
-    take_values(found, pool.values, padded_keys, D, values);
+    convert_values(found, pool.values, padded_keys, D, values);
     for (int64_t r = begin; r < stop; ++r)
         if (kept[r] != 1.0f)
             for (int64_t i = r * D; i < (r + 1) * D; i += LANES) store(state.out + i, load(state.out + i) * kept[r]);

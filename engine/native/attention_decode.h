@@ -53,7 +53,7 @@ inline Floats key_units(const BFloat16 *key, int64_t i, int64_t depth, Pair) {
     return i + LANES <= depth ? load_raw<Floats>(key + 2 * i) : key_units<BFloat16>(key, i, depth, Pair{});
 }
 
-// Keys [depth][key], so that scores are vectors of keys.
+// Transposes keys to [depth][key], so that scores are vectors of keys.
 template <typename Unit, typename Stored>
 void transpose_keys(HeadTile<Stored> keys, int64_t num_keys, int64_t head_dim, Unit *to) {
     const int64_t depth = head_dim / PER_UNIT<Unit>;

@@ -11,7 +11,7 @@ constexpr int64_t BLOCK_ROWS = 2 * matrix_units::TILE;  // computed together, wh
 
 inline Bits lane_numbers() { return (Bits)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 
-// Values of one tile as [pair of keys][D]. Values beyond `count` keys are zeros.
+// Lays out one tile's values as [pair of keys][D]. Values beyond `count` keys are zeros.
 template <typename Stored>
 void pair_values(HeadTile<Stored> values, int64_t count, int64_t padded_count, int64_t head_dim, Pair *to) {
     for (int64_t k = 0; k < padded_count; k += 2, to += head_dim)
@@ -34,7 +34,8 @@ inline void pair_values(HeadTile<BFloat16> values, int64_t count, int64_t padded
         }
 }
 
-// A chunk's queries as rows of bfloat16; inputs beyond the last are zeros, and so are rows beyond `num_rows`.
+// Lays out a chunk's queries as rows of bfloat16; inputs beyond the last are zeros, and so are rows beyond
+// `num_rows`.
 template <typename Query>
 void lay_out_queries(const Query &query, int64_t num_rows, int64_t head_dim, BFloat16 *to) {
     const int64_t padded_dim = matrix_units::num_steps(head_dim) * matrix_units::STEP;

@@ -80,7 +80,7 @@ struct Softmax {
         std::fill_n(sum, num_rows * (head_dim + 1), 0.0f);
     }
 
-    // Adds the next keys' result. `scale`: of scores, to powers of 2.
+    // Adds the next keys' result. `scale`: the factor that turns scores into powers of 2.
     void add(const Softmax &next, float scale) {
         for (int64_t first = 0; first < num_rows; first += LANES) {
             const int64_t count = std::min<int64_t>(LANES, num_rows - first);
@@ -112,7 +112,8 @@ struct LayerPool {
         return first + slot / block_size * block_stride + kv_head * head_size + slot % block_size * head_dim;
     }
 
-    // Pointers to the keys `key` to `end` of a request; `values` behind each lies its value.
+    // Writes to `found` the addresses of a request's keys from `key` to `end`. The value of a key lies `values`
+    // numbers after the key.
     void find_keys(const int64_t *block_ids_M, int64_t kv_head, int64_t key, int64_t end, const Stored **found) const {
         for (int64_t block = key / block_size; key < end; ++block) {
             const Stored *at = this->key(block_ids_M[block] * block_size + key % block_size, kv_head);
@@ -123,8 +124,8 @@ struct LayerPool {
 };
 
 // Prefetches `count` values of the next tile. Blocks are scattered, so the processor does not foresee their addresses.
-// It can do only a few loads at once, so it would have to wait if a whole tile were prefetched at once. Therefore the
-// scores of a tile prefetch the next keys bit by bit, and its weighted sums prefetch the next values.
+// The processor can do only a few loads at once, so it would have to wait if a whole tile were prefetched at once.
+// Therefore the scores of a tile prefetch the next keys bit by bit, and its weighted sums prefetch the next values.
 template <typename Stored>
 inline void prefetch(const Stored *at, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(Stored))) __builtin_prefetch(at + i);

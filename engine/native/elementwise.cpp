@@ -36,15 +36,15 @@ void norm_row(const Element *branch_E, Element *residual_E, const Weight *weight
               float eps) {
     Floats squares = {};
     for (int64_t i = 0; i < width; i += LANES) {
-        const int64_t left = width - i;
-        if (branch_E) store_some(residual_E + i, load_some(residual_E + i, left) + load_some(branch_E + i, left), left);
-        const Floats x = load_some(residual_E + i, left);
+        const int64_t rest = width - i;
+        if (branch_E) store_some(residual_E + i, load_some(residual_E + i, rest) + load_some(branch_E + i, rest), rest);
+        const Floats x = load_some(residual_E + i, rest);
         squares += x * x;
     }
     const float scale = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(width) + eps);
     for (int64_t i = 0; i < width; i += LANES) {
-        const int64_t left = width - i;
-        store_some(out_E + i, load_some(residual_E + i, left) * scale * load_some(weight_E + i, left), left);
+        const int64_t rest = width - i;
+        store_some(out_E + i, load_some(residual_E + i, rest) * scale * load_some(weight_E + i, rest), rest);
     }
 }
 
@@ -58,9 +58,9 @@ void add_normed_row(const Element *x_E, Element *residual_E, const Weight *weigh
     }
     const float scale = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(width) + eps);
     for (int64_t i = 0; i < width; i += LANES) {
-        const int64_t left = width - i;
-        const Floats normed = load_some(x_E + i, left) * scale * load_some(weight_E + i, left);
-        store_some(residual_E + i, load_some(residual_E + i, left) + normed, left);
+        const int64_t rest = width - i;
+        const Floats normed = load_some(x_E + i, rest) * scale * load_some(weight_E + i, rest);
+        store_some(residual_E + i, load_some(residual_E + i, rest) + normed, rest);
     }
 }
 
@@ -75,8 +75,8 @@ void gate_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_to
                 const Element *gate = static_cast<const Element *>(gate_up_TM) + t * 2 * width, *up = gate + width;
                 Element *out = static_cast<Element *>(out_TI) + t * width;
                 for (int64_t i = 0; i < width; i += LANES) {
-                    const int64_t left = width - i;
-                    store_some(out + i, combined(load_some(gate + i, left), load_some(up + i, left)), left);
+                    const int64_t rest = width - i;
+                    store_some(out + i, combined(load_some(gate + i, rest), load_some(up + i, rest)), rest);
                 }
             }
         }, parts_for_guests(num_tokens * 3 * width * sizeof(Element)));
@@ -133,8 +133,8 @@ void baton_gate_mul_gelu(int64_t type, const void *gate_up_TM, void *out_TI, int
              [](Floats x, Floats up) { return x / (1.0f + exp2(x * (x * x * -(LOG2_E * THIRD) - LOG2_E * FIRST))) * up; });
 }
 
-// The activation of gpt-oss: (up + 1) x / (1 + e^(-alpha x)), where x is the gate; gates are at most `limit`, ups
-// between -limit and limit. NaN stays.
+// The activation of gpt-oss: (up + 1) x / (1 + e^(-alpha x)), where x is the gate. First, gates are clamped to at
+// most `limit`, and ups to -limit .. limit. NaN stays.
 void baton_gate_mul_swiglu(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
                       int num_threads, float alpha, float limit) {
     const float rate = -LOG2_E * alpha;

@@ -262,14 +262,14 @@ static void multiply(const FloatLayer &layer, const Rows &from, const Rows &to, 
                 for (int64_t row = 0; row < tiles.num_rows; ++row)
                     for (int64_t i = 0; i < outputs; ++i) {
                         const int64_t output = (panel + i) * PANEL;
-                        const int64_t left = std::min<int64_t>(PANEL, num_outputs - output);
+                        const int64_t rest = std::min<int64_t>(PANEL, num_outputs - output);
                         const float *sum = sums + i * stride + row * PANEL;
                         void *y_row = to.row(first + row);
                         if (is_gated)
-                            finish_gated(sum, sum + outputs * stride, layer.bias, up_bias, left, y_row, to.type,
+                            finish_gated(sum, sum + outputs * stride, layer.bias, up_bias, rest, y_row, to.type,
                                          output);
                         else
-                            finish(sum, layer.bias, left, y_row, to.type, output, epilogue);
+                            finish(sum, layer.bias, rest, y_row, to.type, output, epilogue);
                     }
             }
         }, parts_for_guests(panel_bytes * own_panels, tiles.num_rows * layer.num_inputs * layer.num_outputs / share.count));
@@ -284,7 +284,8 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
              static_cast<Epilogue>(epilogue), {}, static_cast<int>(num_threads));
 }
 
-// The same for rows of many layers (multiply_each). Row i of the products is row x_order[i] of x, and row i of y.
+// Like `float_product`, for rows of many layers (multiply_each). Row i of the products is row x_order[i] of x, and
+// row i of y.
 void float_products(const FloatLayer *const *layers, const int64_t *firsts, int64_t num_layers, void *x,
                     int64_t x_stride, int64_t x_type, const int64_t *x_order, void *y, int64_t y_stride, int64_t y_type,
                     int64_t epilogue, int64_t num_threads) {

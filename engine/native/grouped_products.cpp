@@ -371,7 +371,8 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
              static_cast<Epilogue>(epilogue), {}, static_cast<int>(num_threads));
 }
 
-// The same for rows of many layers (multiply_each). Row i of the products is row x_order[i] of x, and row i of y.
+// Like `grouped_product`, for rows of many layers (multiply_each). Row i of the products is row x_order[i] of x, and
+// row i of y.
 void grouped_products(const GroupedLayer *const *layers, const int64_t *firsts, int64_t num_layers, void *x,
                       int64_t x_stride, int64_t x_type, const int64_t *x_order, void *y, int64_t y_stride,
                       int64_t y_type, int64_t epilogue, int64_t num_threads) {

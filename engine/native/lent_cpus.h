@@ -16,7 +16,7 @@ inline int64_t monotonic_ns() {
     return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
-// A CPU, in memory that these workers share. At first all are zeros: no worker lends the CPU.
+// A CPU's entry in memory that these workers share. At first it consists of zeros: no worker lends the CPU.
 struct alignas(64) LentCpu {
     std::atomic<int64_t> idle_since_ns;  // 0: its worker computes
     std::atomic<int64_t> borrower;       // the worker that computes with it, or 0

@@ -164,13 +164,13 @@ inline void lay_out_row(const void *row, Type type, int64_t num_inputs, int64_t 
     const int64_t steps = num_steps(num_inputs);
     uint8_t *to = rows + index / TILE * steps * TILE_BYTES + index % TILE * STEP * 2;
     for (int64_t step = 0; step < steps; ++step, to += TILE_BYTES) {
-        const int64_t begin = step * STEP, left = std::min(num_inputs - begin, STEP);
-        if (type == BFLOAT16 && left == STEP) {
+        const int64_t begin = step * STEP, rest = std::min(num_inputs - begin, STEP);
+        if (type == BFLOAT16 && rest == STEP) {
             std::memcpy(to, static_cast<const uint16_t *>(row) + begin, STEP * 2);
             continue;
         }
         for (int64_t i = 0; i < STEP; i += LANES)
-            products::store(to, BFLOAT16, i, i < left ? products::load(row, type, begin + i, left - i) : Floats{});
+            products::store(to, BFLOAT16, i, i < rest ? products::load(row, type, begin + i, rest - i) : Floats{});
     }
 }
 
@@ -220,7 +220,7 @@ inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num
                     const uint8_t *values = weights + (panel + half * num_panels) * steps * PANEL_STEP_BYTES;
                     asm volatile("" : : "r"(rows), "r"(values) : "memory");
                     for (int64_t pair = 0; pair < num_pairs; ++pair) {
-                        const int64_t row = pair * 2 * TILE, left = count - row;
+                        const int64_t row = pair * 2 * TILE, rest = count - row;
                         const uint8_t *tile = rows + pair * 2 * steps * TILE_BYTES;
                         float *gate = gates + pair * pair_size, *of_pair = half < is_gated ? gate : sums;
                         Prefetch prefetch(values + steps * PANEL_STEP_BYTES, PANEL_STEP_BYTES, steps, pair, num_pairs);
@@ -228,8 +228,8 @@ inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num
                             prefetch.step();
                             for (int64_t i = 0; i < rows_of_step && unfinished.row < unfinished.end; ++i) finish_row();
                         };
-                        shape.for_panels(std::min<int64_t>(left, TILE), std::clamp<int64_t>(left - TILE, 0, TILE));
-                        if (left > TILE) multiply<true>(tile, values, steps, of_pair, meanwhile);
+                        shape.for_panels(std::min<int64_t>(rest, TILE), std::clamp<int64_t>(rest - TILE, 0, TILE));
+                        if (rest > TILE) multiply<true>(tile, values, steps, of_pair, meanwhile);
                         else multiply<false>(tile, values, steps, of_pair, meanwhile);
                         if (half < is_gated) continue;
                         std::swap(sums, former);

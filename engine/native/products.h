@@ -14,14 +14,14 @@ namespace products {
 
 constexpr int64_t size_of(Type type) { return type == FLOAT32 ? 4 : 2; }
 
-// The first `count` of LANES values of a row from `index` on, in 32 or 16 bits; zeros after them.
+// Loads the first `count` of LANES values of a row from `index` on, in 32 or 16 bits; zeros follow them.
 inline Floats load(const void *row, Type type, int64_t index, int64_t count = LANES) {
     if (type == FLOAT32) return load_some(static_cast<const float *>(row) + index, count);
     if (type == FLOAT16) return load_some(static_cast<const Float16 *>(row) + index, count);
     return load_some(static_cast<const BFloat16 *>(row) + index, count);
 }
 
-// The first `count` of LANES values.
+// Stores the first `count` of LANES values to a row from `index` on.
 inline void store(void *row, Type type, int64_t index, Floats values, int64_t count = LANES) {
     if (type == FLOAT32) return store_some(static_cast<float *>(row) + index, values, count);
     if (type == FLOAT16) return store_some(static_cast<Float16 *>(row) + index, values, count);
@@ -56,7 +56,7 @@ struct Share {
     int64_t end(int64_t size) const { return size * (index + 1) / count; }
 };
 
-// The first `count` lanes of an output's final values.
+// Stores the first `count` lanes of final values.
 template <typename Element>
 inline void put(Element *y, Floats values, int64_t count) {
     if (count >= LANES) return store_normal(y, values);
@@ -95,7 +95,7 @@ inline void finish(const float *sums, const float *bias, int64_t count, void *ro
     if (type == FLOAT16) finish_as(sums, bias, count, static_cast<Float16 *>(row) + first, epilogue);
 }
 
-// Finishes silu(gate) * up in the same way.
+// Like `finish`, for silu(gate) * up.
 inline void finish_gated(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
                          int64_t count, void *row, Type type, int64_t first) {
     if (gate_bias != nullptr) gate_bias += first, up_bias += first;
@@ -156,7 +156,7 @@ inline int64_t divided_up(int64_t size, int64_t by) { return (size + by - 1) / b
 // Products of many layers of equal shape at once, such as experts: layer i multiplies the rows from firsts[i] to
 // firsts[i + 1], counted from firsts[0]. `multiply(layer, from, to, num_rows, share)` computes a share of one product.
 //
-// Each thread computes products by itself: it waits for other threads once in all, not once in each product.
+// Each thread computes products by itself: it waits for other threads only once in total, not once in each product.
 template <typename Layer, typename Multiply>
 void multiply_each(const Layer *const *layers, const int64_t *firsts, int64_t num_layers, const Rows &from,
                    const Rows &to, int num_threads, const Multiply &multiply) {

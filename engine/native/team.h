@@ -58,15 +58,15 @@ class Team {
         for (int64_t i = 0; i < num_invited_; ++i) invited_[i]->begins.send(static_cast<uint32_t>(number));
         num_invited_ = 0;
         take_parts(0);
-        for (uint32_t left; (left = unfinished_.load(std::memory_order_acquire)) > 0;) {
-            if (changes(unfinished_, left)) continue;
+        for (uint32_t remaining; (remaining = unfinished_.load(std::memory_order_acquire)) > 0;) {
+            if (changes(unfinished_, remaining)) continue;
             is_caller_asleep_.store(1);
-            futex(unfinished_, FUTEX_WAIT_PRIVATE, left);
+            futex(unfinished_, FUTEX_WAIT_PRIVATE, remaining);
             is_caller_asleep_.store(0);
         }
     }
 
-    // Whether this thread computes a part at present: what the part calls is computed by this thread alone.
+    // Whether this thread computes a part at present. A call from within a part is computed by this thread alone.
     static bool is_in_part() { return is_in_part_; }
 
     // Whether this thread is a guest whose CPU is no longer lent. Long parts ask this from time to time.
@@ -127,7 +127,7 @@ class Team {
         return true;
     }
 
-    // Whether there is a guest for this CPU; makes it at its first call.
+    // Whether there is a guest for this CPU; the first call makes the guest.
     bool has_guest(int64_t index) {
         Guest &guest = guests_[index];
         if (guest.state != Guest::IS_NEW) return guest.state == Guest::IS_HERE;
@@ -165,8 +165,9 @@ class Team {
         }
     }
 
-    // A part is free if it was last taken in an earlier call. A thread that has taken a part may read the call, which
-    // does not change until the part is finished. A guest's own part is negative: it counts from the last part.
+    // Computes parts that are free. A part is free if it was last taken in an earlier call. A thread that has taken a
+    // part may read the call, which does not change until the part is finished. A guest's own part is negative: it
+    // counts from the last part.
     void take_parts(int64_t own_part) {
         const Call last = last_.load(std::memory_order_acquire);
         const int64_t num_parts = last.num_parts, first = own_part < 0 ? num_parts + own_part % num_parts : own_part;
@@ -184,7 +185,7 @@ class Team {
         }
     }
 
-    // Whether the word changes soon, and before this thread must leave.
+    // Waits a short time; returns whether the word has changed before this thread had to leave.
     static bool changes(const Word &word, uint32_t from) {
         const int64_t begin = monotonic_ns();
         do {

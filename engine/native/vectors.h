@@ -1,8 +1,8 @@
 // Vectors of float32 as wide as the machine's registers, loaded from and stored to every type of activations and KV.
 //
 // GCC's and Clang's vector extensions: operators work lane by lane, a comparison gives 0 or -1 in each lane, and a cast
-// between vectors of one size keeps the bits. Every function here keeps NaN and infinity, so that a
-// model's wrong numbers show in its logits.
+// between vectors of one size keeps the bits. Every function here keeps NaN and infinity, so that a model's wrong
+// numbers show in its logits.
 
 #pragma once
 
@@ -96,8 +96,8 @@ inline Floats load(const Float16 *from) {
 }
 
 inline Floats load(const Float8 *from) {
-    // The exponent's bias differs by 120. Subnormal numbers have the least exponent, and no leading 1. They become no
-    // subnormal float32, which may count as 0.
+    // The exponent's bias differs by 120. Subnormal numbers have the least exponent, and no leading 1. They do not
+    // become subnormal numbers of float32, which may count as 0.
     const Bits x = widened(load_raw<Bits8>(from)), magnitude = x & 0x7f, normal = (magnitude << 20) + (120u << 23);
     const Bits subnormal = (Bits)((Floats)(normal + (1u << 23)) - all(0x1p-6f));
     const Bits finite = magnitude < all_bits(8) ? subnormal : normal;
@@ -184,8 +184,8 @@ inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 #endif
 
-// a x b + c, rounded once if the machine can. It is explicit because two pieces of code must give the same bits, and
-// what a compiler makes of `a * b + c` depends on the code around it.
+// a x b + c, rounded once if the machine can. Two pieces of code must give the same bits, but what a compiler makes
+// of `a * b + c` depends on the code around it.
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -198,7 +198,7 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// All lanes combined: the first half of the lanes with the second, until one is left.
+// Combines all lanes: the first half of the lanes with the second half, and so on until one lane remains.
 template <typename Combine>
 inline float folded(Floats v, const Combine &combine) {
     typedef float Floats4 __attribute__((vector_size(16)));
@@ -230,7 +230,7 @@ inline Floats shuffled(Floats a, Floats b) {
 #endif
 }
 
-// Exchanges the lanes of a and b that differ from each other in the bit `WIDTH`.
+// Exchanges the lanes of a whose numbers have the bit `WIDTH` for the lanes of b whose numbers do not have it.
 template <int WIDTH, size_t... lane>
 inline void exchange(Floats &a, Floats &b, std::index_sequence<lane...>) {
     const Floats first = shuffled<(lane & WIDTH ? LANES + lane - WIDTH : lane)...>(a, b);
@@ -246,7 +246,8 @@ inline void transpose(Floats (&v)[LANES]) {
     if constexpr (WIDTH > 1) transpose<WIDTH / 2>(v);
 }
 
-// Lane i of the result combines all lanes of vector i: first with the lanes that lie 8 further, then 4, 2 and 1.
+// Lane i of the result combines all lanes of vector i: first each lane with the one that lies LANES / 2 further, then
+// half as far, and so on.
 template <int WIDTH = LANES / 2, typename Combine>
 inline Floats reduced(Floats (&v)[LANES], const Combine &combine) {
     for (int i = 0; i < WIDTH; ++i) {
@@ -261,8 +262,8 @@ inline float largest_of(Floats v) {
     return folded(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// 2 to the power of x, for x up to 127.5, or NaN; the relative error is at most 1.7e-7. 0 below -126.5. The polynomial
-// has the least relative error from -0.5 to 0.5 of those of its degree that are 1 at 0.
+// 2 to the power of x, for x up to 127.5, or NaN; 0 below -126.5. The relative error is at most 1.7e-7. Of the
+// polynomials of this degree that are 1 at 0, this one has the least relative error from -0.5 to 0.5.
 inline Floats exp2_up_to_127(Floats x) {
     x = larger(all(-127.0f), x);  // NaN stays
     // Adding `magic` rounds to an integer. Its sum with 127, which is the exponent of the result, is then in the lowest bits.
@@ -276,7 +277,7 @@ inline Floats exp2_up_to_127(Floats x) {
     return p * (Floats)((Bits)shifted << 23);
 }
 
-// Infinity above 127.5.
+// 2 to the power of any x; infinity above 127.5.
 inline Floats exp2(Floats x) { return exp2_up_to_127(smaller(all(128.0f), x)); }
 
 inline float exp2_of(float x) { return exp2(all(x))[0]; }
