@@ -205,7 +205,7 @@ def _kth_largest(bits_C, k):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _activate(chunk_bits_C, floor, row_active_ptr):  # type: ignore[no-untyped-def]
-    """Lists the chunks with a weight above `floor` and counts them."""
+    """Lists the chunks that have a weight above `floor`; returns their number."""
     is_active_C = chunk_bits_C > floor
     slots_C = tl.cumsum(is_active_C.to(tl.int32), 0) - 1
     tl.debug_barrier()  # no thread still reads the previous list

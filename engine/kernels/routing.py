@@ -1,4 +1,4 @@
-"""Chooses the experts of each row by its router's logits, in one launch; weighs them in float32.
+"""Chooses the experts of each row by the row's router logits, in one launch; weighs them in float32.
 
 Shape suffixes: T tokens, X experts, K experts of a token.
 """

@@ -1,1 +1,1 @@
-"""Our own CPU kernels in C++: compiled once for a machine's instructions, called with addresses; knows no model."""
+"""Baton's own CPU kernels in C++: compiled once for a machine's instructions, called with addresses; knows no model."""

@@ -147,7 +147,7 @@ void baton_gate_mul_swiglu(int64_t type, const void *gate_up_TM, void *out_TI, i
     });
 }
 
-// out_TE = rows of weight_VE, whose first row is token `first_token`'s; zeros for tokens of other ranks.
+// out_TE = rows of weight_VE, which begins with the row of token `first_token`; zeros for tokens of other ranks.
 void baton_embed(int64_t element_bytes, const int64_t *ids_T, const void *weight_VE, void *out_TE, int64_t num_tokens,
                  int64_t width, int64_t first_token, int64_t num_rows, int num_threads) {
     const int64_t row_bytes = width * element_bytes;

@@ -19,7 +19,7 @@
 //     8 bits: [group_size / 4][16 outputs][4 inputs]     a byte each
 //     4 bits: [group_size / 8][16 outputs][4 inputs]     low nibbles: the group's first half of inputs; high: the other
 //
-// Quantized rows (quantized_rows.h): tiles of `places_of` places.
+// Quantized rows: see quantized_rows.h. A tile has `places_of` places.
 
 #include <utility>
 

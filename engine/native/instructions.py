@@ -79,7 +79,7 @@ def machine_instruction_sets() -> tuple[InstructionSet, ...]:
 
 
 def _may_use_matrix_units() -> bool:
-    """Asks Linux for the registers of AMX, which a process must not use before."""
+    """Asks Linux for the use of AMX's registers; returns whether this process may use them."""
     arch_prctl, arch_req_xcomp_perm, tile_data = 158, 0x1023, 18
     error: int = ctypes.CDLL(None).syscall(arch_prctl, arch_req_xcomp_perm, tile_data)
     return error == 0

@@ -113,8 +113,8 @@ inline void store(BFloat16 *to, Floats v) {
     std::memcpy(to, &result, sizeof result);
 }
 
-// The bits of a float with `mantissa` bits of mantissa and the given bias, for magnitudes that it can represent. The
-// sum with `magic` moves a subnormal number's mantissa to the lowest bits, rounded by the addition.
+// The bits of a float with `mantissa` bits of mantissa and the given bias, for magnitudes that it can represent.
+// Adding `magic` moves a subnormal number's mantissa to the lowest bits, and rounds it.
 template <int mantissa, int bias>
 inline Bits narrowed(Bits magnitude) {
     constexpr int shift = 23 - mantissa;
