@@ -51,7 +51,7 @@ class AttentionCase:
 
     name: str
     run: Callable[[], torch.Tensor]
-    """Computes the attention by the kernels: T x Q x D, for latents without the rotated part."""
+    """Computes the attention by the kernels: T x Q x D; for latents, without the rotated part."""
     expect: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     """Computes the attention by torch in float64; also returns each number's tolerance. Both are float32 with the
     same shape."""
@@ -65,13 +65,13 @@ def check_attention(model: LoadedModel, parts: DeviceParts, pool: KVPool, compil
     for case in attention_cases(model, parts, pool):
         want_TQD, allowed_TQD = case.expect()
         for run in range(NUM_RUNS):
-            off_TQD = (case.run().to(torch.float32) - want_TQD).abs()
-            if bool((off_TQD <= allowed_TQD).all()):  # and not NaN
+            differences_TQD = (case.run().to(torch.float32) - want_TQD).abs()
+            if bool((differences_TQD <= allowed_TQD).all()):  # and not NaN
                 continue
-            worst = int((off_TQD - allowed_TQD).argmax())  # argmax takes NaN for the largest
-            off, allowed = off_TQD.flatten()[worst].item(), allowed_TQD.flatten()[worst].item()
+            worst = int((differences_TQD - allowed_TQD).argmax())  # argmax takes NaN for the largest
+            difference, allowed = differences_TQD.flatten()[worst].item(), allowed_TQD.flatten()[worst].item()
             raise ConfigError(
-                f"attention, {case.name}: the Triton kernels differ from torch by {off:.3g} in run {run + 1} of "
+                f"attention, {case.name}: the Triton kernels differ from torch by {difference:.3g} in run {run + 1} of "
                 f"{NUM_RUNS}, where rounding explains at most {allowed:.3g}, so this worker would give wrong tokens. "
                 f"{compiler.advice}"
             )
@@ -87,10 +87,10 @@ def attention_cases(model: LoadedModel, parts: DeviceParts, pool: KVPool) -> Ite
     generator = torch.Generator(model.device).manual_seed(0)
     for window in dict.fromkeys(windows):
         layer = windows.index(window)
-        seen = "" if window is None else f", window of {window}"
+        suffix = "" if window is None else f", window of {window}"
         for name, batch in (
-            (f"prefill{seen}", _chunk(room, parts)),
-            (f"decode{seen}", _decodes(room, parts)),
+            (f"prefill{suffix}", _chunk(room, parts)),
+            (f"decode{suffix}", _decodes(room, parts)),
         ):
             num_blocks = 1 + int(batch.blocks[0].block_ids_BM.max())
             kv_NKHSD = pool.blocks_NLKHTD[:num_blocks, places[layer][1]]

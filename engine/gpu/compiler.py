@@ -19,7 +19,8 @@ PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 """Triton 3.6 reads the second variable from compute capability 10.0 on, Triton 3.9 from 9.0 on. For other GPUs, both
 read the first one."""
 FIXED_PTXAS = (13, 3)
-"""Earlier versions may reuse registers that an asynchronous WGMMA still reads (Triton, issue 11781)."""
+"""The first version without a fault: earlier ones may reuse registers that an asynchronous WGMMA still reads (Triton,
+issue 11781)."""
 HOPPER = 9
 """Major compute capability of the GPUs that have WGMMA."""
 TIMEOUT_S = 30.0

@@ -62,7 +62,7 @@ def _own_workspaces() -> Iterator[None]:
 
 
 class Repeater:
-    """Repeater the work itself: for a device without graphs, or to check whether a graph is wrong."""
+    """Repeats the work itself: for a device without graphs, or to check whether a graph is wrong."""
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         result = work()
@@ -92,7 +92,7 @@ weights, so padding is free."""
 LARGER_SIZES = (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 """Further numbers, for models whose steps take Python longer to queue than the GPU to compute."""
 WEIGHTS_PER_LAYER = 1.3e11
-"""While Python queues a layer, an H200 multiplies about this many weights, each with one token. Python queues some ten
+"""How many products of a weight with a token an H200 computes while Python queues a layer: Python queues some ten
 launches in 0.4 ms, and the GPU computes 600 TFLOP/s. A slower GPU has less use for larger graphs, whose padding costs
 time."""
 
@@ -113,7 +113,8 @@ def mixed_sizes(max_num_batched_tokens: int, architecture: ModelArchitecture, nu
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of decodes to record. A step is padded to the next size; sizes are close where padding costs most."""
+    """Numbers of decodes to record. A step is padded to the next size; sizes are close together where padding costs
+    most."""
     sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
     sizes += range(8, min(max_num_seqs, 256), 8)
     sizes += range(256, max_num_seqs, 32)

@@ -25,7 +25,7 @@ class DeviceMemory:
     included."""
     graphs: int
     utilization: float
-    """Share of the total that this worker and earlier users may fill."""
+    """Share of the total that this worker, and those that used the GPU before, may fill together."""
 
     @property
     def for_kv(self) -> int:

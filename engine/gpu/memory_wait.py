@@ -45,15 +45,15 @@ class MemoryWait:
         self._sleep = sleep
         self._began_at: float | None = None
 
-    def until_it_fits(self, take: Callable[[], T]) -> T:
-        """Returns the result of `take`, which may be called many times and leaves nothing behind when it raises.
+    def until_it_fits(self, allocate: Callable[[], T]) -> T:
+        """Returns the result of `allocate`, which may be called many times and leaves nothing behind when it raises.
 
         ConfigError or torch.OutOfMemoryError if memory does not suffice: at once if no other process holds any, else
         at the limit.
         """
         while True:
             try:
-                return take()
+                return allocate()
             except (OutOfGpuMemory, torch.OutOfMemoryError) as error:
                 if not self._is_worth_waiting():
                     if isinstance(error, OutOfGpuMemory):

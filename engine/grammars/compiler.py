@@ -20,7 +20,13 @@ from baton.clock import Clock
 from baton.sampling import StructuredOutput
 from baton.system.progress import Progress
 from baton.system.turns import FairTurns
-from engine.grammars.library import Compiled, GrammarLibrary, complaint_of, in_one_line, thread_with_stack
+from engine.grammars.library import (
+    Compiled,
+    GrammarLibrary,
+    complaint_of,
+    in_one_line,
+    start_thread_with_stack,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +138,7 @@ class Matcher:
     def _mask(self, drafts: Sequence[int]) -> bytes:
         """The mask of allowed tokens, as bits.
 
-        After a defect it allows all tokens: the next token fails the request.
+        After a defect it allows all tokens, and the next token then fails the request.
         """
         if self._defect is None:
             try:
@@ -202,7 +208,7 @@ class GrammarCompiler:
     def start(self) -> None:
         """Starts the thread, once. Under load the system may have no free thread, which raises RuntimeError."""
         if self._thread is None:
-            self._thread = thread_with_stack(STACK_BYTES, self._run)
+            self._thread = start_thread_with_stack(STACK_BYTES, self._run)
 
     def close(self) -> None:
         """Ends the thread after its current grammar."""

@@ -79,7 +79,7 @@ class GrammarLibrary:
         )
 
 
-def thread_with_stack(stack_bytes: int, run: Callable[[], None]) -> threading.Thread:
+def start_thread_with_stack(stack_bytes: int, run: Callable[[], None]) -> threading.Thread:
     """Starts a daemon thread with this stack. Threads started elsewhere at the same moment may get such a stack,
     too."""
     thread = threading.Thread(target=run, name="grammar", daemon=True)

@@ -38,7 +38,7 @@ from baton.messages.grammar_check import (
     unpack,
 )
 from baton.sampling import StructuredOutput
-from engine.grammars.library import GrammarLibrary, complaint_of, in_one_line, thread_with_stack
+from engine.grammars.library import GrammarLibrary, complaint_of, in_one_line, start_thread_with_stack
 
 NUM_FOLLOWED_TOKENS = 8
 ORDINARY_CHARACTERS = 4_000
@@ -46,7 +46,8 @@ ORDINARY_CPU_S = 0.01
 """The longest compile time of an ordinary grammar. Ordinary grammars are cheap to match, so they are answered
 once the first token is known to exist, before the child has matched tokens."""
 MAX_GRAMMARS_PER_CHILD = 1_000
-"""A child that has answered this many grammars is replaced: a new child has only the parent's memory size."""
+"""A child that has answered this many grammars is replaced, since its memory grows: a new child uses no more than the
+parent."""
 
 PR_SET_PDEATHSIG = 1
 EXIT_NO_MORE_GRAMMARS = 0
@@ -54,12 +55,12 @@ EXIT_REPLACE = 75
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Runs the parent process; returns the exit code."""
     file, vocab_size, eos_token_ids = arguments
     library = GrammarLibrary(
         Path(file), int(vocab_size), tuple(map(int, filter(None, eos_token_ids.split(","))))
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, whose end ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway; its end ends this process
     with contextlib.suppress(ValueError):  # each grammar reports the error
         library.load_tokenizer()
     under_way = NumberUnderWay()
@@ -104,7 +105,7 @@ def serve_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> None:
         end_with_parent()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a crashing library must not fill a log
         set_limits()
-        thread_with_stack(STACK_BYTES, run).join()
+        start_thread_with_stack(STACK_BYTES, run).join()
     finally:
         os._exit(code)
 
@@ -116,7 +117,7 @@ def end_with_parent() -> None:
 
 
 def set_limits() -> None:
-    """No core dumps, and on Linux a memory limit: an allocation beyond it ends this process."""
+    """Forbids core dumps, and on Linux limits the memory: an allocation beyond the limit ends this process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform != "linux":
         return

@@ -84,7 +84,7 @@ class RankLink:
         self._reader.join()
 
     def how_it_ended(self) -> str:
-        """Text for a message.
+        """How the process ended, as text for a message.
 
         Call it when the connection is closed, so that the process has ended or soon ends.
         """
