@@ -103,10 +103,7 @@ class RunnerRequest:
         """Keeps only the first `num_tokens` tokens, when the request resumes after preemption."""
         self._tokens.truncate(num_tokens)
         self.num_drafting_tokens = 0
-        self.token_counts, self.output_counts = (
-            TokenCounts(),
-            TokenCounts(),
-        )  # the counted tokens may be gone
+        self.token_counts, self.output_counts = TokenCounts(), TokenCounts()  # the counted tokens may be gone
         if self.matcher is not None:
             self.matcher.rewind(self.num_output_tokens)
 
@@ -374,8 +371,7 @@ class RequestBatch:
         self._table.set_blocks(row, new.block_ids)
 
     def _resume(self, request: RunnerRequest, block_ids: tuple[int, ...], num_tokens: int) -> None:
-        """Resumes with the first `num_tokens` tokens. The new blocks contain the KV of the first
-        `num_computed_tokens` ones."""
+        """Resumes with the first `num_tokens` tokens; the blocks contain the KV of `num_computed_tokens` of them."""
         row = request.row
         assert row is not None
         assert self._table.sampled_rows_S[row] == NONE, "a step that samples for it is under way"

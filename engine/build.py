@@ -58,7 +58,7 @@ class DeviceEngine:
     memory: SharedMemory | CudaMemory
     """The pool's memory."""
     connector: KVConnectorWorker
-    """Not started yet."""
+    """The rank's connector, not started yet."""
     on_progress: OnProgress
     uses_graphs: bool
     num_threads: int

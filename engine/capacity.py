@@ -51,57 +51,58 @@ def rank_capacity(
     most drafts of a request in a step. `draft`: the model that guesses the drafts; its KV uses a part of the memory.
     """
     max_model_len = _max_model_len(scheduler, model)
-    asked = with_defaults_of(model.device, scheduler, max_model_len)
+    requested = with_defaults_of(model.device, scheduler, max_model_len)
     has_budget = "max_num_batched_tokens" in scheduler.model_fields_set
-    num_swap_blocks = _num_swap_blocks(engine.swap_space_mib, asked, model)
-    config = asked.with_values("scheduler", max_model_len=max_model_len, num_swap_blocks=num_swap_blocks)
+    num_swap_blocks = _num_swap_blocks(engine.swap_space_mib, requested, model)
+    config = requested.with_values("scheduler", max_model_len=max_model_len, num_swap_blocks=num_swap_blocks)
     if model.device.type == "cuda":
-        wants_chunk = not has_budget and asked.splits_prompts
-        limits = _limits(asked, max_model_len, num_drafts)
+        wants_chunk = not has_budget and requested.splits_prompts
+        limits = _limits(requested, max_model_len, num_drafts)
         config = _with_measured(engine, config, model, limits, wants_chunk=wants_chunk)
     if config.num_blocks is None:
         default_mib = CPU_KV_CACHE_MIB * (2 if model.kv_dtype == torch.float32 else 1)
         memory_mib = engine.kv_cache_memory_mib or default_mib
-        config = config.with_values("scheduler", num_blocks=_num_blocks(memory_mib, asked, model, draft))
-    if model.device.type == "cpu" and asked.batching == "mixed" and not has_budget:
+        config = config.with_values("scheduler", num_blocks=_num_blocks(memory_mib, requested, model, draft))
+    if model.device.type == "cpu" and requested.batching == "mixed" and not has_budget:
         assert config.num_blocks is not None
         budget = (config.num_blocks - 1) * config.block_size  # only the pool's size limits a step
         config = config.with_values("scheduler", max_num_batched_tokens=budget)
-    largest = max(asked, config, key=lambda each: each.max_num_batched_tokens)
+    largest = max(requested, config, key=lambda each: each.max_num_batched_tokens)
     return Capacity(config, _limits(largest, max_model_len, num_drafts))
 
 
 def largest_steps(scheduler: SchedulerConfig, model: LoadedModel, num_drafts: int = 0) -> StepLimits:
     """The largest steps that configuration and model allow; a worker rehearses them when it starts."""
     max_model_len = _max_model_len(scheduler, model)
-    asked = with_defaults_of(model.device, scheduler, max_model_len)
-    return _limits(asked, max_model_len, num_drafts)
+    requested = with_defaults_of(model.device, scheduler, max_model_len)
+    return _limits(requested, max_model_len, num_drafts)
 
 
-def with_defaults_of(device: torch.device, asked: SchedulerConfig, max_model_len: int) -> SchedulerConfig:
+def with_defaults_of(device: torch.device, requested: SchedulerConfig, max_model_len: int) -> SchedulerConfig:
     """Replaces unset keys by the defaults of this kind of device. `max_model_len`: tokens of the longest request."""
     if device.type == "cpu":
-        return asked.with_values("scheduler", **_cpu_budget(asked, max_model_len))
+        return requested.with_values("scheduler", **_cpu_budget(requested, max_model_len))
     defaults = dict(GPU_DEFAULTS)
-    if not asked.splits_prompts:
+    if not requested.splits_prompts:
         defaults["max_num_batched_tokens"] = max(defaults["max_num_batched_tokens"], max_model_len)
-    unset = {key: value for key, value in defaults.items() if key not in asked.model_fields_set}
-    return asked.with_values("scheduler", **unset)
+    unset = {key: value for key, value in defaults.items() if key not in requested.model_fields_set}
+    return requested.with_values("scheduler", **unset)
 
 
-def _cpu_budget(asked: SchedulerConfig, max_model_len: int) -> dict[str, object]:
+def _cpu_budget(requested: SchedulerConfig, max_model_len: int) -> dict[str, object]:
     """A larger `max_num_batched_tokens`, if the key is unset, and its default is too small for decodes or for whole
     prompts."""
-    if "max_num_batched_tokens" in asked.model_fields_set:
+    if "max_num_batched_tokens" in requested.model_fields_set:
         return {}
-    least = max(asked.max_num_batched_tokens, asked.max_num_seqs)
-    if not asked.splits_prompts:
+    least = max(requested.max_num_batched_tokens, requested.max_num_seqs)
+    if not requested.splits_prompts:
         least = max(least, WHOLE_PROMPTS_BUDGET, max_model_len)
-    return {"max_num_batched_tokens": least} if least > asked.max_num_batched_tokens else {}
+    return {"max_num_batched_tokens": least} if least > requested.max_num_batched_tokens else {}
 
 
 def _limits(config: SchedulerConfig, max_model_len: int, num_drafts: int) -> StepLimits:
-    """A request may have one sequence in a step for its last token, and one for each of its drafts."""
+    """The largest sizes. A request may have one sequence in a step for its last token, and one for each of its
+    drafts."""
     max_num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     num_sequences = min(max_num_seqs * (1 + num_drafts), budget)
     return StepLimits(max(num_sequences, max_num_seqs), budget, max_model_len)
@@ -151,20 +152,20 @@ def _measure(
     )
 
 
-def _max_model_len(asked: SchedulerConfig, model: LoadedModel) -> int:
-    if asked.max_model_len is not None and asked.max_model_len > model.max_model_len:
+def _max_model_len(requested: SchedulerConfig, model: LoadedModel) -> int:
+    if requested.max_model_len is not None and requested.max_model_len > model.max_model_len:
         raise ConfigError(
-            f"scheduler.max_model_len: got {asked.max_model_len}, but this model supports at most "
+            f"scheduler.max_model_len: got {requested.max_model_len}, but this model supports at most "
             f"{model.max_model_len}"
         )
-    return asked.max_model_len or model.max_model_len
+    return requested.max_model_len or model.max_model_len
 
 
-def _num_blocks(memory_mib: int, asked: SchedulerConfig, model: LoadedModel, draft: Draft | None) -> int:
-    size_bytes, num_spare = model.kv_block_shape(asked.block_size).size_bytes, 0
+def _num_blocks(memory_mib: int, requested: SchedulerConfig, model: LoadedModel, draft: Draft | None) -> int:
+    size_bytes, num_spare = model.kv_block_shape(requested.block_size).size_bytes, 0
     if draft is not None:
-        size_bytes += draft.block_bytes(asked.block_size)
-        num_spare = draft.num_spare_blocks(asked)
+        size_bytes += draft.block_bytes(requested.block_size)
+        num_spare = draft.num_spare_blocks(requested)
     num_blocks = memory_mib * 2**20 // size_bytes - num_spare
     if num_blocks < 2:
         beside = f" beside {num_spare} blocks for drafts" if num_spare else ""
@@ -174,21 +175,21 @@ def _num_blocks(memory_mib: int, asked: SchedulerConfig, model: LoadedModel, dra
     return num_blocks
 
 
-def _num_gpu_blocks(memory: "DeviceMemory", asked: SchedulerConfig, model: LoadedModel) -> int:
+def _num_gpu_blocks(memory: "DeviceMemory", requested: SchedulerConfig, model: LoadedModel) -> int:
     """The number of blocks that fit; OutOfGpuMemory if a request of `max_model_len` tokens does not fit."""
-    max_model_len, groups = asked.max_model_len, model.layer_groups.groups
+    max_model_len, groups = requested.max_model_len, model.layer_groups.groups
     assert max_model_len is not None
-    needed = groups.num_blocks_for_one(max_model_len, asked.block_size, asked.max_num_batched_tokens)
-    shape = model.kv_block_shape(asked.block_size)
+    needed = groups.num_blocks_for_one(max_model_len, requested.block_size, requested.max_num_batched_tokens)
+    shape = model.kv_block_shape(requested.block_size)
     return min(memory.num_blocks(shape.size_bytes, needed, max_model_len), shape.max_blocks_on_gpu)
 
 
-def _num_swap_blocks(memory_mib: int, asked: SchedulerConfig, model: LoadedModel) -> int | None:
+def _num_swap_blocks(memory_mib: int, requested: SchedulerConfig, model: LoadedModel) -> int | None:
     """Blocks of host memory for preempted requests; None if preempted requests are recomputed."""
-    if asked.preemption == "recompute":
+    if requested.preemption == "recompute":
         return None
-    size_bytes = model.kv_block_shape(asked.block_size).size_bytes
-    num_blocks = asked.num_swap_blocks or memory_mib * 2**20 // size_bytes
+    size_bytes = model.kv_block_shape(requested.block_size).size_bytes
+    num_blocks = requested.num_swap_blocks or memory_mib * 2**20 // size_bytes
     if num_blocks < 1:
         raise ConfigError(
             f"engine.swap_space_mib: got {memory_mib}, which is too little for one block of this model"

@@ -23,7 +23,7 @@ import torch
 
 from baton.kv_groups import NULL_BLOCK_ID
 from engine.batch import DraftedRequest, SampledRequest, StepBatch
-from engine.drafts import Wanted
+from engine.drafts import DraftTarget
 from engine.forward import Forward
 from engine.group_blocks import GroupBlocks
 from engine.request_table import NONE, IntArray
@@ -31,8 +31,8 @@ from engine.sampler import Sampler
 
 CATCH_UP = 64
 """How many tokens a step computes for requests that must catch up; the tokens of one block, if a block has more. A
-request must catch up if the small model's own pool lacks the KV of more of its tokens than a step with right drafts
-adds. On a CPU, CATCH_UP tokens take as long as one or two decode steps."""
+request must catch up if the KV of more of its tokens is missing in the small model's own pool than a few steps add.
+On a CPU, CATCH_UP tokens take as long as one or two decode steps."""
 
 MOST_CAUGHT_UP = 8
 """A request catches up only if it lacks at most this many tokens for each token that it may still get. Otherwise
@@ -72,10 +72,10 @@ class DraftModel:
         self.cost = cost
 
     @torch.inference_mode()
-    def propose_all(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+    def propose_all(self, targets: Sequence[DraftTarget]) -> list[list[int]]:
         """Guesses drafts with one pass for the first draft of all requests, one for the second, and so on."""
-        assert len(wanted) * self._num_spare_blocks <= len(self._spare_blocks), f"{len(wanted)} requests"
-        sequences = [self._begin(place, each) for place, each in enumerate(wanted)]
+        assert len(targets) * self._num_spare_blocks <= len(self._spare_blocks), f"{len(targets)} requests"
+        sequences = [self._begin(place, each) for place, each in enumerate(targets)]
         under_way = sequences if self._shares_kv else self._catch_up(sequences)
         while under_way:
             under_way = sorted(under_way, key=_order)
@@ -89,11 +89,11 @@ class DraftModel:
             under_way = [sequence for sequence in sampling if not sequence.has_ended]
         return [sequence.drafts for sequence in sequences]
 
-    def _begin(self, place: int, wanted: Wanted) -> "_Sequence":
+    def _begin(self, place: int, target: DraftTarget) -> "_Sequence":
         """The tokens of the first pass. No pool has KV of the last known token: the next step computes it."""
         spare = self._spare_blocks[place * self._num_spare_blocks :][: self._num_spare_blocks]
-        start = wanted.request.num_tokens - 1 if self._shares_kv else wanted.request.num_drafting_tokens
-        return _Sequence(wanted, np.concatenate((wanted.block_ids, np.array(spare))), start)
+        start = target.request.num_tokens - 1 if self._shares_kv else target.request.num_drafting_tokens
+        return _Sequence(target, np.concatenate((target.block_ids, np.array(spare))), start)
 
     def _catch_up(self, sequences: "list[_Sequence]") -> "list[_Sequence]":
         """Returns the sequences of which this step computes tokens in the small model's own pool.
@@ -106,29 +106,29 @@ class DraftModel:
         num_left, under_way = max(CATCH_UP, self._block_size), []
         for sequence in sorted(sequences, key=lambda each: each.num_tokens):
             if sequence.num_tokens > self._most_new_tokens:
-                if sequence.num_tokens > MOST_CAUGHT_UP * sequence.wanted.request.num_tokens_left:
+                if sequence.num_tokens > MOST_CAUGHT_UP * sequence.target.request.num_tokens_left:
                     sequence.cut(sequence.start)
                 elif sequence.num_tokens > num_left:
                     sequence.cut((sequence.start + num_left) // self._block_size * self._block_size)
                 num_left -= sequence.num_tokens
             if sequence.num_tokens:
                 under_way.append(sequence)
-                num_slots = len(sequence.wanted.block_ids) * self._block_size
-                sequence.wanted.request.num_drafting_tokens = min(sequence.end, num_slots)
+                num_slots = len(sequence.target.block_ids) * self._block_size
+                sequence.target.request.num_drafting_tokens = min(sequence.end, num_slots)
         return under_way
 
 
 class _Sequence:
     """A request and its drafts so far."""
 
-    __slots__ = ("block_ids", "drafts", "has_ended", "samples", "start", "token_ids", "wanted")
+    __slots__ = ("block_ids", "drafts", "has_ended", "samples", "start", "target", "token_ids")
 
-    def __init__(self, wanted: Wanted, block_ids: IntArray, start: int) -> None:
-        self.wanted = wanted
+    def __init__(self, target: DraftTarget, block_ids: IntArray, start: int) -> None:
+        self.target = target
         self.block_ids = block_ids
         self.start = start
         """Position of the first of `token_ids`."""
-        self.token_ids = wanted.request.token_ids[start:]
+        self.token_ids = target.request.token_ids[start:]
         """The tokens that the next pass computes."""
         self.samples = True
         """Whether the next pass reaches the last token so far, and so samples."""
@@ -145,7 +145,7 @@ class _Sequence:
 
     @property
     def sampled_request(self) -> SampledRequest:
-        request = self.wanted.request
+        request = self.target.request
         return DraftedRequest(request, tuple(self.drafts)) if self.drafts else request
 
     def cut(self, end: int) -> None:
@@ -157,8 +157,8 @@ class _Sequence:
         self.start, self.token_ids = self.end, np.array([token_id])
         if is_finite:
             self.drafts.append(token_id)
-        is_stop = token_id in self.wanted.request.stop_token_ids
-        self.has_ended = is_stop or not is_finite or len(self.drafts) == self.wanted.num_tokens
+        is_stop = token_id in self.target.request.stop_token_ids
+        self.has_ended = is_stop or not is_finite or len(self.drafts) == self.target.num_tokens
 
 
 def _order(sequence: _Sequence) -> tuple[bool, int]:

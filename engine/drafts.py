@@ -21,7 +21,7 @@ tokens, in which every token is an occurrence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DraftTarget:
     """A request for which drafts are guessed."""
 
     request: RunnerRequest
@@ -41,7 +41,7 @@ class Proposer(Protocol):
         """The time to guess a draft, divided by the time of a token without drafts."""
         ...
 
-    def propose_all(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+    def propose_all(self, targets: Sequence[DraftTarget]) -> list[list[int]]:
         """The drafts of each request: at most `num_tokens` of them, perhaps none."""
         ...
 
@@ -56,9 +56,9 @@ class NGramProposer:
         """Searches for the longest match of the last tokens; it has `min_tokens` to `max_tokens` tokens."""
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
 
-    def propose_all(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+    def propose_all(self, targets: Sequence[DraftTarget]) -> list[list[int]]:
         """Guesses the drafts of each request from the request's own tokens."""
-        return [self.propose(each.token_ids, each.num_tokens) for each in wanted]
+        return [self.propose(each.token_ids, each.num_tokens) for each in targets]
 
     def propose(self, token_ids: IntArray, num_tokens: int) -> list[int]:
         """Guesses the next `num_tokens` tokens; returns none if the last tokens did not occur before."""
@@ -110,12 +110,12 @@ class Drafter:
         num_requests = max(1, len(requests))
         cost = num_requests / (num_requests + self._num_equal_rows) + self._proposer.cost
         most = min(self._num_drafts, self._max_num_rows // num_requests - 1)
-        wanted = []
+        targets = []
         for request in requests:
             num_drafts = min(most, request.acceptance.num_useful(cost), request.num_tokens_left - 1)
             if num_drafts > 0:
-                wanted.append(
-                    Wanted(request, batch.known_token_ids(request), batch.block_ids(request), num_drafts)
+                targets.append(
+                    DraftTarget(request, batch.known_token_ids(request), batch.block_ids(request), num_drafts)
                 )
-        for each, drafts in zip(wanted, self._proposer.propose_all(wanted), strict=True):
+        for each, drafts in zip(targets, self._proposer.propose_all(targets), strict=True):
             yield each.request, drafts

@@ -206,7 +206,7 @@ DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
 }
 """Values that transformers uses for keys that a config.json does not have."""
 
-WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
+VALUES_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "alibi": (False,),
     "attention_chunk_size": (),
     "attention_multiplier": (),
@@ -287,7 +287,7 @@ _SHARED_EXPERTS = frozenset(
 _LATENT = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
 _GUESSING_LAYERS = frozenset({"num_nextn_predict_layers"})
 _WINDOWS_ON_SOME = frozenset({"use_sliding_window", "sliding_window", "layer_types"})
-READ: Mapping[Family, frozenset[str]] = {
+KEYS_READ: Mapping[Family, frozenset[str]] = {
     Family.LLAMA: frozenset(),
     Family.MISTRAL: frozenset({"layer_types", "sliding_window"}),
     Family.QWEN2: _WINDOWS_ON_SOME,
@@ -340,8 +340,8 @@ READ: Mapping[Family, frozenset[str]] = {
     Family.DEEPSEEK_V2: _SHARED_EXPERTS | _LATENT,
     Family.DEEPSEEK_V3: _SHARED_EXPERTS | _LATENT | _GUESSING_LAYERS | {"rope_interleave"},
 }
-"""The keys of `WITHOUT_EFFECT` that a family reads. All other keys of `WITHOUT_EFFECT` are refused if they would have
-an effect."""
+"""The keys of `VALUES_WITHOUT_EFFECT` that a family reads. All other keys of that table are refused if they would
+have an effect."""
 
 _SILU = ("silu", "swish")
 _GELU = ("gelu_pytorch_tanh",)
@@ -363,7 +363,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def refused_keys(family: Family) -> list[str]:
     """Keys that may only have values without effect in a config.json of this family."""
-    return sorted(WITHOUT_EFFECT.keys() - READ[family])
+    return sorted(VALUES_WITHOUT_EFFECT.keys() - KEYS_READ[family])
 
 
 def refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
@@ -376,7 +376,7 @@ def refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     for key in refused_keys(family):
         if key == "sliding_window" and config.get("use_sliding_window") is False:
             continue
-        if not is_without_effect(config.get(key), WITHOUT_EFFECT[key]):
+        if not is_without_effect(config.get(key), VALUES_WITHOUT_EFFECT[key]):
             raise ModelError(f"{key} {config[key]!r:.80} is not supported for model_type {family.value!r}")
     supported = _GELU if family.is_gemma else _SILU
     for key, value in config.items():

@@ -7,7 +7,7 @@ from typing import Any
 from baton.errors import ModelError
 from engine.activation import Activation, ClampedSwiglu, Gate
 from engine.config_values import count_of, flag_of, positive_of, refuse_other
-from engine.families import READ, Family
+from engine.families import KEYS_READ, Family
 
 LEAST_SUM = 1e-20
 """Added to sums of sigmoids, which may all be 0."""
@@ -58,7 +58,7 @@ def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) ->
         are_dense = _dense_layers(config, family, num_layers)
         mixture = None if all(are_dense) else _with_shared_experts(config, family)
         return tuple(None if is_dense else mixture for is_dense in are_dense)
-    if "num_experts" not in READ[family]:
+    if "num_experts" not in KEYS_READ[family]:
         return (None,) * num_layers
     is_qwen = family is Family.QWEN3_MOE
     _check_equal(config, "num_experts_per_tok", "experts_per_token")
@@ -88,7 +88,7 @@ def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) ->
 
 
 def _num_experts(config: Mapping[str, Any], family: Family) -> int:
-    """transformers has two names for this number, and takes either."""
+    """The number of experts. transformers has two keys for it, and accepts either."""
     _check_equal(config, "num_experts", "num_local_experts")
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
     return count_of(config, key, {Family.MIXTRAL: 8, Family.MINIMAX_M2: 256}.get(family, 128))
@@ -110,7 +110,7 @@ def _dense_layers(config: Mapping[str, Any], family: Family, num_layers: int) ->
     num_dense = config.get("first_k_dense_replace")
     if not isinstance(num_dense, int) or num_dense < 0:
         raise ModelError(f"first_k_dense_replace must be an integer of at least 0, got {num_dense!r}")
-    kinds = config.get("mlp_layer_types") if "mlp_layer_types" in READ[family] else None
+    kinds = config.get("mlp_layer_types") if "mlp_layer_types" in KEYS_READ[family] else None
     if kinds is None:
         return [layer < num_dense for layer in range(num_layers)]
     if (

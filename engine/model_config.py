@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from baton.errors import ModelError
 from engine.config_values import count_of, flag_of, positive_of, refuse_other
-from engine.families import DEFAULTS, READ, Family, family_of, refuse_unsupported
+from engine.families import DEFAULTS, KEYS_READ, Family, family_of, refuse_unsupported
 from engine.latent_config import MAX_GPU_RANK, MAX_GPU_ROTARY_DIM, LatentAttention, read_latent
 from engine.mixture_config import Mixture, read_mixtures
 from engine.quantization_config import check_kv_cache_scheme, read_quantization
@@ -167,7 +167,7 @@ def architecture_of(given: Mapping[str, Any], max_model_len: int | None = None) 
     """Like `read_architecture`, for the content of a config.json. Messages do not name the file."""
     family = family_of(given)
     refuse_unsupported(given, family)
-    if "use_qk_norm" in READ[family] and family is not Family.GLM4_MOE:
+    if "use_qk_norm" in KEYS_READ[family] and family is not Family.GLM4_MOE:
         refuse_other(given, "use_qk_norm", True)  # Qwen3-Coder has this key; the norms are always there
     read_quantization(given)  # refuses quantizations that the loader could not read
     config = {**DEFAULTS[family], **given}
@@ -263,7 +263,7 @@ def _gemma(architecture: ModelArchitecture, config: Mapping[str, Any]) -> ModelA
 
 def _guessing_layers(config: Mapping[str, Any], family: Family) -> int:
     key = "num_nextn_predict_layers"
-    number = config.get(key) or 0 if key in READ[family] else 0
+    number = config.get(key) or 0 if key in KEYS_READ[family] else 0
     if not isinstance(number, int) or number < 0:
         raise ModelError(f"{key} must be an integer of at least 0, got {number!r}")
     return number
@@ -300,14 +300,14 @@ def _rotating_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def _sliding_windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window") if "sliding_window" in READ[family] else None
+    window = config.get("sliding_window") if "sliding_window" in KEYS_READ[family] else None
     is_switched = family in (Family.QWEN2, Family.QWEN3, Family.QWEN3_MOE, Family.SMOLLM3)
     if window is None or (is_switched and not flag_of(config, "use_sliding_window")):
         _refuse_sliding_layers(config)
         return (None,) * num_layers
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ModelError(f"sliding_window must be a positive integer or null, got {window!r}")
-    if "layer_types" not in READ[family]:
+    if "layer_types" not in KEYS_READ[family]:
         return (window,) * num_layers
     return tuple(window if kind == SLIDING else None for kind in _kinds(config, family, num_layers))
 

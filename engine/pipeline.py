@@ -143,6 +143,6 @@ def _as_error(error: BaseException) -> Exception:
     A panic of a foreign library is no Exception, and leaves the device in an unknown state."""
     if isinstance(error, Exception):
         return error
-    lost = DeviceLostError(f"{type(error).__name__}: {error}")
-    lost.__cause__ = error
-    return lost
+    device_lost = DeviceLostError(f"{type(error).__name__}: {error}")
+    device_lost.__cause__ = error
+    return device_lost

@@ -72,13 +72,13 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
 def check_kv_cache_scheme(config: Mapping[str, Any]) -> None:
     """ModelError if config.json quantizes keys and values other than to 8-bit floats with one scale each."""
     key, given = _declared(config)
-    scheme, where = given.get("kv_cache_scheme"), f"{key}.kv_cache_scheme"
+    scheme, key_path = given.get("kv_cache_scheme"), f"{key}.kv_cache_scheme"
     if scheme is None or scheme == _STATIC:
         return
     try:
         if not isinstance(scheme, Mapping):
-            raise ModelError(f"{where} must be an object or {_STATIC!r}, got {scheme!r:.80}")
-        _refuse_others(scheme, where, _KV_CACHE)
+            raise ModelError(f"{key_path} must be an object or {_STATIC!r}, got {scheme!r:.80}")
+        _refuse_others(scheme, key_path, _KV_CACHE)
     except ModelError as error:
         raise ModelError(f"{error}; set engine.kv_cache_dtype to 'auto', which needs no scales") from None
 
@@ -96,34 +96,36 @@ def _compressed_tensors(config: Mapping[str, Any], key: str = KEY) -> Quantizati
         raise ModelError(f"{key}.config_groups must be an object with groups, got {groups!r:.80}")
     schemes = []
     for name, group in groups.items():
-        where = f"{key}.config_groups.{name}"
+        key_path = f"{key}.config_groups.{name}"
         if not isinstance(group, Mapping):
-            raise ModelError(f"{where} must be an object, got {group!r:.80}")
-        _refuse_others(group, where, _GROUP)
+            raise ModelError(f"{key_path} must be an object, got {group!r:.80}")
+        _refuse_others(group, key_path, _GROUP)
         stored_as = group.get("format") or config.get("format")
-        schemes.append((_names(group, "targets", where), _scheme_of(group.get("weights"), stored_as, where)))
+        schemes.append(
+            (_names(group, "targets", key_path), _scheme_of(group.get("weights"), stored_as, key_path))
+        )
     return Quantization(
         method="compressed-tensors", schemes=tuple(schemes), ignored=_names(config, "ignore", key)
     )
 
 
-def _scheme_of(weights: object, stored_as: object, where: str) -> Scheme:
+def _scheme_of(weights: object, stored_as: object, key_path: str) -> Scheme:
     """The scheme of one group in a configuration of compressed-tensors."""
     if not isinstance(weights, Mapping):
-        raise ModelError(f"{where}.weights must be an object, got {weights!r:.80}")
-    _refuse_others(weights, f"{where}.weights", _WEIGHTS)
+        raise ModelError(f"{key_path}.weights must be an object, got {weights!r:.80}")
+    _refuse_others(weights, f"{key_path}.weights", _WEIGHTS)
     kind = (weights.get("type", "int"), weights.get("num_bits", 8))
     if kind not in _FORMATS.get(stored_as if isinstance(stored_as, str) else "", ()):
         raise ModelError(
-            f"{where}: {kind[1]} bits of type {kind[0]!r} in format {stored_as!r} are not supported; "
+            f"{key_path}: {kind[1]} bits of type {kind[0]!r} in format {stored_as!r} are not supported; "
             f"supported formats are {', '.join(_FORMATS)}"
         )
     is_packed, is_float = stored_as == "pack-quantized", kind[0] == "float"
-    outputs, inputs = _sharing(weights, f"{where}.weights")
+    outputs, inputs = _sharing(weights, f"{key_path}.weights")
     has_zero_points = not weights.get("symmetric", True)
     if has_zero_points and (is_float or outputs != 1):
         raise ModelError(
-            f"{where}.weights.symmetric false is only supported for integers by channel or group"
+            f"{key_path}.weights.symmetric false is only supported for integers by channel or group"
         )
     return Scheme(
         layout=Layout.PACKED if is_packed else Layout.NUMBERS,
@@ -136,7 +138,7 @@ def _scheme_of(weights: object, stored_as: object, where: str) -> Scheme:
     )
 
 
-def _sharing(weights: Mapping[str, Any], where: str) -> tuple[int | None, int | None]:
+def _sharing(weights: Mapping[str, Any], key_path: str) -> tuple[int | None, int | None]:
     """How many outputs, and how many inputs, share a scale."""
     size, block = weights.get("group_size"), weights.get("block_structure")
     strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
@@ -145,11 +147,11 @@ def _sharing(weights: Mapping[str, Any], where: str) -> tuple[int | None, int | 
     if strategy == "channel":
         return 1, None
     if strategy == "group":
-        return 1, _count(size, f"{where}.group_size")
+        return 1, _count(size, f"{key_path}.group_size")
     if strategy == "block":
-        return _block(block, f"{where}.block_structure")
+        return _block(block, f"{key_path}.block_structure")
     raise ModelError(
-        f"{where}.strategy {strategy!r} is not supported; supported are tensor, channel, group, block"
+        f"{key_path}.strategy {strategy!r} is not supported; supported are tensor, channel, group, block"
     )
 
 
@@ -294,47 +296,49 @@ _MXFP4: Values = _any("quant_method modules_to_not_convert dequantize")
 """The keys of each method, and their supported values; null is always supported."""
 
 
-def _refuse_others(config: Mapping[str, Any], where: str, supported: Values) -> None:
+def _refuse_others(config: Mapping[str, Any], key_path: str, supported: Values) -> None:
     for key, value in config.items():
         if key not in supported:
-            raise ModelError(f"{where}.{key} is not supported; use other weights of the model")
+            raise ModelError(f"{key_path}.{key} is not supported; use other weights of the model")
         values = supported[key]
         if values is ANY or value is None or value in values:
             continue
         if isinstance(value, Mapping) and {"format": value.get("format")} in values:
             continue  # if the format has no effect, its other keys have none
         hint = f"; supported: {', '.join(map(repr, values))}" if values else ""
-        raise ModelError(f"{where}.{key} {value!r:.80} is not supported{hint}")
+        raise ModelError(f"{key_path}.{key} {value!r:.80} is not supported{hint}")
 
 
-def _names(config: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+def _names(config: Mapping[str, Any], key: str, key_path: str) -> tuple[str, ...]:
     names = config.get(key)
     if names is None:
         return ()
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ModelError(f"{where}.{key} must be a list of names, got {names!r:.80}")
+        raise ModelError(f"{key_path}.{key} must be a list of names, got {names!r:.80}")
     for name in names:
         if not name.startswith("re:"):
             continue
         try:
             re.compile(name.removeprefix("re:"))
         except re.error as error:
-            raise ModelError(f"{where}.{key}: {name!r} is not a valid regular expression: {error}") from None
+            raise ModelError(
+                f"{key_path}.{key}: {name!r} is not a valid regular expression: {error}"
+            ) from None
     return tuple(names)
 
 
-def _count(value: object, where: str) -> int:
+def _count(value: object, key_path: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{where} must be a positive integer, got {value!r}")
+        raise ModelError(f"{key_path} must be a positive integer, got {value!r}")
     return value
 
 
-def _block(value: object, where: str) -> tuple[int, int]:
+def _block(value: object, key_path: str) -> tuple[int, int]:
     if isinstance(value, str):  # "128x128", of older files
         value = [int(size) if size.isdigit() else size for size in value.split("x")]
     if not isinstance(value, list) or len(value) != 2:
-        raise ModelError(f"{where} must be two sizes, got {value!r:.80}")
-    return _count(value[0], where), _count(value[1], where)
+        raise ModelError(f"{key_path} must be two sizes, got {value!r:.80}")
+    return _count(value[0], key_path), _count(value[1], key_path)
 
 
 def _is_named(module: str, pattern: str) -> bool:

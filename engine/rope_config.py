@@ -52,7 +52,7 @@ _TYPES: dict[Family, tuple[RopeType, ...]] = {
     family: tuple(kind for kind in RopeType if kind is not RopeType.LONGROPE) for family in Family
 }
 _TYPES[Family.PHI3] = (RopeType.DEFAULT, RopeType.LONGROPE)
-ROPE_KEYS_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
+ROPE_VALUES_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "attn_factor": (1.0,),
     "extrapolation_factor": (1.0,),
     "llama_4_scaling_beta": (),
@@ -66,7 +66,7 @@ _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}
 """Names of rotations in Phi-3's first versions, and their present names."""
 _THETA = 10_000.0
 """The base of the angles if neither a config.json nor its family names one."""
-_PARTIAL = (Family.PHI3, Family.GLM4, Family.GLM4_MOE, Family.MINIMAX_M2)
+_PARTLY_ROTATED = (Family.PHI3, Family.GLM4, Family.GLM4_MOE, Family.MINIMAX_M2)
 _OWN: Mapping[Family, Mapping[str, Any]] = {
     Family.GPT_OSS: {
         "rope_type": "yarn",
@@ -158,7 +158,7 @@ def _rope(
 ) -> RopeConfig:
     if any(isinstance(value, dict) for value in values.values()):
         raise ModelError("rope_parameters that differ between layers are not supported")
-    for key, harmless in ROPE_KEYS_WITHOUT_EFFECT.items():
+    for key, harmless in ROPE_VALUES_WITHOUT_EFFECT.items():
         if not is_without_effect(values.get(key), harmless):
             raise ModelError(f"{key} {values[key]!r:.80} of a rotation is not supported")
     rotary_dim = _rotary_dim(
@@ -195,7 +195,7 @@ def _type(values: Mapping[str, Any], family: Family) -> RopeType:
 def _rotary_dim(factor: object, family: Family, head_dim: int) -> int | None:
     if factor is None or factor == 1.0:
         return None
-    if family not in _PARTIAL:
+    if family not in _PARTLY_ROTATED:
         raise ModelError(f"partial_rotary_factor {factor!r:.80} is not supported; only 1.0 is")
     dim = int(head_dim * factor) if isinstance(factor, int | float) and 0.0 < factor < 1.0 else 0
     if not 0 < dim < head_dim or dim % 2:

@@ -194,7 +194,8 @@ def _draw(logits_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> list[i
 
 
 def _lowest_kept(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """R x 1: the lowest probability that is kept by top_k, then by top_p of the rest, then by min_p.
+    """R x 1: the lowest probability that is kept by top_k, then by top_p of the tokens that top_k keeps, and by
+    min_p.
 
     Tokens with exactly this probability are all kept, so the result does not depend on how ties are sorted.
     """

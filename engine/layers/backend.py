@@ -45,7 +45,7 @@ class QuantizedRows:
 
 @dataclass(frozen=True, slots=True)
 class UnnormedRows:
-    """A few rows that are normed in the next product's kernel. They must not change until then."""
+    """A few rows that are normed in the next product's kernel. The rows must not change until then."""
 
     rows_TE: torch.Tensor
     weight_E: torch.Tensor
@@ -112,9 +112,8 @@ class Backend(Protocol):
         ...
 
     def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
-        """Makes a projection with weights in 8-bit floats. Weights of another type are quantized first.
-
-        Not for a GroupedWeight.
+        """Makes a projection with weights in 8-bit floats. Weights of another type are quantized first. The weight
+        must not be a GroupedWeight.
         """
         ...
 
@@ -129,7 +128,7 @@ class Backend(Protocol):
         """A mixture of `experts`, which are read one after another. `linear` makes the experts' projections.
 
         `own_experts`: the numbers of `experts`; other ranks have the others. The result is the sum over those of a
-        row's experts that are on this rank; zeros if none is.
+        row's experts that are on this rank; zeros if none of them is.
         """
         ...
 

@@ -16,8 +16,8 @@ SEARCHED_RANGES = (1.0, 0.94, 0.88, 0.8)
 largest and smallest weights."""
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 """The 16 floats of 4 bits, as integers: 12 + 2 x float. The floats have one sign bit, two bits of exponent
-and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives. Integers are what the products of integers
-need."""
+and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives. They are integers because the kernels multiply
+integers."""
 CENTRES = (128, 8, 12, 16, 32)
 """The values that mean zero in symmetric formats: of 8 bits, 4 bits, E2M1, 5 bits and 6 bits."""
 MAX_SPAN = 2.0**38

@@ -23,7 +23,7 @@ class Linear:
 
     On a CPU, oneDNN needs weights in its own blocked layout. It would reorder other weights on every call,
     which takes as long as the product itself in a decode step (see benchmarks/cpu_engine.py). So the weights
-    are reordered once, own_experts, and the given weight is not kept.
+    are reordered once, here, and the given weight is not kept.
     """
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:

@@ -79,7 +79,8 @@ class NativeAttention:
         self._out, self._partials = Workspace(CPU), Workspace(CPU)
 
     def prepare(self, batch: StepBatch) -> "NativeStepAttention":
-        """Cuts a step's attention into items, once for all layers. Steps share memory: only one at a time."""
+        """Cuts a step's attention into items, once for all layers. Steps share memory, so only one step at a time may
+        use it."""
         last_position = int(batch.context_lens_B.max()) - 1
         a = self._architecture
         if last_position >= len(self._cos_sin_XF[0]):

@@ -23,7 +23,7 @@ GATED_MULTIPLE = 32
 class NativeLinear:
     """Computes `x_TI @ weight_OI.T + bias_O`.
 
-    Lays out the weights once, own_experts, and does not keep the given weight.
+    Lays out the weights once, here, and does not keep the given weight.
 
     A row's result depends only on the row, not on the other rows of the step or on the number of threads.
     """
@@ -47,7 +47,8 @@ class NativeLinear:
 
     @classmethod
     def of_groups(cls, products: Products, weight_OI: GroupedWeight, bias_O: torch.Tensor | None) -> Self:
-        """Weights in 4 or 8 bits. Activations are rounded to 8 bits, with one scale for each group."""
+        """Makes the product for weights in 4 or 8 bits. Activations are rounded to 8 bits, with one scale for each
+        group."""
         w, centre = weight_OI, weight_OI.centre
         has_mins = centre is None
         assert not (has_mins and w.is_e2m1), "every scale of E2M1 has the same zero"
@@ -70,7 +71,7 @@ class NativeLinear:
 
     @classmethod
     def of_floats(cls, products: Products, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Self:
-        """Weights in 32 or 16 bits.
+        """Makes the product for weights in 32 or 16 bits.
 
         Float32 weights that fit into 16 bits exactly, as in most checkpoints, are kept in 16 bits. The
         results are equal, with half the memory traffic. Bfloat16 weights are multiplied by the processor's

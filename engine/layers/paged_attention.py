@@ -57,7 +57,8 @@ class _PrefillPlan:
     rows: slice
     num_keys: int
     block_rows: torch.Tensor | None
-    """None if the chunk begins the request, and so needs only keys and values of this step."""
+    """The pool's rows with the chunk's keys and values; None if the chunk begins the request, and needs only those of
+    this step."""
     attend: dict[int | None, ChunkAttention]
     """The chunk's attention, by window."""
 
@@ -94,7 +95,7 @@ class PagedAttention:
     def prepare(self, batch: StepBatch) -> "TorchStepAttention":
         """Computes a step's indices, angles and masks once for all layers.
 
-        Steps share memory: only one at a time.
+        Steps share memory, so only one step at a time may use it.
         """
         blocks = batch.blocks[self._group]
         for block_id, offset in blocks.new_tails:
@@ -279,7 +280,7 @@ def decode_groups(batch: StepBatch, block_ids_BM: IntArray, device: torch.device
     num_blocks = batch.num_blocks_B.tolist()
     start = 0
     while start < batch.num_decodes:
-        most = max(num_blocks[start : batch.num_decodes])  # drafts follow their request, but are longer
+        most = max(num_blocks[start : batch.num_decodes])  # contexts of drafts are longer
         limit = 0 if most <= MIN_GROUP_BLOCKS else most // 2
         end = start + 1
         while end < batch.num_decodes and num_blocks[end] > limit:

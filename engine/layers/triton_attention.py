@@ -142,9 +142,10 @@ class TritonAttention:
         return len(self._planned) * per_plan + self._max_block_ids + ALIGNMENT
 
     def sections(self, batch: StepBatch, *, has_chunks: bool, room: int | None) -> list[StagedArray]:
-        """The arrays that `bind` needs on the device. `room`: reserves space for a step of `room` tokens.
+        """The arrays that `bind` needs on the device. `room`: reserves space for a step of `room` tokens; None: for
+        this step.
 
-        `has_chunks`: which kernel the step uses. If False, every request has one token.
+        `has_chunks`: selects the kernel. If False, every request has one token.
         """
         launch = self._launches[has_chunks]
         bounds = (
@@ -199,7 +200,7 @@ class TritonAttention:
         return most_entries(self._limits, self.groups, self.block_size, num_keys)
 
     def _plans(self, batch: StepBatch, tables: PackedTables, grid: TileGrid) -> Iterator[AttentionPlan]:
-        """One plan for each of `_planned`.
+        """Yields a plan for each pair in `_planned`.
 
         Groups with the same window have equal items, but their own tables.
         """
@@ -266,16 +267,22 @@ class TritonStepAttention:
         head_norm: HeadNorm | None,
         sinks_Q: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        at = self.layers[layer]
-        if isinstance(at.kv, LatentKV):
-            latent_store(qkv_TPD, self.positions_T, self.slots_GT[at.group], at.cos_sin_PD, at.kv.latents_NSD)
+        of_layer = self.layers[layer]
+        if isinstance(of_layer.kv, LatentKV):
+            latent_store(
+                qkv_TPD,
+                self.positions_T,
+                self.slots_GT[of_layer.group],
+                of_layer.cos_sin_PD,
+                of_layer.kv.latents_NSD,
+            )
             return self.attend(layer, qkv_TPD[:, :-1])
         rope_store(
             qkv_TPD,
             self.positions_T,
-            self.slots_GT[at.group],
-            at.cos_sin_PD,
-            at.kv.kv_NKHSD,
+            self.slots_GT[of_layer.group],
+            of_layer.cos_sin_PD,
+            of_layer.kv.kv_NKHSD,
             q_norm_D=None if head_norm is None else head_norm.q_weight_D,
             k_norm_D=None if head_norm is None else head_norm.k_weight_D,
             eps=0.0 if head_norm is None else head_norm.eps,
@@ -284,24 +291,24 @@ class TritonStepAttention:
 
     def attend(self, layer: int, q_TQD: torch.Tensor, sinks_Q: torch.Tensor | None = None) -> torch.Tensor:
         """Computes only the attention, of rotated queries over the pool: T x (Q x D), or T x (Q x C) over latents."""
-        at, launch = self.layers[layer], self.launch
-        plan = self.plans[at.plan]
+        of_layer, launch = self.layers[layer], self.launch
+        plan = self.plans[of_layer.plan]
         out_TQD = q_TQD.new_empty(*q_TQD.shape[:2], self.shape.value_dim)
         tables = self.block_ids_X1, plan.items_IF, plan.counts_2[:1]
-        if isinstance(at.kv, LatentKV):
+        if isinstance(of_layer.kv, LatentKV):
             assert sinks_Q is None
-            scale, num_programs = at.softmax.scale, launch.grid.num_programs
+            scale, num_programs = of_layer.softmax.scale, launch.grid.num_programs
             latent_attention(
-                q_TQD, at.kv, *tables, self.partials, out_TQD, scale, launch.tuning, num_programs
+                q_TQD, of_layer.kv, *tables, self.partials, out_TQD, scale, launch.tuning, num_programs
             )
         else:
             paged_attention(
                 q_TQD,
-                at.kv,
+                of_layer.kv,
                 *tables,
                 self.partials,
                 out_TQD,
-                at.softmax,
+                of_layer.softmax,
                 launch.tuning,
                 launch.grid.num_programs,
                 Merging(plan.merges_RF, self.num_arrived_RH) if launch.merges else None,

@@ -59,7 +59,7 @@ def with_chosen_dtype(config: BatonConfig, model_path: Path) -> BatonConfig:
 
 
 def dtype_of(config: BatonConfig) -> ChosenDtype:
-    """The data types of a configuration in which they were chosen already."""
+    """The data types that a configuration names, after they were chosen."""
     return ChosenDtype(config.model.dtype, config.engine.kv_cache_dtype)
 
 

@@ -22,7 +22,7 @@ ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rop
 SMOLLM3_PATTERN = 4
 """Every fourth layer does not rotate; llama.cpp has this number in its code, too."""
 PHI3_4K_WINDOW = 2047
-"""The window of Phi-3 for 4,096 positions, whose files of early 2024 lack it."""
+"""The window of the Phi-3 models with 4,096 positions; their files of early 2024 lack this number."""
 
 
 def completed(file: GgufFile, name: str, config: Config) -> Config:
@@ -158,7 +158,8 @@ def _phi3_rope(file: GgufFile, plain: Config) -> Config:
 
 
 def _rotated_part(file: GgufFile, name: str, head_dim: int) -> Config:
-    """How many of a head's first numbers are rotated; without the key all are, as in llama.cpp."""
+    """The share of a head's numbers that is rotated, for config.json; if the file lacks the key, all, as in
+    llama.cpp."""
     key = f"{name}.rope.dimension_count"
     dim = size_in(file, key, default=head_dim, most=head_dim)
     if dim % 2:

@@ -38,7 +38,7 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",
 }
 """`general.architecture` -> `architectures[0]` of a config.json."""
-KEYS_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+VALUES_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "expert_count": (0,),
     "expert_gating_func": (0, 1),
     "expert_group_count": (0, 1),
@@ -86,7 +86,7 @@ KEYS_READ = {
     "qwen3moe": ("expert_count",),
     "gpt-oss": ("expert_count",),
 }
-"""The keys of KEYS_WITHOUT_EFFECT that an architecture supports with any value."""
+"""The keys of VALUES_WITHOUT_EFFECT that an architecture supports with any value."""
 INTERMEDIATE_SIZE = {"gpt-oss": "expert_feed_forward_length"}
 """The key of `intermediate_size`, where it is not `feed_forward_length`."""
 WINDOWED = ("llama", "gemma2", "gemma3", "gpt-oss", "phi3")
@@ -219,7 +219,7 @@ def _refuse_unsupported(file: GgufFile, name: str) -> None:
         raise ModelError(
             f"{file.path} is one of several parts; join them first: llama-gguf-split --merge FIRST_PART WHOLE_FILE"
         )
-    for key, harmless in KEYS_WITHOUT_EFFECT.items():
+    for key, harmless in VALUES_WITHOUT_EFFECT.items():
         value = file.metadata.get(f"{name}.{key}")
         if value is not None and value not in harmless and key not in KEYS_READ.get(name, ()):
             raise ModelError(f"{file.path}: {name}.{key} ({value!r:.80}) is not supported")

@@ -85,7 +85,7 @@ _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
 """The tensor of one expert in older files."""
 _INTERLEAVED = re.compile(r"(.+\.mlp\.experts\.\d+\.)gate_up_proj(\..+)")
-"""gpt-oss's projection of an expert to gates and ups in turns."""
+"""The names of gpt-oss's projections of an expert to gates and ups in turns."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _REORDERED = ("attn_q", "attn_k")
 _PERMUTED = ("llama", "smollm3", "granite")

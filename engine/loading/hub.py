@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 logging.getLogger(snapshot_download.__module__).addFilter(
     lambda record: "No files matched" not in str(record.msg)
 )
-"""A repository of GGUF files may have none of the small files."""
+"""Hides this message: a repository of GGUF files may have none of the small files."""
 
 MAX_AT_ONCE = 8
 """At most this many files are downloaded at the same time."""
@@ -99,7 +99,7 @@ def _snapshot(repo: str, revision: str | None, allow: list[str], ignore: list[st
 
 
 def _weight_paths(name: HubName, folder: Path) -> tuple[list[str], bool]:
-    """The paths of the files with the model's weights, and whether this is one GGUF file."""
+    """The paths of the files with the model's weights, and whether they are a single GGUF file."""
     paths, are_all = _paths(name.repo, folder)
     may_have_more = not are_all and not gguf_files(paths)
     if name.gguf is not None or not (has_safetensors(paths) or may_have_more):

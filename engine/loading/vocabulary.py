@@ -19,7 +19,7 @@ class StoredTable:
 
     num_parameters: int = 0
     num_bytes: int = 0
-    """As in StoredWeights."""
+    """The bytes, counted as in StoredWeights."""
     packed_bytes: int = 0
     """Bytes in the layout of Baton's CPU kernels, if the numbers stay in the format of the file."""
     group_size: int | None = None

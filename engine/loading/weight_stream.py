@@ -68,7 +68,7 @@ class FilePart:
 
 
 class CudaCopies:
-    """Copies to a GPU on a stream of their own, which overlap with the model's work on earlier weights."""
+    """Makes copies to a GPU on a stream of their own. The copies overlap with the model's work on earlier weights."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,9 +91,9 @@ class CudaCopies:
         """Begins a copy. The source may be overwritten when the copy's end is reached."""
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
-            over = torch.cuda.Event(blocking=True)  # waiting threads sleep, since readers need the cores
-            over.record(self._stream)
-        return over
+            end = torch.cuda.Event(blocking=True)  # waiting threads sleep, since readers need the cores
+            end.record(self._stream)
+        return end
 
     def order_after_copies(self, tensor: torch.Tensor) -> None:
         """From now on, work of the calling thread on the tensor waits for all copies that were started before."""

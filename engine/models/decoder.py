@@ -107,7 +107,7 @@ class Decoder:
 
         `backend.linear` always makes the projection to logits. `kv_scales`: the divisors of keys and values
         in the cache, by the name of the attention module. `expert_parallel`: each rank has whole experts.
-        ModelError if the other weights cannot be split equally between the ranks.
+        ModelError if weights other than whole experts and the vocabulary's cannot be split equally between the ranks.
         """
         a = architecture
         self._architecture = a

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.families import ARCHITECTURES, READ, WITHOUT_EFFECT, Family
+from engine.families import ARCHITECTURES, KEYS_READ, VALUES_WITHOUT_EFFECT, Family
 from engine.loading.gguf_folder import ARCHITECTURES as GGUF_ARCHITECTURES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -327,9 +327,9 @@ def families_table() -> str:
 def keys_table() -> str:
     """The table of what is refused, by its configuration key."""
     rows = ["| key | values without effect; null is one, too | read for |", "|---|---|---|"]
-    for key, harmless in WITHOUT_EFFECT.items():
+    for key, harmless in VALUES_WITHOUT_EFFECT.items():
         values = ", ".join(f"`{str(value).lower()}`" for value in harmless)
-        readers = ", ".join(f"`{family.value}`" for family in Family if key in READ[family])
+        readers = ", ".join(f"`{family.value}`" for family in Family if key in KEYS_READ[family])
         rows.append(f"| `{key}` | {values} | {readers} |")
     return "\n".join(rows)
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from baton.errors import ModelError
 from engine.eos_tokens import read_eos_token_ids
-from engine.families import ARCHITECTURES, WITHOUT_EFFECT
+from engine.families import ARCHITECTURES, VALUES_WITHOUT_EFFECT
 from engine.layers.rope import rope_frequencies
 from engine.model_config import read_architecture
 from engine.quantization_config import check_kv_cache_scheme
@@ -115,7 +115,7 @@ def replaced(config: dict[str, Any], path: tuple[str, ...], value: object) -> di
 def test_wrong_values_under_every_key(tmp_path: Path, name: str) -> None:
     config = config_of(CASES[name])
     assert check(tmp_path, config)
-    for path in {*places(config), *((key,) for key in (*KEYS, *WITHOUT_EFFECT))}:
+    for path in {*places(config), *((key,) for key in (*KEYS, *VALUES_WITHOUT_EFFECT))}:
         for value in WRONG:
             check(tmp_path, replaced(config, path, value))
 

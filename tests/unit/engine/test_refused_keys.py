@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from baton.errors import ModelError
-from engine.families import READ, WITHOUT_EFFECT, Family, refused_keys
+from engine.families import KEYS_READ, VALUES_WITHOUT_EFFECT, Family, refused_keys
 from engine.model_config import read_architecture
-from engine.rope_config import ROPE_KEYS_WITHOUT_EFFECT
+from engine.rope_config import ROPE_VALUES_WITHOUT_EFFECT
 from tests.factories.model_configs import OF_FAMILY, read_config
 
 EFFECTIVE: dict[str, Any] = {
@@ -93,8 +93,8 @@ ONE_VALUE: dict[Family, dict[str, tuple[Any, Any]]] = {
 
 
 def test_every_key_has_a_value_with_effect() -> None:
-    assert set(EFFECTIVE) == set(WITHOUT_EFFECT)
-    assert set(READ) == set(Family)
+    assert set(EFFECTIVE) == set(VALUES_WITHOUT_EFFECT)
+    assert set(KEYS_READ) == set(Family)
 
 
 @pytest.mark.parametrize("family", Family)
@@ -103,17 +103,17 @@ def test_what_a_family_does_not_read_is_refused_by_its_key(tmp_path: Path, famil
     for key in refused_keys(family):
         with pytest.raises(ModelError, match=rf"config\.json: {key}.* is not supported for model_type"):
             read_config(tmp_path, family, **{key: EFFECTIVE[key]})
-        for harmless in (None, *WITHOUT_EFFECT[key]):
+        for harmless in (None, *VALUES_WITHOUT_EFFECT[key]):
             assert read_config(tmp_path, family, **{key: harmless}) == plain
     for harmless_list in ({"layer_types": ["full_attention"] * 3}, {"no_rope_layers": [1] * 3}):
-        if not set(harmless_list) & READ[family]:
+        if not set(harmless_list) & KEYS_READ[family]:
             assert read_config(tmp_path, family, **harmless_list) == plain
 
 
 @pytest.mark.parametrize("family", Family)
 def test_what_a_family_reads_changes_its_architecture(tmp_path: Path, family: Family) -> None:
     plain = read_config(tmp_path, family)
-    for key in sorted(READ[family] - ONE_VALUE.get(family, {}).keys()):
+    for key in sorted(KEYS_READ[family] - ONE_VALUE.get(family, {}).keys()):
         base: dict[str, Any] = {"no_rope_layers": None} if key == "no_rope_layer_interval" else {}
         value = not OF_FAMILY[family][key] if key == "use_sliding_window" else EFFECTIVE[key]
         assert read_config(tmp_path, family, **base, **{key: value}) != (
@@ -130,12 +130,12 @@ def test_what_a_family_computes_in_one_way_is_refused_in_others(tmp_path: Path, 
             read_config(tmp_path, family, **{key: other})
 
 
-@pytest.mark.parametrize("key", ROPE_KEYS_WITHOUT_EFFECT)
+@pytest.mark.parametrize("key", ROPE_VALUES_WITHOUT_EFFECT)
 @pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
 def test_what_is_not_honoured_of_a_rotation_is_refused_by_its_key(
     tmp_path: Path, name: str, key: str
 ) -> None:
-    for value in (None, *ROPE_KEYS_WITHOUT_EFFECT[key]):
+    for value in (None, *ROPE_VALUES_WITHOUT_EFFECT[key]):
         assert read_config(tmp_path, Family.LLAMA, **{name: {key: value}}) == read_config(
             tmp_path, Family.LLAMA
         )
