@@ -75,7 +75,7 @@ class Matcher:
         if self._defect is None:
             try:
                 return int(self._matcher.validate_tokens(list(token_ids)))
-            except BaseException as error:  # a panic, too
+            except BaseException as error:  # also a panic, which is no Exception
                 self._set_defect(error)
         return 0
 
@@ -97,7 +97,7 @@ class Matcher:
                 num_looked_at += len(following)
                 if following[0] in stop_token_ids:
                     break
-        except BaseException as error:  # a panic, too
+        except BaseException as error:  # also a panic, which is no Exception
             self._set_defect(error)
         return tuple(forced)
 
@@ -150,7 +150,7 @@ class Matcher:
                     self._matcher.rollback(num_consumed)
                 if self._defect is None:
                     return mask
-            except BaseException as error:  # a panic, too
+            except BaseException as error:  # also a panic, which is no Exception
                 self._set_defect(error)
         return b"\xff" * -(-self._vocab_size // 8)
 

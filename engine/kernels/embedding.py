@@ -1,4 +1,6 @@
-"""Rows of the embedding table by token id; some ids may be known only to the device. Vocabulary-parallel.
+"""Rows of the embedding table by token id; some ids may be known only to the device.
+
+The vocabulary may be divided among ranks: rows of other ranks' tokens are zeros.
 
 Shape suffixes: T tokens, R requests of the previous step, V tokens of this rank, E hidden size.
 """

@@ -76,8 +76,8 @@ class PagedAttention:
     ) -> None:
         """`num_heads`: this rank's query heads. `dtype`: the dtype of activations; None: that of the pool.
 
-        A pool with fewer bits is written and read without a scale. `group`: the KV group whose layers this object
-        computes.
+        A pool with fewer bits than `dtype` is written and read without a scale. `group`: the KV group whose layers this
+        object computes.
         """
         self._pool, self._group = pool, group
         self._num_heads = num_heads
