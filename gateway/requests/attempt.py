@@ -1,7 +1,7 @@
 """Attempt: one try at a request, and what each output or loss means for it; pure.
 
 An attempt has a prefill request and a decode request, or only a decode request. A sub-request stays open
-until its worker ends it, or until the attempt is closed. Then the worker gets an abort.
+until its worker ends it, or until the attempt is closed. In the second case, its worker gets an abort.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -229,7 +229,8 @@ class Attempt:
         return transfer
 
     def prefill_to_abort(self) -> str | None:
-        """The prefill worker, once the decode worker reported that the prompt is missing. Returns it once."""
+        """The prefill worker, if the decode worker has reported that the prompt is missing. Only the first call returns
+        it; otherwise None."""
         if self._lost_prompt is None or self._is_prefill_aborted:
             return None
         self._is_prefill_aborted = True

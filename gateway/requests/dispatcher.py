@@ -234,8 +234,8 @@ class Dispatcher:
     def _try_to_place(self, entry: QueueEntry[RequestState]) -> RequestError | None:
         """Sends the request to its workers, or returns why that is impossible at present."""
         state, refusal = entry.item, None
-        # The entry is put back only if the request keeps waiting. Otherwise the sweep removes it, even after an
-        # unexpected error.
+        # The entry returns to `_entries` only if the request keeps waiting. Otherwise the sweep removes it from the
+        # queue, even after an unexpected error.
         del self._entries[state]
         with self._errors_end_only(state):
             if (refusal := self._place(state, self._now)) is not None:

@@ -241,8 +241,8 @@ class UnreadAnswer:
         self._changed = asyncio.Event()
 
     def put(self, delta: Delta) -> bool:
-        """Stores a delta. If too much is unread, drops it, makes `read` raise SlowReader, and returns
-        False."""
+        """Stores a delta. If too much is then unread, drops the whole unread part, makes `read` raise
+        SlowReader, and returns False."""
         if self._is_cut_short:
             return True
         self._token_ids.extend(delta.token_ids)

@@ -56,7 +56,7 @@ class WorkerOutputs:
 
 @dataclass(slots=True)
 class WorkerLost:
-    """No request on this worker will be answered. The worker may become reachable again."""
+    """The requests on this worker will not be answered. The worker may become reachable again."""
 
     worker: str
     cause: LossCause

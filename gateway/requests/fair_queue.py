@@ -59,7 +59,7 @@ class QueueEntry(Generic[T]):
     """The number of the sweep that made this try."""
     num_passed: int = 0
     """How many later entries were placed before it."""
-    place: int = 0
+    num_before: int = 0
     """How many entries were before it when its patience began. At first: the number of all other entries."""
     num_placed_then: int = 0
     """How many entries the queue had placed when its patience began."""
@@ -136,7 +136,7 @@ class _Level(Generic[T]):
         self.now = max(self.now, flow.begins_at)
         flow.begins_at += entry.num_tokens
 
-    def forget_even(self) -> None:
+    def forget_idle(self) -> None:
         """Forgets callers whose next request would begin at the same virtual time as a new caller's."""
         self.flows = {
             name: flow for name, flow in self.flows.items() if flow.entries or flow.begins_at > self.now
@@ -218,7 +218,7 @@ class FairQueue(Generic[T]):
         if level.is_empty:
             del self._levels[entry.priority]
         elif not entry.goes_first and not level.flows[entry.caller].entries:
-            level.forget_even()
+            level.forget_idle()
 
     def serve(self, entry: QueueEntry[T]) -> None:
         """Removes an entry that was placed, whether or not it was the first, and charges its caller."""

@@ -83,13 +83,13 @@ class FleetKnowledge:
         times = output.stage_times
         assert times is not None
         is_whole = output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if worker == attempt.placement.decode and is_whole and self._are_as_then(attempt):
+        if worker == attempt.placement.decode and is_whole and self._has_same_incarnations(attempt):
             self._router.measured(attempt.placement, times)
         if output.token_ids and output.first_position == attempt.num_tokens_before and times.prefill_s > 0.0:
             num_computed = num_prompt_tokens + attempt.num_tokens_before - output.num_cached_tokens
             self.prefill_times.computed(worker, num_computed, times.prefill_s, now)
 
-    def _are_as_then(self, attempt: Attempt) -> bool:
-        """Whether the workers of this attempt are those with which it began: their successors may have other links."""
+    def _has_same_incarnations(self, attempt: Attempt) -> bool:
+        """Whether the attempt's workers are still the same incarnations. Other incarnations may have other links."""
         workers = {name: self._router.ready_worker(name) for name in attempt.refs}
         return all(worker and worker.status.ref == attempt.refs[name] for name, worker in workers.items())

@@ -30,7 +30,7 @@ class _Slice:
     num_finished: int = 0
     bins: NDArray[np.int64] | None = None
     """Both histograms as rows; cached when a finished slice is read for the first time."""
-    whole: "Second | None" = None
+    summary: "Second | None" = None
     """The slice's summary, cached at the same time."""
 
 
@@ -92,22 +92,22 @@ class LatencyWindow:
     def seconds(self, now: float) -> tuple[Second, ...]:
         """Each complete second of the last minute, oldest first."""
         newest = math.floor(now / _SLICE_S) - 1
-        whole = {part.number: self._whole(part) for part in self._slices if part.number <= newest}
+        complete = {part.number: self._summary(part) for part in self._slices if part.number <= newest}
         return tuple(
-            whole.get(number, Second()) for number in range(newest - int(MAX_WINDOW_S) + 1, newest + 1)
+            complete.get(number, Second()) for number in range(newest - int(MAX_WINDOW_S) + 1, newest + 1)
         )
 
-    def _whole(self, part: _Slice) -> Second:
+    def _summary(self, part: _Slice) -> Second:
         """The summary of a finished second, which no longer changes."""
-        if part.whole is None:
+        if part.summary is None:
             ttft, itl = self._bins(part)
-            part.whole = Second(
+            part.summary = Second(
                 _percentiles(ttft) if part.ttft else None,
                 _percentiles(itl) if part.itl else None,
                 part.ttft.total() + part.itl.total(),
                 part.num_finished,
             )
-        return part.whole
+        return part.summary
 
     def _bins(self, part: _Slice) -> NDArray[np.int64]:
         """A slice's histograms as arrays, so that sixty of them add up quickly."""

@@ -30,26 +30,26 @@ class OpenRequests:
     def lost_with(self, status: WorkerStatus) -> WorkerLoss:
         """The requests of a worker that has ended. `status`: its last heartbeat.
 
-        A suspect that the heartbeat names ran on the worker. Its attempt may have failed since then, for example
-        because the other worker of the pair refused it.
+        If the heartbeat names a suspect, this suspect ran on the worker. Its attempt may have failed since the
+        heartbeat, for example because the other worker of the pair refused it.
         """
-        ref, places, named = status.ref, dict[Identity, int](), dict[str, Identity]()
-        had = [state for state in self if any(each.refs.get(ref.name) == ref for each in state.attempts)]
-        for state in had:
+        ref, running, named = status.ref, dict[Identity, int](), dict[str, Identity]()
+        ever_placed = [each for each in self if any(a.refs.get(ref.name) == ref for a in each.attempts)]
+        for state in ever_placed:
             is_placed = state.phase is RequestPhase.PLACED and ref.name in state.attempt.open_workers
             ids = {each.engine_request_id for each in state.attempts}.intersection(status.suspects)
             named |= dict.fromkeys(ids, state.identity)
             if is_placed or ids:
-                places[state.identity] = min(state.num_output_tokens, places.get(state.identity, 2**31))
-        are_equal = len(named) == len(status.suspects) and len(set(named.values())) == 1
-        ran_alone = next(iter(named.values())) if are_equal else None
-        return WorkerLoss(places, frozenset(state.identity for state in had), ran_alone)
+                running[state.identity] = min(state.num_output_tokens, running.get(state.identity, 2**31))
+        names_one = len(named) == len(status.suspects) and len(set(named.values())) == 1
+        ran_alone = next(iter(named.values())) if names_one else None
+        return WorkerLoss(running, frozenset(state.identity for state in ever_placed), ran_alone)
 
     def __getitem__(self, request: GatewayRequest) -> RequestState:
         return self._states[request]
 
     def add(self, state: RequestState, now: float) -> RequestError | None:
-        """Opens a request. Returns why it must not run: its id is in use, or its caller has used up a limit.
+        """Opens a request. Returns an error if it must not run: its id is in use, or its caller has used up a limit.
 
         If a call has several answers, only the first answer is checked against the caller's token limit.
         """

@@ -38,9 +38,9 @@ ROUNDING_S = 1e-6
 MIN_REST_S = 1.0
 """When a request may wait beyond its patience, the queue checks it again after at least this time."""
 
-LOOKS_PER_PACE = 2
-"""How often the queue looks within one pace of Standstill. So a timer that is late by half a pace does not count as a
-standstill."""
+CHECKS_PER_PACE = 2
+"""How often the queue reads the clock within one pace of Standstill. So a timer that is late by half a pace does not
+count as a standstill."""
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class RequestQueue(Generic[T]):
     ) -> None:
         """`patience_s`: how long a request may wait without moving up in the queue. `over_share`
         returns those callers whose requests `try_to_place` would all refuse with OverShare at this time. Each sweep
-        asks once, since a thousand callers may wait."""
+        calls it once, since a thousand callers may wait."""
         self._max_queued = max_queued
         self._try_to_place = try_to_place
         self._find_over_share = over_share
@@ -82,7 +82,7 @@ class RequestQueue(Generic[T]):
         self._patience_s = patience_s
         self._pace_s = pace_of(patience_s)
         self._standstill = Standstill(self._pace_s)
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._deadlines: list[tuple[float, int, QueueEntry[T]]] = []
         """A heap, like `_patience_ends`. It may contain entries that have left the queue."""
         self._patience_ends: list[tuple[float, int, QueueEntry[T]]] = []
@@ -92,8 +92,8 @@ class RequestQueue(Generic[T]):
         return len(self._queue)
 
     def oldest_since(self, *, for_worker: bool = False) -> float | None:
-        """When the oldest waiting request joined. `for_worker`: of requests that found no decode worker with room at
-        the latest sweep. Requests that this sweep did not reach are left out: they wait behind such requests."""
+        """When the oldest waiting request joined. `for_worker`: only requests count that found no decode worker with
+        room at the latest sweep. Requests that this sweep did not reach wait behind them, and do not count."""
         entries = (e for e in self._queue if not for_worker or _waits_for_decode_worker(self._reason(e)))
         return min((entry.since for entry in entries), default=None)
 
@@ -139,7 +139,7 @@ class RequestQueue(Generic[T]):
         if entry in self._queue:
             self._advance(now)
             self._queue.remove(entry)
-            self._forget_left()
+            self._shorten_heaps()
 
     def sweep(self, now: float) -> None:
         """Places the requests that fit, in order. Call this when workers may have room."""
@@ -154,7 +154,7 @@ class RequestQueue(Generic[T]):
                 self._num_placed += 1
                 if self._has_any_waited:
                     self._rate.placed(entry.num_tokens)
-            self._forget_left()
+            self._shorten_heaps()
 
     def retry_after_s(self, entry: QueueEntry[T]) -> float:
         """How long a refused client should wait until it tries again: about as long as the request would have
@@ -176,28 +176,28 @@ class RequestQueue(Generic[T]):
         queue moves. A request that lacks only a slot keeps waiting until MAX_PASSED requests have overtaken it, since
         long answers run, and will end.
         """
-        over = set(self._expired(self._patience_ends, self._running(now)))
-        ended: list[QueueEntry[T]] = []
+        expired = set(self._expired(self._patience_ends, self._running(now)))
+        out: list[QueueEntry[T]] = []
         lacks_slot = False
-        for place, entry in enumerate(self._queue if over else ()):
+        for num_before, entry in enumerate(self._queue if expired else ()):
             lacks_slot = lacks_slot or isinstance(self._reason(entry), NoSlot)
-            if entry not in over:
+            if entry not in expired:
                 continue
             if self._holds_share(entry) or (entry.was_taken_back and entry.has_workers):
-                self._begin_patience(entry, max(entry.patience_s, MIN_REST_S), place, now)
-            elif self._has_moved_up(entry, place):
-                self._begin_patience(entry, self._patience_s, place, now)
+                self._begin_patience(entry, max(entry.patience_s, MIN_REST_S), num_before, now)
+            elif self._has_moved_up(entry, num_before):
+                self._begin_patience(entry, self._patience_s, num_before, now)
             elif lacks_slot and entry.has_workers and self._num_placed_since(entry) <= MAX_PASSED:
                 self._watch_patience(entry, self._patience_s, now)
             elif (rest_s := self._patience_without_workers_s(entry, now)) > ROUNDING_S:
                 self._watch_patience(entry, rest_s, now)
             else:
-                ended.append(entry)
-        return ended
+                out.append(entry)
+        return out
 
-    def _has_moved_up(self, entry: QueueEntry[T], place: int) -> bool:
+    def _has_moved_up(self, entry: QueueEntry[T], num_before: int) -> bool:
         """Whether fewer entries are before it than when its patience began, since some went to workers."""
-        return entry.has_workers and place < entry.place and self._num_placed_since(entry) > 0
+        return entry.has_workers and num_before < entry.num_before and self._num_placed_since(entry) > 0
 
     def _patience_without_workers_s(self, entry: QueueEntry[T], now: float) -> float:
         """How long the entry may still wait for a worker. Time in which it waited for room does not count."""
@@ -216,8 +216,8 @@ class RequestQueue(Generic[T]):
         """When to call `past_deadline` and `out_of_patience` next; None while no request waits."""
         if not len(self._queue):
             return None
-        # A long interval between two looks counts as a standstill, so the queue must look at a fixed pace.
-        times = [self._looked_at + self._pace_s / LOOKS_PER_PACE]
+        # A long time between two readings of the clock counts as a standstill, so they need a fixed pace.
+        times = [self._checked_at + self._pace_s / CHECKS_PER_PACE]
         if (first := self._first(self._deadlines)) is not None:
             times.append(first)
         if (first := self._first(self._patience_ends)) is not None:
@@ -270,8 +270,8 @@ class RequestQueue(Generic[T]):
         return len(list(islice(held_up, LOOK_AHEAD))) < LOOK_AHEAD
 
     def _too_late(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
-        """Refuses a request that would start too late even if the queue moved much faster than lately, and no other
-        request passed this one."""
+        """Refuses a request that would start too late even in a good case: the queue moves much faster than lately, and
+        no other request passes this one."""
         if entry.begin_by is None or self._is_any_hopeless or self._over_share:
             return None
         left_s = max(0.0, entry.begin_by - now)
@@ -301,9 +301,10 @@ class RequestQueue(Generic[T]):
         why = f": {entry.reason}" if entry.reason else ""
         return entry, Overloaded(f"{num_others} requests wait already{why}", self.retry_after_s(entry))
 
-    def _begin_patience(self, entry: QueueEntry[T], patience_s: float, place: int, now: float) -> None:
-        """The patience begins now, with `place` entries before this one."""
-        entry.place, entry.num_placed_then, entry.lost_workers_at = place, self._num_placed, -math.inf
+    def _begin_patience(self, entry: QueueEntry[T], patience_s: float, num_before: int, now: float) -> None:
+        """The patience begins now, with `num_before` entries before this one."""
+        entry.num_before, entry.num_placed_then = num_before, self._num_placed
+        entry.lost_workers_at = -math.inf
         self._watch_patience(entry, patience_s, now)
 
     def _watch_patience(self, entry: QueueEntry[T], patience_s: float, now: float) -> None:
@@ -319,7 +320,7 @@ class RequestQueue(Generic[T]):
             heappop(heap)
         return heap[0][0] if heap else None
 
-    def _forget_left(self) -> None:
+    def _shorten_heaps(self) -> None:
         """Frees most entries that left the queue, or all of them once the queue is empty."""
         for heap in (self._deadlines, self._patience_ends):
             if not len(self._queue):
@@ -329,7 +330,7 @@ class RequestQueue(Generic[T]):
                 heapify(heap)
 
     def _running(self, now: float) -> float:
-        self._looked_at = now
+        self._checked_at = now
         return self._standstill.running(now)
 
     def _advance(self, now: float) -> None:

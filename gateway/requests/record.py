@@ -112,7 +112,7 @@ class Tally:
     """received = finished + failed + rejected + aborted + waiting + running, at every moment.
 
     A `rejected` request was never placed on workers. A `failed` request was placed. An `aborted` request was ended
-    through its id, by its client's disconnect, by its deadline, or since its client read too slowly.
+    through its id, by its client's disconnect, by its deadline, or because its client read too slowly.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Tally:
 
     def migrated(self, cause: Cause) -> None:
         """The request gets another attempt: the last one ended for this cause, which may be a refusal. The metric
-        calls each of these a migration."""
+        calls every further attempt a migration."""
         self._counts[f"migrated_{cause.value}"] += 1
 
     @property

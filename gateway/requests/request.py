@@ -14,7 +14,7 @@ from gateway.text import TextStream
 
 
 def no_parser() -> AnswerParser | None:
-    """The parser of prompts that are not conversations: none."""
+    """The `new_parser` of prompts that are not conversations: their answers need no parser."""
     return None
 
 
@@ -82,7 +82,7 @@ class Delta:
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
-    """Clients get its `events`, or `shown_text`."""
+    """Clients get the delta's `events` or its `shown_text`, not this text itself."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: Finish | None = None
     prompt_logprobs: PackedLogprobs | None = None
@@ -95,7 +95,8 @@ class Delta:
         return self.text.replace(SPECIAL, "")
 
     def events(self, parser: AnswerParser | None) -> list[AnswerEvent]:
-        """The events that are certain after this delta. `parser`: the answer's, which must get all deltas, in order."""
+        """The events that are certain after this delta. `parser`: the answer's parser, which must get
+        all deltas, in order."""
         if parser is None:
             return [Text(self.text)] if self.text else []
         events = [*parser.push(self.text)]

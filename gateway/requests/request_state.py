@@ -31,7 +31,8 @@ from gateway.routing.cost import EXPECTED_NEW_TOKENS
 from gateway.routing.placement import Mode, Placement
 
 MAX_RECORDED_ATTEMPTS = 32
-"""How many of the latest attempts are kept. A request may have more, since refused ones have no limit."""
+"""How many of the latest attempts are kept. A request may have more: nothing limits the number of
+refused attempts."""
 
 
 DEADLINE_SLACK_S = 0.05

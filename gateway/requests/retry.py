@@ -70,10 +70,10 @@ class RetryState:
         self._num_given_back = 0
         self._last_failure: AttemptFailure | None = None
         self.num_attempts = 0
-        """All attempts, those that do not count included."""
+        """All attempts, including those that do not count."""
         self.seeking_since = now
         """When the request began to look for a place. If a worker gave the request back without progress, the
-        time there is added here, so that it does not count as time in the queue."""
+        time on that worker is added here, so that it does not count as time in the queue."""
 
     def route(
         self,

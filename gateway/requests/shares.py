@@ -38,6 +38,7 @@ PRESENT_S = 60.0
 
 
 PLENTY = 10**9
+"""The free slots of a worker that has not reported how many slots it has."""
 
 
 class HeldBack(NoRoom):
@@ -155,7 +156,7 @@ class CallerShares:
         return None
 
     def to_take_back(self, workers: Iterable[str], now: float) -> list[tuple[RequestState, AttemptFailure]]:
-        """Requests to take back from callers that hold too much: answers grew, or other callers appeared.
+        """Requests to take back from callers that hold too much, since answers grew or other callers appeared.
 
         Of each resource, only the caller that holds most loses requests. This increases the room of the other callers.
         """
@@ -212,8 +213,8 @@ class CallerShares:
         return states
 
     def _late_prompts(self, worker: str) -> Iterator[RequestState]:
-        """The requests to take back if they wait behind far too many prompts at a worker: the youngest of the
-        caller whose prompts take longest. This happens, for instance, if this caller was alone before.
+        """Requests to take back, since they wait behind far too many prompts at a worker: the youngest requests of the
+        caller whose prompts take longest. Such requests exist, for example, if this caller was alone before.
         """
         others, waiting = dict(self._prompts_at(worker)), defaultdict[str, list[RequestState]](list)
         for state in others:

@@ -37,19 +37,20 @@ Identity = bytes
 """The same for equal requests of one caller."""
 
 SUSPECT_LOSSES = 2
-MAX_LOSSES_AT_ONE_PLACE = 5
-"""After this many lost workers, a request is stopped. All its attempts and repetitions count together."""
+MAX_LOSSES_AT_ONE_TOKEN = 5
+"""After this many lost workers, a request is stopped. All attempts at equal requests count together."""
 MAX_LOSSES_IN_ALL = 8
 """After this many lost workers, a request is stopped even if it was not the only suspect on them."""
 MAX_FAILURES_OF_STEPS = 2
 """How many different workers must fail to compute a request before it is stopped."""
 MAX_BLAMED = 3
-"""If a worker cannot compute more requests than this, the worker itself is at fault."""
+"""If more requests than this fail on one worker, the worker itself is at fault."""
 REMEMBERED_S = 600.0
 """How long a request is remembered after its last loss or failure, or its last refusal."""
 TAKES_TURNS = "workers ended while they ran this request, so it must wait: such requests run one at a time"
 RECENT_S = 60.0
-"""Losses of workers that did not run a request count in its favour. They count from this long before its first loss."""
+"""A loss of a worker that did not run a request counts in the request's favour. Such losses count from this time
+before the request's first loss on."""
 MAX_KEPT = 1024
 MAX_LOSSES_KEPT = 64
 
@@ -64,7 +65,7 @@ class _Suspect:
     """How many workers ended in a row while the answer did not grow."""
     num_shared: int = 0
     """How many of these workers may have run another suspect instead."""
-    place: int = 0
+    num_tokens: int = 0
     """How many tokens the client had at the latest loss."""
     failed_at: set[str] = field(default_factory=set)
     """Incarnations of workers that could not compute the request."""
@@ -74,12 +75,12 @@ class _Suspect:
 class WorkerLoss:
     """Which requests a worker had when it ended."""
 
-    places: Mapping[Identity, int]
+    running: Mapping[Identity, int]
     """Requests that ran, each with the number of tokens that its client had."""
-    had: frozenset[Identity]
+    ever_placed: frozenset[Identity]
     """These requests, and requests that were on the worker in an earlier attempt."""
     ran_alone: Identity | None = None
-    """The suspect that ran there, if it was the only one of all gateways."""
+    """The suspect that ran on the worker, if no other suspect of any gateway ran there; else None."""
 
 
 class Suspects:
@@ -129,10 +130,10 @@ class Suspects:
             self._at_turn = None
         return is_over
 
-    def got_further(self, identity: Identity, place: int) -> bool:
-        """The answer has `place` tokens now. Returns True if another suspect may run now."""
+    def got_further(self, identity: Identity, num_tokens: int) -> bool:
+        """The answer has `num_tokens` tokens now. Returns True if another suspect may run now."""
         suspect = self._suspects.get(identity)
-        if suspect is None or not suspect.num_losses or place <= suspect.place + 1:
+        if suspect is None or not suspect.num_losses or num_tokens <= suspect.num_tokens + 1:
             return False
         self.cleared(identity)
         return self.end_turn(identity)
@@ -149,17 +150,17 @@ class Suspects:
     def worker_lost(self, loss: WorkerLoss, now: float) -> tuple[Identity, HarmfulRequest] | None:
         """A worker ended. Returns the request that is stopped because of this, and the error for it."""
         self._expire(now)
-        self._losses.append((now, loss.had))
-        for identity, place in loss.places.items():
+        self._losses.append((now, loss.ever_placed))
+        for identity, num_tokens in loss.running.items():
             suspect = self._touch(identity, now)
             # One more token is no progress: in each attempt, the prefill worker brings one.
-            is_same_place = suspect.num_losses > 0 and 0 <= place - suspect.place <= 1
-            if not is_same_place:
+            is_same_token = suspect.num_losses > 0 and 0 <= num_tokens - suspect.num_tokens <= 1
+            if not is_same_token:
                 suspect.num_losses, suspect.num_shared, suspect.first_at = 0, 0, now
             suspect.num_shared += suspect.num_losses >= SUSPECT_LOSSES and identity != loss.ran_alone
             suspect.num_losses += 1
-            suspect.place = place
-        blamed = [name for name in loss.places if self._has_lost_too_many(name)]
+            suspect.num_tokens = num_tokens
+        blamed = [name for name in loss.running if self._has_lost_too_many(name)]
         if len(blamed) != 1:
             return None
         num_losses = self._suspects[blamed[0]].num_losses
@@ -197,11 +198,11 @@ class Suspects:
         if (suspect := self._suspects.get(identity)) is None:
             return False
         num_certain = suspect.num_losses - suspect.num_shared
-        return num_certain >= MAX_LOSSES_AT_ONE_PLACE or suspect.num_losses >= MAX_LOSSES_IN_ALL
+        return num_certain >= MAX_LOSSES_AT_ONE_TOKEN or suspect.num_losses >= MAX_LOSSES_IN_ALL
 
     def _num_lost_without(self, identity: Identity) -> int:
         since = self._suspects[identity].first_at - RECENT_S
-        return sum(at >= since and identity not in had for at, had in self._losses)
+        return sum(at >= since and identity not in requests for at, requests in self._losses)
 
     def _stop(self, identity: Identity, why: str, what: str, now: float) -> HarmfulRequest:
         self.counts[why] += 1

@@ -83,7 +83,7 @@ class RequestTimes:
     """Collects the times of one request. Every `now` is the gateway's clock."""
 
     def __init__(self, arrived_at: float, preprocess_s: float, window: LatencyWindow) -> None:
-        """`window`: of all requests; gets the times of this request's tokens."""
+        """`window`: the latencies of all requests, which also gets those of this request."""
         self._arrived_at = arrived_at
         self._window = window
         self._delivered_at = array("d")
@@ -109,7 +109,7 @@ class RequestTimes:
         if not self._delivered_at:
             return None
         assert self._first_placement is not None
-        computed, waited_s = _who_computed(self._first_placement, self._first_worker, self._first_stages)
+        computed, waited_s = _stages_of_prompt(self._first_placement, self._first_worker, self._first_stages)
         ttft_s = self._delivered_at[0] - self._arrived_at
         return _cut(ttft_s, self._queue_s, self._failed_s, computed, waited_s)
 
@@ -196,41 +196,41 @@ def split_handover(gap_s: float, stages: StageTimes, exposed_s: float | None) ->
     worker reported, or None.
     """
     first_step_s = min(gap_s, stages.first_step_s)
-    left_s = gap_s - first_step_s
-    transfer_exposed_s = left_s if exposed_s is None else min(left_s, exposed_s)
+    rest_s = gap_s - first_step_s
+    transfer_exposed_s = rest_s if exposed_s is None else min(rest_s, exposed_s)
     return HandoverParts(
         transfer_exposed_s=transfer_exposed_s,
         first_step_s=first_step_s,
-        gateway_s=left_s - transfer_exposed_s,
+        gateway_s=rest_s - transfer_exposed_s,
     )
 
 
-def _who_computed(
+def _stages_of_prompt(
     placement: Placement, brought_by: str, stages: Mapping[str, StageTimes]
 ) -> tuple[StageTimes, float]:
     """The stage times of the worker that computed the prompt, and how long the other worker then waited for KV.
 
-    The other worker's reported wait began earlier. So the times of the computing worker are subtracted from
-    it.
+    The other worker's reported wait contains the time in which the prompt waited and was computed, so this time
+    is subtracted.
     """
-    bringer = stages.get(brought_by, StageTimes())
-    if brought_by != placement.decode or placement.prefill is None or bringer.prefill_s:
-        return bringer, bringer.transfer_s
+    first = stages.get(brought_by, StageTimes())
+    if brought_by != placement.decode or placement.prefill is None or first.prefill_s:
+        return first, first.transfer_s
     computed = stages.get(placement.prefill, StageTimes())
-    return computed, bringer.transfer_s - computed.queue_s - computed.prefill_s
+    return computed, first.transfer_s - computed.queue_s - computed.prefill_s
 
 
 def _cut(ttft_s: float, queue_s: float, failed_s: float, computed: StageTimes, waited_s: float) -> TtftParts:
     """Divides `ttft_s`. The gateway's measurements are subtracted first, then each reported time, but never
     more than remains. A negative time counts as 0."""
-    left_s = ttft_s - queue_s - failed_s
+    rest_s = ttft_s - queue_s - failed_s
     fitting = []
     for reported_s in (computed.prefill_s, computed.queue_s, waited_s):
-        fitting.append(min(left_s, max(0.0, reported_s)))
-        left_s -= fitting[-1]
+        fitting.append(min(rest_s, max(0.0, reported_s)))
+        rest_s -= fitting[-1]
     prefill_s, worker_queue_s, transfer_exposed_s = fitting
     return TtftParts(
-        gateway_s=left_s,
+        gateway_s=rest_s,
         queue_s=queue_s,
         failed_attempts_s=failed_s,
         worker_queue_s=worker_queue_s,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gateway import GatewayError
-from gateway.requests.suspects import MAX_LOSSES_AT_ONE_PLACE
+from gateway.requests.suspects import MAX_LOSSES_AT_ONE_TOKEN
 from tests.e2e.worker_faults import (
     Question,
     Tally,
@@ -47,7 +47,7 @@ async def send(cluster: FragileCluster, poison: int) -> str:
 
 @pytest.mark.parametrize(
     ("poison", "max_ends"),
-    [(KILLS_WORKERS, MAX_LOSSES_AT_ONE_PLACE), pytest.param(BREAKS_STEPS, 0, marks=pytest.mark.by_hand)],
+    [(KILLS_WORKERS, MAX_LOSSES_AT_ONE_TOKEN), pytest.param(BREAKS_STEPS, 0, marks=pytest.mark.by_hand)],
 )
 def test_c56_a_poison_sent_ten_times_costs_few_workers_and_bystanders_nothing(
     poison: int, max_ends: int, tmp_path: Path

@@ -1,6 +1,6 @@
 """Invariants: what must hold after every event, and what at rest. A `Violation` names the broken promise."""
 
-from gateway.requests.suspects import MAX_LOSSES_AT_ONE_PLACE, MAX_LOSSES_IN_ALL
+from gateway.requests.suspects import MAX_LOSSES_AT_ONE_TOKEN, MAX_LOSSES_IN_ALL
 from kv_transfer.consumer.remote_pools import READ_TIMEOUT_S
 from kv_transfer.protocol.outgoing import OutgoingState
 from simulator.fleet import SimFleet
@@ -86,7 +86,7 @@ class Invariants:
     def _check_poison(self) -> None:
         """It costs few workers, however often it comes, and it costs no other request anything."""
         # A second gateway first sees workers end that it sent nothing, and suspects of both share some workers.
-        each = MAX_LOSSES_AT_ONE_PLACE if len(self._gateways) == 1 else MAX_LOSSES_IN_ALL
+        each = MAX_LOSSES_AT_ONE_TOKEN if len(self._gateways) == 1 else MAX_LOSSES_IN_ALL
         counts, limit = self._world.counts, each * len(self._gateways)
         num_killed, num_stopped = counts["fault poison killed"], counts["path stopped"]
         expect("poison is stopped", num_killed <= limit, f"{num_killed} workers ended")

@@ -8,7 +8,7 @@ import pytest
 
 from baton.config import KVTransferConfig, SchedulerConfig
 from baton.worker import WorkerRole
-from gateway.requests.suspects import MAX_LOSSES_AT_ONE_PLACE, Suspects
+from gateway.requests.suspects import MAX_LOSSES_AT_ONE_TOKEN, Suspects
 from kv_transfer.protocol.transports import ZMQ_TCP
 from simulator.fleet import SimFleet
 from simulator.gateway import RequestEnd, RequestSpec, SimGateway
@@ -85,7 +85,7 @@ def test_c56_no_innocent_is_taken_for_the_poison_of_another_gateway(seed: int) -
     """In these seeds, an innocent request of one gateway is on each worker that the other gateway's poison ends."""
     result = run.play(seed)
     assert result.violation is None, result.replay
-    assert result.counts["fault poison killed"] > MAX_LOSSES_AT_ONE_PLACE
+    assert result.counts["fault poison killed"] > MAX_LOSSES_AT_ONE_TOKEN
     assert result.counts["path suspect refused"]
 
 
@@ -99,5 +99,5 @@ def test_c56_two_accidents_that_meet_one_request_look_like_its_fault() -> None:
 
 def test_c56_a_poison_that_comes_again_ends_few_workers_in_all() -> None:
     world, gateway = play(1, kill_every_s=0.0, num_poisons=10)
-    assert world.counts["fault poison killed"] == MAX_LOSSES_AT_ONE_PLACE
+    assert world.counts["fault poison killed"] == MAX_LOSSES_AT_ONE_TOKEN
     assert gateway.ended == {RequestEnd.DONE: NUM_STREAMS, RequestEnd.ERROR: 10}
