@@ -178,7 +178,7 @@ def _warm_router(policy: str, num_workers: int) -> Router:
         blocks = KVBlockCounts(8192, 6000, 0, 0)
         router.on_status(WorkerStatus(ref, role, WorkerState.READY, blocks, counts, {}, load=load))
         has_it = number % 8 < 2
-        router.kv_events(name, KVEvents(0, True, b"", stored if has_it else b""))
+        router.on_kv_events(name, KVEvents(0, True, b"", stored if has_it else b""))
     return router
 
 

@@ -156,7 +156,7 @@ class SimGateway:
         self._handle(WorkerOutputs(worker, outputs))
 
     def on_kv_events(self, worker: str, events: KVEvents) -> None:
-        self.router.kv_events(worker, events)
+        self.router.on_kv_events(worker, events)
 
     # events from clients
 

@@ -212,7 +212,7 @@ class TimedFleet:
             self._soon(partial(self._follow, name, events))
 
     def _follow(self, name: str, events: KVEvents) -> None:
-        is_followed = self._router.kv_events(name, events)
+        is_followed = self._router.on_kv_events(name, events)
         assert is_followed, "nothing is lost here"
 
     # workers

@@ -5,7 +5,7 @@ from baton.v1 import cluster_service_pb2 as pb
 from baton.worker import KVPeerCounts, WorkerStatus
 from gateway.grpc.convert import filled
 from gateway.requests.dispatcher import Dispatcher
-from gateway.workers.fleet_view import ControllerView, WorkerView, in_order
+from gateway.workers.fleet_view import ControllerView, WorkerView, name_key
 
 
 def worker_to_message(view: WorkerView) -> pb.Worker:
@@ -44,7 +44,7 @@ def node_to_message(node: NodeDescription) -> pb.Node:
         pb.Node,
         node,
         resources=dict(node.resources),
-        workers=sorted(node.workers, key=in_order),
+        workers=sorted(node.workers, key=name_key),
     )
 
 

@@ -40,8 +40,8 @@ class AvoidedPairs:
         return frozenset(pair for pair, failure in self._failures.items() if now < failure.avoided_until)
 
     def placed(self, pair: Pair, now: float) -> None:
-        """A request tries the pair. If the pair's pause was over, a new pause begins, so that only one
-        request tries."""
+        """A request tries the pair. If the pair's pause was over, a new pause begins, so that no other
+        request tries the pair."""
         failure = self._failures.get(pair)
         if failure is not None and now >= failure.avoided_until:
             failure.avoided_until = now + failure.pause_s

@@ -19,8 +19,8 @@ the shorter of two prompts first (scheduler/order.py), so the longer prompt wait
 adds at most one step of the other tokens on P, since the step in progress is not interrupted. The sum is
 divided by the prefill rate.
 
-When prefill workers are compared with each other, all waiting tokens count, since later prompts may also pass
-this one. So the load is even.
+When prefill workers are compared with each other, all waiting tokens count, since later prompts may pass this
+one, too. So all prefill workers get equal load.
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ HANDOVER_S = 0.005
 """Fixed cost of a hand-over of any size; see the hand-over benchmark."""
 
 EXPECTED_NEW_TOKENS = 128
-"""Assumed length of an answer with a higher limit: its real length is unknown, and limits are rarely met."""
+"""Assumed length of an answer whose limit is higher. The real length is unknown, and few answers reach their limit."""
 
 NEAR = 4
-"""A prompt probably delays a request on D whose KV comes within this many times the prompt's own time. The margin is
+"""A prompt on D probably delays a request whose KV arrives within this many times the prompt's own time. The margin is
 large, since the times of single hand-overs are not known."""
 
 DEFAULT_SCHEDULER = SchedulerConfig()
@@ -66,9 +66,9 @@ class CostModel:
     """The fleet's rates, and the terms of the cost that follow from them."""
 
     def __init__(self, scheduler: SchedulerConfig) -> None:
-        """`scheduler`: the workers' configuration. With `policy: priority`, a prompt also waits on a prefill
-        worker for all earlier prompts."""
-        self._is_by_work = scheduler.policy == "fcfs"
+        """`scheduler`: the workers' configuration. With `policy: priority`, `order` of a prefill worker
+        counts all earlier prompts completely."""
+        self._shorter_first = scheduler.policy == "fcfs"
         self.links = LinkRates()
         self._prefill_rate = MovingAverage()
         self._decode_step = StepTime()
@@ -90,8 +90,8 @@ class CostModel:
         """`load_s`: how long it takes until all KV that requests on D wait for has arrived."""
         compute_s, num_loads = self.compute_s(decode, need), decode.num_requests - decode.num_here
         near = NEAR * compute_s / load_s if load_s > NEAR * compute_s else 1.0
-        damage = 1 + decode.num_here + near * num_loads
-        return self.wait_s(decode) + compute_s * damage + self.decode_s(decode, need)
+        num_delayed = 1 + decode.num_here + near * num_loads
+        return self.wait_s(decode) + compute_s * num_delayed + self.decode_s(decode, need)
 
     def prefill_s(self, prefill: WorkerEstimate, need: Need) -> float:
         """The part of `pair_s` that is the same for every decode worker."""
@@ -103,7 +103,7 @@ class CostModel:
         return self._late_s(decode, need, per_token_s, 0.0) + self.decode_s(decode, need)
 
     def order_s(self, prefill: WorkerEstimate, need: Need) -> float:
-        if not self._is_by_work:
+        if not self._shorter_first:
             return self.wait_s(prefill)
         in_order = prefill.num_tokens_in_order(need.num_missing(prefill.name))
         in_progress = min(prefill.step_tokens, prefill.num_waiting_tokens - in_order)

@@ -82,7 +82,8 @@ class Placement:
     decode: str
     is_fallback: bool = False
     reason: str = ""
-    """Why there is no hand-over, in a few words: `asked for`, `short prompt`, `no prefill worker` ..."""
+    """Why there is no hand-over, in a few words: `asked for`, `short prompt`, `no prefill worker` ... Empty
+    with a hand-over."""
     num_prefill_tokens: int = 0
     """Prompt tokens that the computing worker does not have yet, as far as the router knows."""
     num_transfer_tokens: int = 0

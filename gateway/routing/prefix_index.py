@@ -22,7 +22,8 @@ Key = int
 """60 bits of a block's hash."""
 
 MAX_SHARED_SETS = 65_536
-"""How many sets of workers are stored only once. More sets only cost more memory."""
+"""Up to this number of different sets, equal sets are one object. With more, some sets are stored more than once, which
+only costs memory."""
 
 MAX_NAMED_SETS = 1024
 
@@ -108,21 +109,21 @@ class PrefixIndex:
     def lookup(self, keys: Iterable[Key]) -> dict[str, int]:
         """For each worker, how many leading blocks of a chain it has without a gap. Leaves out workers
         without any."""
-        get, alive, depth, former = self._holders.get, self._present, 0, None
+        get, matching, depth, previous = self._holders.get, self._present, 0, None
         found: dict[str, int] = {}
         for key in keys:
             holders = get(key, 0)
-            if holders is not former:  # rarely true, since equal sets are one object
-                former = holders
-                remaining = holders & alive
-                if depth and remaining != alive:
-                    self._note(found, alive ^ remaining, depth)
+            if holders is not previous:  # rarely true, since equal sets are one object
+                previous = holders
+                remaining = holders & matching
+                if depth and remaining != matching:
+                    self._note(found, matching ^ remaining, depth)
                 if not remaining:
                     return found
-                alive = remaining
+                matching = remaining
             depth += 1
         if depth:
-            self._note(found, alive, depth)
+            self._note(found, matching, depth)
         return found
 
     def check_integrity(self) -> None:
@@ -179,7 +180,7 @@ class PrefixIndex:
         place.log.extend(keys)
 
     def _remove(self, place: _Place, keys: Iterable[Key]) -> None:
-        holders_of, shared, bit, num_gone = self._holders, self._shared_sets, place.bit, 0
+        holders_of, shared, bit, num_removed = self._holders, self._shared_sets, place.bit, 0
         for key in keys:
             holders = holders_of.get(key, 0)
             if not holders & bit:
@@ -189,8 +190,8 @@ class PrefixIndex:
                 holders_of[key] = shared.setdefault(holders, holders)
             else:
                 del holders_of[key]
-            num_gone += 1
-        place.num_blocks -= num_gone
+            num_removed += 1
+        place.num_blocks -= num_removed
 
     def _shorten_log(self, place: _Place, num_keys: int) -> None:
         """Limits the log to two or three times the number of stored blocks. Looks at `num_keys` keys."""

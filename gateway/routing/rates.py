@@ -16,7 +16,7 @@ SHARE_OF_REQUEST = 0.02
 After that, a tenth of this share is the minimum, so that a request always has a cost."""
 
 MIN_SPREAD = 0.5
-"""If the number of requests per step has a smaller variance, a slope would be noise."""
+"""With a smaller variance of the number of requests per step, no slope is fitted, since it would be noise."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Router: chooses the workers of each request; pure logic, so that a simulator can run it too.
 
-The router gets the workers' reports (`on_status`, `on_worker_lost`, `kv_events`), the gateway's actions
+The router gets the workers' reports (`on_status`, `on_worker_lost`, `on_kv_events`), the gateway's actions
 (`sent`, `ended`) and measurements (`measured`). `route` returns a placement. The router has no clock: all its
 times are durations that workers reported.
 """
@@ -112,7 +112,7 @@ class Router:
         worker.on_status(status)
         self._costs.on_status(status)
         if (worker.service, worker.block_size) != before:
-            self._note_change()
+            self._list_able_workers()
 
     def on_worker_lost(self, name: str) -> None:
         """The worker is lost, silent or removed. It gets no requests until its next status. Unknown names are
@@ -121,11 +121,11 @@ class Router:
         self._index.forget(name)
         if worker := self._workers.get(name):
             worker.is_gone = True
-            self._note_change()
-            self._drop_if_over(worker)
+            self._list_able_workers()
+            self._drop_if_gone(worker)
 
-    def kv_events(self, worker: str, events: KVEvents) -> bool:
-        """Applies changes of a worker's prefix cache. False if earlier changes are missing: subscribe again."""
+    def on_kv_events(self, worker: str, events: KVEvents) -> bool:
+        """Applies changes of a worker's prefix cache. Returns False if earlier changes are missing: subscribe again."""
         return self._index.apply(worker, events)
 
     def lacks_kv_listing(self, worker: str) -> bool:
@@ -142,9 +142,9 @@ class Router:
 
     def ended(self, worker: str, placement: Placement) -> None:
         """A sub-request that was `sent` has ended, in any way. Call this once for each sub-request."""
-        snapshot = self._workers[worker]
-        snapshot.ended(placement, are_hits_known=self._follows_kv)
-        self._drop_if_over(snapshot)
+        estimate = self._workers[worker]
+        estimate.ended(placement, are_hits_known=self._follows_kv)
+        self._drop_if_gone(estimate)
 
     def measured(self, placement: Placement, times: StageTimes) -> None:
         """Learns from the times of a placement's finished decode request."""
@@ -207,7 +207,7 @@ class Router:
         if not (decodes := _with_room(able, num_tokens + 1)):
             raise _no_room(able, num_tokens)
         num_new_tokens = min(query.max_new_tokens, EXPECTED_NEW_TOKENS)
-        _raise_if_none_may(query, decodes)
+        _raise_if_all_refused(query, decodes)
         need = Need(num_tokens, num_new_tokens, self._hits(query) if self._follows_kv else {})
         placement = self._place(query, mode, need, prefills, decodes)
         if query.refusal_at(placement.decode) is None:
@@ -326,20 +326,20 @@ class Router:
         start = self._turn % len(able) if able else 0
         return able[start:] + able[:start]
 
-    def _note_change(self) -> None:
+    def _list_able_workers(self) -> None:
         for role in WorkerRole:
             able = [worker for worker in self._workers.values() if worker.service is role]
             self._able[role] = sorted(able, key=lambda worker: worker.name)
         self._block_sizes = {worker.block_size for workers in self._able.values() for worker in workers}
 
-    def _drop_if_over(self, worker: WorkerEstimate) -> None:
+    def _drop_if_gone(self, worker: WorkerEstimate) -> None:
         """Drops a lost worker once its requests have ended."""
         if worker.is_gone and not worker.sub_requests:
             del self._workers[worker.name]
             self._costs.links.forget(worker.name)
 
 
-def _raise_if_none_may(query: RouteQuery, decodes: list[WorkerEstimate]) -> None:
+def _raise_if_all_refused(query: RouteQuery, decodes: list[WorkerEstimate]) -> None:
     """Raises the query's first refusal if it refuses all decode workers. To be called before costs are computed, which
     takes longer."""
     first: RequestError | None = None
@@ -371,7 +371,7 @@ def _with_room(decodes: list[WorkerEstimate], num_tokens: int) -> list[WorkerEst
     """Workers with a slot and enough free blocks. If there are none, workers without requests of this gateway. If no
     worker can ever hold this many tokens, all workers.
 
-    So each gateway may have one request in a worker's own queue, whose order is fair. Without this rule, a
+    By the second rule, each gateway may have one request in a worker's own queue, whose order is fair. Without it, a
     gateway that learns of free room later than other gateways would never get room. A worker that never frees
     some of its blocks would never get a request again.
     """

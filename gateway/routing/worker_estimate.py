@@ -9,7 +9,7 @@ A worker reports twice a second, and other gateways may also send it requests. S
 A request has no blocks yet if it was sent after the latest report. If the report counts fewer requests with
 blocks than were sent, the youngest requests have no blocks.
 
-The estimate of free blocks is rather too low than too high. A prompt counts with all its blocks, even if it
+The estimate of free blocks is too low rather than too high. A prompt counts with all its blocks, even if it
 shares some of them. An ended request returns no block that it may share. For example, a request has 10
 blocks, of which the worker had cached 4 when the request arrived. Another request found a cached prefix of 6
 blocks on this worker. These 6 blocks may be blocks of the first request, so the first request returns only 4
@@ -30,7 +30,8 @@ UNKNOWN_STEP_TOKENS = 128
 FEWEST_AHEAD = 2
 SLOTS_PER_AHEAD = 4
 """A worker gets more requests than it has slots: one more for every four slots, and at least two more. Prefill workers
-compute their prompts before a slot is free. With many more, answers would stall after token 0 until a slot is free."""
+compute the prompts of the additional requests before a slot is free. With many more of these requests, answers would
+stall after token 0 until a slot is free."""
 
 
 class WorkerEstimate:
@@ -118,7 +119,7 @@ class WorkerEstimate:
         self._hit_blocks[id(placement)] = self._num_hit_blocks(placement)
         self._num_own_tokens += self._tokens(placement)
         self._since_report.add(id(placement))
-        self._num_loads_since_report += self._loads(placement)
+        self._num_loads_since_report += self._is_load(placement)
         self._refresh()
 
     def ended(self, placement: Placement, *, are_hits_known: bool) -> None:
@@ -129,7 +130,7 @@ class WorkerEstimate:
         del self.sub_requests[id(placement)]
         if id(placement) in self._since_report:
             self._since_report.remove(id(placement))
-            self._num_loads_since_report -= self._loads(placement)
+            self._num_loads_since_report -= self._is_load(placement)
         if had_blocks and are_hits_known:
             self._num_freed += max(0, placement.num_decode_blocks - max(self._hit_blocks.values()))
         del self._hit_blocks[id(placement)]
@@ -142,9 +143,9 @@ class WorkerEstimate:
 
     @property
     def has_slot(self) -> bool:
-        """Whether a slot is free, or soon free. Also true while this gateway has less than half of the requests that
-        the worker may have: in a busy fleet, other gateways learn first that their requests have ended, and would keep
-        all slots."""
+        """Whether a slot is free, or will be free soon. Also true while this gateway has less than half of the requests
+        that the worker may have. Otherwise, in a busy fleet, other gateways would keep all slots: each gateway is the
+        first to learn that its own requests have ended."""
         return self.num_requests < self._most_requests or 2 * len(self.sub_requests) < self._most_requests
 
     @property
@@ -178,11 +179,11 @@ class WorkerEstimate:
         num_loads = self.status.requests.waiting_for_remote_kvs + self._num_loads_since_report
         self.num_here = max(0, self.num_requests - num_loads)
         self.num_waiting_tokens = self._num_waiting_tokens()
-        spoken_for = sum(
+        num_awaited = sum(
             sub_request.num_decode_blocks for sub_request in self._youngest(self._num_without_blocks())
         )
         growth = self.num_requests * self._groups.num_groups
-        self.room = self.status.kv_blocks.free - spoken_for + self._num_freed - growth
+        self.room = self.status.kv_blocks.free - num_awaited + self._num_freed - growth
 
     def _num_without_blocks(self) -> int:
         counts = self.status.requests
@@ -206,7 +207,7 @@ class WorkerEstimate:
         reported += sum(self._tokens(sub_request) for sub_request in self._youngest(num_unseen))
         return min(reported, self._num_own_tokens + self._num_others_tokens)
 
-    def _loads(self, sub_request: Placement) -> bool:
+    def _is_load(self, sub_request: Placement) -> bool:
         """Whether this worker gets the prompt's KV from a prefill worker."""
         return sub_request.prefill is not None and sub_request.decode == self.name
 

@@ -84,8 +84,8 @@ class _Controller:
         self.latest = ControllerView("none" if control is None else "away")
 
     def begin_to_ask(self) -> "asyncio.Task[None] | None":
-        """Asks the controller in a task; returns the task. None if the latest answer is recent, or without
-        controller.
+        """Asks the controller in a task, and returns the task. Returns None if the latest answer is recent, or if there
+        is no controller.
         """
         if self._asking is not None and not self._asking.done():
             return self._asking

@@ -53,8 +53,8 @@ class LiveFeed:
     async def watch(self) -> AsyncGenerator[Edition, None]:
         """Yields the latest edition at once, then one edition every INTERVAL_S.
 
-        The first viewer that is due makes the edition. A slow viewer misses editions; they are not kept for
-        it. Raises Overloaded at the beginning if there are already MAX_VIEWERS viewers.
+        In each interval, the first viewer that continues makes the edition. A slow viewer misses editions; they are
+        not kept for it. Raises Overloaded at the beginning if there are already MAX_VIEWERS viewers.
         """
         with self._viewers.hold():
             edition = await self.latest()

@@ -1,9 +1,9 @@
-"""LoopLag: measures how late an event loop runs its timers; all its tasks may have to wait this long."""
+"""LoopLag: measures how late an event loop runs its timers. Every task of the loop may have to wait this long."""
 
 import asyncio
 from collections.abc import Callable
 
-LOOK_INTERVAL_S = 0.02
+CHECK_INTERVAL_S = 0.02
 """The measured length of a stall is too short by at most this time."""
 REPORT_INTERVAL_S = 0.25
 LONGEST_S = 60.0
@@ -27,21 +27,21 @@ class LoopLag:
         loop = asyncio.get_running_loop()
         self._report_at = loop.time() + REPORT_INTERVAL_S
         self._minute_ends_at = loop.time() + LONGEST_S
-        self._schedule(loop, loop.time() + LOOK_INTERVAL_S)
+        self._schedule(loop, loop.time() + CHECK_INTERVAL_S)
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     def _schedule(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        self._timer = loop.call_at(due, self._look, loop, due)
+        self._timer = loop.call_at(due, self._check, loop, due)
 
-    def _look(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+    def _check(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
         now = loop.time()
         self._worst_s = max(self._worst_s, now - due)
         if now >= self._report_at:
             self._report(now)
-        self._schedule(loop, now + LOOK_INTERVAL_S)
+        self._schedule(loop, now + CHECK_INTERVAL_S)
 
     def _report(self, now: float) -> None:
         if now >= self._minute_ends_at:

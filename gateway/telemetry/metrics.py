@@ -1,6 +1,6 @@
 """GatewayMetrics: counters and histograms of a gateway's requests and calls, in a registry of their own.
 
-A metric whose name, without the prefix, equals a name of vLLM has the same meaning. docs/observability.md
+A metric whose name, without the prefix, equals the name of a metric of vLLM has the same meaning. docs/observability.md
 lists both names.
 """
 
@@ -156,7 +156,7 @@ class GatewayMetrics:
 
     def _count_outcome(self, record: RequestRecord) -> None:
         caller = self._caller(record.caller.name)
-        for outcome in Outcome:  # all, so that a rate over the outcomes has all its parts
+        for outcome in Outcome:  # adds 0 to the others, so that a rate over all outcomes has all its parts
             self._outcomes.add(outcome is record.outcome, record.api, outcome.value, caller)
         if record.outcome is Outcome.ABORTED:
             self._success["abort"].inc()

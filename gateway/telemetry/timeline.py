@@ -69,14 +69,14 @@ def _attempt(record: RequestRecord, attempt: Attempt, began_s: float, ended_s: f
 
 
 def _until_first_token(record: RequestRecord, began_s: float, ended_s: float) -> list[TimelineStage]:
-    """Stages of the attempt that brought the first token."""
+    """The stages until the first token; none if another attempt brought this token."""
     parts, ttft_s = record.ttft_parts, record.ttft_s
     if parts is None or ttft_s is None or not began_s < ttft_s <= ended_s:
         return []
-    computes_s = began_s + parts.worker_queue_s
+    prefill_began_s = began_s + parts.worker_queue_s
     return [
-        TimelineStage(name="worker_queue", began_s=began_s, ended_s=computes_s),
-        TimelineStage(name="prefill", began_s=computes_s, ended_s=computes_s + parts.prefill_s),
+        TimelineStage(name="worker_queue", began_s=began_s, ended_s=prefill_began_s),
+        TimelineStage(name="prefill", began_s=prefill_began_s, ended_s=prefill_began_s + parts.prefill_s),
     ]
 
 

@@ -30,6 +30,6 @@ def tracing_for(config: GatewayConfig, model_name: str, instance: str) -> "Traci
 
 
 def check_tracing(config: GatewayConfig) -> None:
-    """Raises ConfigError where `tracing_for` would."""
+    """Raises ConfigError in the cases in which `tracing_for` would."""
     if (tracing := tracing_for(config, "", "")) is not None:
         tracing.close()

@@ -20,7 +20,7 @@ from gateway.workers.worker_listener import LossCause, WorkerListener
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.01
+_CHECK_EVERY_S = 0.01
 
 
 class WorkerConnections:
@@ -114,7 +114,7 @@ class WorkerConnections:
         while (client := self.client(name)) and client.status and not client.is_lost:
             if client.status.role is role:
                 return
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_CHECK_EVERY_S)
 
     async def stop(self) -> None:
         while self._tasks:  # workers may come and leave until all connections have ended

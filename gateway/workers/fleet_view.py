@@ -77,19 +77,19 @@ def views_of(clients: Iterable[WorkerClient], replicas: Iterable[ReplicaDescript
     missing = {replica.name: replica for replica in replicas}
     views = [_of_client(client, missing.pop(client.name, None)) for client in clients]
     views += [_of_replica(replica) for replica in missing.values()]
-    return sorted(views, key=lambda view: in_order(view.name))
+    return sorted(views, key=lambda view: name_key(view.name))
 
 
-def in_order(name: str) -> tuple[str, int, str]:
-    """Sorts numbered names by their number: `w2` before `w10`."""
+def name_key(name: str) -> tuple[str, int, str]:
+    """The sort key of a name. Numbered names are sorted by their number: `w2` before `w10`."""
     match = re.fullmatch(r"(\D*)(\d+)", name)
     return (match[1], int(match[2]), "") if match else (name, -1, name)
 
 
 def _of_client(client: WorkerClient, replica: ReplicaDescription | None) -> WorkerView:
     state = client.state.value
-    is_heard = client.status is not None and not client.is_lost
-    if not is_heard and replica is not None and replica.state in _WITHOUT_PROCESS:
+    is_reachable = client.status is not None and not client.is_lost
+    if not is_reachable and replica is not None and replica.state in _WITHOUT_PROCESS:
         state = replica.state.value
     return WorkerView(
         name=client.name,

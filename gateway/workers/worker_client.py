@@ -49,7 +49,7 @@ Loss = tuple[LossCause, str]
 
 
 class WorkerClient:
-    """Exchanges messages with one incarnation of one worker until its end; `run` returns the reason."""
+    """Exchanges messages with one incarnation of one worker until this incarnation ends."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class WorkerClient:
         self._grace: AwakeTimer | None = None
         """Runs while a broken connection may still be restored."""
         self._timeout = AdaptiveTimeout(network.peer_timeout_s)
-        self._look_every_s = pace_of(self._timeout.least_s) / 2
-        self._standstill = Standstill(2 * self._look_every_s)
+        self._check_every_s = pace_of(self._timeout.least_s) / 2
+        self._standstill = Standstill(2 * self._check_every_s)
         self._received_at = 0.0
         """When the latest message arrived, on a clock that excludes standstills of this process."""
         self._is_reading = True
@@ -221,7 +221,7 @@ class WorkerClient:
                 await asyncio.sleep(READING_S)
                 if self._patience_left_s() <= 0.0:
                     self.lose(LossCause.SILENT, f"silent for {self._silent_s():.1f} s")
-            await asyncio.sleep(min(left_s, self._look_every_s) if left_s > 0.0 else self._look_every_s)
+            await asyncio.sleep(min(left_s, self._check_every_s) if left_s > 0.0 else self._check_every_s)
 
     def _patience_left_s(self) -> float:
         return self._timeout.limit_s(self._running_s()) - self._silent_s()
@@ -240,12 +240,12 @@ class WorkerClient:
                 self._timeout.on_message(self._silent_s(), self._running_s())
                 self._received_at = self._running_s()
             self._is_reading = False
-            if loss := await self._take(frames):
+            if loss := await self._handle(frames):
                 return loss
             self._received_at = self._running_s()
             self._is_reading = True
 
-    async def _take(self, frames: list[bytes]) -> Loss | None:
+    async def _handle(self, frames: list[bytes]) -> Loss | None:
         """Handles messages, in turns: to decode a message of 256 outputs takes 1 ms, or 7 ms with 20 log-probabilities
         each. Returns why the worker is lost, if a message shows this."""
         outputs: list[RequestOutput] = []
@@ -260,7 +260,7 @@ class WorkerClient:
                     outputs += more
                 case Heartbeat() as heartbeat:
                     await self._pass_on(outputs)
-                    if loss := self._take_heartbeat(heartbeat):
+                    if loss := self._on_heartbeat(heartbeat):
                         return loss
         await self._pass_on(outputs)
         return None
@@ -303,7 +303,7 @@ class WorkerClient:
             self.refusal = reason
             self.lose(LossCause.REFUSED, reason)
 
-    def _take_heartbeat(self, message: Heartbeat) -> Loss | None:
+    def _on_heartbeat(self, message: Heartbeat) -> Loss | None:
         """Handles a heartbeat. Returns why the worker is lost, if the heartbeat shows this."""
         if message.status.ref.incarnation != self.endpoint.ref.incarnation:
             return LossCause.RESTARTED, "restarted"

@@ -26,7 +26,8 @@ class LossCause(Enum):
     REPLACED = "replaced"
     """The controller lists another incarnation, and reported no death."""
     SESSION_LOST = "session_lost"
-    """Messages were lost, or the worker had ended this gateway's session. The worker itself serves on."""
+    """Messages were lost, or the worker had ended this gateway's session. The worker itself continues to
+    serve."""
     REFUSED = "refused"
     """The worker and the gateway have different secrets or versions."""
     LEFT = "left"
@@ -34,7 +35,7 @@ class LossCause(Enum):
 
 
 UNCOUNTED = frozenset({LossCause.REPLACED, LossCause.LEFT})
-"""What the controller does as planned does not count as a loss in metrics."""
+"""Causes that metrics do not count as losses, since the controller acted as planned."""
 
 
 class WorkerListener(Protocol):
@@ -52,5 +53,6 @@ class WorkerListener(Protocol):
         ...
 
     def on_worker_lost(self, worker: str, cause: LossCause, reason: str) -> None:
-        """No request on the worker will be answered. Called once, until the worker's next `on_status`."""
+        """No request on the worker will be answered. Called only once before the worker's next
+        `on_status`."""
         ...

@@ -28,7 +28,7 @@ from baton.messages.control import (
     WaitRolloutStep,
 )
 from baton.worker import WorkerRole
-from gateway.workers.fleet_view import in_order
+from gateway.workers.fleet_view import name_key
 
 R = TypeVar("R")
 
@@ -133,5 +133,5 @@ class FakeFleetControl:
         names = [description.name for description in self.fleet.replicas]
         for worker in workers:
             if worker not in names:
-                there = ", ".join(sorted(names, key=in_order)) or "none"
+                there = ", ".join(sorted(names, key=name_key)) or "none"
                 raise UnknownWorker(f"there is no worker {worker!r}; the fleet has {there}")

@@ -162,7 +162,7 @@ async def test_a_silent_worker_whose_successor_answers_later_is_one_loss() -> No
         assert listener.losses.get_nowait() == (LossCause.SILENT, "silent for 9.0 s")
         assert client.status is not None
         successor = replace(client.status, ref=replace(client.status.ref, incarnation="next"))
-        assert client._take_heartbeat(Heartbeat(successor, 1, 0)) == (LossCause.RESTARTED, "restarted")
+        assert client._on_heartbeat(Heartbeat(successor, 1, 0)) == (LossCause.RESTARTED, "restarted")
         client.lose(LossCause.RESTARTED, "restarted")
         assert listener.losses.empty()
         assert fleet.losses == {LossCause.SILENT: 1}

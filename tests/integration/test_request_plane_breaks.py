@@ -205,5 +205,5 @@ async def test_what_arrived_before_a_break_revives_no_worker(folder: Path) -> No
         heartbeat = Heartbeat(client.status, client._session.number, 0)
         for is_connected in (True, False):
             client._is_connected = is_connected
-            client._take_heartbeat(heartbeat)
+            client._on_heartbeat(heartbeat)
             assert client.is_lost is not is_connected

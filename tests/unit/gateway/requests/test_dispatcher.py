@@ -75,7 +75,7 @@ def test_a_request_ran_on_a_worker_until_its_part_there_ended() -> None:
     dispatcher.handle(outputs("p0", engine_id, 7, end=FinishReason.HANDED_OVER), 1.0)
     lost = [dispatcher._open.lost_with(status_of(worker)) for worker in ("p0", "d0")]
     assert [len(loss.running) for loss in lost] == [0, 1]
-    assert lost[0].ever_placed == lost[1].had
+    assert lost[0].ever_placed == lost[1].ever_placed
 
 
 def test_a_request_moves_when_the_loss_of_its_prefill_worker_leaves_it_without_any() -> None:

@@ -144,11 +144,11 @@ async def test_each_session_with_a_worker_gets_one_subscription_for_kv_events(
         client = driver.workers.client("d0")
         assert client is not None
         for session in (1, 2, 3):  # a new session means that the former one is lost
-            client._take_heartbeat(Heartbeat(status, session, 0))
+            client._on_heartbeat(Heartbeat(status, session, 0))
             assert sent == [SubscribeKVEvents(session)], "not in the former session, and not twice"
             sent.clear()
             driver.on_kv_events("d0", KVEvents(0, True, b"", b""))
-            client._take_heartbeat(Heartbeat(status, session, 0))
+            client._on_heartbeat(Heartbeat(status, session, 0))
             assert not sent, "the listing has arrived"
     finally:
         await driver.stop()

@@ -32,7 +32,7 @@ def report_blocks(
     """The worker has the first tokens of it in its prefix cache."""
     hashes = block_hashes(asked.token_ids[:num_tokens], block_size, KEY, asked.cache_salt)
     stored = b"".join(block_hash[:8] for block_hash in hashes)
-    assert router.kv_events(worker, KVEvents(0, True, b"", stored))
+    assert router.on_kv_events(worker, KVEvents(0, True, b"", stored))
 
 
 def chosen(router: Router, asked: RouteQuery = LONG) -> tuple[set[str | None], set[str]]:

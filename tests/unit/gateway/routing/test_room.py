@@ -115,7 +115,7 @@ def test_blocks_of_an_ended_request_are_room_before_the_worker_reports_them() ->
         first = send(router, ask(127))
         if num_found:
             stored = b"".join(each[:8] for each in block_hashes(tuple(range(num_found)), 16, KEY))
-            router.kv_events("d0", KVEvents(0, True, b"", stored))
+            router.on_kv_events("d0", KVEvents(0, True, b"", stored))
         second = send(router, ask(127))
         router.on_status(status("d0", running=2, free=4))
         end(router, first)
