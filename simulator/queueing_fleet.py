@@ -173,7 +173,7 @@ class QueueingFleet:
         """One report of the only gateway, and one look of the autoscaler."""
         report = self._report(now)
         self.autoscaler.report(report)
-        decision = _result(self.autoscaler.look())
+        decision = _result(self.autoscaler.decide_once())
         num_prefill, num_decode = (self.count(role, ReplicaState.SERVING) for role in WorkerRole)
         num_paid = sum(worker.state is not ReplicaState.PLACING for worker in self._workers)
         return Moment(now - STEP_S, num_prefill, num_decode, num_paid, report, decision)

@@ -1,1 +1,1 @@
-"""The control API of a fleet: a table of calls, a client, carriers that know no call; what owners and gateways ask."""
+"""The control API of a fleet: the table of its calls, a client, carriers that know no call, a server."""

@@ -214,7 +214,8 @@ class CallNotSent(ClusterError):
 
 
 def lost_reply(error: ClusterError, request: ControlRequest[Any]) -> ClusterError:
-    """The error of a call that was sent and got no reply. For a command, it says that the fleet may still do it."""
+    """The error of a call that was sent and got no reply. For a command, the error says that the fleet may
+    still carry it out."""
     row = CALLS[type(request)]
     if not (row.is_command or row.is_of_rollout):
         return error

@@ -44,10 +44,10 @@ def pack_configuration(config: BatonConfig, model_path: Path, digest: str) -> Fl
 
 
 def for_actors(config: BatonConfig) -> BatonConfig:
-    """The same without the section `gateway`, which has hashes of keys, and passwords in addresses: Ray stores what it
-    passes on.
+    """A copy for Ray, which stores what it passes on: without the hashes of keys, and passwords in addresses, of the
+    section `gateway`.
 
-    Of this section, workers need only `max_in_flight`.
+    Of this section, the copy has only `max_in_flight`, which workers need.
     """
     needed = {"max_in_flight"} & config.gateway.model_fields_set
     gateway = GatewayConfig(**{key: getattr(config.gateway, key) for key in needed})
@@ -56,7 +56,7 @@ def for_actors(config: BatonConfig) -> BatonConfig:
 
 def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]:
     """The configuration, and the model's folder. Raises ClusterError if this version of Baton does not know all keys of
-    the configuration, or refuses one. Then the fleet runs another version, which has accepted the configuration."""
+    the configuration, or refuses a value. Then the fleet runs another version, which has accepted the configuration."""
     try:
         config = BatonConfig.from_mapping(json.loads(packed.sections), "the fleet's configuration")
     except (ConfigError, ValueError) as error:

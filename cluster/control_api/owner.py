@@ -13,8 +13,9 @@ from cluster.control_api.configuration import differences
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 2.0
-"""The configuration file is polled: Kubernetes replaces mounted files by switching a symbolic link."""
+CHECK_EVERY_S = 2.0
+"""Pause between two readings of the configuration file. The file is polled, since Kubernetes replaces mounted files by
+switching a symbolic link."""
 
 _POLL_S = 5.0
 
@@ -34,10 +35,10 @@ async def first_start(
 ) -> None:
     """Returns once every worker serves.
 
-    If another try would not change an error, raises it at once. If `on_serving` was called before, it only logs such an
-    error as a warning. After `timeout_s`, it returns if `on_serving` was called: the controller keeps trying to start
-    the missing workers. Otherwise it raises ClusterError. The message is `no_room` if a worker found no room, else the
-    list of workers that are not ready.
+    Raises an error at once if another try would not change it; once `on_serving` was called, only logs such an error as
+    a warning. After `timeout_s`, returns if `on_serving` was called, since the controller keeps trying to start the
+    missing workers; otherwise raises ClusterError. The message is `no_room` if a worker found no room, else the list of
+    workers that are not ready.
     """
     report = await control.call(WaitStart(-1, timeout_s))  # waits only for the controller's process to start
     left_s, is_enough, is_warned = timeout_s, False, False
@@ -96,12 +97,12 @@ async def follow_counts(read: Callable[[], BatonConfig], config: BatonConfig, co
 
     `config`: the configuration with which this command started the fleet or took it over.
 
-    When the file changes, logs all other differences: they take effect when the fleet is started again, including
-    differences in `autoscaling`. A failed call is retried.
+    When the file changes, logs all other differences, including those in `autoscaling`: they take effect when the fleet
+    is started again. A failed call is retried.
     """
     done = seen = config
     while True:
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_EVERY_S)
         wanted = await asyncio.to_thread(read)
         if wanted is not seen:
             seen = wanted

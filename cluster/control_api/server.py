@@ -135,7 +135,7 @@ class OpenCalls:
         self.num_open = 0
 
     def open_call(self, peer: bytes, frames: list[bytes]) -> CallFrame | bytes | None:
-        """A call to carry out, or a reply that refuses the call, or None for a message that is no call."""
+        """A call to carry out, or a reply that refuses the call, or None for a message that is not a valid call."""
         try:
             if len(frames) != 1:
                 raise WireError(f"expected one frame, got {len(frames)}")

@@ -51,7 +51,7 @@ class ServerSocket:
         self._poller.register(self._socket, zmq.POLLIN)
         self._authenticator.register(self._poller)
         self._descriptors: list[int] = []
-        self._is_pump_due = False
+        self._is_read_due = False
         try:
             address = listen(
                 self._socket, network.bind_host, network.advertise_host, port, "cluster.fleet_port"
@@ -67,8 +67,8 @@ class ServerSocket:
         loop = asyncio.get_running_loop()
         self._descriptors = [_descriptor(socket) for socket, _ in self._poller.sockets]
         for descriptor in self._descriptors:
-            loop.add_reader(descriptor, self._pump)
-        self._pump_soon()
+            loop.add_reader(descriptor, self._read_messages)
+        self._read_soon()
 
     def send(self, peer: bytes, frame: bytes) -> None:
         """Sends a reply, and never waits. Drops the reply if its peer has disconnected or reads nothing."""
@@ -78,7 +78,7 @@ class ServerSocket:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             logger.debug("dropped a reply: %s", error)
-        self._pump_soon()
+        self._read_soon()
 
     def close(self) -> None:
         """Closes the port. Replies that are still in a queue have CLOSE_MS to be sent."""
@@ -91,13 +91,13 @@ class ServerSocket:
         self._socket.close(CLOSE_MS)
         self._context.term()
 
-    def _pump_soon(self) -> None:
-        if not self._is_pump_due:
-            self._is_pump_due = True
-            asyncio.get_running_loop().call_soon(self._pump)
+    def _read_soon(self) -> None:
+        if not self._is_read_due:
+            self._is_read_due = True
+            asyncio.get_running_loop().call_soon(self._read_messages)
 
-    def _pump(self) -> None:
-        self._is_pump_due = False
+    def _read_messages(self) -> None:
+        self._is_read_due = False
         if not self._descriptors:
             return  # closed meanwhile
         for _ in range(_MESSAGES_AT_ONCE):
@@ -108,7 +108,7 @@ class ServerSocket:
             if self._socket in ready:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 self._on_frames(peer, frames)
-        self._pump_soon()
+        self._read_soon()
 
 
 def set_heartbeats(socket: "zmq.Socket[Any]", network: NetworkConfig) -> None:

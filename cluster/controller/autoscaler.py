@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 _STALE_AFTER = 3.0
 """Intervals after which the report of a silent gateway no longer counts."""
 _PACE = 2.0
-"""Two calls of `look` are at most this many intervals apart; a longer gap is a standstill of this process."""
+"""Two decisions are at most this many intervals apart; a longer gap is a standstill of this process."""
 _MAX_GATEWAYS = 1000
 _MAX_DECISIONS = 50
 _GRACE = 2.0
-"""Intervals after the longest cool-down in which the planner repeats a wish that it still has."""
+"""A planner that still has a wish repeats it within this many intervals after the longest cool-down."""
 
 
 class ScaledFleet(Protocol):
@@ -81,7 +81,7 @@ class Autoscaler:
                 await asyncio.sleep(self._config.interval_s)
                 changes.create_task(self._carry_out(self._decide()))
 
-    async def look(self) -> Decision:
+    async def decide_once(self) -> Decision:
         """Decides once, and returns when the change is carried out."""
         decision = self._decide()
         await self._carry_out(decision)
@@ -122,7 +122,7 @@ class Autoscaler:
                 count = sum(r.role is change.role and r.name not in leaving for r in replicas)
                 await self._fleet.scale(change.role, count - 1)
             await self._fleet.set_role(change.worker, change.role)
-        except Exception as error:  # it must not end later decisions or other changes
+        except Exception as error:  # an error must not end later decisions or other changes
             if not isinstance(error, FleetError | ClusterError):
                 logger.exception("a change failed unexpectedly")
             self._planner.refused(change, self._running_s())
@@ -158,14 +158,14 @@ class DecisionLog:
     def decided(self, decision: Decision, now: float) -> str | None:
         """Notes and returns the decision's sentence; None if it says nothing new."""
         if self._is_dry_run and decision.change is not None:
-            return self._wish(decision, decision.change, now)
+            return self._note_wish(decision, decision.change, now)
         if decision.no_change is not None and not self._is_new(decision, decision.no_change):
             return None
         self._last = (decision.no_change, decision.role)
         return self.note(decision.sentence)
 
-    def _wish(self, decision: Decision, change: ScaleDecision | RoleChange, now: float) -> str | None:
-        # Which worker would change its role may vary from one look to the next.
+    def _note_wish(self, decision: Decision, change: ScaleDecision | RoleChange, now: float) -> str | None:
+        # Which worker would change its role may vary from one decision to the next.
         what = change if isinstance(change, ScaleDecision) else RoleChange
         former, noted_at = self._wishes.get(change.role, (None, now))
         self._wishes[change.role] = (what, now)

@@ -31,12 +31,12 @@ class Callers:
 
     async def orphaned(self) -> None:
         """Returns once no call has come for `orphan_timeout_s`."""
-        look_every_s = self._pace_s / 2
+        check_every_s = self._pace_s / 2
         while True:
             left_s = self._last_call + self._orphan_timeout_s - self._running_s()
             if self._num_waiting == 0 and left_s <= 0:
                 return
-            await asyncio.sleep(look_every_s if self._num_waiting else min(left_s, look_every_s))
+            await asyncio.sleep(check_every_s if self._num_waiting else min(left_s, check_every_s))
 
     def _running_s(self) -> float:
         return self._standstill.running(self._clock.now())

@@ -83,7 +83,7 @@ class _Rollout:
 
 
 class RoleChanges:
-    """Belongs to a controller's event loop. A change continues if its callers disconnect."""
+    """The running changes of roles, on a controller's event loop. A change continues if its callers disconnect."""
 
     def __init__(self, save: Callable[[], None]) -> None:
         """`save` stores the desired fleet."""
@@ -101,7 +101,7 @@ class RoleChanges:
         self._running[replica.name] = asyncio.create_task(change, name=f"change the role of {replica.name}")
 
     def resume(self, replica: DesiredReplica, supervisor: Supervisor) -> None:
-        """Continues a change that a former controller began. Logs an error, since it may have no caller."""
+        """Continues a change that a former controller began. Logs its error, since the change may have no caller."""
         self.begin(replica, supervisor, replica.role)
         self._running[replica.name].add_done_callback(_log_error)
 
@@ -128,7 +128,7 @@ def _log_error(change: asyncio.Task[None]) -> None:
 
 
 class DrainingNodes:
-    """Belongs to a controller's event loop. A node stays draining for as long as it lives."""
+    """The nodes that drain, for as long as they live; on a controller's event loop."""
 
     def __init__(self, launcher: Launcher, supervisors: Callable[[], Iterable[Supervisor]]) -> None:
         self.names: tuple[str, ...] = ()
@@ -169,9 +169,9 @@ class DrainingNodes:
         moves = self._move_away(here)
         if moves:
             await asyncio.wait(moves.values(), timeout=timeout_s)
-        left = [supervisor.replica.name for supervisor in self._supervisors() if supervisor.is_on(here)]
-        failures = {name: why for name in left if name in moves and (why := _failure(moves[name]))}
-        nodes, late = ", ".join(here), ", ".join(name for name in left if name not in failures)
+        remaining = [supervisor.replica.name for supervisor in self._supervisors() if supervisor.is_on(here)]
+        failures = {name: why for name in remaining if name in moves and (why := _failure(moves[name]))}
+        nodes, late = ", ".join(here), ", ".join(name for name in remaining if name not in failures)
         problems = [f"{name} did not leave {nodes}: {why}" for name, why in failures.items()]
         if late:
             problems.append(f"{late} did not leave {nodes} within {timeout_s:g} s; their move continues")

@@ -65,7 +65,7 @@ class Controller:
         self._was_whole = False
         """Whether all workers once served at the same moment, under this controller or a former one."""
         self._resumed: set[asyncio.Task[None]] = set()
-        """What a former controller began."""
+        """Tasks that continue what a former controller began."""
         self._failure: BatonError | None = None
         self._callers = Callers(clock, config.cluster.orphan_timeout_s)
         self._rolling: str | None = None
@@ -145,7 +145,7 @@ class Controller:
         Raises FleetError for the last decode worker. Returns at once if the worker was already removed by a
         drain: the caller may have missed the first answer.
         """
-        if self._desired.was_there(worker):
+        if self._desired.is_former(worker):
             return
         supervisor = self._supervisor(worker)
         replica = self._desired.replicas[worker]
@@ -160,7 +160,7 @@ class Controller:
         """Drains all workers of the node with this address or name; returns once these workers have ended.
 
         The node gets no new workers for as long as it lives. The next incarnations begin on other nodes, once
-        those have room. Raises FleetError if the node is unknown or the only one. Raises FleetError also
+        those have room. Raises FleetError if the node is unknown or the only one, and also
         after `timeout_s`; draining then continues.
         """
         here = await self._draining_nodes.mark(node)
@@ -265,7 +265,7 @@ class Controller:
     # calls of the fleet's owner
 
     async def orphaned(self) -> None:
-        """Returns once no gateway has called for `cluster.orphan_timeout_s`, without standstills of this process."""
+        """Returns once no gateway has called for `cluster.orphan_timeout_s`. Standstills do not count."""
         await self._callers.orphaned()
 
     async def shutdown(self, *, may_drain: bool) -> None:
@@ -311,7 +311,8 @@ class Controller:
     def _continue_former(self, replica: DesiredReplica, found: Found) -> None:
         """Continues what a former controller began with a worker that serves.
 
-        A change of role that has already failed is not tried again: `_note` then takes the desired role back.
+        A change of role that has already failed is not tried again: `_note` then sets the desired role to the
+        present one.
         """
         name, supervisor = replica.name, self._supervisors[replica.name]
         if found.is_leaving and found.endpoint.role is not replica.role:

@@ -1,6 +1,6 @@
 """How workers share the cores of their machines; knows no process and no Ray.
 
-Only for engines that compute on a CPU. The configuration may set the number of threads of a rank. Ranks
+Used only for engines that compute on a CPU. The configuration may set the number of threads of a rank. Ranks
 without this setting get equal parts of the remaining cores. The cores of a machine are divided in proportion to the
 threads.
 """
@@ -62,18 +62,19 @@ class CpuShares:
 
 
 def divide(config: BatonConfig, role: WorkerRole, num_cores: int, num_nodes: int = 1) -> tuple[int, int]:
-    """Threads and cores of each rank of a worker of this role, in a fleet on `num_nodes` such machines.
+    """Threads and cores of each rank of a worker of this role, in a fleet on `num_nodes` machines of `num_cores` cores.
 
     The number of cores is 0 if the fleet has more threads than cores. Then no worker is pinned, and the
     operating system balances the threads.
     """
     num_ranks = {each: most_workers(config, each) * config.num_ranks(each) for each in WorkerRole}
-    num_ranks[role] = max(num_ranks[role], config.num_ranks(role))  # the role may have begun without workers
+    # At its start, the fleet may have no worker of this role.
+    num_ranks[role] = max(num_ranks[role], config.num_ranks(role))
     threads = {each: config.num_threads(each) for each in WorkerRole}
     total = num_cores * num_nodes
-    left = total - sum(num_ranks[each] * (threads[each] or 0) for each in WorkerRole)
+    rest = total - sum(num_ranks[each] * (threads[each] or 0) for each in WorkerRole)
     num_open = sum(num_ranks[each] for each in WorkerRole if threads[each] is None)
-    equal = max(1, min(num_cores, left // max(1, num_open)))
+    equal = max(1, min(num_cores, rest // max(1, num_open)))
     wanted = sum(num_ranks[each] * (threads[each] or equal) for each in WorkerRole)
     num_threads = threads[role] or equal
     return num_threads, min(num_cores, num_threads * total // wanted) if wanted <= total else 0

@@ -47,7 +47,7 @@ class DesiredFleet:
         self.replicas[replica.name] = replica
         return replica
 
-    def was_there(self, name: str) -> bool:
+    def is_former(self, name: str) -> bool:
         """Whether this is the name of a former worker."""
         return name not in self.replicas and name in {f"w{index}" for index in range(self.num_names)}
 
@@ -90,7 +90,7 @@ class Store(Protocol):
     def clear(self) -> None: ...
 
 
-class Memory:
+class MemoryStore:
     """The store of a controller whose fleet does not outlive it."""
 
     def __init__(self) -> None:

@@ -91,7 +91,7 @@ class Launcher(Protocol):
     async def adopt(self, patience_s: float) -> Mapping[str, Found]:
         """The latest incarnation of each worker that already serves, by name.
 
-        Ends everything else of the fleet, also workers that do not answer within `patience_s`.
+        Ends all other processes of the fleet, including workers that do not answer within `patience_s`.
         """
         ...
 

@@ -50,7 +50,8 @@ def signals(
 def signals_of_fewer(
     config: AutoscalingConfig, observation: Observation, role: WorkerRole, may_have_prefill: bool
 ) -> list[Signal]:
-    """Signals that are no reason for more workers of the role, but that must meet their targets before it loses one."""
+    """Signals that are no reason for more workers of the role, but that must meet their targets before the role
+    loses one."""
     if role is not _role_of_prompts(may_have_prefill):
         return []
     found = _ttft_signals(config, observation, observation.slowest_ttft_s)

@@ -46,7 +46,10 @@ class NextIncarnation:
         return await self._launcher.place(self._replica.name, self._replica.role, number)
 
     async def start(self, incarnation: Incarnation) -> WorkerEndpoint:
-        """Raises the worker's error, ClusterError if it is late, and NodeDrains if it must not serve on its node."""
+        """Returns the endpoint of the started worker.
+
+        Raises the worker's error, ClusterError if it is late, and NodeDrains if it must not serve on its node.
+        """
         try:
             endpoint = await self._load(incarnation)
         except BatonError:

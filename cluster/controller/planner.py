@@ -207,7 +207,8 @@ class Planner:
         yield from waiting
 
     def _back_into_bounds(self, role: _Role) -> Iterator[Decision]:
-        """In a dry run only once: no change follows, and this decision must not hide other decisions."""
+        """The decision to return into the bounds. In a dry run, made only once: no change follows, and it must not hide
+        other decisions."""
         count = role.high if role.count > role.high else max(role.count, min(role.low, role.most))
         was_said = self._config.mode == "dry_run" and role.bounded_to == count
         role.bounded_to = None if count == role.count else count

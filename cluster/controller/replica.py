@@ -6,7 +6,7 @@ PLACING ---> STARTING ---> SERVING ---> DRAINING ---> (gone, or PLACING: its nex
  |   BACKING_OFF  or  CRASH_LOOP
  +---------+---------------+
 
-If its node begins to drain before the incarnation serves, the replica is PLACING again.
+If the node of an incarnation begins to drain before the incarnation serves, the replica is PLACING again.
 """
 
 from collections import deque

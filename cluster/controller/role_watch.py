@@ -8,9 +8,9 @@
       |________/           \\______________    below for `shrink_after_s`, and the work of that time fits on
       +---------------------------------- t    one worker fewer: one worker is spare
 
-Whether the work fits is learned. A role that was short remembers the work of each worker at that time. No worker is
-spare as long as each of the other workers would have more than 0.7 of that work. Requests change, so the limit fades:
-with each hour, it grows by the factor 1 / 0.7.
+The watch learns whether the work fits. A role that was short remembers the work of each worker at that time. No worker
+is spare as long as each of the other workers would have more than 0.7 of that work. Requests change, so the limit
+fades: with each hour, it grows by the factor 1 / 0.7.
 """
 
 from collections import deque
@@ -109,7 +109,7 @@ class RoleWatch:
         return before if self.worst.value < 0.9 * before else None
 
     def utilization(self, num_serving: int) -> float:
-        """The share of the last `grow_after_s` in which prefill workers had work."""
+        """The share of the last `grow_after_s` in which prefill workers had work; 1.0 if none serves."""
         return self._mean(self._config.grow_after_s)[0] / num_serving if num_serving else 1.0
 
     def fewer_suffice(self, num_workers: int, over_s: float) -> str | None:

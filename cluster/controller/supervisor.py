@@ -174,8 +174,8 @@ class Supervisor:
                 raise FleetError(
                     f"worker {self.replica.name} remains a {endpoint.role.value} worker: {reason}"
                 ) from None
-            self.status = None  # it may say that the worker still changes its role
-            self._take_role(role)
+            self.status = None  # the last status may say that the worker still changes its role
+            self._note_role(role)
 
     async def flush_cache(self, *, force: bool) -> CacheFlush:
         """Flushes the prefix cache between two steps of the worker, also while another command runs.
@@ -228,7 +228,7 @@ class Supervisor:
                 self.status = await incarnation.call(WaitStatus(_SOON_S))
 
     async def _place(self, ready: Found | None) -> Incarnation:
-        """The next incarnation, which is `ready` if that was already started."""
+        """Returns the next incarnation: that of `ready`, if given, else a new one."""
         self._notify()
         self._incarnation = incarnation = await self._next.place() if ready is None else ready.incarnation
         self.replica.num_starts = incarnation.number
@@ -260,7 +260,7 @@ class Supervisor:
             if status.state.has_ended:
                 raise ClusterError(status.failure or "its engine ended")
             if not self._commands.locked() and self.endpoint and status.role is not self.endpoint.role:
-                self._take_role(status.role)  # a former controller began this change
+                self._note_role(status.role)  # a former controller began this change
             now = standstill.running(self._clock.now())
             if self._commands.locked() or not self.is_serving or status.state is not WorkerState.DRAINING:
                 drains_since = None
@@ -350,7 +350,7 @@ class Supervisor:
     def _state_text(self) -> str:
         return f"does not serve ({self.replica.state.value.replace('_', ' ')})"
 
-    def _take_role(self, role: WorkerRole) -> None:
+    def _note_role(self, role: WorkerRole) -> None:
         assert self.endpoint is not None
         self.endpoint = replace(self.endpoint, role=role)
         self.replica.role = role

@@ -29,7 +29,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 ACTOR_THREADS = 16
-"""Each call occupies a thread until it returns, even if its caller has died."""
+"""How many calls an actor answers at once. A call occupies a thread until it returns, even if its caller has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +113,9 @@ class WorkerActor:
 
     def _introduce(self) -> Introduction:
         if self._endpoint is None:
-            return whereabouts()
+            return introduction_here()
         status = self._worker.status()
-        return replace(whereabouts(), endpoint=replace(self._endpoint, role=status.role), status=status)
+        return replace(introduction_here(), endpoint=replace(self._endpoint, role=status.role), status=status)
 
     def _start(self, share: CpuShare | None) -> WorkerEndpoint:
         # Ray reports an error in the constructor as the actor's death, so the worker starts here. The imports are here
@@ -151,8 +151,8 @@ class WorkerActor:
         self._progress.put(StartProgress(text, round(1000 * fraction), 1000))
 
 
-def whereabouts() -> Introduction:
-    """The place of the actor in this process."""
+def introduction_here() -> Introduction:
+    """The introduction of the actor in this process, without a worker."""
     node_id = ray.get_runtime_context().get_node_id()
     return Introduction(node_id, socket.gethostname(), os.getpid(), find_machine())
 

@@ -30,7 +30,7 @@ _ENDS = (
     ("killed by `ray.kill`", "it was ended by `ray.kill`"),
     ("worker process has died", "its process died, for example by a crash, by SIGKILL or for lack of memory"),
 )
-"""Part of Ray's message about the end of an actor, and Baton's message instead. The first match counts."""
+"""Each row: a part of Ray's message about the end of an actor, and Baton's message instead. The first match counts."""
 
 
 async def answer(reference: Awaitable[T], who: str | None) -> T:

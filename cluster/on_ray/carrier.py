@@ -38,7 +38,7 @@ class RayCarrier:
         self.actor = actor
         self._start_s = start_s
         self.has_answered = False
-        """Before its first reply, the controller may have no process."""
+        """Whether the controller has replied. Before that, it may have no process."""
         self._process: Introduction | None = None
         """The process of the controller that replied last."""
 

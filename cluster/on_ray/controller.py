@@ -27,7 +27,7 @@ from cluster.control_api.configuration import (
 )
 from cluster.controller.controller import Controller
 from cluster.controller.supervisor import Patience
-from cluster.on_ray.actors import Introduce, whereabouts
+from cluster.on_ray.actors import Introduce, introduction_here
 from cluster.on_ray.calls import as_actor
 from cluster.on_ray.carrier import CONTROLLER_CODEC, CONTROLLER_NAME, RayCarrier, controller_actor
 from cluster.on_ray.incarnations import fleet_of, remove_incarnations
@@ -67,7 +67,7 @@ class ControllerActor:
             number = call.number
             request = CONTROLLER_CODEC.request_in(call)
             if isinstance(request, Introduce):
-                return CONTROLLER_CODEC.answer(number, request, whereabouts())
+                return CONTROLLER_CODEC.answer(number, request, introduction_here())
             return CONTROLLER_CODEC.answer(number, request, await self._control.call(request))
         except BatonError as error:
             return failure(number, error)

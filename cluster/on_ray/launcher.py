@@ -86,9 +86,9 @@ class RayLauncher:
 
     async def adopt(self, patience_s: float) -> Mapping[str, Found]:
         titles = [title for title in map(parse_title, ray.util.list_named_actors()) if self._is_ours(title)]
-        met = await asyncio.gather(*[self._meet(title, patience_s) for title in titles])
+        adopted = await asyncio.gather(*[self._adopt_one(title, patience_s) for title in titles])
         found: dict[str, Found] = {}
-        for each in sorted(filter(None, met), key=lambda each: each.incarnation.number):
+        for each in sorted(filter(None, adopted), key=lambda each: each.incarnation.number):
             if (former := found.get(each.incarnation.name)) is not None:
                 await former.incarnation.stop(0.0)
             found[each.incarnation.name] = each
@@ -132,7 +132,7 @@ class RayLauncher:
     def _is_ours(self, title: Title | None) -> TypeGuard[Title]:
         return title is not None and title.fleet == self._fleet
 
-    async def _meet(self, title: Title, patience_s: float) -> Found | None:
+    async def _adopt_one(self, title: Title, patience_s: float) -> Found | None:
         """Adopts an incarnation that the fleet's former controller began, or ends it if it does not serve."""
         try:
             incarnation = RayIncarnation(title, ray.get_actor(str(title)), None)
@@ -153,7 +153,8 @@ class RayLauncher:
         return None
 
     async def _rooms(self) -> list[NodeRoom]:
-        """All live nodes. Also counts workers that wait for their process: Ray may not count these yet."""
+        """All live nodes. `num_workers` of a node includes workers that wait for their process: Ray may not count these
+        yet."""
         nodes, free = await asyncio.gather(
             asyncio.to_thread(ray.nodes), asyncio.to_thread(available_resources_per_node)
         )

@@ -45,7 +45,7 @@ def bundle_of(config: BatonConfig, role: WorkerRole) -> Bundle:
 
 
 def labels_of(config: BatonConfig, role: WorkerRole) -> dict[str, str]:
-    """The labels that the node of such a worker must have."""
+    """The labels that the node of a worker of this role must have."""
     cluster = config.cluster
     return dict(cluster.prefill_labels if role is WorkerRole.PREFILL else cluster.decode_labels)
 

@@ -57,7 +57,7 @@ _INSTALL_RAYS_HANDLER = "_ZN3ray6RayLog27InstallFailureSignalHandlerEPKcb"
 
 _MAX_SOCKET_PATH = 107  # sun_path of unix(7) less its terminator
 
-_RAYS_OWN = "r"
+_RAYS_FOLDER = "r"
 """Ray's folder, inside a folder that only this user may enter: Ray makes its own folder writable for all
 users. The name is short because the paths of the sockets inside are long."""
 
@@ -79,8 +79,8 @@ _PACKAGES = (
 def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, str], home: Path) -> None:
     """Sets variables that Ray reads when it is first imported, so call this before any import of Ray.
 
-    A private Ray stays on loopback and requires a secret token. To join a cluster by its address, Ray
-    does not look for a token by itself, so this function does.
+    A private Ray stays on loopback and requires a secret token. When Ray joins a cluster by its
+    address, it does not look for a token by itself, so this function does.
     """
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Else Ray prints lost workers and repeated calls to the driver's stdout, which is for JSON.
@@ -127,8 +127,8 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path
     atexit.register(remove)
     try:
         with _shut_down_after(ray):
-            _start(ray, folder / _RAYS_OWN, config, num_ranks, device)
-            yield folder / _RAYS_OWN / "session_latest" / "logs"
+            _start(ray, folder / _RAYS_FOLDER, config, num_ranks, device)
+            yield folder / _RAYS_FOLDER / "session_latest" / "logs"
     except Exception:
         is_worth_keeping = True
         logger.warning("the logs of Ray and of the workers are kept in %s", folder)
@@ -225,7 +225,7 @@ def _short_folder(folder: str) -> str:
 
 def _longest_socket(folder: str) -> str:
     session = "session_2026-01-01_00-00-00_123456_1234567"
-    return f"{folder}/baton-ray-12345678/{_RAYS_OWN}/{session}/sockets/plasma_store"
+    return f"{folder}/baton-ray-12345678/{_RAYS_FOLDER}/{session}/sockets/plasma_store"
 
 
 @contextmanager
@@ -289,7 +289,7 @@ def _kill_with_children(pid: int) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """The child processes, from Linux; empty on other systems."""
+    """The pids of the child processes; none on systems other than Linux."""
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # this thread has just ended
@@ -314,7 +314,7 @@ def lost_process() -> str | None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keeps Ray from replacing this process's handler of SIGTERM, which stops a start like Ctrl-C.
+    """Keeps Ray from replacing this process's handler of SIGTERM, which stops a start as Ctrl-C does.
 
     Ray's own handler in C++ prints a stack and aborts the process. `ray.init` installs it, unless it is installed
     already; so this function installs it first, and puts ours back. While Ray connects, signals wait, however many

@@ -39,7 +39,7 @@ class RayStore:
         return f"process {found['DriverPid']} on {found['DriverIPAddress']}" if found else f"Ray job {owner}"
 
     def clear(self) -> None:
-        """Also forgets the claims on the fleet."""
+        """Removes the stored bytes, and the claims on the fleet."""
         internal_kv._internal_kv_del(self._key, del_by_prefix=True, namespace=self._namespace)
 
     def clear_others(self) -> None:

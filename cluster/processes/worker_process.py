@@ -36,8 +36,8 @@ class WorkerProcess:
         """`log_level` None: the level in the configuration. `share` None: all cores of this machine.
 
         The configuration is passed as a file in memory, so that a worker can start even if the disk is full. The
-        secret is passed in the environment, because all users can read the arguments of a process. OSError if the
-        system has no room for the process.
+        secret is passed in the environment, because all users can read the arguments of a process. Raises OSError if
+        the system has no room for the process.
         """
         self.name = name
         environment = dict(os.environ)

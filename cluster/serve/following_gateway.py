@@ -62,7 +62,7 @@ class FollowingGateway:
         gateway = self._gateway
         settle()  # takes half a second, so call it before clients can connect
         await gateway.start()
-        endpoints, _ = await asyncio.gather(self._until_some_decode(), gateway.warm_up())
+        endpoints, _ = await asyncio.gather(self._wait_for_decode_worker(), gateway.warm_up())
         await asyncio.gather(*[gateway.workers.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
         self._tasks.append(asyncio.create_task(self._follower.run(), name="follow the fleet"))
         scaling = self._config.autoscaling
@@ -92,7 +92,7 @@ class FollowingGateway:
             await self._gateway.stop(0.0)
         await end_tasks(*self._tasks)
 
-    async def _until_some_decode(self) -> tuple[WorkerEndpoint, ...]:
+    async def _wait_for_decode_worker(self) -> tuple[WorkerEndpoint, ...]:
         timeout_s = self._config.cluster.start_timeout_s
         view = await self._follower.catch_up(0.0)
         try:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def check_access(config: BatonConfig) -> None:
-    """ConfigError if the gateway cannot use its API keys, certificates, ports or the URL of its store of responses, may
-    open too few files, or cannot export its traces. Does not connect to a Redis.
+    """Raises ConfigError if the gateway cannot use its API keys, certificates, ports or the URL of its store of
+    responses, may open too few files, or cannot export its traces. Does not connect to a Redis.
 
     Call this before the workers start, which takes minutes.
     """
@@ -72,7 +72,8 @@ def check_ports(config: GatewayConfig) -> None:
 
 
 def _why_not(host: str, port: int, family: socket.AddressFamily) -> OSError | None:
-    """Why this process cannot listen there; None if it can on one of the addresses, and the port is free on all."""
+    """Why this process cannot listen there; None if it can listen on at least one address of the host, and the port
+    is in use on none."""
     errors = []
     try:
         found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)

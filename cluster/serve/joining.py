@@ -29,7 +29,7 @@ from engine.loading.pretrained import default_cache_dir, folder_here, resolve
 if TYPE_CHECKING:
     from gateway import Tokenizer
 
-_LOOK_EVERY_S = 1.0
+_TRY_AGAIN_S = 1.0
 """Pause between two tries to find the fleet."""
 
 
@@ -37,7 +37,7 @@ class AnotherFleet(ClusterError):
     """The fleet that was found is not the requested one; waiting longer does not help."""
 
 
-class Sighting(NamedTuple):
+class FoundFleet(NamedTuple):
     """A fleet that was found."""
 
     control: ControlApi
@@ -53,7 +53,7 @@ class FleetSource(NamedTuple):
 
     absence: str
     """The message if no fleet was found."""
-    find_fleet: Callable[[], Awaitable[Sighting]]
+    find_fleet: Callable[[], Awaitable[FoundFleet]]
     """Finds the fleet at this place. Raises ClusterError, with the reason, if no fleet answers yet; AnotherFleet if
     a fleet refuses the connection.
     """
@@ -128,20 +128,20 @@ async def _source(config: BatonConfig, stack: AsyncExitStack) -> FleetSource:
     return FleetSource(absence, partial(find_at_control_server, client))
 
 
-async def _find_on_ray(config: BatonConfig) -> Sighting:
+async def _find_on_ray(config: BatonConfig) -> FoundFleet:
     """See FleetSource. Needs a connection to Ray."""
     from cluster.on_ray.controller import running_fleet  # imported here: other gateways need no Ray
 
     control = await asyncio.to_thread(running_fleet, config)
     if control is None:
         raise ClusterError("the Ray cluster has no controller of a fleet with this name")
-    return await _look_at(control)
+    return await _ask_fleet(control)
 
 
-async def find_at_control_server(client: ControlClient) -> Sighting:
+async def find_at_control_server(client: ControlClient) -> FoundFleet:
     """See FleetSource."""
     try:
-        return await _look_at(client)
+        return await _ask_fleet(client)
     except ClusterError:
         carrier = client.carrier
         if carrier.refusal is None:
@@ -151,29 +151,30 @@ async def find_at_control_server(client: ControlClient) -> Sighting:
         ) from None
 
 
-async def _look_at(control: ControlApi) -> Sighting:
+async def _ask_fleet(control: ControlApi) -> FoundFleet:
     """Reads the fleet's configuration. Raises ClusterError if the fleet does not answer yet."""
     configuration = await control.call(GetConfiguration())
-    return Sighting(control, *unpack_configuration(configuration), configuration.keys_digest)
+    return FoundFleet(control, *unpack_configuration(configuration), configuration.keys_digest)
 
 
-async def _find(config: BatonConfig, source: FleetSource, screen: Screen) -> tuple[Sighting, ClusterKeys]:
-    """Waits for the fleet, and compares it with `config`. Returns the fleet with this gateway's section, and keys."""
+async def _find(config: BatonConfig, source: FleetSource, screen: Screen) -> tuple[FoundFleet, ClusterKeys]:
+    """Waits for the fleet, and compares it with `config`. Returns the fleet with this gateway's section, and the
+    cluster's keys."""
     name = config.cluster.name
     with screen.stage("fleet", f"looking for '{name}'") as stage:
         found = await _wait_for(config, source, stage)
         theirs = found.config
         if contradictions := differences(theirs, config, only_set=True):
-            raise _another_one(theirs.cluster.name, contradictions)
+            raise _another_fleet(theirs.cluster.name, contradictions)
         merged = _with_gateway_of(config, theirs)
         keys = derive_keys(load_secret(merged.network, os.environ, may_create=False))
         if found.keys_digest != keys_digest(keys):
-            raise _another_one(name, ["its cluster secret differs"])
+            raise _another_fleet(name, ["its cluster secret differs"])
         stage(f"found '{merged.cluster.name}'")
     return found._replace(config=merged), keys
 
 
-async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage) -> Sighting:
+async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage) -> FoundFleet:
     """Waits for a fleet whose controller answers."""
     timeout_s = config.cluster.start_timeout_s
     reason, told = "", set[str]()
@@ -191,7 +192,7 @@ async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage
                     elif reason not in told:
                         stage.note(f"still waiting: {reason}")
                     told.add(reason)
-                await asyncio.sleep(_LOOK_EVERY_S)
+                await asyncio.sleep(_TRY_AGAIN_S)
     except TimeoutError:
         raise ClusterError(
             f"{source.absence}; waited {timeout_s:g} s (cluster.start_timeout_s) for a `baton serve` or `baton fleet` "
@@ -199,7 +200,7 @@ async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage
         ) from None
 
 
-def _load(config: BatonConfig, found: Sighting) -> "tuple[Path, Tokenizer]":
+def _load(config: BatonConfig, found: FoundFleet) -> "tuple[Path, Tokenizer]":
     """The model's folder on this machine, which may differ from the owner's, and its tokenizer."""
     asked_for, served = config.model.path, found.config.model.path
     cache_dir = default_cache_dir(os.environ)
@@ -207,7 +208,7 @@ def _load(config: BatonConfig, found: Sighting) -> "tuple[Path, Tokenizer]":
         path = resolve(asked_for, cache_dir, weights=False)
         is_another = path != found.model_path and asked_for != served
         if is_another and with_commit(config, path).model.path != served:
-            raise _another_one(
+            raise _another_fleet(
                 config.cluster.name,
                 [
                     f"model.path is {str(found.model_path)!r} in the running fleet, {str(path)!r} in this configuration"
@@ -233,7 +234,7 @@ def _with_gateway_of(config: BatonConfig, theirs: BatonConfig) -> BatonConfig:
     return theirs.model_copy(update={**ours_alone, "network": network, "cluster": cluster})
 
 
-def _another_one(name: str, differences: list[str]) -> AnotherFleet:
+def _another_fleet(name: str, differences: list[str]) -> AnotherFleet:
     return AnotherFleet(
         f"the fleet named '{name}' differs from this configuration: {'; '.join(differences)}. Remove these keys, "
         "or use another cluster.name"

@@ -42,7 +42,7 @@ class Fleet(Protocol):
 
 
 def check_owner(config: BatonConfig, command: str) -> None:
-    """ConfigError if the configuration is for `baton gateway`, which starts no fleet, or for `baton fleet`."""
+    """Raises ConfigError if the configuration is for `baton gateway`, which starts no fleet, or for `baton fleet`."""
     address, port = config.cluster.fleet_address, config.cluster.fleet_port
     if address is not None:
         raise ConfigError(
@@ -88,8 +88,9 @@ def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Pat
 
     On a Ray cluster of several hosts, each worker's host downloads the weights itself. A draft model is downloaded,
     too. The returned configuration names the draft model's commit, so that all workers guess the same drafts. Prints
-    how much memory the models need. Raises ModelError if a model cannot be served; if its other files show this, before
-    the download of its weights. Also raises ModelError if the workers on this machine have no room for the models.
+    how much memory the models need. Raises ModelError if a model cannot be served: if files other than its weights show
+    this, before the download of the weights. Also raises ModelError if the workers on this machine have no room for the
+    models.
     """
     draft, draft_folder, cache_dir = config.speculation.draft_model, None, default_cache_dir(os.environ)
     is_here = config.cluster.ray_address in ("none", "local")

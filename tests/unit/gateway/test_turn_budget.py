@@ -153,7 +153,7 @@ async def test_c58_messages_that_wait_are_decoded_and_applied_in_turns(
     outputs = TO_GATEWAY.encode(Outputs((RequestOutput(request_id="r", first_position=0),)))
     listing = TO_GATEWAY.encode(KVEvents(0, True, b"", b""))
     with client_of(listener := Listener(virtual_loop())) as client:
-        stalls = await stalls_during(client._take([outputs, listing] * 16))
+        stalls = await stalls_during(client._handle([outputs, listing] * 16))
     assert len(listener.seen) == 16
     assert max(stalls) < 3 * TURN_S
 

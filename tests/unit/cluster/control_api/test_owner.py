@@ -197,7 +197,7 @@ def follow(fleet: Fleet, begun_as: BatonConfig, *later: BatonConfig) -> None:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
-    with patch("cluster.control_api.owner.LOOK_EVERY_S", 0.001):
+    with patch("cluster.control_api.owner.CHECK_EVERY_S", 0.001):
         asyncio.run(run())
 
 

@@ -78,7 +78,7 @@ def look_often(
         for _ in range(count):
             clock.advance(5.0)
             autoscaler.report(gateway_report(workers=fleet.statuses(running), **report))
-            await autoscaler.look()
+            await autoscaler.decide_once()
 
     asyncio.run(all_looks())
 
@@ -122,7 +122,7 @@ def test_a_worker_that_replaces_an_unplaced_one_leaves_the_number_of_those_that_
     autoscaler = autoscaler_of(fleet, VirtualClock(), prefill=2, decode=3)
     change = RoleChange("w0", D, replaces_unplaced=True)
     with patch.object(autoscaler._planner, "observe", return_value=Decision("a change", change)):
-        asyncio.run(autoscaler.look())
+        asyncio.run(autoscaler.decide_once())
     assert fleet.commands == [("scale", D, 1), ("set_role", "w0", D)]
 
 
@@ -139,7 +139,7 @@ def test_a_standstill_of_the_controller_makes_no_report_stale_and_no_shortage_lo
     autoscaler = autoscaler_of(fleet, clock, grow_after_s=15.0)
     look_often(autoscaler, fleet, clock, 1, **SLOW)
     clock.advance(600.0)
-    decision = asyncio.run(autoscaler.look())
+    decision = asyncio.run(autoscaler.decide_once())
     assert decision.no_change is NoChange.NOT_YET
     look_often(autoscaler, fleet, clock, 3, **SLOW)
     assert fleet.commands == [("scale", D, 2)]
@@ -163,7 +163,7 @@ def test_the_report_of_a_silent_gateway_does_not_count() -> None:
         found = []
         for _ in range(30):
             clock.advance(5.0)
-            found.append((await autoscaler.look()).no_change)
+            found.append((await autoscaler.decide_once()).no_change)
         return found
 
     assert asyncio.run(silence()) == [NoChange.STEADY] * 3 + [NoChange.NO_REPORT] * 27

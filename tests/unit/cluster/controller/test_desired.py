@@ -18,7 +18,7 @@ def test_a_name_is_never_used_twice() -> None:
     desired = DesiredFleet.of(ClusterConfig())
     del desired.replicas["w1"]
     assert desired.add(WorkerRole.DECODE).name == "w2"
-    assert [desired.was_there(name) for name in ("w0", "w1", "w2", "w3", "prefill-0")] == [
+    assert [desired.is_former(name) for name in ("w0", "w1", "w2", "w3", "prefill-0")] == [
         False,
         True,
         False,

@@ -122,7 +122,7 @@ async def test_a_new_controller_learns_at_once_whether_a_worker_drains(
     status = WorkerStatus(ref, P, state, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
     monkeypatch.setattr(actor, "_worker", SimpleNamespace(status=lambda: status), raising=False)
     here = Introduction("n0", "a", 1, Machine((Core((0,), 0),), 1))
-    monkeypatch.setattr("cluster.on_ray.actors.whereabouts", lambda: here)
+    monkeypatch.setattr("cluster.on_ray.actors.introduction_here", lambda: here)
     reply = read_reply(actor.call(write_call(ACTOR_CODEC.frame(1, 0.0, Introduce()))))
 
     async def introduce(*_: object) -> Introduction:

@@ -18,7 +18,7 @@ from cli.main import USAGE, main
 from cluster.control_api.configuration import keys_digest
 from cluster.serve import joining
 from cluster.serve.following_gateway import Service
-from cluster.serve.joining import AnotherFleet, FleetSource, Sighting, _find, _load, _run, _with_gateway_of
+from cluster.serve.joining import AnotherFleet, FleetSource, FoundFleet, _find, _load, _run, _with_gateway_of
 from cluster.serve.screen import Screen
 from tests.factories.models import make_model_dir
 from tests.factories.stub_hub import stub_hub, use_in_this_process
@@ -45,21 +45,21 @@ def source_of(*looks: Controller | ClusterError) -> FleetSource:
     """A place where these are seen, one look after the other, the last one for ever."""
     left = list(looks)
 
-    async def find_fleet() -> Sighting:
+    async def find_fleet() -> FoundFleet:
         look = left.pop(0) if len(left) > 1 else left[0]
         if isinstance(look, ClusterError):
             raise look
-        return Sighting(look, THEIRS, Path("/models/tiny"), keys_digest(look.keys))  # type: ignore[arg-type]
+        return FoundFleet(look, THEIRS, Path("/models/tiny"), keys_digest(look.keys))  # type: ignore[arg-type]
 
     return FleetSource("there is no fleet named 'blue'", find_fleet)
 
 
 @pytest.fixture
-def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Sighting, str]]:
+def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FoundFleet, str]]:
     """Looks for a fleet where these are seen; what was found, and what was said."""
 
-    def find(*looks: Controller | ClusterError, **sections: Any) -> tuple[Sighting, str]:
-        monkeypatch.setattr(joining, "_LOOK_EVERY_S", 0.0)
+    def find(*looks: Controller | ClusterError, **sections: Any) -> tuple[FoundFleet, str]:
+        monkeypatch.setattr(joining, "_TRY_AGAIN_S", 0.0)
         cluster = {"name": "blue", "ray_address": "head:6379", "start_timeout_s": 0.2}
         config = BatonConfig.from_mapping({"cluster": cluster, **sections})
         said = io.StringIO()
@@ -70,7 +70,7 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Sighting, str]]
 
 
 def test_a_fleet_is_waited_for_until_it_is_there_and_answers(
-    find: Callable[..., tuple[Sighting, str]],
+    find: Callable[..., tuple[FoundFleet, str]],
 ) -> None:
     control = Controller()
     starting = ClusterError("it is not quite there yet")
@@ -80,12 +80,12 @@ def test_a_fleet_is_waited_for_until_it_is_there_and_answers(
     assert said.count("still waiting: it is not quite there yet") == 1, "each reason once"
 
 
-def test_the_wait_for_a_fleet_is_bounded(find: Callable[..., tuple[Sighting, str]]) -> None:
+def test_the_wait_for_a_fleet_is_bounded(find: Callable[..., tuple[FoundFleet, str]]) -> None:
     with pytest.raises(ClusterError, match=r"no fleet named 'blue'; waited 0.2 s .* start one: nobody"):
         find(ClusterError("nobody"))
 
 
-def test_a_fleet_that_refuses_us_is_not_waited_for(find: Callable[..., tuple[Sighting, str]]) -> None:
+def test_a_fleet_that_refuses_us_is_not_waited_for(find: Callable[..., tuple[FoundFleet, str]]) -> None:
     with pytest.raises(AnotherFleet, match="not ours"):
         find(ClusterError("nobody"), AnotherFleet("not ours"), Controller())
 
@@ -108,8 +108,8 @@ async def test_a_gateway_says_that_the_fleet_continues_only_if_it_does(
 
         async def stop(self, hurry: asyncio.Event) -> None: ...
 
-    async def found(*_: Any) -> tuple[Sighting, None]:
-        return Sighting(Controller(), THEIRS, Path(), ""), None  # type: ignore[arg-type]
+    async def found(*_: Any) -> tuple[FoundFleet, None]:
+        return FoundFleet(Controller(), THEIRS, Path(), ""), None  # type: ignore[arg-type]
 
     monkeypatch.setattr(joining, "_find", found)
     monkeypatch.setattr(joining, "_load", lambda *_: (Path(), None))
@@ -123,7 +123,7 @@ async def test_a_gateway_says_that_the_fleet_continues_only_if_it_does(
     assert ("the fleet continues" in said.getvalue()) is says_so
 
 
-def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tuple[Sighting, str]]) -> None:
+def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tuple[FoundFleet, str]]) -> None:
     with pytest.raises(
         ClusterError,
         match=r"'blue' differs from this configuration: model.dtype is 'float32' in the running fleet, 'bfloat16'",
@@ -133,7 +133,7 @@ def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tupl
     assert found.config.model.dtype == "float32"
 
 
-def test_a_fleet_of_another_secret_is_not_joined(find: Callable[..., tuple[Sighting, str]]) -> None:
+def test_a_fleet_of_another_secret_is_not_joined(find: Callable[..., tuple[FoundFleet, str]]) -> None:
     with pytest.raises(ClusterError, match="its cluster secret differs"):
         find(Controller(keys=ClusterKeys(None, None, b"other" * 8)))
 
@@ -166,7 +166,7 @@ def test_the_model_is_the_fleets_wherever_it_is_on_this_machine(tmp_path: Path) 
     def load(ours: dict[str, Any], theirs: str, their_path: Path) -> Path:
         config = BatonConfig.from_mapping({"model": ours})
         fleet = BatonConfig.from_mapping({"model": {"path": theirs}})
-        return _load(config, Sighting(Controller(), fleet, their_path, ""))[0]  # type: ignore[arg-type]
+        return _load(config, FoundFleet(Controller(), fleet, their_path, ""))[0]  # type: ignore[arg-type]
 
     assert load({}, str(model), model) == model
     assert load({"path": str(model)}, "somewhere", model) == model
@@ -189,7 +189,7 @@ def test_a_name_of_the_hub_is_the_fleets_commit_without_its_weights(
         def load(**ours: str) -> Path:
             config = BatonConfig.from_mapping({"model": ours})
             theirs = Path("/elsewhere/snapshots") / old
-            return _load(config, Sighting(Controller(), fleet, theirs, ""))[0]  # type: ignore[arg-type]
+            return _load(config, FoundFleet(Controller(), fleet, theirs, ""))[0]  # type: ignore[arg-type]
 
         names: tuple[dict[str, str], ...] = (
             {},
