@@ -77,12 +77,13 @@ _OF_A_WORKERS_ROOM = (
 MODELS_FLAGS = {flag: SERVE_FLAGS[flag] for flag in _OF_A_WORKERS_ROOM}
 """Flags that change how much memory a model needs on a worker."""
 
-_ALSO_A_GATEWAYS = {("cluster", "name"), ("cluster", "ray_address"), ("model", "path")}
+_ALSO_FOR_GATEWAYS = {("cluster", "name"), ("cluster", "ray_address"), ("model", "path")}
+"""Keys of other sections that a gateway needs, too."""
 
 GATEWAY_FLAGS = {
     flag: (section, key)
     for flag, (section, key) in SERVE_FLAGS.items()
-    if section in ("gateway", "network") or (section, key) in _ALSO_A_GATEWAYS
+    if section in ("gateway", "network") or (section, key) in _ALSO_FOR_GATEWAYS
 } | {"--fleet-address": ("cluster", "fleet_address")}
 """Flags of a single gateway. It reads the rest of its configuration from the fleet."""
 

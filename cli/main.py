@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 DONE, REFUSED, USAGE = 0, 1, 2
 INTERRUPTED = 130
 READER_LEFT = 141
-"""As a shell reports a process that ended by SIGPIPE."""
+"""The reader of stdout has ended. A shell reports the same code for a process that SIGPIPE ended."""
 UNWRITABLE = 74
 """EX_IOERR of sysexits.h: stdout cannot be written, for example to a full disk."""
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replace_closed_streams()
     replace_unencodable()
     ensure_home(os.environ)
-    if (wrong := _not_a_text(sys.argv[1:] if arguments is None else arguments)) is not None:
+    if (wrong := _invalid_utf_8(sys.argv[1:] if arguments is None else arguments)) is not None:
         print(f"baton: an argument is not valid UTF-8: {wrong!a}", file=sys.stderr)
         return USAGE
     options = build_parser().parse_args(arguments)
@@ -102,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _foreign_package(module: str) -> str | None:
-    """The file of a foreign package that hides the package of Baton to which this module belongs."""
+    """The file of a foreign package that hides the package of Baton to which this module belongs; None if there is
+    none."""
     package = module.partition(".")[0]
     file = getattr(sys.modules.get(package), "__file__", None)
     if package not in PACKAGES or file is None or Path(file).is_relative_to(Path(__file__).parents[1]):
@@ -110,7 +111,7 @@ def _foreign_package(module: str) -> str | None:
     return str(file)
 
 
-def _not_a_text(arguments: Sequence[str]) -> str | None:
+def _invalid_utf_8(arguments: Sequence[str]) -> str | None:
     """The first argument that is not valid UTF-8: Python has lone surrogates in place of its bytes."""
     for argument in arguments:
         try:
@@ -121,7 +122,8 @@ def _not_a_text(arguments: Sequence[str]) -> str | None:
 
 
 def _fail(options: argparse.Namespace, error: object, code: int) -> int:
-    sys.stderr.write(f"baton {options.command}: {error}\n")  # at once; others may write to it, too
+    # In one piece, since other processes may write to stderr, too.
+    sys.stderr.write(f"baton {options.command}: {error}\n")
     return code
 
 
@@ -239,7 +241,7 @@ def _configuration(options: argparse.Namespace) -> BatonConfig:
 
 
 def _network(options: argparse.Namespace) -> NetworkConfig:
-    """For a command that calls a fleet's control server, with the cluster's secret."""
+    """The configuration for a command that calls a fleet's control server with the cluster's secret."""
     overrides = {"network": {"secret_file": options.secret_file}}
     return BatonConfig.from_mapping(merge({}, overrides), "flags").network
 
@@ -359,7 +361,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "demo": _demo,
     "trace": _trace,
 }
-"""Every other command is `_at_gateway`."""
+"""`_at_gateway` runs every command that is not in this table."""
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class SimRunner:
             if len(starts) == 1:
                 self._world.accidents[self._known[next(iter(starts))].prompt] += 1
             raise DeviceFailure("the device has failed")
-        self._suffer({self._known[request_id].prompt[0] for request_id in starts})
+        self._fail_if_poisoned({self._known[request_id].prompt[0] for request_id in starts})
         ends = {request_id: starts[request_id] + num for request_id, num in plan.num_scheduled_tokens.items()}
         drafts = {request_id: plan.scheduled_spec_decode_tokens.get(request_id, ()) for request_id in ends}
         loading = self.blocks_to_load()
@@ -124,7 +124,7 @@ class SimRunner:
             known.kv += kv_of(drafts[request_id], bytes(known.kv[-SLOT_BYTES:]))
             self._check_no_load(loading, known, starts[request_id], end)
             self._write(known, starts[request_id], end)
-        sampled, non_finite, guessed, taken = {}, set(), {}, dict[str, tuple[int, ...]]()
+        sampled, non_finite, guessed, forced_runs = {}, set(), {}, dict[str, tuple[int, ...]]()
         all_prompt_logprobs = {}
         for request_id, end in ends.items():
             known = self._known[request_id]
@@ -146,16 +146,16 @@ class SimRunner:
                 sampled[request_id] = self._verified(known, drafts[request_id], is_right)
                 position = known.num_tokens - len(known.prompt)
                 if known.has_grammar and is_right:
-                    taken[request_id] = forced(known.prompt, position)
+                    forced_runs[request_id] = forced(known.prompt, position)
                 following = guesses(known.prompt, position, self._num_drafts)
-                if following and not taken.get(request_id):
+                if following and not forced_runs.get(request_id):
                     guessed[request_id] = following
         return ModelRunnerOutput(
             sampled,
             non_finite=non_finite,
             draft_token_ids=guessed,
-            forced_token_ids={name: run for name, run in taken.items() if run},
-            unforeseeable=guessed.keys() | taken.keys(),
+            forced_token_ids={name: run for name, run in forced_runs.items() if run},
+            unforeseeable=guessed.keys() | forced_runs.keys(),
             prompt_logprobs=all_prompt_logprobs,
         )
 
@@ -168,7 +168,7 @@ class SimRunner:
         self.num_spoiled_steps -= is_wrong
         return ModelRunnerOutput({}, non_finite={CHECKING} if is_wrong else frozenset())
 
-    def _suffer(self, first_tokens: set[int]) -> None:
+    def _fail_if_poisoned(self, first_tokens: set[int]) -> None:
         if KILLS_WORKERS in first_tokens:
             self._world.counts["fault poison killed"] += 1
             self.on_killed()

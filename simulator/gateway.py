@@ -125,7 +125,7 @@ class SimGateway:
         self._driver = VirtualDriver(world, self.dispatcher, self._carry_out)
         self._is_listening = False
         self._sub_requests: dict[str, tuple[EngineRequest, tuple[int, ...]]] = {}
-        """The request of every attempt, by the id that workers know, and the right answer."""
+        """By the id that workers know: the sub-request of an attempt, and the right answer."""
         self._clients: dict[GatewayRequest, Client] = {}
         self.clients: dict[str, Client] = {}
         """Clients by the request's id."""
@@ -237,7 +237,7 @@ class SimGateway:
 
     def _listen(self) -> None:
         self._is_listening = False
-        self.links.take_heartbeats()
+        self.links.deliver_heartbeats()
         if self.dispatcher.num_queued:
             self._listen_soon()
 

@@ -1,6 +1,6 @@
 """Leases: checks that a lease ends only if its reader was silent while the producer ran.
 
-It records by itself when each reader last gave a sign of life.
+It keeps its own record of each reader's last sign of life.
 """
 
 from baton.errors import WireError
@@ -15,7 +15,8 @@ most two standstills."""
 
 
 class Leases:
-    """The leases of one incarnation. It counts fewer signs of life than the producer, so silences look no shorter."""
+    """The leases of one incarnation. Counts fewer signs of life than the producer does, so that no silence is measured
+    too short."""
 
     def __init__(self, world: World, process: Process, lease_s: float) -> None:
         self._world = world

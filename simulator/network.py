@@ -13,7 +13,7 @@ from kv_transfer.transport.base import Arrival, Bytes
 from simulator.world import Process, World
 
 REFUSAL_S = 0.3
-"""After this time, enough attempts to connect to an ended process have been refused."""
+"""After this time, enough attempts to connect to an ended process have been refused to show that it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class NetworkFaults:
 
 
 class Payload:
-    """Bytes of a pool that may change meanwhile: half are read when they are sent, half when they arrive."""
+    """Bytes of a pool that may change in transit: half are read when they are sent, half when they arrive."""
 
     def __init__(self, spans: Sequence[Bytes]) -> None:
         self._spans = spans
@@ -74,7 +74,7 @@ class Network:
     def post(
         self, source: str, target: str, header: bytes, payload: Payload, arrive: Callable[..., None]
     ) -> None:
-        """`arrive(header, payload)` is called once, never or twice."""
+        """Sends a message: `arrive(header, payload)` is called once, or, after a fault, never or twice."""
         world, faults = self.world, self.faults
         kind = kind_of(header)
         world.counts[f"message {kind}"] += 1

@@ -19,7 +19,7 @@ class ReadFaults:
     failure: float = 0.0
     hang: float = 0.0
     damage: float = 0.0
-    """How likely bytes are damaged; only where checksums must detect it."""
+    """How likely bytes are damaged; only used where checksums must detect it."""
     refusal: float = 0.0
     """How likely a pool cannot be opened."""
     max_duration_s: float = 0.01
@@ -217,7 +217,7 @@ class SimPool:
         """The read fails after half of it was written."""
         self.reader.pools.world.counts["fault read failed"] += 1
         self._copy(number, slice(None, None, 2))
-        self._take(number)
+        self._finish(number)
         self.reader.done(number, "the connection broke")
 
     def _end(self, number: int) -> None:
@@ -229,7 +229,7 @@ class SimPool:
             self.fail(number)
         else:
             self._copy(number, slice(None))
-            runs = self._take(number)
+            runs = self._finish(number)
             if reader.may_damage and not world.is_calm and world.chance(faults.damage):
                 world.counts["fault read damaged"] += 1
                 reader.pool[int(world.rng.choice(runs.local.tolist()))] ^= np.uint8(1)
@@ -238,7 +238,7 @@ class SimPool:
         if not reader.is_instant and world.chance(0.5):
             reader.on_done()  # some transports wake their user, others are only polled
 
-    def _take(self, number: int) -> Runs:
+    def _finish(self, number: int) -> Runs:
         self.read_at = self.reader.pools.world.now
         return self.under_way.pop(number)
 

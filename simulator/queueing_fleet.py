@@ -98,7 +98,7 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What the autoscaler saw and decided in one call of `look`."""
+    """What the autoscaler saw and decided at one moment."""
 
     at: float
     num_prefill: int
@@ -132,17 +132,17 @@ class QueueingFleet:
         self._queue: deque[ArrivingRequest] = deque()
         self._moving: dict[ArrivingRequest, _Worker] = {}
         """For each prompt at a prefill worker: the decode worker that keeps room for it."""
-        self._next_look = 0.0
+        self._next_decision_at = 0.0
         for role in WorkerRole:
             for _ in range(config.num_workers(role)):
                 self._add(role, ReplicaState.SERVING)
 
     def play(
-        self, load: OfferedLoad, duration_s: float, on_look: Callable[[Moment], None] = lambda _: None
+        self, load: OfferedLoad, duration_s: float, on_decision: Callable[[Moment], None] = lambda _: None
     ) -> None:
-        """Runs the load; the autoscaler looks every `autoscaling.interval_s`."""
+        """Runs the load; the autoscaler decides every `autoscaling.interval_s`."""
         self._expect(load.arrivals(self._world.rng, duration_s))
-        self._world.after(STEP_S, partial(self._step, on_look))
+        self._world.after(STEP_S, partial(self._step, on_decision))
         self._world.run(until=duration_s)
 
     def _expect(self, arrivals: Iterator[ArrivingRequest]) -> None:
@@ -154,7 +154,7 @@ class QueueingFleet:
         self._queue.append(arrival)
         self._expect(arrivals)
 
-    def _step(self, on_look: Callable[[Moment], None]) -> None:
+    def _step(self, on_decision: Callable[[Moment], None]) -> None:
         now = self._world.now
         for worker in self._workers:
             if worker.state is ReplicaState.STARTING and worker.due_at <= now:
@@ -164,13 +164,13 @@ class QueueingFleet:
             self._prefill(worker, now)
         for worker in self._serving(WorkerRole.DECODE):
             self._decode(worker, now)
-        if now - STEP_S >= self._next_look:
-            self._next_look += self._config.autoscaling.interval_s
-            on_look(self._look(now))
-        self._world.after(STEP_S, partial(self._step, on_look))
+        if now - STEP_S >= self._next_decision_at:
+            self._next_decision_at += self._config.autoscaling.interval_s
+            on_decision(self._run_autoscaler(now))
+        self._world.after(STEP_S, partial(self._step, on_decision))
 
-    def _look(self, now: float) -> Moment:
-        """One report of the only gateway, and one look of the autoscaler."""
+    def _run_autoscaler(self, now: float) -> Moment:
+        """One report of the only gateway, and one decision of the autoscaler."""
         report = self._report(now)
         self.autoscaler.report(report)
         decision = _result(self.autoscaler.decide_once())

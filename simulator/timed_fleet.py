@@ -40,7 +40,7 @@ HEARTBEAT_S = 0.5
 TRAVEL_S = 0.0005
 """The time of a message from one process to another."""
 LAST_CHUNK_TOKENS = 512
-"""When the last step of a prompt ends, the KV of this many tokens is still unsent; of all, if the prompt has fewer."""
+"""When the last step of a prompt ends, the KV of this many of its tokens is still unsent, or of all if it has fewer."""
 PATIENCE_S = 1e6
 """Every request waits until it is placed."""
 
@@ -208,7 +208,7 @@ class TimedFleet:
         name, messages = worker.ref.name, tuple(output for _, output in outputs)
         if messages:
             self._soon(lambda: self._gateway.handle(WorkerOutputs(name, messages)))
-        if (events := worker.events()) is not None:
+        if (events := worker.take_kv_events()) is not None:
             self._soon(partial(self._follow, name, events))
 
     def _follow(self, name: str, events: KVEvents) -> None:

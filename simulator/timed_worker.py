@@ -153,7 +153,7 @@ class TimedWorker:
     def release(self, request_id: str) -> None:
         self.scheduler.update_connector_output(KVConnectorOutput(finished_sending=(request_id,)))
 
-    def events(self) -> KVEvents | None:
+    def take_kv_events(self) -> KVEvents | None:
         """Changes of the prefix cache since the last call, as the request plane would send them."""
         change = merge_events([*self._kv_events, *self.scheduler.kv_events.take_events()])
         self._kv_events = []

@@ -105,7 +105,7 @@ class WorkerLinks:
         if worker := self._workers.get(name):
             hello = self._sessions[name].hello()
             self._plane.send(
-                "gateway", name, lambda: self._reach(worker, lambda: self._answer(worker, hello))
+                "gateway", name, lambda: self._if_alive(worker, lambda: self._answer(worker, hello))
             )
 
     def die(self) -> list[Worker]:
@@ -128,7 +128,7 @@ class WorkerLinks:
         name = worker.name
         self._sessions[name].count_command()
         self._plane.send(
-            "gateway", name, lambda: self._reach(worker, lambda: worker.on_command(self.name, command))
+            "gateway", name, lambda: self._if_alive(worker, lambda: worker.on_command(self.name, command))
         )
 
     def outbox(self, worker: Worker, outputs: list[RequestOutput]) -> None:
@@ -155,12 +155,12 @@ class WorkerLinks:
         heartbeat = worker.heartbeat(self.name)
         self._plane.send(worker.name, "gateway", lambda: self._on_heartbeat(worker, heartbeat))
 
-    def take_heartbeats(self) -> None:
+    def deliver_heartbeats(self) -> None:
         for worker in list(self._workers.values()):
-            self.take_heartbeat(worker)
+            self.deliver_heartbeat(worker)
 
-    def take_heartbeat(self, worker: Worker) -> None:
-        """Takes the worker's heartbeat, if the worker can send it and it arrives."""
+    def deliver_heartbeat(self, worker: Worker) -> None:
+        """Delivers a heartbeat to the gateway, if the worker can send one, and no fault stops it."""
         is_mute = worker.is_dead or worker.paused_until > self._world.now
         is_known = self._workers.get(worker.name) is worker
         if is_known and not is_mute and worker.name not in self._silent | self._plane.cut_off:
@@ -186,6 +186,6 @@ class WorkerLinks:
             for command in self._sessions[worker.name].run_named(status):
                 self._send_command(worker, command)
 
-    def _reach(self, worker: Worker, action: Callable[[], None]) -> None:
+    def _if_alive(self, worker: Worker, action: Callable[[], None]) -> None:
         if not worker.is_dead:
             action()

@@ -102,7 +102,8 @@ class World:
         *,
         is_plane: bool = True,
     ) -> None:
-        """Runs `action` at this time, or later, when `process` continues; never if `process` is dead by then.
+        """Runs `action` at this time. If `process` is paused then, runs `action` when `process` continues. Does nothing
+        if `process` is dead.
 
         Events of the planes (messages, reads, timers, devices) still happen while an engine waits for its
         device.

@@ -67,7 +67,7 @@ def show_timeline(answer: GeneratedAnswer, console: Console) -> None:
             soft_wrap=True,
         )
     for transfer in timing["transfers"]:
-        console.print(f"{'':<20} {_story(transfer)}", highlight=False, soft_wrap=True)
+        console.print(f"{'':<20} {_events_text(transfer)}", highlight=False, soft_wrap=True)
     console.print(
         f"{'total':<8} {timing['total_s'] * 1e3:8.1f} ms  first token after {timing['ttft_s'] * 1e3:.1f} ms, "
         f"next one {timing['handover_s'] * 1e3:.1f} ms later; mode {placement['mode']}, "
@@ -77,7 +77,7 @@ def show_timeline(answer: GeneratedAnswer, console: Console) -> None:
     )
 
 
-def _story(transfer: dict[str, Any]) -> str:
+def _events_text(transfer: dict[str, Any]) -> str:
     """What one end of a hand-over reports about it. Times of events count from the request's arrival."""
     direction = "to" if transfer["role"] == "producer" else "from"
     events = ", ".join(

@@ -21,7 +21,7 @@ from cli.views import words
 from cluster.serve.screen import Screen, ScreenStage
 from gateway.client import CallBroken, GatewayClient, GatewayError
 
-LOOK_INTERVAL_S = 1.0
+STATUS_INTERVAL_S = 1.0
 """Pause between two requests for the state of the workers."""
 
 
@@ -119,10 +119,10 @@ def running_command(command: str, doing: str, as_json: bool) -> Iterator[ScreenS
         with screen.stage(command, doing) as stage:
             yield stage
     except KeyboardInterrupt:
-        left = (
+        notice = (
             f"baton {command}: stopped waiting; the fleet still carries out the command; see `baton status`"
         )
-        print(left, file=sys.stderr)
+        print(notice, file=sys.stderr)
         raise
     except CallBroken as error:
         raise CallBroken(error.code, f"{error.message}; {MAY_BE_CARRIED_OUT}", error.details) from None
@@ -145,25 +145,25 @@ async def carry_out(
     describe: Callable[[list[dict[str, Any]]], str],
     say: Callable[[str], None],
 ) -> float:
-    """Waits for the call of this gateway, and shows the workers through `describe` in the meantime.
+    """Makes a call to this gateway. Until the call ends, shows the workers through `describe`.
 
     Returns the duration in seconds.
     """
     async with target.client() as client:
         started = time.monotonic()
-        looking = asyncio.create_task(_look(client, describe, say))
+        showing = asyncio.create_task(_show_workers(client, describe, say))
         try:
             await call(client)
         finally:
-            await end_tasks(looking)
+            await end_tasks(showing)
         return time.monotonic() - started
 
 
-async def _look(
+async def _show_workers(
     client: GatewayClient, describe: Callable[[list[dict[str, Any]]], str], say: Callable[[str], None]
 ) -> None:
     while True:
-        await asyncio.sleep(LOOK_INTERVAL_S)
+        await asyncio.sleep(STATUS_INTERVAL_S)
         try:
             say(describe((await client.describe())["workers"]))
         except GatewayError:
@@ -172,17 +172,17 @@ async def _look(
 
 def of_worker(name: str) -> Callable[[list[dict[str, Any]]], str]:
     """A function that describes the worker of this name."""
-    return lambda workers: "; ".join(map(what_it_has, (w for w in workers if w["name"] == name))) or "gone"
+    return lambda workers: "; ".join(map(load_text, (w for w in workers if w["name"] == name))) or "gone"
 
 
 def of_absent(workers: list[dict[str, Any]]) -> str:
     """Describes the workers that do not serve."""
     absent = [worker for worker in workers if worker["state"] != "ready"]
-    return "; ".join(f"{worker['name']} {what_it_has(worker)}" for worker in absent) or "all serve"
+    return "; ".join(f"{worker['name']} {load_text(worker)}" for worker in absent) or "all serve"
 
 
-def what_it_has(worker: dict[str, Any]) -> str:
-    """Describes what a worker still has: requests, and blocks that other workers may still read or write."""
+def load_text(worker: dict[str, Any]) -> str:
+    """The worker's state, and what it still has: requests, and blocks that other workers may still read or write."""
     state, requests, blocks = words.state_text(worker).plain, worker["requests"], worker["kv_blocks"]
     if not blocks["total"]:
         return state

@@ -110,14 +110,14 @@ def _fold(columns: list[Column], traces: Sequence[Trace]) -> list[Column]:
     folded: list[Column] = []
     run: list[Column] = []
     for column in columns:
-        if run and _look(column, prompts) != _look(run[0], prompts):
+        if run and _appearance(column, prompts) != _appearance(run[0], prompts):
             folded += _merge(run)
             run = []
         run.append(column)
     return folded + _merge(run)
 
 
-def _look(column: Column, prompts: Sequence[dict[str, int]]) -> tuple[object, ...]:
+def _appearance(column: Column, prompts: Sequence[dict[str, int]]) -> tuple[object, ...]:
     """What the picture shows of a step. A step that must not be folded gets a value that equals no other."""
     step = column.steps[0]
     is_alone = (

@@ -46,7 +46,7 @@ class Piece:
     num_tokens: int = 0
     """Tokens computed in each step."""
     num_sampled: int | None = None
-    """With drafts: how many tokens the step sampled. The other drafts were wrong."""
+    """With drafts: how many of the `num_tokens` tokens were output; the others were wrong. None without drafts."""
     num_cached_tokens: int = 0
     """Tokens found in the prefix cache at the beginning of this piece."""
     num_swapped_in_tokens: int = 0
@@ -67,8 +67,8 @@ class Row:
     preempted: tuple[int, ...]
     """Columns in which the request lost its blocks."""
     end: tuple[int, FinishReason] | None
-    """Where the reason for the request's end is drawn: at the beginning of this column, which may be one past
-    the last."""
+    """The column at whose beginning the request's end is drawn, which may be one past the last column, and the reason
+    for the end. None if the request does not end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +185,9 @@ class _Plot:
         self._index_of = {step.step: index for index in self._own for step in columns[index].steps}
         self._current: dict[str, _Request] = {}
         for step in trace.steps:
-            self._take(step)
+            self._draw_step(step)
 
-    def _take(self, step: StepTrace) -> None:
+    def _draw_step(self, step: StepTrace) -> None:
         index = self._index_of.get(step.step)
         is_first = index is not None and self._columns[index].steps[0] is step
         for request_id in step.scheduled:
@@ -263,7 +263,7 @@ class _Plot:
 
 
 def _labels(request_ids: Collection[str]) -> Callable[[str], str]:
-    """Shortens ids to the leading or trailing characters that tell them apart, whichever are fewer."""
+    """A function that shortens ids to the leading or trailing characters that tell them apart, whichever are fewer."""
     printable = {request_id: _printable(request_id) for request_id in request_ids}
     longest = max(map(len, request_ids), default=0)
     for size in range(_MIN_LABEL, longest) if longest > _MAX_WHOLE_LABEL else ():

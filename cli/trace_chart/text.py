@@ -76,7 +76,7 @@ class _Layout:
             self.widths[piece.last] += max(0, num_characters - self.width(piece.first, piece.last + 1))
 
     @property
-    def left(self) -> int:
+    def margin(self) -> int:
         """Where the first column begins: right of the request, the prompt, and the axes' names."""
         return self.label_width + len("  prompt  step  ")
 
@@ -95,11 +95,11 @@ class _Layout:
             first = stop
 
     def _num_characters(self, first: int, stop: int) -> int:
-        num_characters = self.left + self.width(first, stop)
+        num_characters = self.margin + self.width(first, stop)
         for panel in self._chart.panels:
             for row in panel.rows:
                 if row.end is not None and first < row.end[0] <= stop:
-                    begin = self.left + self.width(first, row.end[0]) + 1
+                    begin = self.margin + self.width(first, row.end[0]) + 1
                     num_characters = max(num_characters, begin + len(_end_text(row.end[1])))
         return num_characters
 
@@ -136,7 +136,7 @@ class _Band:
     def _at(self, column: int) -> int:
         """The position at which a column begins."""
         gap = 1 if column > self._first else 0
-        return self._layout.left + self._layout.width(self._first, column) + gap
+        return self._layout.margin + self._layout.width(self._first, column) + gap
 
     def _has(self, row: Row) -> bool:
         is_busy = any(piece.first < self._stop and piece.last >= self._first for piece in row.pieces)
@@ -159,7 +159,7 @@ class _Band:
     def _axis(self, number: int) -> list[Text]:
         """The number and the start time of each step."""
         head = f"{'request':<{self._layout.label_width}}  prompt"
-        steps = _Line().put(self._layout.left - len("step  "), "step", "dim")
+        steps = _Line().put(self._layout.margin - len("step  "), "step", "dim")
         times = _Line().put(0, f"{head}  {self._layout.unit[0]:>4}", "dim")
         for index in range(self._first, self._stop):
             column, width = self._chart.columns[index], self._layout.widths[index]

@@ -100,7 +100,7 @@ class TopView:
         ]
         if is_wide:
             head.append(Text(words.node_of(worker)))
-        if not blocks["total"]:  # only the number of its starts is known
+        if not blocks["total"]:  # of this worker, only the number of starts is known
             return [*head, *[""] * 12, words.starts_of(worker)] if is_wide else head
         used = 1 - blocks["free"] / blocks["total"]
         step_ms, prefill_rate = load["decode_step_s"] * 1e3, load["prefill_tokens_per_s"]

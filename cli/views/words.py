@@ -45,7 +45,8 @@ def state_text(worker: dict[str, Any]) -> Text:
 
 
 def role_text(worker: dict[str, Any], is_wide: bool) -> str:
-    """The worker's role. During a change of role, the old and the new role, or only the new one."""
+    """The worker's role. During a change of role, the old and the new role; in a narrow table, only the
+    new one."""
     role, slot = worker["role"], worker["slot"]
     if slot is None or slot["role"] == role:
         return str(role)

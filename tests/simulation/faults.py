@@ -90,7 +90,7 @@ class Faults:
             return
         worker.is_draining = True
         noticed_s = self._world.between(0.0, MAX_HEARTBEAT_S)
-        self._later(noticed_s, lambda: self._fleet.at_gateways(lambda links: links.take_heartbeat(worker)))
+        self._later(noticed_s, lambda: self._fleet.at_gateways(lambda links: links.deliver_heartbeat(worker)))
         self._later(fault.duration_s / 2, worker.give_back)
         self._later(fault.duration_s, lambda: self._end_drain(worker, is_restart=fault.is_mutual))
 
@@ -99,7 +99,7 @@ class Faults:
             return
         worker.is_draining = False
         if not is_restart:
-            self._fleet.at_gateways(lambda links: links.take_heartbeat(worker))
+            self._fleet.at_gateways(lambda links: links.deliver_heartbeat(worker))
         elif worker.paused_until <= self._world.now:
             self._world.counts["fault restarted"] += 1
             self._fleet.end(worker)
