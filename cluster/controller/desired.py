@@ -90,7 +90,7 @@ class Store(Protocol):
     def clear(self) -> None: ...
 
 
-class MemoryStore:
+class InMemoryStore:
     """The store of a controller whose fleet does not outlive it."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from cluster.control_api.configuration import keys_digest, pack_configuration
 from cluster.control_api.owner import OnProgress, OnServing, first_start
 from cluster.controller.controller import Controller
 from cluster.controller.cpu_shares import CpuShares
-from cluster.controller.desired import MemoryStore
+from cluster.controller.desired import InMemoryStore
 from cluster.controller.launcher import Found, OnStartProgress
 from cluster.processes.worker_process import WorkerProcess, how_it_ended
 from worker.control_channel import StdioControlClient
@@ -50,7 +50,7 @@ class ProcessFleet:
     def __init__(self, config: BatonConfig, secret: ClusterSecret | None, model_path: Path) -> None:
         self._start_timeout_s = config.cluster.start_timeout_s
         self.launcher = ProcessLauncher(config, model_path, secret)
-        self.controller = Controller(config, self.launcher, MemoryStore(), SystemClock())
+        self.controller = Controller(config, self.launcher, InMemoryStore(), SystemClock())
         digest = keys_digest(derive_keys(secret))
         self._control = InProcessControl(self.controller, pack_configuration(config, model_path, digest))
         self._has_started = False

@@ -31,7 +31,7 @@ from baton.worker import (
     WorkerStatus,
 )
 from cluster.controller.controller import Controller
-from cluster.controller.desired import MemoryStore, Store
+from cluster.controller.desired import InMemoryStore, Store
 from cluster.controller.launcher import Found, OnStartProgress
 from tests.factories.virtual_loop import VirtualLoop
 
@@ -296,7 +296,7 @@ async def fleet(
     config: BatonConfig, launcher: FakeLauncher | None = None, store: Store | None = None
 ) -> AsyncIterator[FleetUnderTest]:
     """A fleet that starts. At the end nothing of it is left."""
-    tested = FleetUnderTest(config, launcher or FakeLauncher(), store or MemoryStore())
+    tested = FleetUnderTest(config, launcher or FakeLauncher(), store or InMemoryStore())
     await tested.controller.start()
     try:
         yield tested

@@ -8,7 +8,7 @@ from baton.errors import ClusterError, FleetError
 from baton.fleet import ReplicaState
 from baton.messages.control import WaitView
 from baton.worker import WorkerRole
-from cluster.controller.desired import MemoryStore
+from cluster.controller.desired import InMemoryStore
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 
@@ -25,7 +25,7 @@ async def cut_off_during_a_drain(tested: FleetUnderTest) -> None:
 
 
 async def test_a_restarted_controller_continues_the_drain_of_its_predecessor() -> None:
-    launcher, store, config = FakeLauncher(), MemoryStore(), fleet_config()
+    launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
         await cut_off_during_a_drain(first)
@@ -46,7 +46,7 @@ async def test_a_worker_that_a_former_controllers_rollout_drained_is_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It refuses requests for good, and the rollout ended with its controller."""
-    launcher, store, config = FakeLauncher(), MemoryStore(), fleet_config()
+    launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config()
     async with fleet(config, launcher, store) as first:
         before = await first.all_serve(3)
         launcher.latest("w1").may_drain.clear()
@@ -71,7 +71,7 @@ async def test_a_worker_that_a_former_controller_drained_is_replaced_as_soon_as_
     is_role_wanted: bool,
 ) -> None:
     """Also if a change of its role had to wait for the drain."""
-    launcher, store, config = FakeLauncher(), MemoryStore(), fleet_config(drain_timeout_s=30.0)
+    launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config(drain_timeout_s=30.0)
     async with fleet(config, launcher, store) as first:
         before = await first.all_serve(3)
         launcher.latest("w1").may_drain.clear()
@@ -95,7 +95,7 @@ async def test_a_worker_that_a_former_controller_drained_is_replaced_as_soon_as_
 async def test_a_worker_that_ended_before_the_controller_restarted_is_not_started_again_to_be_drained() -> (
     None
 ):
-    launcher, store, config = FakeLauncher(), MemoryStore(), fleet_config()
+    launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
         await cut_off_during_a_drain(first)
@@ -109,7 +109,7 @@ async def test_a_restarted_controller_continues_the_role_change_of_its_predecess
     error: FleetError | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Until it is over, the worker is no decode worker to count on. Who asks again learns the true outcome."""
-    launcher, store, config = FakeLauncher(), MemoryStore(), fleet_config()
+    launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
         changes = launcher.latest("w2")
@@ -140,7 +140,7 @@ async def test_a_restarted_controller_continues_the_role_change_of_its_predecess
 
 
 async def test_a_restarted_controller_drains_a_worker_after_its_role_change() -> None:
-    launcher, store, config = FakeLauncher(), MemoryStore(), fleet_config()
+    launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
         changes = launcher.latest("w2")
@@ -159,7 +159,7 @@ async def test_a_restarted_controller_drains_a_worker_after_its_role_change() ->
 
 
 async def test_a_role_change_that_had_failed_before_the_controller_restarted_is_not_tried_again() -> None:
-    launcher, store, config = FakeLauncher(), MemoryStore(), fleet_config()
+    launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
         changes = launcher.latest("w2")
@@ -289,7 +289,7 @@ async def test_a_worker_that_drains_for_a_former_controller_is_replaced_after_th
 
 
 async def test_a_worker_that_is_no_longer_desired_is_ended_when_it_is_found() -> None:
-    launcher, store, config = FakeLauncher(), MemoryStore(), fleet_config()
+    launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
         await first.cut_off()

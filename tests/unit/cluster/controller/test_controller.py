@@ -8,7 +8,7 @@ from baton.errors import ClusterError, ConfigError, FleetError, UnknownWorker
 from baton.fleet import CacheFlush
 from baton.messages.control import CallFailure, WaitStart, WaitView
 from baton.worker import WorkerRole
-from cluster.controller.desired import MemoryStore
+from cluster.controller.desired import InMemoryStore
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, fleet, fleet_config
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 
@@ -273,7 +273,7 @@ async def test_a_fleet_grows_and_shrinks_by_the_least_busy() -> None:
 
 
 async def test_a_restarted_controller_adopts_serving_workers(caplog: pytest.LogCaptureFixture) -> None:
-    launcher, store, config = FakeLauncher(), MemoryStore(), fleet_config()
+    launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config()
     async with fleet(config, launcher, store) as first:
         before = await first.all_serve(3)
         await first.controller.set_role("w1", PREFILL)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.errors import ClusterError, FleetError
-from cluster.controller.desired import MemoryStore
+from cluster.controller.desired import InMemoryStore
 from cluster.controller.launcher import NodeDrains
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
@@ -246,7 +246,7 @@ async def test_a_node_that_is_gone_is_forgotten() -> None:
 
 @pytest.mark.parametrize("has_begun", [False, True])
 async def test_the_next_controller_continues_the_drain(has_begun: bool) -> None:
-    launcher, store = two_nodes(), MemoryStore()
+    launcher, store = two_nodes(), InMemoryStore()
     async with fleet(fleet_config(), launcher, store) as tested:
         await all_serve_on(tested, "n1")
         for worker in launcher.incarnations:
