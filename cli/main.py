@@ -323,7 +323,7 @@ def _at_gateway(options: argparse.Namespace) -> int:
     from gateway import GatewayError
 
     try:
-        return _run_of(options)(target_from(options, os.environ), options)
+        return _runner_of(options)(target_from(options, os.environ), options)
     except GatewayError as error:
         advice = [error.advice] if error.advice else []
         if error.code == "UNAUTHENTICATED":
@@ -335,7 +335,7 @@ def _at_gateway(options: argparse.Namespace) -> int:
         return REFUSED
 
 
-def _run_of(options: argparse.Namespace) -> "Callable[[Target, argparse.Namespace], int]":
+def _runner_of(options: argparse.Namespace) -> "Callable[[Target, argparse.Namespace], int]":
     """The function that runs this command; imports no other command."""
     if options.command == "generate":
         from cli.commands.generate import run

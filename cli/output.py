@@ -32,7 +32,7 @@ class Output:
 
 
 class LossyOutput(Output):
-    """For the lines of a service: a full disk loses lines, and does not end the service."""
+    """The output of a service: on a full disk, lines are lost, and the service continues."""
 
     def write(self, text: str) -> int:
         with suppress(OutputError):

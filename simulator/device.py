@@ -228,7 +228,7 @@ class SimRunner:
             self._pool[blocks, :, :, offsets] = self._content(known, group, start, end)
 
     def _check_no_load(self, loading: Set[int], known: KnownRequest, start: int, end: int) -> None:
-        """No transfer may write what a step writes. This is checked here: overwritten KV is read much later, if
+        """No transfer may write what a step writes. The check is here, since overwritten KV is read much later, if
         ever."""
         for group in range(self._groups.num_groups if loading else 0):
             blocks, _ = self._slots(known, group, start, end)
@@ -291,7 +291,7 @@ class SimRunner:
         return token_ids
 
     def _sample(self, known: KnownRequest, is_right: bool) -> int:
-        del known.kv[known.num_tokens * SLOT_BYTES :]  # drafts
+        del known.kv[known.num_tokens * SLOT_BYTES :]  # removes the KV of drafts
         token_id = next_token(known.prompt, known.num_tokens - len(known.prompt)) if is_right else WRONG
         known.kv += kv_of([token_id], bytes(known.kv[-SLOT_BYTES:]))
         known.num_tokens += 1

@@ -55,7 +55,7 @@ def forced(prompt: tuple[int, ...], position: int) -> tuple[int, ...]:
 
 
 def prompt_logprobs(prompt: tuple[int, ...], first: int, end: int) -> PackedLogprobs:
-    """The log-probabilities of the prompt's own tokens at these positions; each position has another value."""
+    """The log-probabilities of the prompt's own tokens at these positions; the values of all positions differ."""
     return PackedLogprobs.of(
         TokenLogprobs(token_id, -1.0 - first - at, 1, ()) for at, token_id in enumerate(prompt[first:end])
     )

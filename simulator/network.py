@@ -181,12 +181,12 @@ class SimChannel:
         if listener is None:
             return
         if listener._process.is_dead and _has_host(listener):
-            self._network.world.after(REFUSAL_S, lambda: self._find_gone(address, listener), self._process)
+            self._network.world.after(REFUSAL_S, lambda: self._report_gone(address, listener), self._process)
         identity = f"{id_of(self)}>{id_of(listener)}".encode()
         listener._peers[identity] = self
         listener.receive(Arrival(identity, is_from_producer=False, header=header), payload)
 
-    def _find_gone(self, address: str, listener: "SimChannel") -> None:
+    def _report_gone(self, address: str, listener: "SimChannel") -> None:
         """Several attempts to connect to the ended process have failed, unless another process listens there now."""
         if self._network.listening[address] is listener:
             self._network.world.counts["path peer gone"] += 1
@@ -194,7 +194,7 @@ class SimChannel:
 
 
 def _has_host(channel: SimChannel) -> bool:
-    """Whether only the process ended, not its host. Each is true of half of all incarnations."""
+    """Whether only the process ended, and its host still runs. This is so for half of all incarnations."""
     return bool(crc32(id_of(channel).encode()) % 2)
 
 

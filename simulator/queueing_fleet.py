@@ -141,18 +141,18 @@ class QueueingFleet:
         self, load: OfferedLoad, duration_s: float, on_decision: Callable[[Moment], None] = lambda _: None
     ) -> None:
         """Runs the load; the autoscaler decides every `autoscaling.interval_s`."""
-        self._expect(load.arrivals(self._world.rng, duration_s))
+        self._schedule_next(load.arrivals(self._world.rng, duration_s))
         self._world.after(STEP_S, partial(self._step, on_decision))
         self._world.run(until=duration_s)
 
-    def _expect(self, arrivals: Iterator[ArrivingRequest]) -> None:
+    def _schedule_next(self, arrivals: Iterator[ArrivingRequest]) -> None:
         """The next request reaches the gateway one step after its client sent it."""
         if (arrival := next(arrivals, None)) is not None:
             self._world.at(arrival.at + STEP_S, partial(self._arrive, arrival, arrivals))
 
     def _arrive(self, arrival: ArrivingRequest, arrivals: Iterator[ArrivingRequest]) -> None:
         self._queue.append(arrival)
-        self._expect(arrivals)
+        self._schedule_next(arrivals)
 
     def _step(self, on_decision: Callable[[Moment], None]) -> None:
         now = self._world.now

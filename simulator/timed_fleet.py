@@ -184,9 +184,9 @@ class TimedFleet:
             case Deliver(request, delta):
                 return self._deliver(request, delta)
             case SubmitTo(worker, sub_request):
-                self._soon(partial(self._submit, self._workers[worker], sub_request))
+                self._after_travel(partial(self._submit, self._workers[worker], sub_request))
             case AbortAt(worker, engine_request_id):
-                self._soon(partial(self._abort, self._workers[worker], engine_request_id))
+                self._after_travel(partial(self._abort, self._workers[worker], engine_request_id))
             case Record(record):
                 del self._turns[record.request_id]
                 self.result.num_local += record.attempts[-1].placement.prefill is None
@@ -194,12 +194,12 @@ class TimedFleet:
                 raise AssertionError(f"nothing fails here: {effect}")
         return None
 
-    def _soon(self, action: Callable[[], None]) -> None:
+    def _after_travel(self, action: Callable[[], None]) -> None:
         self._world.after(TRAVEL_S, action)
 
     def _send_heartbeat(self, worker: TimedWorker) -> None:
         status = worker.status()
-        self._soon(lambda: self._gateway.handle(WorkerReported(status)))
+        self._after_travel(lambda: self._gateway.handle(WorkerReported(status)))
         pause_s = HEARTBEAT_S * self._world.rng.uniform(0.95, 1.05)
         self._world.after(pause_s, partial(self._send_heartbeat, worker))
 
@@ -207,13 +207,13 @@ class TimedFleet:
         """Sends outputs, and changes of the prefix cache, to the gateway."""
         name, messages = worker.ref.name, tuple(output for _, output in outputs)
         if messages:
-            self._soon(lambda: self._gateway.handle(WorkerOutputs(name, messages)))
+            self._after_travel(lambda: self._gateway.handle(WorkerOutputs(name, messages)))
         if (events := worker.take_kv_events()) is not None:
-            self._soon(partial(self._follow, name, events))
+            self._after_travel(partial(self._apply_kv_events, name, events))
 
-    def _follow(self, name: str, events: KVEvents) -> None:
-        is_followed = self._router.on_kv_events(name, events)
-        assert is_followed, "nothing is lost here"
+    def _apply_kv_events(self, name: str, events: KVEvents) -> None:
+        is_applied = self._router.on_kv_events(name, events)
+        assert is_applied, "nothing is lost here"
 
     # workers
 

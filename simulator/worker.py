@@ -80,7 +80,7 @@ class Site:
     network: Network
     pools: SharedPools
     may_damage_reads: bool
-    """Whether reads may be damaged: checksums are compared for all transfers, so damage must be noticed."""
+    """Whether reads may be damaged. Only if checksums are compared for all transfers, so that damage is noticed."""
 
 
 class Worker(Process):
@@ -210,25 +210,25 @@ class Worker(Process):
             self.abort_client(gateway)
 
     def submit(self, gateway: str, request: EngineRequest) -> None:
-        self._command(lambda: self._admit(gateway, request))
+        self._post_command(lambda: self._admit(gateway, request))
 
     def abort(self, gateway: str, request_ids: tuple[str, ...]) -> None:
-        self._command(lambda: self._deliver(self.requests.abort(gateway, request_ids)))
+        self._post_command(lambda: self._deliver(self.requests.abort(gateway, request_ids)))
 
     def abort_client(self, gateway: str) -> None:
         """The gateway's session is over."""
         self._drop_suspects(gateway)
-        self._command(lambda: self._deliver(self.requests.abort_client(gateway)))
+        self._post_command(lambda: self._deliver(self.requests.abort_client(gateway)))
 
     def give_back(self) -> None:
         """Gives back every request that has not ended."""
-        self._command(lambda: self._deliver(self.core.give_back_requests("it is told to")))
+        self._post_command(lambda: self._deliver(self.core.give_back_requests("it is told to")))
 
     def reset_prefix_cache(self) -> None:
         """Preempts every running request."""
-        self._command(lambda: self.scheduler.reset_prefix_cache(force=True))
+        self._post_command(lambda: self.scheduler.reset_prefix_cache(force=True))
 
-    def _command(self, command: Callable[[], object]) -> None:
+    def _post_command(self, command: Callable[[], object]) -> None:
         self._commands.append(command)
         self.wake()
 
@@ -299,7 +299,7 @@ class Worker(Process):
             self._send(gateway, outputs)
 
     def _send(self, gateway: str, outputs: list[RequestOutput]) -> None:
-        """As RequestServer does."""
+        """Sends outputs, as RequestServer does."""
         self._outboxes[gateway](self, outputs)
         if self.suspects.end_turns(outputs, self._world.now):
             self._beat(self)
@@ -359,7 +359,7 @@ class Worker(Process):
             spec.transports,
         )
         endpoint = self.connector.endpoint
-        # Configuration counts in MiB, and a pool of this size would never fill a window.
+        # The configuration counts in MiB, and a pool of this size would never fill a window.
         endpoint._producer_end._producer._window._max_bytes = spec.window_bytes
         endpoint._consumer_end._pools._exits = SimExits(site.pools, lambda: self.connector.wake_up())
 

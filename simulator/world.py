@@ -125,7 +125,7 @@ class World:
     def run(self, until: float, is_done: Callable[[], bool] = lambda: False) -> None:
         """Runs the events up to this time; raises the first violation."""
         while self._heap and self._heap[0][0] <= until and not is_done():
-            self._next()
+            self._run_next()
             if self.violation is not None:
                 raise self.violation
         if not is_done():
@@ -137,7 +137,7 @@ class World:
         kept: list[tuple[float, int, ScheduledEvent]] = []
         while not is_over() and self._heap and self.violation is None:
             if self._heap[0][2].is_plane:
-                self._next()
+                self._run_next()
             else:
                 kept.append(heapq.heappop(self._heap))
         for entry in kept:
@@ -160,7 +160,7 @@ class World:
             self.violation = Violation(invariant, message)
             self.violation.__cause__ = cause
 
-    def _next(self) -> None:
+    def _run_next(self) -> None:
         when, _, event = heapq.heappop(self._heap)
         process = event.process
         if process is not None:

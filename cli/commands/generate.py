@@ -41,7 +41,7 @@ def run(target: Target, options: argparse.Namespace) -> int:
     on_text = _ignore if options.json else _write
     limits = {key: getattr(options, key) for key in ("max_model_len", "skip_reading_prefix_cache", "mode")}
     answer = asyncio.run(ask(target, on_text, sampling=sampling, **limits, **prompt))
-    _write(_line_of(to_json(answer)) if options.json else _end_of(answer))
+    _write(_line_of(to_json(answer)) if options.json else _calls_text(answer))
     return 0
 
 
@@ -64,7 +64,7 @@ def _line_of(answer: dict[str, Any]) -> str:
     return json.dumps(answer, ensure_ascii=not is_utf_8) + "\n"
 
 
-def _end_of(answer: GeneratedAnswer) -> str:
+def _calls_text(answer: GeneratedAnswer) -> str:
     """The output after the text: one line for each tool call."""
     calls = answer.parts.calls if answer.parts else []
     break_ = "\n" if answer.text or not calls else ""

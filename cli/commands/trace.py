@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     width = console.width
     chart = make_chart(traces, steps, requests, width // _CHARACTERS_PER_STEP, options.max_columns)
     if not chart.columns:
-        raise TraceError(f"{options.files[0]}: nothing to draw; {_what_there_is(traces[0])}")
+        raise TraceError(f"{options.files[0]}: nothing to draw; {_steps_text(traces[0])}")
     if requests and not any(panel.rows for panel in chart.panels):
         raise TraceError(f"no request id in these steps starts with {' or '.join(map(repr, requests))}")
     console.print(text_of(chart, width), soft_wrap=True, highlight=False)
@@ -52,7 +52,7 @@ def parse_steps(text: str | None) -> StepRange:
     return steps
 
 
-def _what_there_is(trace: Trace) -> str:
+def _steps_text(trace: Trace) -> str:
     if not trace.steps:
         return "the worker has not finished a step yet"
     return f"the trace holds steps {trace.steps[0].step} to {trace.steps[-1].step}"

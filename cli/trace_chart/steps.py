@@ -22,7 +22,7 @@ class PieceKind(Enum):
     """What a request did in a piece."""
 
     PREFILL = auto()
-    """The step computed several tokens, or one token of the prompt: a prompt, or tokens lost by a preemption."""
+    """The step computed tokens of the prompt, or tokens that a preemption had lost; see `is_decode`."""
     DECODE = auto()
     LOADING = auto()
     """The request waited for KV from another worker."""
@@ -80,7 +80,7 @@ class Panel:
     end: TraceEnd
     rows: tuple[Row, ...]
     steps: tuple[tuple[int, StepTrace], ...]
-    """Each of the worker's own columns, and the step whose numbers are drawn there: the column's last."""
+    """By the index of each of the worker's own columns: the step whose numbers are drawn there, the column's last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def transfers(
     found = []
     for worker in current["workers"]:
         former = known.get(worker["name"])
-        before = _before(former, worker)
+        before = _earlier_counts(former, worker)
         for producer, counts in _by_producer(worker).items():
             earlier = before.get(producer, _Counts(set()))
             is_comparable = former is not None and elapsed_s > 0
@@ -89,7 +89,7 @@ def _share(part: str, whole: str, previous: dict[str, Any] | None, worker: dict[
     return None
 
 
-def _before(former: dict[str, Any] | None, worker: dict[str, Any]) -> dict[str, _Counts]:
+def _earlier_counts(former: dict[str, Any] | None, worker: dict[str, Any]) -> dict[str, _Counts]:
     """The counts to subtract.
 
     There are none if the worker restarted, since its counters then began at zero.

@@ -242,7 +242,7 @@ class Carrier(Protocol):
         ...
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
-        """The reply. A controller hangs if it takes `hangs_after_s` longer than `frame.timeout_s`."""
+        """The reply. A controller counts as hanging if it takes `hangs_after_s` longer than `frame.timeout_s`."""
         ...
 
 

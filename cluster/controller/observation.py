@@ -37,7 +37,7 @@ class Observation:
     oldest_queued_s: float = 0.0
     """The longest wait of a request at a gateway for a worker with room."""
     oldest_without_prefill_s: float = 0.0
-    """The longest wait of a request at a gateway that requires a prefill worker, while there is none for it."""
+    """The longest wait, at a gateway, of a request that requires a prefill worker and finds none."""
     ttft_p99_s: float = 0.0
     """The worst gateway's 99th percentile, or median if the gateway had few first tokens."""
     slowest_ttft_s: float = 0.0

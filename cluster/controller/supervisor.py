@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 PING_INTERVAL_S = 1.0
 """Pause between two status reports of a worker. A worker that has ended reports at once."""
 _SOON_S = 0.01
-"""The same for a status that is needed now."""
+"""The same pause, for a status that is needed now."""
 _STOP_TIMEOUT_S = 5.0
 """A worker that does not close its ports in this time is killed."""
 _DRAINS_UNASKED = "worker %s drains, but no command waits for its end; replacing the worker"

@@ -145,8 +145,8 @@ def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedCont
 async def find_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedController | None:
     """A fleet of this name that had no owner; from now on this command is its owner. None if there is no fleet.
 
-    Kills the controller of a fleet that has ended: the owner may have died before it could do so. Raises ClusterError
-    if the fleet is ending or in use, or if its configuration differs.
+    Kills the controller of a fleet that has ended: the owner may have died before it killed the controller. Raises
+    ClusterError if the fleet is ending or in use, or if its configuration differs.
     """
     if (actor := controller_actor()) is None:
         return None

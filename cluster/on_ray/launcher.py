@@ -60,7 +60,7 @@ class RayLauncher:
         target = choose_node(bundle_of(self._config, role), labels_of(self._config, role), rooms)
         avoided = [room.node_id for room in rooms if room.is_draining]
         title = Title(name, number, self._fleet)
-        incarnation = RayIncarnation(title, self._make(title, role, target, avoided), target)
+        incarnation = RayIncarnation(title, self._create_actor(title, role, target, avoided), target)
         self._incarnations = [*self._alive, incarnation]
         try:
             introduction = await incarnation.introduce()
@@ -105,7 +105,9 @@ class RayLauncher:
         nodes = await asyncio.to_thread(ray.nodes)
         return tuple(self._describe(node) for node in nodes)
 
-    def _make(self, title: Title, role: WorkerRole, target: str | None, avoided: Sequence[str]) -> Any:
+    def _create_actor(
+        self, title: Title, role: WorkerRole, target: str | None, avoided: Sequence[str]
+    ) -> Any:
         """Creates the actor, which waits for room if necessary. `avoided`: node ids where it must not run."""
         bundle, labels = bundle_of(self._config, role), labels_of(self._config, role)
         if avoided:

@@ -35,7 +35,7 @@ _OBJECT_STORE_BYTES = 100 * 2**20
 """Baton puts almost nothing into Ray's object store, and Ray refuses less than 75 MiB."""
 
 _SYSTEM_CONFIG: dict[str, int | bool] = {
-    # Seconds instead of Ray's default 16 until a lost node is noticed.
+    # With these values, a lost node is noticed after a few seconds; with Ray's own, after 16 s.
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
@@ -366,7 +366,7 @@ def _restore_handler() -> None:
 
 class _NoFolders(list[str]):
     """Stays empty. Ray adds the current folder, from which workers would import first: its files may come from
-    strangers, as those of a downloaded model with a `torch.py`."""
+    strangers, such as those of a downloaded model with a `torch.py`."""
 
     def extend(self, _folders: object) -> None:
         """Ignores the folders."""

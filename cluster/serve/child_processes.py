@@ -35,7 +35,8 @@ class ChildProcesses:
 
 @asynccontextmanager
 async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterator[ChildProcesses]:
-    """`cluster.prefill` and `cluster.decode` workers and a gateway in this event loop, until the `async with` ends."""
+    """A gateway in this event loop, and as many workers as `cluster.prefill` and `cluster.decode` say, until the
+    `async with` ends."""
     config = with_chosen_dtype(config, model_path)
     workers: dict[str, WorkerProcess] = {}
     secret = load_secret(config.network, os.environ, may_create=True)

@@ -37,7 +37,7 @@ class Fleet(Protocol):
         ...
 
     async def end(self, hurry: asyncio.Event) -> None:
-        """Drains the workers for a bounded time, unless `hurry` is set, and ends them. Nothing remains."""
+        """Drains the workers for a bounded time, unless `hurry` is set, and ends them. No process remains."""
         ...
 
 

@@ -46,7 +46,8 @@ from gateway.workers.connections import WorkerConnections
 from gateway.workers.worker_listener import LossCause
 
 LONG_PROMPT = 16_384
-"""In tokens. For shorter prompts, the router itself hashes the blocks, in about a millisecond."""
+"""Prompts of this many tokens are hashed in portions, before they are routed. For shorter prompts, the router itself
+hashes the blocks, in about a millisecond."""
 
 
 STOPPING = "this gateway is shutting down; use another one, or try again later"

@@ -226,7 +226,8 @@ class FairQueue(Generic[T]):
         self.remove(entry)
 
     def num_tokens_before(self, entry: QueueEntry[T]) -> int:
-        """About how many tokens are served before this entry, which was added last. Never much too high."""
+        """About how many tokens are served before this entry, which was added last. The number is never much
+        too high."""
         more_urgent = sum(
             level.num_tokens for priority, level in self._levels.items() if priority < entry.priority
         )

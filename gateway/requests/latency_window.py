@@ -29,7 +29,7 @@ class _Slice:
     itl: Counter[int] = field(default_factory=Counter)
     num_finished: int = 0
     bins: NDArray[np.int64] | None = None
-    """Both histograms as rows; cached when a finished slice is read for the first time."""
+    """`ttft` and `itl` as rows of one array; cached when a finished slice is read for the first time."""
     summary: "Second | None" = None
     """The slice's summary, cached at the same time."""
 

@@ -2,7 +2,7 @@
 
 gateway/requests/fair_queue.py defines the order: priority, then requests that ran before, then callers in
 turn. When workers may have room, `sweep` tries to place the first requests. Later requests that fit may pass
-a request that does not fit yet. So a long prompt does not delay short prompts until enough blocks are free.
+a request that does not fit yet. So a long prompt that waits for blocks does not delay short prompts.
 Two limits apply:
 
     LOOK_AHEAD  a sweep ends after this many requests that do not fit, which limits the cost of the sweep

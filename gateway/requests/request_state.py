@@ -71,7 +71,7 @@ class RequestState:
         self._num_cached_tokens = 0
         self._prompt_logprobs: PackedLogprobs | None = None
         """None once the client has its first token."""
-        self._with_drafts: dict[int, RequestOutput] = {}
+        self._draft_outputs: dict[int, RequestOutput] = {}
         """Outputs of steps with drafts, by first position. Each stays here until the client has its tokens."""
         self._num_draft_tokens = 0
         self._num_accepted_draft_tokens = 0
@@ -139,7 +139,7 @@ class RequestState:
         self.placement = placement
         self.times.begin_attempt(attempt.number, placement, now)
         self._early.clear()
-        self._with_drafts.clear()
+        self._draft_outputs.clear()
         self._last = None
         self._prompt_logprobs = None
         if not self._delivered:
@@ -202,7 +202,7 @@ class RequestState:
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
         if output.num_draft_tokens:
-            self._with_drafts.setdefault(output.first_position, output)
+            self._draft_outputs.setdefault(output.first_position, output)
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._last = (output, output.first_position + len(output.token_ids))
             self._note_fallback(attempt, worker, output)
@@ -255,7 +255,7 @@ class RequestState:
         text_stream, num_before = self.request.text, len(self._delivered)
         num_counted, text = text_stream.push(token_ids)
         self._delivered.extend(token_ids[:num_counted])
-        if self._with_drafts:
+        if self._draft_outputs:
             self._count_drafts(num_before)
         self.times.note_tokens(worker, num_counted, now)
         if text_stream.matched_stop is not None:
@@ -276,8 +276,8 @@ class RequestState:
         An output begins with its accepted drafts. Drafts that the client does not get, or already has, do not count.
         """
         num_delivered = len(self._delivered)
-        for first in [first for first in self._with_drafts if first < num_delivered]:
-            output = self._with_drafts.pop(first)
+        for first in [first for first in self._draft_outputs if first < num_delivered]:
+            output = self._draft_outputs.pop(first)
             if first + len(output.token_ids) > num_before:
                 end = min(first + output.num_accepted_draft_tokens, num_delivered)
                 self._num_draft_tokens += output.num_draft_tokens

@@ -187,7 +187,7 @@ class RetryState:
     def _excluded(self) -> tuple[frozenset[str], frozenset[str]]:
         """Workers whose current incarnation failed the request, and workers that refused it since their last
         heartbeat."""
-        if not self._failed and not self._refused:  # of nearly all requests
+        if not self._failed and not self._refused:  # so it is with nearly all requests
             return frozenset(), frozenset()
         names = {*self._failed, *self._refused}
         ready = [(name, worker.status) for name in names if (worker := self._router.ready_worker(name))]

@@ -87,7 +87,7 @@ class CallerShares:
         self._placed: dict[str, _States] = {}
         """The requests on workers, by caller; no entry is empty."""
         self._decoding: defaultdict[str, dict[str, _States]] = defaultdict(dict)
-        """The same for each decode worker."""
+        """For each decode worker: the requests on this worker, by caller; no entry is empty."""
         self._in_prefill: defaultdict[str, _States] = defaultdict(dict)
         """By worker: the requests whose prompts it computes or will compute. Some stay here for a while after that."""
 
@@ -132,7 +132,7 @@ class CallerShares:
         return None
 
     def over_share(self, callers: Iterable[str], now: float) -> set[str]:
-        """Those callers that hold their share of the places: `refusal` refuses all their requests."""
+        """The callers that hold their share of the places: `refusal` refuses all their requests."""
         if not self._is_shared(now):
             return set()
         free, none = self._max_in_flight - self._num_placed, dict[RequestState, None]()
@@ -238,8 +238,8 @@ def _may_take(number: int, held: int, free: int) -> bool:
 
 
 def _before(placement: Placement, others: Iterable[RequestState]) -> Iterator[RequestState]:
-    """Those of the other requests whose prompts the placement's worker computes first: a decode worker computes prompts
-    in order of arrival, a prefill worker shorter ones first. With `scheduler.policy: priority`, workers use another
+    """The requests of `others` whose prompts the placement's worker computes first: a decode worker computes prompts in
+    order of arrival, a prefill worker shorter ones first. With `scheduler.policy: priority`, workers use another
     order, which does not count here."""
     for other in others:
         num_tokens = other.attempt.placement.num_prefill_tokens

@@ -34,7 +34,7 @@ from baton.request import SUSPECT_TURN_S
 from gateway.requests.request import GatewayRequest
 
 Identity = bytes
-"""The same for equal requests of one caller."""
+"""A digest of a request; the same for equal requests of one caller."""
 
 SUSPECT_LOSSES = 2
 MAX_LOSSES_AT_ONE_TOKEN = 5
@@ -78,7 +78,7 @@ class WorkerLoss:
     running: Mapping[Identity, int]
     """Requests that ran, each with the number of tokens that its client had."""
     ever_placed: frozenset[Identity]
-    """These requests, and requests that were on the worker in an earlier attempt."""
+    """The requests of `running`, and requests that were on the worker in an earlier attempt."""
     ran_alone: Identity | None = None
     """The suspect that ran on the worker, if no other suspect of any gateway ran there; else None."""
 

@@ -54,11 +54,11 @@ class TtftParts:
     gateway_s: float
     """Preprocessing, dispatching, the network to the worker and back, and time that no worker reported."""
     queue_s: float
-    """In the gateway's queue, until a worker had room."""
+    """Time in the gateway's queue, until a worker had room."""
     failed_attempts_s: float
-    """In attempts that failed before the first token."""
+    """Time in attempts that failed before the first token."""
     worker_queue_s: float
-    """In the queue of the worker that computed the prompt, until the first step."""
+    """Time in the queue of the worker that computed the prompt, until the first step."""
     transfer_exposed_s: float
     """Waiting for a KV transfer. Usually 0, since the prefill worker itself reports the first token. The
     value is larger if this report is lost, or arrives after the decode worker's report."""
@@ -74,7 +74,7 @@ class HandoverParts:
     """From the end of the prefill until the decode worker had all blocks. The rest of the transfer overlapped
     with the prefill."""
     first_step_s: float
-    """After that, until the decode worker sampled a token, including the wait for a place in its batch."""
+    """From then on, until the decode worker sampled a token, including the wait for a place in its batch."""
     gateway_s: float
     """The network, and time that no worker reported."""
 
@@ -95,7 +95,7 @@ class RequestTimes:
         self._first_placement: Placement | None = None
         """The placement of the attempt that brought the first token; until then, of the latest attempt."""
         self._first_stages: dict[str, StageTimes] = {}
-        """The same attempt's stages, by worker."""
+        """Stages of the same attempt, by worker."""
         self._stages: dict[str, StageTimes] = {}
         """Stages of the latest attempt, by worker."""
         self._attempt = 0
@@ -111,7 +111,7 @@ class RequestTimes:
         assert self._first_placement is not None
         computed, waited_s = _stages_of_prompt(self._first_placement, self._first_worker, self._first_stages)
         ttft_s = self._delivered_at[0] - self._arrived_at
-        return _cut(ttft_s, self._queue_s, self._failed_s, computed, waited_s)
+        return _divide_ttft(ttft_s, self._queue_s, self._failed_s, computed, waited_s)
 
     @property
     def transfers(self) -> tuple[SeenTransfer, ...]:
@@ -220,7 +220,9 @@ def _stages_of_prompt(
     return computed, first.transfer_s - computed.queue_s - computed.prefill_s
 
 
-def _cut(ttft_s: float, queue_s: float, failed_s: float, computed: StageTimes, waited_s: float) -> TtftParts:
+def _divide_ttft(
+    ttft_s: float, queue_s: float, failed_s: float, computed: StageTimes, waited_s: float
+) -> TtftParts:
     """Divides `ttft_s`. The gateway's measurements are subtracted first, then each reported time, but never
     more than remains. A negative time counts as 0."""
     rest_s = ttft_s - queue_s - failed_s

@@ -31,7 +31,7 @@ from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.worker_estimate import WorkerEstimate
 
 HASHED_AT_ONCE = 1024
-"""In blocks. Hashing this many takes about a millisecond."""
+"""How many blocks are hashed in one portion, which takes about a millisecond."""
 
 
 class Router:
@@ -136,7 +136,7 @@ class Router:
         return self._follows_kv and worker in self._workers and not self._index.is_known(worker)
 
     def sent(self, worker: str, placement: Placement) -> None:
-        """A sub-request was sent to this worker of the placement. It counts at once, before the worker
+        """A sub-request of the placement was sent to this worker. It counts at once, before the worker
         reports it."""
         self._workers[worker].sent(placement)
 
@@ -371,8 +371,8 @@ def _with_room(decodes: list[WorkerEstimate], num_tokens: int) -> list[WorkerEst
     """Workers with a slot and enough free blocks. If there are none, workers without requests of this gateway. If no
     worker can ever hold this many tokens, all workers.
 
-    By the second rule, each gateway may have one request in a worker's own queue, whose order is fair. Without it, a
-    gateway that learns of free room later than other gateways would never get room. A worker that never frees
+    By the second rule, each gateway may have one request in a worker's own queue, whose order is fair. Without this
+    rule, a gateway that learns of free room later than other gateways would never get room. A worker that never frees
     some of its blocks would never get a request again.
     """
     if decodes and not decodes[0].may_ever_hold(num_tokens):

@@ -1,7 +1,7 @@
 """GatewayMetrics: counters and histograms of a gateway's requests and calls, in a registry of their own.
 
-A metric whose name, without the prefix, equals the name of a metric of vLLM has the same meaning. docs/observability.md
-lists both names.
+If a metric of vLLM has the same name apart from the prefix, both have the same meaning. docs/observability.md lists
+both names.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -46,7 +46,7 @@ class GatewayMetrics:
     """Use it from one event loop only. Every method is fast, and none raises."""
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
-        disable_created_metrics()  # these series only show when this process began
+        disable_created_metrics()  # a `_created` series only says when a metric was created
         self.registry = CollectorRegistry()
         self._model = model_name
         self._callers = {""}  # the name for calls without a caller
@@ -68,11 +68,11 @@ class GatewayMetrics:
         )
         build = Gauge("baton_build_info", "Always 1", ["version", "model_name"], registry=self.registry)
         build.labels(baton_version(), model_name).set(1)
-        self.collect_too(self._plain)
+        self.collect_too(self._itl_histogram)
         ProcessCollector(registry=self.registry)
 
     def collect_too(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        """Also collects these metrics at each scrape."""
+        """From now on, each scrape also collects these metrics."""
         self.registry.register(exposition.CollectedOnDemand(collect))
 
     def first_token(self, waited_s: float) -> None:
@@ -169,7 +169,7 @@ class GatewayMetrics:
             self._callers.add(name)
         return name if name in self._callers else OTHERS
 
-    def _plain(self) -> Iterator[Metric]:
+    def _itl_histogram(self) -> Iterator[Metric]:
         name, meaning = (
             "inter_token_latency_seconds",
             "Time between two tokens of one request, recorded when it ends",

@@ -43,8 +43,8 @@ class Tracing:
     def __init__(self, endpoint: str, sample_ratio: float, model_name: str, instance: str) -> None:
         """`endpoint`: the collector's base URL. `instance` distinguishes this gateway from other gateways.
 
-        `sample_ratio`: the share of requests without a trace context that are traced. If a client sends a
-        trace context, the context decides.
+        `sample_ratio`: of the requests without a trace context, the share that is traced. If a client sends a trace
+        context, the context decides.
         """
         self._model_name = model_name
         self._exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S)

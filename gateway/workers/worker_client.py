@@ -81,7 +81,8 @@ class WorkerClient:
         self.is_lost = False
         """True from a loss of the worker until its next heartbeat. Meanwhile it gets no requests."""
         self._is_connected = True
-        """False while a connection that existed is broken. Before the first connection, only silence shows a loss."""
+        """False from the break of the connection until it is restored. Before the first connection, only silence shows
+        a loss."""
         self._grace: AwakeTimer | None = None
         """Runs while a broken connection may still be restored."""
         self._timeout = AdaptiveTimeout(network.peer_timeout_s)
@@ -331,7 +332,9 @@ class WorkerClient:
 
     def _send(self, frame: bytes) -> None:
         try:
-            sent = self._socket.send(frame, zmq.NOBLOCK)  # when it returns, the frame is sent or has failed
+            sent = self._socket.send(
+                frame, zmq.NOBLOCK
+            )  # when `send` returns, the frame is sent or has failed
             assert isinstance(sent, asyncio.Future)
             sent.result()
         except zmq.ZMQError as error:

@@ -9,7 +9,7 @@ from baton.worker import WorkerStatus
 
 
 class LossCause(Enum):
-    """What first showed a gateway that no request on a worker will be answered."""
+    """What first showed a gateway that the requests on a worker will not be answered."""
 
     DIED = "died"
     """The controller reported the worker's death."""
@@ -53,6 +53,6 @@ class WorkerListener(Protocol):
         ...
 
     def on_worker_lost(self, worker: str, cause: LossCause, reason: str) -> None:
-        """No request on the worker will be answered. Called only once before the worker's next
+        """The requests on the worker will not be answered. Called only once before the worker's next
         `on_status`."""
         ...

@@ -37,7 +37,7 @@ class Nodes:
         self._machine = Machine(tuple(Core((cpu,), 0) for cpu in range(num_cores)), num_cores)
         monkeypatch.setattr(ray, "nodes", self._nodes)
         monkeypatch.setattr(module, "available_resources_per_node", dict)
-        monkeypatch.setattr(module.RayLauncher, "_make", lambda *_: None)
+        monkeypatch.setattr(module.RayLauncher, "_create_actor", lambda *_: None)
         monkeypatch.setattr(RayIncarnation, "_exchange", self._introduce)
         monkeypatch.setattr(module, "RayIncarnation", Incarnation)
 
