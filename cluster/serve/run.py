@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from gateway import Tokenizer
 
 _FAREWELL_S = 1.0
-"""How long gateways have to learn of the end. They call WaitView again at once after an answer, and a second
-after an error."""
+"""How long gateways have to learn of the end. After an answer, they call WaitView again at once; after an
+error, a second later."""
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -25,7 +25,7 @@ class NoRoom(RequestError):
 
 
 class NoSlot(NoRoom):
-    """Decode workers have enough free blocks, but as many requests as they may have. Their answers will end."""
+    """Decode workers have enough free blocks, but already as many requests as they may have. Their answers will end."""
 
 
 class AwaitsPrompts(NoSlot):
