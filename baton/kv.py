@@ -103,7 +103,7 @@ class KVFingerprint:
 
     @property
     def num_planes(self) -> int:
-        """Planes in the blocks of all KV groups: two per layer with keys and values, one with latents."""
+        """How many planes the blocks of all KV groups have: two per layer with keys and values, one with latents."""
         return self.num_layers * (2 if "K" in self.layout else 1)
 
     @property

@@ -128,7 +128,7 @@ class _Load(Generic[P]):
     received: ReceivedKV | None = None
     """The sum of the parts that have arrived."""
     failed: FailedKV | None = None
-    """The sum of the parts that have failed."""
+    """What the failed parts have in common: the blocks that are valid in all of them, and the first reason."""
     is_aborted: bool = False
 
 

@@ -10,7 +10,8 @@ from simulator.world import World
 
 
 class VirtualDriver:
-    """Passes events to the dispatcher, and has its effects carried out. A stream ends as soon as it may."""
+    """Passes events to the dispatcher, and has its effects carried out. A stream ends
+    together with its last delta or its error: no client reads late."""
 
     def __init__(
         self, world: World, dispatcher: Dispatcher, carry_out: Callable[[Effect], StreamEnded | None]

@@ -23,8 +23,8 @@ class Leases:
         self._process = process
         self._lease_s = lease_s
         self._last_sign_at: dict[tuple[str, int], float] = {}
-        """The last sign of life of each hand-over's consumer, or the lease's start, on a clock that stops
-        with this worker."""
+        """By hand-over: when its consumer last gave a sign of life, or when the lease began. This time stands still
+        while the worker is stopped."""
 
     def begin(self, transfer: KVTransferParams) -> None:
         self._last_sign_at[transfer.transfer_id, transfer.attempt] = self._running()

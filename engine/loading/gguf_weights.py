@@ -1,8 +1,8 @@
 """GgufWeights: a GGUF file's tensors by their Hugging Face names, memory-mapped; knows no architecture.
 
-All experts of a layer are one tensor. Here each expert's part is a tensor of its own: `blk.3.ffn_up_exps.7.weight` is a
-part of `blk.3.ffn_up_exps.weight`. Older files of Mixtral already have a tensor for each expert, such as
-`blk.3.ffn_up.7.weight`.
+One tensor has the same matrix of all experts of a layer. Here each expert's part is a tensor of its own:
+`blk.3.ffn_up_exps.7.weight` is a part of `blk.3.ffn_up_exps.weight`. Older files of Mixtral already have a tensor for
+each expert, such as `blk.3.ffn_up.7.weight`.
 gpt-oss has one projection with gates and ups in turns; its GGUF files have a tensor of gates and one of ups.
 
 llama.cpp rotates pairs of neighbouring numbers of a head; Hugging Face rotates pairs of numbers half a head

@@ -34,7 +34,8 @@ HANDOVER_S = 0.005
 """Fixed cost of a hand-over of any size; see the hand-over benchmark."""
 
 EXPECTED_NEW_TOKENS = 128
-"""Assumed length of an answer whose limit is higher. The real length is unknown, and few answers reach their limit."""
+"""The router assumes that an answer has at most this many tokens, even if its limit is higher. The real length is
+unknown, and few answers reach their limit."""
 
 NEAR = 4
 """A prompt on D probably delays a request whose KV arrives within this many times the prompt's own time. The margin is

@@ -62,7 +62,8 @@ class PrefixIndex:
         self._names: list[str] = []
         """Worker names, by the position of the worker's bit."""
         self._names_of: dict[int, list[str]] = {}
-        """Cache: the names of recently queried sets. Common prompts query the same sets again."""
+        """Cache: the names of the workers of recently queried sets of bits. Requests with the same prefix query the
+        same sets."""
         self._present = 0
         """Bits of workers that are not forgotten. Other bits in a set belong to departed workers."""
         self._departed: deque[_Place] = deque()

@@ -36,8 +36,8 @@ PREFIX_BYTES = SEAL_BYTES + VERSION_BYTES
 MAX_PIECES_PER_MESSAGE = 1024
 MAX_TRANSPORTS = 16
 MAX_PIECES, MAX_VERSION = 2**17, 2**16 - 1
-"""The most pieces of a prompt in one rank transfer, and their highest version. With these limits, an Open that lists
-all pieces fits into MAX_HEADER_BYTES."""
+"""The most pieces of a prompt in one rank transfer, and the highest `Pieces.version`. With these limits, an Open that
+lists all pieces fits into MAX_HEADER_BYTES."""
 MAX_REASON_CHARS = 1000
 
 

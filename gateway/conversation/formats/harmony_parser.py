@@ -41,7 +41,7 @@ class HarmonyHead:
 
 
 class HarmonyParser(AnswerParser):
-    """Parses one turn. A head counts as a part of the text (see `part`). Any message may be reasoning."""
+    """Parses one turn. While a message's head arrives, `part` is TEXT. Any message may be reasoning."""
 
     def __init__(self, tools: Sequence[Tool], prefix: str) -> None:
         """`tools`: the tools that the model may call. If it is empty, there are no calls. `prefix`: the text
