@@ -152,8 +152,7 @@ class ProcessLauncher:
 
     async def place(self, name: str, role: WorkerRole, number: int) -> ProcessIncarnation:
         alive = {other: each for other, each in self.incarnations.items() if not each.is_over}
-        on_cpu = self._config.engine.device == "cpu"
-        share = self._shares.reserve(name, role, _NODE, self._machine, alive) if on_cpu else None
+        share = self._shares.reserve(name, role, _NODE, self._machine, alive)
         try:
             process = WorkerProcess(self._config, self._model_path, self._secret, role, name, None, share)
         except OSError as error:

@@ -16,7 +16,6 @@ import pytest
 from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.messages.control import DescribeFleet
-from baton.system.cpus import CpuShare
 from baton.worker import WorkerRole
 from cluster.processes import fleet
 from cluster.processes.fleet import ProcessIncarnation, ProcessLauncher
@@ -163,18 +162,6 @@ async def test_what_the_system_has_no_room_for_leaves_no_process(
     with pytest.raises(ClusterError, match=reason):
         await ProcessLauncher(BatonConfig(), Path(), None).place("w0", WorkerRole.DECODE, 1)
     assert [process.returncode for process in begun] == [-signal.SIGKILL] * (module is threading.Thread)
-
-
-@pytest.mark.parametrize(("device", "is_shared"), [("cpu", True), ("cuda", False)])
-async def test_only_workers_on_cpus_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, device: str, is_shared: bool
-) -> None:
-    start = Mock(side_effect=OSError("no room"))
-    monkeypatch.setattr(fleet, "WorkerProcess", start)
-    config = BatonConfig.from_mapping({"engine": {"device": device}})
-    with pytest.raises(ClusterError, match="no room"):
-        await ProcessLauncher(config, Path(), None).place("w0", WorkerRole.DECODE, 1)
-    assert isinstance(start.call_args.args[-1], CpuShare) is is_shared
 
 
 def test_a_workers_configuration_is_on_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
