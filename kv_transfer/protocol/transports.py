@@ -9,7 +9,7 @@ CUDA_IPC = "cuda_ipc"
 NIXL = "nixl"
 
 SENDS_BYTES = frozenset({ZMQ_TCP})
-"""Over these transports, the producer sends the bytes. Over all others, the consumer reads them from its pool."""
+"""Over these transports, the producer sends the bytes. Over all others, the consumer reads the producer's pool."""
 
 SAME_HOST_ONLY = frozenset({SHARED_MEMORY, CUDA_IPC})
 
