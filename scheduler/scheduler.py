@@ -49,9 +49,8 @@ class Scheduler:
 
     `config` must have `num_blocks` and `max_model_len`, and `num_swap_blocks` if `preemption` is `swap`. `hash_key`
     (16 to 64 bytes) makes block hashes comparable between processes that share it; by default it is random.
-    `mixes_prompt_parts`: a step may compute part of a long prompt beside prompts that it completes (on a GPU, more
-    tokens hardly make a step longer). `num_speculative_tokens`: the most drafts per request and step. `kv_groups`: the
-    KV groups of the model.
+    `mixes_prompt_parts`: a step may compute part of a long prompt beside prompts that it completes (on a GPU, this
+    hardly makes it longer). `num_speculative_tokens`: the most drafts per request and step. `kv_groups`: the model's.
     """
 
     def __init__(
@@ -73,6 +72,7 @@ class Scheduler:
         self._kv = kv = KVCache(config.num_blocks, size, caches, hash_key, kv_groups)
         self.kv_events = kv.events
         """Changes of the prefix cache; for one reader."""
+        assert config.num_swap_blocks or config.preemption == "recompute", "a worker sets the swap space"
         self._swap = swap = SwapSpace(config.num_swap_blocks or 0)
         self._remote = RemotePrompts(connector, kv, counters)
         self._trial = Trial()

@@ -22,6 +22,12 @@ def run_until_preemption(driver: Driver) -> Any:
     return plan
 
 
+def test_a_scheduler_that_swaps_has_host_blocks() -> None:
+    """Without them, it would recompute every victim, and nobody would notice."""
+    with pytest.raises(AssertionError, match="swap space"):
+        make_driver(num_swap_blocks=None)
+
+
 @pytest.mark.parametrize("num_ahead", [0, 1])
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_c20_a_victim_goes_on_where_it_stood_with_the_same_tokens(
