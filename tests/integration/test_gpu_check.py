@@ -69,7 +69,7 @@ def test_workers_of_a_machine_without_a_baton_package_import_this_folder(
 ) -> None:
     """Its parts that start processes failed there, since workers import nothing from the current folder."""
     subprocess.run([sys.executable, "scripts/gpu_venv.py", str(tmp_path)], cwd=ROOT, check=True)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "")  # monkeypatch restores only variables that it has set
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     command = module_command("baton.version")
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 1
