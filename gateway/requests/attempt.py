@@ -242,6 +242,11 @@ class Attempt:
             worker, Cause.FAILED, "it sampled another token than the one that was delivered"
         )
 
+    def taken_back(self) -> AttemptFailure:
+        """The gateway takes the request back, for other callers."""
+        why = "its caller held more than its share, and other callers have requests"
+        return AttemptFailure(self.placement.decode, Cause.GIVEN_BACK, why, is_taken_back=True)
+
     def abandoned(self) -> AttemptFailure | None:
         """A failure if no sub-request is open. Call it only while the answer is incomplete."""
         if self.open_workers:

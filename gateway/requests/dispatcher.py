@@ -82,7 +82,7 @@ class Dispatcher:
         self._draw_id = draw_id
         self._placement_timeout_s = placement_timeout_s
         self._require_disaggregated = require_disaggregated
-        self._shares = shares = CallerShares(router, max_in_flight)
+        self._shares = shares = CallerShares[RequestState](router, max_in_flight)
         self.queue = RequestQueue[RequestState](
             max_queued, self._try_to_place, placement_timeout_s, shares.over_share
         )
@@ -156,7 +156,7 @@ class Dispatcher:
         if error := self._open.add(state, self._now) or self.suspects.refusal(state.identity, self._now):
             self._refuse(state, error)
         else:
-            if self._shares.arrived(request.caller.name, self._now):
+            if self._shares.arrived(state.caller, self._now):
                 self._take_back(*self.router.worker_names)
             self._enqueue(state)
 
@@ -200,7 +200,7 @@ class Dispatcher:
                 return
         entry = self._entries[state] = QueueEntry(
             item=state,
-            caller=request.caller.name,
+            caller=state.caller,
             num_tokens=state.num_tokens,
             priority=request.priority,
             is_resumed=state.num_attempts > 0,
@@ -216,8 +216,8 @@ class Dispatcher:
 
     def _take_back(self, *workers: str) -> None:
         """Returns requests on these workers to the queue if their callers hold more than their share."""
-        for state, failure in self._shares.to_take_back(workers, self._now):
-            self._fail(state, failure)
+        for state in self._shares.to_take_back(workers, self._now):
+            self._fail(state, state.attempt.taken_back())
 
     def _leave_queue(self, state: RequestState) -> None:
         if entry := self._entries.pop(state, None):
@@ -264,7 +264,7 @@ class Dispatcher:
         engine_request_id = f"{state.request.request_id}.{self._draw_id(8)}"
         attempt = state.begin(placement, engine_request_id, self._now)
         self._placed[engine_request_id] = state
-        self._shares.begun(state)
+        self._shares.begun(state, placement)
         is_suspect = self.suspects.placed(state.identity, self._now)
         for name in attempt.workers:
             self.router.sent(name, placement)
@@ -327,10 +327,10 @@ class Dispatcher:
             if error := self.suspects.step_failed(state.identity, incarnation, now):
                 self._stop(state.identity, error)
                 return
-        is_in_prefill = state.num_output_tokens == attempt.num_tokens_before
+        was_in_prefill = state.is_in_prefill
         result = state.on_output(worker, output, now)
         if isinstance(result, Delta):
-            self._must_sweep |= is_in_prefill  # the prompt is computed: other requests may fit
+            self._must_sweep |= was_in_prefill  # the prompt is computed: other requests may fit
             self._open.count_answer(state.request, len(result.token_ids), now)
             self._effects.append(Deliver(state.request, result))
             if self.suspects and attempt.has_progressed(state.num_output_tokens):
@@ -378,7 +378,7 @@ class Dispatcher:
         """Ends a harmful request, and all open requests that are equal to it."""
         for state in [state for state in self._open if state.identity == identity]:
             if state.phase is not RequestPhase.FINISHED:
-                request_id, caller = state.request.request_id, state.request.caller.name
+                request_id, caller = state.request.request_id, state.caller
                 extra = {"request_id": request_id}
                 logger.error("request %s of caller %s: %s", request_id, caller, error, extra=extra)
                 self._refuse(state, error)

@@ -80,7 +80,13 @@ class RequestState:
 
     @cached_property
     def identity(self) -> Identity:
-        return identity_of(self.request)
+        request = self.request
+        return identity_of(self.caller, request.prompt_token_ids, request.sampling_params.structured_output)
+
+    @property
+    def caller(self) -> str:
+        """The caller's name."""
+        return self.request.caller.name
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +120,11 @@ class RequestState:
     def attempt(self) -> Attempt:
         """The latest attempt."""
         return self.attempts[-1]
+
+    @property
+    def is_in_prefill(self) -> bool:
+        """Whether the latest attempt has not brought a token yet."""
+        return len(self._delivered) == self.attempt.num_tokens_before
 
     @property
     def was_taken_back(self) -> bool:
@@ -184,6 +195,11 @@ class RequestState:
     @property
     def num_output_tokens(self) -> int:
         return len(self._delivered)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of the prompt, and of the answer so far."""
+        return len(self.request.prompt_token_ids) + len(self._delivered)
 
     def on_output(self, worker: str, output: RequestOutput, now: float) -> Delta | AttemptFailure | None:
         """Processes an output of the latest attempt. Returns the delta for the client, the attempt's failure,

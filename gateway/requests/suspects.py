@@ -25,13 +25,13 @@ none has been sent for REMEMBERED_S.
 
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from baton.errors import HarmfulRequest
 from baton.request import SUSPECT_TURN_S
-from gateway.requests.request import GatewayRequest
+from baton.sampling import StructuredOutput
 
 Identity = bytes
 """A digest of a request; the same for equal requests of one caller."""
@@ -237,16 +237,14 @@ class Suspects:
             self._stopped.popitem(last=False)
 
 
-def identity_of(request: GatewayRequest) -> Identity:
+def identity_of(
+    caller: str, prompt_token_ids: Sequence[int], structured_output: StructuredOutput | None
+) -> Identity:
     """Equal for requests of one caller with the same prompt and grammar."""
-    output = request.sampling_params.structured_output
+    output = structured_output
     grammar = f"{output.kind.value} {output.source}" if output is not None else ""
     digest = blake2b(digest_size=16)
-    for part in (
-        request.caller.name.encode(),
-        grammar.encode(),
-        array("I", request.prompt_token_ids).tobytes(),
-    ):
+    for part in (caller.encode(), grammar.encode(), array("I", prompt_token_ids).tobytes()):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()

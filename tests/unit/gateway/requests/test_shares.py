@@ -372,5 +372,5 @@ def test_a_caller_is_there_for_a_minute_after_its_last_request() -> None:
     under_test.end(*(f"a{number}" for number in range(1, 21)))
     shares = under_test.dispatcher._shares
     assert shares._seen_at.keys() == {"a"}
-    assert not shares._placed, "nothing is kept of requests that ended"
+    assert not shares._placements and not shares._by_caller, "nothing is kept of requests that ended"
     assert not [*shares._decoding, *shares._in_prefill], "nor of their workers"

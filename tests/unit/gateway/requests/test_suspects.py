@@ -3,9 +3,7 @@
 import pytest
 
 from baton.request import SUSPECT_TURN_S
-from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from gateway.auth.callers import ANYBODY, Caller
-from gateway.requests.request import GatewayRequest
+from baton.sampling import GrammarKind, StructuredOutput
 from gateway.requests.suspects import (
     MAX_BLAMED,
     MAX_KEPT,
@@ -16,7 +14,6 @@ from gateway.requests.suspects import (
     WorkerLoss,
     identity_of,
 )
-from simulator.driver import SilentText
 
 POISON, OTHER = b"poison", b"other"
 
@@ -165,19 +162,10 @@ def test_c56_a_suspect_is_forgotten_minutes_after_its_latest_loss() -> None:
 
 
 def test_c56_equal_is_what_has_callers_name_prompt_and_grammar() -> None:
-    def identity(caller: Caller = ANYBODY, prompt: tuple[int, ...] = (1, 2), grammar: str = "") -> bytes:
+    def identity(caller: str = "", prompt: tuple[int, ...] = (1, 2), grammar: str = "") -> bytes:
         output = StructuredOutput(GrammarKind.REGEX, grammar) if grammar else None
-        params = SamplingParams(max_tokens=9, structured_output=output)
-        return identity_of(
-            GatewayRequest(
-                request_id="r",
-                prompt_token_ids=prompt,
-                sampling_params=params,
-                text=SilentText(),
-                caller=caller,
-            )
-        )
+        return identity_of(caller, prompt, output)
 
-    others = [identity(Caller("a")), identity(prompt=(1, 2, 0)), identity(grammar="a"), identity(grammar="b")]
+    others = [identity("a"), identity(prompt=(1, 2, 0)), identity(grammar="a"), identity(grammar="b")]
     assert identity() == identity()
     assert len({identity(), *others}) == 5

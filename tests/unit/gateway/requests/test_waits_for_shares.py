@@ -119,7 +119,7 @@ def test_a_bug_in_refusing_a_request_of_a_caller_that_holds_its_share_ends_that_
     under_test.ask("a", 12)
     refusal, bugs = CallerShares.refusal, [ZeroDivisionError("a bug")]
 
-    def fail_once(shares: CallerShares, state: RequestState, now: float) -> NoRoom | None:
+    def fail_once(shares: CallerShares[RequestState], state: RequestState, now: float) -> NoRoom | None:
         if bugs and state.request.caller.name == "a":
             raise bugs.pop()
         return refusal(shares, state, now)
