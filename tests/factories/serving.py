@@ -137,6 +137,14 @@ def listening_addresses(processes: list[psutil.Process]) -> set[tuple[str, int]]
     }
 
 
+def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
+    """The files of /dev/shm that these processes have mapped."""
+    paths = {Path(each.path) for process in processes for each in process.memory_maps()}
+    return {
+        path for path in paths if path.parent == Path("/dev/shm") and not path.name.endswith(" (deleted)")
+    }
+
+
 @contextmanager
 def serving(*arguments: str, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[ServeProcess]:
     """Runs `baton serve` with these arguments.

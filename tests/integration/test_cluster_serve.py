@@ -16,7 +16,14 @@ import pytest
 
 from cluster.on_ray.session import _longest_socket
 from tests.factories.models import make_model_dir
-from tests.factories.serving import ServeProcess, baton, listening_addresses, serving, workers_of
+from tests.factories.serving import (
+    ServeProcess,
+    baton,
+    listening_addresses,
+    serving,
+    shared_memory_of,
+    workers_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -41,12 +48,11 @@ def shared(
     """
     folder = tmp_path_factory.mktemp("strangers")
     (folder / "torch.py").write_text("raise ImportError('imported from the current folder')")
-    shared_memory = set(os.listdir("/dev/shm"))
     with ExitStack() as stack:
         with chdir(folder):
             serve = stack.enter_context(serving("--model", model, *SMALL))
         ready = serve.wait_ready()
-        yield serve, ready | {"shared_memory_before": shared_memory}
+        yield serve, ready
 
 
 @pytest.fixture
@@ -254,6 +260,7 @@ def test_a_dead_worker_is_replaced_and_ctrl_c_leaves_nothing_behind(
     a deployment."""
     serve, ready = shared
     pids = {worker["name"]: worker["pid"] for worker in ready["workers"]}
+    shared_memory = shared_memory_of(serve.descendants())
     os.kill(pids["w0"], signal.SIGKILL)
     done = baton("generate", "--target", target, "--json", "--max-tokens", "5", "--ignore-eos", "hello")
     assert done.returncode == 0, done.stderr
@@ -264,14 +271,16 @@ def test_a_dead_worker_is_replaced_and_ctrl_c_leaves_nothing_behind(
     done = baton("generate", "--target", target, "--mode", "disaggregated", "--max-tokens", "3", "hello")
     assert done.returncode == 0, done.stderr
     addresses = listening_addresses(serve.descendants())
+    shared_memory |= shared_memory_of(serve.descendants())
+    assert shared_memory, "Ray's object store is in shared memory"
     serve.interrupt()
     assert serve.wait_gone() == 0
     for host, port in addresses:
         with socket.socket() as probe:
             assert probe.connect_ex((host, port)) != 0, f"{host}:{port} still answers"
     deadline = time.monotonic() + TRANSIENT_S
-    while not set(os.listdir("/dev/shm")) <= ready["shared_memory_before"]:
-        assert time.monotonic() < deadline
+    while left := [path for path in shared_memory if path.exists()]:
+        assert time.monotonic() < deadline, left
         time.sleep(0.1)
     assert list(serve.temporary.iterdir()) == []
 
