@@ -38,7 +38,6 @@ from gateway.model import ServedModel
 from gateway.open_files import fitted_to_open_files, num_files_needed
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
-from gateway.requests.latency_window import MAX_WINDOW_S
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.cost import DEFAULT_SCHEDULER
 from gateway.telemetry.access_log import log_request
@@ -50,6 +49,7 @@ from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.scrape import GatewayScrape
 from gateway.telemetry.trace_export import tracing_for
 from gateway.text import Tokenizer
+from gateway.timing.latency_window import MAX_WINDOW_S
 
 LAST_ERRORS_S = 1.0
 """How long a stopping gateway gives the errors of its last requests to reach the clients."""

@@ -27,7 +27,7 @@ from baton.worker import (
 )
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.planner import Decision
-from gateway.requests.latency_window import LatencyWindow
+from gateway.timing.latency_window import LatencyWindow
 from simulator.world import World
 
 BLOCK_SIZE = 16

@@ -1,9 +1,9 @@
 """SuspectTurns: a worker begins one suspect at a time, whichever gateway sent it; knows no socket and no clock.
 
-Workers have ended under a suspect (gateway/requests/suspects.py). If two suspects ran together, the end of their worker
-would not show which of them caused it. A gateway runs its own suspects one at a time, but does not know those of other
-gateways. So a worker refuses suspects during the turn of another suspect. A turn ends when its suspect ends or its
-answer grows, or after SUSPECT_TURN_S; then the suspect may still run.
+Workers have ended under a suspect (gateway/admission/suspects.py). If two suspects ran together, the end of their
+worker would not show which of them caused it. A gateway runs its own suspects one at a time, but does not know those of
+other gateways. So a worker refuses suspects during the turn of another suspect. A turn ends when its suspect ends or
+its answer grows, or after SUSPECT_TURN_S; then the suspect may still run.
 
 The worker names the suspects that run in its heartbeats, and sends heartbeats when a turn begins. The suspect is held
 until its gateway says that it has read such a heartbeat. If the worker ends then, the gateway knows whether the suspect

@@ -1,7 +1,7 @@
 """FairTurns: the entries that wait for a server, in the order of their turns; pure, and knows no clock.
 
 Callers share the server by what their entries cost: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996) with
-equal weights, like gateway/requests/fair_queue.py, but for costs that may be known only afterwards. A caller's own
+equal weights, like gateway/admission/fair_queue.py, but for costs that may be known only afterwards. A caller's own
 entries come in turn. So a costly entry delays its own caller alone.
 """
 

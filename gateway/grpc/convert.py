@@ -22,8 +22,8 @@ from baton.v1 import sampling_pb2 as sampling_pb
 from gateway.grpc.chat_convert import conversation_from
 from gateway.preprocess import UNLIMITED, Prompt
 from gateway.requests.request import Delta, Finish
-from gateway.requests.timing import SeenTransfer
 from gateway.routing.placement import Mode
+from gateway.timing.request_times import SeenTransfer
 
 M = TypeVar("M", bound=Message)
 

@@ -24,10 +24,10 @@ from gateway.http.json_route import JsonRoute
 from gateway.preprocess import ClientRequest, Preprocessor, Prompt
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, Finish, GatewayRequest
-from gateway.requests.timing import SeenTransfer
 from gateway.routing.placement import Mode, Placement
 from gateway.telemetry.live_feed import LiveFeed
 from gateway.telemetry.snapshot import ClusterSnapshot
+from gateway.timing.request_times import SeenTransfer
 
 _STREAM = event_stream({}, description="A stream")
 

@@ -20,6 +20,10 @@ from functools import partial
 
 from baton.errors import DeadlinePassed, RequestError, WorkerUnavailable
 from baton.request import ErrorKind, RequestOutput
+from gateway.admission.fair_queue import QueueEntry
+from gateway.admission.queue import RequestQueue
+from gateway.admission.shares import CallerShares
+from gateway.admission.suspects import TAKES_TURNS, Identity, Suspects
 from gateway.auth.callers import Caller
 from gateway.requests.attempt import Attempt, AttemptFailure
 from gateway.requests.events import (
@@ -39,20 +43,16 @@ from gateway.requests.events import (
     WorkerOutputs,
     WorkerReported,
 )
-from gateway.requests.fair_queue import QueueEntry
 from gateway.requests.fleet_knowledge import FleetKnowledge
-from gateway.requests.latency_window import LatencyWindow
 from gateway.requests.open_requests import OpenRequests
-from gateway.requests.queue import RequestQueue
 from gateway.requests.record import Outcome, Tally, record_of
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.request_state import RequestPhase, RequestState
 from gateway.requests.retry import LoadFailurePolicy, RetryState
-from gateway.requests.shares import CallerShares
-from gateway.requests.suspects import TAKES_TURNS, Identity, Suspects
 from gateway.routing.placement import NoRoom, Placement
 from gateway.routing.prefill_times import too_close
 from gateway.routing.router import Router
+from gateway.timing.latency_window import LatencyWindow
 from gateway.workers.worker_listener import LossCause
 
 logger = logging.getLogger(__name__)

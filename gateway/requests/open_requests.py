@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from baton.errors import InvalidRequest, RequestError
 from baton.worker import WorkerStatus
+from gateway.admission.suspects import Identity, WorkerLoss
 from gateway.auth.callers import Caller
 from gateway.auth.limits import CallerRates, Concurrency
 from gateway.requests.request import GatewayRequest
 from gateway.requests.request_state import RequestPhase, RequestState
-from gateway.requests.suspects import Identity, WorkerLoss
 
 
 class OpenRequests:

@@ -11,7 +11,7 @@ from gateway.call_ids import TraceContext
 from gateway.requests.attempt import Attempt, Cause
 from gateway.requests.request import Finish
 from gateway.requests.request_state import RequestState
-from gateway.requests.timing import SeenTransfer, TtftParts
+from gateway.timing.request_times import SeenTransfer, TtftParts
 
 CLIENT_LEFT = "ClientLeft"
 

@@ -8,9 +8,9 @@ from baton.sampling import SamplingParams
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import TraceContext
 from gateway.conversation import SPECIAL, AnswerEvent, AnswerParser, Text
-from gateway.requests.timing import Timing
 from gateway.routing.placement import BlockHashes, Mode, Placement
 from gateway.text import TextStream
+from gateway.timing.request_times import Timing
 
 
 def no_parser() -> AnswerParser | None:

@@ -21,14 +21,14 @@ from functools import cached_property
 
 from baton.errors import DeadlinePassed
 from baton.request import EngineRequest, FinishReason, PackedLogprobs, RequestOutput, TokenLogprobs
+from gateway.admission.suspects import Identity, identity_of
 from gateway.requests.attempt import Attempt, AttemptFailure, Verdict
-from gateway.requests.latency_window import LatencyWindow
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.retry import RetryState
-from gateway.requests.suspects import Identity, identity_of
-from gateway.requests.timing import RequestTimes
 from gateway.routing.cost import EXPECTED_NEW_TOKENS
 from gateway.routing.placement import Mode, Placement
+from gateway.timing.latency_window import LatencyWindow
+from gateway.timing.request_times import RequestTimes
 
 MAX_RECORDED_ATTEMPTS = 32
 """How many of the latest attempts are kept. A request may have more: nothing limits the number of

@@ -21,9 +21,9 @@ from typing import Literal
 from baton.errors import Overloaded, RequestError, WorkerUnavailable
 from baton.request import OnPreemption
 from baton.worker import WorkerRole, WorkerStatus
+from gateway.admission.suspects import TAKES_TURNS
 from gateway.requests.attempt import Attempt, AttemptFailure, Cause
 from gateway.requests.request import GatewayRequest
-from gateway.requests.suspects import TAKES_TURNS
 from gateway.routing.placement import Mode, NoRoom, Pair, Placement, RouteQuery
 from gateway.routing.router import Router
 

@@ -13,7 +13,6 @@ from baton.version import baton_version
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.model import ServedModel
 from gateway.requests.driver import RequestDriver
-from gateway.requests.latency_window import MAX_WINDOW_S, LatencyWindow
 from gateway.requests.record import OUTCOMES
 from gateway.telemetry.snapshot import (
     BlocksSeen,
@@ -24,6 +23,7 @@ from gateway.telemetry.snapshot import (
     NodeSeen,
     WorkerSeen,
 )
+from gateway.timing.latency_window import MAX_WINDOW_S, LatencyWindow
 from gateway.workers.fleet_view import ControllerView, WorkerView, ask_controller, views_of
 from gateway.workers.worker_client import WorkerClient
 

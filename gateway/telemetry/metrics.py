@@ -27,9 +27,9 @@ from baton.version import baton_version
 from gateway.grammars.check import VERDICTS
 from gateway.requests.record import CLIENTS_CHOICES, Outcome, RequestRecord
 from gateway.requests.request import Finish
-from gateway.requests.timing import HandoverParts, SeenTransfer, Timing, TtftParts
 from gateway.telemetry import buckets
 from gateway.telemetry.call_log import INTERNAL_ERROR, CallError
+from gateway.timing.request_times import HandoverParts, SeenTransfer, Timing, TtftParts
 
 MAX_CALLERS = 256
 """How many callers are counted by name. Further callers are counted together as `(others)`."""

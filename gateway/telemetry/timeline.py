@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from gateway.requests.attempt import Attempt
 from gateway.requests.record import RequestRecord
-from gateway.requests.timing import SeenTransfer
+from gateway.timing.request_times import SeenTransfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gateway import GatewayError
-from gateway.requests.suspects import MAX_LOSSES_AT_ONE_TOKEN
+from gateway.admission.suspects import MAX_LOSSES_AT_ONE_TOKEN
 from tests.e2e.worker_faults import (
     Question,
     Tally,

@@ -11,9 +11,9 @@ from baton.request import FinishReason, TokenLogprobs
 from gateway.http.openai.answers import MIN_LOGPROB
 from gateway.http.openai.logprobs import token_name
 from gateway.requests.request import Delta, Finish, GatewayRequest
-from gateway.requests.timing import Timing
 from gateway.routing.placement import Mode, Placement
 from gateway.text import Tokenizer
+from gateway.timing.request_times import Timing
 
 T = TypeVar("T")
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.errors import RequestError, WorkerUnavailable
-from gateway.requests.fair_queue import QueueEntry
-from gateway.requests.queue import RequestQueue
-from gateway.requests.shares import OverShare
+from gateway.admission.fair_queue import QueueEntry
+from gateway.admission.queue import RequestQueue
+from gateway.admission.shares import OverShare
 from gateway.routing.placement import NoRoom
 
 

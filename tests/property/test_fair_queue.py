@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import RequestError
-from gateway.requests.fair_queue import QueueEntry
-from gateway.requests.queue import LOOK_AHEAD, MAX_PASSED, RequestQueue
+from gateway.admission.fair_queue import QueueEntry
+from gateway.admission.queue import LOOK_AHEAD, MAX_PASSED, RequestQueue
 from gateway.routing.placement import NoRoom
 
 MAX_TOKENS = 50

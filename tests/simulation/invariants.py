@@ -1,6 +1,6 @@
 """Invariants: what must hold after every event, and what at rest. A `Violation` names the broken promise."""
 
-from gateway.requests.suspects import MAX_LOSSES_AT_ONE_TOKEN, MAX_LOSSES_IN_ALL
+from gateway.admission.suspects import MAX_LOSSES_AT_ONE_TOKEN, MAX_LOSSES_IN_ALL
 from kv_transfer.consumer.remote_pools import READ_TIMEOUT_S
 from kv_transfer.protocol.outgoing import OutgoingState
 from simulator.fleet import SimFleet

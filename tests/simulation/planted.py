@@ -18,9 +18,9 @@ from baton.request import EngineRequest, FirstToken
 from baton.system.progress import ProgressObserver
 from baton.system.standstill import Standstill
 from decode_worker.kv_consumer import KVConsumerScheduler
+from gateway.admission.shares import CallerShares
+from gateway.admission.suspects import Suspects
 from gateway.requests.attempt import Attempt, AttemptFailure
-from gateway.requests.shares import CallerShares
-from gateway.requests.suspects import Suspects
 from kv_transfer.commands import WithdrawBlocks
 from kv_transfer.consumer import endpoint as consumer_endpoint
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from baton.config import GatewayConfig
-from gateway.requests.shares import CallerShares
+from gateway.admission.shares import CallerShares
 from simulator.timed_fleet import TimedFleet
 from simulator.workloads import Session, Turn
 

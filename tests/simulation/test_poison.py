@@ -8,7 +8,7 @@ import pytest
 
 from baton.config import KVTransferConfig, SchedulerConfig
 from baton.worker import WorkerRole
-from gateway.requests.suspects import MAX_LOSSES_AT_ONE_TOKEN, Suspects
+from gateway.admission.suspects import MAX_LOSSES_AT_ONE_TOKEN, Suspects
 from kv_transfer.protocol.transports import ZMQ_TCP
 from simulator.fleet import SimFleet
 from simulator.gateway import RequestEnd, RequestSpec, SimGateway

@@ -23,8 +23,8 @@ from gateway.grpc import convert, vllm_convert
 from gateway.grpc.generated import vllm_engine_pb2
 from gateway.preprocess import UNLIMITED, Prompt
 from gateway.requests.request import Delta, Finish
-from gateway.requests.timing import HandoverParts, Timing, TtftParts
 from gateway.routing.placement import Mode, Placement
+from gateway.timing.request_times import HandoverParts, Timing, TtftParts
 from tests.factories.answers import finish_of
 
 

@@ -11,13 +11,13 @@ from baton.request import FinishReason, RequestOutput, StageTimes, TokenLogprobs
 from baton.sampling import SamplingParams
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from gateway.requests.attempt import AttemptFailure, Cause
-from gateway.requests.latency_window import LatencyWindow
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.request_state import RequestState
 from gateway.requests.retry import RetryState
 from gateway.routing.placement import Mode, Placement
 from gateway.routing.router import Router
 from gateway.text import TextStream
+from gateway.timing.latency_window import LatencyWindow
 from tests.factories.models import make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -6,9 +6,9 @@ from gateway.auth.callers import ANYBODY
 from gateway.requests.attempt import Attempt
 from gateway.requests.record import Outcome, RequestRecord
 from gateway.requests.request import Finish
-from gateway.requests.timing import HandoverParts, Timing, TtftParts
 from gateway.routing.placement import Mode, Placement
 from gateway.telemetry.timeline import TimelineStage, stages_of
+from gateway.timing.request_times import HandoverParts, Timing, TtftParts
 
 PARTS = TtftParts(
     gateway_s=0.001,

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from baton.request import StageTimes
 from baton.transfer import TransferRecord
-from gateway.requests.latency_window import LatencyWindow
 from gateway.routing.placement import Mode, Placement
+from gateway.timing.latency_window import LatencyWindow
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """FairQueue alone; tests/property/test_fair_queue.py has random requests."""
 
-from gateway.requests.fair_queue import FairQueue, QueueEntry
+from gateway.admission.fair_queue import FairQueue, QueueEntry
 
 
 def add(

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gateway.requests.latency_window import MAX_WINDOW_S, LatencyWindow
+from gateway.timing.latency_window import MAX_WINDOW_S, LatencyWindow
 
 
 @pytest.mark.parametrize("seed", range(5))

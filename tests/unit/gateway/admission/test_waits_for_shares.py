@@ -3,13 +3,13 @@
 import pytest
 
 from baton.errors import Overloaded, RequestError, WorkerUnavailable
-from gateway.requests.queue import LOOK_AHEAD
+from gateway.admission.queue import LOOK_AHEAD
+from gateway.admission.shares import CallerShares, HeldBack
 from gateway.requests.request_state import RequestState
-from gateway.requests.shares import CallerShares, HeldBack
 from gateway.routing.placement import NoDecodeWorker, NoRoom
 from tests.factories.queue_under_test import OVER_SHARE, QueueUnderTest, Request
 from tests.factories.routing import POLICIES
-from tests.unit.gateway.requests.test_shares import UnderTest
+from tests.unit.gateway.admission.test_shares import UnderTest
 
 
 @pytest.mark.parametrize("over_share", [set(), {"x"}], ids=["", "the caller has lost its share since"])

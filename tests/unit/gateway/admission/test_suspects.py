@@ -4,7 +4,7 @@ import pytest
 
 from baton.request import SUSPECT_TURN_S
 from baton.sampling import GrammarKind, StructuredOutput
-from gateway.requests.suspects import (
+from gateway.admission.suspects import (
     MAX_BLAMED,
     MAX_KEPT,
     MAX_LOSSES_IN_ALL,

@@ -1,6 +1,6 @@
 """Requests that wait for a prefill worker: more decode workers would not help them."""
 
-from gateway.requests.shares import HeldBack
+from gateway.admission.shares import HeldBack
 from gateway.routing.placement import NoPrefillWorker
 from tests.factories.queue_under_test import OVER_SHARE, QueueUnderTest, Request
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.requests.queue_rate import MEMORY_S, QueueRate
+from gateway.admission.queue_rate import MEMORY_S, QueueRate
 
 Gap = Callable[[random.Random], float]
 

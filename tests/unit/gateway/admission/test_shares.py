@@ -10,6 +10,7 @@ from baton.kv import WorkerRef
 from baton.request import FinishReason, RequestOutput
 from baton.sampling import SamplingParams
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
+from gateway.admission.shares import PRESENT_S, CallerShares
 from gateway.auth.callers import Caller
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.events import (
@@ -23,7 +24,6 @@ from gateway.requests.events import (
     WorkerReported,
 )
 from gateway.requests.request import GatewayRequest
-from gateway.requests.shares import PRESENT_S, CallerShares
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
 from simulator.driver import SilentText
@@ -372,5 +372,5 @@ def test_a_caller_is_there_for_a_minute_after_its_last_request() -> None:
     under_test.end(*(f"a{number}" for number in range(1, 21)))
     shares = under_test.dispatcher._shares
     assert shares._seen_at.keys() == {"a"}
-    assert not shares._placements and not shares._by_caller, "nothing is kept of requests that ended"
+    assert not [*shares._placements, *shares._by_caller], "nothing is kept of requests that ended"
     assert not [*shares._decoding, *shares._in_prefill], "nor of their workers"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.errors import Overloaded, WorkerUnavailable
-from gateway.requests.queue import LOOK_AHEAD, MAX_PASSED
+from gateway.admission.queue import LOOK_AHEAD, MAX_PASSED
 from gateway.routing.placement import AwaitsPrompts, NoSlot
 from tests.factories.queue_under_test import OVER_SHARE, QueueUnderTest, Request
 

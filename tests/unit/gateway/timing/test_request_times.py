@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.request import StageTimes
-from gateway.requests.latency_window import LatencyWindow
-from gateway.requests.timing import RequestTimes, TtftParts, split_handover
 from gateway.routing.placement import Mode, Placement
+from gateway.timing.latency_window import LatencyWindow
+from gateway.timing.request_times import RequestTimes, TtftParts, split_handover
 
 PAIR = Placement(Mode.DISAGGREGATED, "p0", "d0")
 ALONE = Placement(Mode.LOCAL, None, "d0")

@@ -1,6 +1,6 @@
 """RequestQueue: requests that no worker has room for at present, in fair order and with their deadlines; pure.
 
-gateway/requests/fair_queue.py defines the order: priority, then requests that ran before, then callers in
+gateway/admission/fair_queue.py defines the order: priority, then requests that ran before, then callers in
 turn. When workers may have room, `sweep` tries to place the first requests. Later requests that fit may pass
 a request that does not fit yet. So a long prompt that waits for blocks does not delay short prompts.
 Two limits apply:
@@ -9,7 +9,7 @@ Two limits apply:
     MAX_PASSED  once this many requests have passed another, no more may pass it, so that it gets enough room
 
 Two kinds of requests never delay other requests: requests that no available worker can run, and requests of a caller
-that holds its share (gateway/requests/shares.py). A sweep skips this caller's later requests.
+that holds its share (gateway/admission/shares.py). A sweep skips this caller's later requests.
 
 A refusal contains the time after which the client should try again. See docs/admission.md.
 """
@@ -22,9 +22,9 @@ from typing import Generic, TypeVar
 
 from baton.errors import Overloaded, RequestError, WorkerUnavailable
 from baton.system.standstill import Standstill, pace_of
-from gateway.requests.fair_queue import FairQueue, QueueEntry
-from gateway.requests.queue_rate import QueueRate
-from gateway.requests.shares import HeldBack, OverShare
+from gateway.admission.fair_queue import FairQueue, QueueEntry
+from gateway.admission.queue_rate import QueueRate
+from gateway.admission.shares import HeldBack, OverShare
 from gateway.routing.placement import AwaitsPrompts, NoDecodeWorker, NoPrefillWorker, NoRoom, NoSlot
 
 LOOK_AHEAD = 8

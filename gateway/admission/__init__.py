@@ -1,0 +1,1 @@
+"""When a waiting request may go to workers: fair order, callers' shares, deadlines, suspects; knows no attempt."""

@@ -1,0 +1,1 @@
+"""Where the time of a request went, and how fast the latest answers were; knows no clock of its own."""
