@@ -9,7 +9,7 @@ HEIGHT = 8
 
 
 @dataclass(frozen=True)
-class Panel:
+class GrafanaPanel:
     """A graph, or with `is_stat` a number. The keys of `queries` are their legends."""
 
     title: str
@@ -50,14 +50,16 @@ def ready(role: str) -> dict[str, str]:
     return {"": f'max(sum by (instance) (baton_fleet_workers{{role="{role}", state="ready"}}))'}
 
 
-ROWS: dict[str, list[Panel]] = {
+ROWS: dict[str, list[GrafanaPanel]] = {
     "Now": [
-        Panel("Prefill workers", "none", ready("prefill"), "Ready workers", is_stat=True),
-        Panel("Decode workers", "none", ready("decode"), "Ready workers", is_stat=True),
-        Panel("In flight", "none", {"": "sum(baton_gateway_requests_in_flight)"}, is_stat=True),
-        Panel("Queued", "none", {"": "sum(baton_gateway_requests_queued)"}, "At gateways", is_stat=True),
-        Panel("Oldest queued", "s", {"": "max(baton_gateway_oldest_queued_seconds)"}, is_stat=True),
-        Panel(
+        GrafanaPanel("Prefill workers", "none", ready("prefill"), "Ready workers", is_stat=True),
+        GrafanaPanel("Decode workers", "none", ready("decode"), "Ready workers", is_stat=True),
+        GrafanaPanel("In flight", "none", {"": "sum(baton_gateway_requests_in_flight)"}, is_stat=True),
+        GrafanaPanel(
+            "Queued", "none", {"": "sum(baton_gateway_requests_queued)"}, "At gateways", is_stat=True
+        ),
+        GrafanaPanel("Oldest queued", "s", {"": "max(baton_gateway_oldest_queued_seconds)"}, is_stat=True),
+        GrafanaPanel(
             "Tokens per second",
             "none",
             {"": "sum(rate(baton_generation_tokens_total[$__rate_interval]))"},
@@ -65,16 +67,16 @@ ROWS: dict[str, list[Panel]] = {
         ),
     ],
     "What clients get": [
-        Panel("Time to first token", "s", quantiles("baton_time_to_first_token_seconds")),
-        Panel(
+        GrafanaPanel("Time to first token", "s", quantiles("baton_time_to_first_token_seconds")),
+        GrafanaPanel(
             "Time between tokens",
             "s",
             quantiles("baton_inter_token_latency_seconds"),
             "Of requests that have ended",
         ),
-        Panel("Whole requests", "s", quantiles("baton_e2e_request_latency_seconds")),
-        Panel("Requests", "reqps", rate("baton_requests_total", "api, outcome")),
-        Panel(
+        GrafanaPanel("Whole requests", "s", quantiles("baton_e2e_request_latency_seconds")),
+        GrafanaPanel("Requests", "reqps", rate("baton_requests_total", "api, outcome")),
+        GrafanaPanel(
             "Tokens",
             "none",
             {
@@ -83,49 +85,51 @@ ROWS: dict[str, list[Panel]] = {
                 "answer": "sum(rate(baton_generation_tokens_total[$__rate_interval]))",
             },
         ),
-        Panel(
+        GrafanaPanel(
             "Calls answered with an error",
             "reqps",
             rate("baton_call_errors_total", "api, error"),
             "By class of error, including refused calls",
         ),
-        Panel("Errors", "reqps", rate("baton_request_errors_total", "error"), "Requests without an answer"),
+        GrafanaPanel(
+            "Errors", "reqps", rate("baton_request_errors_total", "error"), "Requests without an answer"
+        ),
     ],
     "Where the time goes": [
-        Panel(
+        GrafanaPanel(
             "Time to first token, by part",
             "s",
             mean_parts("baton_ttft_part_seconds"),
             "The mean of each part; stacked, they are the mean time to first token",
             is_stacked=True,
         ),
-        Panel(
+        GrafanaPanel(
             "From token 0 to token 1, by part",
             "s",
             mean_parts("baton_handover_part_seconds"),
             "The cost of a hand-over for a client: the part that no overlap hides, and the decode worker's first step",
             is_stacked=True,
         ),
-        Panel("From token 0 to token 1", "s", quantiles("baton_handover_gap_seconds")),
-        Panel(
+        GrafanaPanel("From token 0 to token 1", "s", quantiles("baton_handover_gap_seconds")),
+        GrafanaPanel(
             "Paths",
             "reqps",
             rate("baton_request_paths_total", "path, reason"),
             "The reason says why a request was not disaggregated",
         ),
-        Panel("Migrated requests", "reqps", rate("baton_request_migrations_total", "cause")),
-        Panel("Queued at gateways", "none", {"{{instance}}": "baton_gateway_requests_queued"}),
+        GrafanaPanel("Migrated requests", "reqps", rate("baton_request_migrations_total", "cause")),
+        GrafanaPanel("Queued at gateways", "none", {"{{instance}}": "baton_gateway_requests_queued"}),
     ],
     "Hand-overs": [
-        Panel("Exposed time", "s", quantiles("baton_kv_handover_exposed_seconds", "transport")),
-        Panel("Time in transfer", "s", quantiles("baton_kv_handover_moving_seconds", "transport")),
-        Panel(
+        GrafanaPanel("Exposed time", "s", quantiles("baton_kv_handover_exposed_seconds", "transport")),
+        GrafanaPanel("Time in transfer", "s", quantiles("baton_kv_handover_moving_seconds", "transport")),
+        GrafanaPanel(
             "Bytes",
             "Bps",
             rate("baton_kv_peer_bytes_total", "worker, transport", selector='{end="consumer"}'),
         ),
-        Panel("Hand-overs by outcome", "reqps", rate("baton_kv_peer_handovers_total", "end, outcome")),
-        Panel(
+        GrafanaPanel("Hand-overs by outcome", "reqps", rate("baton_kv_peer_handovers_total", "end, outcome")),
+        GrafanaPanel(
             "Bytes per hand-over",
             "bytes",
             {
@@ -133,18 +137,18 @@ ROWS: dict[str, list[Panel]] = {
                 "sum by (transport) (rate(baton_kv_handover_bytes_count[$__rate_interval]))"
             },
         ),
-        Panel(
+        GrafanaPanel(
             "Blocks held for hand-overs",
             "none",
             {"{{worker}} {{state}}": 'baton_kv_blocks{state=~"leased|quarantined"}'},
         ),
     ],
     "Workers": [
-        Panel("Running requests", "none", {"{{worker}} {{role}}": "baton_num_requests_running"}),
-        Panel("Waiting requests", "none", {"{{worker}} {{role}}": "baton_num_requests_waiting"}),
-        Panel("Requests waiting for KV", "none", {"{{worker}}": "baton_num_requests_loading"}),
-        Panel("KV blocks in use", "percentunit", {"{{worker}} {{role}}": "baton_kv_cache_usage_perc"}),
-        Panel(
+        GrafanaPanel("Running requests", "none", {"{{worker}} {{role}}": "baton_num_requests_running"}),
+        GrafanaPanel("Waiting requests", "none", {"{{worker}} {{role}}": "baton_num_requests_waiting"}),
+        GrafanaPanel("Requests waiting for KV", "none", {"{{worker}}": "baton_num_requests_loading"}),
+        GrafanaPanel("KV blocks in use", "percentunit", {"{{worker}} {{role}}": "baton_kv_cache_usage_perc"}),
+        GrafanaPanel(
             "Prefix cache, share of tokens that hit",
             "percentunit",
             {
@@ -152,7 +156,7 @@ ROWS: dict[str, list[Panel]] = {
                 "sum by (worker) (rate(baton_prefix_cache_queries_total[$__rate_interval]))"
             },
         ),
-        Panel(
+        GrafanaPanel(
             "Drafts, share that was right",
             "percentunit",
             {
@@ -161,26 +165,26 @@ ROWS: dict[str, list[Panel]] = {
             },
             "Of speculative decoding",
         ),
-        Panel("Preemptions", "reqps", rate("baton_num_preemptions_total", "worker")),
-        Panel("Time of a step", "s", quantiles("baton_step_seconds", "kind")),
-        Panel("Tokens of a step", "none", quantiles("baton_iteration_tokens_total")),
-        Panel("Tokens computed", "none", rate("baton_worker_computed_tokens_total", "worker, kind")),
+        GrafanaPanel("Preemptions", "reqps", rate("baton_num_preemptions_total", "worker")),
+        GrafanaPanel("Time of a step", "s", quantiles("baton_step_seconds", "kind")),
+        GrafanaPanel("Tokens of a step", "none", quantiles("baton_iteration_tokens_total")),
+        GrafanaPanel("Tokens computed", "none", rate("baton_worker_computed_tokens_total", "worker, kind")),
     ],
     "Processes": [
-        Panel(
+        GrafanaPanel(
             "Workers by state", "none", {"{{role}} {{state}}": "max by (role, state) (baton_fleet_workers)"}
         ),
-        Panel("HTTP responses", "reqps", rate("baton_http_responses_total", "route, status")),
-        Panel("gRPC calls", "reqps", rate("baton_grpc_calls_total", "method, code")),
-        Panel(
+        GrafanaPanel("HTTP responses", "reqps", rate("baton_http_responses_total", "route, status")),
+        GrafanaPanel("gRPC calls", "reqps", rate("baton_grpc_calls_total", "method, code")),
+        GrafanaPanel(
             "Event loop lag of gateways",
             "s",
             quantiles("baton_event_loop_lag_seconds")
             | {"longest {{instance}}": "baton_event_loop_longest_stall_seconds"},
             "How long everything on the event loop waits",
         ),
-        Panel("Memory", "bytes", {"{{job}} {{instance}}": "process_resident_memory_bytes"}),
-        Panel(
+        GrafanaPanel("Memory", "bytes", {"{{job}} {{instance}}": "process_resident_memory_bytes"}),
+        GrafanaPanel(
             "CPU",
             "none",
             {"{{job}} {{instance}}": "rate(process_cpu_seconds_total[$__rate_interval])"},
@@ -256,7 +260,7 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+def _panel(panel: GrafanaPanel, number: int, place: dict[str, int]) -> dict[str, Any]:
     custom: dict[str, Any] = {"fillOpacity": 30 if panel.is_stacked else 0, "showPoints": "never"}
     if panel.is_stacked:
         custom["stacking"] = {"mode": "normal"}
