@@ -195,7 +195,7 @@ def offered(params: dict[str, str]) -> dict[str, float]:
 
 @needs_helm
 def test_nodes_offer_what_those_of_ray_up_offer() -> None:
-    types = yaml.safe_load((ROOT / "cluster" / "ray" / "aws.yaml").read_text())["available_node_types"]
+    types = yaml.safe_load((ROOT / "cluster/ray_up/aws.yaml").read_text())["available_node_types"]
     of_ray_up = {name: set(kind["resources"]) - {"CPU", "GPU"} for name, kind in types.items()}
     groups = render().ray["workerGroupSpecs"]
     of_chart = {

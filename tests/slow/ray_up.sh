@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: tests/slow/ray_up.sh [MODEL]
-# `ray up` for real, from nothing to an answered request and `ray down`, with cluster/ray/on_premises.yaml.
+# `ray up` for real, from nothing to an answered request and `ray down`, with cluster/ray_up/on_premises.yaml.
 #
 # Its three hosts are namespaces of this machine: each has its own network, processes, /dev/shm, /tmp/ray, home folder and
 # ssh server, and reaches the others over a bridge. Nothing of it can be seen from outside, no Ray that runs here is
@@ -93,7 +93,7 @@ inside() {
     stop_serving
     serve_as_a_job
     say "stop_nodes.sh and ray down"
-    timeout 180 "${ray[@]}" exec "$WORK/cluster.yaml" '~/baton/cluster/ray/stop_nodes.sh' \
+    timeout 180 "${ray[@]}" exec "$WORK/cluster.yaml" '~/baton/cluster/ray_up/stop_nodes.sh' \
         >"$WORK/stop.log" 2>&1 || fail "stop_nodes.sh: $(tail -40 "$WORK/stop.log")"
     timeout 180 "${ray[@]}" down -y "$WORK/cluster.yaml" >"$WORK/down.log" 2>&1 ||
         fail "ray down: $(tail -40 "$WORK/down.log")"
@@ -188,7 +188,7 @@ on_head() { ssh_to "$HEAD" "bash -ic $(printf '%q' "cd ~/baton && $1")" 2>>"$WOR
 
 # The five values, and no line besides.
 fill_in_template() {
-    "$PYTHON" - "$ROOT/cluster/ray/on_premises.yaml" "$WORK/cluster.yaml" <<PYTHON
+    "$PYTHON" - "$ROOT/cluster/ray_up/on_premises.yaml" "$WORK/cluster.yaml" <<PYTHON
 import sys, yaml
 config = yaml.safe_load(open(sys.argv[1]))
 config["provider"].update(head_ip="$HEAD", worker_ips=["$PREFILL", "$DECODE"])

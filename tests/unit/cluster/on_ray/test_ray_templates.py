@@ -17,7 +17,7 @@ from baton.config import BatonConfig
 from cli.main import build_parser
 
 ROOT = Path(__file__).resolve().parents[4]
-RAY = ROOT / "cluster/ray"
+RAY = ROOT / "cluster/ray_up"
 START_NODE = RAY / "start_node.sh"
 EXAMPLE = ROOT / "examples/several_hosts.yaml"
 TEMPLATES = ("on_premises.yaml", "aws.yaml")
@@ -201,5 +201,5 @@ def test_documented_commands_and_files_exist(doc: Path) -> None:
         build_parser().parse_args(arguments)
     for arguments in commands_in(text, "ray"):
         assert arguments[0] in ray_cli.commands
-    for path in re.findall(r"\b((?:cluster/ray|examples|tests|docs)/[\w./]+\w)", text):
+    for path in re.findall(r"\b((?:cluster/ray_up|examples|tests|docs)/[\w./]+\w)", text):
         assert (ROOT / path).exists(), f"{doc.name} names {path}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-STOP_NODES = Path(__file__).resolve().parents[4] / "cluster/ray/stop_nodes.sh"
+STOP_NODES = Path(__file__).resolve().parents[4] / "cluster/ray_up/stop_nodes.sh"
 
 
 @pytest.fixture
