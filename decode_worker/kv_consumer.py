@@ -19,12 +19,12 @@ class KVConsumerScheduler:
         self._loads: list[LoadBlocks] = []
 
     def request_added(self, request: Request) -> None:
-        """Announces the consumer as soon as it is queued, so that its producer does not consider it lost."""
+        """Announces the request as soon as it is queued, so that its producer does not consider the hand-over lost."""
         assert request.kv_transfer is not None
         self._commands.append(BeginLoad(request.request_id, request.kv_transfer, request.num_initial_tokens))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """The rest of the prompt; None while its load is postponed.
+        """The number of tokens after the cached ones: the rest of the prompt. None while its load is postponed.
 
         A producer always computes the whole prompt, so no lookup is needed. Blocks are reserved before the producer has
         computed any. If the producer is lost or never had the request, the load fails.

@@ -8,7 +8,7 @@ from baton.request import FirstToken
 
 @dataclass(frozen=True, slots=True)
 class BeginSend:
-    """A producer was queued: its prompt will be computed."""
+    """The engine has queued a request whose prompt it will compute for another worker."""
 
     request_id: str
     transfer: KVTransferParams
@@ -17,15 +17,15 @@ class BeginSend:
 
 @dataclass(frozen=True, slots=True)
 class NoteStarvation:
-    """Whether producers are queued but none of them has blocks to compute in."""
+    """Says whether prompts to be sent are queued while none of them has blocks to be computed in."""
 
     is_starved: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
-    """This step fills blocks of the prompt's table, from entry `first_index` on. An id of None: no consumer needs that
-    block."""
+    """This step fills the blocks `block_ids`: the entries of the prompt's block table from `first_index` on. None
+    stands for a block that no consumer needs."""
 
     request_id: str
     first_index: int
@@ -34,7 +34,7 @@ class SendBlocks:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawBlocks:
-    """The producer was preempted: its blocks belong to other requests from this step on."""
+    """The producing request was preempted: its blocks belong to other requests from this step on."""
 
     request_id: str
 
@@ -51,10 +51,10 @@ class FinishSend:
 
 @dataclass(frozen=True, slots=True)
 class AbortSend:
-    """The producer ended without handing over.
+    """The producing request ended without handing over.
 
-    `is_unneeded`: the request itself has ended, so no prompt is needed. `is_held`: the blocks are freed only once no
-    transfer reads them.
+    `is_unneeded`: the request itself has ended, so no prompt is needed. `is_held`: the blocks are freed only once
+    no transfer reads them.
     """
 
     request_id: str
@@ -65,7 +65,7 @@ class AbortSend:
 
 @dataclass(frozen=True, slots=True)
 class BeginLoad:
-    """A consumer was queued: its producer should keep what it computes."""
+    """The engine has queued a request whose prompt another worker computes. That worker should keep the prompt's KV."""
 
     request_id: str
     transfer: KVTransferParams
@@ -74,8 +74,8 @@ class BeginLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadBlocks:
-    """Blocks are reserved for the prompt's table from entry `first_index` on. An id of None: the block is not
-    needed."""
+    """The blocks `block_ids` are reserved: the entries of the prompt's block table from `first_index` on. None stands
+    for a block that is not needed."""
 
     request_id: str
     first_index: int
@@ -84,7 +84,7 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class AbortLoad:
-    """The consumer ended before its prompt arrived."""
+    """The consuming request ended before its prompt arrived."""
 
     request_id: str
     reason: str
@@ -92,7 +92,7 @@ class AbortLoad:
 
 @dataclass(frozen=True, slots=True)
 class GiveUpLoad:
-    """The load failed or was postponed on another rank; end it here too, keeping what has arrived."""
+    """The load failed or was postponed on another rank. End it on this rank, too, but keep what has arrived."""
 
     request_id: str
     reason: str

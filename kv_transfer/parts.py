@@ -99,7 +99,7 @@ class RankTransfers:
         return side.peer if side is not None else ""
 
     def close(self, request_id: str) -> None:
-        """Ends the request's hand-over. A second request with the same key has nothing to remove."""
+        """Ends the request's hand-over. If another request used its key before, the key stays that request's."""
         self._refusals.pop(request_id, None)
         for side in self._by_request.pop(request_id, ()):
             if self._by_key.get(side.key) is side:
@@ -242,7 +242,7 @@ class Sends(Generic[P]):
         self._open[request_id] = set(parts)
 
     def freed(self, request_id: str, part: P) -> bool:
-        """This part will not be read any more; returns whether it was the last."""
+        """The peer will not read this part any more. Returns whether it was the last part that the peer might read."""
         parts = self._open.get(request_id)
         if parts is None or part not in parts:
             return False

@@ -119,7 +119,8 @@ def make_pool(blocks: Bytes | DeviceBlocks, fingerprint: KVFingerprint, rank: in
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """A rank transfer's pieces in one end's pool: strides in bytes, and where a piece's runs begin within it."""
+    """Where the pieces of a rank transfer are in one end's pool: the strides from block to block and from piece to
+    piece (`part_nbytes`), and the offset of each run from the beginning of its piece."""
 
     block_nbytes: int
     part_nbytes: int

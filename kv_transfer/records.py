@@ -13,7 +13,7 @@ from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from baton.worker import KVPeerCounts
 
 MAX_ROWS = 128
-"""The most rows of sums. The least recently used ones are forgotten; if such a peer comes back, it begins at 0."""
+"""The most rows of sums. The least recently used rows are forgotten; if such a row is needed again, it begins at 0."""
 
 _Place = tuple[TransferRole, str, str]
 """Our end, the peer's name, and the transport."""

@@ -18,7 +18,7 @@ from scheduler import Request
 
 @dataclass(slots=True)
 class Sending:
-    """A producer's progress: the connector was commanded to send the first `num_sent` blocks."""
+    """How much of a prompt is sent: the connector has got the command to send its first `num_sent` blocks."""
 
     num_tokens: int
     block_ids: list[int]
@@ -33,12 +33,12 @@ class KVProducerScheduler:
         self._groups = groups
         self._sending: dict[str, Sending] = {}
         self._with_blocks: set[str] = set()
-        """Producing requests that have blocks to compute in."""
+        """Ids of the requests in `_sending` that have KV blocks."""
         self._is_starved = False
         self._commands: list[ImmediateCommand] = []
 
     def request_added(self, request: Request) -> None:
-        """Announces the producer as soon as it is queued, so that its consumer does not consider it lost."""
+        """Announces the request as soon as it is queued, so that its consumer does not consider the hand-over lost."""
         assert request.kv_transfer is not None
         request_id, num_tokens = request.request_id, request.num_initial_tokens
         self._sending[request_id] = Sending(num_tokens, [])
@@ -99,7 +99,7 @@ class KVProducerScheduler:
     def _progress(
         self, request_id: str, new_block_ids: tuple[int, ...], num_computed_tokens: int
     ) -> SendBlocks | None:
-        """Adds the request's new blocks. Returns the command for those that are full now, if there are any."""
+        """Adds the request's new blocks. Returns the command to send the blocks that this step fills; None if none."""
         sending = self._sending[request_id]
         sending.block_ids += new_block_ids
         self._with_blocks.add(request_id)
@@ -111,8 +111,8 @@ class KVProducerScheduler:
         return SendBlocks(request_id, first, self._needed(sending, first, num_full))
 
     def _needed(self, sending: Sending, first: int, end: int) -> tuple[int | None, ...]:
-        """The ids of these blocks; None for a block that no consumer needs. Such a block is before the sliding window
-        once the prompt is complete."""
+        """The ids of the blocks from `first` up to `end`. None stands for a block that no consumer needs, since it lies
+        before the sliding window when the prompt is complete."""
         block_ids = sending.block_ids[first:end]
         num_before_window = self._groups.num_rows_before_window(sending.num_tokens, self._block_size)
         num_groups, num_full = self._groups.num_groups, self._groups.num_full

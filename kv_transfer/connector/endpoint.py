@@ -90,7 +90,7 @@ class TransferEndpoint:
             self._producer_end.execute(command)
 
     def on_arrival(self, arrival: Arrival) -> None:
-        """Handles a peer's message. Counts and drops bad messages; answers those of consumers with `Unreadable`."""
+        """Handles a peer's message. Counts and drops a bad message; if it is a consumer's, answers `Unreadable`."""
         try:
             if arrival.is_from_producer:
                 self._consumer_end.on_message(arrival.peer, TO_CONSUMER.decode(arrival.header))
@@ -111,7 +111,7 @@ class TransferEndpoint:
         self._consumer_end.on_gone(address)
 
     def _report(self, error: WireError) -> None:
-        """Logs the 1st, 2nd, 4th, 8th ... time: endless bad messages must not fill the log."""
+        """Logs the 1st, 2nd, 4th, 8th ... bad message, so that endless bad messages do not fill the log."""
         num_bad = self.counters["kv_bad_messages"]
         if num_bad.bit_count() == 1:
             logger.warning("dropped a KV-plane message (%d so far): %s", num_bad, error)
@@ -158,7 +158,7 @@ def make_endpoint(
     offer: TransportOffer,
     clock: Clock,
 ) -> TransferEndpoint:
-    """An endpoint configured by `config`; `offer` names the `readers`, and the channel if bytes may use it."""
+    """Makes an endpoint from `config`. `offer` lists the names of `readers`, and of `channel` if it may carry KV."""
     counters = Counter(dict.fromkeys(COUNTERS, 0))
     producer = Producer(
         ProducerIdentity(incarnation, pool.fingerprint, pool.layout, offer),

@@ -59,7 +59,7 @@ class RankedConnector:
         self._loads: Loads[int] = Loads()
         self._sends: Sends[int] = Sends()
         self._records: dict[str, list[TransferRecord]] = {}
-        """Records of ranks that have reported, until all ranks have."""
+        """By request: the records of the ranks that have reported its end. Kept until all ranks have reported it."""
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
         for command in metadata.at_once if metadata is not None else ():

@@ -61,7 +61,7 @@ class KVConnectorWorker:
     ) -> None:
         """`blocks` is the rank's pool, read and written in place: uint8 [num_blocks, block_nbytes], or on a device.
 
-        `memory` is the memory of blocks on the host, if other processes may map it.
+        `memory` is the memory that has `blocks`, if `blocks` are on the host and other processes may map them.
         """
         pool = make_pool(blocks, fingerprint, rank)
         self._channel = ZmqChannel(
@@ -176,7 +176,7 @@ class KVConnectorWorker:
         try:
             while not self._is_stopping:
                 self.progress.end()
-                for arrival in self._channel.wait(self._seconds_to_deadline()):  # waits before the 1st
+                for arrival in self._channel.wait(self._seconds_to_deadline()):  # first waits, then yields
                     self.progress.begin()
                     self._endpoint.on_arrival(arrival)
                 self.progress.begin()

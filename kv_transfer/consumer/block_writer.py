@@ -99,7 +99,8 @@ class BlockWriter:
 def _pieces(
     payload: Iterable[Bytes], piece_nbytes: int, places: dict[int, int]
 ) -> Iterator[tuple[int, Bytes]]:
-    """Yields each wanted piece's target and bytes, and removes the piece from `places` (targets by position)."""
+    """Yields each wanted piece's target and bytes. Removes the piece from `places`, which has the targets of the wanted
+    pieces by their position in the payload."""
     position = 0
     for span in payload:
         if len(span) % piece_nbytes:

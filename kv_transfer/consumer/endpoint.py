@@ -157,7 +157,7 @@ class ConsumerEndpoint:
         layout = self._pool.layout
         first_position = command.first_index // layout.groups.num_groups * layout.block_size
         effects: list[Effect] = []
-        for side in sides:  # begin all first: a failed one ends the others
+        for side in sides:  # first begin all: if one fails, this ends the others
             effects += self._consumer.load(side.rank_transfer, first_position, command.block_ids, now)
         self._do(effects)
 

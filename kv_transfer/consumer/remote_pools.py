@@ -196,7 +196,7 @@ class RemotePools:
 
 
 class ProcessExits:
-    """Which processes of this host have ended, by their pidfds. Belongs to one thread, which may sleep on `fileno`.
+    """Notices the end of processes on this host, by their pidfds. Belongs to one thread, which may sleep on `fileno`.
 
     The kernel reports every end at once, `kill -9` included, after the process has closed all its files. It reports
     nothing about a process that is stopped or only silent.
@@ -205,17 +205,18 @@ class ProcessExits:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._running: set[int] = set()
-        """Watches whose processes `take_ended` has not reported as ended."""
+        """The watches of the processes whose end `take_ended` has not reported yet."""
 
     def fileno(self) -> int:
         """Readable while `take_ended` has something to return."""
         return self._epoll.fileno()
 
     def watch(self, pid: int) -> int | None:
-        """A watch, which `take_ended` returns once that process has ended; `drop` must follow.
+        """Starts a watch of the process, and returns it. Once the process has ended, `take_ended` returns the watch.
 
-        None if the end cannot be noticed: the system has no pidfd or refuses it, or the process id is
-        impossible. Raises ProcessLookupError if there is no such process.
+        The caller must call `drop` when it needs the watch no more. Returns None if the end cannot be noticed: the
+        system has no pidfd or refuses it, or the process id is impossible. Raises ProcessLookupError if there is no
+        such process.
         """
         try:
             pidfd = os.pidfd_open(pid)

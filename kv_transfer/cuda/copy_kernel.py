@@ -18,8 +18,8 @@ CHUNKS_PER_BLOCK = NUM_THREADS // 32
 """Each warp copies one chunk at a time."""
 
 MAX_BLOCKS = 128
-"""Thread blocks of a launch. Each has 64 KiB in flight, so that all together keep a device's memory busy. On a large
-device, each leaves more than half of its multiprocessor to the kernels of a step."""
+"""Thread blocks of a launch. Each has 64 KiB in flight. Together, they keep a device's memory busy. On a large device,
+each of them leaves more than half of its multiprocessor to the kernels of a step."""
 
 ENTRY_WORDS = 4
 MAX_RUNS = 1022
@@ -41,9 +41,10 @@ class CopyKernel:
             raise CudaError(f"{error}; copies need a driver of CUDA 12.1 or later") from error
 
     def queue(self, runs: Runs, source: Address, to: Address, stream: int) -> None:
-        """Queues copies from `runs.remote` after `source` to `runs.local` after `to`, in no particular order.
+        """Queues the copies of all runs, from offsets `runs.remote` of `source` to offsets `runs.local` of `to`.
 
-        The device must reach both, and no byte may be both read and written.
+        They run in no particular order, so no byte may be both read and written. The device must be able to access both
+        memories.
 
         CudaError if a launch is refused; the launches before it are queued.
         """

@@ -182,7 +182,7 @@ class CudaDriver:
         """Queues a copy of rows of `row_nbytes` bytes at the given pitches, which are at least `row_nbytes` and below
         2^31.
 
-        CudaError, too, if a device does not accept such pitches; then nothing is queued.
+        Raises CudaError also if a device does not accept these pitches. Then nothing is queued.
         """
         rows = _Rows(
             src_memory_type=UNIFIED_MEMORY,

@@ -72,7 +72,8 @@ def _free_host(driver: CudaDriver, address: Address) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`num_rows` runs of `row_nbytes` bytes. Offsets are the first run's; a step leads to the next run."""
+    """`num_rows` runs of `row_nbytes` bytes at equal distances. `remote` and `local` are the offsets of the first run;
+    `remote_step` and `local_step` are the distances from one run to the next."""
 
     remote: int
     local: int
@@ -83,9 +84,9 @@ class Rows:
 
 
 def queue_copies(driver: CudaDriver, runs: Runs, source: Address, to: Address, stream: int) -> None:
-    """Queues copies from `runs.remote` after `source` to `runs.local` after `to`; the device must reach both.
+    """Queues the copies of all runs, from offsets `runs.remote` of `source` to offsets `runs.local` of `to`.
 
-    CudaError if a copy is refused; the copies before it are queued.
+    The device must be able to access both memories. CudaError if a copy is refused; the copies before it are queued.
     """
     for rows in in_rows(runs):
         if rows.num_rows >= MIN_ROWS:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Staged(Generic[T]):
-    """Pieces that were taken out or put in; `error` says why that failed. No copy of them runs any more."""
+    """Pieces that were taken out or put in. All copying of them has ended. `error` says why it failed, if it did."""
 
     what: T
     """The caller's name for these pieces."""
@@ -70,7 +70,7 @@ class _Batch(Generic[T]):
     piece_nbytes: int
     num_pieces: int
     pieces: Sequence[Bytes] | None
-    """Bytes to put in; None: take out."""
+    """The bytes to put in; None if the pieces are taken out."""
 
     @property
     def nbytes(self) -> int:
@@ -97,10 +97,10 @@ class Stager(Generic[T]):
         self._buffer_nbytes = buffer_nbytes
         device, driver = self._driver.device, self._driver
         self._free = [pinned_array(buffer_nbytes, device, driver) for _ in range(NUM_BUFFERS)]
-        """Pinned buffers without a copy."""
+        """Pinned buffers that no running copy uses."""
         self._waiting: deque[_Batch[T]] = deque()
         self._under_way: deque[_Copy[T]] = deque()
-        """In the order of the stream."""
+        """Running copies, in the order in which they were queued on the stream."""
         self._done: list[Staged[T]] = []
 
     def take_out(

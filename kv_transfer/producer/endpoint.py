@@ -165,7 +165,7 @@ class ProducerEndpoint:
             self._conclude(rank_transfer.request_id)
 
     def _conclude(self, request_id: str) -> None:
-        """Reports the end of a hand-over of which no rank transfer is read any more."""
+        """Reports the end of a hand-over once the peer reads none of its rank transfers any more."""
         for side in self._rank_transfers.of(request_id):
             self._drop_staged(side.key)
         self._rank_transfers.close(request_id)

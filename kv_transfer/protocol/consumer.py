@@ -75,7 +75,7 @@ class Consumer:
     ) -> list[Effect]:
         """The engine accepted the request. Asks the producer to keep the prompt's KV until there is room.
 
-        A second request with the same key is never served. A prompt of too many pieces is lost at once.
+        A second request with the same key is never served. If a prompt has too many pieces, its load fails.
         """
         if key in self._transfers:
             self._counters["kv_duplicate_messages"] += 1
@@ -178,10 +178,10 @@ class Consumer:
         return self._lose_all_from(address, link_failure("the prefill worker no longer accepts connections"))
 
     def wanted(self, message: Pieces, now: float) -> WantedPieces | None:
-        """The announced pieces to write now, or None. The caller must then call `on_arrived` or `on_read_failed`.
+        """Which of the announced pieces to write now. After the writes, call `on_arrived` or `on_read_failed`.
 
-        All other pieces are late or duplicate, belong to another hand-over, were announced before a transport was
-        chosen, or have a version that no producer reaches.
+        All other pieces of the message are late or duplicate, belong to another hand-over, were announced before a
+        transport was chosen, or have a version that no producer reaches. None: no piece is to be written.
         """
         transfer = self._transfers.get(message.key)
         if (
@@ -230,7 +230,8 @@ class Consumer:
         if transfer.state is IncomingState.DRAINING:
             return self._drain(transfer, now)
         has_moved_on = transfer.transport not in (pieces.transport, None)
-        if has_moved_on:  # asks again: pieces offered over the new transport meanwhile were not claimed
+        # Asks again. Meanwhile these pieces may have been offered over the new transport, and were not claimed.
+        if has_moved_on:
             return self._ask(transfer, now)
         return self.on_unreachable(transfer.key, pieces.transport, reason, now)
 

@@ -91,7 +91,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Consumer: no more pieces will arrive; the load's first `num_valid_tokens` tokens are verified."""
+    """Consumer: the load ended before every piece arrived. Its first `num_valid_tokens` tokens are verified."""
 
     rank_transfer: RankTransfer
     num_valid_tokens: int
@@ -99,7 +99,7 @@ class Failed:
     is_unneeded: bool
     transport: str = field(default="", compare=False)
     is_postponed: bool = False
-    """The rest may arrive later: the rank transfer holds again, and `CanLoad` says when to load it."""
+    """The rest may arrive in a later load: the rank transfer is HOLDING again, and `CanLoad` says when to load it."""
     is_link_failure: bool = field(default=False, compare=False)
     """See TransferRecord."""
 

@@ -65,7 +65,8 @@ class ChecksumPolicy(Enum):
     OFF = "off"
 
     def applies(self, producer_host: str, consumer_host: str) -> bool:
-        """Whether checksums are required: the same on both ends. Without a required one, a piece counts as damaged."""
+        """Whether checksums are required. Both ends get the same result. Without a required checksum, a piece counts as
+        damaged."""
         return self is ChecksumPolicy.ON or (self is ChecksumPolicy.AUTO and producer_host != consumer_host)
 
 

@@ -32,11 +32,12 @@ BYTES_PER_TURN = 4 * 1024 * 1024
 """The most bytes that a rank transfer sends in one turn."""
 
 BYTES_PER_TURN_READ = 32 * 1024 * 1024
-"""The same limit if the consumer reads: offers cost nothing per byte, and reading this much takes 3 ms."""
+"""The same limit if the consumer reads the pool. An offer costs the same for any number of bytes, and reading this many
+takes 3 ms."""
 
 BYTES_PER_TURN_BY_DEVICE = 256 * 1024 * 1024
-"""The same limit if the consumer's device reads, which takes some 0.2 ms. A peer may have two such offers, so that it
-never waits for the next one."""
+"""The same limit if the consumer's device reads the pool. Reading this many bytes takes some 0.2 ms. A peer may have
+two such offers at once, so that it never waits for the next one."""
 
 
 Farewell = Aborted | Refused | None
@@ -156,7 +157,7 @@ class OutgoingTransfer:
             self._offer(index)
 
     def reopen(self, message: Open, peer: Peer, transport: str) -> None:
-        """Accepts the consumer's arrived pieces that can be valid, and offers all others again."""
+        """Accepts those of the consumer's arrived pieces that can be valid, and offers all other ready pieces again."""
         self.peer, self.open, self.transport = peer, message, transport
         claims = zip(message.received, message.received_versions, strict=True)
         self.acked = {index for index, version in claims if version == self.version or index in self.acked}

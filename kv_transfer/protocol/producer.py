@@ -163,7 +163,7 @@ class Producer:
         if transfer.peer and not transfer.is_cancelled:
             effects = [Send(transfer.peer, farewell)]
         self._count_end(transfer, "kv_sends_aborted", reason)
-        if not transfer.is_cancelled:  # else it had ended before, and our engine only follows
+        if not transfer.is_cancelled:  # otherwise the transfer ended earlier, and our engine only frees its blocks
             transfer.is_needed = not is_unneeded
         self._remember(transfer, farewell)
         return effects + self._forget(transfer)
@@ -362,7 +362,8 @@ class Producer:
             self._counters[counter] += 1
 
     def _close(self, transfer: OutgoingTransfer, farewell: Farewell = None) -> list[Effect]:
-        """The consumer has ended, or was refused. While the prompt is computed, our engine keeps the blocks."""
+        """The consumer ended the rank transfer, or was refused. Our engine keeps the blocks until it ends the
+        prompt."""
         self._remember(transfer, farewell)
         if transfer.first_token is not None:
             return self._forget(transfer)

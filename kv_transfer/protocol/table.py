@@ -55,7 +55,7 @@ class RankTransferTable(Generic[T]):
         return key in self._by_key
 
     def of(self, rank_transfer: RankTransfer) -> T | None:
-        """The transfer that is bound to it; None if it has ended, or if another request used its key before."""
+        """The transfer of this RankTransfer. None if it has ended, or if another request used the same key before."""
         return self._by_rank_transfer.get(rank_transfer)
 
     def has_from(self, producer: str) -> bool:

@@ -38,7 +38,7 @@ RETRY_S = 30.0
 """Time until a failed transport is tried again. Without a retry, a peer with constant traffic would never use the
 transport again."""
 ONLY_RETRY_S = 1.0
-"""The same for a consumer's only transport."""
+"""The same time if the failed transport is the consumer's only one."""
 
 
 class TransportChoices:

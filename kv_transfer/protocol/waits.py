@@ -39,7 +39,7 @@ class Waits:
         """Deadlines of loads; a postponed load keeps its own. These times and those below exclude standstills."""
         self._asked_at: dict[TransferKey, float] = {}
         self._known: dict[ProducerRank, _KnownProducer] = {}
-        """Includes producers without a current rank transfer, so that the next one can use what is known of
+        """Includes producers without a current rank transfer. Their next rank transfer then uses what is known of
         them."""
 
     def begin(self, key: TransferKey, now: float) -> None:

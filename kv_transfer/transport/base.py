@@ -34,7 +34,7 @@ class TransportError(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A header that arrived. An unread payload is skipped."""
+    """A header that arrived. If its payload is not read before the next arrival, the payload is skipped."""
 
     peer: Peer
     is_from_producer: bool
@@ -102,21 +102,21 @@ class RemotePool(Protocol):
 
     @property
     def owner_pid(self) -> int | None:
-        """The process of this host whose memory stays allocated while this is open, even if the process ends.
+        """Id of the process of this host whose memory stays allocated while this pool is open, even after its end.
 
-        None: no memory is kept. The process itself reports its id, which may be wrong.
+        None: no memory is kept. The id comes from that process, so it may be wrong.
         """
         ...
 
     def read(self, runs: Runs) -> int:
-        """Begins to copy; returns the read's number, which `PoolReader.poll` reports when it has ended.
+        """Begins to copy. Returns the read's number. When the read has ended, `PoolReader.poll` reports this number.
 
         TransportError if the copy cannot begin, or a run lies outside the pool; then nothing is being written.
         """
         ...
 
     def close(self) -> None:
-        """Current reads have ended when this returns, and are still reported.
+        """Ends current reads. They have ended when this returns, and `PoolReader.poll` still reports them.
 
         TransportError if something cannot be released; the reads have ended all the same.
         """
@@ -130,8 +130,8 @@ class PoolReader(Protocol):
     def name(self) -> str: ...
 
     def describe(self) -> bytes | None:
-        """A description with which peers can open our pool, at most MAX_DESCRIPTION_BYTES; None: this transport
-        cannot read it.
+        """A description with which peers can open our pool, at most MAX_DESCRIPTION_BYTES. None: peers cannot read our
+        pool over this transport.
         """
         ...
 

@@ -50,12 +50,12 @@ def make_readers(
 
 
 def _auto_tries(name: str) -> bool:
-    """Whether `auto` sets this transport up here. Without RDMA, other transports are as fast as NIXL."""
+    """Whether `auto` tries to use this transport on this machine. Without RDMA, others are as fast as NIXL."""
     return name != NIXL or (has_rdma() and nixl_is_available())
 
 
 def _device_makers(blocks: DeviceBlocks, clock: Clock) -> dict[str, Callable[[], PoolReader]]:
-    """The best first."""
+    """Functions that make the readers for a pool on a device, by transport, the best first."""
     device = blocks.memory
     memory = NixlMemory(device.address, device.nbytes, "VRAM", device.driver.device)
     return {
@@ -67,7 +67,7 @@ def _device_makers(blocks: DeviceBlocks, clock: Clock) -> dict[str, Callable[[],
 def _host_makers(
     blocks: Bytes, memory: SharedMemory | None, clock: Clock
 ) -> dict[str, Callable[[], PoolReader]]:
-    """The best first."""
+    """Functions that make the readers for a pool in host memory, by transport, the best first."""
     return {
         SHARED_MEMORY: lambda: SharedMemoryReader(blocks, memory),
         NIXL: lambda: NixlReader(NixlMemory.of(blocks), clock),

@@ -20,10 +20,10 @@ from kv_transfer.transport.base import ReadDone, Runs, TransportError
 
 FORMAT = 1
 NUM_EARLY_POLLS = 6
-"""After a read has begun or ended, this many polls come at the short interval. When a read begins, two of them come at
-once: after its message, and at the end of the turn."""
+"""After a read has begun or ended, this many polls follow at the short interval. When a read begins, two of these polls
+come at once: one after its message, and one at the end of the turn."""
 EARLY_POLL_INTERVAL_S = 0.0001
-"""Time between these polls. On an idle device, copying 64 MiB takes less."""
+"""The short interval. On an idle device, copying 64 MiB takes less time than this."""
 POLL_INTERVAL_S = 0.0005
 
 
@@ -42,11 +42,11 @@ class CudaIpcReader:
         self._kernel = CopyKernel(self._driver)
         self._stream = self._driver.make_stream()
         self._under_way: dict[int, int] = {}
-        """The event that ends each read."""
+        """Current reads: by number, the event that completes when the read has ended."""
         self._done: list[ReadDone] = []
         self._num_reads = 0
         self._num_polls = 0
-        """Since a read began or ended."""
+        """Number of polls since a read last began or ended."""
 
     @property
     def poll_interval_s(self) -> float:
@@ -69,7 +69,7 @@ class CudaIpcReader:
         return CudaPool(self, pid, address, num_bytes, lambda: self._driver.close(address))
 
     def begin(self, source: Address, num_bytes: int, runs: Runs) -> int:
-        """Queues the copies; see `RemotePool.read`. If only some can be queued, waits for these, and raises."""
+        """Queues the copies; see `RemotePool.read`. If only some copies can be queued, waits for these, then raises."""
         runs.check_within(num_bytes, self._memory.nbytes)
         try:
             self._kernel.queue(runs.coalesced(), source, self._memory.address, self._stream)
@@ -87,7 +87,7 @@ class CudaIpcReader:
         for number, event in list(self._under_way.items()):
             try:
                 if not self._driver.is_over(event):
-                    break  # the stream is in order
+                    break  # later reads have not ended, since the stream is in order
             except TransportError as error:
                 self._wait()
                 self._end(number, str(error))
@@ -97,7 +97,7 @@ class CudaIpcReader:
         return done
 
     def finish(self) -> None:
-        """Waits for every read; on one host that takes as long as the copies."""
+        """Waits until every read has ended: on one host, as long as the copies take."""
         error = self._wait()
         for number in list(self._under_way):
             self._end(number, error)
@@ -128,7 +128,7 @@ class CudaIpcReader:
             self._driver.drop(event)
 
     def _check_size(self, address: Address, num_bytes: int) -> None:
-        """Raises TransportError for a wrong size: reading beyond the memory would end our kernels, too."""
+        """Raises TransportError if `num_bytes` is too large: a read beyond the memory would also end our kernels."""
         real = self._driver.size_of(address)
         if num_bytes > real:
             raise TransportError(

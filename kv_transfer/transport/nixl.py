@@ -34,22 +34,25 @@ T = TypeVar("T")
 POLL_INTERVAL_S = 0.001
 
 MAX_PEERS = 256
-"""The most connections to keep, for pools that are opened again: UCX leaks a socket on both ends of each closed one."""
+"""The most connections to keep. They are kept since pools are opened again, and since UCX leaks a socket at both ends
+of each closed connection."""
 
 CLOSE_WAIT_S = 0.1
-"""How long closing a pool waits for its reads before it ends their agent: as long as copying 1 GiB takes."""
+"""How long `NixlPool.close` waits for the pool's reads before it ends the reading agent. Copying 1 GiB takes as
+long."""
 
 
 class NixlPool:
-    """A peer's pool; after its first failed read it can only be closed."""
+    """A peer's pool. After the first failed read of the pool, nothing but `close` is possible."""
 
     owner_pid = None
-    """None: UCX decides which memory of a peer is mapped, and for how long. `close` does not unmap it."""
+    """None, since UCX decides which memory of a peer is mapped, and for how long. `close` does not unmap this
+    memory."""
 
     def __init__(self, reader: "NixlReader", description: Description) -> None:
         self.description = description
         self.failure: str | None = None
-        """Why it cannot be read any more."""
+        """Why the pool cannot be read any more; None if it can be read."""
         self._reader = reader
 
     def read(self, runs: Runs) -> int:
@@ -68,9 +71,9 @@ class Read:
 
 
 class NixlReader:
-    """A process has one, which belongs to the transfer thread. ConfigError if NIXL is not installed.
+    """Reads pools through NIXL. A process has one reader, which belongs to the transfer thread.
 
-    A peer may also be this process itself.
+    A peer may also be this process itself. ConfigError if NIXL is not installed.
     """
 
     name = "nixl"
@@ -80,8 +83,8 @@ class NixlReader:
     ) -> None:
         """TransportError if UCX cannot be set up here.
 
-        If the memory is on a device, `make_current` makes its context current in the calling thread. UCX calls CUDA
-        on every thread that advances reads, and ends the process if there is no context.
+        If the memory is on a device, `make_current` makes the device's context current in the calling thread. UCX calls
+        CUDA on every thread that advances reads. If the thread then has no context, UCX ends the process.
         """
         _, self._version = load_nixl()
         self._make_current = make_current
@@ -91,7 +94,7 @@ class NixlReader:
         self._host, self._has_rdma = this_host(), has_rdma()
         self._serving = _new_agent(memory, has_progress_thread=True)
         self._reading: NixlAgent | None = _new_agent(memory, has_progress_thread=False)
-        """None after a restart, until a read needs an agent again."""
+        """The agent that reads. None after a restart, until a read needs an agent again."""
         self._is_closed = False
         self._pools: set[NixlPool] = set()
         self._connected: dict[str, Description] = {}
@@ -105,7 +108,7 @@ class NixlReader:
         return POLL_INTERVAL_S
 
     def describe(self) -> bytes:
-        """A description with which peers can open our pool. Whoever has it could write the pool, too."""
+        """A description with which peers can open our pool. A peer that has it could also write our pool."""
         memory = self._memory
         description = Description(
             nixl_version=self._version,
@@ -225,7 +228,7 @@ class NixlReader:
             self._fail(number, error)
 
     def _finish(self, number: int, error: str | None) -> None:
-        """Reports a read that writes our pool no more."""
+        """Reports that a read has ended, and no longer writes our pool."""
         handle = self._reads.pop(number).handle
         with suppress(NixlError):
             assert self._reading is not None, "reads must end before their agent"

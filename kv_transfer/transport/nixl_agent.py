@@ -22,7 +22,7 @@ from kv_transfer.transport.base import Bytes
 logger = logging.getLogger(__name__)
 
 DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13")
-"""Builds for either CUDA version; without a GPU both work alike."""
+"""NIXL's packages, one for each major version of CUDA. Without a GPU, both work alike."""
 
 PROGRESS_INTERVAL_US = 100_000
 """The progress thread wakes on events, and also at this interval. This costs 0.1 % of a core."""
@@ -33,7 +33,8 @@ MemoryKind = Literal["DRAM", "VRAM"]
 
 
 class NixlError(Exception):
-    """NIXL refused or gave up; `is_disconnect` if this cut the connection to the peer, and so ended every read."""
+    """NIXL refused or gave up. `is_disconnect`: this has cut the connection to the peer, which ends every read from
+    it."""
 
     def __init__(self, cause: Exception) -> None:
         self.is_disconnect = type(cause).__name__ == "nixlRemoteDisconnectError"
@@ -60,7 +61,7 @@ class NixlMemory:
 
 @cache
 def load_nixl() -> tuple[Any, str]:
-    """NIXL's extension module, which has no stubs, and its version. ConfigError if it is not installed."""
+    """NIXL's extension module, which has no type stubs, and NIXL's version. ConfigError if NIXL is not installed."""
     failures: list[str] = []
     for distribution in DISTRIBUTIONS:
         try:
@@ -77,7 +78,7 @@ def load_nixl() -> tuple[Any, str]:
 
 
 def nixl_is_available() -> bool:
-    """Whether NIXL can be imported; the first call takes some 0.1 s where it can."""
+    """Whether NIXL can be imported. If it can, the first call takes some 0.1 s."""
     try:
         load_nixl()
     except ConfigError:
@@ -88,8 +89,8 @@ def nixl_is_available() -> bool:
 def has_rdma() -> bool:
     """Whether this machine has an active port on an RDMA network.
 
-    A port of AWS EFA counts, too: only its driver (`device/driver`), which is not read, would tell it apart. UCX must
-    support the network.
+    A port of AWS EFA also counts. Only the port's driver (`device/driver`) would tell it apart, and this function does
+    not read it. UCX must support the network.
     """
     return any("ACTIVE" in file.read_text() for file in Path("/").glob(RDMA_PORT_STATES.lstrip("/")))
 
@@ -98,7 +99,7 @@ class NixlAgent:
     """Owns NIXL's state for one pool. Never listens beyond loopback: with RDMA it uses no TCP at all, without RDMA
     only `lo`.
 
-    UCX's own environment variables (UCX_TLS, UCX_NET_DEVICES) override both. UCX has no authentication.
+    UCX's environment variables UCX_TLS and UCX_NET_DEVICES override these settings. UCX has no authentication.
     """
 
     def __init__(self, memory: NixlMemory, *, has_progress_thread: bool) -> None:
@@ -127,11 +128,12 @@ class NixlAgent:
         return bytes(self._agent.getLocalMD())
 
     def connect(self, metadata: bytes) -> None:
-        """NixlError if that agent cannot be reached. Damaged metadata may end this process, so check it before."""
+        """Connects to the agent that made `metadata`. NixlError if it is unreachable. Check the metadata before the
+        call, since damaged metadata may end this process."""
         self._do(self._agent.loadRemoteMD, metadata)
 
     def disconnect(self, peer: str) -> None:
-        """No read from that agent may be running."""
+        """Ends the connection to that agent. No read from it may be running."""
         self._do(self._agent.invalidateRemoteMD, peer)
 
     def prepare(
@@ -142,7 +144,8 @@ class NixlAgent:
         local: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
     ) -> int:
-        """Prepares a read of `lengths` bytes each, between offsets of both pools; NixlError if NIXL refuses."""
+        """Prepares a read of several spans; returns the read's handle. Span i has `lengths[i]` bytes. It is copied from
+        offset `remote[i]` of the peer's pool to offset `local[i]` of ours. NixlError if NIXL refuses."""
         ours = self._descriptors(self._memory, local, lengths)
         segment = getattr(self._nixl, f"{theirs.kind}_SEG")
         return int(
@@ -166,11 +169,12 @@ class NixlAgent:
         return self._is_over(self._do(self._agent.getXferStatus, handle))
 
     def release(self, handle: int) -> None:
-        """Forgets a read. If it has not ended, NIXL claims to cancel it, but the read goes on: see `close`."""
+        """Forgets a read. If the read has not ended, NIXL claims to cancel it, but it continues. Only `close` ends
+        it."""
         self._do(self._agent.releaseXferReq, handle)
 
     def close(self) -> None:
-        """This agent neither reads nor writes the pool any more when this returns. Release its reads first."""
+        """Ends the agent. When this returns, it neither reads nor writes the pool any more. Release its reads first."""
         try:
             self._do(self._agent.deregisterMem, self._registered, [self._backend])
         except NixlError as error:

@@ -23,7 +23,7 @@ SEAL_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A pool, the process that owns it, and how NIXL reaches it."""
+    """Describes a pool, the process that owns it, and how NIXL reaches this process."""
 
     nixl_version: str
     host: str
@@ -41,7 +41,7 @@ class Description:
         return NixlMemory(self.address, self.nbytes, "VRAM" if self.is_on_device else "DRAM", self.device)
 
     def check_reachable(self, host: str, has_rdma: bool) -> None:
-        """TransportError unless its memory can be read from this host without its owner's help.
+        """TransportError unless the pool's memory can be read from this host without the help of its owner.
 
         Otherwise UCX would ask the owner over TCP. That is slower than the portable transport, and UCX aborts an
         owner whose reader died before the answer.

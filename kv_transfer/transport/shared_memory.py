@@ -19,7 +19,7 @@ from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
 
 FORMAT = 1
 MIN_BYTES_FOR_TWO = 2 * 1024 * 1024
-"""From this size on, two threads share a read: one core seldom uses all of a memory's bandwidth."""
+"""Two threads share a read of at least this size, since one core seldom uses all of the memory's bandwidth."""
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -43,7 +43,7 @@ class SharedMemory:
 
 
 class SharedMemoryReader:
-    """Reads pools in another process's `SharedMemory`; `memory` is ours, if our pool is in one."""
+    """Reads pools in other processes' `SharedMemory`. `memory` has our own pool; None if it is in other memory."""
 
     name = SHARED_MEMORY
     poll_interval_s = None
@@ -105,7 +105,7 @@ class SharedMemoryReader:
         return done
 
     def close(self) -> None:
-        """Ends the thread that copies. Mappings end with their arrays."""
+        """Ends the thread that copies. A mapped pool is unmapped when the last array over it is gone."""
         self._copier.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""ZmqChannel: messages with bytes after them. Peers connect to one ROUTER; we use one DEALER per worker.
+"""ZmqChannel: carries messages with bytes after them. Peers connect to our ROUTER; we connect a DEALER to each peer.
 
 Knows no protocol. Nothing here blocks: a message that cannot be queued is dropped and counted, and the
 protocol repairs the loss.
@@ -27,7 +27,8 @@ from kv_transfer.transport.base import Arrival, Bytes
 MAX_QUEUED_FRAMES = 10_000
 
 MAX_PEERS = 256
-"""Connections kept open; beyond this, the least recently used ones are closed, and reopened when needed."""
+"""The most connections to keep open. If there are more, the least recently used ones are closed, and reopened when they
+are needed."""
 
 IDLE_S = 30.0
 """A connection that was unused for this long is closed, since nothing would report a dead peer."""
@@ -39,7 +40,7 @@ RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
 """Delay before reconnecting to an unresponsive peer; doubles up to the second value."""
 
 NUM_REFUSALS = 2
-"""A peer is gone if this many attempts to connect to it have failed since it last sent something."""
+"""A peer counts as gone once this many attempts to connect to it have failed since it last sent something."""
 
 UNDELIVERABLE = {zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.EINVAL, zmq.EPROTONOSUPPORT, errno.EMFILE}
 """The queue is full, the peer is gone, its address (from another process) is invalid, or no socket is left."""
@@ -51,8 +52,8 @@ MAX_ARRIVALS_PER_TURN = 64
 """The most arrivals per turn: a peer that never stops sending must not delay commands and deadlines."""
 
 DEAF_S = 0.0002
-"""ZeroMQ waits for whole milliseconds. A wait of at most this long is a sleep, in which nothing that arrives is
-noticed."""
+"""Waits of at most this time are plain sleeps, since ZeroMQ can only wait for whole milliseconds. A sleep does not end
+when something arrives."""
 
 
 @dataclass(slots=True)
@@ -61,11 +62,11 @@ class _Connection:
 
     socket: "zmq.Socket[bytes]"
     monitor: "zmq.Socket[bytes]"
-    """Reports attempts to connect that have failed."""
+    """Reports failed attempts to connect."""
     used_at: float
     """Time of the last message sent."""
     num_refusals: int = 0
-    """Attempts to connect that have failed since something arrived."""
+    """Failed attempts to connect since something last arrived."""
 
     def close(self, linger_ms: int) -> None:
         self.socket.disable_monitor()
@@ -90,9 +91,9 @@ class ZmqChannel:
         """`block_nbytes`: size of the largest piece. Without `keys`, every process that can connect is admitted.
 
         The hosts are those of `network` in the configuration; ConfigError if this machine has no such address. A
-        payload is dropped while `max_queued_bytes` of earlier ones are queued for its peer. ZeroMQ says slightly late
-        that a payload has left its queue: the peer may have answered already. Peers answer over the connection we
-        made, so `idle_s` must exceed the pauses within a hand-over.
+        payload is dropped if `max_queued_bytes` of earlier payloads are still queued for its peer. ZeroMQ reports
+        slightly late that a payload has left its queue: the peer may have answered before. Peers answer over the
+        connection that we made, so `idle_s` must be longer than the pauses within a hand-over.
         """
         self._keys = keys
         self._clock = clock
@@ -112,17 +113,17 @@ class ZmqChannel:
         self._gone: set[str] = set()
         self._reading: zmq.Socket[bytes] | None = None
         self._queued: dict[Peer, deque[tuple[zmq.MessageTracker, int]]] = {}
-        """Payloads that ZMQ may still read, with their sizes, oldest first."""
+        """By peer: the payloads that ZMQ may still read, with their sizes, oldest first."""
         self.num_dropped = 0
 
     @property
     def num_denied(self) -> int:
-        """Refused connections; readable from any thread."""
+        """Number of refused connections; readable from any thread."""
         return self._authenticator.num_denied
 
     @property
     def num_disconnections(self) -> int:
-        """Connections of peers that ended, closed by either side; readable from any thread."""
+        """Number of peers' connections that have ended, whichever side closed them; readable from any thread."""
         return self._authenticator.num_disconnections
 
     def wake_on(self, fd: int) -> None:
@@ -147,18 +148,18 @@ class ZmqChannel:
                 self._gone.add(address)
 
     def collect_gone(self) -> set[str]:
-        """Addresses at which nothing listens any more, as `wait` has found since the last call."""
+        """Addresses at which nothing listens any more, if `wait` has noticed this since the last call."""
         gone, self._gone = self._gone, set()
         return gone
 
     def read_payload(self) -> Iterator[Bytes]:
-        """The payload of the current arrival, in ZMQ's memory."""
+        """The payload of the current arrival. The arrays are views of ZMQ's memory."""
         assert self._reading is not None
         while self._reading.getsockopt(zmq.RCVMORE):
             yield np.frombuffer(self._reading.recv(copy=False).buffer, np.uint8)
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:
-        """Queues a header and the payload behind it, which ZMQ reads in place, later."""
+        """Queues a header and the payload behind it. ZMQ reads the payload later, in place."""
         frames = list(_worth_a_frame(payload))
         more = zmq.SNDMORE if frames else 0
         if frames and self._num_queued_bytes(peer) >= self._max_queued_bytes:
@@ -223,7 +224,7 @@ class ZmqChannel:
         return _Connection(dealer, monitor, self._clock.now())
 
     def _close_unused(self) -> None:
-        """Closes unused connections. Call it between turns: in a turn, a connection may have the current arrival."""
+        """Closes unused connections. Call it between turns: during a turn, the current arrival may still be read."""
         now, num_surplus = self._clock.now(), len(self._connections) - MAX_PEERS
         for position, (address, connection) in enumerate(list(self._connections.items())):
             if position >= num_surplus and now < connection.used_at + self._idle_s:
@@ -241,7 +242,7 @@ class ZmqChannel:
         return connection.num_refusals >= NUM_REFUSALS
 
     def _longest_sleep(self, timeout_s: float | None) -> float | None:
-        """The time to sleep, cut so that unused connections are closed in time."""
+        """The time to sleep: `timeout_s`, or less, so that unused connections are closed in time."""
         oldest = next(iter(self._connections.values()), None)
         if oldest is not None:
             idle_s = max(0.0, oldest.used_at + self._idle_s - self._clock.now())
@@ -269,7 +270,8 @@ class ZmqChannel:
         return socket
 
     def _arrivals(self, socket: "zmq.Socket[bytes]", address: str | None) -> Iterator[Arrival]:
-        """Headers until the socket is empty, or the turn is over. Unread payloads are skipped."""
+        """Yields headers until the socket is empty, or the turn is over. Skips payloads that the caller does not
+        read."""
         self._reading = socket
         for _ in range(MAX_ARRIVALS_PER_TURN):
             try:
