@@ -185,7 +185,7 @@ class Admission:
             queue.push(request)
 
     def _has_place(self, step: StepPlan) -> bool:
-        """Whether another request may be admitted: usually, if fewer than `max_num_seqs` requests run.
+        """Whether another request may be admitted. Usually, it may if fewer than `max_num_seqs` requests run.
 
         With `prefill_first`, a place belongs to a step, so more requests may run than one step computes. But
         while requests with remote prompts wait, all running requests count, so that remote prompts find a

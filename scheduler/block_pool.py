@@ -79,7 +79,7 @@ class BlockPool:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.blocks[NULL_BLOCK_ID].ref_count = 1
         self.null = self.blocks[NULL_BLOCK_ID]
-        """Never allocated and never freed: the pool itself has its one reference."""
+        """The null block. It is never allocated and never freed, since the pool itself holds its only reference."""
         self._free = FreeList(self.blocks[1:])
         self._caches: list[dict[bytes, list[Block]]] = [{} for _ in range(num_groups)]
         """For each group: the blocks of each content hash."""

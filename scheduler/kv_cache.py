@@ -50,7 +50,7 @@ class KVCache:
         self._tables: dict[str, BlockTable] = {}
         self._leased: dict[str, list[Block]] = {}
         self._num_leases: Counter[int] = Counter()
-        """Number of leases by block id: two finished prefills may share a prefix."""
+        """By block id: the number of its leases. It may be more than 1, since finished prefills may share a prefix."""
         self._quarantined: dict[str, list[Block]] = {}
 
     @property
@@ -110,7 +110,9 @@ class KVCache:
     def num_missing(
         self, request: Request, num_tokens: int, hits: Sequence[Block] = (), num_ready: int = 0
     ) -> int:
-        """How many free blocks the request takes for `num_tokens` tokens. Hits that are free now count, too.
+        """How many free blocks the request takes for `num_tokens` tokens.
+
+        A hit that no request holds is one of the free blocks, so it counts, too.
 
         The arguments are those of `open_table`.
         """
@@ -136,9 +138,9 @@ class KVCache:
         """Allocates a table for the first `num_tokens` tokens of a request: `hits` first, then new blocks.
 
         Full blocks of the first `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. The KV of the
-        first `num_ready` tokens exists already, or is loaded. So of their rows, a windowed group gets blocks only for
-        those that later tokens need. Returns False, and changes nothing, if fewer than `num_spare` blocks would be
-        left free.
+        first `num_ready` tokens exists already, or is loaded. So in the rows of these tokens, a windowed group gets a
+        block only if later tokens need the block. Returns False, and changes nothing, if fewer than `num_spare` blocks
+        would be left free.
         """
         assert request.block_table is None, f"{request.request_id} has blocks"
         num_before_window = 0
@@ -197,7 +199,7 @@ class KVCache:
         return request.block_table.block_ids if request.block_table else ()
 
     def needed_entries(self, request: Request) -> list[int]:
-        """Indices, into its block ids, of the computed blocks that its later tokens need."""
+        """The indices in `block_ids(request)` of the computed blocks that the request's later tokens need."""
         return self.groups.needed_entries(request.num_computed_tokens, self.block_size)
 
     def withdraw_uncomputed(self, request: Request) -> None:

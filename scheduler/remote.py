@@ -40,7 +40,8 @@ class KVConnector(Protocol):
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
     ) -> None:
-        """Called when a load of `num_external_tokens` > 0 has its blocks; it must fill those of `block_ids`."""
+        """Called when blocks are reserved for a load of `num_external_tokens` > 0 tokens. The load must fill
+        `block_ids`."""
         ...
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -88,9 +89,9 @@ class RemotePrompts:
         return self._connector.get_num_new_matched_tokens(request, num_hit_tokens)
 
     def start_load(self, request: Request, hits: list[Block], num_remote_tokens: int, num_spare: int) -> bool:
-        """Reserves blocks for all initial tokens and one more, and starts the load.
+        """Reserves blocks for all initial tokens and one further token, and starts the load.
 
-        With the block of the extra token, an arrived prompt can always run its first step. Returns False, and
+        With the block of the further token, an arrived prompt can always run its first step. Returns False, and
         changes nothing, if fewer than `num_spare` blocks would be left free.
         """
         assert self._connector is not None

@@ -69,7 +69,8 @@ class Running:
     def make_room_for_next(self, step: StepPlan) -> None:
         """After `continue_all`: makes room for the next token of the first request that is not in the step.
 
-        miniVLLM has this rule: it looks for a block before it checks whether the step is full.
+        This is miniVLLM's rule. miniVLLM looks for the next request's block before it checks whether the step is full.
+        So it preempts a request even if the step has no place for the next one.
         """
         left_out = [r for r in self._not_in(step) if self.num_wanted_tokens(r, r.num_computed_tokens)]
         for victim in self._order.victims(left_out):
@@ -82,7 +83,8 @@ class Running:
         self.drop_stopped()
 
     def begin(self, request: Request) -> None:
-        """Adds a request at the end; a producer, before unfinished producers that come later in the queue's order."""
+        """Adds a request at the end. A producing request is added before the unfinished producing requests that come
+        later in the queue's order."""
         index = len(self.requests)
         if request.is_producer:
             while index > 0 and _is_overtaken(self.requests[index - 1], request):

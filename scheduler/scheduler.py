@@ -298,7 +298,7 @@ class Scheduler:
         return self._admission.first_ids(limit)
 
     def reset_prefix_cache(self, force: bool = False) -> bool:
-        """Empties the prefix cache. While blocks are in use, only returns False; `force`: preempts running requests."""
+        """Empties the prefix cache. If blocks are in use: returns False, or preempts running requests if `force`."""
         if not force and self._kv.num_free != self._kv.num_usable:
             return False
         self._preempted_between_steps |= self._preemption.preempt_all(self._running.requests)

@@ -56,7 +56,7 @@ class Speculation:
         )
 
     def num_wanted_tokens(self, request: Request, num_wanted: int, num_computed_tokens: int) -> int:
-        """Tokens that a request with drafts wants. The last token of a full context is never computed."""
+        """How many tokens a request with drafts wants. The last token of a full context is never computed."""
         num_with_drafts = num_wanted + len(request.spec_token_ids)
         return min(num_with_drafts, self._max_num_computed_tokens - num_computed_tokens)
 
@@ -106,7 +106,7 @@ class Speculation:
                     request.spec_token_ids = drafts
 
     def append_forced(self, request: Request, forced: tuple[int, ...], num_taken: int) -> None:
-        """Keeps forced tokens for the runner. The request took `num_taken` of them: all, unless it ended."""
+        """Keeps forced tokens for the runner. The request took `num_taken` of them: all of them, unless it ended."""
         assert not request.num_output_placeholders, f"{request.request_id}: planned past forced tokens"
         self._num_forced += max(0, num_taken)
         self._forced[request.request_id] = forced

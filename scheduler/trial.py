@@ -1,4 +1,4 @@
-"""Trial: finds the request that breaks a step: says which ever smaller groups of its requests compute; knows no device.
+"""Trial: finds the request that breaks a step, by steps with smaller and smaller groups of its requests; no device.
 
 A failed step's requests are tried in two halves. If the step of a half fails, this half is split again, and
 its parts wait until the other groups have been tried. A request whose step fails without other requests in it is
@@ -25,9 +25,9 @@ class Trial:
         self._first_step = 0
         """The first step that may belong to the present group."""
         self._has_passed_in_group = False
-        """A request of the present group has passed."""
+        """Whether a request of the present group has passed."""
         self.has_passed = False
-        """A request of this trial has passed: the device works, so requests cause the further failures."""
+        """Whether a request of this trial has passed. If so, the device works, and requests cause further failures."""
 
     @property
     def group(self) -> Set[str] | None:

@@ -13,7 +13,8 @@ Command = Callable[[], None]
 
 
 class CommandQueue(queue.SimpleQueue[Command]):
-    """The host creates it before the engine, whose parts get `wake`."""
+    """Commands for the engine's thread. The queue is created before the engine, since parts of the engine call
+    `wake`."""
 
     def wake(self) -> None:
         """Wakes the engine's thread after a change outside it, such as the end of a transfer."""

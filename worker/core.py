@@ -42,8 +42,8 @@ from worker.step_trace_writer import MAX_WAITING_IDS, QueueSnapshot, StepTraceWr
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
-"""After this many failed steps in a row, the device is at fault. One request that breaks its steps adds at most two to
-this count. So it takes eight such requests in a row, without a computed step between them."""
+"""After this many failed steps in a row, the device counts as faulty. One request that breaks its steps adds at most
+two to this count. So eight such requests in a row, without a computed step between them, have the same effect."""
 
 
 @dataclass(slots=True)
@@ -222,7 +222,7 @@ class EngineCore:
             self._grammars.evict(self.scheduler.grammars_in_use())
 
     def _with_known_tokens(self, kv_output: KVConnectorOutput) -> KVConnectorOutput:
-        """The output, in which loads whose first token is not in the vocabulary have failed, without valid blocks."""
+        """`kv_output`, but loads whose first token is not in the vocabulary count as failed, without valid blocks."""
         received, failed, vocab_size = [], list(kv_output.failed_recving), self._grammars.vocab_size
         for load in kv_output.finished_recving:
             if 0 <= (token_id := load.first_token.token_id) < vocab_size:

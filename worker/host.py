@@ -93,9 +93,9 @@ class EngineHost:
     ) -> None:
         """As many requests may wait in the worker's queue as one gateway admits (`gateway.max_in_flight`).
 
-        `keys`: of the request plane and the KV plane; None for each plane if `network.security` is `none`. `cpus`: the
-        CPUs that this process is pinned to, for its status. `lent_cpus`: None if the worker neither lends nor borrows
-        CPUs.
+        `keys`: the keys of the request plane and of the KV plane; both are None if `network.security` is `none`.
+        `cpus`: the CPUs that this process is pinned to, for its status. `lent_cpus`: None if the worker neither lends
+        nor borrows CPUs.
         """
         assert (keys.request is None) == (keys.kv is None) == (config.network.security == "none")
         self._config = config
@@ -162,7 +162,7 @@ class EngineHost:
     def _compose(
         self, executor: Executor, commands: CommandQueue, metrics: MetricsServer | None, on_failure: ExitStack
     ) -> _Parts:
-        """The whole worker on one screen: request plane > loop > core > scheduler, pipeline, connector, grammars."""
+        """Makes all parts of the worker: request plane > loop > core > scheduler, pipeline, connector, grammars."""
         model, config = executor.device_engine.model, executor.scheduler_config
         engine, clock = self._config.engine, self._clock
         steps = Progress("its engine", clock, engine.progress_timeout_s, LEAST_STEP_LIMIT_S[engine.device])
@@ -331,7 +331,7 @@ class EngineHost:
         self._parts.loop.flush_cache(timeout_s, force=force)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
-        """Calls `callback`, on some thread, once the worker has ended or was stopped; `status` says which."""
+        """Calls `callback`, on some thread, once the worker has ended or was stopped. `status` says which of both."""
         self._parts.loop.when_ended(callback)
 
     def stop(self) -> None:

@@ -42,8 +42,8 @@ def merge_events(events: Iterable[KVEvent]) -> KVChange | None:
 
 
 def split_change(change: KVChange) -> Iterator[KVChange]:
-    """The change in parts that fit into a message. Of a full listing, only the first part has `is_anew`. No hash is in
-    two parts.
+    """The change in parts that fit into a message. Of a full listing, only the first part has `is_anew`. Each hash is
+    in one part only.
     """
     size = MAX_HASHES_PER_MESSAGE * SHORT_HASH_BYTES
     length = max(len(change.removed), len(change.stored), 1)

@@ -83,7 +83,7 @@ class EngineLoop:
         self._drain_state: DrainState | None = None
         """The current drain or change of role; kept when the worker is drained for good."""
         self._is_unfit = False
-        """The engine's device cannot be trusted: the current drain is its last, and ends the loop."""
+        """Whether the engine's device cannot be trusted. If so, the current drain is the last, and ends the loop."""
         self._is_stopping = False
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -1,6 +1,6 @@
 """WorkerMetrics: a worker's state and counts for Prometheus; computed when read, so they cost the engine nothing.
 
-A name that equals one of vLLM's, apart from the prefix, has the same meaning: docs/observability.md lists both.
+Some names are vLLM's, apart from the prefix. They have the same meaning as in vLLM; docs/observability.md lists both.
 """
 
 from collections.abc import Callable, Iterator, Mapping

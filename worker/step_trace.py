@@ -81,7 +81,8 @@ class StepTrace:
     preempted: tuple[str, ...] = ()
     """Preempted for this step, or since the previous plan."""
     ended: Mapping[str, FinishReason] = field(default_factory=dict)
-    """Ended with this step's result if they ran or waited in it, else between the previous plan and this one."""
+    """Requests that ended. If they ran or waited in this step, they ended with its result. Otherwise, they ended
+    between the previous plan and this one."""
     loading: tuple[str, ...] = ()
     """Requests that wait for KV from another worker."""
     waiting: tuple[str, ...] = ()

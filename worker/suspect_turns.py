@@ -18,7 +18,8 @@ from baton.request import SUSPECT_TURN_S, EngineRequest, RequestOutput
 from worker.client_requests import refusal
 
 RESERVED_S = 1.0
-"""For this long after a turn, only the client that was refused first may begin: others might always be faster."""
+"""For this long after a turn, only the client that was refused first may begin. Otherwise, others might always be
+faster."""
 
 
 @dataclass(slots=True)
