@@ -18,7 +18,7 @@
     + HarmfulRequest        one worker after another ended, or could not compute it; it is not tried again
     + Unauthenticated       no API key, or an unknown one
     + KeysUnavailable       the file of API keys is gone, or others can change it
-    + PermissionDenied      the key's owner may not do this
+    + PermissionDenied      the caller may not do this
     + Unsupported           no request can have this feature here
     + Overloaded            no room now; says when to try again
       + RateLimited         this caller's own limit is reached, even if there is room
@@ -119,7 +119,7 @@ class KeysUnavailable(RequestError):
 
 
 class PermissionDenied(RequestError):
-    """The caller is known, but may not do this."""
+    """The caller may not do this, or the request names a host that is not served. Another key or name may help."""
 
 
 class Unsupported(RequestError):

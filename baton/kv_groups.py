@@ -41,7 +41,8 @@ class KVGroups:
         return self.num_full + self.num_windowed
 
     def num_rows_before_window(self, num_computed_tokens: int, block_size: int) -> int:
-        """How many rows no later token's window reaches, once `num_computed_tokens` are computed; 0 without windows."""
+        """The number of rows that the windows of later tokens do not reach, once `num_computed_tokens` tokens are
+        computed; 0 without windows."""
         if not self.num_windowed:
             return 0
         return max(0, num_computed_tokens - self.window + 1) // block_size
@@ -65,12 +66,14 @@ class KVGroups:
         ]
 
     def num_held_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Blocks of a request with room for `num_tokens`, if all of these but the last are computed."""
+        """The number of blocks that a request holds for `num_tokens` tokens, if all but the last of them are
+        computed."""
         num_before_window = self.num_rows_before_window(num_tokens - 1, block_size)
         return -(-num_tokens // block_size) * self.num_groups - num_before_window * self.num_windowed
 
     def num_blocks_for_one(self, num_tokens: int, block_size: int, most_per_step: int) -> int:
-        """Blocks that one request of `num_tokens` needs if a step computes up to `most_per_step` of these."""
+        """The number of blocks that a request of `num_tokens` tokens needs if a step computes up to `most_per_step` of
+        them."""
         num_rows = -(-num_tokens // block_size)
         of_windows = min(num_rows, self._num_rows_in_step(block_size, most_per_step))
         return self.num_full * num_rows + self.num_windowed * of_windows

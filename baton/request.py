@@ -85,9 +85,9 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One position's token with its log-probability and rank, and `top`: the likeliest tokens with log-probabilities.
+    """The token at one position, with its log-probability and rank. It is the sampled token, or the prompt's own.
 
-    The token is the sampled one, or the prompt's own.
+    `top`: the likeliest tokens at this position, with their log-probabilities.
     """
 
     token_id: int
@@ -98,7 +98,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PackedLogprobs:
-    """TokenLogprobs at consecutive positions of a prompt, as three columns; all have equally many likeliest tokens.
+    """TokenLogprobs at consecutive positions of a prompt, as three columns. Each position has as many likeliest tokens.
 
     A prompt may have 100,000 positions. One object for each would take 40 MiB, and half a second to encode or decode.
     """
@@ -174,8 +174,8 @@ class StageTimes:
     Prefill and local requests: `queue_s`, then `prefill_s`. Decode requests: `queue_s` until the blocks were
     reserved, then `transfer_s` until the prompt had arrived or the transfer failed. `transfer_s` overlaps the
     prefill on the other side; `transfer_moving_s` is the part of it after the first block arrived. `prefill_s`
-    follows if the prompt did not arrive and was computed here. `decode_s` lasts to the last token. It includes
-    `first_step_s`, up to the first token that this worker sampled after a prompt computed elsewhere.
+    follows if the prompt did not arrive and was computed here. `decode_s` lasts to the last token. If the prompt
+    arrived, `decode_s` includes `first_step_s`, the time until this worker sampled its first token.
     """
 
     queue_s: float = 0.0

@@ -15,7 +15,7 @@ MAX_STOP_CHARACTERS = 1_000
 """Limit for one stop string, since every new token's text is compared with all of them."""
 MAX_STOP_TOKEN_IDS = 128
 MIN_REPETITION_PENALTY = 0.01
-"""Logits that are divided by much smaller numbers become infinite."""
+"""A logit that is divided by a much smaller number becomes infinite."""
 MAX_LOGIT_BIAS = 1_024
 """The most tokens with a bias."""
 MAX_GRAMMAR_CHARACTERS = 100_000
@@ -72,7 +72,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL, 2019)."""
+    """Positive logits of tokens that occur in the prompt or the output are divided by it, negative ones multiplied
+    (CTRL, 2019)."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     seed: int | None = None

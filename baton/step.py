@@ -69,9 +69,9 @@ class SchedulerOutput:
     step: int = 0
     """Counts the plans of one scheduler."""
     scheduled_spec_decode_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Drafts that this step verifies, by request: the last of the request's tokens in `num_scheduled_tokens`."""
+    """By request: the drafts that this step verifies. They are the last of its `num_scheduled_tokens` tokens."""
     forced_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Tokens that follow the last step's sampled token and were forced instead of sampled, by request; see
+    """By request: tokens that follow the sampled token of the last step, and were forced instead of sampled; see
     ModelRunnerOutput. The runner appends them even if the request is not in this step."""
 
     @property
@@ -114,8 +114,8 @@ class ModelRunnerOutput:
     forced_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The tokens after those sampled, where the request's grammar leaves no choice."""
     unforeseeable: Set[str] = frozenset()
-    """Requests that sampled, and whose next step may yield several tokens or new drafts. So the output of that step
-    must be known before the step after it is planned. Requests with drafts may be left out."""
+    """Requests that sampled a token, and whose next step may return several tokens or new drafts. So the output of
+    their next step must be known before a further step is planned. Requests with drafts may be left out."""
     prompt_logprobs: Mapping[str, ChunkLogprobs] = field(default_factory=dict)
     """For requests that ask for prompt logprobs: those of the prompt's tokens that follow a token of this step."""
 

@@ -49,7 +49,7 @@ class AutoscalingConfig(Section):
 
     @property
     def latency_window_s(self) -> float:
-        """The time that percentiles of latencies cover, at least from one report to the next."""
+        """The time that percentiles of latencies cover. It is at least the time from one report to the next."""
         return max(self.grow_after_s, self.interval_s, MIN_LATENCY_WINDOW_S)
 
     @field_validator("mode", mode="before")

@@ -75,8 +75,8 @@ class GatewayConfig(Section):
     """With routing_mode `auto`: a prompt counts as short if a decode worker has at most this many tokens of it to
     compute. If unset, measured rates decide."""
     require_disaggregated: bool = False
-    """Every prompt is handed over, with routing_mode `auto` too, and a request for which no prefill worker is available
-    fails. A request that asks for `local` itself is not affected."""
+    """Every prompt is handed over, even with routing_mode `auto`, and a request for which no prefill worker is
+    available fails. A request that itself asks for `local` is not affected."""
     max_in_flight: int = Field(1024, ge=1)
     """Requests that may be with workers at once; further ones wait. Slots and blocks of decode workers usually set a
     lower limit. In the configuration of the command that starts the fleet, the same number also limits the requests

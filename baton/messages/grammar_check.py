@@ -17,7 +17,7 @@ MEMORY_LIMIT_BYTES = 512 * 2**20
 """Memory that a compiling process may map beyond what it had at its start."""
 STACK_BYTES = 32 * 2**20
 COMPILED_LIMIT_BYTES = 64 * 2**20
-"""Memory for one compiled grammar. Ordinary grammars use a hundredth, a schema of 3,000 properties a fifth."""
+"""Memory for one compiled grammar. Ordinary grammars use a hundredth of it, a schema of 3,000 properties a fifth."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ class Hello:
     gateway: str
     """The gateway's id, the same on all its connections."""
     connection: int
-    """The gateway's number for this connection, greater than those of its former connections, whose sessions end."""
+    """The gateway's number for this connection. It is greater than the numbers of the gateway's former connections,
+    whose sessions end."""
     session: int | None
     """The session number the worker last sent; None before the first. See baton/messages/session.py."""
     num_commands: int

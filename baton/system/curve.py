@@ -127,9 +127,10 @@ class PeerAuthenticator:
 
     def __init__(self, name: str, socket: "zmq.Socket[bytes]", keys: PlaneKeys | None) -> None:
         self.num_denied = 0
-        """Connections that ended before proving knowledge of the secret; a port scan counts too."""
+        """Number of connections that ended before they proved knowledge of the secret; port scans count, too."""
         self.num_disconnections = 0
-        """Connections ended by either side; libzmq ends one that sends a frame over MAXMSGSIZE."""
+        """Number of connections that have ended, whichever side ended them. libzmq ends a connection that sends a frame
+        larger than MAXMSGSIZE."""
         self._name = name
         self._socket = socket
         socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_TIMEOUT_S * 1000))

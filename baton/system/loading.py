@@ -1,4 +1,4 @@
-"""Loads a value on an interruptible thread, for seconds, beside other work; does not know what it loads."""
+"""Loads a value for seconds, on a thread that can be interrupted, beside other work; does not know what it loads."""
 
 import ctypes
 import threading

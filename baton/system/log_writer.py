@@ -106,7 +106,7 @@ class LogWriter(logging.Handler):
             return self._waiting[0] if self._waiting else None
 
     def _time_to_summary(self) -> float | None:
-        """None: no summary is due."""
+        """Seconds until the next summary may be due; None if there will be none."""
         end = self._limit.next_end
         return None if end is None else max(0.0, end - self._clock.now())
 

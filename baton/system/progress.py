@@ -10,14 +10,15 @@ from baton.clock import Clock
 from baton.system.standstill import Standstill
 
 _TIMES_THE_LONGEST = 20.0
-"""A piece may take this many times as long as the longest recent one; a larger piece longer in proportion."""
+"""A piece may take this many times as long as the longest recent piece. A larger piece may take longer, in
+proportion."""
 _NUM_RECENT_PIECES = 256
 """The last 256 to 512 pieces count as recent."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceOfWork:
-    """A piece of work that has begun; no two are the same object."""
+    """A piece of work that has begun. Each piece is an object of its own, so an observer can tell pieces apart."""
 
     began_at: float
     size: int
@@ -89,7 +90,8 @@ class ProgressObserver:
     """Measures how long pieces of work take, without standstills of the process. One thread calls `look`."""
 
     def __init__(self, observed: tuple[Progress, ...], pace_s: float) -> None:
-        """`pace_s`: `look` is called at least this often. Time beyond it, between two calls, counts as standstill."""
+        """`pace_s`: the longest time from one call of `look` to the next. If more time passes, the excess counts as
+        standstill."""
         self._standstill = Standstill(pace_s)
         self._seen: dict[Progress, tuple[PieceOfWork, float]] = {}
         self._observed = observed

@@ -2,7 +2,7 @@
 
 Callers share the server by what their entries cost: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996) with
 equal weights, like gateway/admission/fair_queue.py, but for costs that may be known only afterwards. A caller's own
-entries come in turn. So a costly entry delays its own caller alone.
+entries come in turn. So a costly entry delays only its own caller.
 """
 
 from collections import defaultdict

@@ -46,7 +46,7 @@ class Watched(Generic[Content]):
         self._lost_at = 0.0
 
     def current(self) -> Content:
-        """The content. Raises Lost from LOST_GRACE_S after `read` raised Lost until `read` succeeds again."""
+        """The content. If `read` raised Lost, this method raises it, too, after LOST_GRACE_S, until `read` succeeds."""
         with self._lock:
             now = self._clock.now()
             if now - self._looked_at >= _LOOK_INTERVAL_S:

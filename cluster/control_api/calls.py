@@ -56,7 +56,7 @@ class InProcessControl:
     async def call(self, request: ControlRequest[R]) -> R:
         """See ControlApi. A command continues if this call is cancelled.
 
-        Raises ClusterError if MAX_COMMANDS commands run, also for the owner's ScaleRole. While the fleet ends, commands
+        Raises ClusterError if MAX_COMMANDS commands run, even for the owner's ScaleRole. While the fleet ends, commands
         and rollouts are refused: they could start a worker when all others have ended.
         """
         row = CALLS[type(request)]
@@ -113,7 +113,7 @@ class CallRow:
     is_command: bool = False
     """A command that has begun is completed even if its caller disconnects."""
     is_of_rollout: bool = False
-    """Begins or follows a rollout, which continues as a command does."""
+    """The call begins or follows a rollout. A rollout, like a command, continues even if its caller disconnects."""
     is_for_owner: bool = False
     """Only the process that owns the fleet may make this call. Over the network, the call is refused."""
 
@@ -242,7 +242,8 @@ class Carrier(Protocol):
         ...
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
-        """The reply. A controller counts as hanging if it takes `hangs_after_s` longer than `frame.timeout_s`."""
+        """Sends the call; returns the reply. A controller that takes `hangs_after_s` longer than `frame.timeout_s`
+        counts as hanging."""
         ...
 
 

@@ -44,8 +44,8 @@ def pack_configuration(config: BatonConfig, model_path: Path, digest: str) -> Fl
 
 
 def for_actors(config: BatonConfig) -> BatonConfig:
-    """A copy for Ray, which stores what it passes on: without the hashes of keys, and passwords in addresses, of the
-    section `gateway`.
+    """A copy that is passed to Ray's actors. Ray stores the copy, so it must not contain the secrets of the section
+    `gateway`: hashes of keys, and passwords in addresses.
 
     Of this section, the copy has only `max_in_flight`, which workers need.
     """

@@ -9,7 +9,7 @@ from baton.system.standstill import Standstill, pace_of
 
 
 class Callers:
-    """Standstills of this process do not count as time without a call."""
+    """When a caller last called. Standstills of this process do not count as time without a call."""
 
     def __init__(self, clock: Clock, orphan_timeout_s: float) -> None:
         self._clock = clock

@@ -37,7 +37,7 @@ class CpuShares:
         """The share of a worker that is about to start.
 
         `alive`: the workers that have processes on this host. `num_nodes`: the number of machines of the
-        fleet. The share is not pinned if too few cores are free, or if `machine` may not pin.
+        fleet. The share is not pinned if too few cores are free, or if `machine` does not allow it.
         """
         num_threads, num_cores = divide(self._config, role, machine.num_cores, num_nodes)
         if not machine.may_pin:

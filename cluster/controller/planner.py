@@ -94,7 +94,7 @@ class _Role:
     staying: list[ObservedWorker] = field(default_factory=list)
     leaving: list[ObservedWorker] = field(default_factory=list)
     changed_at: float = float("-inf")
-    """When a change was begun, or a worker was last seen that starts or is restarted."""
+    """When a change was last begun, or a starting or restarting worker was last seen."""
     seen_leaving_at: float = float("-inf")
     """When a worker was last seen leaving."""
     decided_at: float = float("-inf")
@@ -207,8 +207,8 @@ class Planner:
         yield from waiting
 
     def _back_into_bounds(self, role: _Role) -> Iterator[Decision]:
-        """The decision to return into the bounds. In a dry run, made only once: no change follows, and it must not hide
-        other decisions."""
+        """The decision to return into the bounds. In a dry run, it is made only once: no change follows it, and it must
+        not hide other decisions."""
         count = role.high if role.count > role.high else max(role.count, min(role.low, role.most))
         was_said = self._config.mode == "dry_run" and role.bounded_to == count
         role.bounded_to = None if count == role.count else count

@@ -47,7 +47,7 @@ class _Work:
 
 
 class RoleWatch:
-    """Gets every observation, in the order of time."""
+    """The watch of one role. Call `note` with every observation, in chronological order."""
 
     def __init__(self, config: AutoscalingConfig, role: WorkerRole) -> None:
         self._config = config
@@ -65,7 +65,8 @@ class RoleWatch:
     def note(
         self, observation: Observation, signals: list[Signal], now: float, of_fewer: Sequence[Signal] = ()
     ) -> None:
-        """`of_fewer`: signals that make no shortage, but keep the role from being calm."""
+        """Adds an observation. `of_fewer`: signals that do not count as a shortage, but keep the role from being
+        calm."""
         self._now = now
         self.worst = max(signals, key=lambda signal: signal.ratio, default=None)
         ratio = self.worst.ratio if self.worst else 0.0
@@ -102,7 +103,8 @@ class RoleWatch:
         return 0.0 if self._calm_since is None else self._now - self._calm_since
 
     def falls_from(self) -> float | None:
-        """The value of the worst signal `grow_after_s` ago, if it has improved by a tenth since; else None."""
+        """The value that the present worst signal had `grow_after_s` ago, if its value has fallen by more than a tenth
+        since; else None."""
         if self.worst is None:
             return None
         before = self._earlier[0][1].get(self.worst.what, 0.0)

@@ -316,7 +316,7 @@ class Supervisor:
             await incarnation.stop(timeout_s)
 
     async def _back_off(self, error: BatonError, served_s: float) -> None:
-        """Waits until the next incarnation may begin: at once if the last one, or its node, was draining."""
+        """Waits until the next incarnation may begin. Does not wait if the last one, or its node, was draining."""
         replica = self.replica
         if replica.state is ReplicaState.DRAINING or isinstance(error, NodeDrains):
             replica.move(ReplicaState.PLACING)

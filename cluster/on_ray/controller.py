@@ -95,7 +95,7 @@ class OwnedController:
         return self._carrier.has_answered
 
     def claim(self) -> None:
-        """Makes this command the fleet's owner, until its process ends. Raises ClusterError if another one owns it."""
+        """Makes this command the fleet's owner until its process ends. ClusterError if another command is the owner."""
         if (owner := self._store.claim()) is not None:
             raise ClusterError(_in_use(self._name, owner))
 
@@ -210,7 +210,7 @@ def _in_use(name: str, owner: str) -> str:
 
 
 def _near_head() -> NodeAffinitySchedulingStrategy | None:
-    """Prefers the head node, whose loss ends the cluster anyway."""
+    """A strategy that prefers the head node, whose loss ends the cluster anyway. None without a head node."""
     for node in ray.nodes():
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
             return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)

@@ -99,7 +99,8 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path
 
     Yields the folder with the logs of a private Ray and its workers; None for an external Ray cluster. Raises
     ClusterError. A private Ray declares CPUs for `num_ranks` ranks even if the machine has fewer cores: Ray
-    only counts them, so a laptop with few cores can serve, too. Its logs are kept only if the body fails.
+    only counts them, so a laptop with few cores can serve, too. Its logs are kept only if its start or the body
+    raises an Exception.
     """
     assert threading.current_thread() is threading.main_thread(), (
         "a private Ray dies with the thread that starts it"
@@ -316,10 +317,10 @@ def lost_process() -> str | None:
 def _own_signals() -> Iterator[None]:
     """Keeps Ray from replacing this process's handler of SIGTERM, which stops a start as Ctrl-C does.
 
-    Ray's own handler in C++ prints a stack and aborts the process. `ray.init` installs it, unless it is installed
-    already; so this function installs it first, and puts ours back. While Ray connects, signals wait, however many
-    come: a driver that is interrupted there ends with SIGSEGV. After that, ours is put back again, for a build of Ray
-    that hides how to install its own.
+    Ray's own handler in C++ prints a stack and aborts the process. `ray.init` installs this handler, unless it is
+    installed already. So this function first installs it, and then puts our handler back. While Ray connects, all
+    signals wait, since a driver that is interrupted there ends with SIGSEGV. Afterwards, this function puts our handler
+    back again, in case this build of Ray hides the function that installs Ray's handler.
     """
     from ray import _raylet
     from ray._private import utils, worker

@@ -24,7 +24,7 @@ class RayStore:
         """Makes this command the fleet's owner. Returns None, or which process owns the fleet already.
 
         The latest claim counts, for as long as Ray runs the job of its command. Each claim has the next number, and
-        Ray stores a number only once: of two commands that find no owner at the same time, one becomes it.
+        Ray stores a number only once. So if two commands find no owner at the same time, only one becomes the owner.
         """
         job: str = ray.get_runtime_context().get_job_id()
         number, owner = self._latest_claim()

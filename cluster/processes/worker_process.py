@@ -66,7 +66,7 @@ class WorkerProcess:
         return self._process.pid
 
     def wait_until_ready(self) -> WorkerEndpoint:
-        """Blocks until the worker serves. If it fails, raises like `endpoint_from_json`, or WorkerUnavailable."""
+        """Blocks until the worker serves. If it fails, raises ConfigError, ModelError or WorkerUnavailable."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
