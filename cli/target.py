@@ -12,7 +12,7 @@ from gateway.auth.credentials import NO_CREDENTIALS, Credentials
 
 KEY_VARIABLE = "BATON_API_KEY"
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""gRPC uses the proxy that the first of these names."""
+"""gRPC uses the proxy in the first of these variables that is set."""
 
 _MAX_FILE_BYTES = 1024 * 1024
 

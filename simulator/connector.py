@@ -36,7 +36,7 @@ from simulator.world import Process, World
 
 @dataclass(slots=True)
 class HeldBlocks:
-    """Blocks that a transfer holds, or a load that waits for room."""
+    """One entry of the ledger: the blocks that a transfer holds, or a load that waits for blocks."""
 
     kind: str
     """sending (the prompt is being computed), leased, waiting (for room), loading or quarantined."""

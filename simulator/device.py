@@ -32,7 +32,7 @@ NAN = 255
 
 
 class DeviceFailure(RuntimeError):
-    """A device may raise this in any step."""
+    """A fault of the device, which may occur in any step."""
 
 
 def kv_of(token_ids: Sequence[int], previous: bytes = b"") -> bytearray:

@@ -40,7 +40,8 @@ HEARTBEAT_S = 0.5
 TRAVEL_S = 0.0005
 """The time of a message from one process to another."""
 LAST_CHUNK_TOKENS = 512
-"""When the last step of a prompt ends, the KV of this many of its tokens is still unsent, or of all if it has fewer."""
+"""When the last step of a prompt ends, the KV of this many of its tokens is still unsent. A shorter prompt is then
+wholly unsent."""
 PATIENCE_S = 1e6
 """Every request waits until it is placed."""
 
@@ -56,7 +57,7 @@ class Result:
     itl_s: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
-    """Prompt tokens in the prefix cache of the worker that computed the prompt."""
+    """Prompt tokens that were found in the prefix cache of the worker that computed the prompt."""
     num_transfer_tokens: int = 0
     num_local: int = 0
     num_waited: int = 0

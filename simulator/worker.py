@@ -80,7 +80,7 @@ class Site:
     network: Network
     pools: SharedPools
     may_damage_reads: bool
-    """Whether reads may be damaged. Only if checksums are compared for all transfers, so that damage is noticed."""
+    """Whether reads may be damaged. They may only if all transfers have checksums, so that damage is noticed."""
 
 
 class Worker(Process):

@@ -1,7 +1,7 @@
 """`baton serve`, `baton fleet` and `baton gateway`: run until Ctrl-C, and say when they are ready.
 
-Progress goes to stderr, with example commands for people. With `as_json`, stdout gets one JSON line with addresses when
-ready, for programs.
+Progress goes to stderr, with example commands for people. With `as_json`, the command also prints one line of JSON to
+stdout once it is ready: its addresses, for programs.
 """
 
 import asyncio

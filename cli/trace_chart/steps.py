@@ -80,7 +80,7 @@ class Panel:
     end: TraceEnd
     rows: tuple[Row, ...]
     steps: tuple[tuple[int, StepTrace], ...]
-    """By the index of each of the worker's own columns: the step whose numbers are drawn there, the column's last."""
+    """For each of the worker's own columns: its index, and its last step, whose numbers are drawn below the column."""
 
 
 @dataclass(frozen=True, slots=True)

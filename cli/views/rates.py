@@ -76,7 +76,8 @@ def acceptance_rate(previous: dict[str, Any] | None, worker: dict[str, Any]) -> 
 
 
 def _share(part: str, whole: str, previous: dict[str, Any] | None, worker: dict[str, Any]) -> float | None:
-    """One counter divided by another, both recent; without recent counts, since the worker's start."""
+    """One counter divided by another. Both count from `previous` on; without such counts, from the worker's start
+    on."""
     now = worker["counters"]
     former = {}
     for known in previous["workers"] if previous else ():
