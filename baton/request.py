@@ -98,7 +98,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PackedLogprobs:
-    """TokenLogprobs at consecutive positions of a prompt, as three columns. Each position has as many likeliest tokens.
+    """TokenLogprobs at consecutive positions of a prompt, as three columns.
+
+    All positions have the same number of likeliest tokens.
 
     A prompt may have 100,000 positions. One object for each would take 40 MiB, and half a second to encode or decode.
     """

@@ -180,5 +180,6 @@ class WorkerStatus:
 
     @property
     def num_decoding(self) -> int:
-        """Number of running requests, but at most those of one step; with `prefill_first`, more may run."""
+        """About how many requests decode in one step: the running ones, but at most `max_num_seqs`. With
+        `prefill_first`, more requests may run."""
         return min(self.requests.running, self.max_num_seqs or self.requests.running)

@@ -12,7 +12,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_command(commands: Commands, name: str, summary: str) -> argparse.ArgumentParser:
-    """Adds a command; its own help begins with the summary that the list of commands shows."""
+    """Adds a command. The list of commands shows `summary`, and the command's own help begins with it."""
     return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
 
 

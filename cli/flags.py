@@ -89,8 +89,8 @@ GATEWAY_FLAGS = {
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, tuple[str, str]]) -> None:
-    """Adds the flags of the table, several names of one key as one flag. A flag that is not given does not change its
-    key."""
+    """Adds the flags of the table. Names that set the same key become one flag with several names. A flag that is not
+    given does not change its key."""
     for section, key in dict.fromkeys(flags.values()):
         names = [flag for flag, place in flags.items() if place == (section, key)]
         field = field_of(section, key)

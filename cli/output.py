@@ -56,7 +56,7 @@ def _named_failures() -> Iterator[None]:
 
 def replace_closed_streams() -> None:
     """Discards what is written to a stream that was closed (`>&-`). Python has None instead of such a stream, and the
-    next file or socket would take its number."""
+    next file or socket would get its file descriptor."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 

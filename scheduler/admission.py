@@ -80,7 +80,7 @@ class Admission:
         return len(self._waiting) + len(self._to_load) + len(self._compiling) + len(self._unknown)
 
     def add(self, request: Request) -> None:
-        """Queues a new request behind those of the same rank.
+        """Queues a new request at the place that the order gives it, behind requests of equal priority.
 
         While its grammar compiles, the request is in no queue, but has its key already.
         """

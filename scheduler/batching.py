@@ -55,7 +55,7 @@ class WholePrompts:
 
     def __init__(self, config: SchedulerConfig, running: Running, admission: Admission, kv: KVCache) -> None:
         self._mixes = config.batching == "mixed"
-        """A step with prompts also computes outputs. If false, a step computes either prompts or outputs."""
+        """Whether a step with prompts also computes outputs. If not, a step computes either prompts or outputs."""
         self._has_mini_vllm_rules = config.prefill_first_rules == "mini_vllm"
         self._running = running
         self._admission = admission

@@ -28,10 +28,10 @@ class BlockTable:
         self._num_groups = groups.num_full + groups.num_windowed
         self.blocks: list[Block] = []
         self.num_slots = 0
-        """Tokens that its blocks have room for."""
+        """The number of tokens that the blocks have room for."""
         self.num_cached = 0
         self.num_before_window = 0
-        """Rows before the window: their windowed groups have null blocks."""
+        """The number of rows before the window. In these rows, the windowed groups have null blocks."""
         self.cache_at = block_size if may_cache else NEVER
         """The number of tokens at which the next row can be cached."""
         self.leaves_at = groups.leaves_at(0, block_size) if groups.num_windowed else NEVER

@@ -63,7 +63,7 @@ class KVCache:
 
     @property
     def num_tables(self) -> int:
-        """Unfinished requests that hold blocks."""
+        """Number of unfinished requests that hold blocks."""
         return len(self._tables)
 
     def num_blocks_for(self, num_tokens: int) -> int:

@@ -72,7 +72,7 @@ class Preemption:
                 request.num_computed_tokens = 0
 
     def begin_anew(self, requests: Iterable[Request]) -> set[str]:
-        """Makes preempted requests new ones, since the runner forgets them. Returns their ids."""
+        """Makes preempted requests count as new requests, since the runner forgets them. Returns their ids."""
         preempted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
         for request in preempted:
             request.move_to(RequestStatus.WAITING)

@@ -66,7 +66,8 @@ class KVConnector(Protocol):
 
 
 class RemotePrompts:
-    """Current loads, arrived prompts that wait for their first step, and the release of their blocks."""
+    """Knows the current loads, and the arrived prompts that wait for their first step. Releases blocks of ended
+    requests."""
 
     def __init__(self, connector: KVConnector | None, kv: KVCache, counters: Counter[str]) -> None:
         self._connector = connector

@@ -165,10 +165,10 @@ class Request:
         initial tokens and hands them over; a consumer receives them. The first new token follows them."""
         wants_prompt_logprobs = sampling_params.prompt_logprobs is not None and self.num_output_tokens == 0
         self.prompt_logprobs = PackedLogprobs() if wants_prompt_logprobs and not self.is_consumer else None
-        """Log-probabilities of the prompt's tokens that are computed; the first token has none. None: not asked for, or
-        already reported."""
+        """Log-probabilities of the prompt's tokens, as far as they are computed; the first token has none. None: they
+        are not wanted, or were reported."""
         self.skip_reading_prefix_cache = skip_reading_prefix_cache or self.prompt_logprobs is not None
-        """A prompt whose log-probabilities are wanted must be computed whole."""
+        """Also true if log-probabilities of the prompt are wanted, since all of the prompt must then be computed."""
         self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
         """The request ends at this number of prompt and output tokens, or earlier. The scheduler lowers it to
         what fits the engine."""

@@ -1,4 +1,4 @@
-"""Trial: finds the request that breaks a step, by steps with smaller and smaller groups of its requests; no device.
+"""Trial: finds the request that breaks a step, by steps with ever smaller groups of its requests; knows no device.
 
 A failed step's requests are tried in two halves. If the step of a half fails, this half is split again, and
 its parts wait until the other groups have been tried. A request whose step fails without other requests in it is

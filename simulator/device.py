@@ -92,10 +92,10 @@ class SimRunner:
         self.blocks_to_load: Callable[[], Set[int]] = frozenset
         """The blocks that transfers may still write."""
         self.num_spoiled_steps: float = 0
-        """How many more sampling steps compute values that are not finite, each for one request (inf: all)."""
+        """The number of further samples whose logits are not finite; inf: all samples."""
         self._has_spoiled = False
         self._spoiled: set[str] = set()
-        """Requests whose KV is not finite: they were computed in such a step, or read KV of such a step."""
+        """Requests whose KV is not finite: they had such a sample, or read KV that is not finite."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Writes the slots of all requests before it reads any, as each of a model's layers does."""

@@ -10,8 +10,8 @@ from kv_transfer.transport.base import Arrival
 from simulator.world import Process, Violation, World
 
 LEAST = 0.5
-"""The least share of a lease that must pass. A standstill uses up a quarter of the lease, and there are at
-most two standstills."""
+"""The least share of a lease that must pass before it may end. A standstill uses up a quarter of the lease, and there
+are at most two standstills."""
 
 
 class Leases:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from baton.clock import VirtualClock
 
 TICK_S = 2.0**-20
-"""Durations are multiples of this, so that sums of them are exact and deadlines are met to the bit."""
+"""Durations are multiples of this time. So sums of durations are exact, and deadlines are met exactly."""
 
 MAX_EVENTS = 100_000
-"""Many times as many events as any seed of the fault simulation needs."""
+"""The most events of a run: many times as many as any seed of the fault simulation needs."""
 
 
 class Violation(Exception):
@@ -155,7 +155,8 @@ class World:
         return self._log.hexdigest()
 
     def violate(self, invariant: str, message: str, cause: Exception | None = None) -> None:
-        """Records a broken promise where an exception would be caught; the first one ends the run."""
+        """Records a broken promise, for code in which an exception would be caught. The first broken promise ends the
+        run."""
         if self.violation is None:
             self.violation = Violation(invariant, message)
             self.violation.__cause__ = cause

@@ -259,7 +259,7 @@ class EngineHost:
         return open_step_trace(engine.trace_dir, header, self._clock, engine.trace_max_mib * 2**20)
 
     def status(self) -> WorkerStatus:
-        """The engine's state after its last step; from any thread, at any time after `start`."""
+        """The engine's state after its last step. May be called from any thread, at any time after `start`."""
         snapshot = self._parts.loop.snapshot
         failure = self._parts.loop.failure
         if (hang := self._parts.watch.hang) is not None:

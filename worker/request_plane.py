@@ -124,7 +124,7 @@ class RequestServer:
 
     @property
     def num_denied(self) -> int:
-        """Refused connections; readable from any thread."""
+        """Number of refused connections; readable from any thread."""
         return self._authenticator.num_denied
 
     def start(self, engine: EngineCommands) -> None:

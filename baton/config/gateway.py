@@ -108,7 +108,8 @@ class GatewayConfig(Section):
     """Memory of a store in `memory`, for all callers. If it is full, the caller that uses the most memory loses the
     responses that it used least recently."""
     response_store_caller_mib: int = Field(64, ge=1)
-    """What one caller may keep. The responses that it used least recently make room for new ones."""
+    """Memory for the responses of one caller. If it is full, the responses that the caller used least recently make
+    room for new ones."""
     response_store_ttl_s: float = Field(86400.0, gt=0.0, le=2592000.0)
     """A response is forgotten this long after it was stored or last used by another request; at most 30 days."""
     grpc_max_streams: int = Field(1024, ge=1)

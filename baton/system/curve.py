@@ -59,7 +59,8 @@ class PlaneKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """The keys of the request plane and the KV plane; they do not tell the secret. None: the plane is unencrypted."""
+    """The keys of the request plane and the KV plane; None if a plane is unencrypted. The keys do not reveal the
+    secret."""
 
     request: PlaneKeys | None
     kv: PlaneKeys | None

@@ -73,7 +73,7 @@ class LargeCounter:
         self._texts: dict[tuple[str, ...], str] = {}
 
     def add(self, number: int, *label_values: str) -> None:
-        """Adds to a series; 0 only makes it exist."""
+        """Adds a number to a series. Adding 0 only creates the series."""
         if (text := self._texts.get(label_values)) is None:
             text = self._texts[label_values] = self._text_of(label_values)
         self._values[text] = self._values.get(text, 0) + number

@@ -1,4 +1,4 @@
-"""Loads a value for seconds, on a thread that can be interrupted, beside other work; does not know what it loads."""
+"""Loads a value, which takes seconds, on a thread that can be interrupted; does not know what the value is."""
 
 import ctypes
 import threading

@@ -19,8 +19,8 @@ from cluster.control_api.zmq_carrier import control_client
 
 _TIMEOUT_S = 60.0
 _ASK_AGAIN_S = 1.0
-"""Pause between two tries: an unreachable control server may be restarting. Sending the command again is
-harmless."""
+"""Pause between two tries. There are several tries, since an unreachable control server may be restarting. Sending the
+command again is harmless."""
 
 
 def at_gateway(target: Target, options: argparse.Namespace) -> int:

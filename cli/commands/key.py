@@ -12,7 +12,10 @@ from gateway.auth.key_store import hash_of, new_key
 
 
 def run(name: str, scopes: Sequence[str], as_json: bool) -> int:
-    """Prints the entry to stdout and the key, this once, to stderr; or both as one JSON object to stdout."""
+    """Prints the entry to stdout, and the key to stderr. `as_json`: prints both as one JSON object to stdout instead.
+
+    The key is shown only now, since it is not stored.
+    """
     key = new_key()
     entry = {"name": name, "sha256": hash_of(key), "scopes": list(scopes)}
     try:

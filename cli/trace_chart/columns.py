@@ -15,7 +15,7 @@ MIN_FOLD = 4
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One step of one worker, or several equal ones in a row. Times are seconds since the earliest trace began."""
+    """One step of one worker, or several equal steps in a row. Times are seconds since the earliest trace began."""
 
     owner: int
     """Index of the trace."""

@@ -21,7 +21,8 @@ _OF_ONE_COMMAND = {
     ("model", "path"),
     ("network", "secret_file"),
 }
-"""Timeouts of one command, and paths on its machine: each machine may store the model under another path."""
+"""Keys that concern only one command: its timeouts, and paths on its machine. Each machine may store the model under
+another path."""
 
 _ADDRESSES = {("cluster", key) for key in ("ray_address", "ray_timeout_s", "fleet_address", "fleet_port")}
 """Keys of addresses: different addresses may lead to the same fleet."""

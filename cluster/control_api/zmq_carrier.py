@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 5.0
 """How long a call waits for a connection, for example while a name is looked up or a server restarts."""
 ANSWER_S = 40.0
-"""How long the server may take in addition to the call's own wait: a controller restarts within 30 s."""
+"""How long the server may take in addition to the call's own wait. A restart of the controller may take 30 s of
+this."""
 _TRANSIT_S = 5.0
 """Added to the server's time, for the way of the call and of the reply."""
 

@@ -128,7 +128,7 @@ def _log_error(change: asyncio.Task[None]) -> None:
 
 
 class DrainingNodes:
-    """The nodes that drain, for as long as they live; on a controller's event loop."""
+    """Remembers which nodes drain, for as long as these nodes live. Belongs to a controller's event loop."""
 
     def __init__(self, launcher: Launcher, supervisors: Callable[[], Iterable[Supervisor]]) -> None:
         self.names: tuple[str, ...] = ()

@@ -114,7 +114,7 @@ def _statuses(observation: Observation, role: WorkerRole) -> list[WorkerStatus]:
 
 
 def seconds(value: float) -> str:
-    """83 ms, 1.2 s, 120 s."""
+    """The time as text, such as `83 ms`, `1.2 s` or `120 s`."""
     if 0.0 < value < 0.9995:
         return f"{value * 1000:.0f} ms"
     return f"{value:.1f}".removesuffix(".0") + " s" if value < 10.0 else f"{value:.0f} s"

@@ -1,6 +1,7 @@
 """NextIncarnation: places and starts the next incarnation of one replica, also while the present one serves.
 
-An incarnation serves only once the caller has taken it. NextIncarnation watches none, and knows no delay after a death.
+An incarnation serves only once the caller has taken it. NextIncarnation does not watch processes, and knows no delays
+after a death.
 """
 
 from collections.abc import Callable, Collection

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 PING_INTERVAL_S = 1.0
 """Pause between two status reports of a worker. A worker that has ended reports at once."""
 _SOON_S = 0.01
-"""The same pause, for a status that is needed now."""
+"""The pause before a status report that is needed at once."""
 _STOP_TIMEOUT_S = 5.0
 """A worker that does not close its ports in this time is killed."""
 _DRAINS_UNASKED = "worker %s drains, but no command waits for its end; replacing the worker"
@@ -92,7 +92,7 @@ class Supervisor:
         self._on_change = on_change
         self._incarnation: Incarnation | None = None
         self.has_served = False
-        """Whether an incarnation has served. An adopted one serves before `run` waits for the first time."""
+        """Whether an incarnation has served. An adopted incarnation serves before `run` first waits."""
         self._next = NextIncarnation(replica, launcher, patience.start_s, on_incarnation, self._note_progress)
         self._serves_since = 0.0
         self._changed = asyncio.Event()

@@ -77,8 +77,8 @@ def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeR
 def num_machines(config: BatonConfig, host: str, rooms: Collection[NodeRoom]) -> int:
     """The number of machines that the fleet will use when all its workers run.
 
-    It is the larger of two numbers: that of the present machines that can hold a worker, and that of the machines
-    like `host` that all workers together need for their CPUs. Machines may join the cluster after the first workers.
+    It is the larger of two numbers: how many present machines can hold a worker, and how many machines like `host` all
+    workers together need for their CPUs. Machines may join the cluster after the first workers.
     """
     here = {
         room.host

@@ -106,7 +106,7 @@ def make_gateway(
     tokenizer: "Tokenizer",
     control: ControlApi | None = None,
 ) -> "Gateway":
-    """The gateway, not started yet. Passes operators' calls to `control`; refuses them without one."""
+    """The gateway, not started yet. It passes operators' calls to `control`; without `control`, it refuses them."""
     from gateway import Gateway
 
     return Gateway(

@@ -117,7 +117,7 @@ class TransferEndpoint:
             logger.warning("dropped a KV-plane message (%d so far): %s", num_bad, error)
 
     def fileno(self) -> int:
-        """This file descriptor is readable while `on_time` has something to do before `next_deadline`."""
+        """A file descriptor that is readable while `on_time` has something to do before `next_deadline`."""
         return self._consumer_end.fileno()
 
     def on_time(self) -> None:

@@ -100,7 +100,7 @@ class ConsumerEndpoint:
         self._do(self._consumer.on_gone(address))
 
     def fileno(self) -> int:
-        """This file descriptor is readable while `on_time` has something to do at once."""
+        """A file descriptor that is readable while `on_time` has something to do at once."""
         return self._pools.fileno()
 
     def on_time(self) -> None:

@@ -23,7 +23,7 @@ MAX_DESCRIPTION_BYTES = 64 * 1024
 
 
 def host_id() -> str:
-    """Equal for processes that can map each other's memory: same kernel, same process ids."""
+    """A name that is equal for processes that can map each other's memory: they share a kernel and a PID namespace."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
 

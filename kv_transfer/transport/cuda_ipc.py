@@ -97,7 +97,7 @@ class CudaIpcReader:
         return done
 
     def finish(self) -> None:
-        """Waits until every read has ended: on one host, as long as the copies take."""
+        """Waits until every read has ended. Within a host, this takes as long as the copies."""
         error = self._wait()
         for number in list(self._under_way):
             self._end(number, error)
