@@ -364,8 +364,7 @@ class Producer:
             self._counters[counter] += 1
 
     def _close(self, transfer: OutgoingTransfer, farewell: Farewell = None) -> list[Effect]:
-        """The consumer ended the rank transfer, or was refused. Our engine keeps the blocks until it ends the
-        prompt."""
+        """The consumer has ended, or was refused. Our engine keeps the blocks until it has ended the prompt."""
         self._remember(transfer, farewell)
         if transfer.first_token is not None:
             return self._forget(transfer)
