@@ -120,6 +120,6 @@ class GatewayReport:
     ttft_s: tuple[float, float]
     """Median and 99th percentile of the time to first token; zeros without a measurement."""
     itl_s: tuple[float, float]
-    """The same, for the time between two tokens of a request."""
+    """Median and 99th percentile of the time between two tokens of a request; zeros without a measurement."""
     workers: tuple[WorkerStatus, ...]
     """The status of each worker in its last heartbeat."""

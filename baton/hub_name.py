@@ -49,7 +49,7 @@ class HubName:
 
 
 def leaves_revision_open(asked: str, served: str) -> bool:
-    """Whether `asked` is `served` without its revision: then `asked` means the fleet's commit."""
+    """Whether `asked` is the name `served` without its revision. If so, `asked` means the fleet's commit."""
     name, other = HubName.parse(asked), HubName.parse(served)
     return name is not None and other is not None and name == replace(other, revision=None)
 

@@ -106,7 +106,7 @@ class PackedLogprobs:
     """
 
     token_ids: bytes = b""
-    """uint32: at each position its own token, then the likeliest ones."""
+    """uint32: at each position its own token, then the likeliest tokens."""
     logprobs: bytes = b""
     """float32: the log-probability of each of these tokens."""
     ranks: bytes = b""

@@ -68,6 +68,6 @@ def replace_unencodable() -> None:
 
 
 def discard_output() -> None:
-    """Discards what stdout still holds. Else Python would try to write it at its end."""
+    """Discards what stdout still holds. Otherwise Python would try to write it when the process ends."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

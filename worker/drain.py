@@ -78,7 +78,7 @@ class DrainState:
         return self.give_up_at + ANSWER_TIMEOUT_S
 
     def may_attach(self, other: "DrainState") -> bool:
-        """Whether this drain can be the outcome of `other`, too: it has the same target, and is not over."""
+        """Whether `other` can get the outcome of this drain. It can if both have one target and this is not over."""
         return self.stage is not DrainStage.OVER and self._next_kind is other._next_kind
 
     def attach(self, other: "DrainState") -> None:

@@ -42,8 +42,8 @@ class SpeculationConfig(Section):
     """`draft_model`: the first layers of the served model guess, instead of another model. Their weights take no
     further memory. It needs `engine.tensor_parallel` 1."""
     forced_tokens: bool | None = None
-    """Append the tokens that a structured output's grammar forces, without a step for each. It needs a CPU. If unset:
-    yes on a CPU, no on a GPU."""
+    """Append the tokens that a structured output's grammar forces, without a step for each of them. It needs a CPU. If
+    unset: yes on a CPU, no on a GPU."""
 
     @field_validator("method", mode="before")
     @classmethod

@@ -228,7 +228,7 @@ class FlushCaches(ControlRequest[CachesFlushed]):
 
 @dataclass(frozen=True, slots=True)
 class ScaleRole(ControlRequest[Done]):
-    """Sets a role's number of workers. Begins to start new ones, or waits until the least busy are drained."""
+    """Sets a role's number of workers. Begins to start new workers, or waits until the least busy ones are drained."""
 
     role: WorkerRole
     count: int

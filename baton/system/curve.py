@@ -120,7 +120,8 @@ def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
 
 
 class PeerAuthenticator:
-    """Admits only this plane's clients to a server socket, and counts refused ones; without keys, admits all.
+    """Admits only this plane's clients to a server socket, and counts refused clients. Without keys, admits all
+    clients.
 
     Create it before `bind`, after setting MAXMSGSIZE, and at most once per zmq.Context. It belongs to the thread that
     polls the socket: handshakes wait until that thread calls `attend`, and need no thread of their own.

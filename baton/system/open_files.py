@@ -10,7 +10,8 @@ logger = logging.getLogger(__name__)
 
 
 def raise_open_files(needed: int) -> None:
-    """Raises the soft limit to the hard limit (at most MAX_FILES), or else to `needed`; never lowers it."""
+    """Raises the soft limit to the hard limit, but at most to MAX_FILES. If this fails, raises it to `needed`. Never
+    lowers it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     for wanted in (most, needed):

@@ -22,7 +22,7 @@ class Standstill:
     """Infers from the intervals between looks how long the process stood still. Times are the caller's, in seconds.
 
     An observer that waits for other processes looks at least every `pace_s` while it waits. A longer interval
-    means that the process was stopped, swapped out or blocked, and could receive nothing. Of such a gap only
+    means that the process was stopped, swapped out or blocked, and could receive nothing. Of this interval only
     one `pace_s` counts.
 
     `pace_s` should be a fraction of the measured limit, and longer than one turn of a busy observer; then real

@@ -58,7 +58,8 @@ def prompt_lengths(trace: Trace) -> dict[str, int]:
 
 
 def is_decode(share: Share, num_drafts: int, num_prompt_tokens: int | None) -> bool:
-    """Whether a request decodes in this step: apart from drafts, it computes one token, which is not in its prompt.
+    """Whether a request decodes in this step. Then, apart from drafts, it computes one token, which is not in its
+    prompt.
 
     If the prompt's length is unknown, a single token counts as output.
     """

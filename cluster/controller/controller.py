@@ -231,7 +231,7 @@ class Controller:
             self._rolling = None
 
     async def scale(self, role: WorkerRole, count: int) -> None:
-        """Changes the number of workers of a role: begins to start new ones, or drains the least busy ones."""
+        """Changes the number of workers of a role. Begins to start new workers, or drains the least busy ones."""
         if count < (1 if role is WorkerRole.DECODE else 0):
             raise FleetError(f"cannot scale to {count} {role.value} workers: at least one worker must decode")
         present = self._desired.with_role(role)

@@ -234,7 +234,7 @@ class SendWindow:
         self._turns.extend(stalled)
 
     def acknowledged(self, transfer: OutgoingTransfer, index: int) -> bool:
-        """Removes the piece from the unacknowledged ones; False if it is not one of them."""
+        """Removes the piece from the unacknowledged pieces; False if it is not one of them."""
         if index not in transfer.unacked:
             return False
         transfer.unacked.remove(index)

@@ -1,7 +1,8 @@
 """The interface of a transport; the protocol above knows nothing else of it.
 
-Messages always travel on a `Channel`. Bytes either travel on it too, or the consumer reads them directly from the
-producer's pool: then both ends have a `PoolReader` of the same name. Everything here belongs to the transfer thread.
+Messages always travel on a `Channel`. Bytes also travel on it, unless the consumer reads them directly from the
+producer's pool. In this case, both ends have a `PoolReader` of the same name. Everything here belongs to the transfer
+thread.
 """
 
 import os
