@@ -60,7 +60,8 @@ class AttentionCase:
 def check_attention(model: LoadedModel, parts: DeviceParts, pool: KVPool, compiler: Compiler) -> None:
     """ConfigError if a kernel's result differs from torch's by more than its tolerance in any of NUM_RUNS runs.
 
-    The pool is all zeros before and after. Every launch has been compiled by `DeviceParts.rehearse`.
+    The pool must be all zeros, and is all zeros again afterwards. Call `DeviceParts.rehearse` first: it compiles
+    every kernel.
     """
     for case in attention_cases(model, parts, pool):
         want_TQD, allowed_TQD = case.expect()

@@ -51,7 +51,7 @@ Kernels have variants for steps with and without rows that are drawn, and with a
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """What a rank computes steps with. Everything runs on the current stream."""
+    """The parts with which a rank computes steps. Everything runs on the current stream."""
 
     forward: StagedForward
     sampler: DeviceSampler
@@ -97,8 +97,8 @@ class DeviceParts:
             self.forward.rehearse(num_requests, min(-(-num_tokens // num_requests), most_each))
 
     def choose_products(self) -> None:
-        """Times the products of few rows that steps have used. From then on, torch's library computes those that it
-        computes faster.
+        """Times the products with few rows that steps have computed so far, by Baton's kernel and by torch's library.
+        From then on, the faster of the two computes such a product.
 
         A choice is final. Nothing is timed without a GPU, or if the switch is off.
         """
@@ -106,7 +106,7 @@ class DeviceParts:
             self.backend.timed_products.choose(GpuTimer())
 
     def record(self, recorder: Recorder, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Records decode steps, and small steps with prompts, the largest first: all share its memory.
+        """Records decode steps, and small steps with prompts. The largest is first; all others share its memory.
 
         `on_progress` receives the number of recorded graphs and their total.
         """

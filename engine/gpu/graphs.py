@@ -98,12 +98,14 @@ time."""
 
 
 def mixed_sizes(max_num_batched_tokens: int, architecture: ModelArchitecture, num_ranks: int) -> list[int]:
-    """Numbers of tokens to record: those of MIXED_SIZES, and of LARGER_SIZES if they pay, that are smaller than the
-    largest step. The largest step's own size is also recorded, unless it exceeds all of them.
+    """The numbers of tokens for which steps with prompts are recorded.
 
-    A larger step takes the GPU longer than Python needs to queue it, so a graph would save nothing. For Llama-3.1-8B
-    these are steps of more than 512 tokens. All ranks record the same sizes: a rank that pads a step, and one that
-    does not, would sum tensors of different sizes.
+    These are the MIXED_SIZES, and those LARGER_SIZES for which a graph saves time, as far as they are smaller than the
+    largest step. The largest step's own size is also recorded, unless it exceeds all these sizes.
+
+    Still larger steps take the GPU longer than Python needs to queue them, so a graph would save nothing. For
+    Llama-3.1-8B, these are steps of more than 512 tokens. All ranks record the same sizes: a rank that pads a step, and
+    one that does not, would sum tensors of different sizes.
     """
     weights = max(1, architecture.weights_per_token // num_ranks)
     most = int(WEIGHTS_PER_LAYER * architecture.num_layers / weights)

@@ -1,4 +1,5 @@
-"""Edits of a step's logits by bias, penalties and masks, as flat lists for the device; equal to engine/sampler.py.
+"""Edits of a step's logits by bias, penalties and masks, as flat lists for the device. The results equal those of
+engine/sampler.py.
 
 Shape suffixes: P rows that are processed, E edits, F fields of an edit, G rows with a grammar, W words of a mask.
 """

@@ -24,13 +24,14 @@ from engine.loading.loader import LoadedModel
 logger = logging.getLogger(__name__)
 
 NUM_MEASURED_GRAPHS = 2
-"""Graphs that are measured of each kind: the largest, whose memory all share, and the next, which shows the
-memory of each further graph."""
+"""How many graphs of each kind are measured: the largest, whose memory all share, and the next one, which shows how
+much memory each further graph needs."""
 COLLECTIVES_BYTES = 512 * 2**20
 """Memory that is reserved for NCCL, which allocates it later, when the ranks connect."""
 CHUNKS = (512, 1024, 2048, 4096, 8192)
 ENOUGH = 0.95
-"""Share of the best throughput. Smaller chunks are handed over sooner and delay running requests less."""
+"""A chunk with this share of the best throughput is fast enough. Smaller chunks are handed over sooner, and delay
+running requests less."""
 NUM_TIMED = 3
 
 
@@ -140,7 +141,8 @@ def _free_now(device: torch.device) -> int:
 
 
 def _throughput(parts: DeviceParts, chunk: int, *, uses_graphs: bool) -> float:
-    """Tokens a second of the forward pass of one chunk, recorded if a worker records it; the median of a few runs."""
+    """Tokens a second of the forward pass of one chunk: the median of a few runs. The pass replays a graph if a worker
+    would."""
     recorded = (chunk,) if uses_graphs and chunk in parts.mixed_sizes else ()
     parts.forward.record(recorded, CudaGraphs(), has_chunks=True)
     _, *times_s = gpu_seconds(lambda: parts.forward.rehearse(1, chunk), NUM_TIMED + 1)

@@ -38,7 +38,8 @@ class MemoryWait:
         clock: Clock,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`used_by_others` returns the bytes that this process does not hold; `release` frees what it caches."""
+        """`used_by_others` returns the bytes in use outside of this process's tensors. `release` frees the memory that
+        this process caches."""
         self._used_by_others = used_by_others
         self._release = release
         self._clock = clock
