@@ -244,7 +244,8 @@ class GrammarCompiler:
 
     @property
     def is_full(self) -> bool:
-        """Whether the grammars take more than MAX_KEPT_BYTES, until `evict` is called."""
+        """Whether the grammars take more than MAX_KEPT_BYTES. After `evict`, false until another grammar is
+        compiled."""
         return not self._is_evicted and self._num_bytes > MAX_KEPT_BYTES
 
     def evict(self, in_use: Set[StructuredOutput]) -> None:

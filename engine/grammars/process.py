@@ -171,7 +171,7 @@ def compile_within_limits(library: GrammarLibrary, output: StructuredOutput) -> 
 def follow(matcher: Any, num_tokens: int) -> str | None:
     """Matches a few tokens. Beyond the limits, the process ends. Returns why no token can be the first one, or None.
 
-    Each token is the last allowed one, since the first allowed one may be end-of-sequence.
+    Each time, it matches the allowed token with the highest id: the one with the lowest id may be end-of-sequence.
     """
     error = None
     limit_cpu_time(FOLLOW_LIMIT_S)
