@@ -30,7 +30,8 @@ DIRECT = -1
 MIN_SPLIT_KEYS = 256
 """A part has at least this many keys: with fewer, most of an item's cost would be fixed cost."""
 MAX_WAVES = 4
-"""The most items per program that splitting aims at. More items balance better, but cost more starts."""
+"""The most items per program that splitting aims at. More items balance better, but each item has a fixed
+cost."""
 ITEM_COST_KEYS = 96
 """Fixed cost of an item, in keys: about 2 us of latency, and a program takes about 1 us for 64 keys."""
 MERGE_COST_KEYS = 128
@@ -39,7 +40,7 @@ MERGE_COST_KEYS = 128
 
 @dataclass(frozen=True, slots=True)
 class TileGrid:
-    """How a launch cuts and shares its work."""
+    """How a launch cuts its work into tiles, and divides it among programs."""
 
     queries: int
     """Queries of one request in a tile."""
@@ -122,7 +123,7 @@ class _Tiles:
     first_keys_X: Int64s
     end_keys_X: Int64s
     num_steps_X: Int64s
-    """How many times `keys` keys are processed."""
+    """How many times a tile processes `TileGrid.keys` keys."""
 
 
 def _tiles(
@@ -177,7 +178,7 @@ def _choose_parts(num_steps_X: Int64s, grid: TileGrid) -> Int64s:
 
 
 def _cost(num_steps_X: Int64s, num_parts_X: Int64s, grid: TileGrid) -> tuple[float, float]:
-    """Costs of the busiest and of the average program, in keys; programs choose items as in the kernel."""
+    """Costs of the busiest and of the average program, in keys; programs take items in the order of the kernel."""
     tiles_I, _ = _repeat(num_parts_X)
     cost_I = -(-num_steps_X // num_parts_X)[tiles_I] * grid.keys + ITEM_COST_KEYS
     cost_U = np.repeat(np.sort(cost_I)[::-1], grid.num_kv_heads)

@@ -69,7 +69,7 @@ def _copy_blocks_kernel(  # type: ignore[no-untyped-def]
     num_chunks,
     VECTORS: tl.constexpr,
 ):
-    """Program p copies chunks p, p + programs, ..."""
+    """Program p of n copies chunks p, p + n, p + 2 n, ..."""
     vectors = tl.arange(0, VECTORS)
     words = tl.arange(0, 4)
     chunk = tl.program_id(0)

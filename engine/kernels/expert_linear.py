@@ -239,7 +239,8 @@ def _pairs_of_first(  # type: ignore[no-untyped-def]
     PADDED_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The expert of the program's pair, and its pairs by token; NUM_OWN if an earlier pair has the same expert."""
+    """The expert of the program's pair, and this expert's pairs by token. If an earlier pair has the same expert,
+    returns NUM_OWN instead of the expert."""
     first = tl.program_id(0)
     tokens_N, chosen_K = tl.arange(0, BLOCK_N), tl.arange(0, PADDED_K)
     pairs_NK = tokens_N[:, None] * NUM_CHOSEN + chosen_K[None, :]

@@ -3,9 +3,10 @@
 If the arg max of score + noise over all tokens is kept, it is also the arg max over the kept tokens. Otherwise no token
 of its weight or less is kept, so the next candidate is the arg max over the tokens that weigh more. Whether a token
 is kept depends on how many tokens weigh more, and on the sum of their weights. Each pass over the row counts the tokens
-above four weights at once: the candidate's weight, and three larger weights that may raise the floor further. The
-algorithm follows the rejection sampling of FlashInfer ("Sorting-Free GPU Kernels for LLM Sampling", 2025). But here,
-noise is a function of the token, instead of new random numbers in each round.
+above four weights at once: the candidate's weight, and three larger weights, which may raise the floor further (the
+floor: tokens of this weight or less are not kept). The algorithm follows the rejection sampling of FlashInfer
+("Sorting-Free GPU Kernels for LLM Sampling", 2025). But here, noise is a function of the token, instead of new random
+numbers in each round.
 
 A pass reads only chunks whose likeliest token is above the floor. Most passes are short: a sampled token tends to have
 few tokens above it.
@@ -296,8 +297,8 @@ def _top_k_mass(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     HAS_PROCESSED: tl.constexpr,
 ):
-    """The sum of the k largest weights, for k below the vocabulary's size. If more weights equal the k-th, they do not
-    count.
+    """The sum of the k largest weights, for k below the vocabulary's size. If further weights equal the k-th, they
+    do not count.
 
     Narrows down the range of the k-th largest weight, which is at least `lowest`. Ends when exactly k tokens are above
     some weight in the range, or when one weight is left. Each round divides the range of the floats' bits by 5, and so

@@ -42,7 +42,9 @@ def gate_mul(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> to
 def gate_mul_fp8(
     gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q_TI in float8_e4m3fn and float32 scales_T1, as `quantize_fp8` makes them; not rounded in between.
+    """`gate_mul`, quantized as by `quantize_fp8`: q_TI in float8_e4m3fn, and scales_T1 in float32.
+
+    The activated ups are not rounded before they are quantized.
 
     Rows may be strided; their elements are contiguous. I is at most 16,384, since a program holds a whole row.
     """

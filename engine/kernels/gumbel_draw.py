@@ -1,7 +1,7 @@
 """Draws from all tokens of each row: the arg max of score + Gumbel noise in each part of the row.
 
-Noise is bounded, so a part whose largest score is far below the likeliest token's value cannot contain the winner. Such
-a part is not read. At low temperatures, this applies to most parts.
+Noise is bounded, so a part whose largest score is far below score + noise of the likeliest token cannot contain the
+winner. Such a part is not read. At low temperatures, this applies to most parts.
 
 Shape suffixes: R rows, V vocabulary, C chunks of a row, S parts of a row, F fields.
 """

@@ -14,7 +14,7 @@ from engine.kernels.dependent_launch import launch_options, wait_for_former
 from engine.kernels.rope_store import MAX_FLOAT8, store_saturated
 
 HEADS_PER_PROGRAM = 32
-"""32 heads of 64 rotated numbers in 128 threads: each thread loads 8 of either half of a head."""
+"""32 heads of 64 rotated numbers in 128 threads: each thread loads 8 numbers of each half of a head."""
 
 
 def latent_store(
@@ -28,7 +28,7 @@ def latent_store(
     `latents_NSD`.
 
     Positions, slots and angles as in `rope_store`: a negative slot marks a padded row, which is neither read nor
-    written. The pool has the rows' dtype, or is float8_e4m3fn: then latents are saturated. Everything is computed
+    written. The pool has the rows' dtype, or is float8_e4m3fn, for which latents are saturated. Everything is computed
     in float32 and rounded once. The last row of `rows_TPD` does not change.
     """
     num_tokens, num_rows, size = rows_TPD.shape
@@ -100,7 +100,7 @@ def _latent_store_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     columns = tl.arange(0, PADDED_HALF)
-    # No kernel writes slots, positions and angles: these three dependent loads precede the wait.
+    # No kernel writes slots, positions and angles, so these three dependent loads come before the wait.
     slot = tl.load(slots_ptr + token)
     position = tl.load(positions_ptr + token).to(tl.int64)
     angle_ptrs = cos_sin_ptr + position * R + columns

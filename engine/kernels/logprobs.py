@@ -13,9 +13,9 @@ BLOCK_V = 8192
 def token_logprobs(
     logits_RV: torch.Tensor, rows_L: torch.Tensor, tokens_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """L each: log-softmax of token `tokens_R[row]` in row `rows_L[l]` (float32), its rank (int32: 1 + the number of
-    strictly larger logits in the row), and the logarithm of the sum of exp(logit - the row's largest logit) (float32).
-    Indices are int32.
+    """Three tensors of L numbers: log-softmax of token `tokens_R[row]` in row `rows_L[l]` (float32), its rank (int32: 1
+    + the number of strictly larger logits in the row), and the logarithm of the sum of exp(logit - the row's largest
+    logit) (float32). Indices are int32.
     """
     num_wanted, vocab_size = len(rows_L), logits_RV.shape[1]
     assert logits_RV.stride(1) == 1, "a row is one span"

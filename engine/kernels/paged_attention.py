@@ -28,8 +28,8 @@ from engine.kernels.merge_partials import add_sinks, merge_row
 _LOG2_E = math.log2(math.e)
 
 MAX_MERGED_ELEMENTS = 8192
-"""Elements of parts that a program reads at a time: 64 registers of each of 128 threads, which are free by
-then."""
+"""How many elements of parts a program reads at a time when it merges. They take 64 registers in each of 128 threads,
+which are free by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Softmax:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer's keys and values of all blocks, as launches need them; made once: the pool never moves.
+    """One layer's keys and values of all blocks, as launches need them; made once, since the pool never moves.
 
     `kv_NKHSD` is blocks_NLKHTD[:, layer] of `engine.kv_cache`. Slots after a request's last token are multiplied by
     zero, so they may contain any finite number. The engine clears them when a request gets the block.
@@ -87,7 +87,8 @@ class LayerKV:
         return elements // self.shape.head_dim if self.shape.uses_tma else elements
 
     def _descriptor(self, block_n: int) -> TensorDescriptor:
-        """All rows from this layer's start in the first block to its end in the last; columns past D: 0."""
+        """Describes all rows from this layer's start in the first block to its end in the last block. Columns past D
+        are 0."""
         num_blocks, _, num_heads, block_size, head_dim = self.kv_NKHSD.shape
         num_rows = (num_blocks - 1) * self.block_stride + 2 * num_heads * block_size
         assert num_rows < 2**31, f"{num_rows} rows: the copy engine counts them in 32 bits"

@@ -16,7 +16,7 @@ MAX_FLOAT8 = 448.0
 """The largest finite float8_e4m3fn."""
 
 HEADS_PER_PROGRAM = 8
-"""8 heads of 128 elements in 64 threads: each thread makes one 16-byte load for either half of a head. A token of
+"""8 heads of 128 elements in 64 threads: each thread makes one 16-byte load for each half of a head. A token of
 32 + 2 x 8 heads is 6 programs, which spreads a decode step of a few tokens over several multiprocessors."""
 
 
@@ -38,7 +38,7 @@ def rope_store(
     of a KVPool. Slot = block id x S + offset in the block; a negative slot marks a padded row, which is neither read
     nor written. Positions and slots are int32; positions lie within the table.
 
-    The pool has the projection's dtype, or is float8_e4m3fn: then keys and values are saturated. Everything is
+    The pool has the projection's dtype, or is float8_e4m3fn, for which keys and values are saturated. Everything is
     computed in float32 and rounded once. Keys and values of `qkv_TXD` do not change.
     """
     num_tokens, num_heads, head_dim = qkv_TXD.shape
@@ -85,7 +85,7 @@ def rope_store(
         HEADS=HEADS_PER_PROGRAM,
         IS_FLOAT8=is_float8,
         MAX_FLOAT8=MAX_FLOAT8,
-        num_warps=max(1, HEADS_PER_PROGRAM * padded_half // 256),  # 8 elements a thread, in either half
+        num_warps=max(1, HEADS_PER_PROGRAM * padded_half // 256),  # 8 elements a thread, in each half
         **launch_options(),
     )
 
@@ -119,7 +119,7 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     columns = tl.arange(0, PADDED_HALF)
-    # No kernel writes slots, positions and angles: these three dependent loads precede the wait.
+    # No kernel writes slots, positions and angles, so these three dependent loads come before the wait.
     slot = tl.load(slots_ptr + token)
     position = tl.load(positions_ptr + token).to(tl.int64)
     angle_ptrs = cos_sin_ptr + position * HEAD_DIM + columns

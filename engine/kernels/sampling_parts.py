@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 NUM_FIELDS = 8
-"""int32 words of parameters per row, 32 bytes: temperature, top_k, top_p, min_p, the two keys of its noise
+"""int32 words of parameters per row, 32 bytes: temperature, top_k, top_p, min_p, the two keys of the row's noise
 (engine/counter_rng.py), the row of its processed logits or -1, and an unused word. The floats are stored as their bits.
 Temperature 0 is greedy; a top_k of the vocabulary's size or more keeps every token."""
 TEMPERATURE = tl.constexpr(0)
@@ -27,7 +27,7 @@ PROCESSED_ROW = tl.constexpr(6)
 _NUM_FIELDS = tl.constexpr(NUM_FIELDS)
 
 CHUNK = 256
-"""Tokens per chunk, whose largest logit is stored: 16 bytes a lane of a warp in bf16."""
+"""Tokens per chunk: in bf16, 16 bytes for each lane of a warp. The largest logit of each chunk is stored."""
 CHUNKS_PER_PART = 16
 """A program reads 4,096 logits. One row of 128,256 then keeps 32 multiprocessors busy, and five rows keep all 132 of an
 H200 busy; a single multiprocessor would need about 50 us for a row's noise. The number is the same for any number of
@@ -46,7 +46,7 @@ class SamplingWorkspace:
     active_chunks_RC: torch.Tensor
     """Chunks that the row's program reads at present, int32."""
     part_best_RS: torch.Tensor
-    """float32: the largest logit of each part, then the largest score with noise."""
+    """float32: after `row_stats`, the largest logit of each part; after `gumbel_draw`, its largest score + noise."""
     part_token_RS: torch.Tensor
     """int32: the token with the value in `part_best_RS`."""
     part_raw_best_RS: torch.Tensor

@@ -51,8 +51,10 @@ def weight_row(index, num_outputs, GATED: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def gate_mul_pairs(y):  # type: ignore[no-untyped-def]
-    """Makes [T, P] in float32 of [T, P, 2], which is rounded as if stored: the same as gate_mul.py computes with
-    SiLU."""
+    """silu(gate) * up for pairs of a gate and an up: [T, P, 2] to [T, P] in float32.
+
+    `y` is already rounded to the dtype of the output, so the result is the same as that of gate_mul.py.
+    """
     gate, up = tl.split(y)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     return gate / (1.0 + tl.exp(-gate)) * up

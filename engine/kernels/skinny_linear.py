@@ -133,7 +133,8 @@ def _launch(operands: Operands, launch: Launch | None) -> None:
 def choose_launch(
     num_tokens: int, num_inputs: int, num_outputs: int, weight_bytes: int, *, is_normed: bool = False
 ) -> Launch:
-    """Chooses by shape alone, by measurements on an H200 with 16-bit weights of an 8B model.
+    """Chooses a launch only by the shape. The choices are from measurements on an H200, with 16-bit weights of an 8B
+    model.
 
     `weight_bytes`: the bytes of one element of the weights.
     """
@@ -146,11 +147,11 @@ def choose_launch(
 
 
 def _choose_fma(padded_tokens: int, padded_inputs: int, weight_bytes: int, *, is_normed: bool) -> FmaLaunch:
-    """Programs of 256 threads with tiles of 64 bytes of weights a thread, two of them in registers: one in use, the
-    other being loaded. As many programs as registers allow. A multiprocessor runs 4 programs if x takes 16 of a
-    thread's registers (61 in all), 3 if it takes 32 (80 in all; 2 programs if x is normed, with 89), and 2 if it takes
-    64 (122 in all). With float8 it runs 2: the conversion needs more registers (96 or 112). So 32 to 64 KiB are in
-    flight. For longer rows there is one program, of 512 threads, with tiles twice as large."""
+    """Chooses programs of 256 threads. A tile has 64 bytes of weights for each thread, and two tiles are in registers:
+    one in use, the other being loaded. There are as many programs as registers allow. A multiprocessor runs 4 programs
+    if x takes 16 of a thread's registers (61 in all), 3 if it takes 32 (80 in all; 2 programs if x is normed, with 89),
+    and 2 if it takes 64 (122 in all). With float8 it runs 2: the conversion needs more registers (96 or 112). So 32 to
+    64 KiB are in flight. For longer rows there is one program, of 512 threads, with tiles twice as large."""
     num_warps = 16 if padded_inputs > 8192 else min(8, max(1, padded_inputs // 256))
     num_threads = 32 * num_warps
     tile_bytes = (128 if num_warps == 16 else 64) * num_threads
@@ -168,7 +169,7 @@ def _choose_fma(padded_tokens: int, padded_inputs: int, weight_bytes: int, *, is
 def _choose_dot(num_outputs: int, weight_bytes: int) -> DotLaunch:
     """Every program reads all of x. In bfloat16, x has T / block_outputs times the bytes of the program's weights. So
     blocks are large, as long as there are enough blocks for every multiprocessor. 48 to 144 KiB are in flight on
-    each."""
+    each multiprocessor."""
     if weight_bytes == 4:
         return DotLaunch(
             block_outputs=32, block_inputs=32, num_warps=4, num_stages=2

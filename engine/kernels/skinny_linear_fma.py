@@ -18,7 +18,7 @@ class FmaLaunch:
 
     rows: int
     """Rows of weights that a program multiplies at a time: a power of two, at least 2 if the product has gates and ups.
-    Meanwhile, the program loads as many of the next rows."""
+    Meanwhile, the program loads the same number of the next rows."""
     num_warps: int
     max_programs: int
     """The most programs of a launch. If there are more tiles, the tiles of a program are this many tiles apart."""
