@@ -53,7 +53,8 @@ class UnnormedRows:
 
 
 Activations = torch.Tensor | QuantizedRows | UnnormedRows
-"""Input of a projection, made by the same backend. Only projections of `fp8_linear` accept QuantizedRows."""
+"""Input of a projection. The backend that made the projection must also make the input. Only projections of
+`fp8_linear` accept QuantizedRows."""
 
 
 class LinearLayer(Protocol):
@@ -100,7 +101,10 @@ class MixtureLayer(Protocol):
         ...
 
     def try_add(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> bool:
-        """If the layer's last launch can add the result to the residual stream: does so in place, and returns True."""
+        """Adds the result to the residual stream in place, and returns True, if the layer's last launch can do so.
+
+        Else computes nothing, and returns False.
+        """
         ...
 
 
@@ -127,8 +131,8 @@ class Backend(Protocol):
     ) -> MixtureLayer:
         """A mixture of `experts`, which are read one after another. `linear` makes the experts' projections.
 
-        `own_experts`: the numbers of `experts`; other ranks have the others. The result is the sum over those of a
-        row's experts that are on this rank; zeros if none of them is.
+        `own_experts`: the numbers of `experts`; other ranks have the remaining experts. The result is the sum over
+        those of a row's experts that are on this rank; zeros if none of them is.
         """
         ...
 
@@ -163,5 +167,8 @@ class Backend(Protocol):
         ...
 
     def try_add(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
-        """If one launch can multiply and add: adds `linear(x_TI)` to the residual stream in place, and returns True."""
+        """Adds `linear(x_TI)` to the residual stream in place, and returns True, if one launch can multiply and add.
+
+        Else computes nothing, and returns False.
+        """
         ...

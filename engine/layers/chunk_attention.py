@@ -82,7 +82,7 @@ class _Tile:
 
 
 class TiledAttention:
-    """Attention by two matrix products and a softmax per tile of queries, over only the keys it needs.
+    """Attention by two matrix products and a softmax per tile of queries, over only the keys that the tile needs.
 
     In bfloat16 on a CPU this runs 1.6 to 2 times as fast as the fused kernel, which computes in float32. Here
     the scores are rounded to bfloat16 before the softmax, like all other values between two layers.

@@ -28,7 +28,7 @@ class SortedPairs:
 
 
 def sorted_pairs(experts_TK: torch.Tensor, weights_TK: torch.Tensor, own_experts: range) -> SortedPairs:
-    """The pairs of these experts: those of this rank."""
+    """The pairs of this rank's experts, whose numbers are `own_experts`."""
     experts_P, order_P = experts_TK.flatten().sort(stable=True)
     numbers_X = torch.arange(own_experts.start, own_experts.stop + 1, device=experts_P.device)
     firsts_X = torch.searchsorted(experts_P, numbers_X)

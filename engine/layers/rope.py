@@ -79,8 +79,8 @@ def rotate_(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -
 def rope_frequencies(config: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor, float]:
     """Angle per position of each rotated pair (float32), and the factor of all cosines and sines.
 
-    `dynamic` scaling begins only beyond `max_position_embeddings`. No request is longer, so it equals the
-    default.
+    `dynamic` scaling begins only beyond `max_position_embeddings`. No request is longer, so
+    `dynamic` gives the same frequencies as the default.
     """
     exponents_F = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     if config.rope_type is RopeType.LONGROPE:
@@ -103,7 +103,11 @@ def _llama3(config: RopeConfig, frequencies_F: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(config: RopeConfig, frequencies_F: torch.Tensor) -> torch.Tensor:
-    """YaRN (2023), "NTK-by-parts": blends linearly between `beta_fast` and `beta_slow` turns."""
+    """YaRN (2023), "NTK-by-parts": divides slow frequencies by `factor`, and keeps fast ones.
+
+    Fast ones have `beta_fast` or more turns over the original context, slow ones `beta_slow` or fewer. Frequencies in
+    between get a linear blend.
+    """
     num_frequencies = frequencies_F.shape[0]
     first, last = (
         _dimension_of(turns, config, 2 * num_frequencies) for turns in (config.beta_fast, config.beta_slow)

@@ -189,7 +189,7 @@ class TritonAttention:
         )
 
     def clear_tails(self, batch: StepBatch) -> None:
-        """Zeroes the slots in `GroupBlocks.new_tails`: kernels multiply whole blocks, and masked keys by 0."""
+        """Zeroes the slots in `GroupBlocks.new_tails`: kernels multiply masked keys by 0, and 0 x NaN is NaN."""
         for blocks in batch.blocks:
             for block_id, offset in blocks.new_tails:
                 self._pool.clear_from(block_id, offset)
@@ -200,7 +200,7 @@ class TritonAttention:
         return most_entries(self._limits, self.groups, self.block_size, num_keys)
 
     def _plans(self, batch: StepBatch, tables: PackedTables, grid: TileGrid) -> Iterator[AttentionPlan]:
-        """Yields a plan for each pair in `_planned`.
+        """Yields a plan for each pair of a group and a window in `_planned`.
 
         Groups with the same window have equal items, but their own tables.
         """

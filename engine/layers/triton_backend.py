@@ -38,8 +38,8 @@ class TritonBackend:
     """Satisfies `engine.layers.backend.Backend`.
 
     If the backend has made 8-bit linears, the kernels that compute their inputs also quantize these inputs, which saves
-    a pass. In steps of few tokens, 8-bit linears use unquantized inputs instead. These linears are fused with the
-    operations before and after them, as far as `KernelSwitches` allow.
+    a pass. In steps of few tokens, 8-bit linears use unquantized inputs instead, and linears of every kind are
+    fused with the operations before and after them, as far as `KernelSwitches` allow.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,8 @@ class TritonBackend:
         return gate_mul(gate_up_TM, gate)
 
     def _quantizes(self, x_TE: torch.Tensor, width: int) -> bool:
-        """Whether kernels quantize these rows. They must be many, 16-bit, and fit into a program's registers."""
+        """Whether kernels quantize these rows. The rows must be many and 16-bit, and each must fit into a program's
+        registers."""
         are_suitable = len(x_TE) > MAX_TOKENS and x_TE.dtype is not torch.float32
         return self._has_fp8_linears and are_suitable and width <= MAX_WIDTH
 

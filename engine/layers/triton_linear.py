@@ -34,8 +34,8 @@ Timer = Callable[[Sequence[Work]], float]
 """Returns how many seconds a device needs for all works, one after another."""
 
 MIN_GAIN = 0.1
-"""The least share of time that torch must save. A smaller gain could lead to different choices at each
-start."""
+"""The least share of time that torch's library must save to be chosen. A smaller gain could lead to different choices
+at each start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ class ProductsOfShape:
         return bool(self._by_library.setdefault(rows, None))
 
     def choose(self, timer: Timer) -> None:
-        """Times the noted numbers of rows that have no choice yet, on the weights of all layers in turn."""
+        """Chooses for each noted number of rows that has no choice yet. Times products with the weights of all
+        layers."""
         for num_rows, choice in self._by_library.items():
             if choice is None:
                 self._by_library[num_rows] = self._is_library_faster(num_rows, timer)
@@ -136,7 +137,7 @@ class TimedProducts:
     def choose(self, timer: Timer) -> None:
         """Calls `ProductsOfShape.choose` for all shapes.
 
-        A second call times only numbers noted since the first.
+        A second call times only the numbers of rows that were noted since the first call.
         """
         for products in self._shapes.values():
             products.choose(timer)
