@@ -30,7 +30,7 @@ class CachedModel:
     size_bytes: int
     commit: str | None
     refs: tuple[str, ...]
-    """Branches and tags of this commit under which it was downloaded."""
+    """Branches and tags under which this commit was downloaded."""
     architecture: str
     stored_as: str
     """The data type or quantization of most weights; empty if unknown."""
@@ -43,7 +43,7 @@ class CachedModel:
 
 
 def cached_models(config: BatonConfig, cache_dir: Path) -> list[CachedModel]:
-    """Known models first, then models of the Hub in the order of their names, each with its latest commit first.
+    """The models that Baton knows by name, then models of the Hub in the order of their names, latest commit first.
 
     Reads headers, but no weights.
     """

@@ -76,7 +76,7 @@ class CodedMatrix:
     def in_fp8(self, dtype: torch.dtype) -> Fp8Weight | None:
         """The matrix in 8-bit floats, if all inputs of an output share a scale.
 
-        `dtype`: that of activations.
+        `dtype`: the dtype of activations.
         """
         if self.values_OI.dtype is not FP8 or self.scales_OG.shape[1] != 1:
             return None
@@ -109,8 +109,9 @@ def unpacked_awq(packed_RC: torch.Tensor) -> torch.Tensor:
 
 
 def gptq_zeros(packed_RC: torch.Tensor, bits: Literal[4, 8]) -> torch.Tensor:
-    """Adds 1 to each packed zero point of GPTQ's first format, by additions of packed numbers with carries.
+    """Adds 1 to each packed zero point of GPTQ's first format.
 
+    One addition to an int32 changes all zero points in it, so a zero point that overflows carries into the next one.
     GPTQModel does the same (`convert_gptq_v1_to_v2_format`). GPTQModel also subtracts in this way, so that a zero
     point of 0 borrows from the next one.
     """

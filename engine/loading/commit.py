@@ -22,7 +22,7 @@ def source_of(folder: Path) -> Path:
 
 
 def version_of(folder: Path) -> str | None:
-    """The commit, or the version of a copy from an object store, .../buckets/VERSION; None elsewhere."""
+    """The commit, or the version of a copy from an object store, .../buckets/VERSION; None for a folder elsewhere."""
     return commit_of(folder) or _name_below("buckets", 16, folder)
 
 

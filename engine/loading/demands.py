@@ -130,7 +130,10 @@ def _check_expert_parallel(architecture: ModelArchitecture, mixture: Mixture | N
 
 
 def check_experts(architecture: ModelArchitecture, names: Iterable[str]) -> None:
-    """ModelError if a tensor of these names contains all experts of a layer; gpt-oss has no other tensors."""
+    """ModelError if a tensor of these names contains all experts of a layer.
+
+    For gpt-oss, such tensors are supported: its checkpoints have no other ones.
+    """
     if architecture.family is not Family.GPT_OSS:
         for name in names:
             if _ALL_EXPERTS.search(name):

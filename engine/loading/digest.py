@@ -56,7 +56,8 @@ def model_digest(
 
 
 def _kind_of(device: torch.device) -> str:
-    """Empty for CPUs, which make equal random numbers; else the GPU's name, since the size of a GPU changes them."""
+    """Empty for CPUs, which make equal random numbers; else the GPU's name, since its size changes its random
+    numbers."""
     return "" if device.type == "cpu" else f"-{device.type}-{torch.cuda.get_device_name(device)}"
 
 

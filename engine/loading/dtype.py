@@ -77,7 +77,7 @@ def _for_cpu(flags: frozenset[str], has_kernels: bool) -> ChosenDtype:
 
 
 def _for_gpu(model_path: Path) -> ChosenDtype:
-    """A type of 16 bits: every supported GPU computes several times as fast with 16 bits as with 32."""
+    """A type of 16 bits, since every supported GPU computes several times as fast with 16 bits as with 32."""
     config = read_json(model_path / "config.json")
     own = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     if own in ("bfloat16", "float16"):

@@ -29,7 +29,8 @@ CPU_KV_CACHE_MIB = 1024
 """Size of a CPU's pool for keys and values of 16 or 8 bits. In float32 the pool is twice as large, so that it
 has room for as many tokens as with 16 bits."""
 BITS_KEPT = {"fp8": 8.0, "int8": 9.0, "int4": 5.0}
-"""The most bits that a weight takes, by `model.quantization`: 32 weights share a scale and a minimum of 16 bits.
+"""The most bits that a weight takes, by `model.quantization`: 32 weights share a scale and a minimum of 16 bits
+each.
 Weights that are rounded to int8 while loading need no minimum."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 GPU_BLOCK_SIZE = 64
@@ -60,7 +61,7 @@ class Footprint:
     draft_weight_bytes: int
     """Bytes of a draft model's weights. Its KV is included in `kv_pool_bytes` and `kv_bytes_per_token`."""
     fullest_rank_bytes: int | None
-    """Bytes of the weights on the rank with the most, among workers of both roles. None without expert
+    """Bytes of the weights on the rank that has the most bytes, among workers of both roles. None without expert
     parallelism, since then all ranks have the same bytes."""
 
     def __str__(self) -> str:
@@ -274,9 +275,10 @@ def _kept_of_checkpoint(config: BatonConfig, weights: StoredWeights) -> int:
 def _fullest_rank(
     config: BatonConfig, architecture: ModelArchitecture, weights: StoredWeights, kept: int
 ) -> int | None:
-    """The bytes on the rank with the most of `kept` bytes; None without expert parallelism.
+    """How many of the `kept` bytes are on the rank that has the most bytes; None without expert parallelism.
 
-    Experts have the same share of the layers' bytes as in the files. Ranks divide everything else equally."""
+    Assumes that experts have the same share of the layers' bytes as in the files. Ranks divide everything else
+    equally."""
     if not any(map(config.has_expert_parallel, WorkerRole)):
         return None
     num_experts = max(mixture.num_experts for mixture in architecture.mixtures if mixture is not None)

@@ -290,7 +290,7 @@ class _Reader:
     def _strings(self, count: int) -> list[str]:
         """Reads `count` strings.
 
-        A vocabulary has about 100,000, so most checks follow after the loop.
+        A vocabulary has about 100,000 strings, so most checks follow after the loop.
         """
         self._check_fits(count, 8)
         content, length_at = self._content, struct.Struct("<Q").unpack_from

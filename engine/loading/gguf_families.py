@@ -69,7 +69,8 @@ def _check_pattern(file: GgufFile, name: str, every: int) -> None:
 
 
 def _gemma(config: Config, *, is_27b: bool) -> Config:
-    """The largest models scale scores by the width divided by the number of heads; the others by the head dimension."""
+    """`query_pre_attn_scalar` is the hidden size divided by the number of heads in the largest models, and the head
+    dimension in all other models."""
     del config["hidden_act"]
     by_width: int = config["hidden_size"] // config["num_attention_heads"]
     return config | {
@@ -121,7 +122,7 @@ def _gpt_oss(file: GgufFile, config: Config) -> Config:
 
 
 def _phi3(file: GgufFile, config: Config) -> Config:
-    """The window is that of transformers. llama.cpp has switched it off."""
+    """Keeps the sliding window, as transformers does. llama.cpp has switched it off."""
     length = config["max_position_embeddings"]
     if "phi3.attention.sliding_window" not in file.metadata and length == 4096:
         config["sliding_window"] = PHI3_4K_WINDOW

@@ -94,7 +94,8 @@ WINDOWED = ("llama", "gemma2", "gemma3", "gpt-oss", "phi3")
 PARTLY_ROTATED = ("glm4", "phi3")
 """Architectures that may rotate only the first numbers of a head."""
 NEVER_TIED = ("gpt-oss", "olmo2")
-"""Architectures whose embeddings are never the projection to logits; llama.cpp, too, needs the projection's tensor."""
+"""Architectures whose embeddings are never also the projection to logits. The file must have the projection's tensor,
+also for llama.cpp."""
 
 
 def gguf_of(folder: Path) -> Path | None:

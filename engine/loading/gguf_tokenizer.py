@@ -97,7 +97,7 @@ _CUTS = {
 }
 """The rule for each value of `tokenizer.ggml.pre`."""
 _BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-"""Values of `tokenizer.ggml.pre` with a BOS token, if the file has no `tokenizer.ggml.add_bos_token`."""
+"""Values of `tokenizer.ggml.pre` for which texts begin with BOS if the file has no `tokenizer.ggml.add_bos_token`."""
 
 
 def tokenizer_json(file: GgufFile) -> Json:
@@ -125,8 +125,8 @@ def tokenizer_json(file: GgufFile) -> Json:
 
 
 def special_tokens(file: GgufFile) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... of tokenizer_config.json. `eos_token` is left out if this token ends no answer:
-    by its name, it would end answers."""
+    """`bos_token`, `eos_token`, ... of tokenizer_config.json. `eos_token` is left out if this token must not end
+    answers, since a token of this name ends answers."""
     tokens = file.strings("tokenizer.ggml.tokens")
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {short: _token_id(file, tokens, long) for short, long in names.items()}
@@ -136,7 +136,8 @@ def special_tokens(file: GgufFile) -> dict[str, str]:
 
 
 def special_token_ids(file: GgufFile) -> dict[str, int | list[int]]:
-    """`bos_token_id` and `eos_token_id` of config.json: every token that ends a text, turn or message."""
+    """`bos_token_id` and `eos_token_id` of config.json. `eos_token_id` names every token that ends a text, turn or
+    message."""
     tokens = file.strings("tokenizer.ggml.tokens")
     ends, bos = _ends(file, tokens), _token_id(file, tokens, "bos")
     ids: dict[str, int | list[int]] = {} if bos is None else {"bos_token_id": bos}

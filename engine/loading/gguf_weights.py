@@ -121,7 +121,7 @@ class GgufWeights(FileWeights):
         takes: Sequence[Take] = (),
         on_progress: OnLoaded | None = None,
     ) -> None:
-        """`keeps_groups`: matrices stay quantized, in 4 or 8 bits on the CPU; else they become `dtype`.
+        """`keeps_groups`: matrices stay quantized, in 4 or 8 bits on the CPU; else they become numbers of `dtype`.
 
         `takes`: the known future requests; ModelError if one of these tensors is missing or has another
         shape.
@@ -259,7 +259,7 @@ def _parts(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]
 
 
 def _takes_of(take: Take) -> tuple[Take, ...]:
-    """The request itself; for gates and ups in turns, those of the gates and of the ups."""
+    """The request itself; for gates and ups in turns, one request for the gates and one for the ups."""
     match = _INTERLEAVED.fullmatch(take.name)
     if match is None:
         return (take,)

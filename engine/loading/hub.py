@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 logging.getLogger(snapshot_download.__module__).addFilter(
     lambda record: "No files matched" not in str(record.msg)
 )
-"""Hides this message: a repository of GGUF files may have none of the small files."""
+"""Hides this message, since a repository of GGUF files may have none of the small files."""
 
 MAX_AT_ONCE = 8
 """At most this many files are downloaded at the same time."""

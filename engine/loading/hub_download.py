@@ -121,7 +121,7 @@ def _try(
 def _append(
     file: LargeFile, partial: Path, on_position: Callable[[int], None], stop: threading.Event
 ) -> None:
-    """Makes one request.
+    """Makes one request, and appends the answer to the partial file.
 
     The redirect to a content network does not get the token, since it is another host.
     """

@@ -17,8 +17,8 @@ from engine.quantization_config import Quantization
 logger = logging.getLogger(__name__)
 
 _WITHOUT_USE = (".q_scale", ".input_scale", ".input_zero_point")
-"""Tensors that are not used: scales for rounding activations, which Baton does not do; see
-docs/weights.md."""
+"""Endings of tensors that are not used: scales and zero points with which other programs round queries and inputs.
+Baton computes the scales of activations itself (docs/weights.md)."""
 
 
 class QuantizedCheckpoint(FileWeights):
@@ -126,7 +126,7 @@ class QuantizedCheckpoint(FileWeights):
         return coded.in_fp8(self._dtype) if self._keeps_fp8 and _may_stay_in_fp8(stored) else None
 
     def _zero_biases(self) -> list[str]:
-        """Biases of quantized matrices that contain only zeros: AutoGPTQ writes one for each matrix."""
+        """Those biases of quantized matrices that contain only zeros. AutoGPTQ writes a bias for each matrix."""
         return [name for name in self._index.names if name.endswith(".bias") and self._is_zero_bias(name)]
 
     def _is_zero_bias(self, name: str) -> bool:

@@ -108,7 +108,7 @@ class StoredMatrix:
     def _groups(self, order: torch.Tensor | None, scales_OG: torch.Tensor) -> torch.Tensor:
         """Each input's group; ModelError if the tensor names a group that does not exist.
 
-        compressed-tensors creates the order with -1, and ignores the order as long as it contains a -1.
+        compressed-tensors fills a new order with -1, and ignores an order that contains a -1.
         """
         num_inputs, per_scale = self.take.shape[1], self.scheme.inputs_per_scale
         is_unset = order is not None and _is_by_outputs(self.scheme) and bool((order == -1).any())
@@ -237,7 +237,7 @@ def _decoded(scheme: Scheme, stored: torch.Tensor) -> torch.Tensor:
 def _scales(scheme: Scheme, stored: torch.Tensor) -> torch.Tensor:
     """The scales in float32.
 
-    MXFP4 stores exponents with a bias of 127; its values count halves, so 0.5 is a factor.
+    MXFP4 stores exponents with a bias of 127. The codes of its values count halves, so scales are multiplied by 0.5.
     """
     if scheme.layout is Layout.MXFP4:
         return stored.view(torch.float8_e8m0fnu).to(torch.float32).mul_(0.5)

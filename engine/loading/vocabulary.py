@@ -7,8 +7,8 @@ own, so a CPU holds a matrix twice if it is both looked up and multiplied.
 from dataclasses import dataclass
 
 ROUNDED_BITS = 9.0
-"""With `model.quantization` int8 or int4, a number of the projection takes at most this many bits in the kernels'
-layout. Numbers of the embeddings and the projection get at least 8 bits."""
+"""With `model.quantization` int8 or int4, each value of the projection's matrix takes at most this many bits in the
+kernels' layout, with its share of the scale. Values of the embeddings and of the projection have at least 8 bits."""
 ROUNDED_GROUP_SIZE = 32
 """How many inputs form a group in a matrix that is rounded to int8 or int4."""
 
