@@ -107,7 +107,8 @@ class Decoder:
 
         `backend.linear` always makes the projection to logits. `kv_scales`: the divisors of keys and values
         in the cache, by the name of the attention module. `expert_parallel`: each rank has whole experts.
-        ModelError if weights other than whole experts and the vocabulary's cannot be split equally between the ranks.
+        ModelError if the ranks cannot split a weight equally. Whole experts, and the vocabulary, need not be split
+        equally.
         """
         a = architecture
         self._architecture = a

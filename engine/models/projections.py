@@ -30,8 +30,8 @@ class Columns:
     size: int
     first: int = 0
     num_outputs: int | None = None
-    """Number of outputs of the whole projection, if these are only its `size` outputs from `first` on. None: these
-    are all its outputs."""
+    """Number of outputs of the whole projection, if the `Columns` are only its `size` outputs from `first` on. None:
+    the `Columns` are all its outputs."""
     order_D: torch.Tensor | None = None
     """How the outputs of each head are reordered; see `head_order`."""
     is_on_every_rank: bool = False
@@ -89,7 +89,7 @@ class Projections:
         has_bias: bool = False,
         choice_bias: str = "",
     ) -> MixtureLayer:
-        """A mixture of experts made by `experts` or `interleaved_experts`.
+        """A mixture of the experts that `experts` or `interleaved_experts` yields.
 
         The caller adds up the ranks' results.
 
@@ -304,5 +304,5 @@ def _of_every_head(order_D: torch.Tensor, num_outputs: int) -> torch.Tensor:
 
 
 def _reordered(tensor: torch.Tensor, index_O: torch.Tensor) -> torch.Tensor:
-    """The reordered tensor; a meta tensor, as in an outline, unchanged."""
+    """The reordered tensor. A meta tensor, as in an outline, stays unchanged."""
     return tensor if tensor.is_meta else tensor[index_O.to(tensor.device)]
