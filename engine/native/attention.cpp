@@ -157,7 +157,8 @@ class Plan {
             item.num_kv_heads = s.num_kv_heads;
             total_cost += cost(item);
         });
-        // The kv heads of a block lie side by side, so one thread reads them all if enough work is left for the others.
+        // The kv heads of a block lie side by side, so one thread reads them all if enough work is left for the other
+        // threads.
         const auto for_each_item = [&](const auto &call) {
             for_each_tile([&](Item item) {
                 item.num_kv_heads = item.is_decode ? most_heads : 1;
@@ -300,8 +301,8 @@ constexpr int64_t TOKENS_AHEAD = 8;
 
 extern "C" {
 
-// Writes the items and merges of a step for layers with this window; items must have room for those of all ranges.
-// Returns in `counts` the numbers of items, of merges, and of floats of partial results.
+// Writes the items and merges of a step for layers with this window; `items` must have room for the items of all
+// ranges. Returns in `counts` the numbers of items, of merges, and of floats of partial results.
 void baton_plan_attention(const Step *step, int64_t window, Item *items, Merge *merges, int64_t *counts) {
     const Plan plan(*step, window, Team::mine().invite_guests(), items, merges);
     counts[0] = plan.num_items, counts[1] = plan.num_merges, counts[2] = plan.num_partials;

@@ -64,7 +64,7 @@ class AttentionKernels:
 
 
 def most_items(num_tokens_B: IntArray, context_lens_B: IntArray, num_heads: int, num_kv_heads: int) -> int:
-    """The most items into which a step can be cut; there are never more merges."""
+    """An upper bound for the number of a step's items, and also for the number of its merges."""
     tile = max(1, TILE_ROWS * num_kv_heads // num_heads)
     num_ranges_B = -(-context_lens_B // RANGE_KEYS)
     return num_kv_heads * int((-(-num_tokens_B // tile) * num_ranges_B).sum())

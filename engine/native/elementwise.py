@@ -1,4 +1,4 @@
-"""The functions of elementwise.cpp, on tensors: contiguous rows on a CPU.
+"""Calls the functions of elementwise.cpp with tensors. The tensors must be on the CPU, and contiguous.
 
 Shape suffixes: T tokens, P pairs of a token and one of its experts, E hidden size, I intermediate size, M = 2 x I, V
 vocabulary (this rank's share).
@@ -86,7 +86,7 @@ class ElementwiseKernels:
         )
 
     def gate_mul(self, gate_up_TM: torch.Tensor, gate: Activation, out_TI: torch.Tensor) -> None:
-        """Writes the activation of the first I columns, times the other I columns."""
+        """Writes the activation of the first I columns (gates) and the other I columns (ups)."""
         assert gate_up_TM.is_contiguous()
         what = (
             TYPE_CODES[gate_up_TM.dtype],
@@ -103,7 +103,8 @@ class ElementwiseKernels:
     def embed(
         self, ids_T: torch.Tensor, weight_VE: torch.Tensor, first_token: int, out_TE: torch.Tensor
     ) -> None:
-        """Writes rows of `weight_VE`, which begins with token `first_token`; zeros for tokens of other ranks."""
+        """Writes each token's row of `weight_VE`, whose first row is that of token `first_token`; zeros for tokens of
+        other ranks."""
         assert weight_VE.is_contiguous()
         self._embed(
             weight_VE.dtype.itemsize,

@@ -47,7 +47,7 @@ INSTRUCTION_SETS = (
     ),
     InstructionSet("neon", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),
 )
-"""The best first."""
+"""The instruction sets for which kernels can be compiled, the best first."""
 
 
 def machine_instructions() -> InstructionSet | None:
@@ -56,7 +56,7 @@ def machine_instructions() -> InstructionSet | None:
 
 
 def lacking_instructions() -> str:
-    """Why this machine has no set."""
+    """Why this machine has none of the instruction sets."""
     known = [instructions for instructions in INSTRUCTION_SETS if instructions.machine == platform.machine()]
     if not known:
         return f"Baton has no kernels for processors of type {platform.machine()}"

@@ -24,7 +24,7 @@ struct alignas(64) LentCpu {
 static_assert(std::atomic<int64_t>::is_always_lock_free, "other processes use the same memory");
 
 // What this process lends and borrows. Other processes may die at any time: a worker that begins a step takes back its
-// CPUs, whoever borrowed them.
+// CPUs, even if another worker has borrowed them.
 class LentCpus {
   public:
     static constexpr int64_t MOST_CPUS = 1024;
@@ -34,8 +34,8 @@ class LentCpus {
         return lent;
     }
 
-    // `file`: MOST_CPUS entries. Lends the CPUs `own` between steps, from the end of the first step on, and borrows the
-    // CPUs `others` in steps. Call this once in a process. Returns an error number if the file cannot be mapped.
+    // `file`: MOST_CPUS entries. Lends the CPUs `own` between steps, from the first `end_step` on, and borrows the CPUs
+    // `others` in steps. Call this once in a process. Returns an error number if the file cannot be mapped.
     int open(int file, const int64_t *own, int64_t num_own, const int64_t *others, int64_t num_others) {
         void *table = mmap(nullptr, MOST_CPUS * sizeof(LentCpu), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
         if (table == MAP_FAILED) return errno;

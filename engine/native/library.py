@@ -37,7 +37,7 @@ SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC")
 COMPILE_TIMEOUT_S = 300.0
 _ROOM_BYTES = 16 * 2**20
-"""Free space that compiling needs; it uses a fifth of it."""
+"""How much free space must be there to compile. Compiling uses a fifth of it."""
 
 
 @cache

@@ -120,8 +120,8 @@ template <int PURPOSE> uint8_t *scratch(int64_t num_bytes) {
     return buffer.bytes;
 }
 
-// Rows are computed in tiles of at most `largest` rows: tiles of nearly equal size, or all except the last of the
-// largest size.
+// Rows are computed in tiles of at most `largest` rows. The tiles have nearly equal sizes, or all tiles except the last
+// have the largest size.
 struct Tiles {
     int64_t num_rows, count, full_size;  // 0: nearly equal
 
@@ -139,7 +139,7 @@ struct Prefetch {
     const uint8_t *next;
     int64_t lines;  // of 64 bytes, in each step
 
-    // `step_bytes`: how many bytes of the present weights a step of every tile reads.
+    // `step_bytes`: how many bytes of the present weights each step of a tile reads.
     Prefetch(const uint8_t *weights, int64_t step_bytes, int64_t num_steps, int64_t tile, int64_t num_tiles) {
         const int64_t step_lines = (step_bytes + 63) / 64, share = (step_lines + num_tiles - 1) / num_tiles;
         lines = std::max<int64_t>(0, std::min(share, step_lines - tile * share));
