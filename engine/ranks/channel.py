@@ -31,7 +31,7 @@ def frame_of(codec: Codec[S], message: S) -> bytes:
 
 
 class RankChannel(Generic[S, R]):
-    """Sends S from any thread and receives R on one."""
+    """Sends messages of type S from any thread, and receives messages of type R on one thread."""
 
     def __init__(self, end: socket.socket, sends: Codec[S], receives: Codec[R]) -> None:
         """The channel owns `end` from now on."""

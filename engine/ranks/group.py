@@ -142,12 +142,13 @@ class RankGroup:
         return self._links
 
     def wait_until_loaded(self, timeout_s: float) -> tuple[Loaded, ...]:
-        """Returns each rank's message. Raises the error of a rank that could not be built, or ClusterError."""
+        """Returns each rank's `Loaded` message. Raises the error of a rank that could not be built, or ClusterError."""
         self._wait(lambda link: link.loaded is not None, "loaded its model", timeout_s)
         return tuple(link.loaded for link in self._links if link.loaded is not None)
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Waits until each rank's collectives are connected. Raises like `wait_until_loaded`."""
+        """Waits until each rank's collectives are connected. Raises the same errors as
+        `wait_until_loaded`."""
         self._wait(lambda link: link.is_ready, "connected to the other ranks", timeout_s)
 
     def serve(self) -> None:
