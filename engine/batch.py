@@ -60,7 +60,7 @@ class RunnerRequest:
 
     @property
     def token_ids(self) -> IntArray:
-        """Prompt and output so far, as a view. A token that a step under way samples is 0."""
+        """The tokens of prompt and output so far, as a view. A token that a step under way still samples has id 0."""
         return self._tokens.values
 
     @property
@@ -73,7 +73,7 @@ class RunnerRequest:
 
     @property
     def num_own_tokens(self) -> int:
-        """How many tokens were added on this worker."""
+        """How many tokens this worker has added."""
         return self.num_tokens - self.num_given_tokens
 
     @property
@@ -88,7 +88,7 @@ class RunnerRequest:
         return ()
 
     def count_tokens(self) -> TokenCounts:
-        """The counts of the tokens of prompt and output."""
+        """Counts the tokens in prompt and output."""
         self.token_counts.follow(self.token_ids)
         return self.token_counts
 
@@ -209,7 +209,7 @@ class StepBatch:
 
 
 class RequestBatch:
-    """Follows the plans step by step. A plan's requests are new in it, or known from an earlier plan."""
+    """Follows the plans step by step. Each request of a plan is either new, or known from an earlier plan."""
 
     def __init__(self, block_size: int, groups: KVGroups = ONE_GROUP) -> None:
         self._block_size = block_size
@@ -332,7 +332,7 @@ class RequestBatch:
     def _prompt_rows(
         self, requests: Sequence[SampledRequest], starts_B: IntArray, num_tokens_B: IntArray, ends_B: IntArray
     ) -> tuple[PromptRows, ...]:
-        """The rows that precede tokens of prompts. A request with output has reported its prompt logprobs already."""
+        """The rows that give prompt logprobs. A request with output is left out: it has reported them already."""
         if not self._with_prompt_logprobs:
             return ()
         places = zip(

@@ -28,11 +28,11 @@ GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """One rank's capacity."""
+    """What one rank can serve."""
 
     scheduler_config: SchedulerConfig
-    """The completed configuration. A worker's scheduler uses that of rank 0, with the smallest number of
-    blocks of all ranks."""
+    """The completed configuration. A worker's scheduler uses the configuration of rank 0, but with the smallest
+    `num_blocks` of all ranks."""
     limits: StepLimits
     """The sizes for which the rank makes buffers; the scheduler may use less."""
 

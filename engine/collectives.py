@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "lo"
 CLOSE_TIMEOUT_S = 10.0
-"""How long `close` waits for NCCL, which itself waits for other ranks and for all CUDA graphs with its
-calls."""
+"""How long `close` waits for NCCL. NCCL itself waits for the other ranks, and until all CUDA graphs that contain NCCL
+calls are freed."""
 
 # torch 2.13 renamed the function, and warns about the old name.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Collectives(Protocol):
-    """One rank's end of the calls.
+    """The calls that one rank makes.
 
     If another rank has ended or is late, a call raises RuntimeError, which names the calling rank.
     """
@@ -64,13 +64,13 @@ class Collectives(Protocol):
 
 
 class SingleRank:
-    """The only rank: every call returns at once."""
+    """The only rank of a worker. Every call returns at once."""
 
     rank = 0
     size = 1
 
     def all_reduce_(self, x: torch.Tensor) -> None:
-        """`x` is the sum already."""
+        """Leaves `x` as it is: with one rank, it is the sum already."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """`x` itself."""

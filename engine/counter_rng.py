@@ -35,7 +35,7 @@ def keys_at(states_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64
 
 
 def gumbel_noise(keys: list[tuple[int, int]], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise R x V (float32, finite); row r depends on keys[r] alone.
+    """Standard Gumbel noise R x V (float32, finite); row r depends only on keys[r].
 
     The arg max over `log p + noise` is a draw from p (Gumbel-max). So the same noise gives the same token,
     whatever else is in the batch. Each element is a 32-bit hash with two multiplications (constants of
@@ -66,10 +66,10 @@ def _splitmix64(state: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """The int32 with the same bits: torch has no unsigned arithmetic, but signed products have equal bits."""
+    """The int32 with the same bits. torch has no unsigned arithmetic, but signed products have the same bits."""
     return value - 2**32 if value >= 2**31 else value
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift right; torch's own is arithmetic."""
+    """Shifts right, and fills with zeros (logical shift). torch's `>>` is an arithmetic shift."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""Devices: the device of a rank, its GPU, its memory, and its progress."""
+"""Devices: the device of a rank; a device's GPU, memory and progress; copies of arrays to and from it."""
 
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -41,10 +41,11 @@ def rank_device(config: EngineConfig, rank: int = 0) -> torch.device:
 
 
 def gpu_of(device: torch.device) -> torch.device | None:
-    """`device` itself if it is a GPU; for meta tensors, this thread's current GPU; else None.
+    """The GPU for which kernels are compiled: `device` itself if it is a GPU, this thread's current GPU if `device` is
+    `meta`, else None.
 
-    With meta tensors, an outline of a model (`engine.loading.loader.outline_model`) launches the model's own
-    kernels.
+    An outline of a model (`engine.loading.loader.outline_model`) consists of meta tensors, but launches the
+    model's own kernels.
     """
     if device.type == "cuda":
         return device

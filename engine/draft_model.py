@@ -31,8 +31,8 @@ from engine.sampler import Sampler
 
 CATCH_UP = 64
 """How many tokens a step computes for requests that must catch up; the tokens of one block, if a block has more. A
-request must catch up if the KV of more of its tokens is missing in the small model's own pool than a few steps add.
-On a CPU, CATCH_UP tokens take as long as one or two decode steps."""
+request must catch up if the small model's own pool lacks the KV of more of its tokens than a few steps add
+(`_most_new_tokens`). On a CPU, CATCH_UP tokens take as long as one or two decode steps."""
 
 MOST_CAUGHT_UP = 8
 """A request catches up only if it lacks at most this many tokens for each token that it may still get. Otherwise
@@ -99,9 +99,9 @@ class DraftModel:
         """Returns the sequences of which this step computes tokens in the small model's own pool.
 
         A request that lacks only the KV of the last steps' tokens gets drafts. All other requests share the step's
-        CATCH_UP tokens; those that lack the fewest come first. A request for which too few tokens are left catches up
-        in several steps, and then gets drafts. Each of these steps ends at the end of a block. Otherwise the slots
-        after the computed tokens would be cleared in a block that other requests may share.
+        CATCH_UP tokens; those that lack the fewest come first. If fewer of these tokens are left than a request
+        lacks, the request catches up in several steps, and then gets drafts. Each of these steps ends at the end of a
+        block. Otherwise the slots after the computed tokens would be cleared in a block that other requests may share.
         """
         num_left, under_way = max(CATCH_UP, self._block_size), []
         for sequence in sorted(sequences, key=lambda each: each.num_tokens):

@@ -33,7 +33,7 @@ class Draft:
 
     model: LoadedModel
     shares_kv: bool
-    """Whether it consists of the served model's first layers, and so needs no KV pool of its own."""
+    """Whether the draft model consists of the served model's first layers, and so needs no KV pool of its own."""
     speculation: SpeculationConfig
     """The configuration of the guesses."""
 
@@ -165,8 +165,8 @@ def _tokens(path: Path) -> tuple[Any, Any]:
 
 
 def cost_of(draft: LoadedModel, model: LoadedModel) -> float:
-    """The time of a draft, divided by the served model's time for a token. Both are the times to read the
-    matrices."""
+    """The time of a draft, divided by the served model's time for a token. Each time is estimated by the time to read
+    the model's matrices."""
     return _token_time(draft) / _token_time(model)
 
 

@@ -30,7 +30,7 @@ class DraftTarget:
     block_ids: IntArray
     """The blocks that the request holds."""
     num_tokens: int
-    """The most drafts; at least one."""
+    """How many drafts the request may get at most; at least one."""
 
 
 class Proposer(Protocol):
@@ -53,7 +53,7 @@ class NGramProposer:
     """A search takes about 20 us."""
 
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
-        """Searches for the longest match of the last tokens; it has `min_tokens` to `max_tokens` tokens."""
+        """The proposer searches for the longest earlier occurrence of the last `min_tokens` to `max_tokens` tokens."""
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
 
     def propose_all(self, targets: Sequence[DraftTarget]) -> list[list[int]]:
@@ -99,7 +99,8 @@ class Drafter:
     def draft(
         self, requests: Sequence[RunnerRequest], batch: RequestBatch, *, any_first_token: bool
     ) -> Iterator[tuple[RunnerRequest, list[int]]]:
-        """The drafts of the requests that the last step sampled for; none for a request if drafts do not pay.
+        """The drafts of the requests for which the last step sampled tokens; no drafts for a request if they do not
+        pay.
 
         These requests will share the next step. `any_first_token`: whether the last step sampled the first
         token of a request. Such a token must not wait until drafts are guessed.

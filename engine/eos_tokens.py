@@ -34,7 +34,7 @@ def _named(folder: Path, name: str) -> tuple[int, ...]:
 
 
 def _of_tokenizer(folder: Path) -> int | None:
-    """The id of `eos_token`; None if there is none, or if it is no token of the vocabulary."""
+    """The id of `eos_token`; None if the files name no `eos_token`, or if no special token has this text."""
     config = _read(folder / "tokenizer_config.json")
     # Older folders name special tokens in a file of their own.
     named = config if "eos_token" in config else _read(folder / "special_tokens_map.json")
@@ -57,7 +57,7 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> Iterator[tuple[int, s
 
 
 def _content(token: object) -> str | None:
-    """The text of a token, which a file stores either as such or in an object."""
+    """The text of a token. A file stores either this text, or an object that contains it."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -18,7 +18,7 @@ class Executor:
     """All ranks of a worker, with the model loaded. Call `make_pipeline`, then `start`, finally `stop`."""
 
     def __init__(self, device_engine: DeviceEngine, others: RankProcesses | None) -> None:
-        """Waits until the `others` have loaded the model; raises like `RankProcesses.join`."""
+        """Waits until the `others` have loaded the model. ConfigError, ModelError or ClusterError if one fails."""
         self.device_engine = device_engine
         """This process' device engine."""
         self._others = others
@@ -42,8 +42,8 @@ class Executor:
         return self._others.pipeline(lambda: self.device_engine.make_pipeline(grammars))
 
     def start(self) -> None:
-        """Starts the KV plane and the calls of `on_kv_output`. Blocks until every rank is ready; raises like
-        `start_executor`.
+        """Starts the KV plane and the calls of `on_kv_output`. Blocks until every rank is ready; raises the same
+        errors as `start_executor`.
         """
         self.device_engine.connector.start()
         if self._others is not None:

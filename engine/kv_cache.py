@@ -217,7 +217,7 @@ class HostBlocks:
 
 
 def host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [num_bytes] for copies to and from the device."""
+    """Host memory for copies to and from the device: uint8 [num_bytes]."""
     if device.type == "cpu" or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8)
     try:

@@ -10,17 +10,17 @@ from engine.families import Family
 from engine.rope_config import RopeConfig, RopeType, mscale
 
 MAX_GPU_RANK, MAX_GPU_ROTARY_DIM = 512, 64
-"""The longest latent and the longest rotated part on a GPU: those of DeepSeek. The sums of longer ones would
-not fit into registers."""
+"""The longest latent and the longest rotated part on a GPU: those of DeepSeek's models. For greater lengths, the sums
+of attention would not fit into registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """MLA (DeepSeek-V2, 2024): keys and values of all heads are projections of a token's one *latent*.
+    """MLA (DeepSeek-V2, 2024): keys and values of all heads are projections of one vector of a token, its *latent*.
 
     A key is such a projection, followed by a rotated part that all heads share. The cache stores the latent
-    and the rotated part of each token. Attention uses both together as one key of all heads: it projects
-    queries into the latent space. The latent is also the value of all heads.
+    and the rotated part of each token. Attention uses both together as one key of all heads. For this, it
+    projects queries into the latent space. The latent is also the value of all heads.
     """
 
     rank: int

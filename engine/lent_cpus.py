@@ -17,7 +17,7 @@ from engine.pipeline import Pipeline, StepResult
 
 FOLDER = Path("/dev/shm")
 MOST_CPUS = 1024
-"""CPUs with this number or higher ones are not borrowed. A worker with such a CPU neither lends nor borrows."""
+"""CPUs with this number or a higher one are not borrowed. A worker with such a CPU neither lends nor borrows."""
 _FILE_BYTES = 64 * MOST_CPUS
 _PREFIX = "baton-cpus-1-"
 """The files' names begin with this prefix, which contains the version of their format."""
@@ -34,7 +34,7 @@ class LentCpus:
         fleet: str,
         folder: Path = FOLDER,
     ) -> None:
-        """Lends the CPUs `own`, below MOST_CPUS, whenever no step is under way, from the end of the first step on.
+        """From the first `end_step` on, lends the CPUs `own`, all below MOST_CPUS, whenever no step is under way.
 
         A step also computes with those of the CPUs `others` that other workers lend at that time. The other workers
         belong to the same `fleet`, and have the same parent process. OSError if there is no memory to share with
@@ -61,7 +61,7 @@ class LentCpus:
         self._library.baton_end_step()
 
     def close(self) -> None:
-        """Ends lending and borrowing. This process's CPUs stay lent if they are lent now; no step may follow."""
+        """Closes the shared file; no step may follow. If this process's CPUs are lent now, they stay lent."""
         self._file.close()
 
     def borrowed_s(self) -> float:
@@ -102,8 +102,8 @@ class LendingPipeline:
 class _SharedFile:
     """The file that a fleet's workers on this machine share. The last worker that closes the file removes it.
 
-    These workers have the same parent: a command of Baton, or Ray's process for this node. Each holds a shared lock,
-    which the system releases when a process dies.
+    These workers have the same parent: a command of Baton, or Ray's process for this node. Each worker holds a
+    shared lock, which the system releases when a process dies.
     """
 
     def __init__(self, folder: Path, fleet: str) -> None:

@@ -36,7 +36,7 @@ class ModelArchitecture:
     num_kv_heads: int
     """KV heads in the cache; 1 with `latent`."""
     head_dim: int
-    """Length of a query and a key in attention; with `latent`, of what the cache stores of a token."""
+    """Length of a query and a key in attention; with `latent`: of what the cache stores for a token and layer."""
     max_position_embeddings: int
     """The number of positions: config.json's, or more if YaRN extends them."""
     rms_norm_eps: float
@@ -130,7 +130,7 @@ def read_architecture(path: Path, max_model_len: int | None = None) -> ModelArch
 
 
 def check_kv_scales(path: Path) -> None:
-    """ModelError if `path/config.json` describes keys and values in 8 bits that Baton does not support."""
+    """ModelError if `path/config.json` describes 8-bit keys and values in a form that Baton does not support."""
     try:
         check_kv_cache_scheme(read_json(path / "config.json"))
     except ModelError as error:

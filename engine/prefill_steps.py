@@ -14,7 +14,8 @@ No decode waits for these steps."""
 
 
 def with_prefill_steps(config: BatonConfig, model_path: Path) -> BatonConfig:
-    """The configuration of a prefill worker, with larger steps where they are faster. `config`: with a chosen dtype."""
+    """The configuration of a prefill worker, with larger steps where they are faster. `config` names the dtype, not
+    `auto`."""
     scheduler = config.scheduler
     is_set = "max_num_batched_tokens" in scheduler.model_fields_set
     if is_set or not scheduler.splits_prompts or not _multiplies_by_matrix_units(config, model_path):

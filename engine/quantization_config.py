@@ -70,7 +70,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def check_kv_cache_scheme(config: Mapping[str, Any]) -> None:
-    """ModelError if config.json quantizes keys and values other than to 8-bit floats with one scale each."""
+    """ModelError if config.json quantizes keys and values to anything but 8-bit floats with one scale for each
+    tensor."""
     key, given = _declared(config)
     scheme, key_path = given.get("kv_cache_scheme"), f"{key}.kv_cache_scheme"
     if scheme is None or scheme == _STATIC:

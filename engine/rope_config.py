@@ -119,7 +119,7 @@ def read_ropes_by_kind(
 def _theta_within_windows(config: Mapping[str, Any], family: Family) -> float:
     """The base of the angles in layers with a window, if their `rope_parameters` name none.
 
-    transformers reads OLMo 3's `rope_theta` only for the other layers.
+    transformers reads OLMo 3's `rope_theta` only for layers without a window.
     """
     key = "rope_local_base_freq" if family is Family.GEMMA3 else "rope_theta"
     default: float = DEFAULTS[family][key]

@@ -103,7 +103,7 @@ class ModelRunner:
             self._last_step.wait()
 
     def _wait_for_tokens_of(self, requests: Sequence[SampledRequest]) -> None:
-        """Waits for the previous step if sampling for these requests needs their tokens themselves.
+        """Waits for the previous step if sampling for these requests needs to know the tokens of that step.
 
         Meanwhile the device computes the forward pass.
         """
@@ -214,7 +214,7 @@ class LaunchedStep:
         forced = dict(self._forced(token_ids.keys()))
         forced_now = {request_id: each for request_id, each in forced.items() if each}
         drafts = dict(self._draft(token_ids.keys(), forced_now.keys()))
-        # An empty entry, too, makes a request unforeseeable: its next step may bring drafts or forced tokens.
+        # A request with an entry, even an empty one, is unforeseeable: its next step may bring drafts or forced tokens.
         return ModelRunnerOutput(
             token_ids,
             logprobs,
@@ -265,7 +265,7 @@ class LaunchedStep:
     def _forced(self, request_ids: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The tokens that these requests' grammars force next; empty for a request that has a choice.
 
-        Requests with log-probabilities are left out: log-probabilities need computed logits.
+        Requests that want log-probabilities are left out, since these need computed logits.
         """
         if not self._takes_forced:
             return
@@ -308,5 +308,5 @@ def _useful(drafts: list[int], request: RunnerRequest) -> list[int]:
 
 
 def needs_known_tokens(request: SampledRequest) -> bool:
-    """Whether sampling needs the request's earlier tokens themselves, for a penalty or a grammar."""
+    """Whether sampling needs to know the request's earlier tokens, for a penalty or a grammar."""
     return has_penalties(request.sampling_params) or request.matcher is not None

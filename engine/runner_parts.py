@@ -49,7 +49,7 @@ def make_attention(model: LoadedModel, pool: KVPool) -> PagedAttentions:
 
 
 def _attention_of(model: LoadedModel, pool: KVPool, group: int) -> PagedAttentions:
-    """Attention of one KV group, for a model that has only the layers of this group."""
+    """Attention of one KV group; it numbers only the layers of this group."""
     backend, architecture = model.backend, model.architecture.of_layers(model.layer_groups.layers[group])
     if isinstance(backend, NativeBackend) and is_supported(pool.shape, model.num_heads):
         return NativeAttention(backend.library, pool, architecture, model.num_heads, model.dtype, group)
@@ -60,7 +60,7 @@ class GroupedAttention:
     """Attention of a model with several KV groups."""
 
     def __init__(self, of_groups: Sequence[PagedAttentions], places: Mapping[int, tuple[int, int]]) -> None:
-        """`of_groups`: the attention of each group. `places`: the group of each layer, and its index in the group."""
+        """`of_groups`: the attention of each group. `places`: the group of each layer, and the layer's index in it."""
         self._of_groups = of_groups
         self._places = places
 

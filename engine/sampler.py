@@ -55,7 +55,8 @@ class Sampler(Protocol):
     """Draws one token per row, for the request of that row."""
 
     def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[SampledRequest]) -> SampledTokens:
-        """Does not change the logits. They are None on a rank that receives the tokens from rank 0."""
+        """Draws the tokens, and leaves the logits unchanged. On a rank that receives the tokens, the logits are
+        None."""
         ...
 
 
@@ -106,10 +107,10 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> list[
 
 
 def arg_max(x_RV: torch.Tensor) -> torch.Tensor:
-    """For each row, the index of its largest value, the first of equal ones, or of its first NaN.
+    """For each row, the index of its largest value (of the first, if several are equal), or of its first NaN.
 
-    On a CPU, torch's argmax takes ten times as long as its amax. So this function first finds the part of the row
-    with the largest value by amax. If the vocabulary has no suitable divisor, it calls argmax on whole rows.
+    On a CPU, torch's argmax takes ten times as long as its amax. So this function first uses amax to find the
+    part of the row with the largest value. If the vocabulary has no suitable divisor, it calls argmax on whole rows.
     """
     num_rows, vocab_size = x_RV.shape
     size = math.gcd(vocab_size, PART_SIZE)
@@ -194,8 +195,7 @@ def _draw(logits_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> list[i
 
 
 def _lowest_kept(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """R x 1: the lowest probability that is kept by top_k, then by top_p of the tokens that top_k keeps, and by
-    min_p.
+    """R x 1: the lowest probability that top_k, top_p and min_p all keep. top_p counts only tokens that top_k keeps.
 
     Tokens with exactly this probability are all kept, so the result does not depend on how ties are sorted.
     """
@@ -212,7 +212,7 @@ def _lowest_kept(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> to
 
 
 def _nucleus(probs_RV: torch.Tensor, top_ks: list[int], top_ps: list[float]) -> torch.Tensor:
-    """R x 1: the lowest probability that is kept by top_k, and then by top_p of the mass of those tokens."""
+    """R x 1: the lowest probability that top_k and top_p keep. top_p is a share of the mass of top_k's tokens."""
     vocab_size = probs_RV.shape[1]
     top_k_R1 = torch.tensor(top_ks, device=probs_RV.device).unsqueeze(1)
     top_p_R1 = _column(top_ps, probs_RV)
