@@ -13,7 +13,7 @@ request gets drafts again if its text becomes easier to guess."""
 MAX_STEPS_WITHOUT = 8
 """After more than this many steps in a row without a draft, no draft is expected, and the scheduler need not wait for
 outputs. Waiting for the outputs of this many steps costs about one step. If the scheduler does not wait, and plans a
-step before its draft is known, the draft is lost. This costs about one step, too (decision 0022)."""
+step before the step's draft is known, the draft is lost. This costs about one step, too (decision 0022)."""
 
 
 class Acceptance:

@@ -152,7 +152,7 @@ class DraftedRequest:
 
 
 SampledRequest = RunnerRequest | DraftedRequest
-"""A request as it is at one sampled position."""
+"""A request in its state at one position for which a step samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class StepBatch:
     """The rows from which a token is sampled. For a request: the row of its last token. For a request with
     drafts: the rows of its last known token and of each draft."""
     sampling_requests: tuple[SampledRequest, ...]
-    """The request of each of these rows. DraftedRequests follow their request."""
+    """The request of each row in `sampling_rows_R`. DraftedRequests follow their request."""
     prompt_rows: tuple[PromptRows, ...] = ()
     """Rows of prompts whose log-probabilities are wanted."""
 

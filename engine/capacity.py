@@ -23,7 +23,7 @@ WHOLE_PROMPTS_BUDGET = 512
 """Tokens of the largest step on a CPU if prompts are not split. If the longest request has more tokens, a step may
 have as many as this request."""
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": GPU_BLOCK_SIZE}
-"""Values that replace the defaults on a GPU: the defaults are for a CPU, and too small to keep a GPU busy."""
+"""Values that replace the defaults on a GPU, since the defaults are for a CPU, and too small to keep a GPU busy."""
 
 
 @dataclass(frozen=True, slots=True)

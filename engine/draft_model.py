@@ -90,7 +90,7 @@ class DraftModel:
         return [sequence.drafts for sequence in sequences]
 
     def _begin(self, place: int, target: DraftTarget) -> "_Sequence":
-        """The tokens of the first pass. No pool has KV of the last known token: the next step computes it."""
+        """The tokens of the first pass. No pool has KV of the last known token, which the next step computes."""
         spare = self._spare_blocks[place * self._num_spare_blocks :][: self._num_spare_blocks]
         start = target.request.num_tokens - 1 if self._shares_kv else target.request.num_drafting_tokens
         return _Sequence(target, np.concatenate((target.block_ids, np.array(spare))), start)

@@ -42,7 +42,7 @@ class Executor:
         return self._others.pipeline(lambda: self.device_engine.make_pipeline(grammars))
 
     def start(self) -> None:
-        """Starts the KV plane and the calls of `on_kv_output`. Blocks until every rank is ready; raises the same
+        """Starts the KV plane; from now on, `on_kv_output` is called. Blocks until every rank is ready; raises the same
         errors as `start_executor`.
         """
         self.device_engine.connector.start()

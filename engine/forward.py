@@ -30,7 +30,7 @@ class PagedAttentions(Protocol):
     """Attention over one KV pool."""
 
     def prepare(self, batch: StepBatch) -> Attention:
-        """Attention of one step; only one step at a time may use it."""
+        """Prepares the attention of one step. Only one step at a time may use the result."""
         ...
 
 

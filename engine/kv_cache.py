@@ -53,7 +53,7 @@ class KVBlockShape:
 
     @property
     def max_blocks_on_gpu(self) -> int:
-        """The most blocks of a pool on a GPU: the GPU's copy engine counts the pool's keys and values in 32 bits."""
+        """The most blocks of a pool on a GPU, whose copy engine counts the pool's keys and values in 32 bits."""
         return (2**31 - 1) // int(np.prod(self.dimensions[:-1]))
 
 
@@ -88,7 +88,8 @@ class KVPool:
         self.layers = tuple(LayerView(self.blocks_NLKHTD, layer) for layer in range(shape.num_layers))
 
     def block_bytes(self) -> npt.NDArray[np.uint8] | DeviceBlocks:
-        """The pool's memory for the connector: on a CPU an array [num_blocks, bytes of a block]."""
+        """The pool's memory, as the connector needs it: DeviceBlocks on a GPU, an array [num_blocks, bytes of a block]
+        on a CPU."""
         if self.blocks_NLKHTD.device.type == "cuda":
             assert isinstance(self._memory, CudaMemory), "hand-overs from a GPU need a pool in a CudaMemory"
             return DeviceBlocks(self._memory, self.shape.size_bytes)

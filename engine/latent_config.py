@@ -54,7 +54,7 @@ class LatentAttention:
         return from_hidden * hidden_size + queries * (self.query_rank or 0) + num_heads * per_head
 
     def scale(self, rope: RopeConfig | None) -> float:
-        """Factor of scores, with the part of YaRN's attention temperature that the rotation lacks."""
+        """Factor of scores, with the part of YaRN's attention temperature that the rotation does not contain."""
         factor = 1.0
         if rope is not None and rope.rope_type is not RopeType.DEFAULT and rope.mscale_all_dim:
             factor = mscale(rope.factor, rope.mscale_all_dim) ** 2

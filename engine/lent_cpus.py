@@ -53,7 +53,7 @@ class LentCpus:
             raise OSError(error, os.strerror(error))
 
     def begin_step(self) -> None:
-        """Takes back this process's own CPUs. From now on, it may borrow CPUs that other processes lend."""
+        """Takes back this process's own CPUs. From now on, this process may borrow CPUs that other processes lend."""
         self._library.baton_begin_step()
 
     def end_step(self) -> None:

@@ -18,7 +18,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """The values of `layer_types`."""
 _WITHOUT_ATTENTION_BIAS = (Family.MISTRAL, Family.MIXTRAL, Family.MINIMAX_M2, Family.QWEN2, Family.PHI3)
 _WITH_MLP_BIAS = (Family.LLAMA, Family.SMOLLM3, Family.GRANITE)
-"""Families for which transformers ignores `attention_bias`, and families for which it reads `mlp_bias`. Qwen2
+"""The families for which transformers ignores `attention_bias`, and the families for which it reads `mlp_bias`. Qwen2
 always has biases on queries, keys and values."""
 _WITH_HEAD_NORM = (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA3)
 

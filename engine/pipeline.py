@@ -125,7 +125,7 @@ class StreamPipeline:
 
 
 def make_pipeline(runner: StepLauncher, *, async_scheduling: bool) -> Pipeline:
-    """The pipeline of a synchronous device, which is a CPU."""
+    """The pipeline of a CPU, which is a synchronous device."""
     return ThreadedPipeline(runner) if async_scheduling else StreamPipeline(runner, is_async=False)
 
 

@@ -294,7 +294,7 @@ _AWQ: Values = {
     "desc_act": (False,),
 }
 _MXFP4: Values = _any("quant_method modules_to_not_convert dequantize")
-"""The keys of each method, and their supported values; null is always supported."""
+"""These tables have the keys of each method, and the supported values of each key; null is always supported."""
 
 
 def _refuse_others(config: Mapping[str, Any], key_path: str, supported: Values) -> None:

@@ -30,7 +30,7 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How some matrices are stored."""
+    """How a checkpoint stores some of its matrices."""
 
     layout: Layout
     bits: Literal[4, 8]

@@ -61,7 +61,7 @@ class RequestTable:
         self.sampled_rows_S = np.full(_FIRST_ROWS, NONE, np.int64)
         """The last token's row among the tokens that the step under way samples; NONE: the token is known."""
         self.cleared_blocks_S = np.full(_FIRST_ROWS, NONE, np.int64)
-        """The last block whose slots past the request's end are known to be zero."""
+        """The block whose slots past the request's end are known to be zero; NONE: not known for any block."""
         self.num_blocks_S = np.zeros(_FIRST_ROWS, np.int64)
         self.block_ids_SM = np.zeros((_FIRST_ROWS, _FIRST_BLOCKS), np.int64)
         """Block ids. Entries after a row's first `num_blocks` are undefined."""

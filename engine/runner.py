@@ -154,7 +154,7 @@ class LaunchedStep:
         sampled: SampledTokens,
         drafts: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """Sets the requests that the step samples for, row by row, and the `drafts` that it verifies."""
+        """Sets the requests for which the step samples, row by row, and the `drafts` that it verifies."""
         self._sampling = [
             (request, self._batch.append_unknown(request, row))
             for row, request in enumerate(requests)

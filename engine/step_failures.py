@@ -25,7 +25,9 @@ class FailStop:
         self._failed_step: int | None = None
 
     def launch(self, plan: SchedulerOutput) -> Launched:
-        """After a failure in `wait`, later steps are still launched: by then, all collective calls of the failed step
+        """Launches the step; RuntimeError if an earlier step could not be launched.
+
+        After a failure in `wait`, later steps are still launched: by then, all collective calls of the failed step
         are queued or over.
 
         A step that needs an unknown token of the failed step fails before its first collective call (TorchForward).

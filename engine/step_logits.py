@@ -24,7 +24,7 @@ from engine.prompt_rows import PromptRows
 ROWS_AT_ONCE = 64
 
 LogitsOf = Callable[[slice], torch.Tensor]
-"""Computes the logits, N x V, of consecutive rows of a step. They are valid until the next call."""
+"""Computes the logits, N x V, of consecutive rows of a step. The logits are valid until the next call."""
 
 
 @dataclass(frozen=True, slots=True)

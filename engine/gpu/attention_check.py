@@ -25,7 +25,7 @@ from engine.layers.fp8 import as_bytes
 from engine.loading.loader import LoadedModel
 
 NUM_RUNS = 3
-"""Runs of each step: registers that are reused too early have wrong values only in some runs."""
+"""How often each step runs, since registers that are reused too early have wrong values only in some runs."""
 CONTEXT = 700
 """Number of keys: enough to use every buffer several times, with a last block that is not full."""
 CHUNK = 100

@@ -79,8 +79,8 @@ class CompileAhead:
 def parsing_alone() -> Iterator[None]:
     """Within the context, one thread at a time parses a kernel's source.
 
-    Python until 3.11.7 and 3.12.1 may fail when several threads parse: "AST constructor recursion depth mismatch"
-    (CPython issue 106905).
+    Python up to 3.11.7, and 3.12 up to 3.12.1, may fail when several threads parse: "AST constructor recursion depth
+    mismatch" (CPython issue 106905).
     """
     parse = JITFunction.parse
 

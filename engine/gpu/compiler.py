@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 """Triton 3.6 reads the second variable from compute capability 10.0 on, Triton 3.9 from 9.0 on. For other GPUs, both
-read the first one."""
+versions read the first variable."""
 FIXED_PTXAS = (13, 3)
 """The first version without a fault: earlier ones may reuse registers that an asynchronous WGMMA still reads (Triton,
 issue 11781)."""

@@ -90,7 +90,7 @@ MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
 """Numbers of tokens for which steps with prompts are recorded. With up to about 200 tokens, a step mostly reads
 weights, so padding is free."""
 LARGER_SIZES = (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-"""Further numbers, for models whose steps take Python longer to queue than the GPU to compute."""
+"""Further numbers, for models whose steps Python queues more slowly than the GPU computes them."""
 WEIGHTS_PER_LAYER = 1.3e11
 """How many products of a weight with a token an H200 computes while Python queues a layer: Python queues some ten
 launches in 0.4 ms, and the GPU computes 600 TFLOP/s. A slower GPU has less use for larger graphs, whose padding costs

@@ -10,7 +10,7 @@ import torch
 ALIGNMENT = 4
 """In elements: sections begin at multiples of 16 bytes."""
 NUM_BUFFERS = 3
-"""Two steps whose copies may be under way, and one that is being packed."""
+"""One buffer for each of two steps whose copies may be under way, and one for the step that is being packed."""
 
 
 @dataclass(frozen=True, slots=True)

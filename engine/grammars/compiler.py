@@ -196,9 +196,9 @@ class GrammarCompiler:
         self._wanted: frozenset[StructuredOutput] = frozenset()
         self._is_closing = False
         self._lock = threading.Lock()
-        """Guards the next fields."""
+        """Guards the next three fields."""
         self._compiled: dict[StructuredOutput, Compiled] = {}
-        """Most recently used last."""
+        """The compiled grammars, the most recently used last."""
         self._num_bytes = 0
         """Bytes of all compiled grammars."""
         self._is_evicted = True

@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     library = GrammarLibrary(
         Path(file), int(vocab_size), tuple(map(int, filter(None, eos_token_ids.split(","))))
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway; its end ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, whose end ends this process
     with contextlib.suppress(ValueError):  # each grammar reports the error
         library.load_tokenizer()
     under_way = NumberUnderWay()

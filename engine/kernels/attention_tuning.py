@@ -90,7 +90,7 @@ class AttentionShape:
     def uses_tma(self) -> bool:
         """Whether the bulk copy engine fetches keys and values.
 
-        The engine needs blocks whose number of tokens is a power of two, and rows of a multiple of 16 bytes.
+        The copy engine needs blocks whose number of tokens is a power of two, and rows of a multiple of 16 bytes.
         It copies one span of a block at a time. In blocks of fewer than 32 tokens, a span is too small for a
         tile.
         """
@@ -121,7 +121,7 @@ class AttentionTuning:
     num_stages: int
     programs_per_multiprocessor: int
     max_registers: int | None = None
-    """Registers of a thread; None: the assembler decides."""
+    """The most registers of a thread; None: the assembler decides."""
 
     def grid(self, shape: AttentionShape, num_multiprocessors: int) -> TileGrid:
         return TileGrid(

@@ -34,7 +34,7 @@ class ExpertMatrices:
 
     weight_XOI: torch.Tensor
     scales_XO: torch.Tensor | None = None
-    """float32 scales of weights in float8_e4m3fn, which then mean weight x scale."""
+    """Set for weights in float8_e4m3fn: float32 scales, with which a weight means weight x scale."""
     bias_XO: torch.Tensor | None = None
     """float32."""
 
@@ -59,7 +59,8 @@ SORTED_LAUNCHES = (
     (96.0, ExpertLaunch(64, 128, 64, num_warps=4, num_stages=3)),
     (math.inf, ExpertLaunch(128, 128, 64, num_warps=8, num_stages=3)),
 )
-"""Launches for sorted pairs, each up to this many pairs per expert, as measured on an H200 (docs/kernels.md)."""
+"""Launches for sorted pairs, each after the largest number of pairs per expert for which it is used (measured on an
+H200, docs/kernels.md)."""
 
 
 def choose_expert_launch(

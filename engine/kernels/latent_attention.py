@@ -164,7 +164,7 @@ def _latent_attention_kernel(  # type: ignore[no-untyped-def]
     query, head_in_group = rows // G, rows % G
     dims, rotated_dims = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
 
-    # Groups of one item follow one another: most of them find its latents in the L2 cache.
+    # Groups of one item follow one another, so most groups find the item's latents in the L2 cache.
     num_units = tl.load(num_items_ptr) * H  # the step's plan is on the device already
     wait_for_former(PDL, NEXT_STARTS_EARLY=False)
     for turn in range(num_turns_of(num_units)):

@@ -40,8 +40,8 @@ def store_quantized_row(x, q_ptr, scales_ptr, row, columns, width):  # type: ign
     """Quantizes and stores a row, for kernels that hold the whole row in float32, with zeros where `columns` >=
     `width`.
 
-    Divisions are exact to IEEE, as in torch. Triton's `/` is off by up to two units, so some elements would round
-    differently.
+    Divisions are rounded as IEEE 754 requires, as in torch. Triton's `/` is off by up to two units, so some elements
+    would round differently.
     """
     MAX: tl.constexpr = 448.0
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), 1e-12), MAX)

@@ -134,8 +134,8 @@ def load_logits(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def to_score(logits, row_max, temperature):  # type: ignore[no-untyped-def]
-    """The scores of logits. Divides exactly to IEEE, as on the CPU; the plain operator is an approximation on a
-    GPU."""
+    """The scores of logits. Rounds divisions as IEEE 754 requires, as on the CPU. On a GPU, the plain operator is an
+    approximation."""
     return tl.div_rn(logits - row_max, temperature)
 
 

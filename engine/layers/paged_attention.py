@@ -280,7 +280,7 @@ def decode_groups(batch: StepBatch, block_ids_BM: IntArray, device: torch.device
     num_blocks = batch.num_blocks_B.tolist()
     start = 0
     while start < batch.num_decodes:
-        most = max(num_blocks[start : batch.num_decodes])  # contexts of drafts are longer
+        most = max(num_blocks[start : batch.num_decodes])  # a draft's context is longer than its request's
         limit = 0 if most <= MIN_GROUP_BLOCKS else most // 2
         end = start + 1
         while end < batch.num_decodes and num_blocks[end] > limit:

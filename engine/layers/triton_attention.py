@@ -258,7 +258,7 @@ class TritonStepAttention:
     slots_GT: Sequence[torch.Tensor]
     plans: Sequence[WindowPlan]
     block_ids_X1: torch.Tensor
-    """The packed tables of all groups. An item's row is the index of the entry of its request's first block."""
+    """The packed tables of all groups. An item's first field is the index of its request's first block in them."""
 
     def __call__(
         self,

@@ -43,7 +43,7 @@ def with_commit(config: BatonConfig, model_path: Path) -> BatonConfig:
 
 
 def pinned(text: str, folder: Path) -> str:
-    """A name of the Hub with the commit of its folder `folder`; other texts unchanged.
+    """A name of the Hub with the commit of its folder `folder`; any other text unchanged.
 
     If the text is a relative path that looks like a name of the Hub, returns the folder's whole path."""
     name = HubName.parse(text)

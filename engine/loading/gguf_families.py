@@ -48,7 +48,7 @@ def _gemma2(file: GgufFile, config: Config) -> Config:
 
 
 def _gemma3(file: GgufFile, config: Config) -> Config:
-    """Files lack the windows' pattern and the divisor of scores."""
+    """Adds the pattern of windows and the divisor of scores, which files lack."""
     _check_pattern(file, "gemma3", GEMMA3_PATTERN)
     local_base = positive_in(file, "gemma3.rope.freq_base_swa", default=10_000.0)
     return _gemma(config, is_27b=config["num_hidden_layers"] == GEMMA3_27B_LAYERS) | {

@@ -52,7 +52,7 @@ def gguf_files(paths: Collection[str]) -> list[str]:
 def gguf_file(paths: Collection[str], wanted: str | None, model: str) -> str:
     """The one GGUF file of `paths` that matches `wanted`: a quantization, a file's name, or a pattern.
 
-    ModelError, with a proposal what to write after `model`, if no file matches, or more than one.
+    ModelError if no file or more than one file matches; it proposes what to write after `model`.
     """
     found = gguf_files(paths)
     if not found:

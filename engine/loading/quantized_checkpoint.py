@@ -108,7 +108,7 @@ class QuantizedCheckpoint(FileWeights):
         return stored.coded(tensors)
 
     def _find(self, take: Take) -> StoredMatrix | None:
-        """How a quantized matrix is stored; None if the tensor is not one."""
+        """How a quantized matrix is stored; None if the tensor is not a quantized matrix."""
         return _stored_matrix(self._index, self._quantization, take)
 
     def _parts_of(self, take: Take) -> list[Take]:
@@ -162,7 +162,7 @@ class OutlinedCheckpoint(WeightSource):
 
 
 def _stored_matrix(index: CheckpointIndex, quantization: Quantization, take: Take) -> StoredMatrix | None:
-    """How a quantized matrix is stored; None if the tensor is not one."""
+    """How a quantized matrix is stored; None if the tensor is not a quantized matrix."""
     if len(take.shape) != 2:
         return None
     scheme = quantization.scheme_of(take.name.removesuffix(".weight"))

@@ -43,7 +43,7 @@ class Shard:
     """Whether all slices have the same size; else the last ones may be shorter."""
 
     def slice_of(self, name: str, shape: Sequence[int]) -> slice:
-        """The slice of dimension `dim` of a tensor of `shape`; ModelError if the ranks do not divide it."""
+        """The slice of dimension `dim` of a tensor of `shape`; ModelError if equal slices are impossible."""
         assert 0 <= self.rank < self.num_ranks, f"rank {self.rank} of {self.num_ranks}"
         whole = shape[self.dim] - self.first if self.size is None else self.size
         size, rest = divmod(whole, self.num_ranks)

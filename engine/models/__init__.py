@@ -1,1 +1,1 @@
-"""Model architectures, written out literally; knows no request and no block table."""
+"""Model architectures, each written out in full; knows no request and no block table."""

@@ -17,7 +17,7 @@ from engine.models.mixture import MLP, MixtureBranch
 from engine.models.projections import Columns, Projections, gate_up
 
 LATENT_EPS = 1e-6
-"""The epsilon of the norms of latents; the one in config.json is for the other norms."""
+"""The epsilon of the norms of latents; the epsilon in config.json is for all other norms."""
 
 
 class LatentHeads:

@@ -6,7 +6,7 @@ from engine.request_table import IntArray
 
 MAX_HEAD_DIM = 576
 HEAD_DIM_MULTIPLE = 16
-"""The widest vectors have this many lanes."""
+"""Head dimensions must be multiples of this number, which is the number of lanes of the widest vectors."""
 TILE_ROWS = 96
 RANGE_KEYS = 256
 MAX_PARTIALS = 2**24

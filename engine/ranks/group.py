@@ -282,6 +282,7 @@ class RankGroup:
 
 
 def _start_error(rank: int, kind: str, error: str) -> BatonError:
-    """A rank's error as rank 0 raises it: errors of configuration and model concern the whole worker."""
+    """The error that rank 0 raises for a rank's error. Errors of configuration and model keep their class, since they
+    concern the whole worker."""
     kinds: dict[str, type[BatonError]] = {"ConfigError": ConfigError, "ModelError": ModelError}
     return kinds[kind](error) if kind in kinds else ClusterError(f"rank {rank} could not start: {error}")

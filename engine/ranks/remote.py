@@ -63,7 +63,10 @@ class RemoteConnector:
         self._group = group
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
-        """Does not wait for reads of blocks to end: the rank executes the command before its next step."""
+        """Sends the commands that are due at once.
+
+        It does not wait until reads of blocks have ended, since the rank executes the commands before its next step.
+        """
         if metadata is not None and metadata.at_once:
             self._send(KVConnectorMetadata(metadata.at_once, (), ()), num_computed=0)
 
