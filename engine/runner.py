@@ -70,7 +70,7 @@ class ModelRunner:
         step:
 
         * The caller may launch at most one further step.
-        * The further step must not resume a request of the first.
+        * The further step must not resume a request of the first step.
         * If either step has drafts, or the further step has forced tokens, the caller must wait first.
         """
         self._wait_before(plan)

@@ -43,7 +43,7 @@ class GrammarLibrary:
     """Compiles grammars; only one thread may use it at a time."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """The file is read with the first grammar, or by `load_tokenizer`."""
+        """The file is read when the first grammar is compiled, or by `load_tokenizer`."""
         self._tokenizer_file = tokenizer_file
         self._vocab_size = vocab_size
         # A tokenizer may have more tokens than the model; llguidance would refuse these, and no model samples them.

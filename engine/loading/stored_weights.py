@@ -70,7 +70,7 @@ class MatrixKind:
 
 
 class DividedInputs(NamedTuple):
-    """Matrices with `num_inputs` inputs, which ranks divide among themselves."""
+    """Matrices whose `num_inputs` inputs ranks divide among themselves."""
 
     num_inputs: int
     are_of_experts: bool
