@@ -3,7 +3,7 @@
     python examples/agents_sdk.py [--base-url http://127.0.0.1:8000/v1] [--model smollm2]
         [--api responses|chat] [--stream] [QUESTION]
 
-BATON_API_KEY holds the key, where one is asked for.
+BATON_API_KEY contains the API key, if the gateway requires one.
 """
 
 import argparse
@@ -41,7 +41,7 @@ TOOL = function_tool(length_of)
 
 
 async def ask(model: Model, question: str, is_stream: bool) -> None:
-    # A small model may not think of calling, so its first answer must be a call. The SDK then lets it choose by itself.
+    # A small model may not call a tool by itself, so its first answer must be a call. Then the SDK lets it choose.
     settings = ModelSettings(
         tool_choice="required", parallel_tool_calls=False, temperature=0.0, max_tokens=256
     )
@@ -66,9 +66,9 @@ def main() -> int:
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("question", nargs="?", default="How long is the bridge?")
     arguments = parser.parse_args()
-    # Else the SDK sends what the agent does to OpenAI.
+    # Otherwise the SDK sends traces of the agent's work to OpenAI.
     set_tracing_disabled(True)
-    # A gateway that knows no keys takes any.
+    # A gateway without API keys accepts any key.
     client = AsyncOpenAI(base_url=arguments.base_url, api_key=os.environ.get("BATON_API_KEY", "none"))
     kind = OpenAIResponsesModel if arguments.api == "responses" else OpenAIChatCompletionsModel
     asyncio.run(ask(kind(arguments.model, client), arguments.question, arguments.stream))

@@ -2,7 +2,7 @@
 
     python examples/anthropic_tools.py [--base-url http://127.0.0.1:8000] [--model smollm2] [QUESTION]
 
-BATON_API_KEY holds the key, where one is asked for.
+BATON_API_KEY contains the API key, if the gateway requires one.
 """
 
 import argparse
@@ -29,10 +29,10 @@ TOOLS: list[Any] = [
 
 
 def ask(base_url: str, model: str, question: str) -> None:
-    # A gateway that knows no keys takes any.
+    # A gateway without API keys accepts any key.
     with Anthropic(base_url=base_url, api_key=os.environ.get("BATON_API_KEY", "none")) as client:
         turns: list[Any] = [{"role": "user", "content": question}]
-        # A small model may not think of calling, so the first answer must be a call; the second may be text.
+        # A small model may not call a tool by itself, so the first answer must be a call. The second must be text.
         for choice in ("any", "none"):
             settings: Any = {"type": choice}
             if choice == "any":

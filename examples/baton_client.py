@@ -6,19 +6,17 @@
         async for part in client.generate(messages=[("user", "Why is the sky blue?")], max_tokens=200):
             print(part.text, end="")
 
-Give it every gateway of a fleet: requests take turns, and go on elsewhere when a gateway does not answer or dies.
+Pass the addresses of all gateways of a fleet. The client uses them in turn. If a gateway does not answer or dies, its
+requests continue on another gateway.
 
-What is tried again, and what is not:
-
-* UNAVAILABLE (no gateway there, it died, no worker there) and RESOURCE_EXHAUSTED (no room) are,
-  `Retry.attempts` times in all, with waits that double. A gateway's own hint (`retry-after-ms`) counts if it is
-  longer. All else is raised as it is.
-* Tokens never come twice. A stream that breaks half-way is asked for anew from its beginning: the answer to a
-  request is a pure function of its seed (one is drawn where none is given), so another gateway's answer begins
-  with the same tokens, which are compared and left out. If they differ, as after an update of the model, that
-  is an error: DATA_LOSS.
-* `timeout_s` is for everything together. Leaving the loop, or cancelling its task, ends the request on the
-  workers too.
+* The client retries after UNAVAILABLE (no gateway, or no worker) and RESOURCE_EXHAUSTED (no room). A request has at
+  most `Retry.attempts` attempts. The wait doubles each time, and is at least as long as the gateway suggests
+  (`retry-after-ms`). All other errors are raised at once.
+* The caller gets each token once. If a stream breaks, the client sends the request again with the same seed (it draws
+  one if the caller gives none). So another gateway's answer begins with the same tokens. The client compares them, and
+  leaves them out. If they differ, for example after an update of the model, the error is DATA_LOSS.
+* `timeout_s` limits all attempts together. If you leave the loop, or cancel its task, the request also ends on the
+  workers.
 """
 
 import asyncio
@@ -41,9 +39,9 @@ from baton.v1 import sampling_pb2
 MAX_MESSAGE_BYTES = 16 * 2**20
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Or a gateway that comes back after a while is not found again for up to two minutes.
+    # Without this, gRPC may need up to two minutes to reconnect to a gateway that restarted.
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A gateway whose machine is gone closes no connection. The gateway allows a ping every ten seconds.
+    # If a gateway's machine fails, no connection is closed; pings detect it. Gateways accept a ping every ten seconds.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -57,44 +55,45 @@ _MODES = {
 
 
 class BatonError(Exception):
-    """The service refused, or no gateway could be reached. `code` is gRPC's status by name: INVALID_ARGUMENT."""
+    """A gateway refused the call, or none was reachable. `code` is the name of gRPC's status: INVALID_ARGUMENT."""
 
     def __init__(self, code: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
         self.retry_after_s = retry_after_s
-        """When the service thinks that the same request may succeed."""
+        """After how many seconds the same request may succeed; None: the gateway did not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """When to try again. `attempts=1`: never."""
+    """How often and when to retry. With `attempts=1`, there are no retries."""
 
     attempts: int = 5
     first_wait_s: float = 0.1
     longest_wait_s: float = 10.0
     may_resume: bool = True
-    """Also after the first token, as described above. Else a stream that breaks half-way raises what broke it."""
+    """Whether to retry even after the first token. If not, a stream that breaks after this token raises its error."""
 
     def wait_s(self, failed: int, hint_s: float | None, rng: random.Random) -> float:
-        """After so many attempts that failed: doubled each time, and less at random, so that clients part company."""
+        """How long to wait after `failed` failed attempts. The time doubles each time. A random part of it is left
+        out, so that clients do not retry at the same moment."""
         backoff_s = min(self.longest_wait_s, self.first_wait_s * 2.0 ** (failed - 1))
         return max(backoff_s * rng.uniform(0.5, 1.0), hint_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class TLS:
-    """PEM files' contents. `certificate` and `key` are this client's own, where the gateway asks for one (mTLS)."""
+    """The contents of PEM files. `certificate` and `key` belong to this client; gateways with mTLS require them."""
 
     authorities: bytes | None = None
-    """None: those that gRPC brings along."""
+    """The CAs that may have signed the gateway's certificate. None: those that gRPC trusts by default."""
     certificate: bytes | None = None
     key: bytes | None = field(default=None, repr=False)
 
 
 class Sampling(TypedDict, total=False):
-    """See SamplingParams in sampling.proto for what each is, and its default."""
+    """The fields of SamplingParams. sampling.proto describes each field and its default."""
 
     max_tokens: int
     min_tokens: int
@@ -117,13 +116,13 @@ class Sampling(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How an answer ended, and what it took. The last attempt's, if there was more than one."""
+    """How an answer ended, and its tokens, times and workers; with several attempts, those of the last attempt."""
 
     reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Of the prompt, found in a prefix cache."""
+    """How many of the prompt's tokens were found in a prefix cache."""
     ttft_s: float
     total_s: float
     prefill_worker: str
@@ -133,19 +132,19 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """News of an answer. Text may lag behind tokens: characters and stop strings may span several of them."""
+    """The next part of an answer. Text may lag behind tokens: a character or stop string may need several tokens."""
 
     token_ids: tuple[int, ...]
     text: str
     finish: Finish | None
-    """In the last one only."""
+    """Set only in the last part."""
     events: tuple[pb.AnswerEvent, ...] = ()
-    """What the text says, reasoning and calls of tools too; only if `chat` has tools or `events`."""
+    """The text as events, including reasoning and tool calls; empty unless `chat` has tools or `events`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served."""
+    """The model that the gateway serves."""
 
     name: str
     max_model_len: int
@@ -155,7 +154,7 @@ class ModelInfo:
 
 
 class BatonClient:
-    """An async context manager around a channel to each of `targets` (HOST:PORT). Any number of requests at once."""
+    """An async context manager around a channel to each of `targets` (HOST:PORT). Requests may run concurrently."""
 
     def __init__(
         self,
@@ -165,7 +164,7 @@ class BatonClient:
         retry: Retry | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`rng` draws seeds and waits. Without `tls`, everything travels in the clear, the key too."""
+        """`rng` draws seeds and waits. Without `tls`, nothing is encrypted, not even the API key."""
         if not targets:
             raise ValueError("name at least one gateway, as HOST:PORT")
         self._targets = targets
@@ -185,7 +184,7 @@ class BatonClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends what is still under way."""
+        """Closes all channels, and ends requests that still run."""
         await asyncio.gather(*[channel.close() for channel in self._channels])
 
     async def generate(
@@ -204,9 +203,9 @@ class BatonClient:
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Part, None]:
-        """Streams an answer; exactly one of `text`, `token_ids`, `messages` (role, content) and `chat` is the prompt.
+        """Streams an answer. Pass exactly one of `text`, `token_ids`, `messages` (role, content) and `chat` as prompt.
 
-        `request_id` is for `abort`. Raises BatonError.
+        `abort` ends the request with this `request_id`. Raises BatonError.
         """
         if sum(prompt is not None for prompt in (text, token_ids, messages, chat)) != 1:
             raise ValueError("give exactly one of text, token_ids, messages and chat")
@@ -239,7 +238,7 @@ class BatonClient:
                 await self._wait_or_raise(error, attempt + 1, answer, deadline)
 
     async def abort(self, request_id: str) -> bool:
-        """Whether some gateway had such a request, which has ended now."""
+        """Ends this request. Returns whether it ran on any gateway."""
         request = pb.AbortRequest(request_ids=[request_id])
         calls = [stub.Abort(request, metadata=self._metadata) for stub in self._stubs]
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -253,7 +252,7 @@ class BatonClient:
         return False
 
     async def model_info(self) -> ModelInfo:
-        """From the first gateway that answers."""
+        """Asks the gateways in turn for the model's name and limits, until one answers."""
         for attempt in count(1):
             stub = self._stubs[next(self._turn) % len(self._stubs)]
             try:
@@ -272,7 +271,7 @@ class BatonClient:
 
     async def _attempt(
         self,
-        stub: "pb_grpc.GenerationServiceAsyncStub",  # a name for type checkers alone
+        stub: "pb_grpc.GenerationServiceAsyncStub",  # only type checkers know this name
         request: pb.GenerateRequest,
         answer: "_Answer",
         deadline: float | None,
@@ -294,7 +293,7 @@ class BatonClient:
             call.cancel()
 
     async def _free_name(self, stub: "pb_grpc.GenerationServiceAsyncStub", request_id: str) -> None:
-        """A gateway may not know yet that the connection of an earlier attempt is gone, and keep it for running."""
+        """Ends an earlier attempt with this id. The gateway may not have noticed yet that its connection broke."""
         request = pb.AbortRequest(request_ids=[request_id])
         with suppress(grpc.aio.AioRpcError):
             await stub.Abort(request, timeout=_FREE_NAME_TIMEOUT_S, metadata=self._metadata)
@@ -306,7 +305,7 @@ class BatonClient:
         if is_final or not _may_pass(error):
             raise error
         if error.code == "UNAVAILABLE" and failed % len(self._stubs):
-            return  # this gateway is not there, but there is another one
+            return  # this gateway is unreachable, so try the next one at once
         wait_s = self._retry.wait_s(failed, error.retry_after_s, self._rng)
         if deadline is not None and time.monotonic() + wait_s >= deadline:
             raise error
@@ -314,7 +313,7 @@ class BatonClient:
 
 
 class _Answer:
-    """What the caller has of an answer, and the progress of the current attempt."""
+    """The part of an answer that the caller has, and the progress of the current attempt."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -325,15 +324,15 @@ class _Answer:
         self._num_characters = 0
         self._num_units = 0
         self._num_known_units = 0
-        """Of events: the characters of pieces, and 1 for every other event."""
+        """How much of the events the caller has: the characters of text, and 1 for each event without text."""
 
     def begin(self) -> None:
-        """Another attempt, which repeats the answer from the beginning."""
+        """A new attempt begins. It repeats the answer from the beginning."""
         self.has_begun = True
         self._num_tokens = self._num_characters = self._num_units = 0
 
     def take(self, response: pb.GenerateResponse) -> Part | None:
-        """What is new in it; None if nothing is. BatonError if it contradicts what the caller has."""
+        """The new part of a response; None if nothing is new. BatonError if it contradicts what the caller has."""
         num_old = _num_known(self._num_tokens, len(response.token_ids), len(self.token_ids))
         num_old_characters = _num_known(self._num_characters, len(response.text), len(self.text))
         new_tokens, new_text = response.token_ids[num_old:], response.text[num_old_characters:]
@@ -358,7 +357,8 @@ class _Answer:
         return Part(tuple(new_tokens), new_text, finish, tuple(events))
 
     def _new_events(self, events: Iterable[pb.AnswerEvent]) -> list[pb.AnswerEvent]:
-        """A retry may cut pieces otherwise, so the caller may have the beginning of one. It was the same tokens'."""
+        """The events that the caller does not have. If the caller has the beginning of an event's text, this beginning
+        is left out. It is not compared, since the tokens were compared."""
         news = []
         for event in events:
             kind = event.WhichOneof("event") or ""
@@ -376,12 +376,12 @@ class _Answer:
 
 
 def _num_known(position: int, size: int, num_known: int) -> int:
-    """How much of a piece of this size, at this position, is no news."""
+    """How much of a piece of this size, at this position, the caller already has."""
     return max(0, min(size, num_known - position))
 
 
 def _channel(target: str, tls: TLS | None) -> grpc.aio.Channel:
-    # Or gRPC asks the proxy that http_proxy names for a gateway on this machine.
+    # By default, gRPC uses the proxy that http_proxy names, even for a gateway on this machine.
     is_remote = not target.startswith(("127.", "[::1]:", "localhost:"))
     options = [*_CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(is_remote))]
     if tls is None:
@@ -408,7 +408,7 @@ def _finish(finish: pb.Finish) -> Finish:
 
 
 def _may_pass(error: BatonError) -> bool:
-    """Without a hint, what is exhausted is the size that a message may have."""
+    """Whether a retry may succeed. RESOURCE_EXHAUSTED without `retry-after-ms` means that a message is too large."""
     is_overloaded = error.code == "RESOURCE_EXHAUSTED" and error.retry_after_s is not None
     return error.code == "UNAVAILABLE" or is_overloaded
 

@@ -1,10 +1,11 @@
-"""A loop as coding agents have it: in each turn the model calls a tool on a folder, and the conversation grows.
+"""The loop of a coding agent: in each turn, the model calls a tool on a folder, and the conversation grows.
 
     python examples/coding_loop.py [--base-url http://127.0.0.1:8000/v1] [--turns 20] [--free] [--folder FOLDER] [TASK]
 
-Answers are streamed. Each line shows a call, and how much of its prompt was in a prefix cache: `prompt_cache_key` sends
-all turns to the workers that have the turns before. A small model would call the same tool for ever, so each turn names
-its tool; with --free, the model chooses. Without --folder, the files are in a temporary one.
+Answers are streamed. Each line of the output shows a call, and how much of the turn's prompt was in a prefix cache.
+`prompt_cache_key` sends each turn to the workers that have the earlier turns in their caches. A small model would call
+the same tool in every turn, so each turn names its tool. With --free, the model chooses. Without --folder, the files
+are in a temporary folder.
 """
 
 import argparse
@@ -45,7 +46,7 @@ TOOLS: list[Any] = [
 
 
 def carried_out(folder: Path, name: str, arguments: dict[str, str]) -> str:
-    """The tool's result, for the model to read. Whatever the model asks for, nothing outside the folder is touched."""
+    """Runs a tool, and returns its result for the model. Refuses every file outside the folder."""
     try:
         if name == "list_files":
             return (
@@ -66,13 +67,13 @@ def carried_out(folder: Path, name: str, arguments: dict[str, str]) -> str:
             path.write_text(arguments["content"])
     except OSError as error:
         return f"error: {error.strerror}"
-    except ValueError as error:  # no text, or no path
+    except ValueError as error:  # the file is not text, or the path is invalid
         return f"error: {error}"
     return "done"
 
 
 def turn(client: OpenAI, model: str, messages: list[Any], key: str, choice: Any) -> tuple[list[Any], str]:
-    """The calls of one streamed turn, and what its usage says."""
+    """Streams one turn. Returns its calls, and a text with its token counts."""
     calls: dict[int, Any] = {}
     usage = ""
     stream = client.chat.completions.create(

@@ -1,9 +1,9 @@
-"""Draws the pictures of docs/scheduler.md: real workers, real requests, and what their schedulers wrote down.
+"""Draws the pictures of docs/scheduler.md, from the traces of real workers that compute real requests.
 
     python examples/draw_scheduler.py [--model smollm2] [--pictures two-phases mixed]
 
-Each picture shows a small cluster of child processes, which answers a few requests at chosen moments. `baton trace`
-draws its traces. Times differ from run to run, decisions hardly.
+For each picture, a small cluster of child processes answers a few requests, which arrive at chosen moments. `baton
+trace` draws the workers' traces. Times differ from run to run, but the schedulers' decisions rarely do.
 """
 
 import argparse
@@ -28,9 +28,9 @@ LINES = "".join(f"Line {number}: the cat sat on the mat.\n" for number in (1, 2,
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt of so many words, asked when question `after` has been answered with `num_tokens` tokens.
+    """A prompt, which is sent when the answer to question `after` has `num_tokens` tokens.
 
-    The prompt is one word again and again, unless `text` says otherwise.
+    The prompt is `text`. If `text` is empty, the prompt has `num_words` words, almost all of them the same word.
     """
 
     num_words: int
@@ -43,7 +43,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What is asked of which scheduler, and whose trace is drawn, the decode worker's last."""
+    """A picture: the scheduler's configuration, the questions, and the workers whose traces are drawn. The decode
+    worker is the last worker."""
 
     name: str
     scheduler: dict[str, Any]
@@ -65,7 +66,7 @@ PICTURES = (
     ),
     Picture(
         "preemption",
-        # Each prompt finds free blocks, because a gateway sends no more than fit. Their answers outgrow them.
+        # A gateway sends only prompts that find free blocks. Then the answers need more blocks than there are.
         {"max_num_batched_tokens": 128, "num_blocks": 13, "block_size": 8, "enable_prefix_caching": False},
         (Question(20, 28), Question(22, 22), Question(13, 24)),
     ),
@@ -112,7 +113,7 @@ PICTURES = (
 
 
 async def ask_all(target: str, questions: tuple[Question, ...]) -> None:
-    """Every question in its own time, to the end of its answer."""
+    """Sends each question at its moment, and reads all answers to their ends."""
     progress = [asyncio.Condition() for _ in questions]
     num_answered = [0] * len(questions)
 
@@ -133,7 +134,7 @@ async def ask_all(target: str, questions: tuple[Question, ...]) -> None:
 
 
 async def play(picture: Picture, model: Path, trace_dir: str) -> None:
-    """A picture's scene, from the workers' start to their stop."""
+    """Starts a picture's workers, asks its questions, and stops the workers."""
     config = BatonConfig.from_mapping(
         {
             "engine": {"trace_dir": trace_dir, "kv_cache_memory_mib": 64},

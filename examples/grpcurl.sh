@@ -1,6 +1,6 @@
 #!/bin/sh
-# The gRPC API from a shell, with grpcurl, or with `buf curl` where only that is installed. Both ask the gateway itself which
-# services and messages there are (reflection), so they need no .proto file.
+# The gRPC API from a shell, with grpcurl, or with `buf curl` if grpcurl is not installed. Both ask the gateway for its
+# services and messages (reflection), so they need no .proto file.
 #
 #   [TARGET=127.0.0.1:50051] [BATON_API_KEY=...] sh examples/grpcurl.sh
 set -eu

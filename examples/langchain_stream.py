@@ -2,7 +2,7 @@
 
     python examples/langchain_stream.py [--base-url http://127.0.0.1:8000/v1] [--model smollm2] [QUESTION]
 
-BATON_API_KEY holds the key, where one is asked for.
+BATON_API_KEY contains the API key, if the gateway requires one.
 """
 
 import argparse
@@ -18,7 +18,7 @@ except ImportError:
 
 
 def stream(base_url: str, model: str, question: str) -> None:
-    # A gateway that knows no keys takes any.
+    # A gateway without API keys accepts any key.
     key = SecretStr(os.environ.get("BATON_API_KEY", "none"))
     llm = ChatOpenAI(base_url=base_url, model=model, api_key=key)
     prompt = ChatPromptTemplate([("system", "Answer briefly."), ("user", "{question}")])

@@ -2,7 +2,7 @@
 
     python examples/langchain_tools.py [--base-url http://127.0.0.1:8000/v1] [--model smollm2] [QUESTION]
 
-BATON_API_KEY holds the key, where one is asked for.
+BATON_API_KEY contains the API key, if the gateway requires one.
 """
 
 import argparse
@@ -30,11 +30,11 @@ TOOL = StructuredTool.from_function(length_of)
 
 
 def ask(base_url: str, model: str, question: str) -> None:
-    # A gateway that knows no keys takes any.
+    # A gateway without API keys accepts any key.
     key = SecretStr(os.environ.get("BATON_API_KEY", "none"))
     chat = ChatOpenAI(base_url=base_url, model=model, api_key=key, max_completion_tokens=64)
     messages: list[Any] = [HumanMessage(question)]
-    # A small model may not think of calling, so the first answer must be a call; the second may be text.
+    # A small model may not call a tool by itself, so the first answer must be a call. The second must be text.
     for choice in ("required", "none"):
         answer = chat.bind_tools([TOOL], tool_choice=choice, parallel_tool_calls=False).invoke(messages)
         messages.append(answer)

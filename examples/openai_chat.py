@@ -2,7 +2,7 @@
 
     python examples/openai_chat.py [--base-url http://127.0.0.1:8000/v1] [QUESTION]
 
-BATON_API_KEY holds the key, where one is asked for.
+BATON_API_KEY contains the API key, if the gateway requires one.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from openai import APIError, OpenAI
 
 
 def chat(base_url: str, question: str) -> None:
-    # A gateway that knows no keys takes any.
+    # A gateway without API keys accepts any key.
     with OpenAI(base_url=base_url, api_key=os.environ.get("BATON_API_KEY", "none")) as client:
         model = client.models.list().data[0].id
         whole = client.chat.completions.create(

@@ -2,7 +2,7 @@
 
     python examples/openai_tools.py [--base-url http://127.0.0.1:8000/v1] [QUESTION]
 
-BATON_API_KEY holds the key, where one is asked for.
+BATON_API_KEY contains the API key, if the gateway requires one.
 """
 
 import argparse
@@ -33,11 +33,11 @@ TOOLS: list[Any] = [
 
 
 def ask(base_url: str, question: str) -> None:
-    # A gateway that knows no keys takes any.
+    # A gateway without API keys accepts any key.
     with OpenAI(base_url=base_url, api_key=os.environ.get("BATON_API_KEY", "none")) as client:
         model = client.models.list().data[0].id
         messages: list[Any] = [{"role": "user", "content": question}]
-        # A small model may not think of calling, so the first answer must be a call; the second may be text.
+        # A small model may not call a tool by itself, so the first answer must be a call. The second must be text.
         for choice in ("required", "none"):
             answer = client.chat.completions.create(
                 model=model,

@@ -2,8 +2,8 @@
 
     python examples/python_client.py [--target 127.0.0.1:50051 ...] [--tls-ca ca.pem] [QUESTION]
 
-Name every gateway of the fleet. BATON_API_KEY holds the key, where one is asked for; --tls-ca, the authority of the
-gateways' certificates, where they speak TLS.
+Name every gateway of the fleet. BATON_API_KEY contains the API key, if the gateways require one. If the gateways use
+TLS, --tls-ca names the file of the CA that signed their certificates.
 """
 
 import argparse
