@@ -1,1 +1,1 @@
-"""When a waiting request may go to workers: fair order, callers' shares, deadlines, suspects; knows no attempt."""
+"""Decides when a waiting request may go to workers: fair order, callers' shares, deadlines, suspects."""

@@ -8,9 +8,9 @@ All callers have the same weight:
     the current virtual time is the start of the request that was served last
     a new caller starts at the current virtual time, so idle callers gain no advantage
 
-Of two callers with waiting requests, neither gets ahead of the other by more than the largest request of
-each. How many requests a caller has makes no difference. A request that leaves the queue unserved costs its
-caller nothing. Once the queue is empty, all callers are equal again.
+Of two callers with waiting requests, neither gets ahead of the other by more tokens than their two largest requests
+have together. How many requests a caller has makes no difference. A request that leaves the queue unserved costs
+its caller nothing. Once the queue is empty, all callers are equal again.
 """
 
 import math
@@ -42,9 +42,10 @@ class QueueEntry(Generic[T]):
     """The request ran, and was taken back since its caller held more than its share. Now it waits for the
     caller's turn, before the caller's other requests."""
     needs: Callable[[], object] = lambda: None
-    """If two entries have equal needs, both find a worker, or neither does. Each sweep calls this."""
+    """Returns what the request needs of a worker. If two entries have equal needs, both find a worker, or neither
+    does. Each sweep calls this."""
     begin_by: float | None = None
-    """The latest time at which a placement can meet the deadline."""
+    """A placement after this time cannot meet the deadline."""
     deadline: float | None = None
     """When the entry must have left the queue."""
     patience_s: float = math.inf
@@ -56,7 +57,7 @@ class QueueEntry(Generic[T]):
     reason: RequestError | None = None
     """Why the latest try did not place it."""
     tried_in: int = 0
-    """The number of the sweep that made this try."""
+    """The number of the sweep that made the latest try."""
     num_passed: int = 0
     """How many later entries were placed before it."""
     num_before: int = 0
@@ -64,7 +65,7 @@ class QueueEntry(Generic[T]):
     num_placed_then: int = 0
     """How many entries the queue had placed when its patience began."""
     lost_workers_at: float = -math.inf
-    """When the latest worker for it was lost, if that was after its patience began."""
+    """When a try last found that no worker can run the entry any more, if that was after its patience began."""
 
     @property
     def goes_first(self) -> bool:
@@ -244,8 +245,8 @@ class FairQueue(Generic[T]):
     def last_of_largest(self) -> QueueEntry[T] | None:
         """The latest entry of the caller with the most entries, at the least urgent priority.
 
-        Entries that ran before do not count. If several callers have equally many entries, the latest entry
-        of these callers. None if every entry ran before.
+        Entries that ran before do not count. If several callers have equally many entries, it is the latest of all
+        their entries. None if every entry ran before.
         """
         for priority in sorted(self._levels, reverse=True):
             flows = [flow for flow in self._levels[priority].flows.values() if flow.entries]

@@ -6,7 +6,7 @@ a request that does not fit yet. So a long prompt that waits for blocks does not
 Two limits apply:
 
     LOOK_AHEAD  a sweep ends after this many requests that do not fit, which limits the cost of the sweep
-    MAX_PASSED  once this many requests have passed another, no more may pass it, so that it gets enough room
+    MAX_PASSED  once this many requests have passed a request, no more may pass it, so that it gets enough room
 
 Two kinds of requests never delay other requests: requests that no available worker can run, and requests of a caller
 that holds its share (gateway/admission/shares.py). A sweep skips this caller's later requests.
@@ -85,16 +85,17 @@ class RequestQueue(Generic[T]):
         self._standstill = Standstill(self._pace_s)
         self._checked_at = 0.0
         self._deadlines: list[tuple[float, int, QueueEntry[T]]] = []
-        """A heap, like `_patience_ends`. It may contain entries that have left the queue."""
+        """A heap of deadlines. It may contain entries that have left the queue."""
         self._patience_ends: list[tuple[float, int, QueueEntry[T]]] = []
-        """Times in this heap leave out standstills of this process."""
+        """A heap of the times at which patience ends, without standstills of this process. It may contain entries that
+        have left the queue."""
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def oldest_since(self, *, for_worker: bool = False) -> float | None:
-        """When the oldest waiting request joined. `for_worker`: only requests count that found no decode worker with
-        room at the latest sweep. Requests that this sweep did not reach wait behind them, and do not count."""
+        """When the oldest waiting request joined. `for_worker`: a request counts only if the latest sweep tried it, and
+        found no decode worker with room for it."""
         entries = (e for e in self._queue if not for_worker or _waits_for_decode_worker(self._reason(e)))
         return min((entry.since for entry in entries), default=None)
 
@@ -104,7 +105,7 @@ class RequestQueue(Generic[T]):
         return min((entry.since for entry in entries), default=None)
 
     def _reason(self, entry: QueueEntry[T]) -> RequestError | None:
-        """Why the latest sweep did not place the request; None if it did not try."""
+        """Why the latest sweep did not place the request; None if this sweep did not try the request."""
         return entry.reason if entry.tried_in == self._num_sweeps else None
 
     def join(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
@@ -271,8 +272,8 @@ class RequestQueue(Generic[T]):
         return len(list(islice(held_up, LOOK_AHEAD))) < LOOK_AHEAD
 
     def _too_late(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
-        """Refuses a request that would start too late even in a good case: the queue moves much faster than lately, and
-        no other request passes this one."""
+        """Refuses a request that would start too late even if the queue moved much faster than lately, and no other
+        request passed this one."""
         if entry.begin_by is None or self._is_any_hopeless or self._over_share:
             return None
         left_s = max(0.0, entry.begin_by - now)
@@ -322,7 +323,7 @@ class RequestQueue(Generic[T]):
         return heap[0][0] if heap else None
 
     def _shorten_heaps(self) -> None:
-        """Frees most entries that left the queue, or all of them once the queue is empty."""
+        """Removes entries that left the queue from the heaps: most of them, or all once the queue is empty."""
         for heap in (self._deadlines, self._patience_ends):
             if not len(self._queue):
                 heap.clear()

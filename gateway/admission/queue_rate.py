@@ -6,12 +6,12 @@ MEMORY_S = 30.0
 """After this time, a value counts for about a third (1/e) of a new one."""
 
 MIN_MOVES = 4.0
-"""With fewer remembered moves, the queue's rate is unknown."""
+"""If fewer moves than this are remembered, the queue's rate is unknown."""
 
 
 class QueueRate:
-    """How fast the queue moves: tokens that left it for workers, over the time in which requests waited. Times must not
-    run backwards."""
+    """How fast the queue moves: the tokens that left the queue for workers, divided by the time in which requests
+    waited. Times must not run backwards."""
 
     def __init__(self) -> None:
         self._at = 0.0
@@ -48,8 +48,8 @@ class QueueRate:
         return num_tokens * self._queue_s / (self._num_tokens * margin)
 
     def likely_wait_s(self, num_tokens: int) -> float:
-        """The likely time until `num_tokens` have been served. With no recent move: the time of waiting so
-        far."""
+        """The likely time until `num_tokens` have been served. If the queue did not move lately: the time for which
+        requests have waited so far."""
         if self._num_moves < 1.0:
             return self._queue_s
         return num_tokens * self._queue_s / self._num_tokens

@@ -37,7 +37,7 @@ PRESENT_S = 60.0
 
 
 PLENTY = 10**9
-"""The free slots of a worker that has not reported how many slots it has."""
+"""Assumed number of free slots of a worker that has not reported how many slots it has."""
 
 
 class HeldBack(NoRoom):
@@ -62,7 +62,7 @@ class SharingRequest(Protocol):
 
     @property
     def is_in_prefill(self) -> bool:
-        """Whether its latest attempt has not brought a token yet."""
+        """Whether the request's latest attempt has not brought a token yet."""
 
 
 T = TypeVar("T", bound=SharingRequest)
@@ -104,7 +104,8 @@ class CallerShares(Generic[T]):
         self._decoding: defaultdict[str, dict[str, dict[T, None]]] = defaultdict(dict)
         """For each decode worker: the requests on this worker, by caller; no entry is empty."""
         self._in_prefill: defaultdict[str, dict[T, None]] = defaultdict(dict)
-        """By worker: the requests whose prompts it computes or will compute. Some stay here for a while after that."""
+        """For each worker: the requests whose prompts it computes or will compute. A request may stay here for a while
+        after its prompt was computed."""
 
     def begun(self, request: T, placement: Placement) -> None:
         """An attempt has begun."""
@@ -135,7 +136,7 @@ class CallerShares(Generic[T]):
         return not was_shared and self._is_shared(now)
 
     def refusal(self, request: T, now: float) -> NoRoom | None:
-        """Why the request gets no place on any worker; None if it may have one."""
+        """Why the request gets no place on any worker; None if it may have a place."""
         name = request.caller
         self._seen(name, now)
         if self._is_shared(now) and (no_share := _refusal(name, 1, self._places(name))):
@@ -171,7 +172,8 @@ class CallerShares(Generic[T]):
     def to_take_back(self, workers: Iterable[str], now: float) -> list[T]:
         """Requests to take back from callers that hold too much, since answers grew or other callers appeared.
 
-        Of each resource, only the caller that holds most loses requests. This increases the room of the other callers.
+        For each resource, requests are taken only from the caller that holds the most of it. This increases the room of
+        the other callers.
         """
         if not self._is_shared(now) or not self._by_caller:
             return []

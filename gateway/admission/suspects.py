@@ -6,10 +6,10 @@ The answer of a bystander usually grows in between. Suspects take turns: those o
 gateways on one worker (worker/suspect_turns.py).
 
 A request is stopped when a fifth worker ends under it at the same token. From the third worker on, a loss counts only
-if the worker's last heartbeat named this suspect and no other. Otherwise another suspect may be the cause, or this
+if the worker's last heartbeat named only this suspect. Otherwise another suspect may be the cause, or this
 suspect did not run yet. Eight losses stop a request even if some of them do not count. In two cases a request is not
-stopped: if another request on that worker has also lost too many workers, or if at least as many workers ended lately
-without this request.
+stopped: if another request on that worker has also lost too many workers, or if at least as many workers that did not
+run this request ended lately.
 
     lost once ----> lost again at the same token: suspect ----> lost three times more, alone: stopped
          <--- the request finishes, or its answer grows ---
@@ -49,8 +49,8 @@ REMEMBERED_S = 600.0
 """How long a request is remembered after its last loss or failure, or its last refusal."""
 TAKES_TURNS = "workers ended while they ran this request, so it must wait: such requests run one at a time"
 RECENT_S = 60.0
-"""A loss of a worker that did not run a request counts in the request's favour. Such losses count from this time
-before the request's first loss on."""
+"""Losses of workers that did not run a request count in the request's favour, if they are at most this much older than
+the request's first loss."""
 MAX_KEPT = 1024
 MAX_LOSSES_KEPT = 64
 
@@ -64,7 +64,7 @@ class _Suspect:
     num_losses: int = 0
     """How many workers ended in a row while the answer did not grow."""
     num_shared: int = 0
-    """How many of these workers may have run another suspect instead."""
+    """How many of the `num_losses` workers may have run another suspect instead."""
     num_tokens: int = 0
     """How many tokens the client had at the latest loss."""
     failed_at: set[str] = field(default_factory=set)
@@ -84,7 +84,7 @@ class WorkerLoss:
 
 
 class Suspects:
-    """The suspect and the stopped requests of one gateway. Times must not run backwards."""
+    """The suspects and the stopped requests of one gateway. Times must not run backwards."""
 
     def __init__(self) -> None:
         self._suspects: OrderedDict[Identity, _Suspect] = OrderedDict()
@@ -139,7 +139,7 @@ class Suspects:
         return self.end_turn(identity)
 
     def refusal(self, identity: Identity, now: float) -> HarmfulRequest | None:
-        """The error if this request was stopped."""
+        """The error for a request that was stopped, or that equals a stopped request; None for all other requests."""
         self._expire(now)
         if (stopped := self._stopped.get(identity)) is None:
             return None
