@@ -8,12 +8,11 @@ from gateway.conversation.answer_parser import AnswerParser
 from gateway.conversation.messages import Conversation
 
 NUM_PROMPT_END_TOKENS = 32
-"""Number of a prompt's last tokens that a format gets. They show whether the template has already begun the
-reasoning."""
+"""A format gets this many of a prompt's last tokens. They show whether the template has already begun the reasoning."""
 
 SPECIAL = "\udc00"
-"""Comes before the text of a special token if other text may spell the token. It is a lone surrogate, which no token
-has. Parsers drop it."""
+"""A mark before the text of a special token, if ordinary text may contain the same characters. The mark is a lone
+surrogate, which no token contains. Parsers drop it."""
 
 
 class AnswerFormat(Protocol):
@@ -44,5 +43,6 @@ class AnswerFormat(Protocol):
     ) -> AnswerParser | None:
         """A parser of the turn that continues this conversation; None: the answer is only text.
 
-        `response_format`: as for `grammar`. A text that must match it contains no calls, whatever marks it spells.
+        `response_format`: as for `grammar`. A text that must match it contains no calls, even if it contains the text
+        of a marker.
         """

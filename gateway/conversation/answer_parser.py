@@ -8,7 +8,7 @@ from gateway.conversation.reader import Reader, Steps
 
 
 class AnswerParser(ABC):
-    """Runs a generator over a reader, piece by piece. Raises no error, whatever the model wrote. However the
+    """Runs the generator `_run` on each new piece of text. Raises no error, whatever the model wrote. However the
     text is divided into pieces, the joined events are the same."""
 
     def __init__(self, *, may_reason: bool) -> None:
@@ -24,8 +24,8 @@ class AnswerParser(ABC):
         self._turn = self._run()
 
     def push(self, text: str) -> Sequence[AnswerEvent]:
-        """Adds text, and returns the events that are now certain. Text that may be part of a tag or a call
-        waits."""
+        """Adds text, and returns the events that are now certain. Text that may still become part of a tag or a call is
+        kept back."""
         self._reader.push(text)
         return self._resume()
 

@@ -1,4 +1,4 @@
-"""ArgumentTags: reads and guides arguments that are written one by one between tags; strings have no quotes.
+"""ArgumentTags: parser and grammar for arguments that are written one by one between tags; strings have no quotes.
 
 Arguments become JSON while they arrive: strings piece by piece, other values when they are complete.
 """
@@ -32,8 +32,8 @@ _NOT_PLAIN = frozenset(
         *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref"),
     }
 )
-"""Keywords beside `type` or `enum` that limit a string: only a grammar of JSON can follow them. `format` does so, too,
-if its value is one of FORMATS."""
+"""Keywords that limit a string further than `type` and `enum` do. Only a grammar of JSON can enforce them. `format` is
+also such a keyword, if its value is one of FORMATS."""
 
 
 class ArgumentTags:
@@ -41,7 +41,7 @@ class ArgumentTags:
 
     def __init__(self, *, key: str, key_end: str, value: str = "", value_end: str, padding: str = "") -> None:
         """`value`: the tag before a value; empty if the value follows `key_end` directly. `padding`: a newline between
-        a value and its tags, which is no part of the value; empty: there is none."""
+        a value and its tags, which is not part of the value; empty if the model writes no such newline."""
         self.tags = (key, key_end, value, value_end) if value else (value_end,)
         """The tags, each of which may be a single token."""
         self._key, self._key_end, self._value, self._value_end = key, key_end, value, value_end
@@ -110,8 +110,8 @@ class ArgumentTags:
             reader.read_arrived(length)
 
     def _json_value(self, reader: Reader, calls: CallWriter, types: frozenset[str]) -> Steps[str | None]:
-        """Reads a value that is not plain text, and its end. None: the answer ended first. `types`: the result of
-        `value_types`.
+        """Reads a value that is not plain text, and its end. None: the answer ended before the value did. `types`: the
+        result of `value_types`.
 
         A JSON string may contain the tag after a value. So the value is first read as JSON, if it begins like
         JSON.
@@ -200,8 +200,8 @@ def _within_quotes(text: str) -> str:
 
 def _as_json(text: str, types: frozenset[str]) -> str:
     """The value as JSON. The model may have written JSON, a Python literal, or text without quotes. If the schema
-    forbids the type of the JSON, but allows text, the value is text. A literal other than True, False and None is
-    text, unless the schema forbids text."""
+    forbids the type of the JSON, but allows text, the value is text. A Python literal other than True, False and None
+    is text, unless the schema forbids text."""
     literal = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
         value = json.loads(literal, parse_constant=_refuse)

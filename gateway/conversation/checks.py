@@ -12,7 +12,7 @@ MAX_MESSAGES = 4096
 MAX_CALLS = 128
 """One message has at most this many tool calls."""
 MAX_TOOLS = 128
-"""OpenAI's limit."""
+"""A chat has at most this many tools, as in OpenAI's API."""
 MAX_SCHEMA_CHARACTERS = 2**20
 """The schemas of all tools together have at most this many characters. Each schema is part of the prompt."""
 MAX_PARSED_CHARACTERS = 2**18

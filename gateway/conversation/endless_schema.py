@@ -28,12 +28,12 @@ def check_ends(field: str, whose: str, schema: dict[str, Any]) -> None:
 
 
 def endless_part(schema: dict[str, Any]) -> dict[str, Any] | None:
-    """A part that only an endless value would match, among those that an answer may contain. None: there is no such
-    part.
+    """A part of the schema that only an endless value would match. Only parts that an answer may contain are searched.
+    None: there is no such part.
 
     This is the search for unproductive symbols of a grammar (Hopcroft and Ullman, 1979, lemma 4.1): a part can end once
     all that it needs can end. Keywords whose effect is hard to follow count as parts that can end. The search is given
-    up at a part with an `$id` of its own, since references within are relative to this part.
+    up at a part with an `$id` of its own, since references within this part are relative to it.
     """
     parts: dict[int, Any] = {}
     num_missing: dict[int, int] = {}

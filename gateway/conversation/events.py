@@ -1,7 +1,7 @@
 """The events of an answer: its parts, in the order in which the model wrote them.
 
-Adjacent events of one kind may be cut anywhere. Joined, they are the same, however the text was divided into
-pieces.
+Adjacent events of one kind may divide a text at any place. Joined, they are the same, however the model's text was
+divided into pieces.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Converts JSON schemas for a grammar: closed objects, only keywords with effect, and for tools fixed spacing."""
+"""Converts JSON schemas for grammars: closes objects, drops keywords without effect, and fixes the spacing of calls."""
 
 import json
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ REMARKS = frozenset(
 
 SPACING_KEY = "x-guidance"
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The spacing of Python's `json.dumps` and of `tojson` in chat templates. With it, earlier calls are found in
-the prefix cache, and a small model cannot write spaces without end."""
+"""The spacing of Python's `json.dumps` and of `tojson` in chat templates. With this spacing, a call has the same tokens
+in later prompts, so they are found in the prefix cache. A small model cannot write spaces without end."""
 
 ANY_ARGUMENTS = json.dumps({"type": "object", SPACING_KEY: SPACING})
 DEFINITIONS = ("$defs", "definitions")
@@ -81,7 +81,7 @@ def guided_schema(tool: Tool) -> str:
 
 
 def spaced(source: str) -> str:
-    """Any schema with the spacing of arguments. A text that is no schema, or too deep, is returned
+    """The schema, with the spacing that the arguments of calls have. A text that is no schema, or too deep, is returned
     unchanged."""
     try:
         schema = json.loads(source)
@@ -91,8 +91,8 @@ def spaced(source: str) -> str:
 
 
 def checked_response_format(response_format: StructuredOutput) -> StructuredOutput:
-    """The response format, without keywords that have no effect and that the compiler of grammars refuses, and with
-    closed objects, as in the schemas of tools. Raises InvalidRequest if a client's schema has a part that only an
+    """The response format with closed objects, as in the schemas of tools, and without keywords that have no effect:
+    the compiler of grammars refuses some of these. Raises InvalidRequest if a client's schema has a part that only an
     endless value would match, or if the schema has SPACING_KEY, with which an answer might not be JSON. The compiler
     reads this key only at the schema's top.
     """
@@ -160,7 +160,7 @@ def _refers(schema: Any) -> bool:
 
 
 def _guided(schema: Any, closes: bool, needed: tuple[frozenset[str | None], ...] = ()) -> Any:
-    """The schema without keywords that have no effect. `closes`: also with closed objects. `needed`: the names that
+    """The schema without keywords that have no effect. `closes`: its objects are closed, too. `needed`: the names that
     schemas of the same object require. None stands for a name that no object has."""
     if not isinstance(schema, Mapping):
         return schema
@@ -196,7 +196,8 @@ def _is_idle(key: str, value: Any) -> bool:
 
 
 def _lists_enough(schema: Mapping[str, Any], needed: tuple[frozenset[str | None], ...]) -> bool:
-    """Whether `properties` lists all that is required. Quick even if many schemas require many names."""
+    """Whether `properties` lists all required names, and enough names for `minProperties`. Quick even if many schemas
+    require many names."""
     properties, number = schema["properties"], schema.get("minProperties", 0)
     if not isinstance(properties, Mapping) or not isinstance(number, int):
         return True

@@ -14,8 +14,8 @@ OTHER_KEYS = ("id", "type")
 
 
 def read_json_call(reader: Reader, calls: CallWriter, *, is_known: bool = False) -> Steps[bool]:
-    """Reads one object, within an attempt. False: the object is no call. `is_known`: only names of tools are
-    calls.
+    """Reads one object, within an attempt. False: the object is no call. `is_known`: an object is a call only if its
+    name is the name of a tool.
 
     The name must come before the arguments, as grammars make models write it.
     """

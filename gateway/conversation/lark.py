@@ -12,11 +12,11 @@ class Vocabulary:
 
     ids: Mapping[str, int] = field(default_factory=dict)
     special_ids: Set[int] = frozenset()
-    """Ids of special tokens, which no text contains."""
+    """Ids of special tokens. Text in a grammar never contains these tokens."""
 
 
 class Lark:
-    """The rules and terminals so far. The caller chooses their names; expressions are texts."""
+    """A grammar's rules and terminals so far. The caller chooses their names. Expressions are strings."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

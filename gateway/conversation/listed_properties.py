@@ -18,7 +18,7 @@ _SHAPING = frozenset(
         *("dependentRequired", "dependentSchemas"),
     }
 )
-"""Keywords that say more about an object than a list of properties."""
+"""Keywords that say more about an object than a list of properties does."""
 
 
 MAX_PARTS = 1_000
@@ -92,8 +92,8 @@ def _property(name: str, part: object, shared: Mapping[str, Any], is_required: b
 
 
 def unlisted_property(guided: GuidedTool) -> Property | None:
-    """For a tool that lists and requires no properties, but allows some: what holds for each property. None for any
-    other tool. Raises InvalidRequest as `listed_properties` does."""
+    """The schema for every argument of a tool that lists and requires no properties, but allows some. None for any
+    other tool. Raises InvalidRequest if the tool's parameters are more than a list of properties."""
     schema = _listing_schema(guided)
     part = schema.get("additionalProperties", False)
     if schema.get("properties") or schema.get("required") or part is False:
@@ -111,8 +111,8 @@ def property_schema(tool: Tool | None, name: str) -> Mapping[str, Any]:
 
 
 def value_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
-    """JSON's types that a value of this schema may have. Empty: the schema does not list them. `root`: the schema to
-    which references refer."""
+    """JSON's types that a value of this schema may have. Empty: the schema does not list them. `root`: the schema in
+    which references are looked up."""
     types: set[str] = set()
     references: set[str] = set()
     parts: list[Any] = [schema]

@@ -36,7 +36,7 @@ class ChatMessage:
     tool_call_id: str | None = None
     """In a tool's result: the id of its call."""
     name: str | None = None
-    """In a tool's result: the name of the tool. In other messages: the name of the author, which gRPC does not have."""
+    """In a tool's result: the name of the tool. In other messages: the author's name (gRPC has no field for it)."""
 
 
 Messages = tuple[ChatMessage, ...]
@@ -80,7 +80,7 @@ class ReasoningOptions:
     max_tokens: int | None = None
     """The reasoning has at most this many tokens; then the answer begins. None: no limit."""
     effort: str | None = None
-    """A level, such as `low`; no effect if the model's chat template has no levels. None: its default."""
+    """A level, such as `low`; no effect if the model's chat template has no levels. None: the template's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def stricter_forms(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _system_first(messages: Messages) -> Messages:
-    """All system messages, joined to one that comes first."""
+    """The messages, with all system messages joined to one message at the beginning."""
     systems = [message for message in messages if message.role == "system"]
     others = tuple(message for message in messages if message.role != "system")
     if not systems:
@@ -146,7 +146,7 @@ def _system_first(messages: Messages) -> Messages:
 
 
 def _alternating(messages: Messages) -> Messages:
-    """Adjacent messages of one user, and adjacent messages of the assistant, as one message."""
+    """The messages, with adjacent messages of the same author (a user or the assistant) joined to one message."""
 
     def is_same_turn(last: ChatMessage, message: ChatMessage) -> bool:
         is_same_author = (last.role, last.name) == (message.role, message.name)
@@ -175,7 +175,8 @@ def _no_user_after_result(messages: Messages) -> Messages:
 def _runs(
     messages: Messages, belong_together: Callable[[ChatMessage, ChatMessage], bool]
 ) -> list[list[ChatMessage]]:
-    """The messages in lists. A message that belongs to the one before it is in the same list."""
+    """Divides the messages into lists. A message that belongs to the message before it is in the list of that
+    message."""
     runs: list[list[ChatMessage]] = []
     for message in messages:
         if runs and belong_together(runs[-1][-1], message):

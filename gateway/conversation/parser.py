@@ -5,7 +5,8 @@
 
 If a text begins like a call but is none, it counts as text. There is one exception: if the answer has a call
 already, or must call, and ends within such a text, the text is dropped as an unfinished call. Spaces around
-reasoning and calls are dropped. Formatted text is text to its end, since a JSON string may spell marks.
+reasoning and calls are dropped. Once formatted text has begun, no call can follow, since a JSON string may contain the
+text of a marker.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,8 @@ MAX_CALL_CHARACTERS = 65_536
 
 
 def read_python_call(reader: Reader, calls: CallWriter, *, is_known: bool = False) -> Steps[bool]:
-    """Reads one call, within an attempt. False: there is no call. `is_known`: only names of tools are calls."""
+    """Reads one call, within an attempt. False: there is no call. `is_known`: a text is a call only if its name is the
+    name of a tool."""
     yield from reader.skip_spaces()
     name = yield from reader.word("(", 128)
     if not is_tool_name(name) or (is_known and name not in calls.tools):

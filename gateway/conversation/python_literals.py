@@ -144,7 +144,7 @@ class _Literals:
 def _string(inside: str) -> str:
     """The string between the quotes, in Python's or JSON's notation. An unknown escape stays as it is."""
     text = _ESCAPE.sub(_escaped, inside)
-    # This joins halves of characters, and raises ValueError for a half alone.
+    # This joins pairs of surrogates, and raises ValueError for a surrogate without its other half.
     return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
 

@@ -78,7 +78,7 @@ class ChatTemplate:
     def variables(self, conversation: Conversation) -> dict[str, Any]:
         """The variables for the client's reasoning options, and those that the client set itself.
 
-        A level of effort has no effect if the template has no levels: agents send one to every model. Raises
+        A level of effort has no effect if the template has no levels, since agents send a level to every model. Raises
         InvalidRequest for any other variable that the template does not read.
         """
         variables = self._by_reasoning(conversation)

@@ -60,7 +60,7 @@ def checked_grammar(lark: Lark) -> StructuredOutput:
 
 def thought_up_to(lark: Lark, end: str, budget: int | None, shunned: Sequence[str] = ()) -> str:
     """Defines a rule: reasoning of at most `budget` tokens up to the marker `end`, without `shunned` markers. Raises
-    InvalidRequest if the model cannot limit its reasoning."""
+    InvalidRequest if the length of this model's reasoning cannot be limited."""
     if budget is None:
         return lark.up_to("thinking", end, shunned)
     if not lark.is_token(end):
@@ -85,8 +85,8 @@ def _thought(lark: Lark, tags: ReasoningTags, has_begun: bool, budget: int | Non
 
 
 def _after_newline(lark: Lark, marker: str) -> str:
-    """The expression for a marker, or a newline and the marker. A separate, optional newline would not work: where text
-    may begin, too, the lexer would take the newline as text, and not go back to its end."""
+    """The expression for a marker, or a newline and the marker. A separate, optional newline would not work. In a place
+    where text may also begin, the lexer would take the newline as text, and would not go back to the marker."""
     return f"( {lark.marker(marker)} | {lark.marked(chr(10) + marker, marker)} )"
 
 
@@ -156,8 +156,8 @@ def _guided_tool(tool: Tool, must_match: bool) -> GuidedTool:
 def _no_call(
     lark: Lark, syntax: CallSyntax, conversation: Conversation, response_format: StructuredOutput
 ) -> str:
-    """The expression for an answer that no parser reads as a call. Raises InvalidRequest if a value of its
-    schema may look like a call."""
+    """The expression for an answer that matches the response format, and that no parser reads as a call. Raises
+    InvalidRequest if a value of the format's schema may look like a call."""
     beginning = syntax.bare_beginning
     if beginning is None:
         return response_format_expression(lark, response_format)

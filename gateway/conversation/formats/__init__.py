@@ -1,1 +1,1 @@
-"""How families of models write calls: one module each, chosen by a model's chat template."""
+"""How families of models write calls. Each family has a module; a model's chat template shows which family it has."""

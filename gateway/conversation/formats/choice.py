@@ -32,7 +32,7 @@ class FormatFamily:
     """How one family of models writes calls."""
 
     name: str
-    """The format's name. Families whose formats differ only in what their grammars make a model write share a name."""
+    """The format's name. Two families have the same name if only their grammars make a model write different text."""
     syntax: CallSyntax | None
     """None: answers are messages on channels, not text that contains calls."""
     style: TemplateStyle | None
@@ -41,7 +41,7 @@ class FormatFamily:
     """A template that contains all these texts belongs to the family."""
 
     def matches(self, template: ChatTemplate) -> bool:
-        """Whether the template shows this family."""
+        """Whether the template shows this family: it contains all signs, and reads `tools` if the family's do."""
         can_use = self.style is None or template.reads("tools")
         return can_use and all(sign in template.source for sign in self.signs)
 

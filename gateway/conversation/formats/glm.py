@@ -3,7 +3,7 @@
 GLM-4.5, 4.6    newlines before each call, after the name, and after each tag except `<arg_key>` and `<arg_value>`
 GLM-4.7, 5      no newlines
 
-Strings have no quotes. All of their spaces and newlines count.
+Strings have no quotes. All spaces and newlines between the tags belong to the string.
 """
 
 from collections.abc import Sequence

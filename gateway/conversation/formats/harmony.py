@@ -43,7 +43,7 @@ from gateway.conversation.turn_grammar import (
 )
 
 _OTHERS = tuple(token for token in TOKENS if token != END)
-"""The tokens that a message of the grammar may not contain before its end."""
+"""Under the grammar, a message contains none of these tokens before its END."""
 
 
 class HarmonyFormat:

@@ -1,8 +1,8 @@
 """Harmony's tokens, and HarmonyParser, which turns a turn's messages into events while they arrive.
 
 harmony.py shows the format. Content without a head, or on an unknown channel, is text. The format's tokens are always
-dropped; text that only spells them stays. If the answer ends within a head, or within a token after a message, that
-unfinished part is dropped, too. A line end separates two messages of the same kind.
+dropped; ordinary text with the same characters stays. If the answer ends within a head, or within a token after a
+message, that unfinished part is dropped, too. A line end separates two messages of the same kind.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from gateway.conversation.reader import Markers, Steps
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 HEADS = (START, CHANNEL)
-"""Each begins a message's head."""
+"""Each of these tokens begins the head of a message."""
 ENDS = (END, CALL, RETURN)
-"""Each ends a message."""
+"""Each of these tokens ends a message."""
 TOKENS = (*HEADS, *ENDS, MESSAGE, CONSTRAIN)
 
 ASSISTANT = "assistant"
@@ -41,7 +41,8 @@ class HarmonyHead:
 
 
 class HarmonyParser(AnswerParser):
-    """Parses one turn. While a message's head arrives, `part` is TEXT. Any message may be reasoning."""
+    """Parses one turn. While a message's head arrives, `part` is TEXT. `may_reason` is always True, since any message
+    may be reasoning."""
 
     def __init__(self, tools: Sequence[Tool], prefix: str) -> None:
         """`tools`: the tools that the model may call. If it is empty, there are no calls. `prefix`: the text

@@ -1,6 +1,7 @@
 """MiniMax-M2: `<minimax:tool_call>`, an `<invoke name="f">` for each call, with a `<parameter name="a">` per argument.
 
-Each tag ends a line, except the tag before a value. Strings have no quotes. All of their spaces and newlines count.
+Each tag ends a line, except the tag before a value. Strings have no quotes. All spaces and newlines between the tags
+belong to the string.
 """
 
 from collections.abc import Sequence

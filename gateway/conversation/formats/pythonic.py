@@ -18,7 +18,7 @@ class PythonicCalls:
 
     markers: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
-    bare_beginning = r"\[\s*[a-zA-Z0-9_.:\/-]+\("  # as names of tools may be
+    bare_beginning = r"\[\s*[a-zA-Z0-9_.:\/-]+\("  # the characters of tools' names
     between_sections: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
