@@ -1,1 +1,1 @@
-"""The HTTP frontend: OpenAI's API as its clients know it, and pages for operators and browsers."""
+"""The HTTP frontend: OpenAI's and Anthropic's APIs, Baton's own paths for operators, and pages for browsers."""

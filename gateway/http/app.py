@@ -30,8 +30,9 @@ def make_app(
 ) -> FastAPI:
     """Returns the application, which describes itself at /openapi.json.
 
-    Every error has the shape of the API that was called. Only open paths bypass the authenticator: `HttpAuthentication`
-    explains them, and `also_open`. `own_names`: see `OwnNames`. None: clients may use any host name.
+    Every error has the shape of the API that was called. Only open paths bypass the authenticator (see
+    `HttpAuthentication`; `also_open` are further such paths). `own_names`: see `OwnNames`. None: clients may use any
+    host name.
     """
     app = FastAPI(
         title="Baton", version=baton_version(), openapi_url=None, responses=ERRORS, redirect_slashes=False

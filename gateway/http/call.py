@@ -44,7 +44,8 @@ class HttpCall:
 
     @classmethod
     def of(cls, request: Request, api: str, timeout_ms: int | None, request_id: str | None = None) -> Self:
-        """`request_id`: an id in the body. It becomes the request's id; an id in a header does not."""
+        """`request_id`: an id in the body. It becomes the request's id; otherwise the id is the one that `RequestIds`
+        set."""
         if request_id is not None:
             request.state.request_id = request_id
         return cls(

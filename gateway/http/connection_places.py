@@ -30,8 +30,9 @@ class ConnectionPlaces(Generic[Connection]):
         self.number = number
         self.num_reserved = number // 4
         """The running requests of one caller leave this many places to other clients. While strangers have at most this
-        many connections, a new connection first displaces an idle connection of a caller; otherwise first an idle one
-        of a stranger. So a caller can always connect and show its key."""
+        many connections, a new connection first displaces an idle connection of a caller. If strangers have more
+        connections, a new connection first displaces an idle connection of a stranger. So a caller can always connect
+        and show its key."""
         self._strangers: _Groups[Connection] = {}
         self._callers: _Groups[Connection] = {}
         self._group_of: dict[Connection, tuple[_Groups[Connection], str]] = {}

@@ -14,7 +14,7 @@ class Dialect(Enum):
 
 
 def dialect_of(path: str) -> Dialect:
-    """The dialect of a path. It depends on the path alone, so requests that are refused before routing have
-    one, too."""
+    """The dialect of a path. It depends only on the path, so it is also known for requests that are refused before
+    routing."""
     is_messages = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
     return Dialect.ANTHROPIC if is_messages else Dialect.OPENAI

@@ -51,7 +51,7 @@ returned in full."""
 def openai_error(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The body of an error. By default, `code` is the name of the status."""
+    """The body of an error. By default, `code` is the status's code in OPENAI_CODES, otherwise the status's name."""
     kind = OPENAI_TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "server_error")
     code = code or OPENAI_CODES.get(status) or HTTPStatus(status).phrase.lower().replace(" ", "_")
     param = None if param is None else _short(param)

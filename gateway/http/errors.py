@@ -101,8 +101,8 @@ def note_error(scope: Scope, error: str) -> None:
 
 @contextmanager
 def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
-    """A context in which InvalidRequests name fields as the client does. `names`: the client's names of fields, by
-    the names that errors use."""
+    """A context in which InvalidRequests name fields as the client does. `names` maps the names of fields in errors to
+    the client's names."""
     try:
         yield
     except InvalidRequest as error:

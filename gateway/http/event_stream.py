@@ -64,8 +64,8 @@ class EventSender:
     async def send_pieces(self, pieces: Iterable[str]) -> None:
         """Sends whole events, whose pieces are ASCII, in large parts.
 
-        No ping is sent between the first and the last piece. An event gets its number when its pieces are made, and a
-        ping may need the number after it.
+        No ping is sent between the first and the last piece: an event gets its number when its pieces are made, and a
+        ping may need the next number.
         """
         self._is_writing_pieces = True
         try:
@@ -106,7 +106,7 @@ class EventStream(Response):
     """
 
     def __init__(self, produce: Callable[[EventSender], Awaitable[None]], ping: Ping | None = None) -> None:
-        """`ping`: makes what the client gets while no event comes. None: the client then gets nothing."""
+        """`ping`: makes the bytes that the client gets while no event comes. None: the client then gets nothing."""
         super().__init__()
         self._produce = produce
         self._ping = ping
@@ -122,8 +122,8 @@ class EventStream(Response):
         await sender.end()
 
     async def _produce_with(self, ping: Ping, sender: EventSender) -> None:
-        """Starts a task that sends pings once the stream has lasted for PING_INTERVAL_S. Most streams end earlier, and
-        a timer costs less than a task."""
+        """Produces the events. When the stream has lasted for PING_INTERVAL_S, starts a task that sends pings. Most
+        streams end earlier, and a timer costs less than a task."""
         pinging: list[asyncio.Task[None]] = []
 
         def begin() -> None:

@@ -65,7 +65,7 @@ class GeneratedResponse(Response):
         *,
         is_stream: bool,
     ) -> None:
-        """`names`: the client's names of fields, by our names."""
+        """`names`: see `in_terms_of`."""
         super().__init__()
         self._driver = driver
         self._requests = requests
@@ -129,7 +129,7 @@ async def answering(
 
 
 def log_if_internal(error: Exception, request_id: str) -> None:
-    """Logs an internal error: the client learns only that one happened."""
+    """Logs an error if it is internal: then the client learns only that an error happened."""
     if codes_of(error).is_internal:
         extra = {"request_id": request_id}
         logger.error("the stream of request %s failed", request_id, exc_info=error, extra=extra)

@@ -195,7 +195,7 @@ class BoundedH11(H11Protocol):
 
 
 def _refusal(message: str) -> bytes:
-    """A whole response of status 503, in bytes. It fits every request."""
+    """A whole response of status 503, in bytes. It is a valid response to every request."""
     body = json.dumps(openai_error(503, message)).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"

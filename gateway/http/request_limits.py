@@ -1,4 +1,4 @@
-"""RequestLimits: bounds a request's size, the time until its body has arrived, and one caller's bodies together."""
+"""RequestLimits: bounds a request's size, the time until its body arrives, and the total size of a caller's bodies."""
 
 import asyncio
 from collections import Counter
@@ -29,7 +29,7 @@ class RequestLimits:
         self._app = app
         self._max_bytes = max_bytes
         self._held: Counter[str] = Counter()
-        """Bytes by caller's name, of requests that are not being answered yet."""
+        """By caller's name: the bytes of the caller's requests that are not being answered yet."""
         self._too_large = f"the body may have at most {max_bytes} bytes (gateway.max_message_mib)"
         self._too_many = (
             f"your requests that are not being answered yet may have bodies of at most {MAX_BODIES * max_bytes} bytes "
@@ -63,8 +63,8 @@ class RequestLimits:
         return None
 
     def _limited(self, receive: Receive, held: "_HeldBytes") -> Receive:
-        """A `receive` with limits for the body. FastAPI turns its exceptions into responses. When the whole body has
-        arrived, it waits without a deadline until the client disconnects.
+        """A `receive` with limits for the body. FastAPI turns the exceptions of `receive` into responses. When the
+        whole body has arrived, `receive` waits without a deadline until the client disconnects.
         """
         num_bytes, is_whole = 0, False
         deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
@@ -91,8 +91,8 @@ class RequestLimits:
 
 
 class _HeldBytes:
-    """The bytes of one request's body. They count until the application has answered, or, while it answers, begins to
-    wait for the client to disconnect."""
+    """The bytes of one request's body. They count until the application has answered. If the application begins to
+    wait for the client to disconnect before that, they count until this moment."""
 
     def __init__(self, by_caller: Counter[str], caller: str) -> None:
         self._by_caller = by_caller

@@ -111,7 +111,7 @@ class SamplingFields(Body):
         structured_output: StructuredOutput | None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """Raises InvalidRequest for a field that contradicts another field."""
+        """The sampling parameters. Raises InvalidRequest for a field that contradicts another field."""
         given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(
             max_tokens=max_tokens,

@@ -58,7 +58,8 @@ class TokenizeRequest(Body):
 
     @property
     def chat(self) -> Conversation:
-        """Raises InvalidRequest for a field that contradicts other fields; the error names its path in the body."""
+        """The conversation. Raises InvalidRequest for a field that contradicts others; the error names its path in the
+        body."""
         options = self.chat_template_kwargs or {}
         check_template_options("chat_template_kwargs", options)
         messages = chat_messages_of(self.messages or ())

@@ -26,7 +26,7 @@ class MessageAnswer:
         shows_thinking: bool,
         max_tokens: int,
     ) -> None:
-        """`shown_id`: the call's id that the headers show; errors repeat it. `max_tokens`: the value of the client's
+        """`shown_id`: the call's id that the headers show; errors repeat it. `max_tokens`: the value in the client's
         body; the request may have a smaller value if the prompt leaves less room."""
         self._head = head
         self._shown_id = shown_id

@@ -44,7 +44,7 @@ class CountTokensRequest(Body):
 
     @property
     def conversation(self) -> Conversation:
-        """Raises InvalidRequest for a field that contradicts another field."""
+        """The conversation to continue. Raises InvalidRequest for a field that contradicts another field."""
         tools = tools_of(self.tools)
         choice = self.tool_choice
         return Conversation(
@@ -57,7 +57,7 @@ class CountTokensRequest(Body):
 
     @property
     def client_names(self) -> dict[str, str]:
-        """This API's names of fields, by the names that errors may use."""
+        """Maps names of fields in errors to this API's names."""
         return {
             "prompt": "messages",
             "chat": "messages",
@@ -74,7 +74,7 @@ class CountTokensRequest(Body):
 
 
 class Metadata(Body):
-    """About the request."""
+    """Information about the request."""
 
     user_id: str | None = Field(None, max_length=1024, description="Accepted and ignored.")
 
@@ -105,7 +105,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
         return self
 
     def sampling(self) -> SamplingParams:
-        """Raises InvalidRequest for a field that contradicts another field."""
+        """The sampling parameters. Raises InvalidRequest for a field that contradicts another field."""
         params = self.params_with(self.max_tokens, None, self._structured_output())
         return replace(params, stop=tuple(self.stop_sequences or ()))
 

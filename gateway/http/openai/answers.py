@@ -1,6 +1,6 @@
 """The shapes of OpenAI's answers, whole and in chunks; their description in /openapi.json is made from this module.
 
-`choices` and `events` write the JSON of completions in pieces. Tests compare that JSON with the classes
+`openai_answer`, `chat` and `completions` write the JSON of answers in pieces. Tests compare that JSON with the classes
 below.
 """
 
@@ -102,13 +102,13 @@ class PromptLogprob:
 
     logprob: float
     rank: int
-    """1 is the most likely token."""
+    """The token's rank; 1 for the most likely token."""
     decoded_token: str
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""One entry for each token of the prompt, null for the first. Its keys are token ids: the prompt's own token, then the
-most likely ones."""
+"""One entry for each token of the prompt; null for the first token. The keys of an entry are token ids: the prompt's
+own token, then the most likely ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class ChatChunkChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletionChunk:
-    """One event of a stream. If the client asked for usage, the last event before [DONE] has it, and no
+    """One event of a stream. If the client asked for usage, the last event before [DONE] has the usage, and no
     choice."""
 
     id: str

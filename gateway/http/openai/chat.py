@@ -58,7 +58,7 @@ class ChatAnswer(OpenAIAnswer):
         self._role = ROLE_BEFORE_CALLS if may_call else ROLE
         self._call_ids = [CallIds() for _ in parsers]
         self._ends_with_call = [False] * len(parsers)
-        """By choice: whether its last call is complete. Calls never overlap, so then all its calls are
+        """For each choice: whether its last call is complete. Calls never overlap, so then all its calls are
         complete."""
 
     def opening(self) -> bytes:
@@ -78,8 +78,8 @@ class ChatAnswer(OpenAIAnswer):
 
     def _contents(self, index: int, delta: Delta, events: Sequence[AnswerEvent]) -> list[tuple[str, str]]:
         """The contents of the delta's events in JSON, each with its finish reason. While the parser waits for more
-        text, there are no contents; but if the client wants log-probabilities, there is an empty one to carry them.
-        The finish reason has a separate event, as in OpenAI's streams of calls."""
+        text, there are no contents. If the delta has log-probabilities, an empty content then carries them. The finish
+        reason has a separate event, as in OpenAI's streams of calls."""
         joined = _joined(events)
         contents = [(content, "null") for event in joined if (content := self._content(index, event))]
         if delta.finish is not None:

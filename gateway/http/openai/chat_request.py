@@ -79,8 +79,8 @@ class ChatCompletionRequest(GenerationFields):
 
     @property
     def chat(self) -> Conversation:
-        """Raises InvalidRequest for a field that contradicts others; the error names the field's path in the
-        body."""
+        """The conversation to continue. Raises InvalidRequest for a field that contradicts others; the error names the
+        field's path in the body."""
         tools = tools_of(self.tools)
         options = self.chat_template_kwargs or {}
         check_template_options("chat_template_kwargs", options)
@@ -105,7 +105,7 @@ class ChatCompletionRequest(GenerationFields):
         return names
 
     def sampling(self) -> SamplingParams:
-        """Raises InvalidRequest for a field that contradicts another field."""
+        """The sampling parameters. Raises InvalidRequest for a field that contradicts another field."""
         max_tokens = self.max_completion_tokens or self.max_tokens or UNLIMITED
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(max_tokens, logprobs, self.prompt_logprobs)

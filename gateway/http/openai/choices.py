@@ -32,7 +32,7 @@ class UsageCount:
 
     @classmethod
     def of(cls, requests: Sequence[GatewayRequest], num_samples: int, *, counts_reasoning: bool) -> Self:
-        """`requests`: `num_samples` for each prompt."""
+        """`requests` contains `num_samples` requests for each prompt."""
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests[::num_samples])
         reasoning = [ReasoningCount(request) for request in requests] if counts_reasoning else None
         return cls(num_prompt_tokens, num_samples, reasoning)

@@ -45,7 +45,7 @@ class CompletionRequest(GenerationFields):
     """OpenAI's fields work as OpenAI documents them, except as described here."""
 
     prompt: AnyPrompt = Field(
-        description="A text, token ids, or several of either. Each gets n answers, in the prompts' order."
+        description="A text, or a list of token ids; or a list of such prompts. Each prompt gets n answers, in order."
     )
     max_tokens: int | None = Field(
         None,
@@ -106,7 +106,7 @@ class CompletionRequest(GenerationFields):
         return super().client_names | ({"prompt_logprobs": "logprobs"} if is_echo else {})
 
     def sampling(self) -> SamplingParams:
-        """Raises InvalidRequest for a field that contradicts another field."""
+        """The sampling parameters. Raises InvalidRequest for a field that contradicts another field."""
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
         logprobs = None if self.is_only_echo else self.logprobs
         prompt_logprobs = self.prompt_logprobs

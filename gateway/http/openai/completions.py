@@ -40,7 +40,7 @@ class CompletionAnswer(OpenAIAnswer):
         self._echoes_logprobs = is_echo and logprobs is not None
         self._is_only_echo = is_only_echo
         self._unsent = dict(enumerate(echoes)) if self._echoes_logprobs else {}
-        """By choice: the prompt's text, which a stream sends with the choice's first log-probabilities."""
+        """For each choice: the prompt's text, which a stream sends with the choice's first log-probabilities."""
 
     def opening(self) -> bytes:
         if self._echoes_logprobs:

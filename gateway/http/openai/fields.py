@@ -94,7 +94,7 @@ class GenerationFields(SamplingFields):
 
     @property
     def client_names(self) -> dict[str, str]:
-        """This API's names of fields, by the names that errors may use."""
+        """Maps names of fields in errors to this API's names."""
         grammar = "response_format" if self.structured_outputs is None else "structured_outputs"
         return {"structured_output": grammar, "token_ids": "prompt"}
 
@@ -115,6 +115,6 @@ class GenerationFields(SamplingFields):
     def sampling_params(
         self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """Raises InvalidRequest for a field that contradicts another field."""
+        """The sampling parameters. Raises InvalidRequest for a field that contradicts another field."""
         grammar = structured_output_of(self.response_format, self.structured_outputs)
         return self.params_with(max_tokens, logprobs, grammar, prompt_logprobs)

@@ -27,7 +27,8 @@ MAX_REMEMBERED = 2**14
 
 
 class LogprobColumns:
-    """Log-probabilities at many positions: that of the position's own token, then those of the most likely tokens.
+    """Log-probabilities at many positions. Each position has the log-probability of its own token, then those of the
+    most likely tokens.
 
     Each log-probability takes 12 bytes, with its token id.
     """

@@ -109,7 +109,7 @@ class ToolMessage(Body):
 
 Message = Annotated[InputMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-"""The check stops at the first problem, because a body may have very many, and only one is reported."""
+"""The check stops at the first problem: a body may have very many problems, and only one problem is reported."""
 
 
 def chat_messages_of(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:

@@ -1,4 +1,4 @@
-// The workers as cards: prefill on the left, decode on the right. A card keeps its place until its worker's role changes.
+// Shows workers as cards: prefill left, decode right. A card keeps its place until its worker's role changes.
 
 import { byId, make, setText } from "./dom.js";
 import { count, plural } from "./numbers.js";
@@ -48,7 +48,7 @@ export class Cluster {
     return hasMoved;
   }
 
-  // Marks the workers that run the page's request.
+  // Marks the workers of these names, which run the page's request.
   mark(names) {
     for (const [name, card] of this.cards) card.element.classList.toggle("mine", names.includes(name));
   }

@@ -23,7 +23,7 @@ export function setAttributes(element, attributes) {
   }
 }
 
-// Leaves unchanged values alone, so that an idle page costs no layout.
+// Does nothing if the text is unchanged, so that an idle page costs no layout.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

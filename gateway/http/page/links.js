@@ -1,5 +1,5 @@
-// Hand-overs: links between workers, and dots that cross them. Workers do the counting. At most MAX_DOTS move, each
-// standing for several hand-overs if necessary. Positions change only when cards do.
+// Shows hand-overs: links between workers, and dots that move along the links. Workers count the hand-overs. At most
+// MAX_DOTS dots move; if there are more hand-overs, a dot stands for several of them. Links move only when cards move.
 
 import { byId, make, makeSvg, setAttributes, setText } from "./dom.js";
 import { plural, rate, size } from "./numbers.js";
@@ -39,8 +39,8 @@ export class Links {
     this.#say();
   }
 
-  // New hand-overs of each pair since the last snapshot. A pair that is new, or has smaller counts, began at zero. With
-  // the first snapshot, and with more pairs than snapshots report, there is nothing to compare with.
+  // Returns each pair's new hand-overs since the last snapshot. The counts of a pair that is new, or whose counts fell,
+  // began at zero. Without an earlier snapshot, or if snapshots do not report all pairs, counts cannot be compared.
   #count(handovers, second) {
     const crossing = [];
     const isComparable = this.second !== null && handovers.length < MAX_PAIRS;
@@ -60,7 +60,7 @@ export class Links {
     return crossing;
   }
 
-  // Links of pairs with recent hand-overs; with few workers, faint links of the others too.
+  // Chooses the links: links of pairs with recent hand-overs and, in small clusters, faint links of other pairs.
   #choose(workers) {
     const prefill = workers.filter((worker) => worker.role === "prefill");
     const decode = workers.filter((worker) => worker.role === "decode");
@@ -94,7 +94,7 @@ export class Links {
     }
   }
 
-  // Removes the moving dots, which would cross where links were before.
+  // Places the links anew. Removes the moving dots, since they would follow the links' old places.
   place() {
     for (const dot of this.dots) dot.remove();
     this.dots.clear();
@@ -155,7 +155,7 @@ export class Links {
     dot.style.width = dot.style.height = `${diameter}px`;
     this.layer.append(dot);
     this.dots.add(dot);
-    // Only transforms move it, which costs no layout and no script meanwhile.
+    // Only transforms move the dot, so its movement costs no layout and runs no script.
     const moving = dot.animate(
       Array.from({ length: CURVE_STEPS + 1 }, (_, step) => {
         const [x, y] = along(curve, step / CURVE_STEPS);

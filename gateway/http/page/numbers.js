@@ -1,4 +1,4 @@
-// Numbers as people read them, in as few digits as they need.
+// Writes numbers for people, with as few digits as necessary.
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
@@ -8,7 +8,7 @@ export function duration(seconds) {
   return `${ms.toFixed(ms >= 10 ? 0 : 1)}\u00a0ms`;
 }
 
-// A duration that is a round number.
+// Writes a duration that is a round number.
 export function round(seconds) {
   return seconds >= 1 ? `${seconds}\u00a0s` : `${Number((seconds * 1000).toPrecision(3))}\u00a0ms`;
 }
@@ -36,7 +36,7 @@ export function size(bytes) {
 
 export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 
-// The next of 1, 2, 5, 10, 20 ...: a scale that seldom changes.
+// The smallest of 1, 2, 5, 10, 20 ... that is not less than the value. A scale that ends there seldom changes.
 export function niceCeiling(value) {
   if (!(value > 0)) return 1;
   const magnitude = 10 ** Math.floor(Math.log10(value));

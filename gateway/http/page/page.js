@@ -72,7 +72,7 @@ function pathRow(name) {
   return { bar, number };
 }
 
-// The connection, and its key if it needs one.
+// The connection to the gateway, and the API key if the gateway requires one.
 
 const follower = new Follower("/cluster/events", draw, report);
 new Trial({ refused: askForKey, runsOn: (names) => cluster.mark(names) });
@@ -112,7 +112,7 @@ byId("key-dialog").addEventListener("close", () => {
   follower.start();
 });
 
-// The theme: the system's, unless the user chooses another.
+// The theme: the system's theme, unless the user chooses another one.
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;

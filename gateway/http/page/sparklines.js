@@ -1,4 +1,4 @@
-// Lines of the last minute: one point a second, gaps for seconds without data.
+// Draws lines for the last minute: one point for each second, and a gap for seconds without data.
 
 import { makeSvg, setAttributes } from "./dom.js";
 import { niceCeiling } from "./numbers.js";
@@ -8,7 +8,7 @@ const HEIGHT = 48;
 const TOP = 2; // room for half a line's width
 
 export class Sparkline {
-  // `names` are classes of its lines, the last one drawn on top; `isArea` fills below the first.
+  // `names`: the classes of the lines; the last line is drawn on top. `isArea`: fills the area below the first line.
   constructor(svg, names, isArea = false) {
     setAttributes(svg, { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none" });
     this.area = isArea ? makeSvg("path", { class: "area" }) : null;
@@ -39,7 +39,7 @@ function linePath(values, at) {
       return;
     }
     const [x, y] = at(value, index, values);
-    // A single second would be too small to see.
+    // A single second between gaps would be too small to see, so it gets a longer line.
     const isAlone = !isDown && (values[index + 1] ?? null) === null;
     path += isDown ? `L${x.toFixed(1)} ${y.toFixed(1)}` : `M${(x - (isAlone ? 3 : 0)).toFixed(1)} ${y.toFixed(1)}${isAlone ? "h3" : ""}`;
     isDown = true;

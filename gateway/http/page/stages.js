@@ -1,4 +1,5 @@
-// The way of one request in four stages. Each has a state while it runs, and its place on a common time axis at its end.
+// Shows one request in four stages. While the request runs, each stage has a state. At the end, bars on a common time
+// axis show when each stage began and ended.
 
 import { make, setText } from "./dom.js";
 import { duration } from "./numbers.js";
@@ -50,7 +51,7 @@ export class Stages {
     for (const id of Object.keys(NAMES)) if (this.state(id) === "active") this.set(id, "failed");
   }
 
-  // `spans`: for each stage, its spans [from, to, className] in seconds. Spans beyond `until_s` run off the axis.
+  // `spans`: the spans [from, to, className] of each stage, in seconds. Spans after `until_s` run off the axis.
   drawTimes(spans, until_s) {
     for (const [id, { track, time }] of Object.entries(this.stages)) {
       const parts = spans[id] ?? [];

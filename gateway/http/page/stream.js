@@ -1,4 +1,4 @@
-// Server-sent events over fetch, which unlike EventSource can send a key.
+// Reads server-sent events with fetch: unlike EventSource, fetch can send an API key.
 
 const SILENCE_MS = 5000;
 const RETRY_MS = [1000, 2000, 4000, 8000];
@@ -16,10 +16,10 @@ export class Refused extends Error {
   }
 }
 
-// Retrying with the same key would fail again.
+// Whether a retry with the same key would fail again.
 const isFinal = (error) => error instanceof Refused && [401, 403].includes(error.status);
 
-// Yields [name, data] of each event; Refused if the answer is an error.
+// Yields [name, data] of each event. Throws Refused if the answer is an error.
 export async function* events(path, options = {}) {
   const headers = { ...options.headers };
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
@@ -45,7 +45,7 @@ function parse(part) {
   return [fields.event, JSON.parse(fields.data)];
 }
 
-// Follows snapshots while the page is visible. `report` receives "live", "away" and "refused".
+// Follows the cluster's snapshots while the page is visible. `report` receives the state "live", "away" or "refused".
 export class Follower {
   constructor(path, take, report) {
     this.path = path;

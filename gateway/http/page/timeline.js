@@ -1,8 +1,8 @@
-// Where the time of a finished request went: from what its workers and the gateway measured to spans on one axis. Pure.
+// Converts the times of a finished request, which its workers and the gateway measured, to spans on one axis. Pure.
 
-const AXIS_SHARE = 0.45; // the part of the axis for what comes before decoding, if decoding takes much longer
+const AXIS_SHARE = 0.45; // if decoding takes much longer, what comes before it has this share of the axis
 
-// `end` is the event of that name. Times are seconds since the request's arrival.
+// `end` is the data of the event `end`. Times are in seconds since the request's arrival.
 export function timeline(end) {
   const { timing, placement, transfers } = end;
   const isHandedOver = placement.prefill !== null;
@@ -30,7 +30,7 @@ function tokenTimes({ ttft_s: ttft, itl_s: gaps }) {
   return times;
 }
 
-// The whole time, unless the answer takes so long that the earlier stages would be invisible.
+// The length of the axis: the whole time, unless the answer takes so long that the earlier stages would be invisible.
 function axis(timing, decoding_s, last_s) {
   return Math.min(Math.max(last_s, timing.ttft_s), decoding_s / AXIS_SHARE);
 }

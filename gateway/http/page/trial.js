@@ -1,4 +1,4 @@
-// The prompt box: runs one request and shows its way, stage by stage, as the gateway reports it.
+// The prompt box: runs one request, and shows its stages as the gateway reports them.
 
 import { byId, setText } from "./dom.js";
 import { duration, plural, rate, size } from "./numbers.js";
@@ -7,7 +7,7 @@ import { events } from "./stream.js";
 import { timeline } from "./timeline.js";
 
 export class Trial {
-  // `refused` is called when a key is required; `runsOn` with the request's workers, and with none at its end.
+  // Calls `refused` when an API key is required. Calls `runsOn` with the request's workers, and with none at its end.
   constructor({ refused, runsOn }) {
     this.refused = refused;
     this.runsOn = runsOn;
@@ -153,7 +153,7 @@ export class Trial {
   }
 }
 
-// The parts of a time, without empty ones: "first token 104 ms = gateway 31 ms + ...".
+// The parts of a time, without empty parts, as text: "first token 104 ms = gateway 31 ms + ...".
 function sum(what, total_s, parts) {
   if (!parts) return "";
   const named = Object.entries(parts).filter(([, seconds]) => seconds >= 0.00005);

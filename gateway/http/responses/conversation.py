@@ -113,8 +113,8 @@ async def shortened(
     """The conversation without its oldest exchanges. Leaves out as few as possible, so that `fits` returns true.
 
     An exchange is a user's message and everything up to the next user's message, so calls stay with their results.
-    System messages stay. A binary search finds the exchange to begin with: if a conversation fits, each shorter one
-    fits, too. Raises PromptTooLong if even the last exchange alone does not fit.
+    System messages stay. A binary search finds the first exchange to keep, since a conversation fits if a longer one
+    fits. Raises PromptTooLong if not even the last exchange fits.
     """
     messages = conversation.messages
     begins = [index for index, message in enumerate(messages) if message.role == "user"]

@@ -27,7 +27,7 @@ CLIENT_NAMES = {
     "structured_output": "text.format",
     "reasoning": "reasoning.effort",
 }
-"""This API's names of fields, by the names that errors may use."""
+"""Maps names of fields in errors to this API's names."""
 
 
 class PlainText(Body):
@@ -198,7 +198,7 @@ class ResponseRequest(PromptFields, SamplingFields):
         return LOGPROBS in (self.include or ())
 
     def sampling(self) -> SamplingParams:
-        """Raises InvalidRequest for a field that contradicts another field."""
+        """The sampling parameters. Raises InvalidRequest for a field that contradicts another field."""
         logprobs = (self.top_logprobs or 0) if self.has_logprobs else None
         grammar = None if self.text is None else self.text.structured_output()
         return self.params_with(self.max_output_tokens or UNLIMITED, logprobs, grammar)

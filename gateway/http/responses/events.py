@@ -3,7 +3,7 @@
     created, in_progress, (keepalive | item added, [part added], delta*, done, [part done], item done)*,
     completed | incomplete | failed
 
-Events are numbered from 0. OpenAI sends `keepalive`, too, without documenting it. The JSON is ASCII, because some
+Events are numbered from 0. OpenAI also sends `keepalive`, but does not document it. The JSON is ASCII, because some
 clients split lines at characters such as U+2028.
 """
 

@@ -76,7 +76,7 @@ class MessageItem(Body):
 class FunctionCallItem(Body):
     """A call that the assistant made."""
 
-    # When the `openai` package dumps an object, it calls the field `async` `async_`.
+    # When the `openai` package dumps an object, it writes the field `async` as `async_`.
     model_config = ConfigDict(populate_by_name=True)
 
     type: Literal["function_call"]
@@ -156,7 +156,7 @@ InputItem = Annotated[
 ]
 
 InputItems = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
-"""The check stops at the first problem, because a body may have very many, and only one is reported."""
+"""The check stops at the first problem: a body may have very many problems, and only one problem is reported."""
 
 PREFIXES = {
     MessageItem: "msg",

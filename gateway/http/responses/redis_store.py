@@ -50,7 +50,7 @@ class RedisStore:
             timeout=REDIS_TIMEOUT_S,
             socket_timeout=REDIS_TIMEOUT_S,
             socket_connect_timeout=REDIS_TIMEOUT_S,
-            # A kept connection may have ended, so a failed call is tried once more. After a timeout it is not.
+            # A kept connection may have ended, so a failed call is tried once more. A call that timed out is not.
             retry=Retry(NoBackoff(), 1, supported_errors=(ConnectionError,)),
         )
         self._redis: Redis = Redis.from_pool(pool)

@@ -1,6 +1,6 @@
 """ResponseStore: stores responses after they were sent. RunningResponses: running responses that will be stored.
 
-MemoryStore is a ResponseStore in this process' memory. To a store, a response is two texts, whatever they contain.
+MemoryStore is a ResponseStore in this process' memory. A store does not interpret the two texts of a response.
 """
 
 import asyncio

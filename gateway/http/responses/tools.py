@@ -20,7 +20,7 @@ MAX_DESCRIPTION_CHARACTERS = 100_000
 class ResponseFunctionTool(Body):
     """A function that the client runs. Custom tools are not supported."""
 
-    # When the `openai` package dumps an object, it calls the field `async` `async_`.
+    # When the `openai` package dumps an object, it writes the field `async` as `async_`.
     model_config = ConfigDict(populate_by_name=True)
 
     type: Literal["function"]
