@@ -49,7 +49,7 @@ CLIENT_NAMES: Mapping[str, str] = {
     "reasoning": "chat.reasoning",
     "template_options": "chat.template_options",
 }
-"""The API's names of fields, by the names in errors, for fields whose two names differ."""
+"""Maps names of fields in errors to this API's names, if the two names differ."""
 
 
 def conversation_from(chat: pb.Chat) -> Conversation:

@@ -32,8 +32,8 @@ MIN_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S = 0.1, 60.0
 MAX_WATCHES = 64
 """At most this many watches at a time. Each message to a watch has some kilobytes."""
 MAX_AGE_S = 0.5
-"""The most recent description serves all watches for this time, or for half the interval of a faster watch. With 64
-workers, making a description takes 9 ms of the event loop, besides the controller's part."""
+"""A description serves all watches until it is this old, or until half the interval of a watch has passed if that is
+less. With 64 workers, making a description takes 9 ms of the event loop, besides the controller's part."""
 
 _ROLE_HEARTBEAT_S = 1.0
 """How long SetWorkerRole waits for the worker's heartbeat with the new role, so that a description after the call shows

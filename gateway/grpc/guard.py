@@ -94,8 +94,8 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> "Handler":
         handler: Any = await continuation(handler_call_details) or _UNKNOWN
         # gRPC itself waits without limit for the one message of a call, and never ends a call that sends no message. So
-        # every call is served as a stream, from which the guard reads. A single answer, too, is written as a stream of
-        # one message, since only streams are compressed.
+        # every call is served as a stream, from which the guard reads. A single answer is also written as a stream (of
+        # one message), since only streams are compressed.
         call = self._guarded(handler, handler_call_details.method)
         serialize = partial(_serialized, handler.response_serializer)
         return grpc.stream_stream_rpc_method_handler(call, None, serialize)
@@ -241,8 +241,8 @@ def _serialized(serialize: Callable[[Any], bytes], response: Any) -> bytes:
 
 
 def _identified(request: Any, drawn: str) -> str:
-    """The id for logs and statuses: the caller's if well-formed, else `drawn`. Writes `drawn` into a message without an
-    id; leaves an ill-formed id there, to be refused."""
+    """The id for logs and statuses: the message's id if it is well-formed, else `drawn`. Writes `drawn` into a message
+    without an id. Leaves an ill-formed id in the message, so that it is refused."""
     if not isinstance(request, Message) or "request_id" not in request.DESCRIPTOR.fields_by_name:
         return drawn
     message: Any = request
