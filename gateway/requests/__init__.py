@@ -1,1 +1,1 @@
-"""A client's request from admission to its one end, whatever becomes of workers; knows no protocol of clients."""
+"""A client's request from its submission to its only end, even if workers are lost; knows no protocol of clients."""

@@ -58,7 +58,7 @@ class AttemptFailure:
     is_taken_back: bool = False
     """The gateway took the request back for other callers."""
     error: RequestError | None = None
-    """The request itself is at fault, so no other worker could serve it either."""
+    """The error if the request itself is at fault: then no other worker could serve the request either."""
 
     def __str__(self) -> str:
         return f"{self.summary}: {self.reason}" if self.reason else self.summary

@@ -67,7 +67,7 @@ class RequestDriver:
         on_end: Sequence[OnEnd] = (),
         scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
     ) -> None:
-        """Each function of `on_end` gets the record of every request once, when the request ends. None may raise."""
+        """Each function of `on_end` gets the record of every request, when the request ends. It must not raise."""
         self._clock = clock
         self._on_end = on_end
         self._max_unread_tokens = config.max_unread_tokens

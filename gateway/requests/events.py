@@ -91,7 +91,7 @@ class Refuse:
 
 @dataclass(slots=True)
 class Placed:
-    """An attempt begins; only for requests with `on_placed`."""
+    """Report the placement of an attempt that begins; only for requests with `on_placed`."""
 
     request: GatewayRequest
     placement: Placement

@@ -52,8 +52,8 @@ class FleetKnowledge:
         """The report, without the time of a decode step if the worker has had no request for MEMORY_S.
 
         An idle worker repeats the time of its last steps. If these steps were slow by chance, the worker would get no
-        request that could show its present speed. Prefill rates stay: requests queue at the faster workers until the
-        slower ones cost less.
+        request that could show its present speed. Prefill rates need no such rule: requests queue at faster workers
+        until a slower worker costs less, and gets requests again.
         """
         step_s = status.load.decode_step_s
         known, changed_at = self._decode_steps.get(status.ref.name, (0.0, now))

@@ -53,7 +53,7 @@ class RequestRecord:
     """The path that a finished request really took: `disaggregated`, `local` or `fallback`."""
     finish: Finish | None
     ttft_parts: TtftParts | None
-    """Where the time to first token went; None if there was no token."""
+    """The parts of the time to first token; None if there was no token."""
     preprocess_s: float = 0.0
     """How long preprocessing took, from the arrival until the request joined the queue."""
     attempts: tuple[Attempt, ...] = ()
@@ -147,5 +147,5 @@ class Tally:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Monotonic, for metrics and tests."""
+        """All counts, for metrics and tests. They only grow."""
         return dict(self._counts)

@@ -91,7 +91,7 @@ class Delta:
 
     @property
     def shown_text(self) -> str:
-        """The text without what only parsers need."""
+        """The text without the marks that only parsers need."""
         return self.text.replace(SPECIAL, "")
 
     def events(self, parser: AnswerParser | None) -> list[AnswerEvent]:

@@ -70,7 +70,7 @@ class RequestState:
         """The output with the finish, and how many tokens the complete answer has."""
         self._num_cached_tokens = 0
         self._prompt_logprobs: PackedLogprobs | None = None
-        """None once the client has its first token."""
+        """The prompt's log-probabilities, from their arrival until the client gets them with its first token."""
         self._draft_outputs: dict[int, RequestOutput] = {}
         """Outputs of steps with drafts, by first position. Each stays here until the client has its tokens."""
         self._num_draft_tokens = 0
@@ -123,7 +123,7 @@ class RequestState:
 
     @property
     def is_in_prefill(self) -> bool:
-        """Whether the latest attempt has not brought a token yet."""
+        """Whether the request's latest attempt has not brought a token yet."""
         return len(self._delivered) == self.attempt.num_tokens_before
 
     @property

@@ -4,8 +4,8 @@ After a failed attempt, another attempt continues on other workers, after the to
 has. A worker *fails* a request if it reports that it could not compute the request. An attempt is without
 progress if the client got no token from its decode worker. The gateway gives a request up after
 
-    MAX_FAILURES  attempts without progress in a row in which workers reported a failure
-    MAX_LOSSES    attempts without progress in a row in which workers were lost. This limit is higher, since
+    MAX_FAILURES  attempts since the latest progress in which a worker reported a failure
+    MAX_LOSSES    attempts since the latest progress in which a worker was lost. This limit is higher, since
                   most requests on a killed worker did not cause its end
     MAX_ATTEMPTS  failures and losses in total, even if each attempt brought a few tokens
 
@@ -62,9 +62,9 @@ class RetryState:
         """Workers that refused the request or gave it back, each with its latest heartbeat at that time. None: the
         worker accepted no requests. A worker may have room again once its latest heartbeat is another object."""
         self._num_failures = 0
-        """Attempts without progress in a row in which workers reported a failure."""
+        """Attempts since the latest progress in which a worker reported a failure."""
         self._num_losses = 0
-        """Attempts without progress in a row in which workers were lost."""
+        """Attempts since the latest progress in which a worker was lost."""
         self._num_counted = 0
         """All failures and losses."""
         self._num_given_back = 0
@@ -85,8 +85,8 @@ class RetryState:
     ) -> Placement | RequestError:
         """The next placement; NoRoom or WorkerUnavailable if the request has to wait. See RouteQuery.
 
-        If every other worker is excluded, the request is retried on one that failed it before. A suspect does not go
-        to workers where it is another suspect's turn.
+        If every other worker is excluded, the request is retried on a worker that failed it before. A suspect does not
+        go to workers on which another suspect has its turn.
         """
         failed, refused = self._excluded()
         query = replace(self._query(output_token_ids), avoided=avoided, refusal_at=refusal_at)
@@ -115,7 +115,8 @@ class RetryState:
         return self._router.num_tokens_to_compute(self._query(()))
 
     def needs(self) -> object:
-        """If two requests have equal needs, either both find a worker or neither does."""
+        """What the request needs of a worker. If two requests have equal needs, either both find a worker or neither
+        does."""
         return self._request.mode, self._is_without_prefill, *self._excluded()
 
     def begin(self, placement: Placement, engine_request_id: str, num_tokens: int, now: float) -> Attempt:
@@ -187,7 +188,7 @@ class RetryState:
     def _excluded(self) -> tuple[frozenset[str], frozenset[str]]:
         """Workers whose current incarnation failed the request, and workers that refused it since their last
         heartbeat."""
-        if not self._failed and not self._refused:  # so it is with nearly all requests
+        if not self._failed and not self._refused:  # true for nearly all requests
             return frozenset(), frozenset()
         names = {*self._failed, *self._refused}
         ready = [(name, worker.status) for name in names if (worker := self._router.ready_worker(name))]
@@ -234,7 +235,8 @@ class RetryState:
         return None
 
     def _disclosed(self, failure: AttemptFailure) -> str:
-        """A worker's reason may name machines and files, so only administrators and the log see it."""
+        """The failure as a text for the client. It contains the worker's reason only if the caller is an administrator,
+        since a reason may name machines and files."""
         return str(failure) if self._request.caller.may_administer else failure.summary
 
 
