@@ -1,1 +1,1 @@
-"""Which workers a request goes to: pure logic over the workers' own reports, which a simulator can run."""
+"""Chooses the workers of each request: pure logic over the workers' own reports, which a simulator can run."""

@@ -63,7 +63,7 @@ class AvoidedPairs:
             logger.info("KV can be transferred from %s to %s again; no longer avoiding this pair", *pair)
 
     def forget(self, worker: str) -> None:
-        """The worker is lost, which explains its failures."""
+        """Forgets the failures of a worker's pairs. The worker is lost, which explains them, or has a new role."""
         self._failures = {pair: failure for pair, failure in self._failures.items() if worker not in pair}
 
     def __len__(self) -> int:

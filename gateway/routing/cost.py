@@ -8,7 +8,7 @@ local  = wait(D) + compute(D) * (1 + running(D))         + decode(D)
 wait      prompt tokens that wait on the worker / its prefill rate
 compute   prompt tokens that are not in the worker's cache / its prefill rate
 late      how much longer the transfer of D's missing tokens takes than P's computation
-running   the requests on D. Of those that still wait for KV, only those count that get it soon: within NEAR
+running   the requests on D. A request that still waits for KV counts only if its KV arrives soon: within NEAR
           times the time of this prompt
 decode    the steps of the answer, each with one more request, plus the time that the answer adds to the steps
           of running requests; plus the time to recompute evicted tokens if blocks run short

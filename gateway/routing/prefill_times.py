@@ -16,7 +16,8 @@ from typing import NamedTuple
 from baton.errors import DeadlineTooClose
 
 MEMORY_S = 60.0
-"""Older values are ignored. So prompts are tried again, which shows if a worker became faster."""
+"""Older values are ignored. Without values, no prompt counts as too long, so a prompt is tried again. This shows
+whether a worker became faster."""
 MIN_SEEN = 4
 """Fewer prompts of about the same size are not used, since they may have been slow by chance."""
 MAX_SEEN = 16

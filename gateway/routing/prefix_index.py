@@ -65,13 +65,13 @@ class PrefixIndex:
         """Cache: the names of the workers of recently queried sets of bits. Requests with the same prefix query the
         same sets."""
         self._present = 0
-        """Bits of workers that are not forgotten. Other bits in a set belong to departed workers."""
+        """Bits in use. Other bits in a set belong to workers that left, or to an earlier listing of a worker."""
         self._departed: deque[_Place] = deque()
         self._free_bits: list[int] = []
 
     @property
     def num_entries(self) -> int:
-        """Number of distinct blocks, including blocks of departed workers that are not removed yet."""
+        """Number of distinct blocks, including blocks of forgotten workers that are not removed yet."""
         return len(self._holders)
 
     def is_known(self, worker: str) -> bool:
@@ -108,8 +108,8 @@ class PrefixIndex:
             self._departed.append(place)
 
     def lookup(self, keys: Iterable[Key]) -> dict[str, int]:
-        """For each worker, how many leading blocks of a chain it has without a gap. Leaves out workers
-        without any."""
+        """For each worker, how many leading blocks of a chain it has without a gap. Leaves out workers that have none
+        of the blocks."""
         get, matching, depth, previous = self._holders.get, self._present, 0, None
         found: dict[str, int] = {}
         for key in keys:
@@ -208,7 +208,7 @@ class PrefixIndex:
                 place.former_log, place.log = place.log, array("Q")
 
     def _sweep(self, num_keys: int) -> None:
-        """Removes up to `num_keys` blocks of departed workers from the sets. Once a worker's log is empty,
+        """Removes up to `num_keys` blocks of forgotten workers from the sets. Once such a worker's log is empty,
         its bit is free again.
         """
         while self._departed and num_keys > 0:

@@ -9,7 +9,8 @@ PREFILL_TOKENS_PER_S = 5_000.0
 DECODE_STEP_S = 0.02
 TRANSFER_BYTES_PER_S = 5e9
 BYTES_PER_TOKEN = 100_000.0
-"""These four values apply until measurements exist: a mid-sized model on a mid-sized GPU and network."""
+"""The values from PREFILL_TOKENS_PER_S to BYTES_PER_TOKEN apply until measurements exist. They fit a mid-sized model on
+a mid-sized GPU and network."""
 
 SHARE_OF_REQUEST = 0.02
 """Share of a decode step's time that one more request adds, until steps of different sizes were measured.

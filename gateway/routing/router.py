@@ -90,12 +90,12 @@ class Router:
         return worker is not None and not worker.is_gone and worker.status.state is WorkerState.DRAINING
 
     def busy_with_suspects(self) -> frozenset[str]:
-        """Workers where it is a suspect's turn."""
+        """Workers on which a suspect has its turn."""
         workers = ((name, self.ready_worker(name)) for name in self._workers)
         return frozenset(name for name, worker in workers if worker and not worker.status.takes_suspects)
 
     def estimate(self, worker: str) -> WorkerEstimate:
-        """The estimate of a worker that has got a request."""
+        """The estimate of a worker that has reported."""
         return self._workers[worker]
 
     def prompt_s(self, worker: str, num_tokens: int) -> float:
@@ -125,13 +125,12 @@ class Router:
             self._drop_if_gone(worker)
 
     def on_kv_events(self, worker: str, events: KVEvents) -> bool:
-        """Applies changes of a worker's prefix cache. Returns False if earlier changes are missing: subscribe again."""
+        """Applies changes of a worker's prefix cache. Returns False if earlier changes are missing."""
         return self._index.apply(worker, events)
 
     def lacks_kv_listing(self, worker: str) -> bool:
-        """Whether to subscribe to a worker's KV events: at each heartbeat, until its listing arrives.
-
-        False for all workers if no decision depends on KV events.
+        """Whether the listing of a worker's cached blocks is still missing. The driver asks this at each heartbeat, and
+        subscribes to the worker's KV events if it is. False for all workers if no decision depends on KV events.
         """
         return self._follows_kv and worker in self._workers and not self._index.is_known(worker)
 
@@ -340,8 +339,8 @@ class Router:
 
 
 def _raise_if_all_refused(query: RouteQuery, decodes: list[WorkerEstimate]) -> None:
-    """Raises the query's first refusal if it refuses all decode workers. To be called before costs are computed, which
-    takes longer."""
+    """Raises the query's first refusal if it refuses all decode workers. Call this before costs are computed, since
+    computing costs takes longer."""
     first: RequestError | None = None
     for worker in decodes:
         if (refusal := query.refusal_at(worker.name)) is None:

@@ -3,7 +3,7 @@
 A worker reports twice a second, and other gateways may also send it requests. So neither source is complete:
 
     requests, waiting prompt tokens   =  this gateway's own  +  what the report contains beyond them
-    free blocks                       =  as reported  -  blocks for requests that have no blocks yet
+    free blocks                       =  as reported  -  blocks that requests without blocks will need
                                          +  blocks returned by ended requests
 
 A request has no blocks yet if it was sent after the latest report. If the report counts fewer requests with
@@ -46,7 +46,7 @@ class WorkerEstimate:
         self.num_requests = 0
         """Number of requests on the worker, or on their way to it."""
         self.num_here = 0
-        """How many of these do not wait for their prompt's KV from a prefill worker."""
+        """How many of the `num_requests` requests do not wait for their prompt's KV from a prefill worker."""
         self.num_waiting_tokens = 0
         """Prompt tokens that the worker has not computed yet."""
         self._most_requests: float = 0
@@ -56,8 +56,8 @@ class WorkerEstimate:
         self._most_tokens: float = 0
         """The most tokens that the worker's empty pool could hold for one request."""
         self.room = 0
-        """Free blocks, minus the blocks of requests that have none yet, and minus the growth of each request
-        by one block per KV group."""
+        """Free blocks, minus the blocks that requests without blocks will need, and minus one block per KV group for
+        the growth of each request."""
         self.step_tokens = UNKNOWN_STEP_TOKENS
         """The largest number of tokens in one step."""
         self.prefill_rate = MovingAverage()
@@ -68,7 +68,7 @@ class WorkerEstimate:
         self._since_report: set[int] = set()
         """Requests sent since the latest report."""
         self._num_loads_since_report = 0
-        """How many of these wait for their prompt's KV from a prefill worker."""
+        """How many of the requests sent since the latest report wait for their prompt's KV from a prefill worker."""
         self._num_freed = 0
         self._num_reported = 0
         self._num_own_tokens = 0
