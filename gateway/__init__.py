@@ -1,4 +1,4 @@
-"""Where clients come in: text to tokens and back, routing, and each request until its last token; knows no Ray.
+"""Serves clients: converts text to tokens and back, routes each request, and follows it to its last token; uses no Ray.
 
 Each name is imported at its first use, so that code that uses only the router or the dispatcher needs no
 gRPC.

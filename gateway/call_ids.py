@@ -14,11 +14,12 @@ WELL_FORMED = "1 to 128 letters, digits, dots, colons, dashes and underscores"
 
 _MAX_CHARACTERS = 128
 _DRAWN_BYTES = 8
-"""Number of random bytes after an id that a client offered. Without an offered id, twice as many."""
+"""This many random bytes are appended to an id that a client offered. Without an offered id, the id consists of twice
+as many random bytes."""
 _MAX_OFFERED = _MAX_CHARACTERS - 2 * _DRAWN_BYTES - len("-")
 
 MAX_PARENT_CHARACTERS = 128
-"""A header of version 00 has 55 characters. Later versions may append fields."""
+"""A longer `traceparent` is ignored. A header of version 00 has 55 characters; later versions may append fields."""
 MAX_STATE_CHARACTERS = 512
 """The recommendation requires systems to pass on at least this many characters. A longer state is shortened to this
 length."""
@@ -26,7 +27,7 @@ MAX_STATE_MEMBERS = 32
 """A state with more members is dropped as a whole."""
 
 LARGE_MEMBER_CHARACTERS = 128
-"""If the state is too long, members with more characters than this are dropped first, then the last ones."""
+"""If the state is too long, members with more characters than this are dropped first, then the last members."""
 
 
 def is_well_formed(request_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""All answers to one call: streamed as deltas, or collected in portions between other calls' work."""
+"""All answers to one call: streamed as deltas, or collected in portions, so that other calls can run in between."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
@@ -18,14 +18,14 @@ ChoiceDelta = tuple[int, Delta]
 """The index of the answer, and the delta."""
 
 MAX_VALUES = 3 * 2**20
-"""The most values in one response, over all choices: each token, and each top log-probability.
+"""The most values in one response, over all choices. Each token is a value, and so is each top log-probability.
 
 One answer may fill a context of 131,072 tokens with 20 log-probabilities each. This costs tens of MiB
 (docs/security.md).
 """
 
 PORTION_TOKENS = 128
-"""How many tokens are collected at once. If each token has the most log-probabilities, this takes about a
+"""How many tokens are collected at once. If each token has the maximum number of log-probabilities, this takes about a
 millisecond."""
 
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -118,8 +118,8 @@ async def _put_deltas(
 def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:
     """Raises InvalidRequest if all answers together could contain more than MAX_VALUES values.
 
-    A request without `max_tokens` counts with the whole room after its prompt. `names`: the client's names of fields,
-    by Baton's names.
+    A request without `max_tokens` counts with the whole room after its prompt. `names` maps Baton's names of fields to
+    the client's names.
     """
     num_prompt_values = sum(map(_num_prompt_values, requests))
     num_values = sum(map(_num_values, requests)) + num_prompt_values

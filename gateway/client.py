@@ -29,7 +29,7 @@ KEEPALIVE_TIME_S = 20.0
 `gateway.grpc_min_client_ping_s`, 10 s by default."""
 
 KEEPALIVE_TIMEOUT_S = 10.0
-"""A gateway that has not answered a ping for this time is lost, and with it the calls."""
+"""A gateway that has not answered a ping for this time counts as lost, and its calls fail."""
 
 MAX_RESPONSE_BYTES = 16 * 2**20
 

@@ -41,8 +41,8 @@ class ErrorCodes:
     grpc: StatusCode
     http: HTTPStatus
     openai: str | None = None
-    """OpenAI's `code`, if programs check it or several errors share a status. None: the HTTP status's
-    name."""
+    """OpenAI's `code`, if programs check it or several errors share a status. None: the code for the HTTP status
+    (`OPENAI_CODES` in gateway/http/error_shapes.py, otherwise the status's name)."""
 
     @property
     def is_internal(self) -> bool:

@@ -17,7 +17,7 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     dtype: str
-    """Data type of weights and activations."""
+    """Data type of activations, and of weights that are not quantized."""
     kv_cache_dtype: str
     """Data type of keys and values."""
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)

@@ -57,7 +57,7 @@ class ClientRequest:
     skip_reading_prefix_cache: bool = False
     affinity_key: str | None = None
     max_model_len: int | None = None
-    """The most tokens of prompt and answer; None: as many as the model's context has."""
+    """Prompt and answer together may have at most this many tokens; None: the model's limit."""
     mode: Mode | None = None
     timeout_s: float | None = None
     """None: the client waits without limit."""

@@ -26,7 +26,8 @@ class Caller:
     name: str
     rights: frozenset[Right] = frozenset({Right.GENERATE})
     is_stranger: bool = False
-    """The caller sent no key to a gateway that has keys. Its connections have the least priority."""
+    """The caller sent no key to a gateway that has keys. At the limit of connections, the gateway usually closes the
+    idle connections of strangers first."""
     requests_per_minute: int | None = None
     """Limit at this gateway. None: the caller's key sets no limit."""
     tokens_per_minute: int | None = None
@@ -38,7 +39,7 @@ class Caller:
 
     @property
     def number(self) -> int:
-        """A number for workers, which do not need the name; the same at every gateway."""
+        """Identifies the caller to workers, which do not need its name; the same number at every gateway."""
         return int.from_bytes(blake2b(self.name.encode(errors="surrogatepass"), digest_size=7).digest())
 
     @property

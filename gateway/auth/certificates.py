@@ -27,8 +27,8 @@ class Certificates:
 
 
 def watched_certificates(tls: Tls, clock: Clock) -> Watched[Certificates]:
-    """Watches the files. Raises ConfigError if they cannot be used now. Later, the last usable version stays
-    in use."""
+    """Watches the files. Raises ConfigError if they cannot be used now. If they cannot be used later, the last usable
+    version stays in use."""
     names = (tls.cert_file, tls.key_file, tls.client_ca_file)
     paths = [expanded(name) for name in names if name is not None]
     return Watched(paths, partial(_read_all, tls), clock)

@@ -90,7 +90,7 @@ class Concurrency:
         return None
 
     def end(self, caller: Caller) -> None:
-        """Call once for each request that began."""
+        """Counts one request less. Call this once for each request that began."""
         self._running[caller.name] -= 1
         if not self._running[caller.name]:
             del self._running[caller.name]

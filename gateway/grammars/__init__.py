@@ -1,4 +1,4 @@
-"""Clients' grammars, checked before a worker sees them: their depth, and in another process whether they compile."""
+"""Checks clients' grammars before a worker gets them: their depth and, in a separate process, whether they compile."""
 
 from gateway.grammars.check import GrammarCheck
 from gateway.grammars.process import CompileProcess, process_arguments

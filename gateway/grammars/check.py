@@ -2,7 +2,7 @@
 
     known text         gets its earlier verdict at once
     too deep           is refused before it is compiled
-    everything else    is compiled, one text at a time; callers take turns by the time that their texts took
+    everything else    is compiled, one text at a time; callers share this time fairly
 
 A text that ended the process, or took too long, is refused from then on. The latest verdicts are kept.
 """
@@ -90,7 +90,7 @@ class GrammarCheck:
         self._queue = FairTurns[str, GrammarTrial]()
         self._number = 0
         self._sent: deque[GrammarTrial] = deque(maxlen=2)
-        """The latest grammars sent to the process. A grammar may still end the process after the process reported
+        """The latest grammars sent to the process. A grammar may still end its fork after the fork reported
         success."""
         self._running: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -116,8 +116,8 @@ class GrammarCheck:
             raise error
 
     async def warm_up(self) -> None:
-        """Starts the process, so that the first grammar does not wait for it. If the start fails, the first
-        grammar starts it again."""
+        """Starts the process, so that the first grammar does not wait for it. If the start fails, the first grammar
+        starts the process."""
         with contextlib.suppress(OSError):
             await self._running_process()
 

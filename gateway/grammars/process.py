@@ -67,7 +67,7 @@ class CompileProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Ends the process, and waits for its end. `on_end` is called as after every end."""
+        """Ends the process, and waits for its end. `on_end` is called, as after every end of the process."""
         if self._process is None:
             return
         assert self._process.stdin is not None

@@ -1,4 +1,4 @@
-"""The access log: one line for each finished request, with its caller, outcome and duration."""
+"""The access log: one line for each request that has ended, with its caller, outcome and duration."""
 
 import logging
 

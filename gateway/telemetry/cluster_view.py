@@ -46,7 +46,7 @@ class ClusterView:
         self._version = baton_version()
 
     async def ask_controller(self) -> None:
-        """Waits at most one second for the controller's answer; not at all if the latest one is recent."""
+        """Waits at most one second for the controller's answer; not at all if the latest answer is recent."""
         if asking := self._controller.begin_to_ask():
             await asyncio.wait([asking])
 

@@ -1,4 +1,4 @@
-"""LiveFeed: makes one snapshot of the cluster per second, shared by all viewers; without viewers, none."""
+"""LiveFeed: while there are viewers, makes one snapshot of the cluster per second, which all viewers share."""
 
 import asyncio
 from collections.abc import AsyncGenerator

@@ -1,4 +1,4 @@
-"""Tracing: exports finished requests as OpenTelemetry spans, to a collector that speaks OTLP over HTTP.
+"""Tracing: exports ended requests as OpenTelemetry spans, to a collector that speaks OTLP over HTTP.
 
 Spans are made from a request's record after the request has ended, so tracing delays no token. All times are
 on the gateway's clock. A worker reports durations, and offsets from the moment when it received a request.

@@ -23,8 +23,8 @@ class TokenizerPool:
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, max_waiting: int) -> None:
         """Refuses a text without tokenizing it if it cannot fit into `max_tokens` tokens, even with the longest tokens.
-        Up to `max_waiting` texts, and as many conversations, may wait. If there are more, the pool refuses those of the
-        caller with the most waiting ones.
+        Up to `max_waiting` texts, and as many conversations, may wait. If one more comes, the pool refuses the latest
+        text (or conversation) of the caller for which the most wait.
         """
         self.tokenizer = tokenizer
         self.max_characters = max_tokens * tokenizer.longest_token

@@ -26,7 +26,7 @@ NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 _NOTHING = 0
 """The state of StopStrings after a text whose end is not the beginning of any stop string."""
 _WHOLE = 2**32 - 2
-"""A stop string was found."""
+"""The state after a text that ends with a stop string."""
 _UNKNOWN = 2**32 - 1
 
 

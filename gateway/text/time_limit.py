@@ -9,7 +9,8 @@ T = TypeVar("T")
 
 
 class _TookTooLong(BaseException):
-    """A BaseException, so that handlers of Exception in the code do not catch it."""
+    """Ends code that runs too long. It is a BaseException, so that handlers of Exception in this code do not catch
+    it."""
 
 
 def run_within(timeout_s: float, work: Callable[[], T]) -> T:

@@ -70,7 +70,7 @@ class Tokenizer:
         return template.get("tool_use", template.get("default")) if isinstance(template, dict) else template
 
     def files(self) -> dict[str, bytes]:
-        """The files of the same tokenizer, by name: `tokenizer.json`, its configuration and template."""
+        """The tokenizer's files, by name: `tokenizer.json`, its configuration and template."""
         with TemporaryDirectory() as folder:
             self._tokenizer.save_pretrained(folder)
             return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
@@ -81,7 +81,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids; by default with the special tokens that the model expects around a text."""
-        # Only for batches does the library release the interpreter lock, so that other threads can run.
+        # The library releases the interpreter lock only for batches; then other threads can run.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
@@ -104,8 +104,8 @@ class Tokenizer:
         Some templates refuse what agents send, such as system messages in mid-conversation. Then messages are joined
         until the template accepts them.
 
-        The template is a program by the model's author; it runs in transformers' sandbox. Its exceptions
-        become an InvalidRequest that names `chat`. The calling code must limit its time.
+        The template is a program by the model's author; it runs in transformers' sandbox. The template's exceptions
+        become an InvalidRequest that names `chat`. The calling code must limit the template's time.
         """
         if self.answer_format is None:
             raise InvalidRequest(

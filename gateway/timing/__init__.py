@@ -1,1 +1,1 @@
-"""Where the time of a request went, and how fast the latest answers were; knows no clock of its own."""
+"""How long the parts of a request took, and how fast the latest answers were; has no clock of its own."""

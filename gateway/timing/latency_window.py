@@ -31,7 +31,7 @@ class _Slice:
     bins: NDArray[np.int64] | None = None
     """`ttft` and `itl` as rows of one array; cached when a finished slice is read for the first time."""
     summary: "Second | None" = None
-    """The slice's summary, cached at the same time."""
+    """The slice's summary, cached when a finished slice is read for the first time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Where a request's time went: until the first token, then until the second, and in each stage; pure.
+"""How long the parts of a request took: until the first token, then until the second, and in each stage; pure.
 
 The clocks of two machines are never compared. Workers report durations. The gateway measures longer durations
 that contain them, and counts the difference, which includes the network, as its own time.
@@ -17,7 +17,7 @@ from gateway.timing.latency_window import LatencyWindow
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where a request's time went, in seconds; see Timing in generation_service.proto."""
+    """How long a request and its parts took, in seconds; see Timing in generation_service.proto."""
 
     ttft_s: float
     itl_s: tuple[float, ...]
@@ -74,7 +74,8 @@ class HandoverParts:
     """From the end of the prefill until the decode worker had all blocks. The rest of the transfer overlapped
     with the prefill."""
     first_step_s: float
-    """From then on, until the decode worker sampled a token, including the wait for a place in its batch."""
+    """From the arrival of all blocks until the decode worker sampled a token, including the wait for a place in its
+    batch."""
     gateway_s: float
     """The network, and time that no worker reported."""
 
@@ -95,7 +96,7 @@ class RequestTimes:
         self._first_placement: Placement | None = None
         """The placement of the attempt that brought the first token; until then, of the latest attempt."""
         self._first_stages: dict[str, StageTimes] = {}
-        """Stages of the same attempt, by worker."""
+        """Stages of the attempt that `_first_placement` belongs to, by worker."""
         self._stages: dict[str, StageTimes] = {}
         """Stages of the latest attempt, by worker."""
         self._attempt = 0

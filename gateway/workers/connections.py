@@ -100,7 +100,7 @@ class WorkerConnections:
     async def wait_for_worker(self, name: str) -> None:
         """Returns at the worker's first heartbeat, or when the worker is lost or unknown.
 
-        Raises WorkerUnavailable if gateway and worker refuse each other, since waiting does not end this.
+        Raises WorkerUnavailable if gateway and worker refuse each other, since waiting would not change this.
         """
         if client := self.client(name):
             await client.first_sign.wait()

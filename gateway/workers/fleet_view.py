@@ -21,7 +21,8 @@ _WITHOUT_PROCESS = {
     ReplicaState.BACKING_OFF,
     ReplicaState.CRASH_LOOP,
 }
-"""States that only the controller knows. To the gateway, such a worker is only silent."""
+"""States of the controller that replace the gateway's own state of a worker that it cannot reach. By itself, the
+gateway would show `dead` or `starting`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,9 @@ from gateway.workers.worker_listener import UNCOUNTED, LossCause, WorkerListener
 logger = logging.getLogger(__name__)
 
 MAX_FRAMES_AT_ONCE = 32
-"""Frames read at once."""
+"""At most this many frames are read at once."""
 OUTPUTS_AT_ONCE = 16
-"""Outputs handled in one turn. This takes about 1 ms, or 10 ms with all log-probabilities."""
+"""At most this many outputs are handled in one turn. This takes about 1 ms, or 10 ms with all log-probabilities."""
 
 READING_S = 0.05
 """Time to read pending input before a worker counts as silent."""
