@@ -126,7 +126,7 @@ class GatewayClient:
             ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),
             # Without this, gRPC may need up to two minutes to reconnect to a gateway that restarted.
             ("grpc.max_reconnect_backoff_ms", 2_000),
-            # Without these, a call waits for ever for a gateway that is stopped, or whose host is gone.
+            # Without these options, a call waits forever if the gateway is stopped or its host is gone.
             ("grpc.keepalive_time_ms", round(KEEPALIVE_TIME_S * 1000)),
             ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
             ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),

@@ -175,7 +175,8 @@ class ArgumentTags:
 
     def _is_plain(self, schema: Mapping[str, Any]) -> bool:
         """Whether a value is written without quotes: any string, or one of several listed strings."""
-        if not _NOT_PLAIN.isdisjoint(schema) or schema.get("format") in tuple(FORMATS):  # it may be a list
+        # A tuple is searched, as a `format` that is a list could not be looked up in a frozenset.
+        if not _NOT_PLAIN.isdisjoint(schema) or schema.get("format") in tuple(FORMATS):
             return False
         if "enum" in schema:
             values = schema["enum"]
@@ -223,7 +224,7 @@ def _spaced(value: object) -> str:
         return ""
     try:
         source.encode()
-    except UnicodeEncodeError:  # half a pair of surrogates, which only an escape can express
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can express
         return json.dumps(value)
     return source
 

@@ -118,8 +118,8 @@ def checked_response_format(response_format: StructuredOutput) -> StructuredOutp
 
 
 def _short_json(schema: object) -> str:
-    """JSON without escapes for characters beyond ASCII, which could make it too long. Raises ValueError for half a pair
-    of surrogates, which only an escape can express."""
+    """JSON without escapes for characters beyond ASCII, which could make it too long. Raises ValueError for half of a
+    surrogate pair, which only an escape can express."""
     source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
     source.encode()
     return source

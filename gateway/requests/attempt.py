@@ -206,7 +206,7 @@ class Attempt:
         """
         is_prefill = worker == self.placement.prefill
         if is_prefill and self._is_decoding:
-            self.open_workers.discard(worker)  # only its report of the hand-over is missing
+            self.open_workers.discard(worker)  # all that it had yet to send was its report of the hand-over
             return None
         # A prefill worker whose request has ended is still needed until the decode worker has sent an output.
         if worker not in self.open_workers and not is_prefill:

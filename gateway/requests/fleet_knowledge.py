@@ -28,7 +28,7 @@ class FleetKnowledge:
 
     def on_report(self, status: WorkerStatus, now: float) -> None:
         if self._router.role_of(status.ref.name) not in (None, status.role):
-            self.avoided_pairs.forget(status.ref.name)  # it has other pairs now
+            self.avoided_pairs.forget(status.ref.name)  # with its new role, it belongs to other pairs
         self._router.on_status(self._without_old_step(status, now))
         self.prefill_times.on_rate(status.ref.name, status.load.prefill_tokens_per_s, now)
 

@@ -253,7 +253,7 @@ class GatewayMetrics:
         for verdict in VERDICTS:
             self._grammars.labels(verdict)
         for error, api in product((INTERNAL_ERROR, KeysUnavailable.__name__), ("grpc", "http")):
-            self._call_errors.add(0, api, error, "")  # at 0, so that an alert sees the first
+            self._call_errors.add(0, api, error, "")  # starts at 0, so that an alert sees the first error
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(exposition.PREFIX + name, meaning, labels, registry=self.registry)
