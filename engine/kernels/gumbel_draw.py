@@ -91,9 +91,8 @@ def _gumbel_draw_kernel(  # type: ignore[no-untyped-def]
         best = tl.full([], float("-inf"), tl.float32)
         token = part * CHUNKS_PER_PART * CHUNK
         best_score = to_score(tl.max(chunk_max_C, 0), row_max, temperature)
-        value_to_beat = gumbel_noise(
-            tl.load(tokens_ptr + row), key_0, key_1
-        )  # score + noise of the likeliest token, whose score is 0
+        # Score + noise of the likeliest token, whose score is 0.
+        value_to_beat = gumbel_noise(tl.load(tokens_ptr + row), key_0, key_1)
         if best_score + _MAX_NOISE >= value_to_beat:
             processed_row = load_field(params_ptr, row, PROCESSED_ROW)
             tokens_CX = chunks_C[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]

@@ -215,9 +215,8 @@ class IncomingTransfer:
     def is_complete(self) -> bool:
         if self.end is None or len(self.verified) != len(self.targets):
             return False
-        return self.end.version >= max(
-            self.verified.values(), default=0
-        )  # a smaller version: End of an earlier load
+        # With a smaller version, this is the End of an earlier load.
+        return self.end.version >= max(self.verified.values(), default=0)
 
     @property
     def num_valid_tokens(self) -> int:

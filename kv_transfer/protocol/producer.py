@@ -163,9 +163,7 @@ class Producer:
         if transfer.peer and not transfer.is_cancelled:
             effects = [Send(transfer.peer, farewell)]
         self._count_end(transfer, "kv_sends_aborted", reason)
-        if (
-            not transfer.is_cancelled
-        ):  # otherwise the transfer ended earlier, and our engine only frees its blocks
+        if not transfer.is_cancelled:  # a cancelled one ended earlier, and our engine only frees its blocks
             transfer.is_needed = not is_unneeded
         self._remember(transfer, farewell)
         return effects + self._forget(transfer)
