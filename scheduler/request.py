@@ -204,7 +204,7 @@ class Request:
         """While preempted: host blocks with the KV of its first `num_computed_tokens` tokens; written by
         SwapSpace."""
         self.queue_key: QueueKey = ()
-        """Its place in the queue; written by the queue's order."""
+        """Its place in the queue: a key of `Order`, written by Admission and Preemption."""
         self.first_token: FirstToken | None = None
         """The first new token of a hand-over: sampled here on the producer, received here on the consumer."""
 

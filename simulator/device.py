@@ -234,7 +234,7 @@ class SimRunner:
             blocks, _ = self._slots(known, group, start, end)
             if both := loading & set(blocks.tolist()):
                 written = f"{self._name}: a step and a load both write {sorted(both)}"
-                self._world.violate("blocks to be written are kept", written)
+                self._world.violate("blocks that may still be written are not free", written)
 
     def _reads_from(self, group: int, start: int) -> int:
         """The first position that tokens from `start` on attend to."""

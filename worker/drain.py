@@ -29,9 +29,9 @@ class DrainStage(Enum):
     """The stages of a drain. New requests are refused in all of them."""
 
     FINISHING = "finishing"
-    """Requests may end by themselves."""
+    """Requests have time to end by themselves."""
     ENDING = "ending"
-    """No request remains; transfers and leases may end."""
+    """All requests have ended or were given back. The drain waits for the end of transfers and leases."""
     OVER = "over"
 
 

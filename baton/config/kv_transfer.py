@@ -23,8 +23,9 @@ class KVTransferConfig(Section):
     """A peer that answers no heartbeats for this long counts as lost, and its loads fail. A peer that normally answers
     without long pauses counts as lost after 2/5 of this time."""
     load_failure_policy: Literal["retry", "recompute", "fail"] = "retry"
-    """What happens if a prompt's KV does not arrive. `retry`: another prefill worker computes it or, without one, the
-    decode worker. `recompute`: the decode worker computes it. `fail`: the request fails."""
+    """What happens if a prompt's KV does not arrive. `retry`: another prefill worker computes it. After several
+    failures, or without a prefill worker, a decode worker does. `recompute`: the decode worker computes it. `fail`: the
+    request fails."""
     max_inflight_mib: int = Field(64, ge=1)
     """Bytes that may be on their way to one peer without acknowledgement; with `cuda_ipc` at least 512 MiB."""
     checksum: Literal["auto", "on", "off"] = "auto"

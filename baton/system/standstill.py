@@ -27,7 +27,8 @@ class Standstill:
 
     `pace_s` should be a fraction of the measured limit, and longer than one turn of a busy observer; then real
     silence is noticed as early as without this class. After a gap, an observer first reads what has arrived and then
-    judges. The rest of the limit is left for messages still on their way.
+    judges. The gap used up only one `pace_s` of the limit, so messages that are still on their way may arrive in the
+    rest.
     """
 
     def __init__(self, pace_s: float) -> None:

@@ -58,7 +58,11 @@ class FollowingGateway:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Service:
-        """Returns once a decode worker serves and all serving workers are connected; ClusterError if late."""
+        """Returns once a decode worker serves, and each serving worker is connected or lost.
+
+        ClusterError if no decode worker serves in time; WorkerUnavailable if a worker and this gateway refuse each
+        other.
+        """
         gateway = self._gateway
         settle()  # takes half a second, so call it before clients can connect
         await gateway.start()

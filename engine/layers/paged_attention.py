@@ -57,8 +57,8 @@ class _PrefillPlan:
     rows: slice
     num_keys: int
     block_rows: torch.Tensor | None
-    """The pool's rows with the chunk's keys and values; None if the chunk begins the request, and needs only those of
-    this step."""
+    """The pool's rows with the keys and values of the context up to the chunk's end. None if the chunk begins the
+    request: then the context is the chunk itself, whose keys and values are those of this step."""
     attend: dict[int | None, ChunkAttention]
     """The chunk's attention, by window."""
 

@@ -247,7 +247,7 @@ def _check_blocks_to_write(worker: Worker) -> None:
         table = kv._tables.get(request_id)
         held = {block.block_id for block in (table.blocks if table else kv._quarantined.get(request_id, ()))}
         expect(
-            "blocks to be written are kept",
+            "blocks that may still be written are not free",
             block_ids <= held,
             f"{worker.incarnation}: {request_id} gave up {sorted(block_ids - held)}",
         )
@@ -255,7 +255,7 @@ def _check_blocks_to_write(worker: Worker) -> None:
     for reader in worker.readers.values():
         read_into = reader.blocks_under_way()
         expect(
-            "blocks to be written are kept",
+            "blocks that may still be written are not free",
             read_into <= is_kept,
             f"{worker.incarnation}: {reader.name} still writes {sorted(read_into - is_kept)}",
         )

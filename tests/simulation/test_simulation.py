@@ -138,7 +138,7 @@ def test_a_block_that_is_still_to_be_written_is_missed_at_once(name: str, seed: 
     with PLANTED[name]():
         violation = play(seed).violation
     assert violation is not None
-    assert violation.invariant == "blocks to be written are kept"
+    assert violation.invariant == "blocks that may still be written are not free"
 
 
 @pytest.mark.parametrize("seed", range(GREEDY_SEED, 3 * GREEDY_EVERY, GREEDY_EVERY))

@@ -136,7 +136,7 @@ class ChatMessageAnswer:
 
     role: Literal["assistant"]
     content: str | None
-    """Null if the message consists of calls only."""
+    """Null if the message has calls and no text."""
     refusal: None = None
     reasoning_content: Optional[str] = None
     reasoning: Optional[str] = None
