@@ -46,7 +46,8 @@ class Leases:
             self._last_sign_at[key.transfer_id, key.attempt] = self._running()
 
     def check(self, num_expired: int, freed: list[KVTransferParams]) -> None:
-        """`num_expired`: leases that ended because of silence. `freed`: all hand-overs that have ended."""
+        """Both are about the time since the last check. `num_expired`: leases that ended because of silence. `freed`:
+        all hand-overs that have ended."""
         now = self._running()
         signs_at = [self._last_sign_at.pop((each.transfer_id, each.attempt), now) for each in freed]
         num_silent = sum(now - when >= LEAST * self._lease_s for when in signs_at)

@@ -131,8 +131,8 @@ class Backend(Protocol):
     ) -> MixtureLayer:
         """A mixture of `experts`, which are read one after another. `linear` makes the experts' projections.
 
-        `own_experts`: the numbers of `experts`; other ranks have the remaining experts. The result is the sum over
-        those of a row's experts that are on this rank; zeros if none of them is.
+        `own_experts`: the indices of `experts` among all experts of the layer; other ranks have the remaining experts.
+        The result is the sum over those of a row's experts that are on this rank; zeros if none of them is.
         """
         ...
 

@@ -28,7 +28,7 @@ class TritonMixture:
     def __init__(
         self, choice: ExpertChoice, experts: Iterable[Expert], own_experts: range, *, is_fp8: bool
     ) -> None:
-        """`own_experts`: the numbers of `experts`."""
+        """`own_experts`: the indices of `experts` among all experts of the layer."""
         self._choice = choice
         gate_up = _Stack(len(own_experts), is_fp8=is_fp8)
         down = _Stack(len(own_experts), is_fp8=is_fp8)

@@ -1,8 +1,8 @@
 """GgufWeights: a GGUF file's tensors by their Hugging Face names, memory-mapped; knows no architecture.
 
-One tensor has the same matrix of all experts of a layer. Here each expert's part is a tensor of its own:
-`blk.3.ffn_up_exps.7.weight` is a part of `blk.3.ffn_up_exps.weight`. Older files of Mixtral already have a tensor for
-each expert, such as `blk.3.ffn_up.7.weight`.
+In a file, one tensor has a matrix, such as `ffn_up`, of all experts of a layer. This module names each expert's part
+as if it were a tensor of its own: `blk.3.ffn_up_exps.7.weight` is a part of `blk.3.ffn_up_exps.weight`. Older files of
+Mixtral already have a tensor for each expert, such as `blk.3.ffn_up.7.weight`.
 gpt-oss has one projection with gates and ups in turns; its GGUF files have a tensor of gates and one of ups.
 
 llama.cpp rotates pairs of neighbouring numbers of a head; Hugging Face rotates pairs of numbers half a head

@@ -87,7 +87,7 @@ class LoadedModel:
 
     @property
     def layer_groups(self) -> LayerGroups:
-        """Which layers share the blocks of the pool."""
+        """Which layers form which KV group. The layers of a group have their KV in the same blocks."""
         return group_layers(self.architecture.sliding_windows, self.architecture.max_position_embeddings)
 
     def kv_block_shape(self, block_size: int) -> KVBlockShape:

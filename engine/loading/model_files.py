@@ -52,7 +52,8 @@ def gguf_files(paths: Collection[str]) -> list[str]:
 def gguf_file(paths: Collection[str], wanted: str | None, model: str) -> str:
     """The one GGUF file of `paths` that matches `wanted`: a quantization, a file's name, or a pattern.
 
-    ModelError if no file or more than one file matches; it proposes what to write after `model`.
+    ModelError if there is no such file, if several match, or if the file is one of several parts. If there are GGUF
+    files to choose from, the message proposes a name that works, such as `MODEL:Q4_K_M`.
     """
     found = gguf_files(paths)
     if not found:

@@ -65,7 +65,8 @@ class QueueEntry(Generic[T]):
     num_placed_then: int = 0
     """How many entries the queue had placed when its patience began."""
     lost_workers_at: float = -math.inf
-    """When a try last found that no worker can run the entry any more, if that was after its patience began."""
+    """When the entry last lost its workers: a try found that no worker can run it, unlike the try before. -inf: not
+    since the entry's patience began."""
 
     @property
     def goes_first(self) -> bool:

@@ -1,4 +1,4 @@
-"""OpenRequests: the requests whose streams have not ended, and a look-up by the callers' ids; pure."""
+"""OpenRequests: the requests whose streams have not ended, and a look-up by the caller and the id of its call; pure."""
 
 from collections.abc import Iterator
 

@@ -100,8 +100,9 @@ def peers_of(
 ) -> range:
     """The other worker's ranks that this rank exchanges KV with.
 
-    These ranks have some of its heads. Where each rank has everything, a consumer's rank receives everything from
-    one rank of the producer. So if the producer has more ranks, some of them have no peer.
+    These ranks have some of its heads. If `num_heads` is None, each rank has the whole KV (latents). Then each rank of
+    the consumer receives all of it from one rank of the producer. If the producer has more ranks, some of them have no
+    peer.
     """
     is_divided = num_heads is not None
     if num_peer_ranks >= num_ranks:
