@@ -200,7 +200,8 @@ class Worker(Process):
                 if suspect := self.suspects.release(gateway, request_id):
                     self.submit(gateway, suspect)
             case AbortRequests(request_ids):
-                self._drop_suspects(gateway, request_ids)
+                if last_outputs := self._drop_suspects(gateway, request_ids):
+                    self._send(gateway, last_outputs)
                 self.abort(gateway, request_ids)
 
     def lose_gateway(self, gateway: str) -> None:
@@ -304,10 +305,12 @@ class Worker(Process):
         if self.suspects.end_turns(outputs, self._world.now):
             self._beat(self)
 
-    def _drop_suspects(self, gateway: str, request_ids: tuple[str, ...] | None = None) -> None:
-        if self.suspects.drop(gateway, request_ids, self._world.now):
+    def _drop_suspects(self, gateway: str, request_ids: tuple[str, ...] | None = None) -> list[RequestOutput]:
+        last_outputs = self.suspects.drop(gateway, request_ids, self._world.now)
+        if last_outputs:
             self._world.counts["path held suspect dropped"] += 1
             self._beat(self)
+        return last_outputs
 
     def _step_duration_s(self) -> float:
         return self.slowness * self._world.between(*self.spec.step_s)

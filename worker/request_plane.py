@@ -244,7 +244,8 @@ class RequestServer:
                 if suspect := self._suspects.release(_client_id(peer), request_id):
                     self._engine.submit(_client_id(peer), suspect)
             case AbortRequests(request_ids):
-                self._drop_suspects(peer, request_ids)
+                if last_outputs := self._drop_suspects(peer, request_ids):
+                    self.send(_client_id(peer), last_outputs)
                 self._engine.abort(_client_id(peer), request_ids)
             case SubscribeKVEvents():
                 self._engine.subscribe_kv_events(_client_id(peer))
@@ -257,9 +258,12 @@ class RequestServer:
         else:
             self._beat()
 
-    def _drop_suspects(self, peer: bytes, request_ids: tuple[str, ...] | None = None) -> None:
-        if self._suspects.drop(_client_id(peer), request_ids, self._running_s()):
+    def _drop_suspects(self, peer: bytes, request_ids: tuple[str, ...] | None = None) -> list[RequestOutput]:
+        """Ends held suspects, which the engine does not know. Returns their last outputs."""
+        last_outputs = self._suspects.drop(_client_id(peer), request_ids, self._running_s())
+        if last_outputs:
             self._is_beat_due.set()  # another suspect may wait for its turn
+        return last_outputs
 
     def _refuse(self, peer: bytes, version: int) -> None:
         """Opens no session for a gateway of another version; sends it a heartbeat that tells our version."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.errors import Overloaded
-from baton.request import SUSPECT_TURN_S, EngineRequest, RequestOutput
+from baton.request import SUSPECT_TURN_S, EngineRequest, FinishReason, RequestOutput
 from worker.client_requests import refusal
 
 RESERVED_S = 1.0
@@ -74,21 +74,24 @@ class SuspectTurns:
         held, turn.held = turn.held, None
         return held
 
-    def drop(self, client_id: str, request_ids: Iterable[str] | None, now: float) -> bool:
-        """Ends the turns of these held suspects of the client (None: of all). Returns whether there were any.
+    def drop(self, client_id: str, request_ids: Iterable[str] | None, now: float) -> list[RequestOutput]:
+        """Ends these held suspects of the client (None: all), and their turns. Returns their last outputs.
 
-        The turns of suspects that run end with their last outputs.
+        Suspects that run, and their turns, end with their last outputs, which the engine produces.
         """
         dropped = [
-            request_id
+            (request_id, len(turn.held.output_token_ids))
             for request_id, turn in self._turns.items()
             if turn.held is not None
             and turn.client_id == client_id
             and (request_ids is None or request_id in request_ids)
         ]
-        for request_id in dropped:
+        for request_id, _ in dropped:
             self.conclude(request_id, now)
-        return bool(dropped)
+        return [
+            RequestOutput(request_id, num_output_tokens, finish_reason=FinishReason.ABORT)
+            for request_id, num_output_tokens in dropped
+        ]
 
     def conclude(self, request_id: str, now: float) -> None:
         """Ends the turn of a suspect that has ended, or whose answer has grown."""

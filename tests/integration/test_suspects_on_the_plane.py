@@ -80,6 +80,15 @@ def test_c56_a_turn_ends_when_its_held_suspect_is_aborted(plane: Plane) -> None:
     assert received == [("abort", client_id, ("r",)), ("submit", client_id, BYSTANDER)]
 
 
+def test_c51_a_held_suspect_ends_when_it_is_aborted(plane: Plane) -> None:
+    """Its gateway may wait for this end: the decode worker has reported that the prompt did not arrive."""
+    plane.gateway.send(SubmitRequest(replace(SUSPECT, output_token_ids=(7, 8)), 2))
+    plane.gateway.wait_for_suspects("r")
+    plane.gateway.send(AbortRequests(("r",), 2))
+    end = RequestOutput(request_id="r", first_position=2, finish_reason=FinishReason.ABORT)
+    assert plane.gateway.receive_outputs().outputs == (end,)
+
+
 def test_c56_a_turn_ends_when_the_gateway_of_its_held_suspect_leaves(plane: Plane) -> None:
     plane.gateway.send(SubmitRequest(SUSPECT, 2))
     plane.other.wait_for_suspects("r")
