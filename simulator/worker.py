@@ -282,6 +282,7 @@ class Worker(Process):
             self.requests.admit(gateway, request, self.role)
         except RequestError as error:
             self._world.counts[f"path {type(error).__name__}"] += 1
+            self.requests.decline(request)
             self._send(gateway, [refusal(request.request_id, error)])
 
     def _end_overdue(self) -> None:

@@ -48,6 +48,11 @@ class ClientRequests:
         if request.timeout_s is not None:
             heapq.heappush(self._deadlines, (self._clock.now() + request.timeout_s, request.request_id))
 
+    def decline(self, request: EngineRequest) -> None:
+        """Call it for a request that was refused. If its id is in use, the request that uses the id is not affected."""
+        if request.request_id not in self._clients:
+            self._core.decline(request)
+
     def abort(self, client_id: str, request_ids: Iterable[str]) -> ClientOutputs:
         """Ends these requests of this client, in this order; other clients' requests are not affected."""
         own = [request_id for request_id in request_ids if self._clients.get(request_id) == client_id]

@@ -18,6 +18,7 @@ from itertools import chain
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest
+from baton.kv import TransferRole
 from baton.request import EngineRequest
 from baton.step import (
     NON_FINITE,
@@ -31,7 +32,8 @@ from baton.system.progress import Progress
 from baton.worker import WorkerLoad
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import DeviceLostError, Pipeline, StepResult
-from kv_transfer import BlockMover
+from kv_transfer import BlockMover, KVConnectorMetadata
+from kv_transfer.commands import AbortLoad, BeginLoad
 from scheduler import Request, RequestStatus, Scheduler
 from worker.device_check import DeviceHealth, fault_of_device
 from worker.load import LoadMeter
@@ -155,6 +157,15 @@ class EngineCore:
         if request.sampling_params.structured_output is not None:
             self._grammars.compile(request.sampling_params.structured_output, request.caller)
         self._stages.arrived(request.request_id, client_id)
+
+    def decline(self, request: EngineRequest) -> None:
+        """The request was refused: notifies its prefill worker that the prompt will not be loaded."""
+        request_id, transfer = request.request_id, request.kv_transfer
+        if transfer is not None and transfer.role is TransferRole.CONSUMER:
+            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+            begin = BeginLoad(request_id, transfer, num_tokens)
+            abort = AbortLoad(request_id, "the decode worker refused the request")
+            self._connector.send_commands(KVConnectorMetadata((begin, abort), (), ()))
 
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus, error: str | None = None

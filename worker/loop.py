@@ -213,6 +213,7 @@ class EngineLoop:
                 raise Overloaded(f"this worker {self._drain_state.doing}", 1.0)
             self._requests.admit(client_id, request, self._role)
         except RequestError as error:
+            self._requests.decline(request)
             self._outbox.send(client_id, [refusal(request.request_id, error)])
 
     def _abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:

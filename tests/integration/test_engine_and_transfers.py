@@ -11,7 +11,7 @@ import numpy as np
 from baton.clock import SystemClock
 from baton.config import KVTransferConfig
 from baton.kv import PROTOCOL_VERSION, KVFingerprint, KVTransferParams, TransferRole, WorkerRef
-from baton.request import FinishReason
+from baton.request import ErrorKind, FinishReason
 from baton.step import SchedulerOutput
 from baton.transfer import TransferEventKind
 from decode_worker import DecodeRole
@@ -98,6 +98,24 @@ def test_c42_an_engine_that_dies_releases_the_consumers_of_its_prompts() -> None
         dies.set()
         end = consumer.until_finished("loads")
         assert end.finish_reason is FinishReason.LENGTH, "it was computed here, as on_failure says"
+
+
+def test_c39_a_decode_worker_that_refuses_a_request_releases_its_prompt() -> None:
+    """The worker changed its role when the request was on its way, and the prompt was computed before the refusal."""
+    refusing = running_worker(PrefillRole(9), LONG_S, incarnation="consumer")
+    producing = running_worker(PrefillRole(9), LONG_S, incarnation="producer")
+    with producing as producer, refusing as consumer:
+        produced, loaded = both_ends(producer.ref, consumer.ref)
+        producer.loop.submit("gateway", make_engine_request("gives", 40, kv_transfer=produced))
+        assert producer.until_finished("gives").finish_reason is FinishReason.HANDED_OVER
+        consumer.loop.submit("gateway", make_engine_request("loads", 40, kv_transfer=loaded))
+        assert consumer.until_finished("loads").error_kind is ErrorKind.OVERLOADED
+        report = producer.next_output()[1].stage_times
+        assert report is not None
+        (transfer,) = report.transfers
+        assert transfer.events[-1].kind is TransferEventKind.NOT_NEEDED
+        assert transfer.reason == "the decode worker refused the request"
+        wait_until(lambda: producer.loop.snapshot.kv_blocks.free == NUM_BLOCKS - 1)
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float = SLACK_S) -> None:

@@ -4,12 +4,17 @@ import pytest
 
 from baton.clock import VirtualClock
 from baton.errors import InvalidRequest
+from baton.kv import WorkerRef
 from baton.request import FinishReason
 from decode_worker import DecodeRole
-from tests.factories.engine import make_core, make_engine_request
+from kv_transfer.commands import AbortLoad, BeginLoad
+from tests.factories.engine import FakeBlockMover, make_core, make_engine_request
+from tests.factories.hand_overs import both_ends
 from worker.client_requests import ClientRequests
 
 ROLE = DecodeRole(100)
+PREFILL = WorkerRef("p0", "incarnation-1", ("tcp://127.0.0.1:1",), 16)
+DECODE = WorkerRef("d0", "incarnation-2", ("tcp://127.0.0.1:2",), 16)
 
 
 def test_an_id_in_use_is_refused_whichever_client_asks() -> None:
@@ -18,6 +23,20 @@ def test_an_id_in_use_is_refused_whichever_client_asks() -> None:
     with pytest.raises(InvalidRequest, match="r is in use"):
         requests.admit("b", make_engine_request("r"), ROLE)
     assert (requests.of_client("a"), requests.of_client("b")) == (("r",), ())
+
+
+def test_a_refusal_for_an_id_in_use_does_not_end_the_hand_over_of_the_request_that_uses_it() -> None:
+    connector = FakeBlockMover()
+    requests = ClientRequests(make_core(connector=connector), VirtualClock())
+    _, loaded = both_ends(PREFILL, DECODE)
+    request = make_engine_request("r", kv_transfer=loaded)
+    requests.admit("a", request, ROLE)
+    requests.decline(request)
+    assert connector.commands == []
+    requests.decline(make_engine_request("other", num_tokens=10, kv_transfer=loaded, output_token_ids=(7,)))
+    begin, abort = connector.commands
+    assert begin == BeginLoad("other", loaded, 11)
+    assert isinstance(abort, AbortLoad)
 
 
 def test_requests_end_in_the_order_of_the_call_and_only_for_their_own_client() -> None:
