@@ -90,6 +90,8 @@ class Attempt:
     failure: AttemptFailure | None = None
     open_workers: set[str] = field(init=False)
     """Workers whose sub-request is open."""
+    is_prefill_lost: bool = False
+    """The prefill worker was lost during the attempt, even if it has returned since."""
     _is_decoding: bool = False
     """The decode worker has sent an output, so the attempt no longer needs the prefill worker."""
     _has_prefilled: bool = False
@@ -205,6 +207,7 @@ class Attempt:
         If the worker left as planned, the request arrived too late to be refused. It then counts as given back.
         """
         is_prefill = worker == self.placement.prefill
+        self.is_prefill_lost |= is_prefill
         if is_prefill and self._is_decoding:
             self.open_workers.discard(worker)  # all that it had yet to send was its report of the hand-over
             return None

@@ -70,7 +70,7 @@ class FleetKnowledge:
         prefill, _ = pair
         if transfer.is_link_failure:
             worker = self._router.ready_worker(prefill)
-            if worker is None or worker.status.ref != attempt.refs[prefill]:
+            if attempt.is_prefill_lost or worker is None or worker.status.ref != attempt.refs[prefill]:
                 return  # the worker was lost meanwhile, which explains the failure
             self.avoided_pairs.failed(pair, attempt.began_at, transfer.reason, now)
         elif transfer.at(TransferEventKind.VERIFIED) is not None:

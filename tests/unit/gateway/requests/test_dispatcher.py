@@ -213,15 +213,20 @@ def test_c42_a_worker_in_a_new_role_has_other_pairs() -> None:
     assert len(dispatcher.avoided_pairs) == 0
 
 
-@pytest.mark.parametrize("returns", [False, True])
-def test_c42_a_link_that_failed_since_its_prefill_worker_was_lost_is_not_blamed(returns: bool) -> None:
-    """The decode worker computes the prompt itself, so its report comes after the loss, or after the restart."""
+@pytest.mark.parametrize("returns_as", [None, "the next incarnation", "the same incarnation"])
+def test_c42_a_link_that_failed_since_its_prefill_worker_was_lost_is_not_blamed(
+    returns_as: str | None,
+) -> None:
+    """The decode worker computes the prompt itself, so its report comes after the loss, or after the worker's return
+    from a restart or a standstill."""
     dispatcher = make_dispatcher("p0", "d0", policy="recompute")
     engine_id = submitted(dispatcher.handle(Submitted(make_request()), 0.0))["d0"]
-    dispatcher.handle(killed("p0"), 4.0)
-    if returns:
+    dispatcher.handle(WorkerLost("p0", LossCause.SILENT, "silent"), 4.0)
+    if returns_as is not None:
         status = status_of("p0")
-        dispatcher.handle(WorkerReported(replace(status, ref=replace(status.ref, incarnation="next"))), 4.5)
+        if returns_as == "the next incarnation":
+            status = replace(status, ref=replace(status.ref, incarnation="next"))
+        dispatcher.handle(WorkerReported(status), 4.5)
     dispatcher.handle(link_failure(engine_id, 7), 5.0)
     assert len(dispatcher.avoided_pairs) == 0
 
