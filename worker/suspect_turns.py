@@ -75,7 +75,9 @@ class SuspectTurns:
         return held
 
     def drop(self, client_id: str, request_ids: Iterable[str] | None, now: float) -> list[RequestOutput]:
-        """Ends these held suspects of the client (None: all), and their turns. Returns their last outputs.
+        """Ends the client's held suspects with these ids, and their turns. Returns their last outputs.
+
+        None: ends all held suspects of this client.
 
         Suspects that run, and their turns, end with their last outputs, which the engine produces.
         """
