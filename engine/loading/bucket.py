@@ -69,7 +69,7 @@ def _fetch(url: str, cache_dir: Path, on_progress: Progress, weights: bool) -> P
         small = [name for name in files if any(fnmatch.fnmatch(name, pattern) for pattern in SMALL)]
         _copy(store, files, small, folder, suffix, lambda *_: None)
         is_gguf = is_file or not has_safetensors(files)
-        chosen = [gguf_file(files, None, url)] if is_gguf else indexed_files(folder)
+        chosen = [gguf_file(files, None, url)] if is_gguf else indexed_files(folder, files)
         if unknown := sorted(set(chosen) - set(files)):
             raise ModelError(f"{url}: its index names {unknown[0]!r:.80}, which is not in the bucket")
         if weights or is_gguf:

@@ -104,7 +104,7 @@ def _weight_paths(name: HubName, folder: Path) -> tuple[list[str], bool]:
     may_have_more = not are_all and not gguf_files(paths)
     if name.gguf is not None or not (has_safetensors(paths) or may_have_more):
         return [gguf_file(paths, name.gguf, name.repo)], True
-    chosen = indexed_files(folder)
+    chosen = indexed_files(folder, paths)
     if are_all and (unknown := sorted(set(chosen) - set(paths))):
         raise ModelError(
             f"the index of {name.repo} names {unknown[0]!r:.80}, which the repository does not have"

@@ -24,12 +24,14 @@ MAX_SHOWN = 12
 """A message names at most this many files."""
 
 
-def indexed_files(folder: Path) -> list[str]:
-    """Names of a folder's safetensors files, from its index, else `model.safetensors`.
+def indexed_files(folder: Path, remote: Collection[str] = ()) -> list[str]:
+    """Names of a folder's safetensors files: `model.safetensors`, or those in the index if only the index exists.
 
-    Files may be missing.
+    Files may be missing. transformers decides in the same way: if a model is saved twice to one folder, the index of
+    the first files stays. `remote`: files that are not downloaded yet.
     """
-    if not (folder / INDEX_NAME).is_file():
+    has_single = SINGLE_NAME in remote or (folder / SINGLE_NAME).is_file()
+    if has_single or not (folder / INDEX_NAME).is_file():
         return [SINGLE_NAME]
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

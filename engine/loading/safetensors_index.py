@@ -135,7 +135,7 @@ class CheckpointIndex:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model folder, by name: those in its index, else `model.safetensors`."""
+    """The safetensors files of a model folder, by name; see `indexed_files`."""
     files = [path / name for name in indexed_files(path)]
     missing = [str(file) for file in files if not file.is_file()]
     if missing:

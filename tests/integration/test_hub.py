@@ -114,11 +114,11 @@ def test_several_safetensors_files_come_by_their_index(hub: StubHub, home: Path,
     weights = files.pop("model.safetensors")
     index = b'{"weight_map": {"x": "part-1.safetensors", "y": "part-2.safetensors"}}'
     parts = {"part-1.safetensors": weights, "part-2.safetensors": weights[::-1], "part-3.safetensors": b"no"}
-    hub.repositories[NAME] = Repository()
-    hub.repositories[NAME].commit(files | parts | {"model.safetensors.index.json": index})
-    path = fetched()
-    assert {file.name for file in path.glob("*.safetensors")} == {"part-1.safetensors", "part-2.safetensors"}
-    hub.repositories[NAME].commit(files | {"model.safetensors.index.json": index})
+    hub.repositories[NAME], files["model.safetensors.index.json"] = Repository(), index
+    for more, names in ((parts, list(parts)[:2]), ({"model.safetensors": weights}, ["model.safetensors"])):
+        hub.repositories[NAME].commit(files | more)
+        assert sorted(file.name for file in fetched().glob("*.safetensors")) == names
+    hub.repositories[NAME].commit(files)
     assert "the index of acme/tiny names 'part-1.safetensors', which" in refused()
 
 

@@ -76,6 +76,14 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
         indexed_files(tmp_path)
 
 
+def test_a_single_file_comes_before_an_index(tmp_path: Path) -> None:
+    """transformers leaves the index of earlier files if a model is saved again to the same folder."""
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "a"}}')
+    assert indexed_files(tmp_path, ["model.safetensors"]) == ["model.safetensors"]
+    (tmp_path / "model.safetensors").touch()
+    assert indexed_files(tmp_path) == ["model.safetensors"]
+
+
 @pytest.mark.parametrize("name", ["/etc/x.safetensors", "../x.safetensors", "a/../../x.safetensors", ".."])
 def test_an_index_names_only_files_of_its_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
