@@ -12,7 +12,7 @@ from engine.families import DEFAULTS, KEYS_READ, Family, family_of, refuse_unsup
 from engine.latent_config import MAX_GPU_RANK, MAX_GPU_ROTARY_DIM, LatentAttention, read_latent
 from engine.mixture_config import Mixture, read_mixtures
 from engine.quantization_config import check_kv_cache_scheme, read_quantization
-from engine.rope_config import RopeConfig, read_rope, read_ropes_by_kind
+from engine.rope_config import RopeConfig, RopeType, read_rope, read_ropes_by_kind
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The values of `layer_types`."""
@@ -189,7 +189,6 @@ def architecture_of(given: Mapping[str, Any], max_model_len: int | None = None) 
             f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
         )
     ropes = _ropes(config, family, num_layers, rope_dim, max_length, max_model_len or max_length)
-    extended = [rope.extended_length for rope in ropes if rope is not None]
     has_bias = flag_of(config, "attention_bias") and family not in _WITHOUT_ATTENTION_BIAS
     architecture = ModelArchitecture(
         family=family,
@@ -200,7 +199,7 @@ def architecture_of(given: Mapping[str, Any], max_model_len: int | None = None) 
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=max([max_length, *extended]),
+        max_position_embeddings=_num_positions(ropes, max_length),
         rms_norm_eps=positive_of(config, "rms_norm_eps", DEFAULTS[family].get("rms_norm_eps", 1e-6)),
         ropes=ropes,
         sliding_windows=_sliding_windows(config, family, num_layers),
@@ -284,6 +283,15 @@ def _ropes(
     if family is not Family.SMOLLM3:
         return (rope,) * num_layers
     return tuple(rope if rotates else None for rotates in _rotating_layers(config, num_layers))
+
+
+def _num_positions(ropes: tuple[RopeConfig | None, ...], max_length: int) -> int:
+    """The number of positions, which YaRN may extend, but not if other layers have `dynamic` scaling: its angles change
+    beyond `max_length`."""
+    rotations = [rope for rope in ropes if rope is not None]
+    if any(rope.rope_type is RopeType.DYNAMIC for rope in rotations):
+        return max_length
+    return max([max_length, *(rope.extended_length for rope in rotations)])
 
 
 def _rotating_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:

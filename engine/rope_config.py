@@ -100,6 +100,7 @@ def read_ropes_by_kind(
 
     `rope_scaling` is for layers without a window, and replaces single keys of their `rope_parameters`. As in
     transformers, only these two objects may contain `original_max_position_embeddings`, not the top of the file.
+    transformers ignores their `truncate`.
     """
     new, old = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")
     unknown = set(new) - {"full_attention", "sliding_attention"}
@@ -107,6 +108,8 @@ def read_ropes_by_kind(
         raise ModelError(f"rope_parameters: {sorted(unknown)[0]!r} is not supported for {family.value!r}")
     full = (object_of(new, "full_attention") if new else {"rope_type": "default"}) | old
     sliding = object_of(new, "sliding_attention")
+    if any(not flag_of(values, "truncate", True) for values in (full, sliding)):
+        raise ModelError(f"truncate False of a rotation is not supported for {family.value!r}")
     if sliding.get("rope_theta") is None:
         sliding["rope_theta"] = _theta_within_windows(config, family)
     rest = {key: value for key, value in config.items() if key != "original_max_position_embeddings"}

@@ -136,6 +136,30 @@ def test_the_original_length_beside_rotations_of_kinds_of_layers_has_no_effect(
         assert theirs(tmp_path)["full_attention"]["original_max_position_embeddings"] == original
 
 
+@pytest.mark.parametrize("config", [GEMMA3, OLMO3], ids=["gemma3", "olmo3"])
+def test_truncate_of_rotations_by_kind_of_layer_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    """transformers ignores it."""
+    plain = read(tmp_path, config, rope_scaling=YARN)
+    assert read(tmp_path, config, rope_scaling=YARN | {"truncate": True}) == plain
+    rotation = YARN | {"truncate": False}
+    for given in ({"rope_scaling": rotation}, {"rope_parameters": {"sliding_attention": rotation}}):
+        with pytest.raises(ModelError, match="truncate False of a rotation is not supported for '"):
+            read(tmp_path, config, **given)
+
+
+@pytest.mark.parametrize("config", [GEMMA3, OLMO3], ids=["gemma3", "olmo3"])
+def test_yarn_does_not_extend_a_model_whose_other_layers_would_change(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """Beyond the model's own length, `dynamic` scaling would change with each token."""
+    for other, positions in (("linear", 2048), ("dynamic", 1024)):
+        rotations = {
+            "full_attention": YARN | {"factor": 8.0},
+            "sliding_attention": {"rope_type": other, "factor": 4.0},
+        }
+        assert read(tmp_path, config, rope_parameters=rotations).max_position_embeddings == positions
+
+
 def test_a_base_of_olmo_3_that_its_windows_would_lose_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match="rope_theta 10000 would be lost in layers with a window, for which tran"
