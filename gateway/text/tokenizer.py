@@ -133,7 +133,15 @@ class Tokenizer:
             raise InvalidRequest(
                 "chat", f"the model's chat template refused the conversation: {error}"
             ) from error
-        return str(text)
+        return _in_whole_characters(str(text))
+
+
+def _in_whole_characters(text: str) -> str:
+    """The text, with U+FFFD in place of each half of a pair of surrogates, which no tokenizer accepts. JSON can express
+    such a half, so the arguments of an earlier call may have it."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _vocabulary(backend: "RustTokenizer") -> Vocabulary:

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from gateway.conversation import AnswerFormat, Reasoning, Text
 from gateway.conversation.formats.harmony_parser import TOKENS
 from gateway.requests.request import Delta
 from gateway.text import TextStream, Tokenizer
-from tests.factories.conversations import ASKED, HARMONY, TEMPLATES, calls_in, merged_events, parts_of
+from tests.factories.conversations import (
+    ASKED,
+    HARMONY,
+    TEMPLATES,
+    called,
+    calls_in,
+    merged_events,
+    parts_of,
+)
 from tests.factories.guided import Guide
 from tests.factories.models import make_tokenizer_dir
 
@@ -134,6 +143,19 @@ def test_reasoning_that_the_template_has_begun_is_seen_in_the_prompts_tokens(tmp
     assert "".join(texts) == answer
     assert (parts.reasoning, parts.text) == ("Hm.", "")
     assert calls_in(parts) == [("search", '{"query": "<b>"}', True)]
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen_coder", "generic"])
+def test_a_prompt_has_no_half_of_a_character_that_the_arguments_of_a_call_escape(
+    tmp_path: Path, family: str
+) -> None:
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES[family])
+    turn = called(("search", r'{"query": "\ud83d\ude00 \ud83d", "\udc00": 1}'))
+
+    prompt = tokenizer.render_chat(replace(ASKED, messages=(*ASKED.messages, turn)))
+
+    assert "\U0001f600 \ufffd" in prompt
+    assert tokenizer.decode(tokenizer.encode(prompt, add_special_tokens=False), False) == prompt
 
 
 def test_of_several_templates_the_one_for_tools_shows_the_format(tmp_path: Path) -> None:
