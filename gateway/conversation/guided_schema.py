@@ -44,6 +44,8 @@ ANY_ARGUMENTS = json.dumps({"type": "object", SPACING_KEY: SPACING})
 DEFINITIONS = ("$defs", "definitions")
 REFERENCE = "$ref"
 """The keyword of a reference. Only a schema that refers to itself can have an endless part."""
+WHOLE = "x-whole"
+"""The name of a whole schema among its own definitions; see `divisible`."""
 
 _OPENING = frozenset(
     "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf $ref if not".split()  # noqa: SIM905
@@ -78,6 +80,29 @@ def guided_schema(tool: Tool) -> str:
     if REFERENCE in source and len(source) <= MAX_GRAMMAR_CHARACTERS:
         check_ends("tools", f"the parameters of '{tool.name}'", schema)
     return source
+
+
+def divisible(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with references that stay valid in a part of it, if the part gets the schema's definitions: references
+    to anything else lead to a copy of the whole schema, which becomes a definition, too."""
+    if (moved := _with_moved_references(schema)) == schema:
+        return schema
+    whole = {key: value for key, value in moved.items() if key not in (*DEFINITIONS, SPACING_KEY, "$id")}
+    definitions = moved.get(DEFINITIONS[0])
+    others = definitions if isinstance(definitions, dict) else {}
+    return {**moved, DEFINITIONS[0]: {**others, WHOLE: whole}}
+
+
+def _with_moved_references(part: Any) -> Any:
+    if isinstance(part, list):
+        return [_with_moved_references(each) for each in part]
+    if not isinstance(part, Mapping):
+        return part
+    moved = {key: _with_moved_references(value) for key, value in part.items()}
+    first, *path = str(moved.get(REFERENCE, "")).split("/")
+    if first == "#" and path[:1] not in [[name] for name in DEFINITIONS]:
+        moved[REFERENCE] = "/".join(("#", DEFINITIONS[0], WHOLE, *path))
+    return moved
 
 
 def spaced(source: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from baton.errors import InvalidRequest
 from gateway.conversation.call_syntax import GuidedTool
 from gateway.conversation.endless_schema import resolved
-from gateway.conversation.guided_schema import DEFINITIONS, REFERENCE, SPACING_KEY
+from gateway.conversation.guided_schema import DEFINITIONS, REFERENCE, SPACING_KEY, divisible
 from gateway.conversation.messages import Tool
 
 _SHAPING = frozenset(
@@ -69,8 +69,8 @@ def listed_properties(guided: GuidedTool) -> list[Property]:
 
 
 def _listing_schema(guided: GuidedTool) -> dict[str, Any]:
-    """The tool's schema. Raises InvalidRequest if the schema says more about the object than a list of properties
-    does."""
+    """The tool's schema, whose properties may be taken out. Raises InvalidRequest if the schema says more about the
+    object than a list of properties does."""
     schema: dict[str, Any] = json.loads(guided.schema)
     if shaping := sorted(_SHAPING & schema.keys()):
         raise InvalidRequest(
@@ -78,7 +78,7 @@ def _listing_schema(guided: GuidedTool) -> dict[str, Any]:
             f"this model writes arguments one by one, so the parameters of '{guided.name}' can only be guided if "
             f"their schema just lists properties; remove {', '.join(shaping)}",
         )
-    return schema
+    return divisible(schema)
 
 
 def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Limits of arguments that a family writes in a way of its own: no such way leads past the schema."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from baton.errors import InvalidRequest
+from baton.sampling import GrammarKind, StructuredOutput
 from gateway.conversation import Tool, ToolChoice, ToolUse
 from gateway.conversation.python_literals import keyword_arguments
 from tests.factories.conversations import ASKED, calls_in, format_of, parts_of
@@ -119,6 +121,52 @@ def test_a_tool_that_lists_no_properties_may_have_others(
         assert wrong is None or not GUIDE.accepts(grammar, begin + argument.format("a", wrong) + end)
         parts = parts_of(format_of(family), [*call], asked)
         assert calls_in(parts) == [("act", f'{{"a": {json_}, "{key}": {json_}}}', True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "begin", "argument", "between", "end"),
+    [
+        (
+            "qwen_coder",
+            "<tool_call>\n<function=act>\n",
+            "<parameter={}>\n{}\n</parameter>\n",
+            "",
+            "</function>\n</tool_call>",
+        ),
+        ("glm 4.7", "<tool_call>act", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", "", "</tool_call>"),
+        ("olmo", "<function_calls>act(", "{}={}", ", ", ")</function_calls>"),
+    ],
+)
+def test_a_reference_may_lead_to_the_whole_schema_or_to_another_property(
+    family: str, begin: str, argument: str, between: str, end: str
+) -> None:
+    properties = {
+        "size": {"type": "integer"},
+        "least": {"$ref": "#/properties/size"},
+        "parts": {"type": "array", "items": {"$ref": "#"}},
+    }
+    grammar = grammar_of(GUIDE, family, with_tool("act", properties, REQUIRED))
+    for least, parts, is_valid in (
+        ("1", '[{"size": 1, "least": 0, "parts": []}]', True),
+        ("x", "[]", False),
+        ("1", "[[]]", False),
+        ("1", '[{"size": 1, "least": 0, "parts": ["x"]}]', False),
+    ):
+        arguments = (("size", "2"), ("least", least), ("parts", parts))
+        call = begin + between.join(argument.format(*each) for each in arguments) + end
+        assert GUIDE.accepts(grammar, call) is is_valid
+
+
+def test_a_reference_to_the_whole_schema_means_the_arguments_beside_json_too() -> None:
+    properties = {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}
+    schema = {"type": "object", "properties": {"first": {"type": "integer"}}, "required": ["first"]}
+    answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    asked = with_tool("act", properties, ToolChoice(ToolUse.AUTO))
+    grammar = format_of("llama", GUIDE.vocabulary).grammar(asked, "", answer)
+    assert grammar is not None
+    call = '{{"name": "act", "parameters": {{"v": 1, "next": {}}}}}'
+    assert GUIDE.accepts(grammar, call.format('{"v": 2, "next": null}'))
+    assert not GUIDE.accepts(grammar, call.format('{"name": "act", "parameters": {"v": 2, "next": null}}'))
 
 
 def test_what_is_required_but_not_listed_follows_the_listed_properties() -> None:
