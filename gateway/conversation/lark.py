@@ -61,7 +61,8 @@ class Lark:
         """Defines a rule: at most `limit` tokens of text, and the marker, which must be one token."""
         ids = self._vocabulary.ids
         free = ranges(set(ids.values()) - self._vocabulary.special_ids - {ids[marker]})
-        return self.rule(name, f"<[{free}]>{{0,{limit}}} {self.marker(marker)}")
+        text = f"<[{free}]>{{0,{limit}}}" if limit else ""  # llguidance refuses {0,0}
+        return self.rule(name, f"{text} {self.marker(marker)}")
 
     def source(self) -> str:
         return "%llguidance {}\n" + "\n".join(self._lines) + "\n"

@@ -261,6 +261,9 @@ def test_reasoning_ends_at_its_budget_of_tokens() -> None:
     assert accepts(guide, asked, FINAL)
     assert not accepts(guide, asked, thought(6) + FINAL)
     assert not accepts(guide, asked, thought(2) + thought(2) + FINAL)
+    without = replace(asked, reasoning=ReasoningOptions(max_tokens=0))
+    assert accepts(guide, without, thought(0) + FINAL)
+    assert not accepts(guide, without, thought(1) + FINAL)
     with pytest.raises(InvalidRequest, match=r"reasoning: .* is not one token"):
         FORMAT.grammar(asked, "", None)
     assert FORMAT.grammar(replace(ASKED, tools=()), "", None) is None

@@ -351,6 +351,10 @@ def test_reasoning_ends_at_its_budget_of_tokens() -> None:
     assert guide.accepts(grammar, "<think></think>Hello there.")
     assert guide.accepts(grammar, "Hello there.")
     assert not guide.accepts(grammar, "<think>" + "#" * 6 + "</think>Hello there.")
+    without = THINKER.grammar(replace(asked, reasoning=ReasoningOptions(max_tokens=0)), "", None)
+    assert without is not None
+    assert guide.accepts(without, "<think></think>Hello there.")
+    assert not guide.accepts(without, "<think>#</think>Hello there.")
     assert ranges([7, 0, 1, 2, 8, 5]) == "0-2,5-5,7-8", "no id between them"
 
 
