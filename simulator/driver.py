@@ -48,7 +48,7 @@ class SilentText(TextStream):
     def matched_stop(self) -> str | None:
         return None
 
-    def push(self, token_ids: Sequence[int]) -> tuple[int, str]:
+    def push(self, token_ids: Sequence[int], stop_token_id: int | None = None) -> tuple[int, str]:
         return len(token_ids), ""
 
     def flush(self) -> str:

@@ -269,7 +269,7 @@ class RequestState:
         self, worker: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float
     ) -> Delta | None:
         text_stream, num_before = self.request.text, len(self._delivered)
-        num_counted, text = text_stream.push(token_ids)
+        num_counted, text = text_stream.push(token_ids, self._stop_token_after(num_before + len(token_ids)))
         self._delivered.extend(token_ids[:num_counted])
         if self._draft_outputs:
             self._count_drafts(num_before)
@@ -285,6 +285,13 @@ class RequestState:
             return None
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return Delta(token_ids[:num_counted], text, logprobs[:num_counted], self.finish, prompt_logprobs)
+
+    def _stop_token_after(self, num_tokens: int) -> int | None:
+        """The token that ends the answer after this many tokens, if the client named it in `stop_token_ids`."""
+        if self._last is None or num_tokens < self._last[1]:
+            return None
+        token_id = self._last[0].stop_token_id
+        return token_id if token_id in self.request.sampling_params.stop_token_ids else None
 
     def _count_drafts(self, num_before: int) -> None:
         """Counts the drafts of the outputs with new tokens; `num_before` tokens were delivered before.

@@ -50,6 +50,10 @@ class Detokenizer:
         self._stream = self._stream_after(self._context)
         self._pending: list[int] = []
 
+    def keeps(self, token_id: int) -> bool:
+        """Whether this is one of the tokens that are never skipped."""
+        return token_id in self._kept_tokens
+
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         if (kept := self._kept_tokens.get(token_id)) is not None:
@@ -206,12 +210,16 @@ class TextStream:
     def matched_stop(self) -> str | None:
         return self._stops.matched
 
-    def push(self, token_ids: Sequence[int]) -> tuple[int, str]:
-        """The number of tokens that count, and the text that they add. Tokens after a stop string do not count."""
+    def push(self, token_ids: Sequence[int], stop_token_id: int | None = None) -> tuple[int, str]:
+        """The number of tokens that count, and the text that they add. Tokens after a stop string do not count.
+        `stop_token_id`: the last token, if it adds no text because the client chose it as the end of the answer."""
         pieces = []
         for index, token_id in enumerate(token_ids, 1):
             self._num_tokens += 1
-            text = self._detokenizer.push(token_id)
+            is_end = index == len(token_ids) and token_id == stop_token_id
+            text = (
+                "" if is_end and not self._detokenizer.keeps(token_id) else self._detokenizer.push(token_id)
+            )
             if self._num_tokens < self._min_tokens:
                 pieces.append(self._stops.flush() + text)  # too early to look for stop strings
                 continue

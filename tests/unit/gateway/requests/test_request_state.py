@@ -109,6 +109,22 @@ def test_a_request_that_ends_on_the_prefill_worker_is_complete() -> None:
     assert (delta.token_ids, delta.text) == ((2,), "")
 
 
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_a_token_that_the_client_chose_as_the_end_adds_no_text(at_once: int) -> None:
+    """As in vLLM. If the client did not choose it, the token is text."""
+    end = TOKENS[-1]
+    for chosen, text in (((end,), TEXT.removesuffix("on")), ((5,), TEXT)):
+        state = make_state(stop_token_ids=chosen)
+        groups = [TOKENS[at : at + at_once] for at in range(0, len(TOKENS), at_once)]
+        story = [("d0", output(at * at_once, *group)) for at, group in enumerate(groups)]
+        story[-1][1].finish_reason, story[-1][1].stop_token_id = FinishReason.STOP, end
+        deltas = collect(state, story)
+        assert [token_id for delta in deltas for token_id in delta.token_ids] == TOKENS
+        assert "".join(delta.text for delta in deltas) == text
+        assert deltas[-1].finish is not None
+        assert deltas[-1].finish.stop_token_id == end
+
+
 def test_c52_another_attempt_goes_on_where_the_client_is() -> None:
     state = make_state(logprobs=0)
     logprobs = [TokenLogprobs(token_id, -0.5, 1, ()) for token_id in TOKENS]

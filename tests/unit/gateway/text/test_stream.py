@@ -224,3 +224,11 @@ def test_a_prompt_that_ends_within_a_character_is_not_said_again() -> None:
     tokens = ids("xé!")
     detokenizer = Detokenizer(TOKENIZER, True, tokens[:2])
     assert "x" not in "".join(map(detokenizer.push, tokens[2:])) + detokenizer.flush()
+
+
+def test_a_token_that_ends_the_answer_adds_text_only_if_a_parser_needs_it() -> None:
+    first, end = ids("a")[0], ids("!")[0]
+    for kept, text in (({}, "a"), ({end: "<end>"}, "a<end>")):
+        stream = TextStream(TOKENIZER, ("a!",), 0, True, kept_tokens=kept)
+        number, shown = stream.push([first, end], end)
+        assert (number, shown + stream.flush()) == (2, text)
