@@ -107,9 +107,13 @@ class Preprocessor:
         now = asyncio.get_running_loop().time
         began = now()
         prompt_token_ids = await self.tokenize(prompt, caller, client_request.timeout_s)
+        response_format = params.structured_output
         params, new_parser = self._completed(params, client_request, prompt_token_ids)
         await self._check_grammar(
-            client_request, params.structured_output, _time_left(client_request.timeout_s, now() - began)
+            client_request,
+            params.structured_output,
+            response_format,
+            _time_left(client_request.timeout_s, now() - began),
         )
         is_chat, isolates = isinstance(prompt, Conversation), self._isolate_prefix_cache
         return GatewayRequest(
@@ -226,23 +230,26 @@ class Preprocessor:
         return params, partial(answer_format.new_parser, prompt, end, response_format)
 
     async def _check_grammar(
-        self, client_request: ClientRequest, grammar: StructuredOutput | None, timeout_s: float | None
+        self,
+        client_request: ClientRequest,
+        grammar: StructuredOutput | None,
+        response_format: StructuredOutput | None,
+        timeout_s: float | None,
     ) -> None:
-        """InvalidRequest if the answer's grammar does not compile. The grammar may come from the request's tools."""
+        """InvalidRequest if the answer's grammar does not compile. If the request has tools, the grammar is made from
+        them and from the response format; the error names the latter if it does not compile by itself."""
         if grammar is None:
             return
+        prompt, caller = client_request.prompt, client_request.caller.name
         try:
-            await self._grammars.check(grammar, client_request.caller.name, timeout_s)
+            await self._grammars.check(grammar, caller, timeout_s)
         except InvalidRequest as error:
-            prompt = client_request.prompt
-            if (
-                client_request.params.structured_output is None
-                and isinstance(prompt, Conversation)
-                and prompt.tools
-            ):
-                problem = f"their schemas cannot guide a model: {error.problem}"
-                raise InvalidRequest("tools", problem) from error
-            raise
+            if not isinstance(prompt, Conversation) or not prompt.tools:
+                raise
+            if response_format is not None:
+                await self._grammars.check(response_format, caller, timeout_s)
+            problem = f"their schemas cannot guide a model: {error.problem}"
+            raise InvalidRequest("tools", problem) from error
 
     def _room(self, token_ids: tuple[int, ...], max_model_len: int | None) -> int:
         """Checks the prompt's tokens. Returns how many tokens an answer may have, which is at least one."""

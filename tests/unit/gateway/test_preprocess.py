@@ -197,13 +197,19 @@ def test_a_grammar_that_does_not_compile_is_blamed_on_the_field_that_asked_for_i
         "f", parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "(yes"}}}
     )
     chat = Conversation((ChatMessage("user", "hi"),), (tool,), ToolChoice(ToolUse.REQUIRED))
-    answer = StructuredOutput(GrammarKind.REGEX, "(yes")
+    answer, valid = (StructuredOutput(GrammarKind.REGEX, regex) for regex in ("(yes", "yes"))
+    both = replace(chat, tool_choice=ToolChoice(), tools=(replace(tool, strict=True),))
 
-    with (
-        patch.object(preprocessor, "room_after", return_value=50),
-        pytest.raises(InvalidRequest, match="tools: their schemas cannot guide a model: "),
+    for asked, params, problem in (
+        (chat, SamplingParams(), "tools: their schemas cannot guide a model: "),
+        (both, SamplingParams(structured_output=valid), "tools: their schemas cannot guide a model: "),
+        (both, SamplingParams(structured_output=answer), "structured_output: "),
     ):
-        take_in(preprocessor, chat)
+        with (
+            patch.object(preprocessor, "room_after", return_value=50),
+            pytest.raises(InvalidRequest, match=problem),
+        ):
+            take_in(preprocessor, asked, params)
     with pytest.raises(InvalidRequest, match="structured_output: "):
         take_in(preprocessor, (5,), SamplingParams(structured_output=answer))
 
