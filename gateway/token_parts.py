@@ -11,6 +11,10 @@ from baton.request import TokenLogprobs
 from gateway.conversation import AnswerEvent, AnswerPart, Reasoning, Text
 from gateway.requests.request import GatewayRequest
 
+TextLogprobs = tuple[int, TokenLogprobs]
+"""The log-probabilities of a token of text, after the number of its text. The texts before and after a call, or before
+and after reasoning, are different texts, which are numbered from 0."""
+
 
 class TokenParts:
     """Takes one answer's tokens, in order. A tag, with the spaces beside it, belongs to the part that it
@@ -27,21 +31,26 @@ class TokenParts:
         """Whether some of the waiting tokens have text."""
         self._has_call = False
         """Whether a call began after the latest text."""
+        self._text_number = -1
+        """The number of the latest text."""
+        self._is_in_text = False
+        """Whether the latest event was text."""
         self.num_reasoning_tokens = 0
         """How many tokens so far are reasoning."""
 
     def on_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()
-    ) -> list[TokenLogprobs]:
+    ) -> list[TextLogprobs]:
         """The log-probabilities of tokens that are now known to be text. `logprobs`: empty, or one for each
         token."""
         if self._parser is None or self._detokenizer is None:
-            return list(logprobs)
-        texts: list[TokenLogprobs] = []
+            return [(0, each) for each in logprobs]
+        texts: list[TextLogprobs] = []
         for token_id, logprob in zip_longest(token_ids, logprobs):
             before = self._parser.part
             text = self._detokenizer.push(token_id)
             events = self._parser.push(text)
+            self._note_texts(events)
             self._waiting.append(logprob)
             self._has_waiting_text |= bool(text)
             part = self._certain_part(before, events, self._parser.part)
@@ -54,11 +63,12 @@ class TokenParts:
         """Whether more reasoning may follow."""
         return self._parser is not None and self._parser.may_reason
 
-    def flush(self) -> list[TokenLogprobs]:
+    def flush(self) -> list[TextLogprobs]:
         """The log-probabilities of the waiting tokens, if these are text. Call this when no more tokens follow."""
         if self._parser is None or self._detokenizer is None:
             return []
         events = [*self._parser.push(self._detokenizer.flush()), *self._parser.flush()]
+        self._note_texts(events)
         # Waiting tokens without text, such as an end of sequence, belong to the text, but not after a call.
         is_dropped = self._has_call or self._has_waiting_text
         is_text = any(isinstance(event, Text) for event in events) or not is_dropped
@@ -81,10 +91,19 @@ class TokenParts:
             return after
         return before if before is AnswerPart.CALL and self._has_call else None
 
-    def _resolved(self, part: AnswerPart) -> list[TokenLogprobs]:
+    def _note_texts(self, events: Sequence[AnswerEvent]) -> None:
+        """Counts the texts that begin with these events."""
+        for event in events:
+            was_in_text, self._is_in_text = self._is_in_text, isinstance(event, Text)
+            if self._is_in_text and not was_in_text:
+                self._text_number += 1
+
+    def _resolved(self, part: AnswerPart) -> list[TextLogprobs]:
+        texts: list[TextLogprobs] = []
         if part is AnswerPart.REASONING:
             self.num_reasoning_tokens += len(self._waiting)
-        texts = [each for each in self._waiting if each is not None] if part is AnswerPart.TEXT else []
+        elif part is AnswerPart.TEXT:
+            texts = [(self._text_number, each) for each in self._waiting if each is not None]
         self._waiting.clear()
         self._has_waiting_text = False
         return texts

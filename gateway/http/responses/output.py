@@ -15,6 +15,7 @@ from gateway.call_ids import CallIds
 from gateway.conversation import AnswerEvent, ArgumentsDelta, CallBegins, CallEnds, Reasoning, Text
 from gateway.http.openai.logprobs import ChatTokens, LogprobColumns
 from gateway.http.whole_json import json_string, string_pieces
+from gateway.token_parts import TextLogprobs
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -162,15 +163,17 @@ class ResponseOutput:
         self._call_ids = CallIds()
         self._tokens = tokens
         self._open: OutputItem | None = None
-        self._logprobs: list[TokenLogprobs] = []
+        self._logprobs: list[TextLogprobs] = []
         """Log-probabilities of tokens whose text has not arrived yet."""
+        self._num_messages = 0
+        """How many messages have begun."""
         self.items: list[OutputItem] = []
 
     def on_events(
-        self, events: Iterable[AnswerEvent], logprobs: Sequence[TokenLogprobs] = ()
+        self, events: Iterable[AnswerEvent], logprobs: Sequence[TextLogprobs] = ()
     ) -> Iterator[Change]:
-        """The changes that these events cause. `logprobs`: the log-probabilities of tokens of the text for the user, in
-        order."""
+        """The changes that these events cause. `logprobs`: the log-probabilities of tokens of the texts for the user,
+        in order. Each text is a message."""
         if self._tokens is not None:
             self._logprobs += logprobs
         for event in events:
@@ -178,7 +181,8 @@ class ResponseOutput:
                 case Text(text):
                     if not isinstance(self._open, MessageOutput):
                         yield from self._begin(MessageOutput(*self._id_and_index("msg"), tokens=self._tokens))
-                    yield self._grow(text)
+                        self._num_messages += 1
+                    yield self._grow(text, self._logprobs_of_message())
                 case Reasoning(text):
                     if not isinstance(self._open, ReasoningOutput):
                         yield from self._begin(ReasoningOutput(*self._id_and_index("rs")))
@@ -201,7 +205,7 @@ class ResponseOutput:
         if not self.items and not is_cut:
             yield from self._begin(MessageOutput(*self._id_and_index("msg"), tokens=self._tokens))
         if isinstance(self._open, MessageOutput) and self._logprobs:
-            yield self._grow("")
+            yield self._grow("", [each for _, each in self._logprobs])
         is_incomplete = is_cut or isinstance(self._open, CallOutput)
         yield from self._close("incomplete" if is_incomplete else "completed")
 
@@ -215,15 +219,19 @@ class ResponseOutput:
         self._open = item
         yield ItemOpened(item)
 
-    def _grow(self, text: str) -> ItemGrew:
+    def _grow(self, text: str, logprobs: Sequence[TokenLogprobs] = ()) -> ItemGrew:
         assert self._open is not None, "an item has begun"
         self._open.add(text)
-        if not isinstance(self._open, MessageOutput) or not self._logprobs:
+        if not isinstance(self._open, MessageOutput) or not logprobs:
             return ItemGrew(self._open, text)
-        columns = LogprobColumns(self._logprobs)
-        self._open.logprobs.extend(self._logprobs)
-        self._logprobs = []
-        return ItemGrew(self._open, text, columns)
+        self._open.logprobs.extend(logprobs)
+        return ItemGrew(self._open, text, LogprobColumns(logprobs))
+
+    def _logprobs_of_message(self) -> list[TokenLogprobs]:
+        """Takes the log-probabilities that have arrived, except those of later messages."""
+        taken = [each for number, each in self._logprobs if number < self._num_messages]
+        self._logprobs = self._logprobs[len(taken) :]
+        return taken
 
     def _close(self, status: ItemStatus) -> Iterator[Change]:
         if self._open is not None:

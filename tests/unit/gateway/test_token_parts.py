@@ -16,7 +16,7 @@ from gateway.conversation import (
 )
 from gateway.requests.request import GatewayRequest
 from gateway.text import TextStream, Tokenizer
-from gateway.token_parts import ReasoningCount, TokenParts
+from gateway.token_parts import ReasoningCount, TextLogprobs, TokenParts
 from tests.factories.conversations import HARMONY, THINKING
 
 ASKED = Conversation((ChatMessage("user", "Hi"),), (Tool("look"),))
@@ -43,11 +43,16 @@ def thinking() -> AnswerFormat:
 
 def taken(parts: TokenParts, token_ids: tuple[int, ...], at_once: int) -> list[int]:
     """The tokens that are text."""
-    found: list[TokenLogprobs] = []
+    return [token_id for _, token_id in numbered(parts, token_ids, at_once)]
+
+
+def numbered(parts: TokenParts, token_ids: tuple[int, ...], at_once: int) -> list[tuple[int, int]]:
+    """The tokens that are text, each after the number of its text."""
+    found: list[TextLogprobs] = []
     for begin in range(0, len(token_ids), at_once):
         piece = token_ids[begin : begin + at_once]
         found += parts.on_tokens(piece, [TokenLogprobs(each, -1.0, 1, ()) for each in piece])
-    return [each.token_id for each in (*found, *parts.flush())]
+    return [(number, each.token_id) for number, each in (*found, *parts.flush())]
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 1000])
@@ -75,6 +80,16 @@ def test_tags_count_as_what_they_enclose(
         tokenizer.encode(text.rstrip() if call else text)
     )
     assert parts.num_reasoning_tokens == len(pieces[0])
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_texts_between_reasoning_and_calls_are_numbered(tokenizer: Tokenizer, at_once: int) -> None:
+    texts = ["Look:", "Well\u20ac:", "Done"]
+    answer = f"<think>Hm</think>{texts[0]}{CALL}{CALL}{texts[1]}{CALL}{texts[2]}"
+    tokens = numbered(parts_of(tokenizer, thinking()), tokenizer.encode(answer), at_once)
+    for number, text in enumerate(texts):
+        ids = [token_id for of, token_id in tokens if of == number]
+        assert tokenizer.decode(ids, False) == text
 
 
 def test_reasoning_that_the_prompt_began(tokenizer: Tokenizer) -> None:

@@ -173,10 +173,22 @@ def test_every_response_is_one_of_the_package_and_of_the_description() -> None:
             assert not shown.model_extra or set(shown.model_extra) == {"store"}
 
 
+def test_each_message_of_a_delta_has_its_own_log_probabilities(tokenizer: Tokenizer) -> None:
+    output = ResponseOutput("r", ChatTokens(tokenizer))
+    tokens = [(number, TokenLogprobs(5 + number, -1.0, 1, ())) for number in (0, 0, 1)]
+    list(output.on_events([Text("a"), *CALLS, Text("b")], tokens))
+    list(output.end(is_cut=False))
+    messages = [json.loads("".join(item.json())) for item in (output.items[0], output.items[-1])]
+    parts = [message["content"][0] for message in messages]
+    assert [(part["text"], len(part["logprobs"])) for part in parts] == [("a", 2), ("b", 1)]
+
+
 def test_log_probabilities_are_the_texts_and_all_of_them(tokenizer: Tokenizer) -> None:
     """Those of a token whose text is still held back come with the next text, or at the end."""
     output, events = ResponseOutput("r", ChatTokens(tokenizer)), ResponseEvents(response())
-    tokens = [TokenLogprobs(token_id, -float(token_id), 1, ((token_id, -1.0),)) for token_id in range(5, 9)]
+    tokens = [
+        (0, TokenLogprobs(token_id, -float(token_id), 1, ((token_id, -1.0),))) for token_id in range(5, 9)
+    ]
     pieces = [
         *events.of(output.on_events([], tokens[:1])),
         *events.of(output.on_events([Text("ab")], tokens[1:3])),
