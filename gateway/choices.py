@@ -37,8 +37,15 @@ def batches_of(
     """Yields batches of the deltas that are available. Each answer's deltas are in order, up to the finish.
 
     If one answer fails, all answers fail. Closing the generator ends all requests. `prompt_parts` divides deltas with
-    log-probabilities of a prompt.
+    log-probabilities of a prompt. Raises InvalidRequest if the caller may never have so many answers at once.
     """
+    caller = requests[0].caller
+    if caller.max_concurrent is not None and len(requests) > caller.max_concurrent:
+        raise InvalidRequest(
+            "n",
+            f"the call wants {len(requests)} answers at once, but the key of '{caller.name}' allows "
+            f"{caller.max_concurrent}; lower n, or send fewer prompts",
+        )
     batches = _batches_of(driver, requests)
     has_prompt_logprobs = requests[0].sampling_params.prompt_logprobs is not None
     return _in_prompt_parts(batches) if has_prompt_logprobs else batches

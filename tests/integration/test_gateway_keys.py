@@ -290,6 +290,9 @@ async def test_a_keys_limits_hold_at_both_frontends(folder: Path) -> None:
             await under_test.workers["w0"].next_request()
             await client.abort("second")
             assert await code_of(second) == "ABORTED"  # type: ignore[arg-type]
+        async with under_test.http(headers={"Authorization": "Bearer m"}) as http:
+            two = await http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "n": 2})
+        assert (two.status_code, two.json()["error"]["param"]) == (400, "n"), "with 429, clients would retry"
         async with under_test.http(headers={"Authorization": "Bearer o"}) as http:
             for _ in range(2):
                 await http.post("/v1/completions", json={})

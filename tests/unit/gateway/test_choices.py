@@ -9,6 +9,7 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.request import PackedLogprobs, TokenLogprobs
 from baton.sampling import SamplingParams
+from gateway.auth.callers import Caller
 from gateway.choices import (
     MAX_VALUES,
     PORTION_TOKENS,
@@ -53,6 +54,16 @@ def test_as_much_as_fits_is_allowed_and_no_token_more(num_answers: int, logprobs
     with pytest.raises(InvalidRequest, match=f"max_tokens to at most {fitting},") as caught:
         check_whole_answer(asked(num_answers, fitting + 1, logprobs))
     assert caught.value.field == "max_tokens"
+
+
+def test_more_answers_than_a_key_ever_allows_are_refused_for_good() -> None:
+    """With a 429, clients would send the call again and again."""
+    caller = Caller("alice", max_concurrent=2)
+    requests = [replace(each, caller=caller) for each in asked(3, 5)]
+    driver: Any = Answering([])
+    with pytest.raises(InvalidRequest, match=r"^n: the call wants 3 answers .* 'alice' allows 2; lower n"):
+        batches_of(driver, requests)
+    batches_of(driver, requests[:2])
 
 
 def test_an_answer_that_fills_a_long_context_is_allowed() -> None:
