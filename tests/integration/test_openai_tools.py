@@ -283,18 +283,18 @@ async def test_a_forced_call_reaches_the_workers_as_a_grammar(folder: Path) -> N
             assert request.sampling_params.structured_output is None
 
 
+def talkative_with_logprobs(request: EngineRequest) -> list[RequestOutput]:
+    answer = answering(TOKENIZER.encode(TALKATIVE).ids, FinishReason.STOP)
+    return [
+        replace(output, logprobs=(TokenLogprobs(output.token_ids[0], -0.5, 1, ()),))
+        for output in answer(request)
+    ]
+
+
 async def test_log_probabilities_are_of_every_token(folder: Path) -> None:
     """Those of calls and reasoning, too, streamed or not."""
-    answer = answering(TOKENIZER.encode(TALKATIVE).ids, FinishReason.STOP)
-
-    def with_logprobs(request: EngineRequest) -> list[RequestOutput]:
-        return [
-            replace(output, logprobs=(TokenLogprobs(output.token_ids[0], -0.5, 1, ()),))
-            for output in answer(request)
-        ]
-
     async with gateway_with(
-        folder, {}, {"d0": with_logprobs}, answer_format=MarkedFormat(), max_model_len=2000
+        folder, {}, {"d0": talkative_with_logprobs}, answer_format=MarkedFormat(), max_model_len=2000
     ) as under_test:
         async with openai_for(under_test) as client:
             choice = (await whole(client, logprobs=True)).choices[0]
@@ -303,3 +303,19 @@ async def test_log_probabilities_are_of_every_token(folder: Path) -> None:
         parts = [json.loads(event)["choices"][0]["logprobs"] for event in events]
         content = [token for part in parts if part for token in part["content"]]
         assert content == [token.model_dump() for token in choice.logprobs.content]
+
+
+async def test_hidden_reasoning_has_no_log_probabilities(folder: Path) -> None:
+    """Their tokens would spell the reasoning. The log-probabilities are those of the text, whole and streamed."""
+    async with gateway_with(
+        folder, {}, {"d0": talkative_with_logprobs}, answer_format=MarkedFormat(), max_model_len=2000
+    ) as under_test:
+        async with openai_for(under_test) as client:
+            hidden = {"include_reasoning": False}
+            choice = (await whole(client, logprobs=True, extra_body=hidden)).choices[0]
+        tokens = choice.logprobs.content
+        assert "".join(token.token for token in tokens) == choice.message.content == "I look < it up."
+        *events, _ = await raw_events(under_test, HELLO, tools=TOOLS, logprobs=True, **hidden)
+        parts = [json.loads(event)["choices"][0]["logprobs"] for event in events]
+        streamed = [token for part in parts if part is not None for token in part["content"]]
+        assert streamed == [token.model_dump() for token in tokens]

@@ -1,6 +1,7 @@
 """ChatAnswer: one chat completion, whole or as a stream."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from baton.request import FinishReason
 from gateway.call_ids import CallIds
@@ -21,6 +22,7 @@ from gateway.http.openai.logprobs import ChatTokens, RankedTokens
 from gateway.http.openai.openai_answer import FINISH_REASONS, AnswerHead, OpenAIAnswer
 from gateway.http.whole_json import ascii_json, json_string, string_pieces
 from gateway.requests.request import Delta
+from gateway.token_parts import TokenParts
 
 ROLE = '"delta":{"role":"assistant","content":""}'
 """The first delta of each choice of a stream."""
@@ -48,12 +50,15 @@ class ChatAnswer(OpenAIAnswer):
         *,
         includes_reasoning: bool = True,
         may_call: bool = False,
+        texts: Sequence[TokenParts] | None = None,
     ) -> None:
         """`tokens` writes log-probabilities; None if the client does not want them. `parsers`: an entry for each
-        choice; None if the choice is only text. `may_call`: answers may have calls."""
+        choice; None if the choice is only text. `may_call`: answers may have calls. `texts`: for each choice, what
+        finds the tokens of its text, if only these have log-probabilities; None: all tokens have them."""
         logprobs = None if tokens is None else [tokens] * len(parsers)
         super().__init__(head, count, options, len(parsers), logprobs, ranked_tokens)
         self._parsers = parsers
+        self._texts = texts
         self._includes_reasoning = includes_reasoning
         self._role = ROLE_BEFORE_CALLS if may_call else ROLE
         self._call_ids = [CallIds() for _ in parsers]
@@ -63,6 +68,20 @@ class ChatAnswer(OpenAIAnswer):
 
     def opening(self) -> bytes:
         return "".join(self._event(index, self._role) for index in range(len(self._choices))).encode("ascii")
+
+    def piece(self, index: int, delta: Delta) -> bytes:
+        return super().piece(index, self._with_logprobs_of_text(index, delta))
+
+    def on_delta(self, index: int, delta: Delta) -> None:
+        super().on_delta(index, self._with_logprobs_of_text(index, delta))
+
+    def _with_logprobs_of_text(self, index: int, delta: Delta) -> Delta:
+        if self._texts is None:
+            return delta
+        logprobs = self._texts[index].on_tokens(delta.token_ids, delta.logprobs)
+        if delta.finish is not None:
+            logprobs += self._texts[index].flush()
+        return replace(delta, logprobs=tuple(each for _, each in logprobs))
 
     def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:
         events = self._events_of(index, delta)

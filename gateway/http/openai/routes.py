@@ -41,6 +41,7 @@ from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt, independent_requests
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
+from gateway.token_parts import TokenParts
 from gateway.turn_budget import TurnBudget
 
 
@@ -58,6 +59,10 @@ class OpenAIRoutes:
     async def chat_completion(self, body: ChatCompletionRequest, call: HttpCall) -> GeneratedResponse:
         chat, names = body.chat, body.client_names
         gateway_requests = await self._preprocess(body, call, [chat], names)
+        includes_reasoning = body.include_reasoning is not False
+        texts = None
+        if body.logprobs and not includes_reasoning:
+            texts = [TokenParts(request) for request in gateway_requests]
         answer = ChatAnswer(
             self._head("chatcmpl", call),
             UsageCount.of(gateway_requests, body.num_samples, counts_reasoning=body.says_usage),
@@ -65,8 +70,9 @@ class OpenAIRoutes:
             self._chat_tokens if body.logprobs else None,
             [request.new_parser() for request in gateway_requests],
             self._ranked_tokens_for(body),
-            includes_reasoning=body.include_reasoning is not False,
+            includes_reasoning=includes_reasoning,
             may_call=bool(chat.callable_tools),
+            texts=texts,
         )
         return GeneratedResponse(self._driver, gateway_requests, answer, names, is_stream=bool(body.stream))
 
