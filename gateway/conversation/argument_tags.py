@@ -157,7 +157,7 @@ class ArgumentTags:
                     f"{part.name[:60]!r} of '{tool.name}'",
                 )
             head = self._marked(lark, f"{self._key}{part.name}{after_key}")
-            text = f"{head} {self._written_value(lark, part, free, gap)}"
+            text = lark.counted(f"{head} {self._written_value(lark, part, free, gap)}")
             written.append(text if part.is_required else f"( {text} )?")
         return " ".join(written)
 

@@ -82,10 +82,11 @@ def guided_schema(tool: Tool) -> str:
     return source
 
 
-def divisible(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with references that stay valid in a part of it, if the part gets the schema's definitions: references
-    to anything else lead to a copy of the whole schema, which becomes a definition, too."""
-    if (moved := _with_moved_references(schema)) == schema:
+def divisible(source: str) -> dict[str, Any]:
+    """The schema of this JSON text, with references that stay valid in a part of it, if the part gets the schema's
+    definitions: references to anything else lead to a copy of the whole schema, which becomes a definition, too."""
+    schema: dict[str, Any] = json.loads(source)
+    if REFERENCE not in source or (moved := _with_moved_references(schema)) == schema:
         return schema
     whole = {key: value for key, value in moved.items() if key not in (*DEFINITIONS, SPACING_KEY, "$id")}
     definitions = moved.get(DEFINITIONS[0])

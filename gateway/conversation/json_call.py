@@ -63,7 +63,7 @@ def json_call(tool: GuidedTool, arguments_key: str = "arguments") -> str:
 def _whole_schema(tool: GuidedTool, arguments_key: str) -> str:
     """The schema of the whole object. The definitions to which the schema of the arguments refers stay at the
     top."""
-    arguments = divisible(json.loads(tool.schema))
+    arguments = divisible(tool.schema)
     shared = {key: arguments.pop(key) for key in (*DEFINITIONS, SPACING_KEY) if key in arguments}
     properties = {"name": {"const": tool.name}, arguments_key: arguments}
     schema = {"type": "object", "properties": properties, "required": [*properties]}

@@ -5,6 +5,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from baton.errors import InvalidRequest
+from baton.sampling import MAX_GRAMMAR_CHARACTERS
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -21,12 +24,21 @@ class Lark:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._lines: list[str] = []
+        self._num_counted = 0
 
     def rule(self, name: str, expression: str, options: str = "") -> str:
         """Defines a rule and returns its name. An upper-case name defines a terminal, which is one regular
         expression."""
         self._lines.append(f"{name}{options}: {expression}")
         return name
+
+    def counted(self, text: str) -> str:
+        """The text, which will be a part of a rule. Raises InvalidRequest once such texts are too long together.
+        Otherwise the definitions of a schema could be written thousands of times before the grammar is checked."""
+        self._num_counted += len(text)
+        if self._num_counted > MAX_GRAMMAR_CHARACTERS:
+            raise too_large(f"more than {MAX_GRAMMAR_CHARACTERS}")
+        return text
 
     def marker(self, text: str) -> str:
         """The expression for a marker: its token if the marker is one token, otherwise its text."""
@@ -66,6 +78,15 @@ class Lark:
 
     def source(self) -> str:
         return "%llguidance {}\n" + "\n".join(self._lines) + "\n"
+
+
+def too_large(number: str) -> InvalidRequest:
+    """The error for a grammar that has this number of characters."""
+    return InvalidRequest(
+        "tools",
+        f"the schemas of the tools that may be called make a grammar of {number} characters, at most "
+        f"{MAX_GRAMMAR_CHARACTERS} are allowed; offer fewer or smaller tools, or leave out strict",
+    )
 
 
 def quoted(text: str) -> str:

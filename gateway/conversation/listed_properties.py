@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.errors import InvalidRequest
+from baton.sampling import MAX_GRAMMAR_CHARACTERS
 from gateway.conversation.call_syntax import GuidedTool
 from gateway.conversation.endless_schema import resolved
 from gateway.conversation.guided_schema import DEFINITIONS, REFERENCE, SPACING_KEY, divisible
+from gateway.conversation.lark import too_large
 from gateway.conversation.messages import Tool
 
 _SHAPING = frozenset(
@@ -41,19 +43,27 @@ class Property:
 
     name: str
     schema: Mapping[str, Any]
-    json_schema: str
-    """The schema as text for Lark's `%json`, with the definitions to which it refers."""
+    shared: Mapping[str, Any]
+    """The parts of the tool's schema that this schema needs."""
     is_required: bool
+
+    @property
+    def json_schema(self) -> str:
+        """The schema as text for Lark's `%json`, with the definitions to which it refers. These may be large, and there
+        may be thousands of properties. So the text is not stored."""
+        return json.dumps({**self.schema, **self.shared}, ensure_ascii=False)
 
 
 def listed_properties(guided: GuidedTool) -> list[Property]:
     """The tool's properties, and then those that are required, but not listed. Raises InvalidRequest if the tool's
-    parameters are more than a list of properties, or if they forbid what they require."""
+    parameters are more than a list of properties, or too many, or if they forbid what they require."""
     schema = _listing_schema(guided)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise InvalidRequest("tools", f"the parameters of '{guided.name}' are not a valid schema")
     names = dict.fromkeys(name for name in required if isinstance(name, str))
+    if sum(map(len, names)) > MAX_GRAMMAR_CHARACTERS:  # the grammar has all names
+        raise too_large(f"more than {MAX_GRAMMAR_CHARACTERS}")
     shared, others = _shared(schema), schema.get("additionalProperties", True)
     unlisted = [name for name in names if name not in properties]
     if unlisted and others is False:
@@ -71,14 +81,14 @@ def listed_properties(guided: GuidedTool) -> list[Property]:
 def _listing_schema(guided: GuidedTool) -> dict[str, Any]:
     """The tool's schema, whose properties may be taken out. Raises InvalidRequest if the schema says more about the
     object than a list of properties does."""
-    schema: dict[str, Any] = json.loads(guided.schema)
+    schema = divisible(guided.schema)
     if shaping := sorted(_SHAPING & schema.keys()):
         raise InvalidRequest(
             "tools",
             f"this model writes arguments one by one, so the parameters of '{guided.name}' can only be guided if "
             f"their schema just lists properties; remove {', '.join(shaping)}",
         )
-    return divisible(schema)
+    return schema
 
 
 def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,8 +97,7 @@ def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _property(name: str, part: object, shared: Mapping[str, Any], is_required: bool) -> Property:
-    schema = part if isinstance(part, dict) else {}
-    return Property(name, schema, json.dumps({**schema, **shared}, ensure_ascii=False), is_required)
+    return Property(name, part if isinstance(part, dict) else {}, shared, is_required)
 
 
 def unlisted_property(guided: GuidedTool) -> Property | None:

@@ -46,7 +46,7 @@ def python_arguments(lark: Lark, index: int, tool: GuidedTool) -> str:
                 "tools",
                 f"this model writes arguments as Python does, so it cannot write {part.name[:60]!r} of '{tool.name}'",
             )
-        written = f"{quoted(part.name + '=')} {_value(part)}"
+        written = lark.counted(f"{quoted(part.name + '=')} {_value(part)}")
         rest = f"rest_{index}_{number}"
         begun = f"{written} {following}"
         first = begun if part.is_required else f"( {begun} | {first} )" if first else f"( {begun} )?"

@@ -18,7 +18,7 @@ from baton.errors import InvalidRequest
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
 from gateway.conversation.call_syntax import CallSyntax, GuidedTool
 from gateway.conversation.guided_schema import ANY_ARGUMENTS, check_parameters, guided_schema, spaced
-from gateway.conversation.lark import Lark, Vocabulary, escaped_slashes, quoted
+from gateway.conversation.lark import Lark, Vocabulary, escaped_slashes, quoted, too_large
 from gateway.conversation.lookalikes import may_be_json_call
 from gateway.conversation.messages import Conversation, Tool, ToolUse
 from gateway.conversation.parser import ReasoningTags
@@ -50,11 +50,7 @@ def checked_grammar(lark: Lark) -> StructuredOutput:
     """The grammar that consists of these rules. Raises InvalidRequest if it is too large."""
     source = lark.source()
     if len(source) > MAX_GRAMMAR_CHARACTERS:
-        raise InvalidRequest(
-            "tools",
-            f"the schemas of the tools that may be called make a grammar of {len(source)} characters, at most "
-            f"{MAX_GRAMMAR_CHARACTERS} are allowed; offer fewer or smaller tools, or leave out strict",
-        )
+        raise too_large(str(len(source)))
     return StructuredOutput(GrammarKind.LARK, source)
 
 

@@ -1,6 +1,7 @@
 """Limits of arguments that a family writes in a way of its own: no such way leads past the schema."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -167,6 +168,30 @@ def test_a_reference_to_the_whole_schema_means_the_arguments_beside_json_too() -
     call = '{{"name": "act", "parameters": {{"v": 1, "next": {}}}}}'
     assert GUIDE.accepts(grammar, call.format('{"v": 2, "next": null}'))
     assert not GUIDE.accepts(grammar, call.format('{"name": "act", "parameters": {"v": 2, "next": null}}'))
+
+
+@pytest.mark.parametrize("family", ["qwen_coder", "glm", "minimax", "olmo", "pythonic"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {f"p{number}": {"$ref": "#/$defs/a"} for number in range(100)}},
+        {"required": [f"p{number}" for number in range(100)], "additionalProperties": {"$ref": "#/$defs/a"}},
+    ],
+    ids=["listed", "only required"],
+)
+def test_c58_large_definitions_are_not_written_once_for_each_of_many_properties(
+    family: str, schema: dict[str, Any]
+) -> None:
+    whole = {"type": "object", "$defs": {"a": {"enum": ["x" * 100_000]}}, **schema}
+    asked = replace(ASKED, tools=(Tool("act", None, whole),), tool_choice=REQUIRED)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match=r"tools: .* more than 100000 characters, at most 100000"):
+            grammar_of(GUIDE, family, asked)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 3_000_000, "each property would take 100 kB"
 
 
 def test_what_is_required_but_not_listed_follows_the_listed_properties() -> None:
