@@ -1,5 +1,6 @@
 """Converts items to the turns of a conversation, and leaves out old turns if a prompt is too long."""
 
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -51,13 +52,16 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
     messages: list[ChatMessage] = []
     names: dict[str, tuple[str | None, str]] = {}
     turn_of: dict[str, int] = {}  # for each call, the number of messages up to its turn
+    thoughts: defaultdict[int, list[str]] = defaultdict(list)  # by the number of messages up to their turn
+    calls: defaultdict[int, list[ToolCall]] = defaultdict(list)  # in the same way
     for item in items:
         turn = messages[-1] if messages and messages[-1].role == "assistant" else None
         match item:
             case FunctionCallItem(status="incomplete"):
                 pass
             case FunctionCallItem(call_id=call_id):
-                turn = turn or _new_turn(messages)
+                if turn is None:
+                    _new_turn(messages)
                 if turn_of.get(call_id) == len(messages):
                     raise InvalidRequest(
                         "input",
@@ -65,18 +69,22 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
                     )
                 names[call_id] = (item.namespace, item.name)
                 turn_of[call_id] = len(messages)
-                call = ToolCall(call_id, joined_name(*names[call_id]), item.arguments)
-                messages[-1] = replace(turn, tool_calls=(*turn.tool_calls, call))
+                calls[len(messages)].append(ToolCall(call_id, joined_name(*names[call_id]), item.arguments))
             case ReasoningItem():
-                if turn is None or turn.content or turn.tool_calls:
-                    turn = _new_turn(messages)
-                messages[-1] = replace(turn, reasoning=(turn.reasoning or "") + item.text)
+                if turn is None or turn.content or len(messages) in calls:
+                    _new_turn(messages)
+                thoughts[len(messages)].append(item.text)
             case MessageItem(role="assistant"):
                 if turn is None or turn.content:  # a text after a call stays in its turn, before its result
                     turn = _new_turn(messages)
                 messages[-1] = replace(turn, content=item.text)
             case MessageItem() | FunctionCallOutputItem():
                 messages.append(_from_other_item(item, names))
+    for number in thoughts.keys() | calls.keys():
+        reasoning = "".join(thoughts[number]) if number in thoughts else None
+        messages[number - 1] = replace(
+            messages[number - 1], reasoning=reasoning, tool_calls=tuple(calls[number])
+        )
     return tuple(messages)
 
 

@@ -1,5 +1,7 @@
 """Items become the turns that a model's template gets; the oldest exchanges go first where a prompt is too long."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from gateway.conversation import ChatMessage, Conversation, ReasoningOptions, To
 from gateway.http.responses.conversation import check_calls, conversation_of, messages_of, shortened
 from gateway.http.responses.create_request import ResponseRequest
 from gateway.http.responses.items import KeptItem
+from tests.factories.costs import expect_cost_in_proportion
 
 
 def items_of(*items: dict[str, Any]) -> list[KeptItem]:
@@ -34,6 +37,15 @@ THOUGHT = {
     "summary": [],
     "content": [{"type": "reasoning_text", "text": "Hm"}],
 }
+
+
+def test_c58_reasoning_of_many_items_costs_in_proportion() -> None:
+    thought = THOUGHT | {"content": [{"type": "reasoning_text", "text": "x" * 2_000}]}
+
+    def prepare(number: int) -> Callable[[], object]:
+        return partial(messages_of, items_of(*([thought] * number)))
+
+    expect_cost_in_proportion(prepare, 4_000)
 
 
 def test_what_the_assistant_did_at_once_is_one_turn() -> None:
