@@ -16,6 +16,15 @@ class Vocabulary:
     ids: Mapping[str, int] = field(default_factory=dict)
     special_ids: Set[int] = frozenset()
     """Ids of special tokens. Text in a grammar never contains these tokens."""
+    _texts: dict[int, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The results of `text_ids_except`."""
+
+    def text_ids_except(self, token_id: int) -> str:
+        """The ids of all tokens that are no special tokens, except one, as `ranges`. They are found once, which takes a
+        tenth of a second for a large vocabulary."""
+        if token_id not in self._texts:
+            self._texts[token_id] = ranges(set(self.ids.values()) - self.special_ids - {token_id})
+        return self._texts[token_id]
 
 
 class Lark:
@@ -71,8 +80,7 @@ class Lark:
 
     def tokens_up_to(self, name: str, marker: str, limit: int) -> str:
         """Defines a rule: at most `limit` tokens of text, and the marker, which must be one token."""
-        ids = self._vocabulary.ids
-        free = ranges(set(ids.values()) - self._vocabulary.special_ids - {ids[marker]})
+        free = self._vocabulary.text_ids_except(self._vocabulary.ids[marker])
         text = f"<[{free}]>{{0,{limit}}}" if limit else ""  # llguidance refuses {0,0}
         return self.rule(name, f"{text} {self.marker(marker)}")
 

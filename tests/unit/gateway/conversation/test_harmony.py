@@ -21,6 +21,7 @@ from gateway.conversation import (
 from gateway.conversation.formats.harmony import HarmonyFormat
 from gateway.conversation.formats.harmony_parser import TOKENS
 from gateway.grammars.depth import check_depth
+from tests.factories import costs
 from tests.factories.conversations import (
     ASKED,
     HARMONY,
@@ -267,6 +268,14 @@ def test_reasoning_ends_at_its_budget_of_tokens() -> None:
     with pytest.raises(InvalidRequest, match=r"reasoning: .* is not one token"):
         FORMAT.grammar(asked, "", None)
     assert FORMAT.grammar(replace(ASKED, tools=()), "", None) is None
+
+
+def test_c58_the_tokens_of_a_budget_are_found_once() -> None:
+    """A vocabulary may have 200,000 tokens."""
+    answer_format = format_of("harmony", Guide(has_markers=True).vocabulary)
+    asked = replace(ASKED, tools=(), reasoning=ReasoningOptions(max_tokens=5))
+    counts = [costs.calls_in(lambda: answer_format.grammar(asked, "", None)) for _ in "ab"]
+    assert [count["ranges"] for count in counts] == [1, 0]
 
 
 @both
