@@ -23,6 +23,16 @@ _PREFIX = "baton-cpus-1-"
 """The files' names begin with this prefix, which contains the version of their format."""
 
 
+def remove_unused_files(folder: Path = FOLDER) -> None:
+    """Removes this user's files whose workers all died, for example while they loaded."""
+    for path in folder.glob(f"{_PREFIX}{os.geteuid()}-*"):
+        with suppress(OSError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                with path.open("rb") as file:
+                    _remove_unless_used(path, file.fileno())
+
+
 class LentCpus:
     """What this process lends and borrows; a process may have at most one LentCpus."""
 
@@ -108,14 +118,8 @@ class _SharedFile:
 
     def __init__(self, folder: Path, fleet: str) -> None:
         """Opens the file, and makes it if it is missing. Removes files whose workers all died."""
-        prefix = f"{_PREFIX}{os.geteuid()}-"
-        for path in folder.glob(f"{prefix}*"):
-            with suppress(OSError):
-                status = path.lstat()
-                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-                    with path.open("rb") as file:
-                        _remove_unless_used(path, file.fileno())
-        self._path = folder / f"{prefix}{os.getppid()}-{fleet}"
+        remove_unused_files(folder)
+        self._path = folder / f"{_PREFIX}{os.geteuid()}-{os.getppid()}-{fleet}"
         while not self._open():
             continue
 

@@ -33,6 +33,7 @@ from cluster.serve.owned_fleet import (
     with_choices_of,
 )
 from cluster.serve.screen import Screen, workers_text
+from engine.lent_cpus import remove_unused_files
 
 if TYPE_CHECKING:
     from gateway import Tokenizer
@@ -58,6 +59,7 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
         secret = load_secret(config.network, os.environ, may_create=True)
         keys = derive_keys(secret)
         config, model_path = resolve_model(config, screen)
+        stack.callback(remove_unused_files)  # runs last; a worker that was killed while it loaded left one
         fleet = make_fleet(config, secret, model_path, screen, stack)
         # Loading begins only once Ray runs: otherwise Ray's start would wait for the interpreter's lock. From
         # now on, this process only waits for workers.
@@ -137,6 +139,7 @@ def run_fleet(
         check_owner(config, "fleet")
         secret = load_secret(config.network, os.environ, may_create=True)
         config, model_path = resolve_model(config, screen)
+        stack.callback(remove_unused_files)  # runs last; a worker that was killed while it loaded left one
         fleet = make_fleet(config, secret, model_path, screen, stack)
         keys = derive_fleet_keys(secret)
         signals.run(_run_fleet(config, keys, fleet, screen, while_open, reread, signals))

@@ -169,3 +169,23 @@ def test_a_worker_that_can_never_start_ends_the_command_with_its_reason(tmp_path
         assert serve.wait_gone() in (1, 2)
         assert serve.stderr.splitlines()[-1].startswith("baton serve: ")
         assert "max_model_len" in serve.stderr.splitlines()[-1]
+
+
+def test_ctrl_c_while_workers_load_leaves_no_shared_memory(folder: Path, tmp_path: Path) -> None:
+    """They are killed there, so none of them removes the file by which they lend cores."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "if 'worker' in sys.orig_argv:\n"
+        "    from worker.host import EngineHost\n"
+        "    def start(_):\n"
+        "        print('it loads', file=sys.stderr, flush=True)\n"
+        "        time.sleep(600)\n"
+        "    EngineHost.start = start\n"
+    )
+    small = "--ray-address=none", "--prefill=0", "--kv-cache-memory-mib=8"
+    imports = f"{tmp_path}:{Path(__file__).parents[2]}"
+    with serving("--model", str(folder), *small, environment={"PYTHONPATH": imports}) as serve:
+        serve.wait_for_text("it loads")
+        serve.interrupt()
+        assert serve.wait_gone() == 0
+        assert list(Path("/dev/shm").glob(f"baton-cpus-*-{serve.process.pid}-*")) == []
