@@ -24,6 +24,9 @@ from baton.config.speculation import SpeculationConfig
 from baton.errors import ConfigError
 from baton.worker import WorkerRole
 
+_MERGE = "tag:yaml.org,2002:merge"
+"""The tag of `<<`, which adds the keys of another mapping."""
+
 
 class BatonConfig(Section):
     """The whole file."""
@@ -225,7 +228,7 @@ class BatonConfig(Section):
     def from_yaml(cls, path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> Self:
         """Reads a YAML file and applies `overrides` (section -> key -> value)."""
         try:
-            values = yaml.safe_load(path.read_text()) or {}
+            values = yaml.load(path.read_text(), _Loader) or {}
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read configuration file {path}: {error}") from error
         except yaml.YAMLError as error:  # its text quotes the file, which may have passwords
@@ -233,6 +236,22 @@ class BatonConfig(Section):
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected a mapping of sections, got {type(values).__name__}")
         return cls.from_mapping(merge(values, overrides or {}), str(path))
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice. YAML forbids it, but PyYAML would ignore all but the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set[tuple[str, str]]()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                continue
+            if (key.tag, key.value) in seen:
+                problem = f"found the key {key.value!r} a second time"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
 
 
 def _problem(error: yaml.YAMLError) -> str:

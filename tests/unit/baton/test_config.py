@@ -220,6 +220,13 @@ def test_a_file_that_is_not_a_mapping_is_refused_by_name(tmp_path: Path, text: s
         BatonConfig.from_yaml(path)
 
 
+def test_a_key_may_replace_one_of_a_mapping_that_is_merged(tmp_path: Path) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text("network: {peer_timeout_s: 9, <<: {peer_timeout_s: 7, reconnect_grace_s: 2}}\n")
+    network = BatonConfig.from_yaml(path).network
+    assert (network.peer_timeout_s, network.reconnect_grace_s) == (9, 2)
+
+
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         BatonConfig.from_yaml(tmp_path / "nowhere.yaml")

@@ -61,6 +61,14 @@ def test_the_gateways_two_ports_differ() -> None:
         ("gateway: 'api_keys hush'\n", "gateway: got a value of type str"),
         ("gateway:\n  api_keys: [ hush: : } \n", "in line 2, column"),
         ('gateway:\n  api_keys:\n    - sha256: "hush\n', "unexpected end of stream in line"),
+        (
+            "gateway:\n  api_keys:\n    - {name: hush}\ngateway: {}\n",
+            "found the key 'gateway' a second time in line 4, column 1",
+        ),
+        (
+            "gateway:\n  http_port: 1\n  host: hush\n  'http_port': 2\n",
+            "found the key 'http_port' a second time in line 4, column 3",
+        ),
     ],
 )
 def test_a_file_at_fault_is_not_quoted_where_keys_may_be(tmp_path: Path, text: str, complaint: str) -> None:
