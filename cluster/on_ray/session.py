@@ -220,8 +220,10 @@ def _probe(address: str) -> None:
 
 
 def _short_folder(folder: str) -> str:
-    """The folder for temporary files, or /tmp if the paths of Ray's sockets would be too long there."""
-    return folder if len(_longest_socket(folder)) <= _MAX_SOCKET_PATH else "/tmp"
+    """The folder for temporary files, or /tmp if the paths of Ray's sockets would be too long there, or not ASCII, in
+    which Ray encodes them."""
+    is_usable = folder.isascii() and len(_longest_socket(folder)) <= _MAX_SOCKET_PATH
+    return folder if is_usable else "/tmp"
 
 
 def _longest_socket(folder: str) -> str:

@@ -291,10 +291,11 @@ def test_addresses_only_ray_understands_are_left_to_ray() -> None:
     _probe("auto")
 
 
-def test_a_long_temporary_folder_is_not_for_sockets() -> None:
+def test_a_temporary_folder_that_is_long_or_not_ascii_is_not_for_sockets() -> None:
     assert _short_folder("/tmp") == "/tmp"
     assert _short_folder("/home/me/tmp") == "/home/me/tmp"
     assert _short_folder("/var/folders/of/a/system/that/likes/long/names") == "/tmp"
+    assert _short_folder("/home/jörg/tmp") == "/tmp"
 
 
 def test_the_root_cause_is_one_line() -> None:
