@@ -85,6 +85,9 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Else Ray prints lost workers and repeated calls to the driver's stdout, which is for JSON.
     environment.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
+    # Without a pid, Ray takes a driver whose parent is process 1, such as a systemd unit, for one whose raylet has
+    # ended: when a connection to the raylet breaks, Ray ends such a driver at once, without a word.
+    environment["RAY_RAYLET_PID"] = str(os.getpid())
     if config.ray_address == "local":
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback instead of every interface
         environment["RAY_AUTH_MODE"] = "token"

@@ -72,15 +72,17 @@ def test_a_private_ray_stays_on_loopback_behind_a_fresh_secret(tmp_path: Path) -
     assert environments[0] == {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+        "RAY_RAYLET_PID": str(os.getpid()),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
     }
 
 
 def test_a_joined_cluster_may_span_hosts_and_keeps_its_owners_choice(tmp_path: Path) -> None:
-    environment = {"RAY_USAGE_STATS_ENABLED": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "quiet"}
+    choice = {"RAY_USAGE_STATS_ENABLED": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "quiet"}
+    environment = dict(choice)
     prepare_environment(JOINED, environment, tmp_path)
-    assert environment == {"RAY_USAGE_STATS_ENABLED": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "quiet"}
+    assert environment == {**choice, "RAY_RAYLET_PID": str(os.getpid())}
 
 
 def test_a_joined_cluster_gets_the_token_that_is_there(tmp_path: Path) -> None:
