@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from baton.config.access import ApiKey, Tls, contradiction_among
 from baton.config.section import Section
@@ -146,6 +146,13 @@ class GatewayConfig(Section):
     def is_open_to_its_machine(self) -> bool:
         """Whether every user of this machine, and no one else, may do everything."""
         return is_loopback(self.host) and not self.has_keys
+
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, host: str) -> str:
+        if not host or not is_host(host):
+            raise ValueError(f"got '{host}'; use an address or a name, without brackets, scheme or port")
+        return host
 
     @model_validator(mode="after")
     def _check_ports(self) -> Self:

@@ -9,11 +9,20 @@ WILDCARDS = ("*", "0.0.0.0", "::")
 def is_host(host: str) -> bool:
     """Whether the syntax is valid; only a connection shows whether the host exists."""
     if ":" not in host:
-        return not set(host) & set("[]/ ")
+        return not set(host) & set("[]/ ") and _has_labels(host)
     try:
         return ipaddress.ip_address(host).version == 6
     except ValueError:
         return False
+
+
+def _has_labels(name: str) -> bool:
+    """Whether the parts between the dots have valid lengths. Python looks up no other name: it raises UnicodeError."""
+    try:
+        name.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

@@ -218,7 +218,7 @@ def _probe(address: str) -> None:
         return  # `auto`, or an address that only Ray can check
     try:
         socket.create_connection((match[1], int(match[2])), timeout=_PROBE_TIMEOUT_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that is no host name, such as 10.0.0..1
         raise ClusterError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
 
 

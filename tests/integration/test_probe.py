@@ -115,6 +115,7 @@ async def test_a_fleet_is_well_once_it_serves(
     ("arguments", "message"),
     [
         (["127.0.0.1:8000"], "URL: got '127.0.0.1:8000'; use SCHEME://HOST:PORT"),
+        (["http://10.0.0..1:8000"], "URL: got 'http://10.0.0..1:8000'; use SCHEME://HOST:PORT"),
         (["ftp://127.0.0.1:8000"], "URL: got"),
         (["http://127.0.0.1"], "URL: got"),
         (["http://[::1/"], "URL: got"),

@@ -144,11 +144,16 @@ def test_loopback_may_do_without_security(host: str) -> None:
     assert BatonConfig.from_mapping(values).network.security == "none"
 
 
-@pytest.mark.parametrize("key", ["bind_host", "advertise_host"])
-@pytest.mark.parametrize("host", ["10.0.0.1:5000", "[::1]", "tcp://10.0.0.1", "", "node 1", "::1::2"])
-def test_what_is_no_host_is_refused_by_name(key: str, host: str) -> None:
-    with pytest.raises(ConfigError, match=rf"network\.{key}: "):
-        BatonConfig.from_mapping({"network": {key: host}})
+@pytest.mark.parametrize(
+    ("section", "key"), [("network", "bind_host"), ("network", "advertise_host"), ("gateway", "host")]
+)
+@pytest.mark.parametrize(
+    "host",
+    ["10.0.0.1:5000", "[::1]", "tcp://10.0.0.1", "", "node 1", "::1::2", "10.0.0..1", "n" * 64],
+)
+def test_what_is_no_host_is_refused_by_name(section: str, key: str, host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}: "):
+        BatonConfig.from_mapping({section: {key: host}})
 
 
 KEY = {"name": "a", "sha256": "0" * 64}

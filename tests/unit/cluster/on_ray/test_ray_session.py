@@ -134,6 +134,8 @@ def test_an_address_without_a_listener_fails_at_once() -> None:
             _probe(address)
         taken.listen()
         _probe(address)
+    with pytest.raises(ClusterError, match=r"no Ray cluster answers at 10\.0\.0\.\.1:6379"):
+        _probe("10.0.0..1:6379")
 
 
 def test_ray_leaves_the_handler_of_sigterm_as_it_is_even_while_it_starts() -> None:
