@@ -73,8 +73,8 @@ class ClusterKeys:
 class ClusterSecret:
     """Text shared by every process of a cluster and known to no other; no representation contains it.
 
-    Raises ConfigError if the text is too short. Security depends on the text alone, so it should be random:
-    `openssl rand -hex 32`.
+    Raises ConfigError if the text is too short, or has a zero byte: workers may get it in their environment. Security
+    depends on the text alone, so it should be random: `openssl rand -hex 32`.
     """
 
     text: str
@@ -84,6 +84,10 @@ class ClusterSecret:
             raise ConfigError(
                 f"a cluster secret needs at least {MIN_SECRET_CHARACTERS} characters, this one has "
                 f"{len(self.text)}; make one with `openssl rand -hex 32`"
+            )
+        if "\0" in self.text:
+            raise ConfigError(
+                "a cluster secret is a text, but this one has a zero byte; make one with `openssl rand -hex 32`"
             )
 
 

@@ -61,6 +61,13 @@ def test_a_short_secret_is_refused_without_being_shown() -> None:
     assert ClusterSecret("sixteen letters!").text == "sixteen letters!"
 
 
+def test_a_secret_of_random_bytes_is_refused() -> None:
+    """Processes get the secret in their environment, which cannot have a zero byte."""
+    with pytest.raises(ConfigError, match="zero byte; make one with `openssl rand -hex 32`") as caught:
+        ClusterSecret("hush" * 8 + "\0")
+    assert "hush" not in str(caught.value)
+
+
 def test_no_secret_no_keys() -> None:
     assert [derive_keys(None).request, derive_keys(None).kv] == [None, None]
     assert 16 <= len(derive_keys(None).prefix) <= 64, (
