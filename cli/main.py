@@ -200,8 +200,15 @@ def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
     return config.model_copy(update=changed)
 
 
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder does not exist any more; change to another one") from None
+
+
 def _serve(options: argparse.Namespace) -> int:
-    config = with_absolute_paths(_configuration(options), Path.cwd())
+    config = with_absolute_paths(_configuration(options), _here())
     _prepare(config)
     from cli.commands import servers
 
@@ -209,8 +216,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _fleet(options: argparse.Namespace) -> int:
-    file = () if options.config is None else (options.config,)
-    watched = Watched(file, lambda: with_absolute_paths(_configuration(options), Path.cwd()), SystemClock())
+    file, here = () if options.config is None else (options.config,), _here()
+    watched = Watched(file, lambda: with_absolute_paths(_configuration(options), here), SystemClock())
     config = watched.current()
     _prepare(config)
     from cli.commands import servers
