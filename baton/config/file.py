@@ -239,7 +239,24 @@ class BatonConfig(Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice. YAML forbids it, but PyYAML would ignore all but the last."""
+    """Raises YAMLError for each file that it cannot load. Also refuses a mapping that has a key twice: YAML forbids it,
+    but PyYAML would ignore all but the last."""
+
+    def get_single_data(self) -> Any:
+        try:
+            return super().get_single_data()
+        except RecursionError:
+            raise yaml.MarkedYAMLError(problem="found too many levels") from None
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (
+            ValueError,
+            KeyError,
+        ):  # such as a date that does not exist; the error's text quotes the value
+            problem = f"found no valid {node.tag.rpartition(':')[2]}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

@@ -69,6 +69,10 @@ def test_the_gateways_two_ports_differ() -> None:
             "gateway:\n  http_port: 1\n  host: hush\n  'http_port': 2\n",
             "found the key 'http_port' a second time in line 4, column 3",
         ),
+        ("gateway: hush\ncluster: {name: 2026-02-30}\n", "found no valid timestamp in line 2, column 17"),
+        ("gateway:\n  http_port: !!int hush\n", "found no valid int in line 2, column 14"),
+        ("gateway: !!bool hush\n", "found no valid bool in line 1, column 10"),
+        ("gateway: hush\ncluster: " + 5000 * "[", "found too many levels"),
     ],
 )
 def test_a_file_at_fault_is_not_quoted_where_keys_may_be(tmp_path: Path, text: str, complaint: str) -> None:
