@@ -122,7 +122,7 @@ def _read_key_store(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
         keys = yaml.load(content, _LOADER)
     except OSError as error:
         raise Lost(f"{source}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError):  # these errors quote the file
+    except (yaml.YAMLError, ValueError, KeyError, RecursionError):  # some of these errors quote the file
         raise ConfigError(f"{source}: is neither YAML nor JSON") from None
     try:
         return KeyStore(

@@ -244,6 +244,8 @@ def test_an_empty_key_file_admits_no_caller(tmp_path: Path) -> None:
         ("- name: a\n  sha256: baton-secret\n", "64 hexadecimal digits"),
         ("- baton-secret\n", "must be a mapping"),
         ("{baton-secret", "neither YAML nor JSON"),
+        ("- {name: 2026-02-30, sha256: baton-secret}", "neither YAML nor JSON"),
+        ("- !!bool baton-secret", "neither YAML nor JSON"),
         (
             "- {name: anybody, sha256: " + "0" * 64 + "}",
             "'anybody' is Baton's name for callers without a key",
