@@ -70,7 +70,7 @@ def _context(tls: Tls, client_ca_pem: bytes | None) -> ssl.SSLContext:
         raise ConfigError(f"gateway.tls: {_why(error, tls)}") from error
     if client_ca_pem is not None:
         try:
-            context.load_verify_locations(cadata=client_ca_pem.decode("ascii", "replace"))
+            context.load_verify_locations(cadata=_as_ascii(client_ca_pem))
         except ssl.SSLError as error:
             raise ConfigError(
                 f"gateway.tls.client_ca_file {tls.client_ca_file}: {error.reason or error}"
@@ -79,6 +79,11 @@ def _context(tls: Tls, client_ca_pem: bytes | None) -> ssl.SSLContext:
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0  # in a resumed session, the client does not send its certificate again
     return context
+
+
+def _as_ascii(pem: bytes) -> str:
+    """Python demands ASCII, although OpenSSL ignores text between certificates, such as comments in other languages."""
+    return pem.decode("ascii", "replace").replace("\ufffd", "?")
 
 
 def _why(error: OSError, tls: Tls) -> str:

@@ -130,6 +130,19 @@ async def test_only_clients_with_a_certificate_connect_where_it_is_asked_for(
             await under_test.client.drain("w0")  # a certificate alone allows no commands
 
 
+async def test_a_file_of_authorities_may_have_comments_in_any_language(
+    folder: Path, files: CertificateFiles, tmp_path: Path
+) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.write_text(f"NetLock Főtanúsítvány\n{files.ca.read_text()}", encoding="utf-8")
+    tls = Tls(**{**files.tls(asks_clients=True), "client_ca_file": str(ca)})
+    credentials = files.credentials(has_own=True)
+    async with gateway_with(folder, {}, {}, tls=tls, credentials=credentials) as under_test:
+        assert await ask_grpc(under_test, credentials) == "tiny"
+        assert await ask_https(under_test, files.trusting(own=files)) == 200
+        assert await ask_https(under_test, files.trusting()) == 0
+
+
 @pytest.mark.parametrize("asks_clients", [False, True])
 async def test_renewed_certificates_are_taken_up_without_a_restart(
     folder: Path, files: CertificateFiles, others: CertificateFiles, tmp_path: Path, asks_clients: bool
