@@ -151,9 +151,19 @@ def _vocabulary(backend: "RustTokenizer") -> Vocabulary:
 
 
 def _by_transformers(folder: Path) -> Any:
-    from transformers import AutoTokenizer  # not at the top of the file: this import takes seconds
+    # not at the top of the file: this import takes seconds
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} has no usable tokenizer: {error}") from error
+    except Exception as error:  # damaged or newer files make the libraries raise anything
+        problem = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{folder} has no usable tokenizer: {problem}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelError(
+            f"{folder} has no usable tokenizer: {type(tokenizer).__name__} is written in Python, and Baton supports "
+            "only tokenizers of the tokenizers library, which tokenizer.json describes"
+        )
+    return tokenizer
