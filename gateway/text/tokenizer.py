@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from baton.errors import ConfigError, InvalidRequest, ModelError
+from engine.loading.gguf_folder import gguf_of
 from gateway.conversation import (
     NUM_PROMPT_END_TOKENS,
     AnswerFormat,
@@ -155,7 +156,11 @@ def _by_transformers(folder: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if gguf_of(folder) is not None and (folder / "tokenizer.json").is_file():
+            # For a model of type qwen2, AutoTokenizer would apply Qwen2's rules instead of those of tokenizer.json.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} has no usable tokenizer: {error}") from error
     except Exception as error:  # damaged or newer files make the libraries raise anything

@@ -9,12 +9,14 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 
 from baton.errors import ModelError
 from engine.eos_tokens import read_eos_token_ids
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import describe, gguf_of, hugging_face_config
 from engine.loading.gguf_tokenizer import special_token_ids
+from engine.loading.pretrained import resolve
 from engine.model_config import read_architecture
 from engine.rope_config import RopeType
 from gateway.conversation import ChatMessage, Conversation
@@ -66,6 +68,25 @@ def test_tokens_and_chat_are_those_of_the_original_folder(tmp_path: Path, source
         ours.decode(ours.encode(chat), skip_special_tokens=True) == "user\nWhat is the capital?\nassistant\n"
     )
     assert ours.vocab_size == theirs.vocab_size == 300
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
+@pytest.mark.parametrize("architecture", ["qwen2", "mistral"])
+def test_tokens_follow_the_files_own_rule_whatever_the_architecture(
+    tmp_path: Path, architecture: str, pre: str
+) -> None:
+    """transformers has a class of its own for Qwen2, which knows only the rule `qwen2`."""
+    model = make_model_dir(tmp_path / "model", architecture, num_hidden_layers=1)
+    file = make_gguf(
+        tmp_path / "m.gguf", model, tokenizer__ggml__pre=pre, tokenizer__ggml__add_bos_token=True
+    )
+    folder = resolve(str(file), tmp_path / "cache")
+    expected = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ours = Tokenizer(folder)
+    for text in ("", "DON'T  the\n\n Cache//\n12345", "e\u0301 \u00e9 \u65e5\u672c", " \r\n \t<|im_end|> x"):
+        ids = list(ours.encode(text))
+        assert ids == expected.encode(text).ids
+        assert ours.decode(ids, True) == expected.decode(ids)
 
 
 def test_safetensors_come_before_a_gguf_file_beside_them(tmp_path: Path, source: Path) -> None:
