@@ -21,7 +21,15 @@ import fsspec
 from baton.errors import ModelError
 from baton.hub_name import HubName
 from baton.system.file_lock import exclusive
-from engine.loading.model_files import SMALL, Progress, gguf_file, has_safetensors, indexed_files
+from engine.loading.model_files import (
+    SMALL,
+    TEMPLATES_FOLDER,
+    Progress,
+    gguf_file,
+    has_safetensors,
+    indexed_files,
+    is_template,
+)
 
 EXTRAS = {"s3": "s3fs", "gs": "gcsfs"}
 """Scheme -> the package that reads it. Baton's extra for the package has the name of the scheme."""
@@ -60,6 +68,7 @@ def _fetch(url: str, cache_dir: Path, on_progress: Progress, weights: bool) -> P
     files = {path.rpartition("/")[2]: info for path, info in found.items()}
     if not files:
         raise ModelError(f"{url} holds no file")
+    templates = [] if is_file else _templates(store, root, files)
     folder = cache_dir / "buckets" / _digest(url, files) / str(root).rstrip("/").rpartition("/")[2]
     with exclusive(
         folder.parent / ".lock", lambda: on_progress(f"waiting for another process that reads {url}", 0.0)
@@ -67,7 +76,7 @@ def _fetch(url: str, cache_dir: Path, on_progress: Progress, weights: bool) -> P
         suffix = "partial" if is_alone else f"{uuid.uuid4().hex}.partial"
         folder.mkdir(exist_ok=True)
         small = [name for name in files if any(fnmatch.fnmatch(name, pattern) for pattern in SMALL)]
-        _copy(store, files, small, folder, suffix, lambda *_: None)
+        _copy(store, files, [*small, *templates], folder, suffix, lambda *_: None)
         is_gguf = is_file or not has_safetensors(files)
         chosen = [gguf_file(files, None, url)] if is_gguf else indexed_files(folder, files)
         if unknown := sorted(set(chosen) - set(files)):
@@ -84,6 +93,15 @@ def _fetch(url: str, cache_dir: Path, on_progress: Progress, weights: bool) -> P
                 ),
             )
     return folder / chosen[0] if is_gguf else folder
+
+
+def _templates(store: Any, root: str, files: dict[str, dict[str, Any]]) -> list[str]:
+    """Adds the model's further chat templates to `files`; returns their paths in the model's folder."""
+    found = store.find(f"{str(root).rstrip('/')}/{TEMPLATES_FOLDER}", maxdepth=1, detail=True)
+    paths = {f"{TEMPLATES_FOLDER}/{path.rpartition('/')[2]}": info for path, info in found.items()}
+    templates = {path: info for path, info in paths.items() if is_template(path)}
+    files.update(templates)
+    return sorted(templates)
 
 
 def _digest(url: str, files: dict[str, dict[str, Any]]) -> str:
@@ -109,8 +127,10 @@ def _copy(
     files with another suffix belong to other processes."""
     total, done = sum(files[name]["size"] for name in names), 0
     for name in names:
-        target, partial, size = folder / name, folder / f".{name}.{suffix}", files[name]["size"]
+        target, size = folder / name, files[name]["size"]
+        partial = target.with_name(f".{target.name}.{suffix}")
         if not target.is_file() or target.stat().st_size != size:
+            target.parent.mkdir(exist_ok=True)
             with store.open(files[name]["name"], "rb") as source, partial.open("ab") as content:
                 source.seek(position := content.tell())
                 while chunk := source.read(CHUNK_BYTES):

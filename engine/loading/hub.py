@@ -33,7 +33,15 @@ from baton.hub_name import HubName
 from baton.system.file_lock import exclusive
 from engine.loading.hub_download import LargeFile, Stopped, bytes_there, download
 from engine.loading.hub_errors import explained, first_line
-from engine.loading.model_files import SMALL, Progress, gguf_file, gguf_files, has_safetensors, indexed_files
+from engine.loading.model_files import (
+    SMALL,
+    Progress,
+    gguf_file,
+    gguf_files,
+    has_safetensors,
+    indexed_files,
+    is_template,
+)
 
 logger = logging.getLogger(__name__)
 logging.getLogger(snapshot_download.__module__).addFilter(
@@ -55,8 +63,10 @@ def fetch(name: HubName, on_progress: Progress, *, weights: bool = True) -> Path
     """
     with explained(name):
         folder = Path(_snapshot(name.repo, _revision(name), list(SMALL), ["*/*"]))
-        chosen, is_gguf = _weight_paths(name, folder)
-        wanted = chosen if weights or is_gguf else []
+        paths, are_all = _paths(name.repo, folder)
+        chosen, is_gguf = _weight_paths(name, folder, paths, are_all=are_all)
+        wanted = [] if is_gguf else [path for path in paths if is_template(path)]
+        wanted += chosen if weights or is_gguf else []
         if _missing(folder, wanted):
             _complete(name, folder, wanted, on_progress)
         return folder / chosen[0] if is_gguf else folder
@@ -98,9 +108,9 @@ def _snapshot(repo: str, revision: str | None, allow: list[str], ignore: list[st
     )
 
 
-def _weight_paths(name: HubName, folder: Path) -> tuple[list[str], bool]:
-    """The paths of the files with the model's weights, and whether they are a single GGUF file."""
-    paths, are_all = _paths(name.repo, folder)
+def _weight_paths(name: HubName, folder: Path, paths: list[str], *, are_all: bool) -> tuple[list[str], bool]:
+    """The paths of the files with the model's weights, and whether they are a single GGUF file. `paths`, `are_all`:
+    see `_paths`."""
     may_have_more = not are_all and not gguf_files(paths)
     if name.gguf is not None or not (has_safetensors(paths) or may_have_more):
         return [gguf_file(paths, name.gguf, name.repo)], True

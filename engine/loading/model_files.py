@@ -18,6 +18,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 """Patterns of the files for configuration, tokenizer and chat template."""
+TEMPLATES_FOLDER = "additional_chat_templates"
+"""The folder of further chat templates, such as tool_use.jinja, in which transformers saves and looks for them."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """A gateway needs one of these files. transformers can make a tokenizer from each of them."""
 MAX_SHOWN = 12
@@ -44,6 +46,11 @@ def indexed_files(folder: Path, remote: Collection[str] = ()) -> list[str]:
 
 def has_safetensors(paths: Collection[str]) -> bool:
     return INDEX_NAME in paths or SINGLE_NAME in paths
+
+
+def is_template(path: str) -> bool:
+    """Whether this is a further chat template; `path` is relative to the model's folder."""
+    return fnmatch.fnmatchcase(path, f"{TEMPLATES_FOLDER}/*.jinja")
 
 
 def gguf_files(paths: Collection[str]) -> list[str]:

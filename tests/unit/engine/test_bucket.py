@@ -73,6 +73,15 @@ def test_a_gateway_takes_no_weights_and_a_worker_then_the_rest(store: Any, tmp_p
     assert (path / "model.safetensors").exists()
 
 
+def test_further_chat_templates_come_too(store: Any, tmp_path: Path) -> None:
+    before = fetched(tmp_path)
+    template = "additional_chat_templates/tool_use.jinja"
+    store.pipe(f"/bucket/models/tiny/{template}", b"{{ tools }}")
+    path = fetched(tmp_path, weights=False)
+    assert (path / template).read_text() == "{{ tools }}"
+    assert path != before, "a folder with another template is another model"
+
+
 def test_what_an_earlier_process_left_is_continued(store: Any, tmp_path: Path, folder: Path) -> None:
     path = fetched(tmp_path, weights=False)
     weights = (folder / "model.safetensors").read_bytes()
