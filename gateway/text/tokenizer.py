@@ -71,10 +71,11 @@ class Tokenizer:
         return template.get("tool_use", template.get("default")) if isinstance(template, dict) else template
 
     def files(self) -> dict[str, bytes]:
-        """The tokenizer's files, by name: `tokenizer.json`, its configuration and template."""
+        """The tokenizer's files, by path: `tokenizer.json`, its configuration and templates."""
         with TemporaryDirectory() as folder:
             self._tokenizer.save_pretrained(folder)
-            return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
+            files = (file for file in sorted(Path(folder).rglob("*")) if file.is_file())
+            return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; a character of several bytes may be spread over several tokens."""

@@ -172,6 +172,7 @@ def test_of_several_templates_the_one_for_tools_shows_the_format(tmp_path: Path)
     assert json.dumps("get_weather") in tokenizer.render_chat(ASKED), (
         "the template for tools is rendered, too"
     )
+    assert tokenizer.files()["additional_chat_templates/tool_use.jinja"] == TEMPLATES["mistral"].encode()
 
 
 def test_the_configured_format_is_taken(tmp_path: Path) -> None:
