@@ -20,7 +20,7 @@ from engine.loading.gguf_tokenizer import special_token_ids, special_tokens, tok
 from engine.model_config import architecture_of
 
 MODEL_FILE = "model.gguf"
-LAYOUT = 3
+LAYOUT = 4
 """Version of the written files; a folder of an older version is made again."""
 
 ARCHITECTURES = {

@@ -64,10 +64,15 @@ _MAX_CUT_CHARS = 2**28
 
 
 class TokenType(IntEnum):
-    """Values of `tokenizer.ggml.token_type`; tokens with other values are ordinary."""
+    """Values of `tokenizer.ggml.token_type`."""
 
+    NORMAL = 1
     CONTROL = 3
     USER_DEFINED = 4
+    BYTE = 6
+
+
+_ORDINARY = (TokenType.NORMAL, TokenType.BYTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +130,23 @@ def tokenizer_json(file: GgufFile) -> Json:
 
 
 def special_tokens(file: GgufFile) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... of tokenizer_config.json. `eos_token` is left out if this token must not end
-    answers, since a token of this name ends answers."""
+    """`bos_token`, `eos_token`, ... of tokenizer_config.json.
+
+    `eos_token` is left out if this token must not end answers, since a token of this name ends answers. Another token
+    is left out if it is ordinary text, since answers are shown without tokens of these names. Keys name such tokens if
+    a config.json names id 0 or 1, but the vocabulary begins with punctuation.
+    """
     tokens = file.strings("tokenizer.ggml.tokens")
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {short: _token_id(file, tokens, long) for short, long in names.items()}
     if ids["eos"] not in _ends(file, tokens):
         del ids["eos"]
-    return {f"{short}_token": tokens[token_id] for short, token_id in ids.items() if token_id is not None}
+    types = file.numbers("tokenizer.ggml.token_type")
+    return {
+        f"{short}_token": tokens[token_id]
+        for short, token_id in ids.items()
+        if token_id is not None and (short == "eos" or not types or types[token_id] not in _ORDINARY)
+    }
 
 
 def special_token_ids(file: GgufFile) -> dict[str, int | list[int]]:

@@ -15,7 +15,7 @@ from baton.errors import ModelError
 from engine.eos_tokens import read_eos_token_ids
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import describe, gguf_of, hugging_face_config
-from engine.loading.gguf_tokenizer import special_token_ids
+from engine.loading.gguf_tokenizer import special_token_ids, special_tokens
 from engine.loading.pretrained import resolve
 from engine.model_config import read_architecture
 from engine.rope_config import RopeType
@@ -99,6 +99,19 @@ def test_safetensors_come_before_a_gguf_file_beside_them(tmp_path: Path, source:
 def test_without_a_template_there_is_no_chat(tmp_path: Path, source: Path) -> None:
     describe(make_gguf(tmp_path / "m.gguf", source, tokenizer__chat_template=None), tmp_path / "folder")
     assert not Tokenizer(tmp_path / "folder").has_chat_template
+
+
+@pytest.mark.parametrize("key", ["bos", "unknown", "padding"])
+def test_a_token_of_ordinary_text_stays_in_answers_though_a_key_names_it(
+    tmp_path: Path, source: Path, key: str
+) -> None:
+    """Token 3 is an exclamation mark."""
+    keys: dict[str, Any] = {f"tokenizer__ggml__{key}_token_id": 3, "tokenizer__ggml__add_bos_token": False}
+    tokenizer = Tokenizer(resolve(str(make_gguf(tmp_path / "m.gguf", source, **keys)), tmp_path / "cache"))
+    ids = tokenizer.encode("Yes!!")
+    assert 3 in ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Yes!!"
+    assert f"{key[:3]}_token" not in special_tokens(read_gguf(tmp_path / "m.gguf"))
 
 
 def test_every_kind_of_end_ends_an_answer(tmp_path: Path, source: Path) -> None:
