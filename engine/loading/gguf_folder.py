@@ -2,6 +2,7 @@
 
 FOLDER/config.json, generation_config.json                      the architecture
 FOLDER/tokenizer.json, tokenizer_config.json, chat_template.jinja
+FOLDER/additional_chat_templates/tool_use.jinja                 if the file has a template for tools
 FOLDER/model.gguf                                               the file itself, or a link to it
 """
 
@@ -17,6 +18,7 @@ from engine.loading.gguf import GgufFile, read_gguf
 from engine.loading.gguf_families import completed
 from engine.loading.gguf_keys import floats_in, positive_in, size_in
 from engine.loading.gguf_tokenizer import special_token_ids, special_tokens, tokenizer_json
+from engine.loading.model_files import TEMPLATES_FOLDER
 from engine.model_config import architecture_of
 
 MODEL_FILE = "model.gguf"
@@ -139,6 +141,10 @@ def describe(gguf: Path, folder: Path) -> None:
     template = file.get("tokenizer.chat_template", str)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for_tools = file.get("tokenizer.chat_template.tool_use", str)
+    if for_tools is not None:
+        (folder / TEMPLATES_FOLDER).mkdir(exist_ok=True)
+        (folder / TEMPLATES_FOLDER / "tool_use.jinja").write_text(for_tools, encoding="utf-8")
 
 
 def hugging_face_config(file: GgufFile) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from engine.loading.gguf_tokenizer import special_token_ids, special_tokens
 from engine.loading.pretrained import resolve
 from engine.model_config import read_architecture
 from engine.rope_config import RopeType
-from gateway.conversation import ChatMessage, Conversation
+from gateway.conversation import ChatMessage, Conversation, Tool
 from gateway.text.tokenizer import Tokenizer
 from tests.factories.families import QWEN3_MOE
 from tests.factories.gguf_files import make_gguf
@@ -99,6 +99,18 @@ def test_safetensors_come_before_a_gguf_file_beside_them(tmp_path: Path, source:
 def test_without_a_template_there_is_no_chat(tmp_path: Path, source: Path) -> None:
     describe(make_gguf(tmp_path / "m.gguf", source, tokenizer__chat_template=None), tmp_path / "folder")
     assert not Tokenizer(tmp_path / "folder").has_chat_template
+
+
+def test_a_template_for_tools_is_used_for_them(tmp_path: Path, source: Path) -> None:
+    keys: dict[str, Any] = {
+        "tokenizer__chat_template": "{{ messages[0].content }}",
+        "tokenizer__chat_template__tool_use": "<tool_call> for {{ tools[0].function.name }}",
+    }
+    tokenizer = Tokenizer(resolve(str(make_gguf(tmp_path / "m.gguf", source, **keys)), tmp_path / "cache"))
+    asked = Conversation((ChatMessage("user", "What is the capital?"),))
+    assert tokenizer.render_chat(asked) == "What is the capital?"
+    with_tools = replace(asked, tools=(Tool("search"),))
+    assert tokenizer.render_chat(with_tools) == "<tool_call> for search"
 
 
 @pytest.mark.parametrize("key", ["bos", "unknown", "padding"])
