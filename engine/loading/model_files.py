@@ -21,7 +21,8 @@ SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 TEMPLATES_FOLDER = "additional_chat_templates"
 """The folder of further chat templates, such as tool_use.jinja, in which transformers saves and looks for them."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-"""A gateway needs one of these files. transformers can make a tokenizer from each of them."""
+"""A gateway needs one of these files. transformers can make a tokenizer from each of them, but may need a further
+package for others than tokenizer.json."""
 MAX_SHOWN = 12
 """A message names at most this many files."""
 

@@ -22,6 +22,13 @@ from gateway.text.token_bytes import TokenBytes
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
+NO_TOKENIZER_JSON = (
+    ". The folder has no tokenizer.json. To read other files, transformers may need the package sentencepiece "
+    "or tiktoken"
+)
+"""The end of a message about a folder that transformers cannot read. For a tokenizer.model of SentencePiece,
+transformers itself names only tiktoken."""
+
 
 class Tokenizer:
     """Encoding and decoding are safe from any thread; TokenizerPool provides threads."""
@@ -162,11 +169,12 @@ def _by_transformers(folder: Path) -> Any:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         else:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} has no usable tokenizer: {error}") from error
     except Exception as error:  # damaged or newer files make the libraries raise anything
-        problem = f"{type(error).__name__}: {error}"
-        raise ModelError(f"{folder} has no usable tokenizer: {problem}") from error
+        problem = (
+            str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        )
+        hint = "" if (folder / "tokenizer.json").is_file() else NO_TOKENIZER_JSON
+        raise ModelError(f"{folder} has no usable tokenizer: {problem}{hint}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(
             f"{folder} has no usable tokenizer: {type(tokenizer).__name__} is written in Python, and Baton supports "

@@ -19,6 +19,12 @@ def with_another_kind(folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
+def with_sentencepiece_alone(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"pieces")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+
+
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (lambda folder: (folder / "tokenizer.json").write_text('{"version":'), "line 1 column"),
     "without its keys": (
@@ -34,6 +40,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "special_tokens_map.json").write_text('{"eos_token": 7}'),
         "TypeError: Special token eos_token",
     ),
+    "without tokenizer.json": (with_sentencepiece_alone, "may need the package sentencepiece or tiktoken"),
     "in Python": (
         lambda folder: (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}'),
         "ByT5Tokenizer is written in Python",
