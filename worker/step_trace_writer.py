@@ -127,8 +127,8 @@ class StepTraceWriter:
 
     def close(self) -> None:
         """Writes the steps without a result, and the end. May be called again."""
-        for step in list(self._planned):
-            self._record(self._planned[step], None, {}, {})
+        for planned in tuple(self._planned.values()):
+            self._record(planned, None, {}, {})
         self._end(TraceEnd.CLOSED)
 
     def _now(self) -> float:

@@ -311,6 +311,14 @@ def test_a_full_disk_is_said_once_and_ends_only_the_trace(
     assert "ends here" in caplog.text
 
 
+def test_a_file_that_ends_while_it_is_closed_ends_only_the_trace(tmp_path: Path) -> None:
+    writer = open_trace(tmp_path, max_bytes=len(encode_header(HEADER)) + 50)
+    writer.planned(make_plan(1), NOTHING)
+    writer.planned(make_plan(2), NOTHING)
+    writer.close()
+    assert read_trace(tmp_path / "d0-incarnation.jsonl").end is TraceEnd.FULL
+
+
 def test_results_without_a_plan_are_ignored(tmp_path: Path) -> None:
     writer = open_trace(tmp_path)
     writer.done(7, {}, ClientOutputs())
