@@ -308,7 +308,10 @@ class ConsumerEndpoint:
             case FailedKV():
                 if not outcome.is_unneeded:
                     logger.warning(
-                        "the KV cache of request %s did not arrive: %s", request_id, outcome.reason
+                        "the KV cache of request %s did not arrive: %s",
+                        request_id,
+                        outcome.reason,
+                        extra={"engine_request_id": request_id},
                     )
                 self._close(request_id)
                 transfers = self._timelines.conclude(request_id)

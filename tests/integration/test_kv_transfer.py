@@ -274,7 +274,11 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_waited_for(
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_c42_a_lost_prefill_worker_is_noticed(
-    prefill: Worker, decode: Worker, monkeypatch: pytest.MonkeyPatch, dies: bool
+    prefill: Worker,
+    decode: Worker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dies: bool,
 ) -> None:
     start(prefill, decode)
     prefill.command(after=(SendBlocks("r", 0, (1,)),))
@@ -289,6 +293,7 @@ def test_c42_a_lost_prefill_worker_is_noticed(
     failed = decode.until(lambda news: news.failed_recving)
     assert (failed.num_valid_blocks, failed.is_unneeded) == (1, False)
     assert ("no longer accepts connections" if dies else "was silent for") in failed.reason
+    assert "r" in [vars(record).get("engine_request_id") for record in caplog.records]
 
 
 def test_c39_a_decode_worker_that_dies_frees_the_lease(prefill: Worker) -> None:
