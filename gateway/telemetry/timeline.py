@@ -6,6 +6,8 @@ sent the request to the worker, so the clocks of two machines are never compared
 
 from dataclasses import dataclass, field
 
+from baton.kv import TransferRole
+from baton.transfer import TransferEventKind, TransferRecord
 from gateway.requests.attempt import Attempt
 from gateway.requests.record import RequestRecord
 from gateway.timing.request_times import SeenTransfer
@@ -61,28 +63,34 @@ def _attempt(record: RequestRecord, attempt: Attempt, began_s: float, ended_s: f
         attributes=attributes,
         failure=None if failure is None else failure.summary,
         inside=[
-            *_until_first_token(record, began_s, ended_s),
+            *_until_first_token(record, transfers, began_s, ended_s),
             *map(_transfer, transfers),
             *_decode(record, attempt, began_s, ended_s),
         ],
     )
 
 
-def _until_first_token(record: RequestRecord, began_s: float, ended_s: float) -> list[TimelineStage]:
-    """The stages until the first token; none if another attempt brought this token."""
+def _until_first_token(
+    record: RequestRecord, transfers: list[SeenTransfer], began_s: float, ended_s: float
+) -> list[TimelineStage]:
+    """The stages until the first token; none if another attempt brought this token. If a load failed, the decode
+    worker computed the prompt after its wait for the load. Otherwise such a wait comes after the prefill."""
     parts, ttft_s = record.ttft_parts, record.ttft_s
     if parts is None or ttft_s is None or not began_s < ttft_s <= ended_s:
         return []
-    prefill_began_s = began_s + parts.worker_queue_s
+    has_failed_load = any(
+        seen.record.role is TransferRole.CONSUMER and _is_failed(seen.record) for seen in transfers
+    )
+    queue_began_s = began_s + (parts.transfer_exposed_s if has_failed_load else 0.0)
+    prefill_began_s = queue_began_s + parts.worker_queue_s
     return [
-        TimelineStage(name="worker_queue", began_s=began_s, ended_s=prefill_began_s),
+        TimelineStage(name="worker_queue", began_s=queue_began_s, ended_s=prefill_began_s),
         TimelineStage(name="prefill", began_s=prefill_began_s, ended_s=prefill_began_s + parts.prefill_s),
     ]
 
 
 def _transfer(seen: SeenTransfer) -> TimelineStage:
     record = seen.record
-    is_failed = record.events[-1].kind.value == "failed"
     return TimelineStage(
         name=f"transfer {record.role.value}",
         began_s=record.events[0].at_s,
@@ -96,8 +104,12 @@ def _transfer(seen: SeenTransfer) -> TimelineStage:
             "baton.transfer.moving_s": record.moving_s,
         },
         events=tuple((event.kind.value, event.at_s) for event in record.events),
-        failure="the prompt's KV cache did not arrive" if is_failed else None,
+        failure="the prompt's KV cache did not arrive" if _is_failed(record) else None,
     )
+
+
+def _is_failed(record: TransferRecord) -> bool:
+    return record.events[-1].kind is TransferEventKind.FAILED
 
 
 def _decode(record: RequestRecord, attempt: Attempt, began_s: float, ended_s: float) -> list[TimelineStage]:

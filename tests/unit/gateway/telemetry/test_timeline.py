@@ -1,14 +1,16 @@
 import random
 from dataclasses import replace
 
+from baton.kv import TransferRole
 from baton.request import FinishReason
+from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from gateway.auth.callers import ANYBODY
 from gateway.requests.attempt import Attempt
 from gateway.requests.record import Outcome, RequestRecord
 from gateway.requests.request import Finish
 from gateway.routing.placement import Mode, Placement
 from gateway.telemetry.timeline import TimelineStage, stages_of
-from gateway.timing.request_times import HandoverParts, Timing, TtftParts
+from gateway.timing.request_times import HandoverParts, SeenTransfer, Timing, TtftParts
 
 PARTS = TtftParts(
     gateway_s=0.001,
@@ -40,6 +42,22 @@ def test_the_first_step_of_a_request_that_moved_lies_in_its_latest_attempt() -> 
     step = _all(latest)[-1]
     assert (step.began_s, step.ended_s) == (1.5 - timing.handover_parts.first_step_s, 1.5)
     assert latest.began_s < step.began_s < step.ended_s < latest.ended_s
+
+
+def test_the_prefill_of_a_decode_worker_begins_after_its_load_failed() -> None:
+    events = (TransferEvent(TransferEventKind.ASKED, 0.002), TransferEvent(TransferEventKind.FAILED, 0.5))
+    lost = TransferRecord(role=TransferRole.CONSUMER, peer="p0", attempt=0, events=events)
+    record = replace(
+        record_of(num_tokens=100),
+        ttft_parts=replace(PARTS, transfer_exposed_s=0.498),
+        attempts=(Attempt("r.0", PAIR, 0, number=0, began_at=0.001, ended_at=2.0),),
+        transfers=(SeenTransfer("d0", lost),),
+        ended_at=2.0,
+    )
+    stages = {stage.name: stage for stage in _all(stages_of(record)[-1])}
+    assert stages["worker_queue"].began_s == 0.001 + 0.498
+    assert stages["prefill"].began_s == stages["worker_queue"].ended_s
+    assert stages["prefill"].ended_s <= stages["decode"].began_s
 
 
 def _all(stage: TimelineStage) -> list[TimelineStage]:
