@@ -33,7 +33,10 @@ def run(options: argparse.Namespace) -> int:
     if not chart.columns:
         raise TraceError(f"{options.files[0]}: nothing to draw; {_steps_text(traces[0])}")
     if requests and not any(panel.rows for panel in chart.panels):
-        raise TraceError(f"no request id in these steps starts with {' or '.join(map(repr, requests))}")
+        missing = f"no request id in these steps starts with {' or '.join(map(repr, requests))}"
+        if chart.num_left_out:
+            missing += f"; later steps are left out ({chart.num_left_out}); see --steps and --max-columns"
+        raise TraceError(missing)
     console.print(text_of(chart, width), soft_wrap=True, highlight=False)
     return 0
 

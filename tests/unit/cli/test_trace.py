@@ -54,7 +54,11 @@ def test_it_draws_a_part(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["--steps", "7:"], "w0.jsonl: nothing to draw; the trace holds steps 1 to 5"),
-        (["--requests", "x,yy"], "no request id in these steps starts with 'x' or 'yy'"),
+        (["--requests", "x,yy"], "no request id in these steps starts with 'x' or 'yy'\n"),
+        (
+            ["--requests", "x", "--max-columns", "1"],
+            "no request id in these steps starts with 'x'; later steps are left out (4); see --steps",
+        ),
     ],
 )
 def test_nothing_to_draw_is_a_refusal(
