@@ -251,10 +251,10 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (
-            ValueError,
-            KeyError,
-        ):  # such as a date that does not exist; the error's text quotes the value
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception:
+            # PyYAML raises many classes, for example for a date that does not exist. Their texts quote the value.
             problem = f"found no valid {node.tag.rpartition(':')[2]}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 

@@ -7,6 +7,7 @@ https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp. A name wi
 refused, since a wrong rule silently gives wrong tokens.
 """
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -73,6 +74,7 @@ class TokenType(IntEnum):
 
 
 _ORDINARY = (TokenType.NORMAL, TokenType.BYTE)
+_SPECIAL_FORM = re.compile(r"<.+>|\[[A-Z_]+\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,8 @@ def special_tokens(file: GgufFile) -> dict[str, str]:
 
     `eos_token` is left out if this token must not end answers, since a token of this name ends answers. Another token
     is left out if it is ordinary text, since answers are shown without tokens of these names. Keys name such tokens if
-    a config.json names id 0 or 1, but the vocabulary begins with punctuation.
+    a config.json names id 0 or 1, but the vocabulary begins with punctuation. A token like `<s>` is special even if its
+    type is that of ordinary text, as in files of older converters.
     """
     tokens = file.strings("tokenizer.ggml.tokens")
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -145,7 +148,13 @@ def special_tokens(file: GgufFile) -> dict[str, str]:
     return {
         f"{short}_token": tokens[token_id]
         for short, token_id in ids.items()
-        if token_id is not None and (short == "eos" or not types or types[token_id] not in _ORDINARY)
+        if token_id is not None
+        and (
+            short == "eos"
+            or not types
+            or types[token_id] not in _ORDINARY
+            or _SPECIAL_FORM.fullmatch(tokens[token_id]) is not None
+        )
     }
 
 

@@ -65,8 +65,9 @@ def fetch(name: HubName, on_progress: Progress, *, weights: bool = True) -> Path
         folder = Path(_snapshot(name.repo, _revision(name), list(SMALL), ["*/*"]))
         paths, are_all = _paths(name.repo, folder)
         chosen, is_gguf = _weight_paths(name, folder, paths, are_all=are_all)
-        wanted = [] if is_gguf else [path for path in paths if is_template(path)]
-        wanted += chosen if weights or is_gguf else []
+        if not is_gguf:
+            _add_templates(name, folder, paths)
+        wanted = chosen if weights or is_gguf else []
         if _missing(folder, wanted):
             _complete(name, folder, wanted, on_progress)
         return folder / chosen[0] if is_gguf else folder
@@ -131,6 +132,20 @@ def _paths(repo: str, folder: Path) -> tuple[list[str], bool]:
         return [file.path for file in get_cached_repo_tree(repo, revision=folder.name)], True
     except CachedRepoTreeNotFoundError:
         return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()], False
+
+
+def _add_templates(name: HubName, folder: Path, paths: Collection[str]) -> None:
+    """Downloads the model's further chat templates, if the Hub can be asked. Otherwise the model is served with its
+    default template: another program may have filled the cache."""
+    missing = _missing(folder, [path for path in paths if is_template(path)])
+    if not missing:
+        return
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE forbids downloads")
+        _snapshot(name.repo, folder.name, [glob.escape(path) for path in missing])
+    except (httpx2.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is served without %s: %s", name, ", ".join(missing), first_line(error))
 
 
 def _missing(folder: Path, paths: Collection[str]) -> list[str]:

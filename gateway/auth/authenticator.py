@@ -119,10 +119,13 @@ def _read_key_store(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
             raise Lost(f"{source}: other users may write this file, and so add keys; run `chmod go-w {path}`")
         if len(content) > _MAX_FILE_BYTES:
             raise ConfigError(f"{source}: is larger than {_MAX_FILE_BYTES} bytes")
-        keys = yaml.load(content, _LOADER)
     except OSError as error:
         raise Lost(f"{source}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, KeyError, RecursionError):  # some of these errors quote the file
+    try:
+        keys = yaml.load(content, _LOADER)
+    except (
+        Exception
+    ):  # besides YAMLError, whatever PyYAML raises for an impossible value; some quote the file
         raise ConfigError(f"{source}: is neither YAML nor JSON") from None
     try:
         return KeyStore(

@@ -64,6 +64,8 @@ _TUPLES = ("prefixItems", "items")  # in older drafts of JSON Schema, `items` ma
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains")
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
+_VALUES = ("const", "enum", "default", "examples")
+"""Keywords with JSON values, which are no schemas even if they look like some."""
 
 
 def guided_schema(tool: Tool) -> str:
@@ -86,23 +88,32 @@ def divisible(source: str) -> dict[str, Any]:
     """The schema of this JSON text, with references that stay valid in a part of it, if the part gets the schema's
     definitions: references to anything else lead to a copy of the whole schema, which becomes a definition, too."""
     schema: dict[str, Any] = json.loads(source)
-    if REFERENCE not in source or (moved := _with_moved_references(schema)) == schema:
+    name = WHOLE
+    while f'"{name}"' in source:
+        name += "-"
+    if REFERENCE not in source or (moved := _with_moved_references(schema, name)) == schema:
         return schema
     whole = {key: value for key, value in moved.items() if key not in (*DEFINITIONS, SPACING_KEY, "$id")}
     definitions = moved.get(DEFINITIONS[0])
     others = definitions if isinstance(definitions, dict) else {}
-    return {**moved, DEFINITIONS[0]: {**others, WHOLE: whole}}
+    return {**moved, DEFINITIONS[0]: {**others, name: whole}}
 
 
-def _with_moved_references(part: Any) -> Any:
+def _with_moved_references(part: Any, whole: str) -> Any:
+    """`whole`: the name of the definition to which references are moved."""
     if isinstance(part, list):
-        return [_with_moved_references(each) for each in part]
+        return [_with_moved_references(each, whole) for each in part]
     if not isinstance(part, Mapping):
         return part
-    moved = {key: _with_moved_references(value) for key, value in part.items()}
+    moved: dict[str, Any] = {}
+    for key, value in part.items():
+        if key in _MAPS and isinstance(value, Mapping):
+            moved[key] = {name: _with_moved_references(each, whole) for name, each in value.items()}
+        else:
+            moved[key] = value if key in _VALUES else _with_moved_references(value, whole)
     first, *path = str(moved.get(REFERENCE, "")).split("/")
     if first == "#" and path[:1] not in [[name] for name in DEFINITIONS]:
-        moved[REFERENCE] = "/".join(("#", DEFINITIONS[0], WHOLE, *path))
+        moved[REFERENCE] = "/".join(("#", DEFINITIONS[0], whole, *path))
     return moved
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -139,7 +139,10 @@ def listening_addresses(processes: list[psutil.Process]) -> set[tuple[str, int]]
 
 def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
     """The files of /dev/shm that these processes have mapped."""
-    paths = {Path(each.path) for process in processes for each in process.memory_maps()}
+    paths = set[Path]()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            paths |= {Path(each.path) for each in process.memory_maps()}
     return {
         path for path in paths if path.parent == Path("/dev/shm") and not path.name.endswith(" (deleted)")
     }

@@ -65,7 +65,11 @@ def test_a_real_cluster_tells_what_dashboard_and_alerts_ask_and_its_first_tokens
             assert now("handover_part_seconds_sum") == pytest.approx(
                 now("handover_gap_seconds_sum"), abs=1e-3
             )
-            assert now("handover_part_seconds_sum", part="first_step") > 0.0
+            # If the decode worker is the first to tell of token 0, token 1 may come with it: then there is no gap.
+            assert (
+                now("handover_part_seconds_sum", part="first_step") > 0.0
+                or now("handover_gap_seconds_sum") == 0
+            )
             assert now("kv_handover_bytes_count") == now("kv_handover_moving_seconds_count") == 1
 
             await cluster.at_rest()  # the prefill worker knows the end of the hand-over

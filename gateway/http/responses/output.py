@@ -165,8 +165,7 @@ class ResponseOutput:
         self._open: OutputItem | None = None
         self._logprobs: list[TextLogprobs] = []
         """Log-probabilities of tokens whose text has not arrived yet."""
-        self._num_messages = 0
-        """How many messages have begun."""
+        self._messages: list[MessageOutput] = []
         self.items: list[OutputItem] = []
 
     def on_events(
@@ -180,8 +179,7 @@ class ResponseOutput:
             match event:
                 case Text(text):
                     if not isinstance(self._open, MessageOutput):
-                        yield from self._begin(MessageOutput(*self._id_and_index("msg"), tokens=self._tokens))
-                        self._num_messages += 1
+                        yield from self._begin_message()
                     yield self._grow(text, self._logprobs_of_message())
                 case Reasoning(text):
                     if not isinstance(self._open, ReasoningOutput):
@@ -203,15 +201,21 @@ class ResponseOutput:
         """The changes at the answer's end. `is_cut`: the answer ended before the model had finished. If a
         finished answer has no item, it gets an empty message."""
         if not self.items and not is_cut:
-            yield from self._begin(MessageOutput(*self._id_and_index("msg"), tokens=self._tokens))
-        if isinstance(self._open, MessageOutput) and self._logprobs:
-            yield self._grow("", [each for _, each in self._logprobs])
+            yield from self._begin_message()
+        late = [*self._logprobs_of_message(), *(each for _, each in self._logprobs)]
+        if isinstance(self._open, MessageOutput) and late:
+            yield self._grow("", late)
         is_incomplete = is_cut or isinstance(self._open, CallOutput)
         yield from self._close("incomplete" if is_incomplete else "completed")
 
     def _id_and_index(self, prefix: str) -> tuple[str, int]:
         index = len(self.items)
         return f"{prefix}_{self._request_id}_{index}", index
+
+    def _begin_message(self) -> Iterator[Change]:
+        message = MessageOutput(*self._id_and_index("msg"), tokens=self._tokens)
+        self._messages.append(message)
+        return self._begin(message)
 
     def _begin(self, item: OutputItem) -> Iterator[Change]:
         yield from self._close("completed")
@@ -228,9 +232,20 @@ class ResponseOutput:
         return ItemGrew(self._open, text, LogprobColumns(logprobs))
 
     def _logprobs_of_message(self) -> list[TokenLogprobs]:
-        """Takes the log-probabilities that have arrived, except those of later messages."""
-        taken = [each for number, each in self._logprobs if number < self._num_messages]
-        self._logprobs = self._logprobs[len(taken) :]
+        """Takes the log-probabilities of the open message that have arrived.
+
+        The text of a long piece may come before its tokens, so those of an earlier message may arrive after it has
+        ended. They are then added to this message, which a whole answer sends later than a stream.
+        """
+        taken, waiting = list[TokenLogprobs](), list[TextLogprobs]()
+        for number, each in self._logprobs:
+            if number >= len(self._messages):
+                waiting.append((number, each))
+            elif (message := self._messages[max(number, 0)]) is self._open:
+                taken.append(each)
+            else:
+                message.logprobs.extend([each])
+        self._logprobs = waiting
         return taken
 
     def _close(self, status: ItemStatus) -> Iterator[Change]:

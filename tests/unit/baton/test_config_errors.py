@@ -72,6 +72,8 @@ def test_the_gateways_two_ports_differ() -> None:
         ("gateway: hush\ncluster: {name: 2026-02-30}\n", "found no valid timestamp in line 2, column 17"),
         ("gateway:\n  http_port: !!int hush\n", "found no valid int in line 2, column 14"),
         ("gateway: !!bool hush\n", "found no valid bool in line 1, column 10"),
+        ("gateway: !!timestamp hush\n", "found no valid timestamp in line 1, column 10"),
+        ("gateway: hush\ncluster: {name: !!float ''}\n", "found no valid float in line 2, column 17"),
         ("gateway: hush\ncluster: " + 5000 * "[", "found too many levels"),
     ],
 )

@@ -179,9 +179,10 @@ def test_tokens_around_a_text(pre: str, values: dict[str, Any], expected: list[s
 
 
 def test_special_tokens_are_named() -> None:
-    file = byte_level("gpt-2", unknown_token_id=0, padding_token_id=2)
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
-    assert special_tokens(file) == names
+    assert special_tokens(byte_level("gpt-2", unknown_token_id=0, padding_token_id=2)) == names
+    older_converter = byte_level("gpt-2", unknown_token_id=0, padding_token_id=2, token_type=[1] * 700)
+    assert special_tokens(older_converter) == names
 
 
 def sentence_piece(**values: Any) -> GgufFile:

@@ -246,6 +246,8 @@ def test_an_empty_key_file_admits_no_caller(tmp_path: Path) -> None:
         ("{baton-secret", "neither YAML nor JSON"),
         ("- {name: 2026-02-30, sha256: baton-secret}", "neither YAML nor JSON"),
         ("- !!bool baton-secret", "neither YAML nor JSON"),
+        ("- !!timestamp baton-secret", "neither YAML nor JSON"),
+        ("- {name: baton-secret, sha256: !!int ''}", "neither YAML nor JSON"),
         (
             "- {name: anybody, sha256: " + "0" * 64 + "}",
             "'anybody' is Baton's name for callers without a key",

@@ -10,6 +10,7 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.sampling import GrammarKind, StructuredOutput
 from gateway.conversation import Tool, ToolChoice, ToolUse
+from gateway.conversation.guided_schema import divisible
 from gateway.conversation.python_literals import keyword_arguments
 from tests.factories.conversations import ASKED, calls_in, format_of, parts_of
 from tests.factories.guided import Guide
@@ -156,6 +157,22 @@ def test_a_reference_may_lead_to_the_whole_schema_or_to_another_property(
         arguments = (("size", "2"), ("least", least), ("parts", parts))
         call = begin + between.join(argument.format(*each) for each in arguments) + end
         assert GUIDE.accepts(grammar, call) is is_valid
+
+
+def test_what_looks_like_a_reference_in_a_constant_stays() -> None:
+    constant = {"$ref": "#/x"}
+    properties = {
+        "a": {"const": constant},
+        "b": {"$ref": "#/$defs/x-whole"},
+        "const": {"$ref": "#/properties/c"},
+    }
+    schema = {"properties": properties, "$defs": {"x-whole": {"type": "integer"}}}
+    divided = divisible(json.dumps(schema))
+    assert divided["properties"]["a"] == {"const": constant}
+    assert divided["properties"]["b"] == properties["b"]
+    assert divided["$defs"]["x-whole"] == {"type": "integer"}
+    name = divided["properties"]["const"]["$ref"].split("/")[2]
+    assert divided["$defs"][name]["properties"]["a"] == {"const": constant}
 
 
 def test_a_reference_to_the_whole_schema_means_the_arguments_beside_json_too() -> None:

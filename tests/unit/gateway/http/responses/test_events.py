@@ -183,6 +183,21 @@ def test_each_message_of_a_delta_has_its_own_log_probabilities(tokenizer: Tokeni
     assert [(part["text"], len(part["logprobs"])) for part in parts] == [("a", 2), ("b", 1)]
 
 
+def test_log_probabilities_that_come_after_their_message_are_added_to_it(tokenizer: Tokenizer) -> None:
+    """The text of a long piece may come before its tokens."""
+    output = ResponseOutput("r", ChatTokens(tokenizer))
+    tokens = [(number, TokenLogprobs(5 + number, -1.0, 1, ())) for number in (0, 0, 0, 1, 1)]
+    list(output.on_events([Text("a"), *CALLS, Text("b")], tokens[:1]))
+    list(output.on_events([], tokens[1:4]))
+    list(output.on_events([Text("b"), *CALLS], tokens[4:]))
+    list(output.end(is_cut=False))
+    messages = [
+        json.loads("".join(item.json())) for item in output.items if "logprobs" in "".join(item.json())
+    ]
+    shown = [[entry["logprob"] for entry in message["content"][0]["logprobs"]] for message in messages]
+    assert list(map(len, shown)) == [3, 2]
+
+
 def test_log_probabilities_are_the_texts_and_all_of_them(tokenizer: Tokenizer) -> None:
     """Those of a token whose text is still held back come with the next text, or at the end."""
     output, events = ResponseOutput("r", ChatTokens(tokenizer)), ResponseEvents(response())
