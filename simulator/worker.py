@@ -36,7 +36,7 @@ from simulator.model import EOS
 from simulator.network import Network, SimChannel
 from simulator.pools import SharedPools, SimExits, SimReader
 from simulator.world import Process, World
-from worker.client_requests import ClientRequests, refusal
+from worker.client_requests import ClientRequests, last_output, refusal
 from worker.core import EngineCore
 from worker.kv_connector_scheduler import KVConnectorScheduler
 from worker.role import Role
@@ -191,6 +191,7 @@ class Worker(Process):
             case SubmitRequest(request) if request.is_suspect:
                 if refused := self.suspects.begin(gateway, request, self._world.now):
                     self._world.counts["path suspect refused"] += 1
+                    self.requests.decline(request)
                     self._send(gateway, [refused])
                 else:
                     self._beat(self)
@@ -200,8 +201,8 @@ class Worker(Process):
                 if suspect := self.suspects.release(gateway, request_id):
                     self.submit(gateway, suspect)
             case AbortRequests(request_ids):
-                if last_outputs := self._drop_suspects(gateway, request_ids):
-                    self._send(gateway, last_outputs)
+                if dropped := self._drop_suspects(gateway, request_ids):
+                    self._send(gateway, [last_output(suspect) for suspect in dropped])
                 self.abort(gateway, request_ids)
 
     def lose_gateway(self, gateway: str) -> None:
@@ -306,12 +307,14 @@ class Worker(Process):
         if self.suspects.end_turns(outputs, self._world.now):
             self._beat(self)
 
-    def _drop_suspects(self, gateway: str, request_ids: tuple[str, ...] | None = None) -> list[RequestOutput]:
-        last_outputs = self.suspects.drop(gateway, request_ids, self._world.now)
-        if last_outputs:
+    def _drop_suspects(self, gateway: str, request_ids: tuple[str, ...] | None = None) -> list[EngineRequest]:
+        dropped = self.suspects.drop(gateway, request_ids, self._world.now)
+        for suspect in dropped:
+            self.requests.decline(suspect)
+        if dropped:
             self._world.counts["path held suspect dropped"] += 1
             self._beat(self)
-        return last_outputs
+        return dropped
 
     def _step_duration_s(self) -> float:
         return self.slowness * self._world.between(*self.spec.step_s)

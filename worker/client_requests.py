@@ -85,6 +85,12 @@ class ClientRequests:
             heapq.heapify(self._deadlines)
 
 
+def last_output(request: EngineRequest) -> RequestOutput:
+    """The only output of a request that was aborted before the engine knew it."""
+    num_tokens = len(request.output_token_ids)
+    return RequestOutput(request.request_id, num_tokens, finish_reason=FinishReason.ABORT)
+
+
 def refusal(request_id: str, error: RequestError) -> RequestOutput:
     """The only output of a request that was not admitted."""
     kinds = {InvalidRequest: ErrorKind.INVALID_REQUEST, Overloaded: ErrorKind.OVERLOADED}

@@ -99,6 +99,10 @@ class EngineLoop:
     def submit(self, client_id: str, request: EngineRequest) -> None:
         self._commands.put(lambda: self._admit(client_id, request))
 
+    def decline(self, request: EngineRequest) -> None:
+        """A request was refused before it came here: tells its prefill worker."""
+        self._commands.put(lambda: self._requests.decline(request))
+
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
         """Ends these requests of this client; other clients' requests are not affected."""
         self._commands.put(lambda: self._abort(client_id, request_ids))

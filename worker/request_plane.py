@@ -39,6 +39,7 @@ from baton.system.progress import Progress
 from baton.system.standstill import Standstill, pace_of
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerState, WorkerStatus
+from worker.client_requests import last_output
 from worker.kv_events import KVChange, split_change
 from worker.suspect_turns import SuspectTurns
 
@@ -60,6 +61,10 @@ class EngineCommands(Protocol):
     """What gateways may make the engine do; EngineLoop does it, between two steps."""
 
     def submit(self, client_id: str, request: EngineRequest) -> None: ...
+
+    def decline(self, request: EngineRequest) -> None:
+        """A request was refused before it reached the engine."""
+        ...
 
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None: ...
 
@@ -244,8 +249,8 @@ class RequestServer:
                 if suspect := self._suspects.release(_client_id(peer), request_id):
                     self._engine.submit(_client_id(peer), suspect)
             case AbortRequests(request_ids):
-                if last_outputs := self._drop_suspects(peer, request_ids):
-                    self.send(_client_id(peer), last_outputs)
+                if dropped := self._drop_suspects(peer, request_ids):
+                    self.send(_client_id(peer), [last_output(suspect) for suspect in dropped])
                 self._engine.abort(_client_id(peer), request_ids)
             case SubscribeKVEvents():
                 self._engine.subscribe_kv_events(_client_id(peer))
@@ -254,16 +259,19 @@ class RequestServer:
         """Begins a suspect's turn and notifies the gateways, or refuses the suspect."""
         refused = self._suspects.begin(_client_id(peer), suspect, self._running_s())
         if refused is not None:
+            self._engine.decline(suspect)
             self.send(_client_id(peer), [refused])
         else:
             self._beat()
 
-    def _drop_suspects(self, peer: bytes, request_ids: tuple[str, ...] | None = None) -> list[RequestOutput]:
-        """Ends held suspects, which the engine does not know. Returns their last outputs."""
-        last_outputs = self._suspects.drop(_client_id(peer), request_ids, self._running_s())
-        if last_outputs:
+    def _drop_suspects(self, peer: bytes, request_ids: tuple[str, ...] | None = None) -> list[EngineRequest]:
+        """Drops held suspects, which the engine does not know."""
+        dropped = self._suspects.drop(_client_id(peer), request_ids, self._running_s())
+        for suspect in dropped:
+            self._engine.decline(suspect)
+        if dropped:
             self._is_beat_due.set()  # another suspect may wait for its turn
-        return last_outputs
+        return dropped
 
     def _refuse(self, peer: bytes, version: int) -> None:
         """Opens no session for a gateway of another version; sends it a heartbeat that tells our version."""

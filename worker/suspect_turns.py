@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.errors import Overloaded
-from baton.request import SUSPECT_TURN_S, EngineRequest, FinishReason, RequestOutput
+from baton.request import SUSPECT_TURN_S, EngineRequest, RequestOutput
 from worker.client_requests import refusal
 
 RESERVED_S = 1.0
@@ -74,26 +74,22 @@ class SuspectTurns:
         held, turn.held = turn.held, None
         return held
 
-    def drop(self, client_id: str, request_ids: Iterable[str] | None, now: float) -> list[RequestOutput]:
-        """Ends the client's held suspects with these ids, and their turns. Returns their last outputs.
+    def drop(self, client_id: str, request_ids: Iterable[str] | None, now: float) -> list[EngineRequest]:
+        """Drops the client's held suspects with these ids, and ends their turns. Returns the dropped suspects.
 
-        None: ends all held suspects of this client.
-
-        Suspects that run, and their turns, end with their last outputs, which the engine produces.
+        None: drops all held suspects of this client. Suspects that run, and their turns, end with their last outputs,
+        which the engine produces.
         """
         dropped = [
-            (request_id, len(turn.held.output_token_ids))
+            turn.held
             for request_id, turn in self._turns.items()
             if turn.held is not None
             and turn.client_id == client_id
             and (request_ids is None or request_id in request_ids)
         ]
-        for request_id, _ in dropped:
-            self.conclude(request_id, now)
-        return [
-            RequestOutput(request_id, num_output_tokens, finish_reason=FinishReason.ABORT)
-            for request_id, num_output_tokens in dropped
-        ]
+        for suspect in dropped:
+            self.conclude(suspect.request_id, now)
+        return dropped
 
     def conclude(self, request_id: str, now: float) -> None:
         """Ends the turn of a suspect that has ended, or whose answer has grown."""

@@ -84,6 +84,9 @@ class ScriptedWorker:
         self.received.put(request)
         self.say(request, self._script(request))
 
+    def decline(self, request: EngineRequest) -> None:
+        self.received.put(f"declined {request.request_id}")
+
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
         for request_id in request_ids:
             self.received.put(request_id)

@@ -39,6 +39,9 @@ class RecordingEngine:
     def submit(self, client_id: str, request: EngineRequest) -> None:
         self.received.put(("submit", client_id, request))
 
+    def decline(self, request: EngineRequest) -> None:
+        self.received.put(("decline", "", request))
+
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
         self.received.put(("abort", client_id, request_ids))
 

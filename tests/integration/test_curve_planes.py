@@ -74,6 +74,9 @@ class NoSink:
     def submit(self, client_id: str, request: object) -> None:
         self.received.put(request)
 
+    def decline(self, request: object) -> None:
+        self.received.put(request)
+
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
         self.received.put(request_ids)
 

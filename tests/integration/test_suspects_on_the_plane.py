@@ -62,6 +62,7 @@ def test_c56_another_gateways_suspect_is_refused_until_the_turn_ends(plane: Plan
     plane.other.send(SubmitRequest(replace(SUSPECT, request_id="s"), 1))
     (refused,) = plane.other.receive_outputs().outputs
     assert (refused.request_id, refused.error_kind) == ("s", ErrorKind.OVERLOADED)
+    assert plane.engine.received.get(timeout=60) == ("decline", "", replace(SUSPECT, request_id="s"))
     plane.gateway.send(RunSuspect("r", 2))
     end = RequestOutput(request_id="r", first_position=0, finish_reason=FinishReason.STOP)
     plane.server.send(plane.gateway.client_id, [end])
@@ -75,9 +76,10 @@ def test_c56_a_turn_ends_when_its_held_suspect_is_aborted(plane: Plane) -> None:
     plane.other.wait_for_suspects()
     plane.gateway.send(RunSuspect("r", 2))
     plane.gateway.send(SubmitRequest(BYSTANDER, 2))
-    received = [plane.engine.received.get(timeout=60) for _ in range(2)]
+    received = [plane.engine.received.get(timeout=60) for _ in range(3)]
     client_id = plane.gateway.client_id
-    assert received == [("abort", client_id, ("r",)), ("submit", client_id, BYSTANDER)]
+    declined = ("decline", "", SUSPECT)
+    assert received == [declined, ("abort", client_id, ("r",)), ("submit", client_id, BYSTANDER)]
 
 
 def test_c51_a_held_suspect_ends_when_it_is_aborted(plane: Plane) -> None:
@@ -94,4 +96,5 @@ def test_c56_a_turn_ends_when_the_gateway_of_its_held_suspect_leaves(plane: Plan
     plane.other.wait_for_suspects("r")
     plane.gateway.socket.close()
     plane.other.wait_for_suspects()
-    assert plane.engine.received.get(timeout=60) == ("abort_client", plane.gateway.client_id)
+    received = [plane.engine.received.get(timeout=60) for _ in range(2)]
+    assert sorted(received) == [("abort_client", plane.gateway.client_id), ("decline", "", SUSPECT)]

@@ -75,7 +75,7 @@ def test_c56_a_turn_ends_with_its_held_suspect_but_not_with_one_that_runs() -> N
     turns.begin("g1", suspect("a"), 0.0)
     assert not turns.drop("g2", ["a"], 0.5)
     assert not turns.drop("g1", ["b"], 0.5)
-    assert turns.drop("g1", ["a"], 0.5) == [RequestOutput("a", 0, finish_reason=FinishReason.ABORT)]
+    assert turns.drop("g1", ["a"], 0.5) == [suspect("a")]
     assert turns.is_free(0.5)
     assert turns.release("g1", "a") is None
     turns.begin("g1", suspect("b"), 1.0)
