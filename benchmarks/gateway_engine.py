@@ -57,6 +57,9 @@ class Engine:
             with self._lock:
                 self._running[request.request_id] = client_id, wanted, 1
 
+    def decline(self, request: EngineRequest) -> None:
+        """Does nothing: no request has a hand-over."""
+
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:  # noqa: ARG002
         with self._lock:
             for request_id in request_ids:
