@@ -149,13 +149,12 @@ def special_tokens(file: GgufFile) -> dict[str, str]:
         f"{short}_token": tokens[token_id]
         for short, token_id in ids.items()
         if token_id is not None
-        and (
-            short == "eos"
-            or not types
-            or types[token_id] not in _ORDINARY
-            or _SPECIAL_FORM.fullmatch(tokens[token_id]) is not None
-        )
+        and (short == "eos" or not types or not _is_text(tokens[token_id], types[token_id]))
     }
+
+
+def _is_text(token: str, token_type: float) -> bool:
+    return token_type in _ORDINARY and _SPECIAL_FORM.fullmatch(token) is None
 
 
 def special_token_ids(file: GgufFile) -> dict[str, int | list[int]]:

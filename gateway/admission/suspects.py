@@ -237,11 +237,8 @@ class Suspects:
             self._stopped.popitem(last=False)
 
 
-def identity_of(
-    caller: str, prompt_token_ids: Sequence[int], structured_output: StructuredOutput | None
-) -> Identity:
+def identity_of(caller: str, prompt_token_ids: Sequence[int], output: StructuredOutput | None) -> Identity:
     """Equal for requests of one caller with the same prompt and grammar."""
-    output = structured_output
     grammar = f"{output.kind.value} {output.source}" if output is not None else ""
     digest = blake2b(digest_size=16)
     for part in (caller.encode(), grammar.encode(), array("I", prompt_token_ids).tobytes()):

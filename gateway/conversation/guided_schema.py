@@ -45,7 +45,7 @@ DEFINITIONS = ("$defs", "definitions")
 REFERENCE = "$ref"
 """The keyword of a reference. Only a schema that refers to itself can have an endless part."""
 WHOLE = "x-whole"
-"""The name of a whole schema among its own definitions; see `divisible`."""
+"""The name of a whole schema among its own definitions; longer if the schema has this name. See `divisible`."""
 
 _OPENING = frozenset(
     "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf $ref if not".split()  # noqa: SIM905
@@ -88,10 +88,12 @@ def divisible(source: str) -> dict[str, Any]:
     """The schema of this JSON text, with references that stay valid in a part of it, if the part gets the schema's
     definitions: references to anything else lead to a copy of the whole schema, which becomes a definition, too."""
     schema: dict[str, Any] = json.loads(source)
+    if REFERENCE not in source:
+        return schema
     name = WHOLE
     while f'"{name}"' in source:
         name += "-"
-    if REFERENCE not in source or (moved := _with_moved_references(schema, name)) == schema:
+    if (moved := _with_moved_references(schema, name)) == schema:
         return schema
     whole = {key: value for key, value in moved.items() if key not in (*DEFINITIONS, SPACING_KEY, "$id")}
     definitions = moved.get(DEFINITIONS[0])

@@ -103,6 +103,22 @@ def test_without_a_prefill_workers_report_the_rest_counts_as_transfer() -> None:
     assert split_handover(5.0, decode, 3.0).gateway_s == 1.0
 
 
+@pytest.mark.parametrize(("second_at", "first_step_s"), [(9.0, 0.0), (12.0, 2.0)])
+def test_without_a_gap_around_a_hand_over_its_first_step_counts_no_time(
+    second_at: float, first_step_s: float
+) -> None:
+    """The decode worker may be the first to tell of token 0, in one report with token 1."""
+    times = RequestTimes(0.0, 0.0, LatencyWindow())
+    times.begin_attempt(0, PAIR, 1.0)
+    times.note_stages("d0", StageTimes(transfer_s=3.0, first_step_s=2.0))
+    times.note_tokens("d0", 1, 9.0)
+    times.note_tokens("d0", 1, second_at)
+    timing = times.timing(PAIR, 0, 20.0)
+    assert timing.handover_s == second_at - 9.0
+    assert timing.handover_parts is not None
+    assert timing.handover_parts.first_step_s == first_step_s
+
+
 def test_the_first_token_counts_from_the_arrival_and_the_others_from_the_one_before() -> None:
     window = LatencyWindow()
     times = RequestTimes(10.0, 0.0, window)
