@@ -36,7 +36,8 @@ class ModelArchitecture:
     num_kv_heads: int
     """KV heads in the cache; 1 with `latent`."""
     head_dim: int
-    """Length of a query and a key in attention; with `latent`: of what the cache stores for a token and layer."""
+    """Length of a query and a key in attention. With `latent`: the length of what the cache stores for a token and
+    layer."""
     max_position_embeddings: int
     """The number of positions: config.json's, or more if YaRN extends them."""
     rms_norm_eps: float

@@ -47,7 +47,7 @@ class Scheme:
 
     @property
     def can_stay_in_groups(self) -> bool:
-        """Whether a matrix may become a GroupedWeight, if its groups are whole."""
+        """Whether the scheme allows GroupedWeight. A matrix must also have whole groups (`stays_in_groups`)."""
         return not self.is_float and not self.has_own_order
 
     def stays_in_groups(self, num_inputs: int, num_ranks: int = 1) -> bool:

@@ -79,8 +79,8 @@ class Preprocessor:
         log_prompts: bool = False,
         isolate_prefix_cache: bool = False,
     ) -> None:
-        """`max_waiting`: how many prompts may wait for a thread. `log_prompts`: log the prompts.
-        `isolate_prefix_cache`: callers do not share cached prefixes."""
+        """`max_waiting`: how many texts may wait for a thread, and how many conversations. `log_prompts`: log the
+        prompts. `isolate_prefix_cache`: callers do not share cached prefixes."""
         self._log_prompts = log_prompts
         self._isolate_prefix_cache = isolate_prefix_cache
         self._grammars = grammars

@@ -118,7 +118,8 @@ class BlockPool:
             block.ref_count += 1
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """Drops one reference of each block, in eviction order. A block without references is free."""
+        """Drops one reference of each block. A block without references is free. Of the blocks that become free, the
+        first is evicted first."""
         for block in blocks:
             assert block.ref_count > 0, f"{block} was freed twice"
             block.ref_count -= 1

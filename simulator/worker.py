@@ -1,7 +1,8 @@
 """Worker: one incarnation of a worker on virtual time.
 
-Real: engine core, scheduler, the requests of each client, connector, endpoint, role, sessions. Replaced: the
-loop's thread (worker/loop.py), the request plane's thread, and the device.
+Real: engine core, scheduler, the requests of each client, the scheduler's half of the connector, endpoint, role,
+sessions. Replaced: the loop's thread (worker/loop.py), the request plane's thread, the connector's other half
+(SimConnector), and the device.
 """
 
 from collections.abc import Callable, Mapping

@@ -97,8 +97,8 @@ class EngineCore:
         """Counts all steps; readable from any thread."""
         scheduler.kv_events.ignore()  # events cost nothing before the first `full_listing`
         self.may_progress = False
-        """Whether another step could achieve more now. If not, only a command, or the end of a transfer or of
-        a grammar's compilation, changes that."""
+        """Whether another step could achieve more now. If not, only a command, a deadline, or the end of a
+        transfer or of a grammar's compilation changes that."""
 
     def check_device(self) -> str | None:
         """Computes a known token before the first step. Returns why this failed; None if it succeeded."""

@@ -1,4 +1,4 @@
-"""Graceful Ctrl-C: the first asks to stop, the second to hurry, the third kills; does not know what stops."""
+"""Graceful Ctrl-C: the first one asks the program to stop, the second to hurry, the third kills it."""
 
 import asyncio
 import signal

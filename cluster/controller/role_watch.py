@@ -65,8 +65,8 @@ class RoleWatch:
     def note(
         self, observation: Observation, signals: list[Signal], now: float, of_fewer: Sequence[Signal] = ()
     ) -> None:
-        """Adds an observation. `of_fewer`: signals that do not count as a shortage, but keep the role from being
-        calm."""
+        """Adds an observation. `of_fewer`: see `signals_of_fewer`. They never count as a shortage, but the role is calm
+        only while they, too, are below CALM."""
         self._now = now
         self.worst = max(signals, key=lambda signal: signal.ratio, default=None)
         ratio = self.worst.ratio if self.worst else 0.0

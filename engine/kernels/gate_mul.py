@@ -16,7 +16,7 @@ BLOCK_I = 1024
 
 
 def gate_mul(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> torch.Tensor:
-    """The activated ups: T x I in the input's dtype, computed in float32. Rows may be strided; their elements are
+    """activation(gate) * up: T x I in the input's dtype, computed in float32. Rows may be strided; their elements are
     contiguous.
 
     `activation`: SiLU unless given.
@@ -44,7 +44,7 @@ def gate_mul_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gate_mul`, quantized as by `quantize_fp8`: q_TI in float8_e4m3fn, and scales_T1 in float32.
 
-    The activated ups are not rounded before they are quantized.
+    The float32 products are quantized directly: they are not first rounded to the input's dtype.
 
     Rows may be strided; their elements are contiguous. I is at most 16,384, since a program holds a whole row.
     """
@@ -120,7 +120,7 @@ def _gate_mul_fp8_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The activation of gates and ups. GELU is x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3). Clamped
+    """activation(gate) * up. GELU is x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3). Clamped
     values that are NaN stay NaN."""
     if KIND == "swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)

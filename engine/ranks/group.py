@@ -41,7 +41,7 @@ from engine.ranks.messages import (
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
-"""A rank that was told to stop, or has lost rank 0, ends within this time or is killed."""
+"""A rank that was told to stop ends within this time or is killed. A rank that has lost rank 0 ends at once."""
 
 EXPLANATION_TIMEOUT_S = 1.0
 """If another rank's failure made rank 0's step fail, that rank's report or end arrives within this time."""

@@ -13,8 +13,8 @@ BYTES_PER_TOKEN = 100_000.0
 a mid-sized GPU and network."""
 
 SHARE_OF_REQUEST = 0.02
-"""Share of a decode step's time that one more request adds, until steps of different sizes were measured.
-After that, a tenth of this share is the minimum, so that a request always has a cost."""
+"""Until steps of different sizes were measured, each request is assumed to add this share of the time of a step
+without requests. Afterwards, each request adds at least a tenth of it, so that a request always has a cost."""
 
 MIN_SPREAD = 0.5
 """With a smaller variance of the number of requests per step, no slope is fitted, since it would be noise."""

@@ -48,8 +48,8 @@ class RemotePools:
     """Owns the readers: `close` ends them.
 
     An open pool keeps its memory allocated even after its process has ended. Until the pool is closed, the
-    process that replaces the ended one finds little free memory. So pools of ended processes are closed at
-    once.
+    process that replaces the ended one finds little free memory. So a pool of an ended process is closed
+    as soon as nothing reads from it.
     """
 
     def __init__(self, readers: Mapping[str, PoolReader], clock: Clock) -> None:

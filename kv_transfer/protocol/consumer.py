@@ -170,11 +170,11 @@ class Consumer:
                 raise AssertionError("Pieces bring bytes: use wanted() and on_arrived()")
 
     def on_other_protocol(self, address: str, reason: str) -> list[Effect]:
-        """The producer at this address has an incompatible protocol: fails everything that waits for it."""
+        """Fails everything that waits for the producer at this address, which has an incompatible protocol."""
         return self._lose_all_from(address, link_failure(reason, from_producer=True))
 
     def on_gone(self, address: str) -> list[Effect]:
-        """Nothing listens at this address any more: fails everything that waits for the producer there."""
+        """Fails everything that waits for the producer at this address, where nothing listens any more."""
         return self._lose_all_from(address, link_failure("the prefill worker no longer accepts connections"))
 
     def wanted(self, message: Pieces, now: float) -> WantedPieces | None:

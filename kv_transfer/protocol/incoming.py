@@ -74,7 +74,7 @@ def link_failure(reason: str, *, from_producer: bool = False) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class WantedPieces:
-    """The pieces of a message to write now, as parallel lists, and their transport."""
+    """Those pieces of a message that are to be written now, as parallel lists, and their transport."""
 
     message: Pieces
     transport: str

@@ -171,8 +171,8 @@ class ResponseOutput:
     def on_events(
         self, events: Iterable[AnswerEvent], logprobs: Sequence[TextLogprobs] = ()
     ) -> Iterator[Change]:
-        """The changes that these events cause. `logprobs`: the log-probabilities of tokens of the texts for the user,
-        in order. Each text is a message."""
+        """The changes that these events cause. `logprobs`: the log-probabilities of the tokens of messages, in order,
+        each with the number of its message."""
         if self._tokens is not None:
             self._logprobs += logprobs
         for event in events:
