@@ -21,7 +21,7 @@ from cluster.serve.screen import Screen
 
 
 def serve(config: BatonConfig, as_json: bool) -> int:
-    """Runs a deployment until SIGINT or SIGTERM."""
+    """Runs a deployment until SIGINT, SIGTERM or SIGHUP."""
     write_logs(config.logging, component="gateway", fleet=config.cluster.name)
     screen = Screen(service_console())
     run_deployment(config, screen, serving(screen, as_json))
@@ -30,7 +30,7 @@ def serve(config: BatonConfig, as_json: bool) -> int:
 
 
 def serve_fleet(config: BatonConfig, as_json: bool, reread: Callable[[], BatonConfig]) -> int:
-    """Runs workers and their controller for gateways elsewhere, until SIGINT or SIGTERM.
+    """Runs workers and their controller for gateways elsewhere, until SIGINT, SIGTERM or SIGHUP.
 
     `reread` returns the current content of the configuration.
     """
@@ -52,7 +52,7 @@ def serve_fleet(config: BatonConfig, as_json: bool, reread: Callable[[], BatonCo
 
 
 def serve_gateway(config: BatonConfig, as_json: bool) -> int:
-    """Runs one more gateway of a running fleet until SIGINT or SIGTERM; the fleet then continues without it."""
+    """Runs one more gateway of a running fleet until SIGINT, SIGTERM or SIGHUP. The fleet then continues without it."""
     write_logs(config.logging, component="gateway", fleet=config.cluster.name)
     screen = Screen(service_console())
     run_gateway(config, screen, serving(screen, as_json))

@@ -7,7 +7,6 @@ run on the main thread.
 
 import atexit
 import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -28,6 +27,7 @@ from typing import Any
 from baton.config import ClusterConfig
 from baton.errors import ClusterError, ConfigError
 from baton.system.hosts import is_loopback
+from cluster.on_ray.driver_patches import fewer_processes, own_signals
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +51,6 @@ _SYSTEM_CONFIG: dict[str, int | bool] = {
 _PROBE_TIMEOUT_S = 5.0
 
 _TRY_AGAIN_S = 1.0
-
-_INSTALL_RAYS_HANDLER = "_ZN3ray6RayLog27InstallFailureSignalHandlerEPKcb"
-"""ray::RayLog::InstallFailureSignalHandler(const char*, bool), which installs a handler unless it is installed."""
 
 _MAX_SOCKET_PATH = 107  # sun_path of unix(7) less its terminator
 
@@ -172,7 +169,7 @@ def _shut_down_after(ray: ModuleType) -> Iterator[None]:
 
 
 def _start(ray: ModuleType, folder: Path, config: ClusterConfig, num_ranks: int, device: str) -> None:
-    with _fewer_processes(), _no_agents_left():
+    with fewer_processes(), _no_agents_left():
         _init(
             ray,
             address="local",
@@ -232,29 +229,6 @@ def _short_folder(folder: str) -> str:
 def _longest_socket(folder: str) -> str:
     session = "session_2026-01-01_00-00-00_123456_1234567"
     return f"{folder}/baton-ray-12345678/{_RAYS_FOLDER}/{session}/sockets/plasma_store"
-
-
-@contextmanager
-def _fewer_processes() -> Iterator[None]:
-    """Makes Ray start without its autoscaler, its log reader and its dashboard server.
-
-    A private Ray uses none of these. Ray starts the server even if the dashboard is off, and `ray.init` waits
-    for the server. On two cores, this wait doubles the time of the start.
-    """
-    from ray._private import node
-
-    class Node(node.Node):  # type: ignore[misc]  # mypy does not read Ray
-        def start_monitor(self) -> None:
-            """Starts no autoscaler: there are no nodes to add."""
-
-        def start_log_monitor(self) -> None:
-            """Starts no log reader: it prints actors' logs in the driver, and `log_to_driver` is False."""
-
-        def start_api_server(self, **_options: object) -> None:
-            """Starts no dashboard server."""
-
-    with _replaced(node, "Node", Node):
-        yield
 
 
 @contextmanager
@@ -318,58 +292,6 @@ def lost_process() -> str | None:
     return None
 
 
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keeps Ray from replacing this process's handler of SIGTERM, which stops a start as Ctrl-C does.
-
-    Ray's own handler in C++ prints a stack and aborts the process. `ray.init` installs this handler, unless it is
-    installed already. So this function first installs it, and then puts our handler back. While Ray connects, all
-    signals wait, since a driver that is interrupted there ends with SIGSEGV. Afterwards, this function puts our handler
-    back again, in case this build of Ray hides the function that installs Ray's handler.
-    """
-    from ray import _raylet
-    from ray._private import utils, worker
-
-    with contextlib.suppress(AttributeError):  # a build of Ray that hides this function
-        getattr(ctypes.CDLL(_raylet.__file__), _INSTALL_RAYS_HANDLER)(None, False)
-    _restore_handler()
-    with (
-        _replaced(utils, "set_sigterm_handler", lambda _handler: None),
-        _replaced(worker, "connect", _signals_wait()(worker.connect)),
-    ):
-        yield
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    names = vars(module)
-    former, names[name] = names[name], value
-    try:
-        yield
-    finally:
-        names[name] = former
-
-
-@contextmanager
-def _signals_wait() -> Iterator[None]:
-    """The handlers of SIGINT and SIGTERM run only after the body."""
-    came: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    former = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, former, strict=True):
-            signal.signal(number, handler)
-        for late in came:
-            signal.raise_signal(late)
-
-
-def _restore_handler() -> None:
-    if (handler := signal.getsignal(signal.SIGTERM)) is not None:
-        signal.signal(signal.SIGTERM, handler)
-
-
 class _NoFolders(list[str]):
     """Stays empty. Ray adds the current folder, from which workers would import first: its files may come from
     strangers, such as those of a downloaded model with a `torch.py`."""
@@ -384,7 +306,7 @@ def _init(ray: ModuleType, address: str, **options: Any) -> None:
     job = JobConfig()
     job._py_driver_sys_path = _NoFolders()
     try:
-        with _own_signals():
+        with own_signals():
             ray.init(
                 address=address, job_config=job, log_to_driver=False, logging_level=logging.ERROR, **options
             )

@@ -20,8 +20,8 @@ from ray._private import utils, worker
 
 from baton.config import ClusterConfig
 from baton.errors import ClusterError, ConfigError
+from cluster.on_ray.driver_patches import _INSTALL_RAYS_HANDLER
 from cluster.on_ray.session import (
-    _INSTALL_RAYS_HANDLER,
     _init,
     _join,
     _no_agents_left,
@@ -153,7 +153,18 @@ def test_ray_leaves_the_handler_of_sigterm_as_it_is_even_while_it_starts() -> No
     assert utils.set_sigterm_handler.__module__ == "ray._private.utils", "it is as it was"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_processes_of_ray_outlive_the_terminal() -> None:
+    ray, blocked = Mock(spec=["init"]), []
+    ray.init.side_effect = lambda **_: blocked.append(
+        subprocess.run(["grep", "SigBlk", "/proc/self/status"], capture_output=True, check=True).stdout
+    )
+    _init(ray, address="local")
+    mask = int(blocked[0].split()[1], 16)
+    assert mask >> (signal.SIGHUP - 1) & 1
+    assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("error", [None, ConnectionError()])
 def test_a_signal_while_ray_connects_takes_effect_when_it_has_connected(
     monkeypatch: pytest.MonkeyPatch, number: int, error: Exception | None
