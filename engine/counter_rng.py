@@ -40,8 +40,8 @@ def gumbel_noise(keys: list[tuple[int, int]], vocab_size: int, device: torch.dev
     The arg max over `log p + noise` is a draw from p (Gumbel-max). So the same noise gives the same token,
     whatever else is in the batch. Each element is a 32-bit hash with two multiplications (constants of
     Wellons' lowbias32, 2018). The first key is applied before the first multiplication, the second key
-    between the two. The hash gives u = (23 bits + 1/2) / 2^23, which float32 represents exactly, and which is
-    never 0 or 1.
+    between the two multiplications. The hash gives u = (23 bits + 1/2) / 2^23, which float32 represents
+    exactly, and which is never 0 or 1.
     """
     first_R1, second_R1 = (
         torch.tensor([_signed(key[i]) for key in keys], dtype=torch.int32, device=device).unsqueeze(1)

@@ -35,12 +35,12 @@ request must catch up if the small model's own pool lacks the KV of more of its 
 (`_most_new_tokens`). On a CPU, CATCH_UP tokens take as long as one or two decode steps."""
 
 MOST_CAUGHT_UP = 8
-"""A request catches up only if it lacks at most this many tokens for each token that it may still get. Otherwise
-catching up would take longer than drafts save."""
+"""A request catches up only if it lacks the KV of at most this many tokens for each token that it may still get.
+Otherwise catching up would take longer than drafts save."""
 
 
 class DraftModel:
-    """Satisfies `engine.drafts.Proposer`."""
+    """Guesses drafts with the small model; a `Proposer` of engine/drafts.py."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class DraftModel:
         self._num_spare_blocks = -(-num_drafts // block_size)
         """Spare blocks of each request."""
         self._most_new_tokens = max(1 + num_drafts, block_size)
-        """About as many tokens as a request lacks after a few steps without drafts, for example steps with another
-        request's first token."""
+        """A request lacks the KV of about this many tokens after a few steps without drafts, for example steps that
+        sample the first token of another request."""
         self._shares_kv = shares_kv
         self.cost = cost
 

@@ -9,7 +9,7 @@ from engine.model_config import read_json
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The tokens that generation_config.json names (config.json, if it names none), and the tokenizer's end token.
+    """The tokens that generation_config.json names, or otherwise config.json, and the tokenizer's end token.
 
     The tokenizer's end token counts, too, as in vLLM: fine-tuned models often name the end of a turn only there.
     """

@@ -64,7 +64,7 @@ class Admission:
         self._to_load = WaitingQueue()
         self._compiling: dict[str, Request] = {}
         self._unknown: dict[str, Request] = {}
-        """Requests whose prompts the connector did not know yet, oldest first."""
+        """Requests, oldest first, for which the connector could not tell yet whether the prompt can be loaded."""
         self._num_reserved: int | None = None
         """The result of `_num_reserved_blocks`; None until this step's admission needs it."""
         self._running = running
@@ -80,7 +80,7 @@ class Admission:
         return len(self._waiting) + len(self._to_load) + len(self._compiling) + len(self._unknown)
 
     def add(self, request: Request) -> None:
-        """Queues a new request at the place that the order gives it, behind requests of equal priority.
+        """Queues a new request at the place that the order gives it.
 
         While its grammar compiles, the request is in no queue, but has its key already.
         """
@@ -111,7 +111,7 @@ class Admission:
     def add_returning(self, request: Request) -> None:
         """Queues a request whose prompt did not arrive, so that this device computes the prompt.
 
-        The request had its turn before, so it comes first among its equals.
+        The request had its turn before, so it does not queue behind new requests (`key_of_returning`).
         """
         request.queue_key = self._order.key_of_returning(request)
         self._waiting.push(request)
@@ -265,7 +265,7 @@ class Admission:
         return AdmissionOutcome.DONE
 
     def _num_computed(self, request: Request, hits: list[Block]) -> int:
-        """Number of tokens whose KV is in the prefix cache, or in host memory if more are there."""
+        """Number of tokens whose KV is in the prefix cache or in host memory, whichever has more of them."""
         num_hit_tokens = self._kv.num_tokens_in(hits)
         if not request.swapped_block_ids or num_hit_tokens >= request.num_computed_tokens:
             return num_hit_tokens

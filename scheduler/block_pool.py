@@ -127,7 +127,7 @@ class BlockPool:
                 self._free.append(block)
 
     def cache(self, block: Block, block_hash: bytes, group: int = 0) -> None:
-        """Makes `block` a hit for `block_hash` in its group. Two blocks may have the same content."""
+        """Makes `block` a hit for `block_hash` in this group. Two blocks may have the same content."""
         assert block.block_hash is None, f"{block} is cached already"
         block.block_hash, block.group = block_hash, group
         cache = self._caches[group]

@@ -109,7 +109,7 @@ class Ending:
     def _end_and_release(
         self, request: Request, status: RequestStatus, last: RequestOutput, outputs: ClientOutputs
     ) -> None:
-        """Ends a request that has left its queue; its last output gets the reason."""
+        """Ends a request that has left its queue. Adds the finish reason to its last output."""
         self._has_ended_running |= request.status is RequestStatus.RUNNING
         request.move_to(status)
         self._remote.release(request)

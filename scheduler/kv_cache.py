@@ -67,7 +67,7 @@ class KVCache:
         return len(self._tables)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks in all groups, including those that a windowed group no longer needs."""
+        """Number of blocks for `num_tokens` tokens in all groups, even those that a windowed group no longer needs."""
         return -(-num_tokens // self.block_size) * self._num_groups
 
     def num_tokens_in(self, hits: Sequence[Block]) -> int:
@@ -203,7 +203,7 @@ class KVCache:
         return self.groups.needed_entries(request.num_computed_tokens, self.block_size)
 
     def withdraw_uncomputed(self, request: Request) -> None:
-        """Makes the blocks that this step was to fill unavailable for hits.
+        """Removes from the prefix cache the blocks that this step would have filled.
 
         Called for a request that drops out of the step, before its blocks are freed.
         """

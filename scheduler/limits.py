@@ -68,7 +68,7 @@ def check_stop(request: Request, max_model_len: int) -> RequestStatus | None:
 
 
 def _why_initial_output_ends(request: Request) -> str | None:
-    """Why a request's initial output already ends it by the same rules; None if the request may continue."""
+    """Why a request's initial output already ends it by the rules of `check_stop`; None if it may continue."""
     params = request.sampling_params
     outputs = request.output_token_ids
     if len(outputs) >= params.max_tokens:

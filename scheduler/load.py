@@ -13,8 +13,8 @@ class WaitingLoad:
     """Unfinished work of this scheduler."""
 
     num_prompt_tokens: int
-    """Tokens to compute here before requests can decode: of prompts, and of output sampled on other
-    workers."""
+    """Tokens of prompts, and of output sampled on other workers, that this worker must compute before their requests
+    can decode."""
     oldest_arrival: float | None
     """Earliest `Request.arrival_time` of the requests that wait for their first step; None without such
     requests."""

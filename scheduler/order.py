@@ -1,7 +1,8 @@
 """Which waiting request runs first, and which running request is preempted first; knows no queue.
 
-The two classes are the policies of `SchedulerConfig.policy`. A request gets a key once, which says its place
-in the queue. So a request that leaves the queue for a while returns to its place.
+The two classes are the policies of `SchedulerConfig.policy`. A request's key says its place in the queue. A request
+that leaves the queue for a while keeps its key, so it returns to its place. Only a request that had its turn may
+get another key (`key_of_returning`).
 """
 
 from collections.abc import Iterator, Sequence

@@ -86,7 +86,8 @@ class Preemption:
             if has_drafts and self._kv.groups.num_windowed:
                 return False  # if drafts are wrong, rows that left the window are needed again
             if victim.num_tokens + victim.num_output_placeholders >= victim.max_num_tokens:
-                return False  # the token in flight ends it; a producer's last position must be computed again
+                # The token in flight ends the request. A producer drops it, and must compute its last position again.
+                return False
         return True
 
     def _requeue(self, victim: Request, num_kept_tokens: int) -> None:

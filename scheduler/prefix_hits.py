@@ -18,7 +18,8 @@ def cached_rows(
     block_size: int,
     num_before_window: int | None = None,
 ) -> list[Block]:
-    """The longest prefix that every group can continue from, by rows. Null blocks replace unneeded blocks.
+    """The blocks, row by row, of the longest prefix from which every group can continue.
+    Null blocks replace blocks that are not needed.
 
     `num_before_window`: set if another worker sends the tokens after the prefix. This many rows will then be before
     the window, so a windowed group may lack them. None: this worker computes these tokens.
@@ -41,7 +42,8 @@ def cached_rows(
 
 
 def _end_of_last_run(is_cached: Callable[[int], bool], num_rows: int, num_needed: int) -> int:
-    """The end of the last run of `num_needed` cached rows; without one, the number of cached rows from 0."""
+    """The end of the last run of `num_needed` cached rows. Without such a run, the number of cached rows from row 0
+    on."""
     num_in_run = 0
     for row in range(num_rows - 1, -1, -1):
         num_in_run = num_in_run + 1 if is_cached(row) else 0

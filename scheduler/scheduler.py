@@ -347,7 +347,7 @@ class Scheduler:
             request.num_computed_tokens += num_scheduled[request.request_id]
             if is_async:
                 num_tokens = len(request.all_token_ids) + request.num_output_placeholders
-                # More computed tokens: drafts.
+                # Computed tokens beyond these are drafts.
                 request.num_output_placeholders += request.num_computed_tokens >= num_tokens
         if step.requests:
             assert len(num_scheduled) <= self._config.max_num_seqs

@@ -40,7 +40,7 @@ class SwapSpace:
         return list(zip(block_ids, request.swapped_block_ids, strict=True))
 
     def swap_in(self, request: Request, block_ids: Sequence[int], num_hit_blocks: int) -> Copies:
-        """Copies that bring the request's KV back into `block_ids`, without its first `num_hit_blocks`.
+        """Copies that bring the request's KV back into `block_ids`, except into the first `num_hit_blocks` of them.
 
         There may be fewer `block_ids` than swapped blocks: the last swapped blocks were for drafts that proved
         wrong.

@@ -1,9 +1,9 @@
-"""Trial: finds the request that breaks a step, by steps with ever smaller groups of its requests; knows no device.
+"""Trial: finds the request that breaks a step: ever smaller groups of the step's requests are computed separately.
 
 A failed step's requests are tried in two halves. If the step of a half fails, this half is split again, and
 its parts wait until the other groups have been tried. A request whose step fails without other requests in it is
 the one that breaks steps. A request has passed once it is computed as far as the failed step would have
-computed it.
+computed it. Knows no device.
 """
 
 from collections import deque

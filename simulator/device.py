@@ -309,7 +309,8 @@ class Computed:
 
 
 class SlowRunner:
-    """Lets time pass before it computes, while peers and transfers run; for pipelines that do not wait."""
+    """Lets a step's time pass before it computes the step. Meanwhile, peers and transfers run. Used without async
+    scheduling."""
 
     def __init__(self, world: World, runner: SimRunner) -> None:
         self._world = world

@@ -42,7 +42,7 @@ class SilentText(TextStream):
     """A text stream without a tokenizer: every token counts, and none has any text."""
 
     def __init__(self) -> None:
-        """Needs nothing of a real stream."""
+        """Creates no part of a real stream, such as its tokenizer."""
 
     @property
     def matched_stop(self) -> str | None:

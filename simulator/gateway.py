@@ -230,7 +230,7 @@ class SimGateway:
         return None
 
     def _listen_soon(self) -> None:
-        """Heartbeats arrive at a fixed pace; here, only while requests wait."""
+        """Lets the next heartbeats arrive at their fixed pace. Here, heartbeats arrive only while requests wait."""
         if not self._is_listening:
             self._is_listening = True
             self._world.after(HEARTBEAT_S, self._listen, is_plane=False)

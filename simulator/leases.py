@@ -23,8 +23,8 @@ class Leases:
         self._process = process
         self._lease_s = lease_s
         self._last_sign_at: dict[tuple[str, int], float] = {}
-        """By hand-over: when its consumer last gave a sign of life, or when the lease began. This time stands still
-        while the worker is stopped."""
+        """By hand-over: when its consumer last gave a sign of life, or when the lease began. The clock of these times
+        stands still while the worker is stopped."""
 
     def begin(self, transfer: KVTransferParams) -> None:
         self._last_sign_at[transfer.transfer_id, transfer.attempt] = self._running()
@@ -46,8 +46,8 @@ class Leases:
             self._last_sign_at[key.transfer_id, key.attempt] = self._running()
 
     def check(self, num_expired: int, freed: list[KVTransferParams]) -> None:
-        """Both are about the time since the last check. `num_expired`: leases that ended because of silence. `freed`:
-        all hand-overs that have ended."""
+        """Both arguments are about the time since the last check. `num_expired`: leases that ended because of silence.
+        `freed`: all hand-overs that have ended."""
         now = self._running()
         signs_at = [self._last_sign_at.pop((each.transfer_id, each.attempt), now) for each in freed]
         num_silent = sum(now - when >= LEAST * self._lease_s for when in signs_at)

@@ -187,7 +187,7 @@ class SimChannel:
         listener.receive(Arrival(identity, is_from_producer=False, header=header), payload)
 
     def _report_gone(self, address: str, listener: "SimChannel") -> None:
-        """Several attempts to connect to the ended process have failed, unless another process listens there now."""
+        """Reports that the listener's process has ended, unless another process listens at its address now."""
         if self._network.listening[address] is listener:
             self._network.world.counts["path peer gone"] += 1
             self.on_gone(address)
@@ -214,7 +214,8 @@ def flip_bit(data: bytes, bit: int) -> bytes:
 
 
 def kind_of(header: bytes) -> str:
-    """The kind of message in an undamaged header: msgpack's array and short string, behind the prefix."""
+    """The kind of message in an undamaged header: the first item, a short string, of the msgpack array behind the
+    prefix."""
     start = PREFIX_BYTES + 2
     return header[start : start + (header[start - 1] & 31)].decode()
 

@@ -19,12 +19,12 @@ class ReadFaults:
     failure: float = 0.0
     hang: float = 0.0
     damage: float = 0.0
-    """How likely bytes are damaged; only used where checksums must detect it."""
+    """How likely it is that bytes are damaged; only used where checksums must detect it."""
     refusal: float = 0.0
-    """How likely a pool cannot be opened."""
+    """How likely it is that a pool cannot be opened."""
     max_duration_s: float = 0.01
     slowness: float = 0.0
-    """How likely a read takes up to `max_slow_s`, which may be longer than a lease."""
+    """How likely it is that a read takes up to `max_slow_s`, which may be longer than a lease."""
     max_slow_s: float = 4.0
 
 
@@ -151,7 +151,7 @@ class SimReader:
         return blocks
 
     def break_reads(self) -> None:
-        """About half of the reads under way fail."""
+        """Makes about half of the reads under way fail."""
         for pool in self.mapped:
             for number in list(pool.under_way):
                 if self.pools.world.chance(0.5):
@@ -214,7 +214,7 @@ class SimPool:
             self.under_way.clear()
 
     def fail(self, number: int) -> None:
-        """The read fails after half of it was written."""
+        """Makes the read fail after half of it was written."""
         self.reader.pools.world.counts["fault read failed"] += 1
         self._copy(number, slice(None, None, 2))
         self._finish(number)

@@ -32,7 +32,7 @@ from simulator.world import World
 
 BLOCK_SIZE = 16
 STEP_S = 0.25
-"""Within a step, the pace of every worker is constant."""
+"""The time of one step of the simulation. Within a step, the pace of every worker is constant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +52,15 @@ class OfferedLoad:
     """Requests that arrive as a Poisson process."""
 
     requests_per_s: Callable[[float], float]
-    """The rate at a time in seconds."""
+    """Gets a time in seconds, and returns the rate at this time."""
     max_requests_per_s: float
     mean_prompt_tokens: float = 2000.0
     mean_output_tokens: float = 250.0
 
     def arrivals(self, rng: random.Random, duration_s: float) -> Iterator["ArrivingRequest"]:
-        """Arrivals, thinned from the highest rate; lengths are exponential, and at least one."""
+        """Draws arrivals at the highest rate, and keeps as many as the rate at their times demands.
+        Lengths are exponentially distributed, and at least 1.
+        """
         at = 0.0
         while (at := at + rng.expovariate(self.max_requests_per_s)) < duration_s:
             if rng.random() * self.max_requests_per_s < self.requests_per_s(at):
@@ -89,7 +91,7 @@ class _Worker:
     prompt_tokens: int = 0
     """Tokens of all prompts on this worker."""
     running: list[tuple[float, int]] = field(default_factory=list)
-    """A heap: the tick at which a request has its last token, and its blocks."""
+    """A heap. By request: the tick of its last token, and the number of its blocks."""
     ticks: float = 0.0
     blocks_used: int = 0
     reserved: int = 0
@@ -103,7 +105,7 @@ class Moment:
     at: float
     num_prefill: int
     num_decode: int
-    """Workers that serve."""
+    """`num_prefill`, `num_decode`: workers that serve."""
     num_paid: int
     """Workers that have a place, even if they do not serve yet."""
     report: GatewayReport
@@ -124,7 +126,7 @@ class QueueingFleet:
             self,
         )
         self.leaving: tuple[str, ...] = ()
-        """Nothing drains here: a worker that is not wanted any more is gone at once."""
+        """Always empty, since nothing drains here: a worker that is not wanted any more is gone at once."""
         self._window = LatencyWindow()
         self._config, self._speed, self._num_placeable = config, speed, num_placeable
         self._workers: list[_Worker] = []

@@ -43,7 +43,7 @@ LAST_CHUNK_TOKENS = 512
 """When the last step of a prompt ends, the KV of this many of its tokens is still unsent. A shorter prompt is then
 wholly unsent."""
 PATIENCE_S = 1e6
-"""Every request waits until it is placed."""
+"""So long that every request waits until it is placed."""
 
 
 @dataclass(slots=True)

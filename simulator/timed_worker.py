@@ -142,7 +142,7 @@ class TimedWorker:
         return self._outputs(self.scheduler.update_from_output(plan, ModelRunnerOutput(sampled)))
 
     def receive(self, request_id: str, num_tokens: int, moving_s: float) -> TimedOutputs:
-        """A prompt has arrived, with its first token."""
+        """Takes a prompt that has arrived from a prefill worker, and its first token."""
         here = self.requests[request_id]
         first = FirstToken(here.answer[here.request.num_output_tokens], None)
         received = ReceivedKV(request_id, first, num_tokens * BYTES_PER_TOKEN, moving_s, moving_s)

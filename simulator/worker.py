@@ -207,7 +207,7 @@ class Worker(Process):
                 self.abort(gateway, request_ids)
 
     def lose_gateway(self, gateway: str) -> None:
-        """The gateway is unreachable, or was silent for too long."""
+        """Ends the session of a gateway that is unreachable, or was silent for too long."""
         if self.sessions.end(gateway.encode()):
             self._world.counts["path gateway lost"] += 1
             self.abort_client(gateway)
@@ -219,7 +219,7 @@ class Worker(Process):
         self._post_command(lambda: self._deliver(self.requests.abort(gateway, request_ids)))
 
     def abort_client(self, gateway: str) -> None:
-        """The gateway's session is over."""
+        """Ends the requests of a gateway whose session is over."""
         self._drop_suspects(gateway)
         self._post_command(lambda: self._deliver(self.requests.abort_client(gateway)))
 
@@ -228,7 +228,7 @@ class Worker(Process):
         self._post_command(lambda: self._deliver(self.core.give_back_requests("it is told to")))
 
     def reset_prefix_cache(self) -> None:
-        """Preempts every running request."""
+        """Empties the prefix cache, which preempts every running request."""
         self._post_command(lambda: self.scheduler.reset_prefix_cache(force=True))
 
     def _post_command(self, command: Callable[[], object]) -> None:

@@ -95,11 +95,11 @@ class WorkerLinks:
             self._on_status(worker.heartbeat(self.name).status)
 
     def cut_off(self, name: str) -> None:
-        """No message passes between gateway and worker, in either direction, until `reconnect`."""
+        """Lets no message pass between gateway and worker, in either direction, until `reconnect`."""
         self._plane.cut_off.add(name)
 
     def reconnect(self, name: str) -> None:
-        """Messages arrive again. The next Hello and its answer show which ones were lost."""
+        """Lets messages pass again. The next Hello and its answer show which messages were lost."""
         self._plane.cut_off.discard(name)
         self.end_silence(name)
         if worker := self._workers.get(name):

@@ -56,7 +56,7 @@ class World:
     is_verbose: bool = False
     max_events: float = MAX_EVENTS
     has_ticks: bool = True
-    """Without ticks, events happen at any time."""
+    """Whether the times of events are multiples of TICK_S."""
     now: float = 0.0
     num_events: int = 0
     counts: "Counter[str]" = field(default_factory=Counter)
@@ -103,10 +103,8 @@ class World:
         is_plane: bool = True,
     ) -> None:
         """Runs `action` at this time. If `process` is paused then, runs `action` when `process` continues. Does nothing
-        if `process` is dead.
-
-        Events of the planes (messages, reads, timers, devices) still happen while an engine waits for its
-        device.
+        if `process` is dead. `is_plane`: an event of the planes (messages, reads, timers, devices). Such an event also
+        happens while an engine waits for its device.
         """
         if self.has_ticks:
             when = math.ceil(when / TICK_S) * TICK_S

@@ -49,7 +49,7 @@ class ClientRequests:
             heapq.heappush(self._deadlines, (self._clock.now() + request.timeout_s, request.request_id))
 
     def decline(self, request: EngineRequest) -> None:
-        """Call it for a request that was refused. If another request runs under its id, this one is not affected."""
+        """Notes that a request was refused. A running request with the same id is not affected."""
         if request.request_id not in self._clients:
             self._core.decline(request)
 

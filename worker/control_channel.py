@@ -1,4 +1,5 @@
-"""Control calls of a worker that is a child process: frames to stdin, replies from stdout, a line of base64 each.
+"""Control calls to a worker that is a child process: calls arrive on its stdin, and it writes replies to its stdout.
+Each call and each reply is a line of base64.
 
 Every call is answered once, when it is done, so replies may overtake one another. A line that is not a call
 is answered with a WireError and the number 0. The client skips lines of stdout that are not replies, such as
@@ -27,7 +28,7 @@ from baton.messages.control_codec import (
 )
 
 MAX_LINE_BYTES = 64 * 1024
-"""The longest call."""
+"""The longest call, as a line of base64."""
 
 MAX_CALLS = 8
 """Calls that may be open at a time; any further call is answered with an error."""
@@ -130,7 +131,7 @@ class StdioControlClient:
             try:
                 self._stdin.write(_to_line(write_call(frame)) + "\n")
                 self._stdin.flush()
-            except (OSError, ValueError):  # a broken pipe; closed by the owner of the process
+            except (OSError, ValueError):  # the pipe is broken, or the owner of the process has closed it
                 del self._open[frame.number]
                 raise _loss() from None
         return future

@@ -159,7 +159,7 @@ class EngineCore:
         self._stages.arrived(request.request_id, client_id)
 
     def decline(self, request: EngineRequest) -> None:
-        """The request was refused: notifies its prefill worker that the prompt will not be loaded."""
+        """Notifies the prefill worker of a refused request that the prompt will not be loaded."""
         request_id, transfer = request.request_id, request.kv_transfer
         if transfer is not None and transfer.role is TransferRole.CONSUMER:
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)

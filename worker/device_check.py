@@ -46,7 +46,7 @@ class DeviceHealth:
             self._become_unfit(f"{NON_FINITE}, in {MAX_NON_FINITE_STEPS} steps within {took_s:.0f} s")
 
     def is_fit_after(self, failure: str) -> bool:
-        """Whether the device is still fit after this failure of a step. Runs the check, unless the device is unfit."""
+        """Whether the device is still fit after this failure of a step. Runs the check, unless it is unfit already."""
         if self.unfit_reason is None and (fault := self._check()) is not None:
             self._become_unfit(f"{failure}; the device check also failed: {fault}")
         return self.unfit_reason is None
@@ -61,8 +61,8 @@ def fault_of_device(pipeline: Pipeline, kv_groups: KVGroups) -> str | None:
     """Runs the check and returns why it failed; None if the device works. No step may be under way.
 
     The token's KV is stored in the null block, so the check needs no free block. What other requests
-    read of this block gets weight 0, which works only for finite values. So a worker ends if its check left other
-    values there. `kv_groups`: the KV groups of the model. Raises DeviceLostError.
+    read of this block gets weight 0, which works only for finite values. So a worker ends if its check left values
+    there that are not finite. `kv_groups`: the KV groups of the model. Raises DeviceLostError.
     """
     request = NewRequestData(
         request_id=CHECKING,

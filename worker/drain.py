@@ -78,11 +78,11 @@ class DrainState:
         return self.give_up_at + ANSWER_TIMEOUT_S
 
     def may_attach(self, other: "DrainState") -> bool:
-        """Whether `other` can get the outcome of this drain. It can if both have one target and this is not over."""
+        """Whether `other` can get the outcome of this drain: both have the same target, and this drain is not over."""
         return self.stage is not DrainStage.OVER and self._next_kind is other._next_kind
 
     def attach(self, other: "DrainState") -> None:
-        """`other` gets the outcome of this drain; the earlier deadline of both applies."""
+        """Gives `other` the outcome of this drain. From now on, the earlier of their deadlines apply to both."""
         self.give_back_at = min(self.give_back_at, other.give_back_at)
         self.give_up_at = min(self.give_up_at, other.give_up_at)
         self._attached.append(other)

@@ -7,8 +7,8 @@ from baton.block_hash import SHORT_HASH_BYTES
 from baton.kv import BlocksCleared, BlocksStored, KVEvent
 
 MAX_HASHES_PER_MESSAGE = 2**13
-"""A gateway applies one message without a pause, which takes some milliseconds for so many hashes. Between two messages
-of a large listing, it can read the outputs of other workers."""
+"""The most hashes in one message. A gateway applies a message without a pause, which takes some milliseconds with this
+many hashes. Between two messages of a large listing, it can read the outputs of other workers."""
 
 
 @dataclass(frozen=True, slots=True)

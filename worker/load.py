@@ -47,10 +47,10 @@ class LoadMeter:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens per second of all steps but decode steps (see `step_done`); 0 before the first."""
+        """Prompt tokens per second in all steps but decode steps (see `step_done`); 0 before the first such step."""
         return self._prefill.work / self._prefill.time_s if self._prefill.time_s else 0.0
 
     @property
     def decode_step_s(self) -> float:
-        """Time of a decode step (see `step_done`); 0 before the first."""
+        """Time of a decode step (see `step_done`); 0 before the first such step."""
         return self._decode.time_s / self._decode.work if self._decode.work else 0.0

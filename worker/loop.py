@@ -100,7 +100,7 @@ class EngineLoop:
         self._commands.put(lambda: self._admit(client_id, request))
 
     def decline(self, request: EngineRequest) -> None:
-        """A request was refused before it came here: tells its prefill worker."""
+        """Notifies the prefill worker of a request that this worker refused, and that never reached the engine."""
         self._commands.put(lambda: self._requests.decline(request))
 
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:

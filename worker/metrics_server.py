@@ -23,7 +23,7 @@ MAX_READERS = 8
 MAX_REQUEST_BYTES = 16 * 1024
 
 PAUSE_S = 1.0
-"""Pause after a failed accept, usually for lack of files."""
+"""Pause after a failed accept. The usual cause is that the process has no free file descriptor."""
 
 logger = logging.getLogger(__name__)
 

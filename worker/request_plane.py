@@ -63,7 +63,7 @@ class EngineCommands(Protocol):
     def submit(self, client_id: str, request: EngineRequest) -> None: ...
 
     def decline(self, request: EngineRequest) -> None:
-        """A request was refused before it reached the engine."""
+        """Tells the engine of a request that was refused before it reached the engine."""
         ...
 
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None: ...
@@ -73,7 +73,7 @@ class EngineCommands(Protocol):
     def subscribe_kv_events(self, client_id: str) -> None: ...
 
     def fail(self, error: BaseException) -> None:
-        """The request plane has failed for good."""
+        """Tells the engine that the request plane has failed for good."""
         ...
 
 
@@ -369,7 +369,7 @@ class RequestServer:
             self._end_requests(peer, why)
 
     def _end_requests(self, peer: bytes, why: str) -> None:
-        # A gateway disconnects from a worker that has drained.
+        # A disconnection is usual after a drain: a gateway disconnects from a drained worker.
         level = logging.INFO if why == _DISCONNECTED else logging.WARNING
         logger.log(level, "the session on connection %s ended (%s)", peer.hex(), why)
         self._drop_suspects(peer)

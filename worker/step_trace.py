@@ -48,9 +48,9 @@ class Share(NamedTuple):
     """One request's part of a step. A tuple, because there is one for each request of every step."""
 
     num_tokens: int
-    """Computed in this step."""
+    """Tokens computed in this step."""
     num_computed_tokens: int
-    """Computed before this step."""
+    """Tokens computed before this step."""
     num_sampled: int = 0
     """Tokens sampled by the step, including those of requests that had ended meanwhile."""
 
@@ -70,7 +70,7 @@ class StepTrace:
     scheduled: Mapping[str, Share] = field(default_factory=dict)
     """By request, in the order of scheduling."""
     num_drafts: Mapping[str, int] = field(default_factory=dict)
-    """Drafts among the tokens of a request; all of its samples but one are drafts that were right."""
+    """By request: drafts among its tokens. All of its samples but one are drafts that were right."""
     num_prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     """The length of the prompt, for requests that compute for the first time."""
     num_cached_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class StepTrace:
     """
     resumed: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
-    """Preempted for this step, or since the previous plan."""
+    """Requests preempted for this step, or since the previous plan."""
     ended: Mapping[str, FinishReason] = field(default_factory=dict)
     """Requests that ended. If they ran or waited in this step, they ended with its result. Otherwise, they ended
     between the previous plan and this one."""

@@ -216,7 +216,8 @@ def _shares(plan: SchedulerOutput, sampled: Mapping[str, list[int]]) -> dict[str
 
 
 def _num_cached_tokens(plan: SchedulerOutput, block_size: int) -> dict[str, int]:
-    """Hits of requests that get blocks with this plan: computed tokens, less those from host memory."""
+    """By request that gets blocks with this plan: its hits, which are its computed tokens less those from host
+    memory."""
     num_cached = {
         new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs if not new.is_loaded
     }

@@ -18,8 +18,8 @@ from baton.request import SUSPECT_TURN_S, EngineRequest, RequestOutput
 from worker.client_requests import refusal
 
 RESERVED_S = 1.0
-"""For this long after a turn, only the client that was refused first may begin. Otherwise, others might always be
-faster."""
+"""For this long after a turn, only the client that was refused first may begin. Otherwise, other clients might always
+be faster."""
 
 
 @dataclass(slots=True)
@@ -77,8 +77,8 @@ class SuspectTurns:
     def drop(self, client_id: str, request_ids: Iterable[str] | None, now: float) -> list[EngineRequest]:
         """Drops the client's held suspects with these ids, and ends their turns. Returns the dropped suspects.
 
-        None: drops all held suspects of this client. Suspects that run, and their turns, end with their last outputs,
-        which the engine produces.
+        Without `request_ids`, drops all held suspects of this client. Suspects that run, and their turns, end with
+        their last outputs, which the engine produces.
         """
         dropped = [
             turn.held
@@ -98,7 +98,7 @@ class SuspectTurns:
             self._reserved_until = min(self._reserved_until, now + RESERVED_S)
 
     def end_turns(self, outputs: Iterable[RequestOutput], now: float) -> bool:
-        """Ends the turns of suspects that have ended or grown with these outputs. Returns whether there were any."""
+        """Ends the turns of suspects that end, or whose answers grow, with these outputs. Returns whether any ended."""
         if not self._turns:
             return False
         ended = {output.request_id for output in outputs if self._ends_with(output)}

@@ -1,6 +1,6 @@
 """check_attention: compares a worker's assembled attention kernels with torch, on this GPU.
 
-Some assemblers silently make wrong code of the kernels (engine/gpu/compiler.py). Only a test on this GPU can detect
+Some assemblers silently produce wrong code for the kernels (engine/gpu/compiler.py). Only a test on this GPU can detect
 this. So before a worker serves, it computes a prefill step and a decode step for each attention window, over random
 numbers in its own pool. Each step runs NUM_RUNS times.
 

@@ -39,7 +39,7 @@ class Compiler:
     cache_dir: str
     """Where compiled kernels are kept."""
     is_suspect: bool
-    """Whether the assembler is known to make wrong code of some kernels for this GPU."""
+    """Whether the assembler is known to produce wrong code for some kernels on this GPU."""
 
     @property
     def advice(self) -> str:
@@ -52,7 +52,7 @@ class Compiler:
 
 @contextmanager
 def naming_assembler(compiler: Compiler, device: torch.device) -> Iterator[None]:
-    """A context for the first launches of all kernels. If one faults, raises ConfigError, which names the assembler.
+    """A context for the first launches of all kernels. If one of them fails, ConfigError names the assembler.
 
     With ptxas 12.8, float32 prefill ended with an illegal memory access on an H200.
     """

@@ -89,7 +89,9 @@ class DeviceParts:
         self.choose_products()
 
     def _rehearse_prompts(self, num_tokens: int) -> None:
-        """Runs a step of about `num_tokens` tokens, if possible, in as few prompts of one length as possible."""
+        """Runs a step of about `num_tokens` tokens, in as few prompts of equal length as possible.
+        Does nothing if this would be more prompts than a step can have.
+        """
         limits = self.limits
         num_requests = -(-num_tokens // limits.max_model_len)
         if num_requests <= limits.max_num_seqs:
@@ -183,7 +185,7 @@ def make_device_parts(
 def copy_by_kernel(
     source_NB: torch.Tensor, target_MB: torch.Tensor, pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """Satisfies CopyBlocks: one launch for all pairs."""
+    """Copies all pairs of blocks with one kernel launch; a `CopyBlocks` of engine/kv_cache.py."""
     device = source_NB.device if source_NB.device.type == "cuda" else target_MB.device
     pairs_P2 = torch.tensor(pairs, dtype=torch.int32, pin_memory=device.type == "cuda")
     copy_blocks(source_NB, target_MB, pairs_P2.to(device, non_blocking=True))

@@ -41,7 +41,7 @@ from engine.sampler import MIN_TEMPERATURE, SampledToken, is_processed
 
 
 class DeviceSampler:
-    """Satisfies Sampler. Steps are drawn in the order of the calls, all on one stream.
+    """A `Sampler` (engine/sampler.py) on a GPU. Steps are drawn in the order of the calls, all on one stream.
 
     Pinned memory comes from torch's caching host allocator, which reuses memory only after its copies are done. So any
     number of steps may be under way.
@@ -198,7 +198,7 @@ class _Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampledTokens:
-    """Satisfies SampledTokens."""
+    """Tokens that are being copied to the host; a `SampledTokens` of engine/sampler.py."""
 
     num_rows: int
     results_2R: torch.Tensor

@@ -14,7 +14,7 @@ NUM_REPLAYS = 5
 
 
 class GpuTimer:
-    """Satisfies `engine.layers.triton_linear.Timer`, on the current device."""
+    """Measures times on the current device; a `Timer` of engine/layers/triton_linear.py."""
 
     def __init__(self) -> None:
         self._recorder: Recorder = CudaGraphs()

@@ -30,7 +30,7 @@ NO_SLOT = -1
 
 
 class StagedForward:
-    """Satisfies `engine.forward.Forward`."""
+    """Runs staged steps, and replays graphs; a `Forward` of engine/forward.py."""
 
     def __init__(
         self,

@@ -34,8 +34,8 @@ PROGRESS_TIMEOUT_S = 60.0
 """If one grammar takes this long to compile, the worker ends: something is wrong, since gateways refuse grammars that
 take over a second."""
 MAX_TOKENS_LOOKED_AT = 10_000
-"""Limit of the search for forced tokens, about 10 ms: for each token, the library looks at all the forced text that
-remains."""
+"""The search for forced tokens ends once it has looked at this many tokens, after about 10 ms. For each forced token,
+the library looks at all the forced text that remains."""
 MAX_KEPT_BYTES = 256 * 2**20
 """Of the compiled grammars that no request uses, the most recently used ones are kept, up to this size in total:
 clients tend to repeat grammars. An ordinary grammar takes 0.1 to 0.4 MiB."""
@@ -71,7 +71,7 @@ class Matcher:
         return f"structured_output: the answer cannot continue: {self._defect}"
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens could come next, one after another."""
+        """How many of these tokens, from the first on, the grammar allows next."""
         if self._defect is None:
             try:
                 return int(self._matcher.validate_tokens(list(token_ids)))

@@ -188,8 +188,8 @@ def latent_tuning(shape: AttentionShape, *, has_chunks: bool) -> AttentionTuning
 
 
 def _prefill_keys(shape: AttentionShape) -> int:
-    """The most keys that fit into registers. 128 keys use all registers; with pointer
-    gathers or wider heads, so many keys would spill."""
+    """The most keys that fit into registers. 128 keys use all registers. With pointer gathers or wider heads,
+    128 keys would spill."""
     if shape.dtype_bytes > 2:
         return 32 if shape.padded_head_dim <= 64 else 16
     if shape.padded_head_dim > 128:
@@ -198,7 +198,7 @@ def _prefill_keys(shape: AttentionShape) -> int:
 
 
 def _block_n(shape: AttentionShape, preferred: int) -> int:
-    """`preferred` keys, or a whole block if it has fewer, since the copy engine's loads stay within a block."""
+    """`preferred` keys; at most a block's keys if the copy engine loads them, since its loads stay within a block."""
     return min(preferred, shape.block_size) if shape.uses_tma else preferred
 
 

@@ -59,8 +59,8 @@ SORTED_LAUNCHES = (
     (96.0, ExpertLaunch(64, 128, 64, num_warps=4, num_stages=3)),
     (math.inf, ExpertLaunch(128, 128, 64, num_warps=8, num_stages=3)),
 )
-"""Launches for sorted pairs, each after the largest number of pairs per expert for which it is used (measured on an
-H200, docs/kernels.md)."""
+"""Launches for sorted pairs. The number before each launch is the largest number of pairs per expert for which the
+launch is used (measured on an H200, docs/kernels.md)."""
 
 
 def choose_expert_launch(
@@ -68,8 +68,8 @@ def choose_expert_launch(
 ) -> ExpertLaunch:
     """The launch for a step's products: tiles of about as many pairs as an expert has.
 
-    `dtype`: of the inputs. `is_wide`: whether the largest tiles have twice as many outputs. This is faster for 16-bit
-    products without activations, whose inputs are narrow.
+    `dtype`: the inputs' dtype. `is_wide`: whether the largest tiles have twice as many outputs. This is faster for
+    16-bit products without activations, whose inputs are narrow.
     """
     is_sorted = num_tokens > MAX_UNSORTED_TOKENS
     if dtype is torch.float32:  # for correctness, not speed
@@ -81,7 +81,7 @@ def choose_expert_launch(
 
 
 def token_counts_by_launch(num_chosen: int, num_experts: int) -> tuple[int, ...]:
-    """Numbers of tokens for which the products are launched in different ways."""
+    """For each way in which the products are launched: a number of tokens with which they are launched in this way."""
     sorted_from = MAX_UNSORTED_TOKENS + 1
     limits = [int(most * num_experts / num_chosen) for most, _ in SORTED_LAUNCHES[:-1]]
     return (1, sorted_from, *(limit + 1 for limit in limits if limit + 1 > sorted_from))

@@ -1,12 +1,12 @@
 """Completes the draw of each row: finds the winner among the tokens that the filters keep; sorts nothing.
 
-If the arg max of score + noise over all tokens is kept, it is also the arg max over the kept tokens. Otherwise no token
-of its weight or less is kept, so the next candidate is the arg max over the tokens that weigh more. Whether a token
-is kept depends on how many tokens weigh more, and on the sum of their weights. Each pass over the row counts the tokens
-above four weights at once: the candidate's weight, and three larger weights, which may raise the floor further (the
-floor: tokens of this weight or less are not kept). The algorithm follows the rejection sampling of FlashInfer
-("Sorting-Free GPU Kernels for LLM Sampling", 2025). But here, noise is a function of the token, instead of new random
-numbers in each round.
+The first candidate is the arg max of score + noise over all tokens. If it is kept, it is also the arg max over the kept
+tokens. Otherwise no token of its weight or less is kept, so the next candidate is the arg max over the tokens that
+weigh more than it. Whether a token is kept depends on how many tokens weigh more, and on the sum of their weights.
+Each pass over the row counts the tokens above four weights at once: the candidate's weight, and three larger weights,
+which may raise the floor further (the floor: tokens of this weight or less are not kept). The algorithm follows the
+rejection sampling of FlashInfer ("Sorting-Free GPU Kernels for LLM Sampling", 2025). But here, noise is a function of
+the token, instead of new random numbers in each round.
 
 A pass reads only chunks whose likeliest token is above the floor. Most passes are short: a sampled token tends to have
 few tokens above it.
@@ -226,7 +226,7 @@ def _load_group(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     HAS_PROCESSED: tl.constexpr,
 ):
-    """Tokens and scores of the next chunks in the list; -inf past its end."""
+    """Tokens and scores of the next chunks in the list. Scores past the end of the list are -inf."""
     logits_ptr, processed_ptr, row, processed_row, row_stride, vocab_size, row_max, temperature = source
     slots_G = start + tl.arange(0, GROUP)
     chunks_G = tl.load(row_active_ptr + slots_G, slots_G < num_active, other=num_chunks)

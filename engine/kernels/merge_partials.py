@@ -26,9 +26,10 @@ def merge_partials(
 ) -> None:
     """Computes the first `num_merges` of `merges_RF`, and writes only their rows of `out_TQD`.
 
-    `num_merges` is a tensor of one int32. A partial result is an average, and its weight is the log2 of a
-    sum. The result is the average weighted by these sums. At least one weight of each row is finite. `sinks_Q`:
-    see `paged_attention`. Returns when the launch is queued.
+    `num_merges` is a tensor of one int32. A partial result is a weighted average of values, and `weight_PQ` has
+    the log2 of the sum of its weights. The merged result is the average of the parts, weighted by these sums. At
+    least one part of each row has a finite log2. `sinks_Q`: see `paged_attention`. Returns when the launch is
+    queued.
     """
     _, num_heads, head_dim = partial_PQD.shape
     assert partial_PQD.is_contiguous()

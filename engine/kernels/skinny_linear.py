@@ -24,8 +24,8 @@ MAX_TOKENS = 16
 saturate the memory, too."""
 
 MAX_FMA_TOKENS = 2
-"""The most rows for products and sums: with 4 rows, they take a fifth longer than the matrix units (measured on an
-H200)."""
+"""The most rows for the kernel with products and sums. With 4 rows, it takes a fifth longer than the kernel with matrix
+units (measured on an H200)."""
 MAX_X_ELEMENTS = 16_384
 """A program of the FMA kernel holds at most this many elements of x in registers: 64 in each of 256 threads, or 32 in
 each of 512."""

@@ -32,7 +32,7 @@ class ExpertPairs:
     order_N: torch.Tensor | None
     """int32: the pairs of expert 0, then the pairs of expert 1, and so on. The rest is undefined. None: not sorted."""
     counts_X: torch.Tensor | None
-    """int32: pairs of each expert, if the pairs are sorted."""
+    """int32: the number of pairs of each expert; None if the pairs are not sorted."""
 
     @classmethod
     def of(cls, experts_TK: torch.Tensor, num_own_experts: int, num_experts: int) -> "ExpertPairs":
