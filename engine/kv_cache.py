@@ -189,7 +189,7 @@ class LayerView:
 def copy_one_by_one(
     source_NB: torch.Tensor, target_MB: torch.Tensor, pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """Satisfies CopyBlocks, with one copy per block; good for large blocks."""
+    """Copies each pair of blocks with its own call, which is good for large blocks; a `CopyBlocks`."""
     for source, target in pairs:
         target_MB[target].copy_(source_NB[source], non_blocking=True)
 

@@ -29,7 +29,7 @@ class Quantization:
     method: str
     """The value of `quant_method`."""
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
-    """Schemes with the names of their targets."""
+    """Pairs: the names of targets, and the scheme of these targets."""
     ignored: tuple[str, ...] = ()
 
     def scheme_of(self, module: str) -> Scheme | None:

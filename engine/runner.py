@@ -45,7 +45,7 @@ class ModelRunner:
         Without `grammars`, no plan may contain structured outputs. `drafter` guesses the tokens that follow
         the sampled tokens. With `takes_forced`, tokens that a grammar forces are added at once, and no step
         samples them. `samples` is true on one of a worker's ranks; the other ranks receive the tokens of that
-        rank. `mark` returns the present point in an asynchronous device's queue.
+        rank. `mark` returns the point in an asynchronous device's queue at which all work launched so far is done.
         """
         self._forward = forward
         self._sampler = sampler

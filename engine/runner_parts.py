@@ -69,7 +69,7 @@ class GroupedAttention:
 
 
 class GroupedStepAttention:
-    """Satisfies `engine.layers.attention.Attention` for one step."""
+    """The attention of one step; an `Attention` of engine/layers/attention.py."""
 
     def __init__(self, steps: Sequence[Attention], places: Mapping[int, tuple[int, int]]) -> None:
         self._steps = steps

@@ -79,7 +79,7 @@ class TorchSampler:
 
 @dataclass(frozen=True, slots=True)
 class KnownTokens:
-    """Satisfies SampledTokens."""
+    """Tokens that the host knows already, so `wait` returns at once."""
 
     tokens: list[SampledToken]
 

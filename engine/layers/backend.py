@@ -153,13 +153,13 @@ class Backend(Protocol):
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> Activations:
-        """Adds `x_TE` to the residual stream in place, and returns the norm of the stream."""
+        """Adds `x_TE` to the residual stream in place, and returns the stream's rows, normed."""
         ...
 
     def add_normed(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> None:
-        """Adds the norm of `x_TE` to the residual stream, in place."""
+        """Norms the rows of `x_TE`, and adds the result to the residual stream, in place."""
         ...
 
     def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Activation = Gate.SILU) -> Activations:

@@ -37,7 +37,7 @@ def sorted_pairs(experts_TK: torch.Tensor, weights_TK: torch.Tensor, own_experts
 
 
 class LoopedMixture:
-    """Satisfies `engine.layers.backend.MixtureLayer`, with one product for all rows of an expert.
+    """A `MixtureLayer` of engine/layers/backend.py, with one product for all rows of an expert.
 
     Pairs of a token and an expert are in the order of the experts' numbers. So each token's experts are added up in
     this order, whatever experts other tokens use. Experts without pairs are skipped. The host must know how many pairs

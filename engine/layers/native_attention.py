@@ -151,7 +151,7 @@ class _Plan:
 
 
 class NativeStepAttention:
-    """Satisfies `engine.layers.attention.Attention` for one step.
+    """The attention of one step; an `Attention` of engine/layers/attention.py.
 
     A result is valid until the next layer's call.
     """

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class NativeBackend(TorchBackend):
-    """Satisfies `engine.layers.backend.Backend` on a CPU.
+    """A `Backend` of engine/layers/backend.py, for CPUs.
 
     A method's result is valid until the method's next call, and a decoder uses each result before that. So only one
     step may run at a time.

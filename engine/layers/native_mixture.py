@@ -16,7 +16,7 @@ from engine.native.elementwise import ElementwiseKernels
 
 
 class NativeMixture:
-    """Satisfies `engine.layers.backend.MixtureLayer`.
+    """A `MixtureLayer` of engine/layers/backend.py, which computes all experts in one call.
 
     Each pair's result has the same bits as in `LoopedMixture` with the same layers. The sums over pairs may differ
     from those of LoopedMixture in the last bit: here, each added pair is rounded once, in torch twice.

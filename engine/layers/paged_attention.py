@@ -173,7 +173,7 @@ class PagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class TorchStepAttention:
-    """Satisfies `engine.layers.attention.Attention` for one step."""
+    """The attention of one step; an `Attention` of engine/layers/attention.py."""
 
     pool: KVPool
     num_heads: int

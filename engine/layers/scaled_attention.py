@@ -42,7 +42,7 @@ class HeadFactors:
 
 
 class ScaledAttention:
-    """Satisfies `Attention`, by calls of another `Attention`.
+    """An `Attention` that calls another `Attention` with scaled queries, keys and values.
 
     Queries are multiplied by the scale that divides keys, and the result by the scale that divides values. So
     scores and results are the same as without scales, and no kernel has to know the scales. A rotation does

@@ -29,7 +29,7 @@ from engine.mixture_config import Mixture
 
 
 class TorchBackend:
-    """Satisfies `engine.layers.backend.Backend`."""
+    """A `Backend` of engine/layers/backend.py, in plain torch."""
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         if isinstance(weight_OI, GroupedWeight):

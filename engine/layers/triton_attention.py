@@ -247,7 +247,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class TritonStepAttention:
-    """Satisfies `engine.layers.attention.Attention` for one step."""
+    """The attention of one step; an `Attention` of engine/layers/attention.py."""
 
     layers: Sequence[AttentionLayer]
     launch: Launch

@@ -35,7 +35,7 @@ from engine.mixture_config import Mixture
 
 
 class TritonBackend:
-    """Satisfies `engine.layers.backend.Backend`.
+    """A `Backend` of engine/layers/backend.py, for GPUs.
 
     If the backend has made 8-bit linears, the kernels that compute their inputs also quantize these inputs, which saves
     a pass. In steps of few tokens, 8-bit linears use unquantized inputs instead, and linears of every kind are
@@ -49,7 +49,8 @@ class TritonBackend:
         self._has_fp8_linears = False
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> TritonLinear | TritonFp8Linear:
-        """An Fp8Weight's linear quantizes its own inputs, since other layers may have 16-bit weights."""
+        """Makes a projection. That of an Fp8Weight quantizes its own inputs, since other layers may have 16-bit
+        weights."""
         if isinstance(weight_OI, Fp8Weight):
             return TritonFp8Linear(weight_OI, bias_O)
         assert isinstance(weight_OI, torch.Tensor), "4 and 8 bits in groups are for CPUs"
@@ -68,9 +69,8 @@ class TritonBackend:
         linear: MakeLinear,
         own_experts: range,
     ) -> TritonMixture:
-        """Each rank computes the routing, so all ranks must multiply in the same way.
-
-        Timed products may differ between ranks, so the router's product is not timed.
+        """Makes a mixture. The product of its router is not timed: a timed product may differ between ranks.
+        But each rank computes the routing, so all ranks must multiply in the same way.
         """
         self.token_counts.update(token_counts_by_launch(mixture.num_chosen, mixture.num_experts))
         choice = ExpertChoice(mixture, router, TritonLinear(router.weight_XE, router.bias_X, None))

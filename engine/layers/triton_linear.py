@@ -95,8 +95,8 @@ class ProductsOfShape:
         return bool(self._by_library.setdefault(rows, None))
 
     def choose(self, timer: Timer) -> None:
-        """Chooses for each noted number of rows that has no choice yet. Times products with the weights of all
-        layers."""
+        """Chooses the faster product for each noted number of rows that has no choice yet. Times the products with the
+        weights of all layers."""
         for num_rows, choice in self._by_library.items():
             if choice is None:
                 self._by_library[num_rows] = self._is_library_faster(num_rows, timer)

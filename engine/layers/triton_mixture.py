@@ -20,7 +20,7 @@ from engine.layers.mixture import ExpertChoice
 
 
 class TritonMixture:
-    """Satisfies `engine.layers.backend.MixtureLayer`, with one launch for the products of all experts.
+    """A `MixtureLayer` of engine/layers/backend.py, with one launch for the products of all experts.
 
     `is_fp8`: converts the experts' matrices to 8-bit floats; activations keep their dtype.
     """

@@ -222,7 +222,7 @@ class _Reader:
         return alignment
 
     def _tensor_info(self) -> GgufTensor:
-        """A tensor whose offset still counts from the beginning of the data."""
+        """Reads where a tensor is stored. The offset still counts from the beginning of the data."""
         name = self._string()
         num_dimensions = self._number("I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:

@@ -11,7 +11,8 @@ from engine.loading.gguf_keys import floats_in, positive_in, size_in
 Config = dict[str, Any]
 """The content of a config.json."""
 GEMMA2_PATTERN, GEMMA3_PATTERN = 2, 6
-"""Every second or sixth layer has no window. Files do not contain this number; llama.cpp has it in its code, too."""
+"""Every second layer of Gemma 2, and every sixth layer of Gemma 3, has no window. Files do not contain these numbers;
+llama.cpp has them in its code, too."""
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 GPT_OSS_PATTERN = 2
 """Every second layer has no window."""
@@ -69,8 +70,8 @@ def _check_pattern(file: GgufFile, name: str, every: int) -> None:
 
 
 def _gemma(config: Config, *, is_27b: bool) -> Config:
-    """`query_pre_attn_scalar` is the hidden size divided by the number of heads in the largest models, and the head
-    dimension in all other models."""
+    """Adds `query_pre_attn_scalar`: in the largest models, the hidden size divided by the number of heads; in all other
+    models, the head dimension."""
     del config["hidden_act"]
     by_width: int = config["hidden_size"] // config["num_attention_heads"]
     return config | {
@@ -159,8 +160,8 @@ def _phi3_rope(file: GgufFile, plain: Config) -> Config:
 
 
 def _rotated_part(file: GgufFile, name: str, head_dim: int) -> Config:
-    """The share of a head's numbers that is rotated, for config.json; if the file lacks the key, all, as in
-    llama.cpp."""
+    """The share of a head's numbers that is rotated, for config.json. If the file lacks the key, all numbers are
+    rotated, as in llama.cpp."""
     key = f"{name}.rope.dimension_count"
     dim = size_in(file, key, default=head_dim, most=head_dim)
     if dim % 2:

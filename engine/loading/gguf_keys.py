@@ -1,4 +1,4 @@
-"""Values of a GGUF file's metadata, and small tensors, checked; knows no architecture."""
+"""Reads and checks values of a GGUF file's metadata, and small tensors; knows no architecture."""
 
 import struct
 

@@ -108,7 +108,7 @@ def gguf_name(name: str, architecture: str) -> str:
 
 
 class GgufWeights(FileWeights):
-    """Satisfies FileWeights for a GGUF file."""
+    """The weights in a GGUF file."""
 
     def __init__(
         self,

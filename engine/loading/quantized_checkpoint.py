@@ -22,8 +22,7 @@ Baton computes the scales of activations itself (docs/weights.md)."""
 
 
 class QuantizedCheckpoint(FileWeights):
-    """Satisfies FileWeights.
-
+    """The weights in a checkpoint with quantized matrices.
     The tensors show which matrices are quantized: a matrix without scales consists of plain numbers. The
     configuration describes how they are quantized. Each rank decodes its own part.
     """
@@ -139,7 +138,7 @@ class QuantizedCheckpoint(FileWeights):
 
 
 class OutlinedCheckpoint(WeightSource):
-    """Satisfies WeightSource for an outline: meta tensors of the same kinds as in `QuantizedCheckpoint`."""
+    """The weights of an outline: meta tensors of the same kinds as in `QuantizedCheckpoint`."""
 
     def __init__(self, path: Path, quantization: Quantization, dtype: torch.dtype) -> None:
         """The outline is that of a device that keeps 8-bit floats, but no groups."""

@@ -18,8 +18,8 @@ But they would lose much precision: these matrices distinguish between similar t
 
 
 class QuantizedWeights(WeightSource):
-    """Satisfies WeightSource. Matrices that already have at most this number of bits, as in some GGUF files, stay
-    unchanged.
+    """The weights of another source, with quantized matrices. Matrices that already have at most this number of bits,
+    as in some GGUF files, stay unchanged.
 
     Each rank quantizes its own part. The part consists of whole groups, so the groups are the same for any
     number of ranks.

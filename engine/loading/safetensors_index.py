@@ -23,7 +23,7 @@ from engine.loading.gguf_folder import hint_of_gguf
 from engine.loading.model_files import TensorEntry, indexed_files, read_safetensors_header
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of numbers."""
+"""Types of plain numbers."""
 CODES = {
     "U8": torch.uint8,
     "I8": torch.int8,

@@ -17,7 +17,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 def as_stored(architecture: ModelArchitecture, folder: Path) -> ModelArchitecture:
-    """The architecture without tied embeddings, if the files have another projection to logits.
+    """The architecture without tied embeddings, if the files' projection to logits differs from their embeddings.
 
     transformers decides in the same way, whatever `tie_word_embeddings` says. A projection that equals the
     embeddings is a copy, which need not be loaded.

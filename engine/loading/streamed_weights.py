@@ -13,7 +13,7 @@ from engine.loading.weights import FileWeights, OnLoaded, Shard, Take
 
 
 class StreamedWeights(FileWeights):
-    """Satisfies FileWeights for a model that requests exactly `takes`, in this order (see TakeRecorder).
+    """The weights of a checkpoint, for a model that requests exactly `takes`, in this order (see TakeRecorder).
 
     Reads only requested tensors. Copies bytes to the device as they are stored, and converts them to `dtype`
     there.

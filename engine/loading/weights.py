@@ -146,8 +146,7 @@ class Take:
 
 @dataclass(slots=True)
 class TakeRecorder(WeightSource):
-    """Satisfies WeightSource without weights: records which tensors a model requests while it is built.
-
+    """A source without weights, which records the tensors that a model requests while it is built.
     The model's tensors are on the meta device. So the order of reading ahead is known before a byte is read.
     """
 
@@ -161,7 +160,7 @@ class TakeRecorder(WeightSource):
 
 
 class CheckpointWeights(FileWeights):
-    """Satisfies FileWeights for a folder's safetensors files, on a CPU, mapped: a page is read when it is touched."""
+    """The weights of a folder's safetensors files, on a CPU. The files are mapped: a page is read once it is touched."""
 
     def __init__(
         self,

@@ -176,7 +176,7 @@ class Decoder:
         """Logits of the whole vocabulary for R rows, in the model's dtype; the same on every rank."""
         a = self._architecture
         logits_RV = self._lm_head(self._backend.rms_norm(hidden_RE, self._norm_E, a.rms_norm_eps))
-        if logits_RV.shape[-1] < self._share:  # every rank must send equally many
+        if logits_RV.shape[-1] < self._share:  # every rank must send the same number of logits
             logits_RV = F.pad(logits_RV, (0, self._share - logits_RV.shape[-1]))
         logits_RV = self._collectives.all_gather(logits_RV)[:, : a.vocab_size]
         if a.logits_divisor != 1.0:

@@ -71,7 +71,7 @@ class ElementwiseKernels:
     def add_normed(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> None:
-        """Adds the norm of `x_TE` to the residual stream, in place."""
+        """Norms the rows of `x_TE`, and adds the result to the residual stream, in place."""
         assert residual_TE.is_contiguous()
         assert x_TE.is_contiguous()
         self._add_normed(
@@ -86,7 +86,7 @@ class ElementwiseKernels:
         )
 
     def gate_mul(self, gate_up_TM: torch.Tensor, gate: Activation, out_TI: torch.Tensor) -> None:
-        """Writes the activation of the first I columns (gates) and the other I columns (ups)."""
+        """Combines gates (the first I columns) and ups (the other I columns) by the activation; writes the result."""
         assert gate_up_TM.is_contiguous()
         what = (
             TYPE_CODES[gate_up_TM.dtype],

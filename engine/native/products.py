@@ -45,7 +45,7 @@ _PRODUCTS = (_P, _P, _N, _P, _N, _N, _P, _P, _N, _N, _N, _N)
 
 
 class Product(NamedTuple):
-    """The product of one layer, and the products of many layers of equal shape."""
+    """Two functions: for the product of one layer, and for the products of many layers of equal shape."""
 
     one: Callable[..., None]
     many: Callable[..., None]

@@ -18,7 +18,7 @@ S = TypeVar("S")
 R = TypeVar("R")
 
 SEND_TIMEOUT_S = 5.0
-"""The other end reads on a dedicated thread. If it reads nothing for this long, it is stuck."""
+"""If the other end reads nothing for this long, it is stuck, since it reads on a dedicated thread."""
 
 _SEND_BUFFER_BYTES = 4 * 2**20
 _LENGTH = struct.Struct(">I")
