@@ -160,7 +160,7 @@ class TakeRecorder(WeightSource):
 
 
 class CheckpointWeights(FileWeights):
-    """The weights of a folder's safetensors files, on a CPU. The files are mapped: a page is read once it is touched."""
+    """The weights of a folder's safetensors files, on a CPU. The files are mapped: touching a page reads it."""
 
     def __init__(
         self,
