@@ -99,7 +99,8 @@ class KVProducerScheduler:
     def _progress(
         self, request_id: str, new_block_ids: tuple[int, ...], num_computed_tokens: int
     ) -> SendBlocks | None:
-        """Adds the request's new blocks. Returns the command to send the blocks that this step fills; None if none."""
+        """Adds the request's new blocks. Returns the command to send the blocks that this step fills; None if it fills
+        none."""
         sending = self._sending[request_id]
         sending.block_ids += new_block_ids
         self._with_blocks.add(request_id)

@@ -32,7 +32,8 @@ class KVConnector(Protocol):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """How many initial tokens beyond `num_computed_tokens` (a whole number of blocks) can be loaded.
 
-        More than 0, or None for "not known yet, ask again next step". The call changes nothing, so it may be repeated.
+        The number is more than 0. None: it is not known yet, so the scheduler asks again in the next step. The call
+        changes nothing, so it may be repeated.
         After a load has started, the call comes again only if that load was postponed.
         """
         ...

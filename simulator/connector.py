@@ -138,7 +138,7 @@ class SimConnector:
         self._set_timer()
 
     def wake_up(self) -> None:
-        """A transport reports that a read has ended."""
+        """Called when a transport reports that a read has ended."""
         self._world.after(0.0, self.turn, self._process)
 
     def _on_arrival(self, arrival: Arrival) -> None:

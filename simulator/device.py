@@ -212,7 +212,7 @@ class SimRunner:
         return starts
 
     def _slots(self, known: KnownRequest, group: int, start: int, end: int) -> tuple[Bytes, Bytes]:
-        """The group's block and the offset of each position."""
+        """For each position: the group's block that contains it, and its offset in this block."""
         rows, offsets = np.divmod(np.arange(start, end), self._block_size)
         return np.asarray(known.block_ids)[rows * self._groups.num_groups + group], offsets
 
@@ -228,8 +228,8 @@ class SimRunner:
             self._pool[blocks, :, :, offsets] = self._content(known, group, start, end)
 
     def _check_no_load(self, loading: Set[int], known: KnownRequest, start: int, end: int) -> None:
-        """No transfer may write what a step writes. The check is here, since overwritten KV is read much later, if
-        ever."""
+        """Checks that no transfer may write what a step writes. This is checked before the step writes: KV that was
+        overwritten is read much later, if ever."""
         for group in range(self._groups.num_groups if loading else 0):
             blocks, _ = self._slots(known, group, start, end)
             if both := loading & set(blocks.tolist()):

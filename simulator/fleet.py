@@ -49,7 +49,7 @@ class SimFleet:
         world.after(RESTART_S, lambda: self.start(worker.spec), is_plane=False)
 
     def arrive(self, spec: RequestSpec, number: int) -> None:
-        """A client sends a request to one of the gateways that run."""
+        """Sends a client's request to one of the gateways that run."""
         running = [gateway for gateway in self.gateways if not gateway.links.is_dead]
         running[number % len(running)].arrive(spec)
 

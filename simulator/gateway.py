@@ -186,7 +186,7 @@ class SimGateway:
         self._world.counts["path waited"] += self.dispatcher.num_queued > num_queued
 
     def leave(self, request_id: str) -> None:
-        """The client disconnects."""
+        """Disconnects the client of a request."""
         client = self.clients.get(request_id)
         if client is not None and client.end is None:
             self._world.counts["fault client left"] += 1

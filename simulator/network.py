@@ -164,7 +164,7 @@ class SimChannel:
             yield self._payload.read()
 
     def receive(self, arrival: Arrival, payload: Payload) -> None:
-        """A message arrives. A stopped process reads it when it continues, a dead process never."""
+        """Handles an arriving message. A stopped process reads it when it continues, a dead process never."""
         if self._process.is_dead:
             return
         if self._process.paused_until > self._network.world.now:

@@ -76,7 +76,7 @@ class SimExits(ProcessExits):
         return self._num_watches
 
     def on_exit(self, process: Process) -> None:
-        """A process has ended."""
+        """Notes that a process has ended."""
         self._ended += [watch for watch, watched in self._watched.items() if watched is process]
         if self._ended:
             self._wake_up()

@@ -148,7 +148,7 @@ class QueueingFleet:
         self._world.run(until=duration_s)
 
     def _schedule_next(self, arrivals: Iterator[ArrivingRequest]) -> None:
-        """The next request reaches the gateway one step after its client sent it."""
+        """Lets the next request reach the gateway one step after its client sent it."""
         if (arrival := next(arrivals, None)) is not None:
             self._world.at(arrival.at + STEP_S, partial(self._arrive, arrival, arrivals))
 
@@ -311,7 +311,7 @@ class QueueingFleet:
             )
 
     def _requeue(self, worker: _Worker) -> None:
-        """Prompts go back to the gateway; running requests end at once, as if they had moved to another worker."""
+        """Gives prompts back to the gateway. Ends running requests at once, as if they had moved to another worker."""
         self._queue.extendleft(reversed(worker.prompts))
         for arrival in worker.prompts:
             decode = self._moving.pop(arrival, None)

@@ -272,7 +272,7 @@ class TimedFleet:
         self._move_if_ready(request_id, hand_over)
 
     def _move_if_ready(self, request_id: str, hand_over: _HandOver) -> None:
-        """Some blocks were sent while the prompt was computed; the others are sent now."""
+        """Sends the blocks that were not sent while the prompt was computed, if it is computed and expected."""
         num_tokens = hand_over.num_tokens
         if num_tokens is None or not hand_over.is_prompt_computed:
             return

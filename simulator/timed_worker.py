@@ -43,7 +43,7 @@ TimedOutputs = list[tuple[TimedRequest, RequestOutput]]
 
 
 class CountingConnector:
-    """The scheduler half of a connector that only counts the bytes of hand-overs, and keeps unread blocks."""
+    """The scheduler half of a connector that moves no blocks: it reports each load, and keeps unread blocks."""
 
     def __init__(self, start_load: Callable[[str, int], None]) -> None:
         self._start_load = start_load

@@ -49,7 +49,7 @@ class ClientRequests:
             heapq.heappush(self._deadlines, (self._clock.now() + request.timeout_s, request.request_id))
 
     def decline(self, request: EngineRequest) -> None:
-        """Notes that a request was refused. A running request with the same id is not affected."""
+        """Notifies the prefill worker of a refused request. Does nothing if a request with the same id runs."""
         if request.request_id not in self._clients:
             self._core.decline(request)
 

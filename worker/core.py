@@ -92,7 +92,7 @@ class EngineCore:
         self._meter = LoadMeter()
         self._prompt_tokens = PromptTokens()
         self.progress = progress or Progress("its engine", clock, math.inf)
-        """The size of a step, for `begin`, is the number of tokens that the device computes."""
+        """The progress of the engine's thread. `begin` gets the size of a step: the number of tokens to compute."""
         self.steps = StepCounts()
         """Counts all steps; readable from any thread."""
         scheduler.kv_events.ignore()  # events cost nothing before the first `full_listing`
@@ -366,7 +366,7 @@ class EngineCore:
 
 
 def _joined(first: ClientOutputs, second: ClientOutputs) -> ClientOutputs:
-    """The outputs of both by client, the first ones before the second ones."""
+    """The outputs of both, by client. Each client's outputs in `first` come before those in `second`."""
     if not first:
         return second
     joined = ClientOutputs()

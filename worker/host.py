@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_STEP_LIMIT_S = {"cpu": 10.0, "cuda": 60.0}
-"""The least time limit of a step; on a GPU, a step may have to compile a kernel."""
+"""By kind of device: no step has a shorter time limit than this. On a GPU, a step may have to compile a kernel."""
 
 
 def log_progress(progress: StartProgress) -> None:
@@ -331,7 +331,7 @@ class EngineHost:
         self._parts.loop.flush_cache(timeout_s, force=force)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
-        """Calls `callback`, on some thread, once the worker has ended or was stopped. `status` says which of both."""
+        """Calls `callback`, on some thread, once the worker has ended by itself or was stopped (see `status`)."""
         self._parts.loop.when_ended(callback)
 
     def stop(self) -> None:
@@ -363,8 +363,8 @@ def compose_executor(
     on_kv_output: Callable[[], None],
     on_progress: OnProgress,
 ) -> Executor:
-    """The executor, which computes steps and moves KV on every rank. Raises like `start_executor`. `on_kv_output` runs
-    on any thread, after `Executor.start`; `on_progress` reports rank 0's progress.
+    """The executor, which computes steps and moves KV on every rank. Raises the same errors as `start_executor`.
+    `on_kv_output` runs on any thread, after `Executor.start`; `on_progress` reports rank 0's progress.
     """
 
     def build(collectives: Collectives) -> DeviceEngine:

@@ -34,8 +34,8 @@ class LoadMeter:
         """Adds a computed step. It began when it was submitted, or when the previous one was done, if that was later.
 
         The step computed `num_prompt_tokens` tokens of prompts, and had `num_requests` requests. A step with fewer
-        prompt tokens than requests counts as a decode step. Returns the step's time; 0 if the device was ahead, so
-        that the step's end is unknown.
+        prompt tokens than requests counts as a decode step. Returns the step's time; 0 if it is unknown, since the
+        previous step's result was taken at the same moment.
         """
         time_s = max(0.0, done_at - max(submitted_at, self._last_done_at))
         self._last_done_at = done_at

@@ -35,7 +35,7 @@ DENIED = {"request_denied_peers": "request", "kv_denied_peers": "kv"}
 
 
 class WorkerMetrics:
-    """Renders the metrics; any thread may call it, one at a time."""
+    """Renders the metrics. Any thread may call it, but only one thread at a time."""
 
     def __init__(
         self,

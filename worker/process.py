@@ -159,7 +159,7 @@ def _print(line: str) -> None:
 
 
 def _wakeup_by_signals() -> WakeUp:
-    """A flag that the signals to stop set."""
+    """A flag that SIGTERM and SIGINT set."""
     stop = WakeUp()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: stop.set())

@@ -377,7 +377,7 @@ class RequestServer:
 
 
 def _client_id(peer: bytes) -> str:
-    """Gateways choose their ZMQ identity; hex keeps any bytes printable."""
+    """The gateway's ZMQ identity in hexadecimal digits: a gateway may choose any bytes."""
     return peer.hex()
 
 

@@ -109,18 +109,18 @@ class StepTraceWriter:
         self._write_whole(encode_header(header))
 
     def planned(self, plan: SchedulerOutput, queues: QueueSnapshot) -> None:
-        """A step was planned; call this before any of it is computed."""
+        """Notes that a step was planned. Call it before any part of the step is computed."""
         if self._file is not None:
             ended, self._ended_between = self._ended_between, {}
             self._planned[plan.step] = _PlannedStep(plan, self._now(), queues, ended)
 
     def ended(self, outputs: ClientOutputs) -> None:
-        """Requests ended between two steps: by a client, by a deadline, or because their prompt did not arrive."""
+        """Notes requests that ended between two steps, by a deadline for example, or without their prompt."""
         if self._file is not None:
             self._ended_between |= _ends(outputs)
 
     def done(self, step: int, sampled_token_ids: Mapping[str, list[int]], outputs: ClientOutputs) -> None:
-        """The result of a planned step was processed: the device's samples, and the resulting outputs."""
+        """Notes that the result of a planned step was processed: the device's samples, and the resulting outputs."""
         planned = self._planned.pop(step, None)
         if planned is not None:
             self._record(planned, self._now(), sampled_token_ids, _ends(outputs))
@@ -216,8 +216,8 @@ def _shares(plan: SchedulerOutput, sampled: Mapping[str, list[int]]) -> dict[str
 
 
 def _num_cached_tokens(plan: SchedulerOutput, block_size: int) -> dict[str, int]:
-    """By request that gets blocks with this plan: its hits, which are its computed tokens less those from host
-    memory."""
+    """For each request that gets blocks with this plan: its prefix-cache hits in tokens, if any. They are its computed
+    tokens less those from host memory."""
     num_cached = {
         new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs if not new.is_loaded
     }
