@@ -152,7 +152,7 @@ class DraftedRequest:
 
 
 SampledRequest = RunnerRequest | DraftedRequest
-"""A request in its state at one position for which a step samples."""
+"""The state of a request at one of its positions in a step: as it is, or with some of its drafts added."""
 
 
 @dataclass(frozen=True, slots=True)

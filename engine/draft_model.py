@@ -1,7 +1,7 @@
 """DraftModel: guesses a request's next tokens with a smaller model; knows no plan, and loads no model.
 
     known        ... the  quick             guessed   brown  fox
-    computed               quick                      brown  fox        by the small model, one token a pass
+    computed               quick                      brown  fox        by the small model, one token per pass
     sampled                brown                      fox    jumps      three drafts
 
 A draft is sampled from the small model's logits in the same way as the served model samples at that position:
@@ -90,7 +90,7 @@ class DraftModel:
         return [sequence.drafts for sequence in sequences]
 
     def _begin(self, place: int, target: DraftTarget) -> "_Sequence":
-        """The tokens of the first pass. No pool has KV of the last known token, which the next step computes."""
+        """The request's tokens in the first pass. No pool has KV of the last known token: the next step computes it."""
         spare = self._spare_blocks[place * self._num_spare_blocks :][: self._num_spare_blocks]
         start = target.request.num_tokens - 1 if self._shares_kv else target.request.num_drafting_tokens
         return _Sequence(target, np.concatenate((target.block_ids, np.array(spare))), start)
@@ -162,7 +162,7 @@ class _Sequence:
 
 
 def _order(sequence: _Sequence) -> tuple[bool, int]:
-    """Sorts sequences as StepBatch requires."""
+    """The key that sorts sequences as StepBatch requires."""
     return sequence.num_tokens > 1, -sequence.end
 
 

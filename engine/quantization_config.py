@@ -343,7 +343,7 @@ def _block(value: object, key_path: str) -> tuple[int, int]:
 
 
 def _is_named(module: str, pattern: str) -> bool:
-    """Whether the pattern is the module's name, or `re:` and a regular expression for its beginning."""
+    """Whether the pattern is the module's name, or `re:` and a regular expression that matches the name's beginning."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), module) is not None
     return module == pattern

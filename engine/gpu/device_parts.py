@@ -108,7 +108,7 @@ class DeviceParts:
             self.backend.timed_products.choose(GpuTimer())
 
     def record(self, recorder: Recorder, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Records decode steps, and small steps with prompts. The largest is first; all others share its memory.
+        """Records decode steps, and small steps with prompts. The largest step is first; all others share its memory.
 
         `on_progress` receives the number of recorded graphs and their total.
         """

@@ -107,7 +107,7 @@ class StagedForward:
     def attend(
         self, batch: StepBatch, layer: int, q_TQD: torch.Tensor, sinks_Q: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One layer's attention alone, with the caller's queries and sinks; T x Q x D, or T x Q x C over latents."""
+        """Only one layer's attention, with the caller's queries and sinks: T x Q x D, or T x Q x C over latents."""
         _, attention, _ = self._stage(batch, None, has_chunks=bool(batch.prefills))
         return attention.attend(layer, q_TQD, sinks_Q).view(*q_TQD.shape[:2], -1)
 

@@ -182,7 +182,7 @@ class GrammarCompiler:
         on_compiled: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """The first grammar loads the tokenizer, and starts the thread if `start` has not. The thread calls
+        """The first grammar loads the tokenizer, and starts the thread unless `start` did. The thread calls
         `on_compiled`."""
         self.vocab_size = vocab_size
         """The model's vocabulary."""

@@ -1,4 +1,4 @@
-"""Triton kernels, one or two a file; know tensors and strides, no request and no model.
+"""Triton kernels, one or two per file, that know tensors and strides, but no request and no model.
 
 Each has a torch reference in tests/kernels/references.py.
 """

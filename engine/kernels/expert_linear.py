@@ -34,7 +34,7 @@ class ExpertMatrices:
 
     weight_XOI: torch.Tensor
     scales_XO: torch.Tensor | None = None
-    """Set for weights in float8_e4m3fn: float32 scales, with which a weight means weight x scale."""
+    """Set for weights in float8_e4m3fn: float32 scales. The number that is multiplied is weight * scale."""
     bias_XO: torch.Tensor | None = None
     """float32."""
 

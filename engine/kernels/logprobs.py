@@ -1,4 +1,4 @@
-"""Log-probability and rank of one token a row, and log-sum-exp minus the largest logit, in one pass over raw logits.
+"""For one token per row: log-probability, rank, and log-sum-exp minus the largest logit, in one pass over raw logits.
 
 Shape suffixes: R rows of logits, L rows whose log-probabilities are wanted, V vocabulary.
 """
@@ -32,7 +32,7 @@ def token_logprobs(
         logits_RV.stride(0),
         vocab_size,
         BLOCK_V=BLOCK_V,
-        num_warps=16,  # one program a row: few rows ask for this
+        num_warps=16,  # one program per row: few rows ask for this
     )
     return logprobs_L, ranks_L, log_totals_L
 

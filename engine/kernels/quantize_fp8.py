@@ -11,7 +11,7 @@ from engine.kernels.row_launch import row_launch
 
 
 def quantize_fp8(x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q_TE in float8_e4m3fn and float32 scales_T1 with x = q x scale; a row's largest magnitude becomes 448.
+    """q_TE in float8_e4m3fn and float32 scales_T1, with x = q * scale; a row's largest magnitude becomes 448.
 
     Rows may be strided; their elements are contiguous, at most 16,384. Values must be finite.
     """

@@ -85,7 +85,7 @@ def rope_store(
         HEADS=HEADS_PER_PROGRAM,
         IS_FLOAT8=is_float8,
         MAX_FLOAT8=MAX_FLOAT8,
-        num_warps=max(1, HEADS_PER_PROGRAM * padded_half // 256),  # 8 elements a thread, in each half
+        num_warps=max(1, HEADS_PER_PROGRAM * padded_half // 256),  # 8 elements of each half per thread
         **launch_options(),
     )
 

@@ -3,7 +3,7 @@
 import triton
 
 MAX_WIDTH = 16_384
-"""The longest row: 32 elements a thread in 512 threads; a longer row would be spilled to local memory."""
+"""The longest row: 32 elements in each of 512 threads; a longer row would be spilled to local memory."""
 
 
 def row_launch(width: int) -> tuple[int, int]:

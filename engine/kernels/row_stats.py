@@ -57,7 +57,7 @@ def row_stats(
         CHUNKS_PER_PART=workspace.chunks_per_part,
         PARTS=triton.next_power_of_2(workspace.num_parts),
         HAS_PROCESSED=processed_PV is not None,
-        num_warps=8,  # 16 logits a thread, two loads of 16 bytes in bf16
+        num_warps=8,  # 16 logits per thread: two loads of 16 bytes in bf16
     )
 
 

@@ -1,4 +1,4 @@
-"""Draws one token a row on the device, by the row's own parameters: one launch if all rows are greedy, else three.
+"""Draws one token per row on the device, by the row's own parameters: one launch if all rows are greedy, else three.
 
 Equal logits give the same tokens as engine/sampler.py: the order of filters and the treatment of ties are the same.
 

@@ -50,9 +50,9 @@ def skinny_linear(
 ) -> torch.Tensor:
     """x @ weight.T (+ bias), T x O in x's dtype; sums in float32, rounded once. At most 16 tokens.
 
-    The weight has x's dtype, or is float8_e4m3fn with a float32 scale for each output, and then means weight x scale;
-    float8 x float32 is refused. Rows of x may be strided. With a norm, which `norms_input` must allow, x is first
-    normed and rounded as by `rms_norm`. `launch` is for benchmarks: None chooses by shape.
+    The weight has x's dtype, or is float8_e4m3fn with a float32 scale for each output, and then means weight * scale.
+    A float8 weight is refused if x is float32. Rows of x may be strided. With a norm, which `norms_input` must allow,
+    x is first normed and rounded as by `rms_norm`. `launch` is for benchmarks: None chooses by shape.
     """
     y_TO = torch.empty((len(x_TI), len(weight_OI)), dtype=x_TI.dtype, device=x_TI.device)
     _launch(Operands(x_TI, weight_OI, bias_O, scales_O, y_TO, norm), launch)

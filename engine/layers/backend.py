@@ -93,7 +93,7 @@ class Expert:
 class MixtureLayer(Protocol):
     """Computes, for each row, the weighted sum of the outputs of its experts.
 
-    A row's result depends on other rows only if the results of the products do.
+    A row's result depends on other rows only if the products' results depend on them.
     """
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ class Backend(Protocol):
         """A mixture of `experts`, which are read one after another. `linear` makes the experts' projections.
 
         `own_experts`: the indices of `experts` among all experts of the layer; other ranks have the remaining experts.
-        The result is the sum over those of a row's experts that are on this rank; zeros if none of them is.
+        The result is the sum over the row's experts on this rank; zeros if the row has none here.
         """
         ...
 

@@ -134,8 +134,8 @@ def tokenizer_json(file: GgufFile) -> Json:
 def special_tokens(file: GgufFile) -> dict[str, str]:
     """`bos_token`, `eos_token`, ... of tokenizer_config.json.
 
-    `eos_token` is left out if the file's token must not end answers, since a token of this name ends answers. Any other
-    of these tokens is left out if it is ordinary text, since answers are shown without special tokens. A file's key may
+    `eos_token` is left out if the file's token must not end answers, since an answer ends at `eos_token`. Any other of
+    these tokens is left out if it is ordinary text, since answers are shown without special tokens. A file's key may
     name ordinary text if the model's config.json names id 0 or 1, although the vocabulary begins with punctuation. A
     token like `<s>` is special even if its type is that of ordinary text, as in files of older converters.
     """

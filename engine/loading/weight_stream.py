@@ -1,6 +1,6 @@
 """WeightStream: reads parts of files ahead to a device, in the order of their use; knows no model.
 
-    file --preadv, several threads--> pinned buffers, two a thread --copies on a stream of their own--> device
+    file --preadv, several threads--> pinned buffers, two per thread --copies on an own stream--> device
 
 A thread fills one of its two buffers while the other buffer is copied. So disk, host memory and PCIe are busy
 at the same time. Python makes only a few calls per buffer of 32 MiB.

@@ -146,7 +146,8 @@ class LayerAttention {
     }
 };
 
-// The items of a step, in the order in which they are begun: the largest first, so that threads end together.
+// The items of a step, in the order in which they are begun. Chunks come before decodes, and a chunk's last tile comes
+// first: large items come first, so that threads end together.
 class Plan {
   public:
     Plan(const Step &step, int64_t window, int64_t num_guests, Item *items, Merge *merges)
@@ -186,8 +187,8 @@ class Plan {
 
     int64_t queries_in(int64_t num_rows) const { return std::max<int64_t>(1, num_rows / s.heads_per_kv_head()); }
 
-    // With matrix units, tiles are larger, as long as there are some for each thread, and a range of keys takes much less
-    // than a millisecond.
+    // With matrix units, tiles are larger, as long as each thread gets several tiles, and computes a range of keys in
+    // much less than a millisecond.
     int64_t tile_rows() const {
         constexpr int64_t TILES_OF_THREAD = 8, MULTIPLE = 32;
         if (s.activation_type != BFLOAT16) return TILE_ROWS;

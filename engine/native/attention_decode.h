@@ -9,8 +9,8 @@
 
 constexpr int HEADS = 4;  // computed together
 
-// Vectors of keys, or of a value, that are summed together for `heads` heads. AVX2 has 16 registers; sums in steps take
-// two registers each.
+// How many vectors, of keys or of a value, are summed together for `heads` heads. AVX2 has 16 registers; sums in steps
+// take two registers each.
 constexpr int cols_of(int heads, int most_heads, bool in_steps) {
     return (LANES == 8 && heads > most_heads) || (in_steps && heads > 3) ? 2 : 4;
 }
@@ -210,7 +210,7 @@ void decode_tile(const LayerPool<Stored> &pool, const KeyTile<Stored> &tile, con
     const int64_t G = state.num_rows / num_kv_heads, D = state.head_dim, depth = D / PER_UNIT<Unit>;
     const Unit *queries = reinterpret_cast<const Unit *>(scratch.queries);
     Unit *transposed = reinterpret_cast<Unit *>(scratch.keys);
-    for (int64_t k = tile.count; k < next.count; ++k)  // keys that no load prefetches
+    for (int64_t k = tile.count; k < next.count; ++k)  // of the next tile, those that nothing below prefetches
         prefetch(next.keys[k], D), prefetch(next.keys[k] + pool.values, D);
     for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
         const HeadTile<Stored> keys{tile.keys, kv_head * pool.head_size};

@@ -53,8 +53,8 @@ struct Item {
     }
 };
 
-// Consecutive items with the same queries, whose partial results are added up: MERGED_ROWS rows from `first_row` on. A
-// guest does not leave meanwhile.
+// Consecutive items with the same queries, whose partial results are added up: at most MERGED_ROWS rows, from
+// `first_row` on. A guest does not leave during a merge.
 constexpr int64_t MERGED_ROWS = 48;
 struct Merge {
     int64_t first_item, num_items, first_row;

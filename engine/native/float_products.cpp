@@ -124,7 +124,7 @@ template <class Weight> SumTile of_weight(int64_t rows, int64_t panels) {
 }
 
 // Whether panels of these weights become float32 before they are multiplied: widening bfloat16 takes registers that six
-// rows need. With fewer rows, weights are widened in registers, for four rows at a time.
+// rows need. If `num_rows` is small, weights are widened in registers, for four rows at a time.
 bool widens_panels(Type type, int64_t num_rows) { return HAS_FEW_REGISTERS && type == BFLOAT16 && num_rows >= 64; }
 
 int64_t max_rows(Type type, int64_t num_rows) {

@@ -1,6 +1,6 @@
 // Dots: sums of products of bytes, for the outputs of one vector and one row, in the best way for each machine.
 //
-// `Bytes` are 4 inputs of each output: values u of 4 or 8 bits, one a byte. `four` returns the same inputs of a row,
+// `Bytes` are 4 inputs of each output: values u of 4 or 8 bits, one per byte. `four` returns the same inputs of a row,
 // q, once for each output. A dot adds sum((u - OFFSET) * q). If CAN_BEGIN, its sums may begin with any number of 32
 // bits.
 

@@ -50,8 +50,8 @@ template <int BITS_, int GROUP_, bool IS_E2M1_, bool HAS_MINS_> struct Format {
     static constexpr int64_t SCALE_BYTES = scale_bytes(HAS_MINS), GROUP_BYTES = SCALE_BYTES + BLOCK * GROUP * BITS / 8;
 };
 
-// The weights of a group, for the outputs of one vector, times the bytes of each row: calls `then(row, products'
-// sums)`. `firsts`: the numbers that are added to the rows' sums.
+// Multiplies a group's weights, for the outputs of one vector, by the bytes of each row; calls `then(row, sums of the
+// products)`. `firsts`: the numbers that are added to the rows' sums.
 template <typename Format, int ROWS, typename Then>
 inline void multiply_group(const uint8_t *bytes, const int8_t *q, const int32_t *firsts, const Then &then) {
     constexpr int BITS = Format::BITS, GROUP = Format::GROUP, STEPS = GROUP / 4, LOADS = STEPS * BITS / 8;
@@ -109,7 +109,8 @@ inline void multiply_group(const uint8_t *bytes, const int8_t *q, const int32_t 
     }
 }
 
-// Adds a group's part to an output's sums, of LANES outputs from `part` on: `add(row, products' sums)`.
+// A group's part of LANES outputs, from output `part` of the block on. `add` adds the part of one row to the row's
+// totals; `dot`: the sums of the products.
 template <typename Format, int ROWS> struct Group {
     const uint8_t *weights;
     const int8_t *q;
@@ -155,7 +156,7 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
 #if defined(__AMX_INT8__)
 constexpr int64_t BATCH = 4;  // groups that the units multiply at a time
 
-// Writes a block's weights of 4 bits, one a byte.
+// Writes a block's weights of 4 bits, one per byte.
 template <typename Format> void unpack_block(const uint8_t *weights, int64_t num_groups, uint8_t *bytes) {
     if constexpr (Format::BITS == 4) {
         constexpr int LOADS = Format::GROUP / 8;

@@ -47,7 +47,7 @@ class Shape {
         if (current_ != 0) _tile_release();
     }
 
-    // Sums, weights and rows of `multiply`.
+    // Registers 0 to 3 for the sums of `multiply`, 4 and 5 for weights, 6 and 7 for rows.
     void for_panels(int64_t first_rows, int64_t second_rows) {
         const int64_t rows[] = {first_rows, first_rows, second_rows, second_rows, TILE, TILE, first_rows, second_rows};
         const int64_t bytes[] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -200,7 +200,8 @@ inline void multiply_rows(const uint8_t *weights, const float *bias, int64_t num
             const int64_t pair_size = 2 * TILE * PANEL;  // floats
             float *sums = reinterpret_cast<float *>(scratch<1>((num_pairs + 2) * pair_size * 4)), *former = sums + pair_size;
             float *gates = former + pair_size;  // of all pairs
-            // Rows of the former pair whose sums are not finished yet. They are finished before units store new sums.
+            // Rows of the previous pair of tiles, whose sums are not finished yet. They are finished before units store
+            // new sums.
             const int64_t rows_of_step = (2 * TILE + steps - 1) / steps;
             struct {
                 const float *gate;
