@@ -1,8 +1,9 @@
 """How KV blocks move between workers, and how that can fail; knows no model, no scheduler and no Ray.
 
-Here, "prompt" means the tokens that are handed over; after a move, they include output that another worker
-sampled. The worker half (connector/worker.py) imports the transports and their packages. Its users import it
-from there, so that the engine's memory and kernels need no transport package.
+Here, "prompt" means the tokens that are handed over. If a request has moved from another worker, these tokens include
+output that the other worker sampled. The worker half (connector/worker.py) imports the transports and their packages.
+Import it directly from that module: then the engine's memory and kernels, which import only this package, need no
+transport package.
 """
 
 from kv_transfer.commands import KVConnectorMetadata

@@ -17,7 +17,8 @@ class BeginSend:
 
 @dataclass(frozen=True, slots=True)
 class NoteStarvation:
-    """Says whether prompts to be sent are queued while none of them has blocks to be computed in."""
+    """Says whether the engine is starved: prompts for other workers are queued, but none of them has blocks to be
+    computed in."""
 
     is_starved: bool
 
@@ -53,8 +54,8 @@ class FinishSend:
 class AbortSend:
     """The producing request ended without handing over.
 
-    `is_unneeded`: the request itself has ended, so no prompt is needed. `is_held`: the blocks are freed only once
-    no transfer reads them.
+    `is_unneeded`: the request itself has ended, so its prompt is not needed any more. `is_held`: the blocks are freed
+    only once no transfer reads them.
     """
 
     request_id: str

@@ -1,8 +1,8 @@
 """Parts of a request's hand-over: its rank transfers, and the outcome that their outcomes combine to.
 
-The parts of one rank's hand-over are its rank transfers: one for each rank of the peer that has, or needs, some
-of its heads. The parts of a worker's hand-over are its ranks. If all heads share a latent, a rank of a producer
-may have no rank transfer.
+The parts of one rank's hand-over are its rank transfers: one for each rank of the peer that has, or needs, some of this
+rank's heads. The parts of a worker's hand-over are its ranks. If all heads share a latent, a rank of a producer may
+have no rank transfer.
 
 A load has arrived when all its parts have arrived. It fails when one part fails. Then the other parts are
 given up, and the load ends when the last part reports its end. Of a failed load, only the blocks that every
@@ -99,7 +99,7 @@ class RankTransfers:
         return side.peer if side is not None else ""
 
     def close(self, request_id: str) -> None:
-        """Ends the request's hand-over. If another request used its key before, the key stays that request's."""
+        """Ends the request's hand-over. If another request used the same key first, that request keeps the key."""
         self._refusals.pop(request_id, None)
         for side in self._by_request.pop(request_id, ()):
             if self._by_key.get(side.key) is side:
@@ -149,8 +149,8 @@ class GiveUp(Generic[P]):
 
 
 LoadOutcome = ReceivedKV | FailedKV | LoadQuiesced | GiveUp[P] | None
-"""FailedKV with `is_postponed`: all parts wait for another load. FailedKV without it: the caller must abort
-the postponed parts."""
+"""What the report of a part means for the whole load. None: nothing yet, or the report is ignored. FailedKV with
+`is_postponed`: all parts wait for another load. FailedKV without it: the caller must abort the postponed parts."""
 
 
 class Loads(Generic[P]):
@@ -163,7 +163,7 @@ class Loads(Generic[P]):
         self._loads[request_id] = _Load(set(parts))
 
     def abort(self, request_id: str) -> None:
-        """The request ended here: every open part is being aborted."""
+        """Call it if the request ended on this worker. The caller also aborts every open part."""
         if request_id in self._loads:
             self._loads[request_id].is_aborted = True
 
@@ -187,7 +187,7 @@ class Loads(Generic[P]):
         return self._outcome(failed.request_id, load)
 
     def quiesced(self, request_id: str, part: P) -> LoadOutcome[P]:
-        """An aborted part has ended."""
+        """Reports that an aborted part has ended."""
         load = self._close(request_id, part)
         return None if load is None else self._outcome(request_id, load)
 
@@ -242,7 +242,8 @@ class Sends(Generic[P]):
         self._open[request_id] = set(parts)
 
     def freed(self, request_id: str, part: P) -> bool:
-        """The peer will not read this part any more. Returns whether it was the last part that the peer might read."""
+        """Records that the peer will not read this part any more. Returns True if this was the last part that the peer
+        might read."""
         parts = self._open.get(request_id)
         if parts is None or part not in parts:
             return False
@@ -256,7 +257,7 @@ class Sends(Generic[P]):
         return request_id in self._open
 
     def forget(self, request_id: str) -> None:
-        """Drops a request, if the end of its send need not be reported."""
+        """Drops a request without reporting the end of its send."""
         self._open.pop(request_id, None)
 
     def __len__(self) -> int:

@@ -64,7 +64,7 @@ class PeerMetrics:
             known = self._counts.pop(place, None)
             self._counts[place] = counts if known is None else known + counts  # the last row now
             if len(self._counts) > MAX_ROWS:
-                # Not added to another row: a rate of that row would count it again.
+                # The dropped row is not added to another row: a rate computed from that other row would jump.
                 del self._counts[next(iter(self._counts))]
 
 

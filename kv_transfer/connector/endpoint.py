@@ -60,7 +60,7 @@ COUNTERS = (
     "kv_version_mismatches",
     "kv_unreachable_pools",
 )
-"""All counters exist from the start, so other threads may copy them while values change."""
+"""All counters exist from the start, so other threads may copy the dict of counters while values change."""
 
 TransferCommand = ProducerCommand | ConsumerCommand
 
@@ -107,7 +107,8 @@ class TransferEndpoint:
                 self._consumer_end.on_other_protocol(arrival.peer, str(error))
 
     def on_gone(self, address: str) -> None:
-        """Nothing listens at this producer's address any more: its process has ended, or refuses connections."""
+        """Call it if nothing listens at this producer's address any more, for example because its process has ended.
+        Loads from it then fail."""
         self._consumer_end.on_gone(address)
 
     def _report(self, error: WireError) -> None:

@@ -22,9 +22,9 @@ class BlockMover(Protocol):
     """The half of the KV connector that moves bytes, for one rank or for all. No call raises because of a peer."""
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
-        """Called as soon as a step is planned: announces, hands over, or gives up blocks.
+        """Carries out the commands of `metadata.at_once`. Called as soon as a step is planned.
 
-        Blocks that a preemption took are not offered any more when this returns. Ranks in other processes stop
+        When this returns, blocks that a preemption took are not offered any more. Ranks in other processes stop
         offering them before their next step. A read that has begun may still run.
         """
         ...

@@ -103,9 +103,10 @@ class KVConnectorWorker:
         self._thread.start()
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
-        """Call it as soon as a step is planned: passes on what to announce, hand over or give up.
+        """Passes the commands of `metadata.at_once` to the transfer thread. Call it as soon as a step is planned.
 
-        Returns at once, except for withdrawn blocks: then it waits until none of them is offered any more.
+        Returns at once, unless the commands withdraw blocks. Then it waits until none of these blocks is offered any
+        more.
         """
         if metadata is not None and metadata.at_once:
             self._post(metadata.at_once)

@@ -113,14 +113,15 @@ def _pieces(
 
 def _written(staged: Staged[_Staging]) -> WrittenPieces:
     wanted, missing = staged.what
-    if staged.error is not None:  # they will be requested again, like lost pieces
+    if staged.error is not None:  # the pieces will be requested again, like lost pieces
         logger.warning("cannot write KV to the device, or read it back for its checksum: %s", staged.error)
         return _compared(wanted, wanted.indices, ())
     return _compared(wanted, missing, staged.checksums)
 
 
 def _compared(wanted: WantedPieces, missing: Sequence[int], checksums: Sequence[int]) -> WrittenPieces:
-    """The result. `checksums`: those of the pieces that arrived, in order; unused if none are compared."""
+    """The result for these pieces. `checksums`: the checksums of the pieces that arrived, in order. They are not used
+    unless `wanted.has_checksums`."""
     damaged, theirs = set(missing), wanted.message.checksums
     if wanted.has_checksums:
         arrived = [

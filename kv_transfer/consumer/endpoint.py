@@ -90,13 +90,14 @@ class ConsumerEndpoint:
             self.on_other_protocol(peer, message.reason)
 
     def on_other_protocol(self, peer: Peer, reason: str) -> None:
-        """The producer's protocol is incompatible with ours: loads from it fail at once."""
+        """Call it if the producer's protocol is incompatible with ours. Loads from this producer then fail at once."""
         assert isinstance(peer, str), "consumers identify producers by address"
         why = f"protocol mismatch with the prefill worker: {reason}"
         self._do(self._consumer.on_other_protocol(peer, why))
 
     def on_gone(self, address: str) -> None:
-        """Nothing listens at this producer's address any more: loads from it fail at once."""
+        """Call it if nothing listens at this producer's address any more. Loads from this producer then fail at
+        once."""
         self._do(self._consumer.on_gone(address))
 
     def fileno(self) -> int:
@@ -157,7 +158,7 @@ class ConsumerEndpoint:
         layout = self._pool.layout
         first_position = command.first_index // layout.groups.num_groups * layout.block_size
         effects: list[Effect] = []
-        for side in sides:  # first begin all: if one fails, this ends the others
+        for side in sides:  # begin all before `_do`: if one fails, `_do` ends the others
             effects += self._consumer.load(side.rank_transfer, first_position, command.block_ids, now)
         self._do(effects)
 

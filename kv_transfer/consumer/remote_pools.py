@@ -22,7 +22,7 @@ from kv_transfer.transport.base import (
 logger = logging.getLogger(__name__)
 
 IDLE_S = 30.0
-"""A pool without hand-overs is closed after this long; its process may have ended unnoticed."""
+"""A pool is closed when no hand-over has used it for this long, since its process may have ended unnoticed."""
 
 READ_TIMEOUT_S = 10.0
 """A read that takes longer counts as stuck. Its pool is closed, which ends the read."""
@@ -41,7 +41,8 @@ class _OpenPool:
     watch: int | None
     """Watch of the process that owns the pool; None if its end cannot be noticed."""
     has_failed: bool = False
-    """A read of the pool failed, or its process has ended: the next hand-over opens the pool again first."""
+    """True if a read of the pool failed, or its process has ended. The next hand-over then first opens the pool
+    again."""
 
 
 class RemotePools:
@@ -130,7 +131,7 @@ class RemotePools:
         for key, pool in list(self._open.items()):
             if is_needed(key[0]):
                 pool.used_at = now
-            elif now >= pool.used_at + IDLE_S:  # summed as in `next_deadline`, or the times may differ
+            elif now >= pool.used_at + IDLE_S:  # the same sum as in `next_deadline`, so that both round alike
                 self._close(key)
 
     def close(self) -> None:

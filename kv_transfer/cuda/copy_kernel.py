@@ -23,14 +23,15 @@ each of them leaves more than half of its multiprocessor to the kernels of a ste
 
 ENTRY_WORDS = 4
 MAX_RUNS = 1022
-"""The most runs of one launch. With the last entry, they fill a kernel's arguments, which may have almost 32 KiB."""
+"""The most runs of one launch. Together with the table's closing entry, their entries fill a kernel's arguments, which
+may have almost 32 KiB."""
 
 TABLE_WORDS = 2 + ENTRY_WORDS * (MAX_RUNS + 1)
 NO_CHUNK = np.uint64(2**64 - 1)
 
 
 class CopyKernel:
-    """The kernel, loaded on one device. The driver compiles it then, which takes some milliseconds."""
+    """The kernel, loaded on one device. Loading takes some milliseconds, since the driver then compiles the kernel."""
 
     def __init__(self, driver: CudaDriver) -> None:
         """CudaError if the driver cannot compile it."""

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 2
 POLL_INTERVAL_S = 0.0005
-"""Copying 4 MiB over PCIe 5 takes some 100 us, and computing its checksums takes as long again."""
+"""The time between two polls. For comparison: copying 4 MiB over PCIe 5 takes some 100 us, and computing the checksums
+of 4 MiB takes as long again."""
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class Staged(Generic[T]):
     what: T
     """The caller's name for these pieces."""
     spans: list[Bytes]
-    """After taking out: the bytes of whole pieces in order, if requested."""
+    """If `take_out` was called with `has_bytes`: the bytes of whole pieces, in order."""
     checksums: list[int]
     """xxh3_64 of each piece, in the order of the request; empty if not requested."""
     error: str | None
@@ -79,7 +80,7 @@ class _Batch(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Copy(Generic[T]):
-    """A running batch, and the event that ends it."""
+    """A running batch, and the event that completes when its copies have ended."""
 
     batch: _Batch[T]
     buffer: Bytes
@@ -118,11 +119,13 @@ class Stager(Generic[T]):
         *,
         has_checksums: bool,
     ) -> None:
-        """Begins to write pieces, [bytes] each, which must stay unchanged until `poll` reports them."""
+        """Begins to write pieces to the pool. Each of `pieces` is an array [bytes], which must stay unchanged until
+        `poll` reports it."""
         self._begin(_Job(what, False, has_checksums), view, piece_ids, pieces)
 
     def drop(self, is_meant: Callable[[T], bool]) -> None:
-        """Cancels jobs, so that `poll` does not report them. Only for jobs that take out."""
+        """Cancels those jobs of `take_out` whose `what` satisfies `is_meant`. `poll` then does not report them. Jobs of
+        `put_in` must not be cancelled."""
         for batch in (*self._waiting, *(copy.batch for copy in self._under_way)):
             batch.job.is_wanted &= not is_meant(batch.job.what)
         self._waiting = deque(batch for batch in self._waiting if batch.job.is_wanted)
@@ -180,7 +183,7 @@ class Stager(Generic[T]):
                 self._note_end(batch, str(error))
 
     def _queue(self, batch: _Batch[T], buffer: Bytes) -> int:
-        """Returns the event that ends the copies."""
+        """Queues the copies of a batch. Returns the event that completes when they have ended."""
         device, host, runs = self._memory.address, buffer.ctypes.data, batch.runs
         if batch.pieces is None:
             out = Runs(runs.local, runs.remote, runs.lengths)

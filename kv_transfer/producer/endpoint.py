@@ -194,7 +194,8 @@ class ProducerEndpoint:
                 logger.warning("cannot copy KV from the device: %s", staged.error)
 
     def _drop_staged(self, key: TransferKey) -> None:
-        """Drops pending copies: other requests will overwrite the blocks, and checksums would fit the wrong bytes."""
+        """Drops pending copies to the host. Other requests will overwrite the blocks, so these copies may have wrong
+        bytes, with checksums that match the wrong bytes."""
         if self._stager is not None:
             self._stager.drop(lambda effect: effect.key == key)
 

@@ -130,14 +130,16 @@ class Consumer:
         return [cancel, *self._end_load(transfer, Quiesced(rank_transfer, transfer.transport or ""))]
 
     def give_up(self, rank_transfer: RankTransfer, reason: str, is_unneeded: bool) -> list[Effect]:
-        """Fails the load here too, since another rank transfer of it failed. Does nothing if it has ended."""
+        """Fails the load on this rank transfer, too, since the same load failed on another one. Does nothing if the
+        load has ended."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or not transfer.is_loading:
             return []
         return self._lose(transfer, Loss(reason, is_unneeded))
 
     def postpone(self, rank_transfer: RankTransfer, reason: str, now: float) -> list[Effect]:
-        """Postpones the load here, since another rank transfer of it was postponed. Ignored if the load has ended."""
+        """Postpones the load on this rank transfer, too, since the same load was postponed on another one. Does nothing
+        if the load has ended."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or not transfer.is_loading:
             return []
@@ -371,7 +373,7 @@ class Consumer:
         return [transfer.outcome]
 
     def _postpone(self, transfer: IncomingTransfer, reason: str, now: float) -> list[Effect]:
-        """Ends the load. After the current writes, its room is given back, and the transfer holds again."""
+        """Ends the load. After the current writes, its room is given back, and the rank transfer is HOLDING again."""
         self._counters["kv_loads_postponed"] += 1
         outcome = transfer.failed(Loss(reason), is_postponed=True)
         if transfer.arriving:
@@ -379,7 +381,7 @@ class Consumer:
         return self._hold_again(transfer, outcome, now)
 
     def _hold_again(self, transfer: IncomingTransfer, outcome: Failed, now: float) -> list[Effect]:
-        """Holds again after a postponed load; the load's deadline stays."""
+        """Returns to HOLDING after a postponed load, and repeats Hold. The load keeps its deadline."""
         transfer.hold_again()
         self._waits.resume_load(transfer.key, now)
         return [outcome, *self._ask(transfer, now)]

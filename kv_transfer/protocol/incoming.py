@@ -109,9 +109,9 @@ class IncomingTransfer:
     damaged: dict[int, int] = field(default_factory=dict)
     """Version of each piece whose checksum did not match, until it is offered again."""
     num_bad: int = 0
-    """Damaged pieces that were offered again in the same version."""
+    """Number of damaged pieces that were offered again in the same version."""
     producer_host: str | None = None
-    """Set when the producer answers an Open."""
+    """The producer's host id; None until the producer has answered an Open."""
     transport: str | None = None
     is_unproven: bool = False
     """Some pieces arrived without checksums."""

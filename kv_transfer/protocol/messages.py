@@ -60,7 +60,7 @@ class ChecksumPolicy(Enum):
     """When a consumer wants every piece's checksum computed and compared."""
 
     AUTO = "auto"
-    """Only between hosts."""
+    """Only if the two workers are on different hosts."""
     ON = "on"
     OFF = "off"
 

@@ -139,7 +139,7 @@ class OutgoingTransfer:
 
     @property
     def is_awaited(self) -> bool:
-        """The consumer keeps room for an incomplete prompt."""
+        """Whether the consumer keeps room for this prompt, which is incomplete."""
         return (
             self.open is not None and self.first_token is None and self.state is not OutgoingState.CANCELLED
         )
@@ -157,7 +157,8 @@ class OutgoingTransfer:
             self._offer(index)
 
     def reopen(self, message: Open, peer: Peer, transport: str) -> None:
-        """Accepts those of the consumer's arrived pieces that can be valid, and offers all other ready pieces again."""
+        """Handles an Open. Of the pieces that it lists as arrived, accepts those that can be valid. Offers all other
+        ready pieces again."""
         self.peer, self.open, self.transport = peer, message, transport
         claims = zip(message.received, message.received_versions, strict=True)
         self.acked = {index for index, version in claims if version == self.version or index in self.acked}
@@ -173,7 +174,8 @@ class OutgoingTransfer:
             self.unsent = deque(index for index in self.unsent if index not in self.acked)
 
     def postpone(self) -> None:
-        """The consumer gave its room back, with all received pieces: late acknowledgements do not count."""
+        """The consumer gave its room back, and with it all received pieces. Acknowledgements that still arrive for them
+        do not count."""
         if self.state is OutgoingState.STREAMING:
             self.move_to(OutgoingState.PREPARING)
             self.version += 1
@@ -184,7 +186,7 @@ class OutgoingTransfer:
     def withdraw(self) -> None:
         """Withdraws all blocks, which belong to other requests from now on.
 
-        Of the pieces read from them, only those already acknowledged count.
+        Pieces that were read from these blocks count as arrived only if they were already acknowledged.
         """
         self.ready.clear()
         self.unsent.clear()

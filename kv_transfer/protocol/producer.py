@@ -71,12 +71,13 @@ class Producer:
         self._standstill = Standstill(lease_s / 4)
         self._leases: Timers[TransferKey] = Timers(self._standstill)
         self._farewells: dict[TransferKey, Farewell] = {}
-        """How recent rank transfers ended, for consumers that may not have been notified."""
+        """The rank transfers that ended last, and how each ended, for consumers that may not have been notified."""
 
     # commands of this worker's engine
 
     def note_starvation(self, is_starved: bool) -> list[Effect]:
-        """Notes whether prompts are queued but none is computed. If so, may notify waiting consumers."""
+        """Notes whether prompts are queued, but none can be computed. If this makes us stuck, notifies the consumers
+        that keep room for incomplete prompts."""
         self._is_starved = is_starved
         if not self._is_stuck():
             return []
@@ -113,7 +114,7 @@ class Producer:
         transfer.shape, transfer.piece_nbytes = shape, piece_nbytes
         self._transfers.bind(transfer)
         self._counters["kv_sends_started"] += 1
-        if transfer.is_cancelled:  # before our engine knew of it
+        if transfer.is_cancelled:  # the consumer cancelled before our engine knew of it
             self._counters["kv_sends_cancelled"] += 1
             return [Unwanted(rank_transfer)]
         if transfer.state is OutgoingState.PREPARING and transfer.open is not None:
@@ -310,7 +311,8 @@ class Producer:
         if message.version != transfer.version:
             self._counters["kv_late_messages"] += 1
             return []
-        # A valid piece may not be in `unacked`: an Open that came after the offer has queued it for another offer.
+        # A valid piece may be missing from `unacked`: if an Open came after the offer, the piece is queued to be
+        # offered again.
         valid = {index for index in message.valid if index in transfer.ready and index not in transfer.acked}
         for index in valid:
             self._window.acknowledged(transfer, index)
@@ -362,7 +364,7 @@ class Producer:
             self._counters[counter] += 1
 
     def _close(self, transfer: OutgoingTransfer, farewell: Farewell = None) -> list[Effect]:
-        """The consumer has ended, or was refused. Our engine keeps the blocks until it has ended the prompt."""
+        """Ends the rank transfer for the consumer. Our engine keeps the blocks until it has ended the prompt."""
         self._remember(transfer, farewell)
         if transfer.first_token is not None:
             return self._forget(transfer)

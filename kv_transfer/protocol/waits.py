@@ -23,7 +23,7 @@ class _KnownProducer:
 
 
 class Waits:
-    """The deadlines of each rank transfer.
+    """The next question and the deadline of each rank transfer.
 
     A standstill of this process does not count as a producer's silence, nor as part of a load's time.
     """
@@ -39,11 +39,11 @@ class Waits:
         """Deadlines of loads; a postponed load keeps its own. These times and those below exclude standstills."""
         self._asked_at: dict[TransferKey, float] = {}
         self._known: dict[ProducerRank, _KnownProducer] = {}
-        """Includes producers without a current rank transfer. Their next rank transfer then uses what is known of
-        them."""
+        """What is known of each rank of a producer, even of ranks without a current rank transfer. Their next rank
+        transfer uses it."""
 
     def begin(self, key: TransferKey, now: float) -> None:
-        """From now on, the rank transfer repeats its question every heartbeat, unless pieces arrive."""
+        """Begins the rank transfer. From now on, its question is repeated every heartbeat, unless pieces arrive."""
         self._asked_at[key] = running_s = self._standstill.running(now)
         oldest = running_s - _REMEMBERED_TIMEOUTS * self._timeout_s
         self._known = {rank: known for rank, known in self._known.items() if known.last_message_at > oldest}
@@ -58,11 +58,11 @@ class Waits:
         self.resume_load(key, now)
 
     def resume_load(self, key: TransferKey, now: float) -> None:
-        """A load that is or was postponed waits again, for the rest of its time."""
+        """Lets a load's deadline run again after `pause`, for the rest of its time."""
         self._deadlines.set(key, now + self._due_at[key] - self._standstill.running(now))
 
     def on_message(self, key: TransferKey, now: float) -> None:
-        """The rank transfer's producer has sent something."""
+        """Notes that the rank transfer's producer has sent something."""
         running_s = self._standstill.running(now)
         pause_s = self._silent_s(key, running_s)
         new = _KnownProducer(running_s, AdaptiveTimeout(self._timeout_s))
@@ -71,12 +71,12 @@ class Waits:
         producer.last_message_at = running_s
 
     def pause(self, key: TransferKey) -> None:
-        """The rank transfer waits for nothing from its producer."""
+        """Stops the question and the deadline, since the rank transfer waits for nothing from its producer."""
         self._questions.cancel(key)
         self._deadlines.cancel(key)
 
     def end(self, key: TransferKey) -> None:
-        """The rank transfer has ended."""
+        """Forgets a rank transfer that has ended."""
         self.pause(key)
         self._due_at.pop(key, None)
         self._asked_at.pop(key, None)

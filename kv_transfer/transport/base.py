@@ -53,7 +53,7 @@ class Channel(Protocol):
         ...
 
     def read_payload(self) -> Iterator[Bytes]:
-        """The payload of the current arrival, read-only: spans that are cut where the sender's were."""
+        """The payload of the current arrival, read-only, in spans that end only where spans of the sender ended."""
         ...
 
 

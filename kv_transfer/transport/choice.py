@@ -50,7 +50,8 @@ def make_readers(
 
 
 def _auto_tries(name: str) -> bool:
-    """Whether `auto` tries to use this transport on this machine. Without RDMA, others are as fast as NIXL."""
+    """Whether `auto` tries to use this transport on this machine. Without RDMA, other transports are as fast as
+    NIXL."""
     return name != NIXL or (has_rdma() and nixl_is_available())
 
 

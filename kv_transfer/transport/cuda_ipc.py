@@ -33,8 +33,8 @@ class CudaIpcReader:
     name = CUDA_IPC
 
     def __init__(self, memory: CudaMemory) -> None:
-        """CudaError if the system does not let processes share a device's memory, as in some containers, or its driver
-        is older than CUDA 12.1.
+        """CudaError if the system does not let processes share a device's memory, as in some containers, or if the
+        driver is older than CUDA 12.1.
         """
         self._memory = memory
         self._driver = memory.driver

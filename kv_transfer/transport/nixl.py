@@ -236,7 +236,8 @@ class NixlReader:
         self._done.append(ReadDone(number, error))
 
     def _fail(self, number: int, error: NixlError) -> None:
-        """A cut connection ends its reads. After other errors, NIXL does not say whether the read continues."""
+        """Handles a failed read. If the connection was cut, all reads over it have ended. After any other error, NIXL
+        does not say whether the read continues, so the agent is restarted."""
         pool = self._reads[number].pool
         agent = pool.description.agent
         pool.failure = f"NIXL cannot read the pool of process {pool.description.pid}: {error}"

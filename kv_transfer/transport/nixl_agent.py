@@ -25,7 +25,7 @@ DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13")
 """NIXL's packages, one for each major version of CUDA. Without a GPU, both work alike."""
 
 PROGRESS_INTERVAL_US = 100_000
-"""The progress thread wakes on events, and also at this interval. This costs 0.1 % of a core."""
+"""The progress thread wakes on events, and also at this interval. The wake-ups cost 0.1 % of a core."""
 
 RDMA_PORT_STATES = "/sys/class/infiniband/*/ports/*/state"
 
@@ -89,8 +89,8 @@ def nixl_is_available() -> bool:
 def has_rdma() -> bool:
     """Whether this machine has an active port on an RDMA network.
 
-    A port of AWS EFA also counts. Only the port's driver (`device/driver`) would tell it apart, and this function does
-    not read it. UCX must support the network.
+    A port of AWS EFA also counts. Only the name of a port's driver (`device/driver`) would show that it is EFA, and
+    this function does not read that name. UCX must support the network.
     """
     return any("ACTIVE" in file.read_text() for file in Path("/").glob(RDMA_PORT_STATES.lstrip("/")))
 

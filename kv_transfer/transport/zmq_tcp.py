@@ -43,7 +43,8 @@ NUM_REFUSALS = 2
 """A peer counts as gone once this many attempts to connect to it have failed since it last sent something."""
 
 UNDELIVERABLE = {zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.EINVAL, zmq.EPROTONOSUPPORT, errno.EMFILE}
-"""The queue is full, the peer is gone, its address (from another process) is invalid, or no socket is left."""
+"""Errors which mean that a message cannot be delivered: the queue is full, the peer is gone, the peer's address (which
+came from another process) is invalid, or no socket is left."""
 
 MIN_FRAME_BYTES = 128 * 1024
 """Smaller spans are copied into one frame, which costs less than a frame for each of them."""
@@ -92,8 +93,8 @@ class ZmqChannel:
 
         The hosts are those of `network` in the configuration; ConfigError if this machine has no such address. A
         payload is dropped if `max_queued_bytes` of earlier payloads are still queued for its peer. ZeroMQ reports
-        slightly late that a payload has left its queue: the peer may have answered before. Peers answer over the
-        connection that we made, so `idle_s` must be longer than the pauses within a hand-over.
+        slightly late that a payload has left its queue: by then, the peer may already have answered. Peers answer over
+        the connection that we made, so `idle_s` must be longer than the pauses within a hand-over.
         """
         self._keys = keys
         self._clock = clock
