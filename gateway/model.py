@@ -21,7 +21,7 @@ class ServedModel:
     kv_cache_dtype: str
     """Data type of keys and values."""
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
-    """The values of `MODEL_DEFAULTS` for requests that do not set them."""
+    """The model's own values of the settings in `MODEL_DEFAULTS`, for requests that do not set them."""
 
     def check_name(self, name: str | None) -> None:
         """Raises UnknownModel if `name` is another model's. None: the request names no model."""

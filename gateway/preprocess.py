@@ -50,7 +50,7 @@ class ClientRequest:
     unset: Iterable[str] = ()
     """Settings in `params` that the client did not choose. The model's defaults replace them."""
     request_id: str | None = None
-    """None: an id is generated."""
+    """The request's id; None: an id is generated."""
     keep_special_tokens: bool = False
     priority: int = 0
     cache_salt: str | None = None
@@ -60,7 +60,7 @@ class ClientRequest:
     """Prompt and answer together may have at most this many tokens; None: the model's limit."""
     mode: Mode | None = None
     timeout_s: float | None = None
-    """None: the client waits without limit."""
+    """How long the client waits; None means without limit."""
     caller: Caller = ANYBODY
     api: str = "grpc"
     trace: TraceContext | None = None
@@ -180,7 +180,7 @@ class Preprocessor:
         return room
 
     def _checked(self, client_request: ClientRequest) -> SamplingParams:
-        """Checks everything that can be checked without the prompt's tokens. Returns the parameters, with the
+        """Checks everything that can be checked without the prompt's tokens. Returns the sampling parameters, with the
         structured output as `checked_response_format` returns it."""
         for field, text in (
             ("cache_salt", client_request.cache_salt),
@@ -237,7 +237,8 @@ class Preprocessor:
         timeout_s: float | None,
     ) -> None:
         """InvalidRequest if the answer's grammar does not compile. If the request has tools, the grammar is made from
-        them and from the response format; the error names the latter if it does not compile by itself."""
+        the tools and from the response format. The error names the response format if it does not compile even without
+        the tools."""
         if grammar is None:
             return
         prompt, caller = client_request.prompt, client_request.caller.name
@@ -282,7 +283,8 @@ def independent_requests(request: GatewayRequest, number: int) -> list[GatewayRe
 
 
 def _check_num_logprobs(num_top: int | None, num_tokens: int) -> None:
-    """InvalidRequest if these log-probabilities of a prompt are too many for one answer."""
+    """Raises InvalidRequest if `num_tokens` prompt tokens with `num_top` top log-probabilities each are too many for
+    one answer."""
     if num_top is not None and num_tokens * (1 + num_top) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             "prompt_logprobs",

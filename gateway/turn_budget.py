@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable
 
 TURN_S = 0.002
-"""A heartbeat, a stream's token or a probe waits at most for this time and one more portion of work."""
+"""How long a task may work in one turn. So a heartbeat, a stream's token or a probe waits at most for this time and one
+more portion of work."""
 
 
 class TurnBudget:

@@ -52,7 +52,7 @@ class QueueEntry(Generic[T]):
     """How long the entry may wait without moving up in the queue. A standstill of this process does not count as
     waiting."""
     number: int = 0
-    """Grows with each entry that joins."""
+    """The entries are numbered in the order in which they join."""
     since: float = 0.0
     reason: RequestError | None = None
     """Why the latest try did not place it."""
@@ -176,7 +176,7 @@ class FairQueue(Generic[T]):
 
     @property
     def num_new(self) -> int:
-        """Requests that never ran."""
+        """Number of requests that never ran."""
         return self._num_waiting - self._num_resumed
 
     @property

@@ -323,7 +323,7 @@ class RequestQueue(Generic[T]):
         return heap[0][0] if heap else None
 
     def _shorten_heaps(self) -> None:
-        """Removes entries that left the queue from the heaps: most of them, or all once the queue is empty."""
+        """Removes from the heaps most entries that have left the queue; all of them once the queue is empty."""
         for heap in (self._deadlines, self._patience_ends):
             if not len(self._queue):
                 heap.clear()

@@ -31,7 +31,7 @@ class QueueRate:
         self._num_tokens *= keep
 
     def placed(self, num_tokens: int) -> None:
-        """A request left the queue for its workers, or went to them without waiting."""
+        """Counts the tokens of a request that left the queue for its workers, or went to them without waiting."""
         if self._at > self._moved_at:
             self._num_moves += 1.0
             self._moved_at = self._at

@@ -146,7 +146,7 @@ class CallerShares(Generic[T]):
         return None
 
     def over_share(self, callers: Iterable[str], now: float) -> set[str]:
-        """The callers that hold their share of the places: `refusal` refuses all their requests."""
+        """Those of `callers` that hold their share of the places, so that `refusal` refuses all their requests."""
         if not self._is_shared(now):
             return set()
         free, none = self._max_in_flight - len(self._placements), dict[T, None]()
@@ -179,7 +179,7 @@ class CallerShares(Generic[T]):
             return []
         largest = max(self._by_caller, key=lambda name: len(self._by_caller[name]))
         back = dict.fromkeys(self._places(largest).to_take_back())
-        for worker in workers:  # keeps their order
+        for worker in workers:  # in this order
             if worker in self._decoding:
                 for holding_of in (self._slots, self._blocks):
                     holdings = (holding_of(name, worker) for name in self._decoding[worker])

@@ -8,8 +8,8 @@ gateways on one worker (worker/suspect_turns.py).
 A request is stopped when a fifth worker ends under it at the same token. From the third worker on, a loss counts only
 if the worker's last heartbeat named only this suspect. Otherwise another suspect may be the cause, or this
 suspect did not run yet. Eight losses stop a request even if some of them do not count. In two cases a request is not
-stopped: if another request on that worker has also lost too many workers, or if at least as many workers that did not
-run this request ended lately.
+stopped: if another request on that worker has also lost too many workers, or if the workers that ended lately without
+this request are at least as many as those that ended with it.
 
     lost once ----> lost again at the same token: suspect ----> lost three times more, alone: stopped
          <--- the request finishes, or its answer grows ---
@@ -118,7 +118,8 @@ class Suspects:
         return not self.is_suspect(identity) or self._at_turn is None or now >= self._turn_ends_at
 
     def placed(self, identity: Identity, now: float) -> bool:
-        """The request goes to its workers. Returns whether it is a suspect, whose turn begins."""
+        """Call it when the request goes to its workers. If the request is a suspect, begins its turn and returns
+        True."""
         if is_suspect := self.is_suspect(identity):
             self._at_turn, self._turn_ends_at = identity, now + SUSPECT_TURN_S
         return is_suspect
@@ -148,7 +149,8 @@ class Suspects:
         return HarmfulRequest(stopped[1])
 
     def worker_lost(self, loss: WorkerLoss, now: float) -> tuple[Identity, HarmfulRequest] | None:
-        """A worker ended. Returns the request that is stopped because of this, and the error for it."""
+        """Counts the loss of a worker. Returns the request that is stopped because of this loss, and the error for it;
+        None if no request is stopped."""
         self._expire(now)
         self._losses.append((now, loss.ever_placed))
         for identity, num_tokens in loss.running.items():
@@ -170,7 +172,8 @@ class Suspects:
         return blamed[0], self._stop(blamed[0], "lost", what, now)
 
     def step_failed(self, identity: Identity, incarnation: str, now: float) -> HarmfulRequest | None:
-        """This worker could not compute the request. Returns the error if the request is stopped now."""
+        """Counts that this worker could not compute the request. Returns the error if the request is stopped now;
+        otherwise None."""
         self._expire(now)
         suspect = self._touch(identity, now)
         suspect.failed_at.add(incarnation)
@@ -183,7 +186,7 @@ class Suspects:
         return self._stop(identity, "failed", f"{len(witnesses)} workers could not compute the request", now)
 
     def finished_on(self, incarnations: Iterable[str]) -> None:
-        """These workers contributed to a complete answer."""
+        """Notes that these workers contributed to a complete answer."""
         for incarnation in incarnations:
             self._proven[incarnation] = None
             self._proven.move_to_end(incarnation)
@@ -191,7 +194,8 @@ class Suspects:
             self._proven.popitem(last=False)
 
     def cleared(self, identity: Identity) -> None:
-        """The request is a bystander: its answer grew, or an equal request has finished."""
+        """Forgets the losses and failures of a request that is a bystander, since its answer grew, or since an equal
+        request has finished."""
         self._suspects.pop(identity, None)
 
     def _has_lost_too_many(self, identity: Identity) -> bool:

@@ -82,7 +82,8 @@ def _context(tls: Tls, client_ca_pem: bytes | None) -> ssl.SSLContext:
 
 
 def _as_ascii(pem: bytes) -> str:
-    """Python demands ASCII, although OpenSSL ignores text between certificates, such as comments in other languages."""
+    """The text with `?` for each byte that is not ASCII. OpenSSL ignores text between certificates, such as comments in
+    other languages, but Python refuses it unless it is ASCII."""
     return pem.decode("ascii", "replace").replace("\ufffd", "?")
 
 

@@ -10,7 +10,7 @@ from baton.errors import ConfigError
 from gateway.auth.callers import Caller, Right
 
 PREFIX = "baton-"
-"""Lets people and scanners recognize a leaked key."""
+"""The beginning of every key, by which people and scanners recognize a leaked key."""
 
 
 def new_key() -> str:

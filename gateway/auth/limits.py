@@ -6,7 +6,8 @@ from baton.errors import RateLimited
 from gateway.auth.callers import Caller
 
 CONCURRENCY_RETRY_S = 1.0
-"""A guess, since the gateway does not know when one of the caller's requests will end."""
+"""When a caller with too many requests at once should try again. This is a guess: the gateway does not know when one of
+these requests will end."""
 
 
 class TokenBucket:

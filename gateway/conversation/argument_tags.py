@@ -174,7 +174,8 @@ class ArgumentTags:
         return lark.marked(text, *self.tags)
 
     def _is_plain(self, schema: Mapping[str, Any]) -> bool:
-        """Whether a value is written without quotes: any string, or one of several listed strings."""
+        """Whether values of this schema are written without quotes. This is so if the schema allows every string, or
+        lists strings only."""
         # A tuple is searched, as a `format` that is a list could not be looked up in a frozenset.
         if not _NOT_PLAIN.isdisjoint(schema) or schema.get("format") in tuple(FORMATS):
             return False

@@ -52,7 +52,7 @@ def endless_part(schema: dict[str, Any]) -> dict[str, Any] | None:
             needed_by.setdefault(id(need), []).append(id(part))
         waiting += [*needs, *_optional(part)]
     can_end = [key for key, missing in num_missing.items() if not missing]
-    for key in can_end:  # the list grows
+    for key in can_end:  # the body appends to the list
         for above in needed_by.get(key, ()):
             num_missing[above] -= 1
             if not num_missing[above]:
@@ -80,7 +80,8 @@ def resolved(schema: Any, reference: object) -> Any:
 
 
 def _needs(part: Any, schema: dict[str, Any]) -> list[Any]:
-    """The parts that a value of this part needs: all of them or, for a list of alternatives, one of them."""
+    """The parts that a value of this part needs. A value needs all of them. Only if `part` is a list of alternatives,
+    one is enough."""
     if isinstance(part, list):
         return part
     if not isinstance(part, dict) or _WITH_PARTS.isdisjoint(part):

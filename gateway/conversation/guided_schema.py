@@ -85,8 +85,9 @@ def guided_schema(tool: Tool) -> str:
 
 
 def divisible(source: str) -> dict[str, Any]:
-    """The schema of this JSON text, with references that stay valid in a part of it, if the part gets the schema's
-    definitions: references to anything else lead to a copy of the whole schema, which becomes a definition, too."""
+    """Parses the JSON text of a schema, and makes its parts usable alone. If a part of the result gets the result's
+    definitions, all references in the part are valid. For this, the whole schema becomes one more definition, and
+    references to anything but definitions lead into it."""
     schema: dict[str, Any] = json.loads(source)
     if REFERENCE not in source:
         return schema
@@ -102,7 +103,7 @@ def divisible(source: str) -> dict[str, Any]:
 
 
 def _with_moved_references(part: Any, whole: str) -> Any:
-    """`whole`: the name of the definition to which references are moved."""
+    """The part, with references to anything but definitions moved into the definition that is called `whole`."""
     if isinstance(part, list):
         return [_with_moved_references(each, whole) for each in part]
     if not isinstance(part, Mapping):

@@ -55,8 +55,9 @@ class Property:
 
 
 def listed_properties(guided: GuidedTool) -> list[Property]:
-    """The tool's properties, and then those that are required, but not listed. Raises InvalidRequest if the tool's
-    parameters are more than a list of properties, or too many, or if they forbid what they require."""
+    """The tool's properties, and then those that are required, but not listed. Raises InvalidRequest if the schema of
+    the tool's parameters does more than list properties, if the parameters are too many, or if the schema forbids a
+    property that it requires."""
     schema = _listing_schema(guided)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
@@ -102,7 +103,7 @@ def _property(name: str, part: object, shared: Mapping[str, Any], is_required: b
 
 def unlisted_property(guided: GuidedTool) -> Property | None:
     """The schema for every argument of a tool that lists and requires no properties, but allows some. None for any
-    other tool. Raises InvalidRequest if the tool's parameters are more than a list of properties."""
+    other tool. Raises InvalidRequest if the schema of the tool's parameters does more than list properties."""
     schema = _listing_schema(guided)
     part = schema.get("additionalProperties", False)
     if schema.get("properties") or schema.get("required") or part is False:
@@ -125,7 +126,7 @@ def value_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset
     types: set[str] = set()
     references: set[str] = set()
     parts: list[Any] = [schema]
-    for part in parts:  # the list grows
+    for part in parts:  # the body appends to the list
         if not isinstance(part, Mapping) or len(parts) > MAX_PARTS:
             return frozenset()
         kinds, alternatives = part.get("type"), part.get("anyOf", part.get("oneOf"))

@@ -1,5 +1,5 @@
-"""A call in Python's notation, such as `f(a=1, b='x')`. In grammars, values are JSON; booleans and null may also be
-Python's."""
+"""A call in Python's notation, such as `f(a=1, b='x')`. In grammars, values are written as JSON; `True`, `False` and
+`None` are also allowed."""
 
 import json
 

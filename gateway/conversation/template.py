@@ -43,7 +43,8 @@ RESERVED = frozenset(
         "truncation",
     }
 )
-"""Names that say how a template is rendered, or for which a request has its own fields."""
+"""Variables that clients may not set, since they say how a template is rendered, or since a request has fields of its
+own for them."""
 MAX_OPTIONS = 32
 MAX_OPTION_CHARACTERS = 1_024
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")

@@ -141,7 +141,8 @@ def _calls(
 
 
 def _guided_tool(tool: Tool, must_match: bool) -> GuidedTool:
-    """`must_match`: arguments must match the tool's schema."""
+    """The tool, and the schema that the grammar enforces: with `must_match` the tool's own schema, otherwise any
+    object."""
     if not must_match:
         check_parameters(tool)
     return GuidedTool(

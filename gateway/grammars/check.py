@@ -59,7 +59,7 @@ class GrammarTrial:
     """A grammar that waits to be compiled."""
 
     number: int
-    """Grows with each trial."""
+    """Trials are numbered in the order in which they join."""
     caller: str
     output: StructuredOutput
     digest: bytes
@@ -152,7 +152,8 @@ class GrammarCheck:
             self._queue.discard(caller, trial)
 
     def _add(self, output: StructuredOutput, digest: bytes, caller: str) -> GrammarTrial:
-        """Queues a grammar. If too many wait, refuses one of the caller with the most waiting grammars."""
+        """Queues a grammar. If too many grammars wait then, refuses one grammar of the caller that has the most waiting
+        ones."""
         if self._is_stopped:
             raise Overloaded("this gateway is stopping", RETRY_AFTER_S)
         self._number += 1

@@ -21,7 +21,8 @@ ONE_THREAD = {
     "RAYON_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""The process must not have other threads: it forks, and a fork has none of its parent's other threads."""
+"""Environment variables with which libraries start no threads in the process. The process forks, and in a fork only the
+thread that forked continues to run."""
 
 
 class CompileProcess:

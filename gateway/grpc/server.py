@@ -96,7 +96,8 @@ class GrpcServer:
 
 
 def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
-    """Each connection uses the certificates that are current when it begins.
+    """Credentials of the server's port. Each connection uses the certificates that are current when the connection
+    begins.
 
     TLS 1.2 or newer is required (gRPC's default).
     """

@@ -153,8 +153,8 @@ def logprobs_to_message(logprobs: Sequence[TokenLogprobs]) -> pb.OutputLogProbs 
 def input_logprobs_to_message(
     logprobs: Sequence[TokenLogprobs], first_token_id: int | None
 ) -> pb.InputLogProbs:
-    """`first_token_id`: the prompt's first token, which has no log-probability, if it comes before these tokens;
-    otherwise None."""
+    """Converts log-probabilities of a prompt's tokens. `first_token_id`: the prompt's first token, which has no
+    log-probability, if it comes directly before these tokens; otherwise None."""
     first = () if first_token_id is None else (first_token_id,)
     return pb.InputLogProbs(
         token_logprobs=[

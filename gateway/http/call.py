@@ -40,12 +40,12 @@ class HttpCall:
     caller: Caller
     trace: TraceContext | None
     deadline: float | None
-    """A time of the event loop's clock; None: the client waits without limit."""
+    """When the client stops waiting, on the event loop's clock; None: the client waits without limit."""
 
     @classmethod
     def of(cls, request: Request, api: str, timeout_ms: int | None, request_id: str | None = None) -> Self:
-        """`request_id`: an id in the body. It becomes the request's id; otherwise the id is the one that `RequestIds`
-        set."""
+        """The properties of a call. `request_id`: the id in the body, which becomes the request's id. None: the request
+        keeps the id that `RequestIds` set."""
         if request_id is not None:
             request.state.request_id = request_id
         return cls(

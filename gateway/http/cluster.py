@@ -43,7 +43,7 @@ class TrialRequest(BaseModel):
     """The answer has at most this many tokens; the model's context may leave room for fewer."""
     temperature: float = Field(0.0, ge=0.0, le=2.0)
     mode: Literal["disaggregated", "local"] | None = None
-    """None: the gateway's default."""
+    """The request's routing mode; None: the gateway's default."""
 
 
 def cluster_routes(feed: LiveFeed, trial: "PageTrial") -> APIRouter:

@@ -13,7 +13,8 @@ Responses = dict[int | str, dict[str, Any]]
 def errors_of(
     shape: type, unavailable: str = "No worker could serve the request, or none in time"
 ) -> Responses:
-    """`shape`: the body of an error. `unavailable`: the description of statuses from 500 on."""
+    """The error responses of a route. `shape`: the body of an error. `unavailable`: the description of statuses from
+    500 on."""
     return {
         "4XX": {"model": shape, "description": "The request is invalid, or cannot be served now"},
         "5XX": {"model": shape, "description": unavailable},

@@ -14,7 +14,7 @@ PING_INTERVAL_S = 15.0
 """A stream gets a ping after this time without an event. Many proxies end a connection after a minute without a byte,
 and Claude Code after five minutes; a long prompt in a long queue takes longer."""
 Ping = Callable[[], bytes]
-"""Makes a ping: one event, or several."""
+"""Makes the bytes of a ping, which consists of one event or of several."""
 
 
 def comment() -> bytes:
@@ -82,7 +82,7 @@ class EventSender:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def keep_alive(self, ping: Ping) -> None:
-        """Sends a ping after each PING_INTERVAL_S without an event, until it is cancelled."""
+        """Sends a ping after each PING_INTERVAL_S without an event, until this coroutine is cancelled."""
         now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(max(0.0, self._last_event_s + PING_INTERVAL_S - now()))

@@ -14,7 +14,8 @@ Render = Callable[[str], tuple[bytes, str]]
 
 
 def probe_routes(not_ready: Callable[[], str | None]) -> APIRouter:
-    """`not_ready` returns why the gateway can serve no request now; None if it can."""
+    """The routes `/health`, `/ready` and `/version`. `not_ready` returns why the gateway can serve no request now; None
+    if it can."""
     routes = APIRouter()
 
     @routes.head("/health", include_in_schema=False)
@@ -38,8 +39,8 @@ def probe_routes(not_ready: Callable[[], str | None]) -> APIRouter:
 
 
 def metrics_routes(render: Render, workers: Callable[[], Iterable[WorkerEndpoint]]) -> APIRouter:
-    """Metrics in Prometheus' text format, or in OpenMetrics on request. `workers` returns the current
-    workers."""
+    """The routes `/metrics` (in Prometheus' text format, or in OpenMetrics on request) and `/metrics/targets`.
+    `workers` returns the current workers."""
     routes = APIRouter()
 
     @routes.get("/metrics", summary="Metrics for Prometheus", response_class=Response)

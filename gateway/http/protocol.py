@@ -126,7 +126,8 @@ class BoundedH11(H11Protocol):
             self.timeout_keep_alive = KEEP_ALIVE_S
 
     def _end_request_if_answered(self) -> None:
-        """Once the client has the whole answer, a new connection may displace this one."""
+        """Ends the request for `ConnectionPlaces` once the client has the whole answer. Then a new connection may
+        displace this one."""
         if not self.flow.write_paused and (self.cycle is None or self.cycle.response_complete):
             self._places.end_request(self)
 

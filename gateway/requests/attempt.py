@@ -51,7 +51,8 @@ class AttemptFailure:
     """The worker that caused the failure."""
     cause: Cause
     summary: str
-    """The gateway's description. `reason` is the worker's, and may name machines and files."""
+    """The gateway's description of the failure. `reason` is the worker's description, which may name machines and
+    files."""
     reason: str = ""
     is_prompt_lost: bool = False
     """The decode worker is healthy, but its prompt's KV did not arrive."""
@@ -84,9 +85,9 @@ class Attempt:
     number: int = 0
     """The attempt's number within its request, from 0."""
     began_at: float = 0.0
-    """On the gateway's clock."""
+    """When the attempt began, on the gateway's clock."""
     ended_at: float | None = None
-    """None while the attempt is open."""
+    """When the attempt ended; None while it is open."""
     failure: AttemptFailure | None = None
     open_workers: set[str] = field(init=False)
     """Workers whose sub-request is open."""
@@ -209,7 +210,7 @@ class Attempt:
         is_prefill = worker == self.placement.prefill
         self.is_prefill_lost |= is_prefill
         if is_prefill and self._is_decoding:
-            self.open_workers.discard(worker)  # all that it had yet to send was its report of the hand-over
+            self.open_workers.discard(worker)  # only its report of the hand-over was still to come
             return None
         # A prefill worker whose request has ended is still needed until the decode worker has sent an output.
         if worker not in self.open_workers and not is_prefill:

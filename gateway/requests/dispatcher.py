@@ -115,7 +115,7 @@ class Dispatcher:
                 self._must_sweep = True
             case WorkerLost(worker, cause, reason):
                 self._on_worker_lost(worker, cause, reason)
-                self._must_sweep = True  # requests no longer wait for this worker
+                self._must_sweep = True  # requests that wait for this worker must be tried again
             case Tick():
                 self._refuse_overdue()
         must_sweep, self._must_sweep = self._must_sweep, False
@@ -132,12 +132,12 @@ class Dispatcher:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests on workers, and requests whose clients have not read the end of the answer yet."""
+        """Number of requests on workers, and of requests whose clients have not read the end of the answer yet."""
         return len(self._open) - len(self.queue)
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for a worker with room."""
+        """Number of requests that wait for a worker with room."""
         return len(self.queue)
 
     def requests_of(self, call_id: str, caller: Caller) -> list[GatewayRequest]:
@@ -313,7 +313,7 @@ class Dispatcher:
     # workers' messages
 
     def _on_outputs(self, worker: str, outputs: Iterable[RequestOutput]) -> None:
-        """Ignores outputs of requests that are no longer placed."""
+        """Handles outputs of a worker. Ignores outputs of requests that are no longer placed."""
         for output in outputs:
             if (state := self._placed.get(output.request_id)) is not None:
                 with self._errors_end_only(state):
@@ -366,7 +366,7 @@ class Dispatcher:
                     self._lose_worker(state, worker, reason, has_left)
 
     def _lose_worker(self, state: RequestState, worker: str, reason: str, has_left: bool) -> None:
-        """The request may go on without this worker. Otherwise its attempt has failed."""
+        """Handles the loss of one of the request's workers: the attempt continues without it, or has failed."""
         attempt = state.attempt
         failure = attempt.on_lost(worker, reason, has_left=has_left) or attempt.abandoned()
         if failure is not None:

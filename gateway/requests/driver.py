@@ -165,7 +165,7 @@ class RequestDriver:
         self._handle(WorkerOutputs(worker, outputs))
 
     def on_kv_events(self, worker: str, events: KVEvents) -> None:
-        """If events are missing, the next `on_status` subscribes again."""
+        """Applies KV events of a worker. If earlier events are missing, the next `on_status` subscribes again."""
         self.router.on_kv_events(worker, events)
 
     def on_worker_lost(self, worker: str, cause: LossCause, reason: str) -> None:

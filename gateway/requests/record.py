@@ -44,7 +44,7 @@ class RequestRecord:
     error: BaseException | None
     """None if the request finished."""
     arrived_at: float
-    """On the gateway's clock. The times in `finish.timing` count from this time."""
+    """When the request arrived, on the gateway's clock. The times in `finish.timing` count from this time."""
     ended_at: float
     num_prompt_tokens: int
     num_output_tokens: int

@@ -4,8 +4,8 @@ After a failed attempt, another attempt continues on other workers, after the to
 has. A worker *fails* a request if it reports that it could not compute the request. An attempt is without
 progress if the client got no token from its decode worker. The gateway gives a request up after
 
-    MAX_FAILURES  attempts since the latest progress in which a worker reported a failure
-    MAX_LOSSES    attempts since the latest progress in which a worker was lost. This limit is higher, since
+    MAX_FAILURES  attempts, since the latest progress, in which a worker reported a failure
+    MAX_LOSSES    attempts, since the latest progress, in which a worker was lost. This limit is higher, since
                   most requests on a killed worker did not cause its end
     MAX_ATTEMPTS  failures and losses in total, even if each attempt brought a few tokens
 
@@ -62,15 +62,15 @@ class RetryState:
         """Workers that refused the request or gave it back, each with its latest heartbeat at that time. None: the
         worker accepted no requests. A worker may have room again once its latest heartbeat is another object."""
         self._num_failures = 0
-        """Attempts since the latest progress in which a worker reported a failure."""
+        """Number of attempts, since the latest progress, in which a worker reported a failure."""
         self._num_losses = 0
-        """Attempts since the latest progress in which a worker was lost."""
+        """Number of attempts, since the latest progress, in which a worker was lost."""
         self._num_counted = 0
-        """All failures and losses."""
+        """Number of all failures and losses."""
         self._num_given_back = 0
         self._last_failure: AttemptFailure | None = None
         self.num_attempts = 0
-        """All attempts, including those that do not count."""
+        """Number of all attempts, including those that do not count."""
         self.seeking_since = now
         """When the request began to look for a place. If a worker gave the request back without progress, the
         time on that worker is added here, so that it does not count as time in the queue."""

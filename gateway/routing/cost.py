@@ -88,7 +88,8 @@ class CostModel:
         return self.wait_s(prefill) + prefill_s + late_s + HANDOVER_S + self.decode_s(decode, need)
 
     def local_s(self, decode: WorkerEstimate, need: Need, load_s: float = 0.0) -> float:
-        """`load_s`: how long it takes until all KV that requests on D wait for has arrived."""
+        """The cost of `local`, in seconds. `load_s`: how long it takes until all KV that requests on D wait for has
+        arrived."""
         compute_s, num_loads = self.compute_s(decode, need), decode.num_requests - decode.num_here
         near = NEAR * compute_s / load_s if load_s > NEAR * compute_s else 1.0
         num_delayed = 1 + decode.num_here + near * num_loads

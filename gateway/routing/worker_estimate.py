@@ -25,7 +25,7 @@ from gateway.routing.placement import Placement
 from gateway.routing.rates import MovingAverage, StepTime
 
 UNKNOWN_STEP_TOKENS = 128
-"""Assumed for a worker that has not reported how many tokens one of its steps may have."""
+"""The assumed number of tokens in a step of a worker that has not reported how many its steps may have."""
 
 FEWEST_AHEAD = 2
 SLOTS_PER_AHEAD = 4
@@ -40,7 +40,7 @@ class WorkerEstimate:
     def __init__(self, name: str) -> None:
         self.name = name
         self.sub_requests: dict[int, Placement] = {}
-        """Running sub-requests, oldest first, by the placement's `id()`: two placements may be equal."""
+        """Running sub-requests, oldest first. The key is the placement's `id()`, since two placements may be equal."""
         self.is_gone = True
         """The worker has not reported yet, has ended, or is lost."""
         self.num_requests = 0
@@ -66,7 +66,7 @@ class WorkerEstimate:
         self._hit_blocks: dict[int, int] = {}
         """How many blocks of each running sub-request this worker had cached, as far as the router knows."""
         self._since_report: set[int] = set()
-        """Requests sent since the latest report."""
+        """The requests that were sent since the latest report, by the placement's `id()`."""
         self._num_loads_since_report = 0
         """How many of the requests sent since the latest report wait for their prompt's KV from a prefill worker."""
         self._num_freed = 0

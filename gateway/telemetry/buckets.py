@@ -15,7 +15,7 @@ REQUEST_S = _bounds(".01 .05 .1 .3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 
 PART_S = _bounds(".0005 .001 .0025 .005 .01 .025 .05 .1 .25 .5 1 2.5 5 10 30 60")
 HANDOVER_S = _bounds(".0005 .001 .002 .005 .01 .02 .05 .1 .2 .5 1 2 5 10")
 HANDOVER_BYTES = tuple(2.0**exponent for exponent in range(14, 36, 2))
-"""16 KiB to 16 GiB."""
+"""Bounds from 16 KiB to 16 GiB."""
 LAG_S = _bounds(".001 .0025 .005 .01 .025 .05 .1 .25 .5 1")
 
 

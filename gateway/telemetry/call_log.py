@@ -26,7 +26,7 @@ class CallError:
 
 
 OnCallError = Callable[[CallError], None]
-"""Must not raise."""
+"""Called with each failed call. Must not raise."""
 
 MAX_CHARACTERS = 200
 """How many characters of each value are logged, since clients choose some names."""

@@ -30,7 +30,8 @@ from gateway.workers.worker_client import WorkerClient
 CONTROLLER_INTERVAL_S = 5.0
 """How long a controller's answer is used, before the controller is asked again."""
 MAX_PAIRS = 256
-"""Snapshots contain the hand-overs of the busiest pairs only, since a large fleet has thousands of pairs."""
+"""A snapshot contains the hand-overs of at most this many pairs, the busiest ones, since a large fleet has thousands of
+pairs."""
 
 
 class ClusterView:

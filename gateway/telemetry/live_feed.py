@@ -39,7 +39,7 @@ class LiveFeed:
         self._view = view
         self._clock = clock
         self._latest: Edition | None = None
-        """None before the first viewer."""
+        """The latest edition; None before the first viewer."""
         self._viewers = Places(MAX_VIEWERS, "viewers are watching already")
         self._is_over = asyncio.Event()
 

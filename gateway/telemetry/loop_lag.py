@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 CHECK_INTERVAL_S = 0.02
-"""The measured length of a stall is too short by at most this time."""
+"""The time between two checks of the loop. The measured length of a stall is too short by at most this time."""
 REPORT_INTERVAL_S = 0.25
 LONGEST_S = 60.0
 

@@ -55,7 +55,7 @@ class LastMinute:
     """One value for each complete second, oldest first. Latencies are null for seconds without tokens."""
 
     newest: int
-    """Number of the newest second; its origin is arbitrary."""
+    """Number of the newest second. Seconds are numbered from an arbitrary moment."""
     tokens: tuple[int, ...]
     finished: tuple[int, ...]
     ttft_p50_s: tuple[float | None, ...]

@@ -73,8 +73,9 @@ def _attempt(record: RequestRecord, attempt: Attempt, began_s: float, ended_s: f
 def _until_first_token(
     record: RequestRecord, transfers: list[SeenTransfer], began_s: float, ended_s: float
 ) -> list[TimelineStage]:
-    """The stages until the first token; none if another attempt brought this token. If a load failed, the decode
-    worker computed the prompt after its wait for the load. Otherwise such a wait comes after the prefill."""
+    """The stages until the first token; none if another attempt brought this token. If a load failed, the decode worker
+    first waited for this load and then computed the prompt, so the stages begin after the wait. Otherwise, a wait for a
+    load comes after these stages."""
     parts, ttft_s = record.ttft_parts, record.ttft_s
     if parts is None or ttft_s is None or not began_s < ttft_s <= ended_s:
         return []

@@ -19,7 +19,7 @@ MAX_PENDING_TOKENS = 64
 """This many tokens without text cannot belong to one incomplete character. DecodeStream decodes all pending tokens
 again at every further token, so more of them would cost time."""
 MAX_CHARACTER_TOKENS = 4
-"""A character has at most four bytes, and a token at least one."""
+"""A character has at most this many tokens: it has at most four bytes, and a token has at least one."""
 
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 
@@ -111,9 +111,9 @@ class StopStrings:
     """Looks for stop strings in a stream of text, and holds back text that may be the beginning of one.
 
     This is an automaton over all stop strings (Aho and Corasick, 1975). It adds states only when the text
-    needs them. Each character takes a few steps, even if there are many or long stop strings. A state stands
-    for the longest suffix of the text that is the beginning of a stop string. Its number is
-    `first * stride + length`, where `first` is the first of the sorted stop strings with this beginning.
+    needs them. Each character takes a few steps, even if there are many or long stop strings. A state stands for the
+    longest suffix of the text that is the beginning of a stop string. The state's number is `first * stride + length`,
+    where `first` is the first of the sorted stop strings with this beginning.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

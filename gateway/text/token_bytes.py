@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A byte in vocabularies with byte fallback."""
+"""How vocabularies with byte fallback write a token that is one byte."""
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet of byte-level vocabularies: printable bytes map to themselves, all other bytes to the characters
-    from 256 on (`bytes_to_unicode` of openai/gpt-2, encoder.py)."""
+    """GPT-2's alphabet of byte-level vocabularies, from characters to bytes. Printable bytes are written as themselves,
+    all other bytes as the characters from 256 on (`bytes_to_unicode` of openai/gpt-2, encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -29,8 +29,8 @@ ERROR = "Error: "
 """Written before the result of a failed call, because chat templates cannot mark a failure in another way."""
 
 BILLING = "x-anthropic-billing-header:"
-"""Begins a line before Claude Code's system prompt. The line is for Anthropic's accounting, and differs in each
-request. With this line, no prompt could share a cached prefix with an earlier one."""
+"""The beginning of a line that Claude Code puts before its system prompt. The line is for Anthropic's accounting, and
+differs in each request. With this line, no prompt could share a cached prefix with an earlier one."""
 
 Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
 Numbered = Sequence[tuple[int, Turn]]

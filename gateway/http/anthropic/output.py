@@ -8,7 +8,7 @@ from gateway.conversation import ReasoningOptions
 from gateway.http.body import Body
 
 Display = Literal["summarized", "omitted", "updates"]
-"""`updates` is a value of the beta API, which Claude Code sends."""
+"""How much of the thinking the client gets. Claude Code sends `updates`, a value of the beta API."""
 
 
 class EnabledThinking(Body):
@@ -42,7 +42,7 @@ Thinking = Annotated[EnabledThinking | AdaptiveThinking | DisabledThinking, Fiel
 
 
 class JsonFormat(Body):
-    """A JSON value that the schema admits."""
+    """The text must be a JSON value that the schema admits."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")

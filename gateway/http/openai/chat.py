@@ -53,8 +53,9 @@ class ChatAnswer(OpenAIAnswer):
         texts: Sequence[TokenParts] | None = None,
     ) -> None:
         """`tokens` writes log-probabilities; None if the client does not want them. `parsers`: an entry for each
-        choice; None if the choice is only text. `may_call`: answers may have calls. `texts`: for each choice, what
-        finds the tokens of its text, if only these have log-probabilities; None: all tokens have them."""
+        choice; None if the choice is only text. `may_call`: answers may have calls. `texts`: for each choice, the
+        TokenParts that find the tokens of its text; only these tokens then have log-probabilities. None: all tokens
+        have them."""
         logprobs = None if tokens is None else [tokens] * len(parsers)
         super().__init__(head, count, options, len(parsers), logprobs, ranked_tokens)
         self._parsers = parsers

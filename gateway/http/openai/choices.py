@@ -32,7 +32,7 @@ class UsageCount:
 
     @classmethod
     def of(cls, requests: Sequence[GatewayRequest], num_samples: int, *, counts_reasoning: bool) -> Self:
-        """`requests` contains `num_samples` requests for each prompt."""
+        """The count for the answers to `requests`, which contains `num_samples` requests for each prompt."""
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests[::num_samples])
         reasoning = [ReasoningCount(request) for request in requests] if counts_reasoning else None
         return cls(num_prompt_tokens, num_samples, reasoning)
@@ -73,7 +73,7 @@ class Collected:
     parts: AnswerParts = field(default_factory=AnswerParts)
 
     def on_delta(self, delta: Delta, events: Iterable[AnswerEvent] | None) -> None:
-        """`events`: the delta's events; None if the answer is only text."""
+        """Adds a delta. `events`: the delta's events; None if the answer is only text."""
         if events is None:
             self.parts.add_text(delta.text)
         else:

@@ -11,7 +11,7 @@ from gateway.http.body import NotSupported, TokenId
 from gateway.http.openai.fields import GenerationFields
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default."""
+"""The default of `max_tokens`, as in OpenAI's API."""
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]

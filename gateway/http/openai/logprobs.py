@@ -225,7 +225,8 @@ class RankedTokens:
         yield "]"
 
     def _position(self, row: Row, own_rank: int) -> str:
-        """The token itself, then the most likely ones, the most likely first, without repeating the token itself."""
+        """The JSON of one position: the token itself, then the most likely tokens in order, without the token
+        itself."""
         entries = {row[0][0]: self._entry(row[0][0], row[1][0], own_rank)}
         for rank, (token_id, number) in enumerate(zip(row[0][1:], row[1][1:], strict=True), 1):
             if token_id not in entries:

@@ -148,7 +148,8 @@ class OpenAIAnswer(ABC):
         reason: str = "null",
         usage: Usage | None = None,
     ) -> str:
-        """`content`: the JSON between a choice's index and log-probabilities."""
+        """An event of a stream, with one choice. `content`: the JSON between the choice's index and its
+        log-probabilities."""
         end = self._no_usage if usage is None else f',"usage":{usage_json(usage)}'
         return f'{self._start}{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":{reason}}}]{end}}}\n\n'
 

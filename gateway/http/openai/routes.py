@@ -134,13 +134,13 @@ class OpenAIRoutes:
             await budget.pause_if_spent()
         if not body.stream:
             check_whole_answer(gateway_requests, names)
-        # While later prompts were tokenized, the time of the first requests ran, too.
+        # Tokenizing all prompts took some of the client's time, so each request gets the time that is left now.
         return [replace(gateway_request, timeout_s=call.time_left_s) for gateway_request in gateway_requests]
 
     def _logprobs_writer(
         self, body: CompletionRequest, prompt_token_ids: Sequence[int], echo: str, is_text: bool
     ) -> CompletionLogprobsStream:
-        """`is_text`: the client sent the prompt as text."""
+        """The writer of one choice's log-probabilities. `is_text`: the client sent the prompt as text."""
         skips = not body.keep_special_tokens
         echoed = None
         if body.echo:

@@ -53,7 +53,7 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
     names: dict[str, tuple[str | None, str]] = {}
     turn_of: dict[str, int] = {}  # for each call, the number of messages up to its turn
     thoughts: defaultdict[int, list[str]] = defaultdict(list)  # by the number of messages up to their turn
-    calls: defaultdict[int, list[ToolCall]] = defaultdict(list)  # in the same way
+    calls: defaultdict[int, list[ToolCall]] = defaultdict(list)  # also by this number
     for item in items:
         turn = messages[-1] if messages and messages[-1].role == "assistant" else None
         match item:
@@ -97,7 +97,8 @@ def _new_turn(messages: list[ChatMessage]) -> ChatMessage:
 def _from_other_item(
     item: MessageItem | FunctionCallOutputItem, names: Mapping[str, tuple[str | None, str]]
 ) -> ChatMessage:
-    """`names`: the namespace and the name of each earlier call, by its id."""
+    """The message for an item that is not the assistant's. `names`: the namespace and the name of each earlier call, by
+    the call's id."""
     if isinstance(item, MessageItem):
         return ChatMessage("system" if item.role == "developer" else item.role, item.text)
     if item.call_id not in names:

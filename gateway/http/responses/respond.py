@@ -42,7 +42,7 @@ class Generation:
     history: History
     own_items: Sequence[dict[str, Any]]
     stored_by: RunningResponses | None
-    """None: the response is not stored."""
+    """Stores the response. None: the response is not stored."""
     namespaces: Mapping[str, tuple[str, str]]
     """For each function's name that the model knows: the function's namespace, and its name there."""
 
