@@ -144,7 +144,7 @@ def _renew_s(_: object, patience: Patience) -> float:
 
 
 async def _configuration(fleet: InProcessControl) -> FleetConfiguration:
-    if fleet.is_ending:  # its owner may have died since
+    if fleet.is_ending:  # the owner that began the end may have died since
         raise ClusterError(_IS_ENDING)
     return fleet.configuration
 
@@ -233,12 +233,14 @@ class Carrier(Protocol):
 
     @property
     def connection(self) -> int:
-        """The number of the connection: a new connection may lead to another fleet."""
+        """The number of the current connection. It changes with each new connection, which may lead to another
+        fleet."""
         ...
 
     @property
     def refusal(self) -> str | None:
-        """Why one end refuses the other, e.g. another secret. Only a restart of the other end can change this."""
+        """Why one end refuses the other, e.g. because the secrets differ; None if neither does. Only a restart of the
+        other end can change this."""
         ...
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
@@ -282,7 +284,7 @@ class ControlClient:
         self.patience = Patience.of(unpack_configuration(fleet)[0])
 
     async def _check_fleet(self) -> None:
-        """Compares the fleet of a new connection with the former one."""
+        """After a new connection, checks that the same fleet answers. Raises FleetEnded if it is another fleet."""
         if self._checked_connection == self.carrier.connection:
             return
         former = self._fleet

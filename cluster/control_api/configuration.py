@@ -12,7 +12,7 @@ from baton.system.curve import ClusterKeys
 from baton.worker import WorkerRole
 
 _OWN_SECTIONS = {"gateway", "logging"}
-"""Sections that belong to each process of a cluster."""
+"""Sections in which each process of a cluster has its own configuration."""
 
 _OF_ONE_COMMAND = {
     ("cluster", "drain_timeout_s"),

@@ -35,10 +35,10 @@ async def first_start(
 ) -> None:
     """Returns once every worker serves.
 
-    Raises an error at once if another try would not change it; once `on_serving` was called, only logs such an error as
-    a warning. After `timeout_s`, returns if `on_serving` was called, since the controller keeps trying to start the
-    missing workers; otherwise raises ClusterError. The message is `no_room` if a worker found no room, else the list of
-    workers that are not ready.
+    Raises an error at once if every other try would fail in the same way. Once `on_serving` was called, only logs such
+    an error as a warning. After `timeout_s`, returns if `on_serving` was called, since the controller keeps trying to
+    start the missing workers; otherwise raises ClusterError. The message is `no_room` if a worker found no room, else
+    the list of workers that are not ready.
     """
     report = await control.call(WaitStart(-1, timeout_s))  # waits only for the controller's process to start
     left_s, is_enough, is_warned = timeout_s, False, False

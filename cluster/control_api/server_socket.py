@@ -30,8 +30,8 @@ OnFrames = Callable[[bytes, list[bytes]], None]
 class ServerSocket:
     """Binds its port in the constructor, and serves from `open` to `close`. Belongs to one event loop.
 
-    Messages that arrive too fast wait in bounded queues, then at their senders. libzmq's file descriptors
-    signal a change only once. So all messages are read after each signal, and after each other use of the
+    Messages that arrive too fast first wait in bounded queues here, and then at their senders. libzmq's file
+    descriptors signal a change only once. So all messages are read after each signal, and after each other use of the
     socket (zmq_getsockopt(3), ZMQ_FD).
     """
 
@@ -41,7 +41,7 @@ class ServerSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # More than the replies to all open calls of a connection. A peer that does not read loses replies.
+        # Room for more than the replies to all open calls of a connection. A peer that does not read loses replies.
         self._socket.setsockopt(zmq.SNDHWM, 2 * MAX_CALLS_OF_ONE)
         self._socket.setsockopt(zmq.RCVHWM, 2 * MAX_CALLS_OF_ONE)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

@@ -112,7 +112,8 @@ class Autoscaler:
         return self._standstill.running(self._clock.now())
 
     async def _act(self, change: ScaleDecision | RoleChange) -> None:
-        """A refused change is logged, and tried again if the load still needs it."""
+        """Carries out a change. If this fails, logs the failure; the planner decides the change again if the load still
+        needs it."""
         try:
             if isinstance(change, ScaleDecision):
                 await self._fleet.scale(change.role, change.count)
@@ -165,7 +166,7 @@ class DecisionLog:
         return self.note(decision.sentence)
 
     def _note_wish(self, decision: Decision, change: ScaleDecision | RoleChange, now: float) -> str | None:
-        # Which worker would change its role may vary from one decision to the next.
+        # Two changes of role to the same role count as equal: which worker would change may vary between decisions.
         what = change if isinstance(change, ScaleDecision) else RoleChange
         former, noted_at = self._wishes.get(change.role, (None, now))
         self._wishes[change.role] = (what, now)
@@ -177,7 +178,7 @@ class DecisionLog:
     def _is_new(self, decision: Decision, no_change: NoChange) -> bool:
         if decision.role in self._wishes:
             if no_change is NoChange.COOLING:
-                return False  # the cool-down of a change that was not made
+                return False  # nothing new: the cool-down follows a change that was not made
             if no_change is NoChange.NOT_YET:
-                del self._wishes[decision.role]  # the role was not short in between
+                del self._wishes[decision.role]  # the role was not short then, so its next wish is new
         return (no_change, decision.role) != self._last

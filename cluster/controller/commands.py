@@ -145,8 +145,9 @@ class DrainingNodes:
     async def mark(self, node: str) -> tuple[str, ...]:
         """Marks the nodes of this address or name as draining, and returns the names of the nodes to empty.
 
-        If one of these nodes is Ray's head, the result is all draining nodes: no worker can go on draining without the
-        head. Raises FleetError if no node has this address or name, or if the fleet has no other node.
+        If one of these nodes is Ray's head, the result contains all draining nodes: they must all be empty before the
+        head may end, since no worker can drain without the head. Raises FleetError if no node has this address or name,
+        or if the fleet has no other node.
         """
         alive = [known for known in await self._launcher.nodes() if known.is_alive]
         here = [known for known in alive if node in (known.name, known.address)]

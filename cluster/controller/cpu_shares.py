@@ -62,7 +62,8 @@ class CpuShares:
 
 
 def divide(config: BatonConfig, role: WorkerRole, num_cores: int, num_nodes: int = 1) -> tuple[int, int]:
-    """Threads and cores of each rank of a worker of this role, in a fleet on `num_nodes` machines of `num_cores` cores.
+    """Threads and cores of each rank of a worker of this role, in a fleet on `num_nodes` machines with `num_cores`
+    cores each.
 
     The number of cores is 0 if the fleet has more threads than cores. Then no worker is pinned, and the
     operating system balances the threads.

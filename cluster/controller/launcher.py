@@ -79,8 +79,8 @@ class Launcher(Protocol):
     async def place(self, name: str, role: WorkerRole, number: int) -> Incarnation:
         """Finds room and starts a process for a worker's next incarnation; waits while there is no room.
 
-        A cancelled call leaves nothing behind. Raises ClusterError if waiting cannot help, and NodeDrains if the node
-        of the process must be avoided by now.
+        A cancelled call leaves nothing behind. Raises ClusterError if waiting cannot help, and NodeDrains if `avoid`
+        was called for the node of the process meanwhile.
         """
         ...
 

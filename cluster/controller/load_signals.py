@@ -21,7 +21,7 @@ class Signal:
 
     @property
     def ratio(self) -> float:
-        """Above 1: the target is missed."""
+        """The value divided by its target. Above 1, the target is missed."""
         return self.value / self.target
 
     def __str__(self) -> str:
@@ -50,13 +50,14 @@ def signals(
 def signals_of_fewer(
     config: AutoscalingConfig, observation: Observation, role: WorkerRole, may_have_prefill: bool
 ) -> list[Signal]:
-    """Signals that are no reason for more workers of the role, but that must meet their targets before the role
-    loses one."""
+    """Signals that are no reason for more workers of the role. But they must meet their targets before the role loses a
+    worker."""
     if role is not _role_of_prompts(may_have_prefill):
         return []
     found = _ttft_signals(config, observation, observation.slowest_ttft_s)
     if role is WorkerRole.PREFILL and len(observation.of(role)) == 1:
-        found += _prompt_queue(config, observation, WorkerRole.DECODE)  # decode workers compute prompts then
+        # Without this last prefill worker, decode workers compute the prompts.
+        found += _prompt_queue(config, observation, WorkerRole.DECODE)
     return found
 
 
@@ -80,7 +81,8 @@ def _prompt_queue(config: AutoscalingConfig, observation: Observation, role: Wor
 
 
 def _ttft_signals(config: AutoscalingConfig, observation: Observation, ttft_s: float) -> list[Signal]:
-    """No signal while requests wait for room on a decode worker: more prefill workers do not help them."""
+    """The signal for the time to first token. There is none while requests wait for room on a decode worker, since more
+    prefill workers do not help these requests."""
     queue_target, target = config.target_queue_time_s, config.target_ttft_p99_s
     waits_for_decode_room = queue_target is not None and observation.oldest_queued_s > queue_target
     if target is None or waits_for_decode_room:

@@ -24,7 +24,7 @@ FAR_OFF = 2.0
 """A role that misses its target by this factor grows by half instead of by one worker."""
 
 BUSY = 0.5
-"""Below this utilization of prefill workers, prompts do not wait for them."""
+"""If the utilization of prefill workers is below this, prompts do not wait for prefill workers."""
 
 Bounds = dict[WorkerRole, tuple[int, int]]
 
@@ -69,7 +69,7 @@ class NoChange(Enum):
 
 
 _MAY_TAKE_A_WORKER = (NoChange.NOT_YET, NoChange.CHANGING, NoChange.COOLING, NoChange.FALLING)
-"""In these cases, a role that is short gets no further worker yet, but may soon take one of the other role."""
+"""In these cases, a role that is short gets no further worker yet, but may soon take a worker of the other role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _Role:
     unplaced_since: float | None = None
     """Since when some replica has waited for a node with room."""
     bounded_to: int | None = None
-    """The count within the bounds, while `count` is outside of them."""
+    """While `count` is outside of the bounds: the number of workers that would be within them. Otherwise None."""
     incomplete_since: float | None = None
     """Since when some replica has no serving worker."""
 
@@ -285,7 +285,8 @@ class Planner:
         return since is not None and only_placing and now - since >= self._config.grow_cooldown_s
 
     def _shrink(self, role: _Role, now: float, may_be_taken: bool) -> Iterator[Decision]:
-        """`may_be_taken`: the other role may soon take a spare worker of this one, so such a worker stays."""
+        """The decision to remove a worker of this role, if one is spare. `may_be_taken`: the other role may soon take a
+        spare worker of this role, so such a worker stays."""
         config = self._config
         has_cooled = now - role.decided_at >= config.shrink_cooldown_s
         if (

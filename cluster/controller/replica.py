@@ -75,10 +75,10 @@ class Replica:
     next_start_at: float | None = None
 
     def move(self, state: ReplicaState) -> None:
-        """The one place where a replica changes its state."""
+        """Changes the state. All changes of a replica's state are made here."""
         assert state in MOVES[self.state], f"{self.name}: {self.state} -> {state}"
         if self.state is ReplicaState.DRAINING:
-            self.last_failure = ""  # this incarnation ended as asked
+            self.last_failure = ""  # the incarnation ended because a command asked for it
         self.state = state
         if state in (ReplicaState.PLACING, *_ENDED):
             self.node = ""

@@ -82,7 +82,7 @@ class RoleWatch:
             self._earlier.popleft()
 
     def report_missing(self) -> None:
-        """There is no report of the fleet. All durations begin anew with the next observation."""
+        """Call it if there is no report of the fleet. All durations then begin anew with the next observation."""
         self._missed_since = self._calm_since = None
 
     def remember_overload(self, num_serving: int) -> None:
@@ -149,7 +149,8 @@ class RoleWatch:
         return _Work(now, sum(_tokens_per_s(status) for status in statuses), used)
 
     def _bearable(self) -> float:
-        """The most work that one worker may have; infinite for decode workers while no limit is known."""
+        """The most work that one worker of this role may have. Without a known limit, this is infinite for decode
+        workers."""
         at_most = ROOM_TO_SPARE if self._role is WorkerRole.PREFILL else float("inf")
         if self._limit is None:
             return at_most

@@ -78,7 +78,7 @@ class Supervisor:
         self.endpoint: WorkerEndpoint | None = None
         """Set while the worker serves or drains."""
         self.status: WorkerStatus | None = None
-        """From the worker's last answer."""
+        """The status in the worker's last answer."""
         self.progress: StartProgress | None = None
         self.failure: BatonError | None = None
         """Why the latest incarnation failed, if it did."""
@@ -119,7 +119,7 @@ class Supervisor:
                     incarnation = await self._place(ready)
                     self._serve(ready or Found(incarnation, await self._next.start(incarnation)))
                     await self._watch(incarnation)
-                except Exception as error:  # also unexpected ones: the replica must not stay empty
+                except Exception as error:  # even an unexpected error: the replica must not stay empty
                     failure = _as_failure(error)
                     served_s = self._served_s()
                     await self._end_incarnation(str(failure), timeout_s=0.0)
@@ -170,7 +170,7 @@ class Supervisor:
                     await incarnation.call(SetRole(role, self._patience.drain_s))
             except (TimeoutError, BatonError) as error:
                 reason = self._why_ended(endpoint) or str(error) or "it did not answer in time"
-                await self._ask_status(incarnation)  # it may still drain, for another reason
+                await self._ask_status(incarnation)  # the worker may still be draining for another reason
                 raise FleetError(
                     f"worker {self.replica.name} remains a {endpoint.role.value} worker: {reason}"
                 ) from None
@@ -222,7 +222,7 @@ class Supervisor:
                 await self._drain_and_end(incarnation)
 
     async def _ask_status(self, incarnation: Incarnation) -> None:
-        """Asks what the worker is doing now. `run` notices what is wrong with a worker that does not answer."""
+        """Asks what the worker is doing now. Ignores errors, since `run` handles a worker that does not answer."""
         with contextlib.suppress(TimeoutError, BatonError):
             async with awake_timeout(self._patience.unresponsive_s):
                 self.status = await incarnation.call(WaitStatus(_SOON_S))

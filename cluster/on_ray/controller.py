@@ -114,8 +114,8 @@ class OwnedController:
 def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedController:
     """Starts a new fleet in this driver's namespace; its controller begins to start the workers.
 
-    Raises ClusterError if a fleet of this name exists. If two commands run at the same time, Ray gives the
-    controller's name to only one of them. Nothing else is started before that. Also raises ClusterError, and ends
+    Raises ClusterError if a fleet of this name exists. If two commands run at the same time, Ray gives the controller's
+    name to only one of them. A command starts nothing else before it has this name. Also raises ClusterError, and ends
     the new fleet, if Ray cannot store who owns it.
     """
     actor = as_actor(

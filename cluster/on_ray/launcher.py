@@ -53,7 +53,8 @@ class RayLauncher:
         self._shares = CpuShares(config)
         self._avoided: tuple[str, ...] = ()
         self._incarnations: list[RayIncarnation] = []
-        """A worker may have two incarnations: the next one starts while the present one serves."""
+        """The incarnations of all workers. A worker may have two of them, if the next one starts while the present one
+        serves."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> RayIncarnation:
         rooms = await self._rooms()

@@ -32,7 +32,7 @@ from cluster.on_ray.driver_patches import fewer_processes, own_signals
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 100 * 2**20
-"""Baton puts almost nothing into Ray's object store, and Ray refuses less than 75 MiB."""
+"""Size of a private Ray's object store. Baton puts almost nothing into it, and Ray refuses less than 75 MiB."""
 
 _SYSTEM_CONFIG: dict[str, int | bool] = {
     # With these values, a lost node is noticed after a few seconds; with Ray's own, after 16 s.
@@ -184,7 +184,7 @@ def _start(ray: ModuleType, folder: Path, config: ClusterConfig, num_ranks: int,
 
 
 def _join(ray: ModuleType, config: ClusterConfig) -> None:
-    """Retries until the cluster answers or the time is over."""
+    """Joins the cluster. Tries again until the cluster answers, for at most `ray_timeout_s`."""
     # Workers run the code of this checkout, whatever the cluster's nodes have installed.
     modules = [str(_ROOT / package) for package in _PACKAGES]
     # Excludes compiled files, which would make a different package each time.
@@ -209,7 +209,8 @@ def _join(ray: ModuleType, config: ClusterConfig) -> None:
 
 
 def _probe(address: str) -> None:
-    """Fails fast if nothing listens at the address: Ray itself would retry for more than a minute."""
+    """Raises ClusterError if nothing listens at the address. Without this check, Ray would retry for more than a
+    minute."""
     match = re.fullmatch(r"([^:/]+):(\d+)", address)
     if match is None:
         return  # `auto`, or an address that only Ray can check

@@ -12,7 +12,7 @@ fail() {
     exit 1
 }
 
-# The third of: client's address, client's port, server's address, server's port.
+# The third word of SSH_CONNECTION, which is: client's address, client's port, server's address, server's port.
 own_address() {
     [ -n "${SSH_CONNECTION:-}" ] || fail "SSH_CONNECTION is not set; it has to be run over ssh, as ray up does"
     cut --delimiter=' ' --fields=3 <<<"$SSH_CONNECTION"

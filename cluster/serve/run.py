@@ -59,7 +59,7 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
         secret = load_secret(config.network, os.environ, may_create=True)
         keys = derive_keys(secret)
         config, model_path = resolve_model(config, screen)
-        stack.callback(remove_unused_files)  # runs last; a worker that was killed while it loaded left one
+        stack.callback(remove_unused_files)  # runs last: a worker killed while loading may have left some
         fleet = make_fleet(config, secret, model_path, screen, stack)
         # Loading begins only once Ray runs: otherwise Ray's start would wait for the interpreter's lock. From
         # now on, this process only waits for workers.
@@ -139,7 +139,7 @@ def run_fleet(
         check_owner(config, "fleet")
         secret = load_secret(config.network, os.environ, may_create=True)
         config, model_path = resolve_model(config, screen)
-        stack.callback(remove_unused_files)  # runs last; a worker that was killed while it loaded left one
+        stack.callback(remove_unused_files)  # runs last: a worker killed while loading may have left some
         fleet = make_fleet(config, secret, model_path, screen, stack)
         keys = derive_fleet_keys(secret)
         signals.run(_run_fleet(config, keys, fleet, screen, while_open, reread, signals))
