@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 DONE, REFUSED, USAGE = 0, 1, 2
 INTERRUPTED = 130
 READER_LEFT = 141
-"""The reader of stdout has ended. A shell reports the same code for a process that SIGPIPE ended."""
+"""Exit code if the reader of stdout has ended. A shell reports the same code for a process that SIGPIPE ended."""
 UNWRITABLE = 74
-"""EX_IOERR of sysexits.h: stdout cannot be written, for example to a full disk."""
+"""Exit code if stdout cannot be written, for example because the disk is full (EX_IOERR of sysexits.h)."""
 
 KEY_ADVICE = "pass an API key with --api-key-file, or in the environment variable BATON_API_KEY"
 
@@ -112,7 +112,8 @@ def _foreign_package(module: str) -> str | None:
 
 
 def _invalid_utf_8(arguments: Sequence[str]) -> str | None:
-    """The first argument that is not valid UTF-8: Python has lone surrogates in place of its bytes."""
+    """The first argument that is not valid UTF-8, in which Python writes lone surrogates for the invalid bytes; None if
+    all are valid."""
     for argument in arguments:
         try:
             argument.encode()
@@ -194,7 +195,7 @@ def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
     if (trace_dir := config.engine.trace_dir) is not None:
         changed["engine"] = config.engine.model_copy(update={"trace_dir": str(here / trace_dir)})
     draft_model = config.speculation.draft_model
-    if draft_model is not None and (here / draft_model).exists():  # otherwise it is a name
+    if draft_model is not None and (here / draft_model).exists():  # otherwise it is the name of a model
         path = str(here / draft_model)
         changed["speculation"] = config.speculation.model_copy(update={"draft_model": path})
     return config.model_copy(update=changed)

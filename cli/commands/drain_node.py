@@ -77,7 +77,8 @@ async def _ask_control_server(address: str, node: str, timeout_s: float, network
 
 
 def _too_late(node: str, timeout_s: float, problem: str = "") -> FleetError:
-    """`problem`: why the last try to send the command failed."""
+    """The error if the node still has workers after `timeout_s`. `problem`: why the last try to send the command
+    failed."""
     why = f"; {problem}" if problem else ""
     return FleetError(
         f"the workers of node {node} did not leave the node within {timeout_s:g} s (--timeout); if the drain has "

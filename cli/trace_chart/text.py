@@ -232,7 +232,7 @@ def _heading(panel: Panel) -> Text:
 
 
 def _cell(piece: Piece) -> tuple[str, str, str]:
-    """The text before the tokens, the tokens, and the number of equal steps, as texts."""
+    """Three texts of a cell: what comes before the tokens, the tokens, and the number of equal steps."""
     lead = _RESUMED if piece.is_resumed else ""
     if piece.num_cached_tokens:
         lead += f"{piece.num_cached_tokens}+"

@@ -58,7 +58,7 @@ def transfers(
 def path_rates(
     previous: dict[str, Any] | None, current: dict[str, Any], elapsed_s: float
 ) -> Iterator[tuple[str, int, float | None]]:
-    """(path, finished requests, requests per second) of the gateway."""
+    """For each path of the gateway: its name, the number of finished requests, and requests per second."""
     before = previous["gateway"]["paths"] if previous else {}
     for path, count in current["gateway"]["paths"].items():
         is_comparable = previous is not None and elapsed_s > 0

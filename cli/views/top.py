@@ -33,7 +33,7 @@ class TopView:
     height: int | None = None
     """Lines of the screen; None shows everything."""
     notice: str = ""
-    """The reason why there is no newer description."""
+    """Why there is no newer description; empty if `current` is up to date."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, is_wide = options.max_width, options.max_width >= words.WIDE

@@ -70,15 +70,16 @@ def threads_text(worker: dict[str, Any]) -> str:
 
 
 def dtypes_text(description: dict[str, Any]) -> str:
-    """`float32, KV in bfloat16`, or only the first if both have the same type."""
+    """The data types of the model and of the KV cache, such as `float32, KV in bfloat16`; only `float32` if both are
+    the same."""
     dtype, of_kv = description["dtype"], description["kv_cache_dtype"]
     return dtype if of_kv in ("", dtype) else f"{dtype}, KV in {of_kv}"
 
 
 def weights_text(workers: list[dict[str, Any]]) -> str:
-    """`, int8 weights` if all workers with a process use int8.
+    """How the workers store their weights, such as `, int8 weights` if all workers with a process use int8.
 
-    If they differ, each kind with the workers' names.
+    If workers differ, each kind is followed by the names of its workers.
     """
     names: dict[str, list[str]] = {}
     for worker in workers:
@@ -91,7 +92,7 @@ def weights_text(workers: list[dict[str, Any]]) -> str:
 
 
 def failures(description: dict[str, Any]) -> list[tuple[str, str]]:
-    """(worker, its last failure in one line) for every worker that has failed."""
+    """For every worker that has failed: its name, and its last failure in one line."""
     found = []
     for worker in description["workers"]:
         what = worker["failure"] or (worker["slot"] or {}).get("last_failure")
@@ -135,7 +136,7 @@ def outcomes_text(counters: dict[str, int]) -> str:
 
 
 def amount(value: float) -> str:
-    """9.5, 340, 1.2k, 34k, 1.2M: at most four characters, so that columns keep their places."""
+    """The value in at most four characters, such as 9.5, 340, 1.2k, 34k or 1.2M, so that columns keep their places."""
     for unit, size in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9)):
         scaled = value / size
         if scaled < 9.95:
