@@ -49,5 +49,5 @@ def extend_block_hashes(
 
 
 def _root(cache_salt: str | None) -> bytes:
-    """The parent of block 0. No salt and an empty salt differ; every later block inherits the difference."""
+    """The parent of block 0. It differs between no salt and an empty salt. So the hashes of all blocks differ, too."""
     return b"" if cache_salt is None else b"salt:" + blake2b(cache_salt.encode()).digest()

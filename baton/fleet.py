@@ -41,7 +41,7 @@ class ReplicaDescription:
     last_failure: str = ""
     """Why the last incarnation that ended has failed; empty if it ended as requested."""
     next_start_in_s: float | None = None
-    """Set in the states BACKING_OFF and CRASH_LOOP."""
+    """Seconds until the next process may begin. None, except in the states BACKING_OFF and CRASH_LOOP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class CacheFlush:
 
     worker: str
     obstacle: str = ""
-    """Why the cache was not emptied; no text if it was."""
+    """Why the cache was not emptied; empty if it was emptied."""
 
     @property
     def is_flushed(self) -> bool:

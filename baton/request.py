@@ -144,7 +144,7 @@ class PackedLogprobs:
             yield TokenLogprobs(token_ids[own], logprobs[own], rank, top)
 
     def __getitem__(self, positions: slice) -> "PackedLogprobs":
-        """Consecutive positions."""
+        """The log-probabilities at these positions, which must be consecutive."""
         first, end, _ = positions.indices(len(self))
         width = len(self.token_ids) // max(1, len(self))
         of_tokens = slice(first * width, end * width)

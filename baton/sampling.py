@@ -15,7 +15,7 @@ MAX_STOP_CHARACTERS = 1_000
 """Limit for one stop string, since every new token's text is compared with all of them."""
 MAX_STOP_TOKEN_IDS = 128
 MIN_REPETITION_PENALTY = 0.01
-"""A logit that is divided by a much smaller number becomes infinite."""
+"""The smallest penalty. A logit that is divided by a much smaller number becomes infinite."""
 MAX_LOGIT_BIAS = 1_024
 """The most tokens with a bias."""
 MAX_GRAMMAR_CHARACTERS = 100_000
@@ -140,7 +140,8 @@ def _require_within(name: str, value: float, low: float, high: float) -> None:
 
 
 def _require_at_most(name: str, count: int, most: int, allowed: str) -> None:
-    """`allowed` has a pair of braces where the limit belongs."""
+    """Refuses a field whose `count` is above `most`. `allowed`: the text of the error, with braces in place of the
+    limit."""
     if count > most:
         _refuse(name, count, allowed.format(most))
 

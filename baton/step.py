@@ -67,7 +67,7 @@ class SchedulerOutput:
     swap_in: tuple[tuple[int, int], ...] = ()
     """(host block, block) pairs to copy next, before the step computes; their requests are resumed."""
     step: int = 0
-    """Counts the plans of one scheduler."""
+    """The number of this plan among the plans of its scheduler."""
     scheduled_spec_decode_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By request: the drafts that this step verifies. They are the last of its `num_scheduled_tokens` tokens."""
     forced_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -76,7 +76,8 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute or copy, and no preemption; the runner may still have requests to forget."""
+        """Whether the step has nothing to compute or copy, and no preemption. The runner may still have requests to
+        forget."""
         return not (self.num_scheduled_tokens or self.preempted_req_ids)
 
     def num_computed_tokens(self) -> dict[str, int]:

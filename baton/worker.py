@@ -30,7 +30,7 @@ class WorkerState(Enum):
 
     @property
     def has_ended(self) -> bool:
-        """The worker has ended. Its requests and blocks are lost, unless it gave them back before."""
+        """Whether the worker has ended. Its requests and blocks are then lost, unless it gave them back before."""
         return self in (WorkerState.STOPPED, WorkerState.DEAD, WorkerState.HUNG)
 
 

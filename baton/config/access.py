@@ -39,10 +39,11 @@ class ApiKey(Section):
     be used at once. A request begins if any token is left, and may use more than are left. Then further requests are
     refused until enough time has passed for the excess."""
     max_concurrent: int | None = Field(None, ge=1)
-    """Requests at once at each gateway, waiting ones included; each of a request's `n` answers counts as one."""
+    """The most requests at once at each gateway, waiting ones included; each of a request's `n` answers counts as
+    one."""
     best_priority: int = 0
-    """The best priority that its requests get; lower values go first. With 10, they come behind requests of default
-    priority 0. With -5, requests may ask for -5 but no lower."""
+    """The best priority that the key's requests get; lower values go first. With 10, the requests come behind requests
+    of the default priority 0. With -5, a request may ask for -5, but for no lower value."""
 
     @model_validator(mode="before")
     @classmethod

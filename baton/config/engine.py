@@ -48,7 +48,7 @@ class EngineConfig(Section):
     ranks need not divide an expert's intermediate size. Attention and shared experts are divided in either case.
     `cluster.prefill_enable_expert_parallel` and `cluster.decode_enable_expert_parallel` override it."""
     rank_timeout_s: float = Field(60.0, gt=0.0)
-    """A worker fails if one of its ranks waits this long for another."""
+    """A worker fails if one of its ranks waits this long for another rank."""
     progress_timeout_s: float = Field(120.0, gt=0.0)
     """A worker reports `hung` and ends if a step takes this long. The worker learns a shorter limit from its own steps:
     20 times the longest recent step, and more for a larger step, in proportion. This limit is at least 10 s on a CPU,
@@ -69,8 +69,8 @@ class EngineConfig(Section):
     """`auto`: like `model.dtype`. One exception: `bfloat16` if `model.dtype`, left at its own `auto`, becomes float32
     on a CPU that has Baton's own kernels. `bfloat16`, on CPUs with `model.dtype: float32`: keys and values are rounded
     to 16 bits, and all arithmetic stays in float32. `fp8`: 8-bit floats (e4m3), after a division by the checkpoint's
-    `k_scale` and `v_scale`, if it has them. Half as many bits hold twice the tokens in the same memory, and halve the
-    bytes of a hand-over. Prefill and decode workers must use the same value."""
+    `k_scale` and `v_scale`, if it has them. With half as many bits, the same memory holds twice as many tokens, and a
+    hand-over has half as many bytes. Prefill and decode workers must use the same value."""
     swap_space_mib: int = Field(256, ge=1)
     """With `scheduler.preemption: swap`: host memory for the KV of preempted requests, unless
     `scheduler.num_swap_blocks` says how much."""

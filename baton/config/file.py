@@ -123,7 +123,8 @@ class BatonConfig(Section):
             )
 
     def _check_room_for_drafts(self) -> None:
-        """A request with one draft computes two tokens, and requests with drafts use at most half of a step."""
+        """Checks that a step has room for a request with drafts. With one draft, a request computes two tokens, and all
+        requests with drafts together may use at most half of a step."""
         if self.speculation.method == "off":
             return
         scheduler, method = self.scheduler, self.speculation.method
@@ -150,7 +151,8 @@ class BatonConfig(Section):
         return {key: budget for key, budget in budgets.items() if budget is not None}
 
     def _check_whole_prompts(self) -> None:
-        """The check that the section `scheduler` makes of its budget, for each role's own budget."""
+        """Checks that each role's own step budget holds a whole prompt, if prompts are not split. The section
+        `scheduler` checks its own budget in the same way."""
         length = self.scheduler.max_model_len
         if self.scheduler.enable_chunked_prefill or length is None:
             return

@@ -25,7 +25,8 @@ class SchedulerConfig(Section):
     long_prefill_token_threshold: int = Field(0, ge=0)
     """Most tokens of one request in one step; 0 means no limit."""
     enable_chunked_prefill: bool = True
-    """Split a prompt that does not fit a step. If false, only `long_prefill_token_threshold` splits it, as in vLLM."""
+    """Split a prompt that does not fit into one step. If false, only `long_prefill_token_threshold` splits prompts, as
+    in vLLM."""
     enable_prefix_caching: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     """`priority`: lower values go first, and equal ones in the order of arrival. The running request with the worst
@@ -91,5 +92,5 @@ class SchedulerConfig(Section):
 
     @property
     def splits_prompts(self) -> bool:
-        """Whether a prompt that does not fit a step is computed in several."""
+        """Whether a prompt that does not fit into one step is computed in several steps."""
         return self.batching == "unified" and self.enable_chunked_prefill

@@ -11,7 +11,7 @@ KEYS: dict[str, set[str]] = {
     "ngram": {"num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"},
     "draft_model": {"num_speculative_tokens", "draft_model", "draft_quantization", "draft_layers"},
 }
-"""The keys that only some methods have, by method."""
+"""By method: the keys that it uses, among the keys that only some methods use."""
 
 
 def _without_effect(method: str) -> set[str]:
@@ -48,7 +48,7 @@ class SpeculationConfig(Section):
     @field_validator("method", mode="before")
     @classmethod
     def _read_yaml(cls, method: object) -> object:
-        """YAML 1.1 reads a bare `off` as false."""
+        """Accepts false as `off`, since YAML 1.1 reads a bare `off` as false."""
         return "off" if method is False else method
 
     @model_validator(mode="after")

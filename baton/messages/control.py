@@ -78,7 +78,7 @@ _ERRORS: dict[str, type[BatonError]] = {
 """Errors that keep their type on the way, each before the types it derives from. All others arrive as ClusterErrors."""
 
 _MAX_REASON = 4096
-"""Characters of an error's message."""
+"""The most characters of an error's message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from baton.messages.control import CONTROL_PLANE_VERSION, CallFailure, ControlRe
 from baton.messages.wire import Codec, unpack
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""A description or a report of a thousand workers has some hundred kilobytes to a few megabytes."""
+"""The largest message. A description or a report of a thousand workers has some hundred kilobytes to a few
+megabytes."""
 
 R = TypeVar("R")
 
@@ -67,7 +68,7 @@ REPLY_FRAMES: Codec[Reply] = Codec(AnswerFrame, FailureFrame, max_bytes=MAX_MESS
 
 
 class ControlCodec:
-    """The messages of a closed set of calls, as the payload of frames."""
+    """Encodes and decodes the messages of a closed set of calls, as the payload of frames."""
 
     def __init__(self, requests: Iterable[type[ControlRequest[Any]]]) -> None:
         kinds = tuple(requests)

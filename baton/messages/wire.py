@@ -80,7 +80,8 @@ def unpack(data: bytes | memoryview) -> Any:
 
 
 def _dataclass_encoder(kind: type[Any]) -> Convert:
-    """Encodes a dataclass as a list of its fields, with calls only for fields that msgpack cannot pack as they are."""
+    """A function that encodes a dataclass as a list of its fields. It converts only fields that msgpack cannot pack as
+    they are."""
     hints = get_type_hints(kind)
     names = [f.name for f in fields(kind)]
     encoders = [(index, _encoder(hints[name])) for index, name in enumerate(names)]
@@ -98,7 +99,7 @@ def _dataclass_encoder(kind: type[Any]) -> Convert:
 
 
 def _reader(names: list[str]) -> Callable[[Any], list[Any]]:
-    """Reads these attributes of an object."""
+    """A function that reads these attributes of an object, and returns their values as a list."""
     if len(names) > 1:
         read = attrgetter(*names)
         return lambda value: list(read(value))
@@ -106,7 +107,8 @@ def _reader(names: list[str]) -> Callable[[Any], list[Any]]:
 
 
 def _dataclass_decoder(kind: type[Any]) -> Convert:
-    """Decodes a dataclass from the list of its fields. Skips defaults: most fields of a RequestOutput have theirs."""
+    """A function that decodes a dataclass from the list of its fields. It skips fields that have their default, as most
+    fields of a RequestOutput do."""
     hints = get_type_hints(kind)
     plan = [(f.name, f.default, _decoder(hints[f.name])) for f in fields(kind)]
 
@@ -115,7 +117,7 @@ def _dataclass_decoder(kind: type[Any]) -> Convert:
             raise WireError(f": expected {len(plan)} fields, got {_brief(values)}")
         arguments = {}
         for (name, default, convert), value in zip(plan, values, strict=True):
-            if value is default:  # None, a flag or a small number: the constructor knows it
+            if value is default:  # None, a flag or a small number; the constructor sets it
                 continue
             try:
                 arguments[name] = convert(value)
@@ -141,7 +143,7 @@ def _encoder(hint: Any) -> Convert:
     if is_dataclass(hint):
         return _dataclass_encoder(_as_type(hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return attrgetter("_value_")  # `value` is a property, and several calls
+        return attrgetter("_value_")  # `value` is a property, which costs several calls
     if get_origin(hint) in (tuple, frozenset):
         item = get_args(hint)[0]
         if len(get_args(hint)) == 2 and get_args(hint)[1] is Ellipsis and item in (int, str, float):

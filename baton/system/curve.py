@@ -114,7 +114,7 @@ def derive_fleet_keys(secret: ClusterSecret | None) -> PlaneKeys | None:
 def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
     """Lets a socket connect only to servers with this plane's keys; without keys, does nothing.
 
-    Call before `connect`, after setting MAXMSGSIZE.
+    Call this before `connect`, but after MAXMSGSIZE is set.
     """
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
@@ -127,8 +127,8 @@ class PeerAuthenticator:
     """Admits only this plane's clients to a server socket, and counts refused clients. Without keys, admits all
     clients.
 
-    Create it before `bind`, after setting MAXMSGSIZE, and at most once per zmq.Context. It belongs to the thread that
-    polls the socket: handshakes wait until that thread calls `attend`, and need no thread of their own.
+    Create it before `bind`, but after MAXMSGSIZE is set, and at most once per zmq.Context. It belongs to the thread
+    that polls the socket: handshakes wait until that thread calls `attend`, and need no thread of their own.
     """
 
     def __init__(self, name: str, socket: "zmq.Socket[bytes]", keys: PlaneKeys | None) -> None:
@@ -166,7 +166,7 @@ class PeerAuthenticator:
             self._count_all()
 
     def close(self) -> None:
-        """Call before closing the socket itself."""
+        """Closes the sockets for handshakes. Call this before the server socket itself is closed."""
         self._socket.disable_monitor()
         for socket in self._sockets:
             socket.close()

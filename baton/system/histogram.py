@@ -35,12 +35,13 @@ class Histogram:
         self._total = 0.0
 
     def add(self, value: float) -> None:
-        """A value belongs to the first bucket whose bound it does not exceed."""
+        """Adds a value to the first bucket whose bound the value does not exceed."""
         self._num_in[bisect_left(self._bounds, value)] += 1
         self._total += value
 
     def add_all(self, values: Iterable[float]) -> None:
-        """Cheaper than repeated calls of `add`: it searches once for each bound, not for each value."""
+        """Adds many values. This is cheaper than repeated calls of `add`, since it searches once for each bound, not
+        for each value."""
         rising = sorted(values)
         num_before = 0
         for number, bound in enumerate(self._bounds):

@@ -7,7 +7,7 @@ WILDCARDS = ("*", "0.0.0.0", "::")
 
 
 def is_host(host: str) -> bool:
-    """Whether the syntax is valid; only a connection shows whether the host exists."""
+    """Whether the text has the form of a host's name or address. Only a connection shows whether the host exists."""
     if ":" not in host:
         return not set(host) & set("[]/ ") and _has_labels(host)
     try:
@@ -34,7 +34,7 @@ def is_loopback(host: str) -> bool:
 
 
 def in_url(host: str) -> str:
-    """The form that precedes a port: IPv6 addresses in brackets."""
+    """The host as it is written before a port: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -44,7 +44,7 @@ def host_of(address: str) -> str:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is HOST:PORT, with a host as in `is_host`; an IPv6 address needs brackets."""
+    """Whether the text is HOST:PORT, with a host as in `is_host`; an IPv6 address needs brackets."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65_535:
         return False

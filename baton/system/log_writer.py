@@ -37,7 +37,7 @@ class LogWriter(logging.Handler):
         """Guards all fields below."""
         self._limit = RepeatLimit()
         self._waiting: deque[str] = deque()
-        """Includes the line that is being written."""
+        """The lines that wait, including the line that is being written."""
         self._num_characters = 0
         self._num_dropped = 0
         self._is_closed = False

@@ -80,7 +80,8 @@ def _usual_keys(factory: Callable[..., logging.LogRecord]) -> frozenset[str]:
 
 
 def _for_people(process: dict[str, str]) -> logging.Formatter:
-    """Workers share a screen with other processes, so each line names its process."""
+    """The format of lines for people. Each line names its process, since workers share a screen with other
+    processes."""
     keys = [key for key in ("worker", "rank") if key in process]
     names = [process[key] if key == "worker" else f"{key} {process[key]}" for key in keys]
     if not names:

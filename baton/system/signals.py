@@ -20,9 +20,9 @@ class StopSignals:
     destructor or in a callback of an extension module. So the signal is also recorded, and `run` then begins
     with `stop` set.
 
-    SIGHUP says that the program's terminal was closed. It only asks to stop, although the shell and the system may
-    both send it. From then on, output to the terminal is dropped, since writing it would fail. Under `nohup`, SIGHUP
-    stays ignored.
+    SIGHUP says that the program's terminal was closed. However often it comes, it only asks to stop, since the shell
+    and the system may both send it. From then on, output to the terminal is dropped, since writing it would fail. Under
+    `nohup`, SIGHUP stays ignored.
     """
 
     def __init__(self) -> None:

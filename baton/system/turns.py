@@ -1,8 +1,8 @@
 """FairTurns: the entries that wait for a server, in the order of their turns; pure, and knows no clock.
 
 Callers share the server by what their entries cost: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996) with
-equal weights, like gateway/admission/fair_queue.py, but for costs that may be known only afterwards. A caller's own
-entries come in turn. So a costly entry delays only its own caller.
+equal weights, like gateway/admission/fair_queue.py, but for costs that may be known only afterwards. The entries of one
+caller are taken in order of arrival. So a costly entry delays only its own caller.
 """
 
 from collections import defaultdict
@@ -18,12 +18,13 @@ class FairTurns(Generic[C, T]):
 
     def __init__(self) -> None:
         self._waiting: defaultdict[C, dict[T, int]] = defaultdict(dict)
-        """Entries by caller, in order of arrival. Each has a number, which grows with each entry."""
+        """Entries by caller, in order of arrival. Each entry has a number: all entries are numbered in order of
+        arrival."""
         self._num_entries = 0
         self._spent: defaultdict[C, float] = defaultdict(float)
         self._now = 0.0
-        """What the last served caller had spent before its turn. A new caller begins with this amount: idle
-        callers save nothing up."""
+        """How much the caller that was served last had spent before its turn. A new caller begins with this amount, so
+        that idle callers gain no advantage."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
