@@ -132,7 +132,7 @@ class Timelines:
             timeline.end, timeline.reason = kind, reason
 
     def conclude(self, request_id: str) -> dict[str, TransferRecord]:
-        """All rank transfers have ended: returns the record by request, empty for an unknown request."""
+        """Call it when all rank transfers have ended. Returns the record by request; empty for an unknown request."""
         timeline = self._timelines.get(request_id)
         if timeline is None:
             return {}

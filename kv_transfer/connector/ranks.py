@@ -106,14 +106,14 @@ class RankedConnector:
         return ended
 
     def counters(self) -> dict[str, int]:
-        """Summed over the ranks."""
+        """The counters, summed over the ranks."""
         total: Counter[str] = Counter()
         for rank in self._ranks:
             total.update(rank.counters())
         return dict(total)
 
     def peers(self) -> tuple[KVPeerCounts, ...]:
-        """Summed over the ranks."""
+        """The counts of each peer and transport, summed over the ranks."""
         totals: dict[tuple[TransferRole, str, str], KVPeerCounts] = {}
         for counts in (counts for rank in self._ranks for counts in rank.peers()):
             key = counts.role, counts.peer, counts.transport

@@ -7,8 +7,8 @@ empties the next.
     take out    device --> pinned buffer --> checksums, and a copy that the sender may keep
     put in      bytes that came --> pinned buffer, checksums --> device
 
-Outgoing bytes are copied once more on the host, out of the pinned buffer. ZeroMQ reads a payload later.
-Without this copy, a peer that reads nothing would block the buffer for all other peers.
+Outgoing bytes are copied once more on the host, out of the pinned buffer. ZeroMQ reads a payload only when it
+is sent. Without this copy, a peer that reads nothing would block the buffer for all other peers.
 """
 
 import logging

@@ -39,8 +39,8 @@ class Waits:
         """Deadlines of loads; a postponed load keeps its own. These times and those below exclude standstills."""
         self._asked_at: dict[TransferKey, float] = {}
         self._known: dict[ProducerRank, _KnownProducer] = {}
-        """What is known of each rank of a producer, even of ranks without a current rank transfer. Their next rank
-        transfer uses it."""
+        """What is known of each rank of a producer, even of ranks without a current rank transfer. The next rank
+        transfer of such a rank uses this knowledge."""
 
     def begin(self, key: TransferKey, now: float) -> None:
         """Begins the rank transfer. From now on, its question is repeated every heartbeat, unless pieces arrive."""

@@ -3,8 +3,8 @@
 It has two agents. Peers read our pool through one agent, which has a thread to answer their connections. We
 read their pools through the other agent, which advances when we poll it. NIXL can end a stuck read only by
 ending the read's agent. Then every current read ends with an error, and the next read begins with a new
-agent. Peers that read from us do not notice. While no new agent can be created, no pool can be opened or
-read.
+agent. Peers that read our pool do not notice, since they read it through the other agent. While no new agent can be
+created, no pool can be opened or read.
 
 How reads end with NIXL 1.5.1 (UCX), as measured on one host:
 
@@ -38,8 +38,8 @@ MAX_PEERS = 256
 of each closed connection."""
 
 CLOSE_WAIT_S = 0.1
-"""How long `NixlPool.close` waits for the pool's reads before it ends the reading agent. Copying 1 GiB takes as
-long."""
+"""How long `NixlPool.close` waits for the pool's reads before it ends the reading agent. Copying 1 GiB takes about this
+time."""
 
 
 class NixlPool:

@@ -99,7 +99,8 @@ class NixlAgent:
     """Owns NIXL's state for one pool. Never listens beyond loopback: with RDMA it uses no TCP at all, without RDMA
     only `lo`.
 
-    UCX's environment variables UCX_TLS and UCX_NET_DEVICES override these settings. UCX has no authentication.
+    UCX's environment variables UCX_TLS and UCX_NET_DEVICES override the settings that ensure this. UCX has no
+    authentication.
     """
 
     def __init__(self, memory: NixlMemory, *, has_progress_thread: bool) -> None:
