@@ -229,16 +229,17 @@ class CallerShares(Generic[T]):
 
     def _before(self, placement: Placement, others: Iterable[T]) -> Iterator[T]:
         """The requests of `others` whose prompts the placement's worker computes first: a decode worker computes
-        prompts in order of arrival, a prefill worker shorter ones first. With `scheduler.policy: priority`, workers use
-        another order, which does not count here."""
+        prompts in order of arrival, and a prefill worker computes shorter prompts first. With
+        `scheduler.policy: priority`, workers use another order, which is ignored here."""
         for other in others:
             num_tokens = self._placements[other].num_prefill_tokens
             if placement.prefill is None or num_tokens <= placement.num_prefill_tokens:
                 yield other
 
     def _late_prompts(self, worker: str) -> Iterator[T]:
-        """Requests to take back, since they wait behind far too many prompts at a worker: the youngest requests of the
-        caller whose prompts take longest. Such requests exist, for example, if this caller was alone before.
+        """Requests to take back, since they wait behind far too many prompts at a worker. All of them are requests of
+        the caller whose prompts take longest there, its youngest ones. Such requests exist, for example, if this caller
+        was alone before.
         """
         others, waiting = dict(self._prompts_at(worker)), defaultdict[str, list[T]](list)
         for request in others:

@@ -45,7 +45,8 @@ DEFINITIONS = ("$defs", "definitions")
 REFERENCE = "$ref"
 """The keyword of a reference. Only a schema that refers to itself can have an endless part."""
 WHOLE = "x-whole"
-"""The name of a whole schema among its own definitions; longer if the schema has this name. See `divisible`."""
+"""The name of a whole schema among its own definitions. It is made longer if the schema already contains it. See
+`divisible`."""
 
 _OPENING = frozenset(
     "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf $ref if not".split()  # noqa: SIM905

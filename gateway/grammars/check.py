@@ -169,7 +169,7 @@ class GrammarCheck:
         return trial
 
     async def _run(self) -> None:
-        """Takes the next grammar, checks it and reports, until none waits."""
+        """Takes one grammar after another, checks it and reports the result, until no grammar waits."""
         while (turn := self._queue.take_next()) is not None:
             caller, trial = turn
             if trial.digest in self._verdicts:  # another grammar had the same text
@@ -188,7 +188,7 @@ class GrammarCheck:
             return
         self._sent.append(trial)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TRY_TIMEOUT_S):  # a stopped process does not read, either
+            async with asyncio.timeout(TRY_TIMEOUT_S):  # a process that was stopped does not even read
                 await process.send(TryGrammar(trial.number, trial.output))
                 await asyncio.wait([trial.verdict])
         if not trial.verdict.done():

@@ -129,7 +129,8 @@ def options_of(config: GatewayConfig) -> dict[str, int]:
         "grpc.max_connection_idle_ms": _ms(CONNECTION_IDLE_S),
         "grpc.keepalive_time_ms": _ms(config.grpc_keepalive_s),
         "grpc.keepalive_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),
-        "grpc.http2.ping_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),  # gRPC waits for this time in practice
+        # In practice, gRPC waits this long for the answer to a ping, not as long as the option above says.
+        "grpc.http2.ping_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),
         "grpc.keepalive_permit_without_calls": 1,
         "grpc.http2.max_pings_without_data": 0,  # else a quiet client is pinged only twice
         "grpc.http2.min_ping_interval_without_data_ms": _ms(config.grpc_min_client_ping_s),

@@ -91,8 +91,8 @@ class RequestLimits:
 
 
 class _HeldBytes:
-    """The bytes of one request's body. They count until the application has answered. If the application begins to
-    wait for the client to disconnect before that, they count until this moment."""
+    """The bytes of one request's body. They count until the application has answered, or until it begins to wait for
+    the client to disconnect, if that is earlier."""
 
     def __init__(self, by_caller: Counter[str], caller: str) -> None:
         self._by_caller = by_caller

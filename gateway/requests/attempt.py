@@ -121,8 +121,8 @@ class Attempt:
         """The sub-request for each worker, to be sent in this order: the decode worker's first, so that it reserves
         blocks early.
 
-        (transfer_id, attempt number) identifies the hand-over, so each attempt has its own. A prefill worker that
-        runs out of blocks keeps the request and computes the prompt again later.
+        (transfer_id, attempt number) identifies a hand-over, so each attempt has a hand-over of its own. A prefill
+        worker that runs out of blocks keeps the request and computes the prompt again later.
         """
         decode, prefill = self.placement.decode, self.placement.prefill
         if prefill is None:

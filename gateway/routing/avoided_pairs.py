@@ -47,8 +47,8 @@ class AvoidedPairs:
             failure.avoided_until = now + failure.pause_s
 
     def failed(self, pair: Pair, began_at: float, reason: str, now: float) -> None:
-        """A hand-over failed on the link; its attempt began at `began_at`. Attempts that were already running
-        at the pair's latest failure are ignored, since they show nothing new."""
+        """Records that a hand-over failed on the link. Its attempt began at `began_at`. Attempts that were already
+        running at the pair's latest failure are ignored, since they show nothing new."""
         failure = self._failures.get(pair)
         if failure is not None and began_at <= failure.at:
             return
@@ -58,7 +58,7 @@ class AvoidedPairs:
             logger.warning("KV cannot be transferred from %s to %s; avoiding this pair: %s", *pair, reason)
 
     def works(self, pair: Pair) -> None:
-        """A hand-over succeeded."""
+        """Records that a hand-over succeeded."""
         if self._failures.pop(pair, None) is not None:
             logger.info("KV can be transferred from %s to %s again; no longer avoiding this pair", *pair)
 

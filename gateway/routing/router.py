@@ -130,7 +130,8 @@ class Router:
 
     def lacks_kv_listing(self, worker: str) -> bool:
         """Whether the listing of a worker's cached blocks is still missing. The driver asks this at each heartbeat, and
-        subscribes to the worker's KV events if it is. False for all workers if no decision depends on KV events.
+        subscribes to the worker's KV events if the listing is missing. False for all workers if no decision depends on
+        KV events.
         """
         return self._follows_kv and worker in self._workers and not self._index.is_known(worker)
 
@@ -308,8 +309,8 @@ class Router:
         return not hashes or bool(self._index.lookup(short_keys(hashes[-1:])))
 
     def _candidates(self, role: WorkerRole, query: RouteQuery) -> list[WorkerEstimate]:
-        """Workers of a role that may get the request, in the order of the affinity key, or starting with the
-        next in turn.
+        """Workers of a role that may get the request, in the order of the affinity key or, without a key, beginning
+        with the next worker in turn.
 
         If the request needs such a worker, but none has a pool that can ever hold the request, it may get any of them.
         That worker refuses it at once, and says why.

@@ -24,7 +24,7 @@ class TokenizerPool:
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, max_waiting: int) -> None:
         """Refuses a text without tokenizing it if it cannot fit into `max_tokens` tokens, even with the longest tokens.
         Up to `max_waiting` texts, and as many conversations, may wait. If one more comes, the pool refuses the latest
-        text (or conversation) of the caller for which the most wait.
+        text (or conversation) of the caller that has the most of them waiting.
         """
         self.tokenizer = tokenizer
         self.max_characters = max_tokens * tokenizer.longest_token

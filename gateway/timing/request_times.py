@@ -84,7 +84,7 @@ class RequestTimes:
     """Collects the times of one request. Every `now` is the gateway's clock."""
 
     def __init__(self, arrived_at: float, preprocess_s: float, window: LatencyWindow) -> None:
-        """`window`: the latencies of all requests, which also gets those of this request."""
+        """`window` collects the latencies of all requests, and also those of this request."""
         self._arrived_at = arrived_at
         self._window = window
         self._delivered_at = array("d")

@@ -26,7 +26,8 @@ class GlmCalls:
     bare_beginning = None
 
     def __init__(self, gap: str) -> None:
-        """`gap`: what the grammar has between tags: a newline as of GLM-4.5, or nothing as of GLM-4.7."""
+        """`gap`: what the grammar has between tags. This is a newline for GLM-4.5 and 4.6, and nothing for GLM-4.7 and
+        5."""
         self._gap = gap
         self.between_sections: str | None = gap
 

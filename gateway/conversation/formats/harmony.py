@@ -73,7 +73,7 @@ class HarmonyFormat:
         prompt_end: str,  # noqa: ARG002 - AnswerFormat's signature
         response_format: StructuredOutput | None,
     ) -> StructuredOutput | None:
-        """Thoughts, then calls or a final message.
+        """The grammar of a turn: reasoning, and then calls or a final message.
 
         The tokens that end a turn, `<|call|>` and `<|return|>`, are end-of-sequence tokens to the engine, so no
         rule has them.

@@ -232,10 +232,11 @@ class ResponseOutput:
         return ItemGrew(self._open, text, LogprobColumns(logprobs))
 
     def _logprobs_of_message(self) -> list[TokenLogprobs]:
-        """Takes the log-probabilities of the open message that have arrived.
+        """Takes those waiting log-probabilities that belong to the open message.
 
-        The text of a long piece may come before its tokens, so those of an earlier message may arrive after it has
-        ended. They are then added to this message, which a whole answer sends later than a stream.
+        The text of a long piece may come before its tokens. So log-probabilities of an earlier message may arrive after
+        this message has ended. They are added to the earlier message: a stream has sent it already, but a whole answer
+        sends it later.
         """
         taken, waiting = list[TokenLogprobs](), list[TextLogprobs]()
         for number, each in self._logprobs:
