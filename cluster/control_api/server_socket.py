@@ -21,7 +21,7 @@ CLOSE_MS = 500
 """How long the last replies may take when the port is closed."""
 
 _MESSAGES_AT_ONCE = 64
-"""Messages that are read before other tasks of the event loop run."""
+"""The most messages that are read before other tasks of the event loop run."""
 
 OnFrames = Callable[[bytes, list[bytes]], None]
 """Called with the connection of a message, and its frames."""

@@ -134,7 +134,8 @@ class DecisionLog:
     """The latest decisions as sentences, without repetitions; pure.
 
     A reason why nothing changes is noted when it is new. A dry run carries nothing out, so its planner decides the
-    same again after each cool-down. Such a wish is noted once while it stays the same.
+    same again after each cool-down. Such a decision is called a wish. A wish is noted only once as long as it stays the
+    same.
     """
 
     def __init__(self, config: AutoscalingConfig) -> None:

@@ -1,4 +1,4 @@
-"""Callers: notes the calls of gateways and the owner, to tell a fleet in use from an orphan; carries out none."""
+"""Callers: notes when gateways and the owner call, to tell a fleet in use from an orphan; carries out no call."""
 
 import asyncio
 from collections.abc import Iterator

@@ -323,7 +323,8 @@ class Controller:
             self._resumed.add(asyncio.create_task(self._finish_leaving(supervisor), name=f"finish {name}"))
 
     async def _finish_leaving(self, supervisor: Supervisor) -> None:
-        """If the worker changes its role, waits for the end of the change. If it drains for good, replaces it."""
+        """If the worker changes its role, waits for the end of the change. If its incarnation then drains, replaces
+        it."""
         name = supervisor.replica.name
         if name in self._role_changes:
             with contextlib.suppress(FleetError):

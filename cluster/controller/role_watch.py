@@ -138,8 +138,8 @@ class RoleWatch:
     def _work_now(self, observation: Observation, now: float) -> _Work:
         """For prefill workers, how many of them have requests; for decode workers, their tokens/s.
 
-        The mean of the former, divided by the number of workers, is the utilization. The number of running requests
-        does not measure work: slower workers have more running requests.
+        The mean number of prefill workers that have requests, divided by the number of workers, is the utilization. The
+        number of running requests does not measure work: slower workers have more running requests.
         """
         serving = observation.serving(self._role)
         statuses = [worker.status for worker in serving if worker.status is not None]

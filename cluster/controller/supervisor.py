@@ -83,9 +83,9 @@ class Supervisor:
         self.failure: BatonError | None = None
         """Why the latest incarnation failed, if it did."""
         self.death: tuple[str, str] | None = None
-        """The last incarnation that failed while it served, and why."""
+        """The last incarnation that failed while it served, and why it failed."""
         self._last_end = ("", "")
-        """The last incarnation that ended after it had served, and why."""
+        """The last incarnation that ended after it had served, and why it ended."""
         self._launcher = launcher
         self._patience = patience
         self._clock = clock

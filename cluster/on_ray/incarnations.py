@@ -73,7 +73,7 @@ def remove_incarnations(is_theirs: Callable[[Title], bool]) -> None:
 
 
 def titles_with_room() -> list[Title]:
-    """The titles of all incarnations that have a placement group, or wait for its room; of any namespace."""
+    """The titles of all incarnations, in all namespaces, that have a placement group or wait for room for it."""
     groups = (group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED")
     return list(filter(None, map(parse_title, groups)))
 

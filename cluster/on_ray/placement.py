@@ -60,7 +60,7 @@ def labels_text(config: BatonConfig) -> str:
 
 
 def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeRoom]) -> str | None:
-    """The preferred node: the one with the fewest workers of the fleet, and the head only if no other has room.
+    """The preferred node: the one with the fewest workers of the fleet, and the head only if no other node has room.
 
     None leaves the choice to Ray: no node has room at present, or some labels are conditions, which only Ray
     understands.
