@@ -196,7 +196,8 @@ def _add_tls_files(parser: argparse.ArgumentParser, ca_help: str) -> None:
 
 
 def _seconds(text: str, at_most: float = 86_400.0) -> float:
-    """Parses seconds: more than 0, and at most a day or `at_most`. In errors, argparse adds the flag's name."""
+    """Parses a number of seconds, which must be above 0 and at most `at_most` (by default, a day). In errors, argparse
+    adds the flag's name."""
     try:
         seconds = float(text)
     except ValueError:

@@ -85,7 +85,8 @@ class _Layout:
         return sum(self.widths[first:stop]) + max(0, stop - first - 1)
 
     def bands(self, width: int) -> Iterator[tuple[int, int]]:
-        """Splits the columns into bands that fit the width: the index of the first, and one past the last."""
+        """Splits the columns into bands that fit the width. Yields, for each band, the index of its first column, and
+        the index after its last column."""
         first = 0
         while first < len(self.widths):
             stop = first + 1
