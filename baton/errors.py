@@ -57,7 +57,7 @@ class FleetError(BatonError):
 
 
 class UnknownWorker(FleetError):
-    """No worker has this name; lists the workers that exist."""
+    """No worker has this name. The message lists the workers that exist."""
 
 
 class WireError(BatonError):
@@ -123,7 +123,7 @@ class PermissionDenied(RequestError):
 
 
 class Unsupported(RequestError):
-    """The call exists for clients of other servers; says why it is not supported here."""
+    """The call exists for clients of other servers. The message says why it is not supported here."""
 
 
 class Overloaded(RequestError):

@@ -23,7 +23,7 @@ class ReplicaState(Enum):
     BACKING_OFF = "backing_off"
     """Its process died; each further early death lengthens the wait for the next process."""
     CRASH_LOOP = "crash_loop"
-    """Its processes died too often in too short a time: it is retried at the longest interval."""
+    """Its processes died too often in too short a time. Further processes begin at the longest interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

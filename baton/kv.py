@@ -83,7 +83,8 @@ class KVFingerprint:
 
     protocol_version: int
     model: str
-    """Digest of the model's config and weight files; tells two fine-tunes at one path apart."""
+    """Digest of the model's config and weight files. It differs even between two models that were stored at the same
+    path."""
     dtype: str
     layout: str
     """Axis order of a block: `HEADS_LAYOUT` or `LATENT_LAYOUT`; see engine/kv_cache.py."""

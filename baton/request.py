@@ -29,7 +29,7 @@ class ErrorKind(Enum):
     OVERLOADED = "overloaded"
     """Retry on another worker, or on this one later."""
     INTERNAL = "internal"
-    """This worker failed; another one may not."""
+    """This worker failed. Another worker may succeed."""
     STEP_FAILED = "step_failed"
     """This worker can compute other requests, but not this one: its steps fail, or its logits are not finite.
     If a second worker reports the same, the request is at fault."""

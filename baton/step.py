@@ -28,7 +28,7 @@ class NewRequestData:
     block_ids: tuple[int, ...]
     num_computed_tokens: int
     is_loaded: bool = False
-    """Its computed tokens came from another worker."""
+    """The KV of its computed tokens came from another worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,11 @@ class SchedulerOutput:
     kv_connector_metadata: Any = None
     """Commands from the connector's scheduler half to its worker half; opaque to all others."""
     swap_out: tuple[tuple[int, int], ...] = ()
-    """(block, host block) pairs to copy before anything else in this step; their requests were preempted."""
+    """Pairs (block, host block). Before anything else in this step, each block is copied to its host block. The
+    requests of these blocks were preempted."""
     swap_in: tuple[tuple[int, int], ...] = ()
-    """(host block, block) pairs to copy next, before the step computes; their requests are resumed."""
+    """Pairs (host block, block). After `swap_out`, before the step computes, each host block is copied to its block.
+    The requests of these blocks are resumed."""
     step: int = 0
     """The number of this plan among the plans of its scheduler."""
     scheduled_spec_decode_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -111,19 +113,20 @@ class ModelRunnerOutput:
     non_finite: Set[str] = frozenset()
     """Requests whose logits were not finite: none of their tokens, and nothing that they cached, can be trusted."""
     draft_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Guesses of the tokens after those sampled, for a later step to verify."""
+    """Drafts for the tokens that follow the sampled ones. A later step verifies them."""
     forced_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The tokens after those sampled, where the request's grammar leaves no choice."""
     unforeseeable: Set[str] = frozenset()
     """Requests that sampled a token, and whose next step may return several tokens or new drafts. So the output of
     their next step must be known before a further step is planned. Requests with drafts may be left out."""
     prompt_logprobs: Mapping[str, ChunkLogprobs] = field(default_factory=dict)
-    """For requests that ask for prompt logprobs: those of the prompt's tokens that follow a token of this step."""
+    """For requests that ask for prompt logprobs: the prompt logprobs of each token whose predecessor is in this
+    step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedKV:
-    """Every block of a remote prompt arrived and was verified; no transfer writes to them any more."""
+    """Every block of a remote prompt arrived and was verified. No transfer writes to these blocks any more."""
 
     request_id: str
     first_token: FirstToken
@@ -184,7 +187,7 @@ class KVConnectorOutput:
 
 
 class ClientOutputs(defaultdict[str, list[RequestOutput]]):
-    """What one step, or one change between two steps, produced, by client (a gateway)."""
+    """The outputs of one step, or of one change between two steps, by client (a gateway)."""
 
     def __init__(self) -> None:
         super().__init__(list)

@@ -39,7 +39,8 @@ class TransferRecord:
     """A hand-over that has ended; with tensor parallelism, one record for all ranks of this end.
 
     The connector counts `at_s` from BEGUN, the worker from the request's arrival there, and the gateway from the
-    request's arrival at the gateway. Each adds the time that passed on its own clock.
+    request's arrival at the gateway. To convert `at_s`, worker and gateway each add a duration that they measured on
+    their own clock.
     """
 
     role: TransferRole
@@ -47,7 +48,7 @@ class TransferRecord:
     peer: str
     """The other end's name."""
     attempt: int
-    """Numbers the attempts at one request from 0."""
+    """The number of the attempt. The attempts at one request are numbered from 0."""
     transport: str = ""
     """The transport of the pieces; if there were several, the last. Empty if the ends agreed on none."""
     num_bytes: int = 0

@@ -17,13 +17,13 @@ ANONYMOUS = "anybody"
 class ApiKey(Section):
     """One key, as `baton key` prints it: its owner, its hash, and what it grants.
 
-    The hash is plain SHA-256. Salt and repetition would slow down the guessing of a password; a key of 256 random
-    bits cannot be guessed at any speed.
+    The hash is plain SHA-256. Salt and repetition would slow down the guessing of a password. A key needs neither,
+    since its 256 random bits cannot be guessed at any speed.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """The caller's name, for logs, metrics and fair sharing. A caller may have two keys, for example while one
-    replaces the other; such entries must agree in everything but `sha256`."""
+    """The caller's name, for logs, metrics and fair sharing. A caller may have two keys, for example while one replaces
+    the other. The entries of both keys must agree in everything but `sha256`."""
     sha256: str = Field(json_schema_extra={"pattern": f"^{_SHA256.pattern}$"})
     """SHA-256 of the key, in hexadecimal digits."""
     scopes: tuple[Literal["generate", "observe", "administer"], ...] = Field(
@@ -36,8 +36,8 @@ class ApiKey(Section):
     hint. A request for `n` answers counts as one."""
     tokens_per_minute: int | None = Field(None, ge=1)
     """Limit at each gateway for the tokens of prompts and of all their `n` answers. After a quiet minute, this many may
-    be used at once. A request begins if any token is left, and may use more than are left. Then further requests are
-    refused until enough time has passed for the excess."""
+    be used at once. A request begins if at least one token is left, and may then use more tokens than are left. Then
+    further requests are refused until enough time has passed for the excess."""
     max_concurrent: int | None = Field(None, ge=1)
     """The most requests at once at each gateway, waiting ones included; each of a request's `n` answers counts as
     one."""
@@ -71,7 +71,8 @@ class ApiKey(Section):
 
 
 class Tls(Section):
-    """Certificates of the gateway, for HTTP and gRPC alike; PEM files, reloaded when they change on disk."""
+    """Certificates of the gateway, for HTTP and gRPC alike. They are PEM files, which are loaded again when they
+    change."""
 
     cert_file: str = Field(min_length=1)
     """The gateway's certificate, followed by its intermediate certificates."""

@@ -55,7 +55,7 @@ class AutoscalingConfig(Section):
     @field_validator("mode", mode="before")
     @classmethod
     def _read_yaml(cls, mode: object) -> object:
-        """YAML 1.1 reads a bare `on` and `off` as true and false."""
+        """Takes true for `on` and false for `off`, since YAML 1.1 reads the bare words so."""
         return {True: "on", False: "off"}[mode] if isinstance(mode, bool) else mode
 
     @model_validator(mode="after")

@@ -65,10 +65,10 @@ class ClusterConfig(Section):
     """CPUs that each rank of a worker requests from Ray. Ray places workers by these requests. `engine.num_threads`
     says with how many threads a rank computes."""
     prefill_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
-    """Custom Ray resources of its node that a worker requests if it is started as a prefill worker, e.g.
+    """Custom Ray resources that a worker requests from its node if it is started as a prefill worker, e.g.
     `{prefill: 1}`."""
     decode_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
-    """Custom Ray resources of its node that a worker requests if it is started as a decode worker."""
+    """Custom Ray resources that a worker requests from its node if it is started as a decode worker."""
     prefill_labels: dict[str, str] = Field(default_factory=dict)
     """Ray labels that the node of a worker must have if the worker is started as a prefill worker, e.g.
     `{role: prefill}`. A value may be a condition, such as `!x` or `in(x,y)`."""

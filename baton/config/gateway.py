@@ -49,9 +49,9 @@ class GatewayConfig(Section):
     allow_plaintext: bool = False
     """API keys may be sent over a network unencrypted, for example behind a proxy that terminates TLS."""
     allowed_hosts: tuple[str, ...] = Field((), strict=False)
-    """HTTP: further names that the header `host` may contain, beside `localhost`, `127.0.0.1` and `[::1]`, on a
-    gateway on loopback without keys. List the names of a proxy that passes the header on. Other names are refused,
-    since they may come from a web page."""
+    """HTTP, on a gateway that listens on loopback and has no keys: the names that the header `host` may contain, in
+    addition to `localhost`, `127.0.0.1` and `[::1]`. List the names of a proxy that passes the header on. Other names
+    are refused, since they may come from a web page."""
     metrics_need_key: bool = True
     """With API keys, /metrics needs a key with the scope `observe`; false opens it to everyone who can connect."""
     isolate_prefix_cache: bool = False
@@ -96,7 +96,8 @@ class GatewayConfig(Section):
     refused over gRPC. Over HTTP, it replaces an idle connection of the address or the caller that has the most of
     them."""
     write_timeout_s: float = Field(60.0, gt=0.0)
-    """A client that reads nothing for this long although data waits for it loses its call; over HTTP, its connection.
+    """A client loses its call (over HTTP, its connection) if data waits for the client, but it reads nothing for this
+    long.
     """
     response_store: str = Field("memory", pattern=r"^(memory|none|rediss?://\S+)$")
     """Where responses of /v1/responses are kept, unless a client sends `store: false`. `memory`: in this gateway, until
@@ -133,8 +134,8 @@ class GatewayConfig(Section):
 
     @property
     def max_accepted(self) -> int:
-        """How many requests this gateway accepts at once, with workers and in the queue together. As many others may
-        wait before they reach the queue, e.g. for the chat template."""
+        """How many requests this gateway accepts at once, with workers and in the queue together. The same number of
+        other requests may wait before they reach the queue, e.g. for the chat template."""
         return self.max_in_flight + self.max_queued
 
     @property

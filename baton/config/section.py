@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from baton.errors import ConfigError
 
 MAX_TIME_S = 1_000_000.0
-"""The longest wait that a key may ask for, eleven days: its milliseconds fit into 32 bits."""
+"""The longest wait that a key may ask for, eleven days. In milliseconds, this fits into 32 bits."""
 
 
 class Section(BaseModel):

@@ -83,7 +83,8 @@ class SpeculationConfig(Section):
         return 0 if self.method == "off" else self.num_speculative_tokens
 
     def num_spare_blocks(self, block_size: int, max_num_seqs: int) -> int:
-        """Blocks of each pool for the drafts of all requests of a step; the scheduler does not use them."""
+        """How many blocks of each pool are kept for the drafts of all requests of a step. The scheduler does not count
+        these blocks."""
         return (
             0
             if self.method != "draft_model"

@@ -139,7 +139,7 @@ class StartReport:
 
     version: int
     progress: tuple[tuple[str, StartProgress], ...]
-    """The progress of each worker that loads, by its name."""
+    """The progress of each worker that is loading its model, by the worker's name."""
     placing: tuple[str, ...]
     """Workers that have found no room yet."""
     unready: tuple[tuple[str, str], ...]
@@ -203,7 +203,7 @@ class DrainWorker(ControlRequest[Done]):
 
 @dataclass(frozen=True, slots=True)
 class DrainNode(ControlRequest[Done]):
-    """Drains a node. Returns once the node has no workers and gets no new ones; FleetError after `within_s`."""
+    """Drains a node. Answered once the node has no workers and gets no new ones; FleetError after `within_s`."""
 
     node: str
     """The node's address or name."""
@@ -243,7 +243,7 @@ class BeginRollout(ControlRequest[RolloutBegun]):
 
 @dataclass(frozen=True, slots=True)
 class WaitRolloutStep(ControlRequest[RolloutProgress]):
-    """Asks for the step of this number. Answered once the step is done; or raises the rollout's error."""
+    """Asks for the step of this number. Answered once the step is done. If the rollout has failed, raises its error."""
 
     rollout_id: str
     index: int

@@ -87,7 +87,7 @@ def choose_cpus(cores: Collection[Core], num_cores: int) -> tuple[int, ...]:
 
 
 def pin(cpus: Collection[int]) -> None:
-    """Pins this process's threads, and the threads that they start, to these CPUs; does nothing if there are none."""
+    """Pins this process's threads, and the threads that they start, to these CPUs; does nothing if `cpus` is empty."""
     if not cpus:
         return
     for thread in os.listdir("/proc/self/task"):

@@ -69,7 +69,7 @@ class LargeCounter:
         """`name` has no prefix and no `_total`."""
         self._family = partial(counter, name, meaning, labels)
         self._values: dict[str, int] = {}
-        """By the text before the value, which is the same in all formats."""
+        """The values, each by the text that precedes it in an exposition. This text is the same in all formats."""
         self._texts: dict[tuple[str, ...], str] = {}
 
     def add(self, number: int, *label_values: str) -> None:

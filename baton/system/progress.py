@@ -33,7 +33,7 @@ class _Extremes:
 
 
 class Progress:
-    """One thread's work. `begin` and `end` belong to that thread; any other may read."""
+    """One thread's work. Only this thread may call `begin` and `end`; all threads may read."""
 
     def __init__(self, what: str, clock: Clock, limit_s: float, least_s: float | None = None) -> None:
         """A piece may take `limit_s` seconds. With `least_s`, the limit is learned.

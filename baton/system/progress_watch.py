@@ -17,7 +17,7 @@ from baton.system.progress import Progress, ProgressObserver
 logger = logging.getLogger(__name__)
 
 EXIT_HUNG = 70
-"""The exit code of a hung process; a worker that ends as requested has 0 or 1."""
+"""The exit code of a hung process. A worker that ends as requested exits with 0 or 1."""
 
 _LOOK_EVERY_S = 0.5
 _PACE_S = 2.0
@@ -33,7 +33,7 @@ def end_process() -> None:
 
 
 class ProgressWatch:
-    """Looks at all threads that do a worker's work. When one stands still, `hang` says which."""
+    """Looks at all threads that do a worker's work. If a thread stands still, `hang` says which one."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ MAX_PER_WINDOW = 30
 are filled in; all numbers count as equal."""
 
 MAX_KINDS = 1000
-"""Kinds watched at once; beyond this, the oldest window ends early."""
+"""The most kinds that are watched at once. If there are more, the oldest window ends early."""
 
 _MAX_CHARACTERS = 200
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -45,7 +45,7 @@ class RepeatLimit:
         return None if first is None else first.began_at + WINDOW_S
 
     def admits(self, record: LogRecord, now: float) -> bool:
-        """Whether to write the record; counts it."""
+        """Counts the record. Returns whether to write it."""
         if record.levelno < WARNING:
             return True
         self._end_windows(now)
@@ -63,7 +63,7 @@ class RepeatLimit:
         return is_admitted
 
     def summaries(self, now: float) -> list[LogRecord]:
-        """Due summaries: what was left out of each window that has ended. Each is returned once."""
+        """The summaries that are due. Each says what was left out of a window that has ended. Each is returned once."""
         self._end_windows(now)
         due, self._summaries = self._summaries, []
         return due

@@ -64,7 +64,8 @@ class FairTurns(Generic[C, T]):
         self._spent[caller] += cost
 
     def last_of_largest(self) -> tuple[C, T] | None:
-        """The latest entry of the caller with the most entries; among equals, the latest of all."""
+        """The latest entry of the caller with the most entries, with this caller. If several callers have equally many
+        entries, the latest of all their entries. None if no entry waits."""
         if not self._waiting:
             return None
         lasts = [(caller, len(own), *next(reversed(own.items()))) for caller, own in self._waiting.items()]

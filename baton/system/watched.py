@@ -57,7 +57,8 @@ class Watched(Generic[Content]):
             return self._content
 
     def _read_if_changed(self) -> None:
-        """Reads after a change. After Lost, reads each time: too many open files may have caused it."""
+        """Reads after a change. After Lost, reads each time, since the cause may not have been the files, but too many
+        open files in this process."""
         seen = self._look()
         is_changed, self._seen = seen != self._seen, seen
         if not is_changed and self._lost is None:
