@@ -55,7 +55,7 @@ class AbortSend:
     """The producing request ended without handing over.
 
     `is_unneeded`: the request itself has ended, so its prompt is not needed any more. `is_held`: the blocks are freed
-    only once no transfer reads them.
+    only when no transfer reads them any more.
     """
 
     request_id: str

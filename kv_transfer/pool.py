@@ -185,7 +185,8 @@ class PieceView:
         return Runs(self._peers.offsets(peers), local, np.full(len(local), self._run_nbytes)).coalesced()
 
     def runs_of(self, piece_ids: Sequence[int]) -> Runs:
-        """The runs between our pieces and one span that has them in order; `remote` is the offset in that span."""
+        """The runs that copy between our pieces and one span that contains these pieces in order. `remote` is the
+        offset in that span."""
         local = self._ours.offsets(piece_ids)
         lengths = np.full(len(local), self._run_nbytes)
         return Runs(np.arange(len(local)) * self._run_nbytes, local, lengths).coalesced()
