@@ -47,7 +47,8 @@ MAX_INLINE_CHARACTERS = 5_000
 """The depth of a longer text is determined on a thread."""
 MAX_WAIT_S = 30.0
 TRY_TIMEOUT_S = 30.0
-"""Limit for one grammar. Its process has CPU_LIMIT_S of CPU time and may share a busy machine."""
+"""The longest time to compile one grammar. It exceeds CPU_LIMIT_S, the limit of CPU time, since the machine may be
+busy."""
 RETRY_AFTER_S = 1.0
 
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM})

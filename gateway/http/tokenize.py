@@ -77,7 +77,7 @@ class TokenizeAnswer:
 
 
 class DetokenizeRequest(Body):
-    """Tokens of the model."""
+    """Tokens of the model, to be turned into text."""
 
     model: str | None = MODEL
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]

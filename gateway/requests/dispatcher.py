@@ -144,7 +144,7 @@ class Dispatcher:
         """A caller's open requests under one call id."""
         return self._open.of_call(call_id, caller)
 
-    # a request comes and goes
+    # the beginning and the end of a request
 
     def _on_submitted(self, request: GatewayRequest) -> None:
         self.tally.received()

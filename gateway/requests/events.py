@@ -83,7 +83,8 @@ class Deliver:
 
 @dataclass(slots=True)
 class Refuse:
-    """The request is over. Send this error to the client, after the unread part of the answer."""
+    """The request is over. Send this error to the client, after the part of the answer that the client has not read
+    yet."""
 
     request: GatewayRequest
     error: Exception

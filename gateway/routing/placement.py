@@ -25,7 +25,8 @@ class NoRoom(RequestError):
 
 
 class NoSlot(NoRoom):
-    """Decode workers have enough free blocks, but already as many requests as they may have. Their answers will end."""
+    """Decode workers have enough free blocks, but already as many requests as they may have. A slot becomes free when
+    one of these requests ends."""
 
 
 class AwaitsPrompts(NoSlot):

@@ -165,7 +165,7 @@ class Router:
             yield from self._hash(token_ids, cache_salt, hashes)
 
     def route(self, query: RouteQuery) -> Placement:
-        """Returns a placement without excluded workers. It counts only once its requests are `sent`.
+        """Returns a placement without excluded workers. It counts only after `sent` was called for it.
 
         Raises NoRoom if all decode workers are full, and the query's own refusal if it refuses every decode
         worker with room. Raises WorkerUnavailable if there is no decode worker, or no prefill worker for a

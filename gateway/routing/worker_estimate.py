@@ -124,7 +124,7 @@ class WorkerEstimate:
 
     def ended(self, placement: Placement, *, are_hits_known: bool) -> None:
         """A sub-request has ended. `are_hits_known`: whether the router knows which blocks requests share. If
-        not, the blocks count as free only once the worker reports them."""
+        not, the blocks count as free only after the worker has reported them."""
         without_blocks = set(islice(reversed(self.sub_requests), self._num_without_blocks()))
         had_blocks = placement.decode == self.name and id(placement) not in without_blocks
         del self.sub_requests[id(placement)]

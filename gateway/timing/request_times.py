@@ -68,7 +68,7 @@ class TtftParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverParts:
-    """Parts of the time between the two tokens around a hand-over, in seconds. Their sum is this time."""
+    """The time from the last token before a hand-over to the first token after it, divided into parts, in seconds."""
 
     transfer_exposed_s: float
     """From the end of the prefill until the decode worker had all blocks. The rest of the transfer overlapped
@@ -191,7 +191,7 @@ class RequestTimes:
 
 
 def split_handover(gap_s: float, stages: StageTimes, exposed_s: float | None) -> HandoverParts:
-    """Splits the time `gap_s` between the two tokens around a hand-over.
+    """Splits `gap_s`, the time from the last token before a hand-over to the first token after it.
 
     `stages` are the decode worker's stage times. `exposed_s` is the exposed transfer time that the prefill
     worker reported, or None.

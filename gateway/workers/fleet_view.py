@@ -21,8 +21,8 @@ _WITHOUT_PROCESS = {
     ReplicaState.BACKING_OFF,
     ReplicaState.CRASH_LOOP,
 }
-"""States of the controller that replace the gateway's own state of a worker that it cannot reach. By itself, the
-gateway would show `dead` or `starting`."""
+"""States of the controller that replace the gateway's own state of a worker that it cannot reach. Without the
+controller, the gateway would show `dead` or `starting`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class TextFormat(Body):
 
 
 class JsonObjectFormat(Body):
-    """Any JSON object."""
+    """The answer must be a JSON object."""
 
     type: Literal["json_object"]
 
@@ -39,7 +39,7 @@ class JsonSchema(Body):
 
 
 class JsonSchemaFormat(Body):
-    """A JSON value that the schema admits."""
+    """The answer must be a JSON value that the schema admits."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema

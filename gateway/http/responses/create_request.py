@@ -37,13 +37,13 @@ class PlainText(Body):
 
 
 class JsonObjectText(Body):
-    """Any JSON object."""
+    """The text must be a JSON object."""
 
     type: Literal["json_object"]
 
 
 class JsonSchemaText(Body):
-    """A JSON value that the schema admits."""
+    """The text must be a JSON value that the schema admits."""
 
     type: Literal["json_schema"]
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Accepted and repeated.")
