@@ -1,6 +1,6 @@
 """NextIncarnation: places and starts the next incarnation of one replica, also while the present one serves.
 
-An incarnation serves only once the caller has taken it. NextIncarnation does not watch processes, and knows no delays
+An incarnation serves only after the caller has taken it. NextIncarnation does not watch processes, and knows no delays
 after a death.
 """
 

@@ -9,8 +9,8 @@
       +---------------------------------- t    one worker fewer: one worker is spare
 
 The watch learns whether the work fits. A role that was short remembers the work of each worker at that time. No worker
-is spare as long as each of the other workers would have more than 0.7 of that work. Requests change, so the limit
-fades: with each hour, it grows by the factor 1 / 0.7.
+is spare as long as each of the other workers would have more than 0.7 of that work. Requests change over time, so the
+limit is raised with each hour, by the factor 1 / 0.7.
 """
 
 from collections import deque

@@ -22,7 +22,7 @@ from worker.drain import longest_drain_s
 logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 1.0
-"""Pause between two status reports of a worker. A worker that has ended reports at once."""
+"""Pause between two status reports of a worker. A worker whose engine has ended reports without this pause."""
 _SOON_S = 0.01
 """The pause before a status report that is needed at once."""
 _STOP_TIMEOUT_S = 5.0

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gateway import Tokenizer
 
 _FAREWELL_S = 1.0
-"""How long gateways have to learn of the end. After an answer, they call WaitView again at once; after an
+"""The time that gateways get to notice the fleet's end. After an answer, they call WaitView again at once; after an
 error, a second later."""
 
 A = TypeVar("A")
@@ -61,7 +61,7 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
         config, model_path = resolve_model(config, screen)
         stack.callback(remove_unused_files)  # runs last: a worker killed while loading may have left some
         fleet = make_fleet(config, secret, model_path, screen, stack)
-        # Loading begins only once Ray runs: otherwise Ray's start would wait for the interpreter's lock. From
+        # Loading begins only after Ray has started: otherwise Ray's start would wait for the interpreter's lock. From
         # now on, this process only waits for workers.
         loading = stack.push(Loading(partial(load_tokenizer, config, model_path)))
         loading.begin()
