@@ -79,8 +79,8 @@ class SamplingParams:
     seed: int | None = None
     """Randomness is a pure function of (seed, position); the gateway fills in a seed if the request has none."""
     logprobs: int | None = None
-    """How many of the most likely tokens to report with the sampled one, with log-probabilities before any processing.
-    None: no logprobs."""
+    """How many of the most likely tokens to report in addition to the sampled one. Their log-probabilities are those
+    before any processing. None: no logprobs."""
     prompt_logprobs: int | None = None
     """How many of the most likely tokens to report with each token of the prompt but the first, which nothing precedes.
     None: no logprobs of the prompt."""

@@ -149,7 +149,8 @@ class FailedKV:
     num_valid_blocks: int
     reason: str
     is_unneeded: bool = False
-    """The producer ended the request itself (cancelled, or answered with its first token): do not recompute."""
+    """The producer ended the request itself: it was cancelled, or its first token was the whole answer. Its prompt must
+    not be recomputed."""
     is_postponed: bool = False
     """The load is postponed. `KVConnectorOutput.can_load` names the request once the load may begin again."""
 

@@ -7,7 +7,7 @@ from baton.kv import TransferRole
 
 
 class TransferEventKind(Enum):
-    """Events of a hand-over; one end sees some of them, in this order."""
+    """Events of a hand-over, in the order in which they happen. Each end sees only some of them."""
 
     BEGUN = "begun"
     """The worker accepted the request, and its transfer thread knows of it."""

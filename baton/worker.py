@@ -127,7 +127,7 @@ class KVPeerCounts:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Requests by what they wait for."""
+    """How many requests run, wait to run, or wait for KV from another worker."""
 
     running: int
     waiting: int

@@ -7,7 +7,8 @@ from pydantic import Field, field_validator, model_validator
 from baton.config.section import Section
 
 MIN_LATENCY_WINDOW_S = 2.0
-"""The shortest period of latency percentiles. A shorter one could lie within a second that has just begun."""
+"""The shortest time that percentiles of latencies cover. A shorter time could lie within a second that has just
+begun."""
 
 
 class AutoscalingConfig(Section):

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 MIN_SECRET_CHARACTERS = 16
 
 MESSAGE_OVERHEAD_BYTES = 33
-"""By how many bytes a frame grows (RFC 26, MESSAGE): command name, nonce, authenticator, flags. MAXMSGSIZE
-counts these bytes."""
+"""The number of bytes that encryption adds to a frame (RFC 26, MESSAGE): command name, nonce, authenticator, flags.
+ZeroMQ's limit MAXMSGSIZE includes these bytes."""
 
 FAILED_HANDSHAKES: int = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
