@@ -1,4 +1,4 @@
-"""A day's load through the autoscaler, in virtual time: `python -m benchmarks.autoscaling`.
+"""Simulates how the autoscaler follows the load of a day, in virtual time: `python -m benchmarks.autoscaling`.
 
 Takes a minute or two.
 

@@ -96,7 +96,8 @@ WORKLOADS = (
 
 QUANTIZATIONS = ("int8", "int4", "gguf")
 FEW_BITS = ("int4", "gguf")
-"""Data types that do not count as an engine's best: a GGUF file may have any number of bits."""
+"""Data types that are never an engine's best one, since they round weights to few bits. A GGUF file, too, may have few
+bits."""
 
 
 @dataclass(frozen=True, slots=True)

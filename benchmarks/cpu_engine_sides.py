@@ -28,7 +28,7 @@ from benchmarks.peer import Order, serve
 Prompts = list[list[int]]
 BLOCK_SIZE = 16
 MAX_TOKENS = 16_384
-"""The most prompt and answer tokens of all requests of an order together."""
+"""All requests of an order together may have at most this many prompt and answer tokens."""
 MAX_NUM_SEQS = 64
 
 
@@ -37,7 +37,8 @@ class Side(Protocol):
     version: str
 
     def seconds(self, prompts: Prompts, num_tokens: int) -> list[float]:
-        """Seconds for `num_tokens` tokens: an entry per step, or one for all if steps are not visible."""
+        """Generates `num_tokens` tokens for each prompt. Returns the seconds of each step, or the seconds of all steps
+        as one entry if single steps are not visible."""
         ...
 
 

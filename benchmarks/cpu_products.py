@@ -1,4 +1,4 @@
-"""The matrix products of a model on a CPU: our own kernels, torch's operators, and the memory's bandwidth.
+"""Times a model's matrix products on a CPU: our own kernels, torch's operators, and the limit by memory bandwidth.
 
     python -m benchmarks.cpu_products [--rows 1,8,32,256] [--threads 2] [--seconds 2] [--json PATH]
 
@@ -30,7 +30,7 @@ from engine.native.products import Products
 
 NUM_LAYERS = 30
 LAYER_SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
-"""Outputs and inputs of the layers of a block: query, key and value; output; gate and up; down."""
+"""Outputs and inputs of the four matrices of a decoder layer: query, key and value; output; gate and up; down."""
 LOGITS_SHAPE = (49_152, 576)
 GROUP_SIZE = 32
 OURS = "ours"
@@ -105,7 +105,7 @@ def _int4pack(weight_OI: torch.Tensor) -> Product:
 
 
 def _onednn(weight_OI: torch.Tensor) -> Product:
-    """A product with one scale for all activations. Real activations have a scale per token.
+    """A product with one scale for all activations. Real activations would need a scale for each token.
 
     So the speed of this product is only an upper bound of what oneDNN could reach.
     """
@@ -153,7 +153,7 @@ def measure(
 def _alternate(
     members: list[Side], layers: dict[str, list[tuple[int, Product]]], num_rows: int, seconds: float
 ) -> dict[str, float]:
-    """The shortest time of each side for all layers, in seconds."""
+    """The shortest time that each side takes for all layers together, in seconds."""
     inputs = {
         (side.dtype, num_inputs): torch.randn(num_rows, num_inputs).to(side.dtype)
         for side in members

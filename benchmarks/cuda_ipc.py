@@ -85,7 +85,7 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians for one size of blocks and of transfers."""
+    """Medians for one size of blocks and one size of transfers."""
 
     block_bytes: int
     transfer_bytes: int
@@ -198,7 +198,7 @@ class Consumer:
         return ended_at - begun_at
 
     def copy(self, num_blocks: int) -> float:
-        """Copies as many bytes; returns the seconds that it took."""
+        """Makes the plain copy, of as many bytes as these blocks have; returns the seconds that it took."""
         begun_at = time.perf_counter()
         self._plain(num_blocks * self._block_nbytes)
         return time.perf_counter() - begun_at

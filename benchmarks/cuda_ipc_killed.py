@@ -1,13 +1,13 @@
-"""Whether, and how soon, a GPU gets back the memory of a killed producer whose pool a consumer had mapped.
+"""Checks whether a GPU gets back the memory of a killed producer whose pool a consumer had mapped, and how soon.
 
     python -m benchmarks.cuda_ipc_killed [--mib 4096] [--wait 45] [--json FILE] [--dry-run]
 
-A producer and a consumer run as in benchmarks/cuda_ipc.py. One hand-over makes the consumer map the
-producer's pool. Then `kill -9` ends the producer. The benchmark reads the device's free memory before the
-producer starts and after the hand-over. After the kill it reads until as much is free as before, since a
-restarted worker waits for this. It reads once more after the consumer has closed its connector. The benchmark
-fails if the memory did not come back while the consumer was running. `--dry-run` uses a pretended device,
-whose memory belongs to its owner until the owner is killed.
+A producer and a consumer run as in benchmarks/cuda_ipc.py. One hand-over makes the consumer map the producer's pool.
+Then `kill -9` ends the producer. The benchmark reads the device's free memory before the producer starts and after the
+hand-over. After the kill it reads until the bytes of the producer's pool are free again (SLACK is the tolerance), since
+a restarted worker waits for this. It reads once more after the consumer has closed its connector. The benchmark
+fails if the memory did not come back while the consumer was running. `--dry-run` uses a pretended device, whose memory
+belongs to its owner until the owner is killed.
 """
 
 import argparse
@@ -33,14 +33,14 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Free bytes of the device, and seconds."""
+    """The result: free bytes of the device at several moments, and the seconds until the memory came back."""
 
     pool_bytes: int
     free_before: int
     free_during: int
     """After the hand-over, when both pools and the producer's context exist."""
     free_after_kill: int
-    """At the end of the wait."""
+    """At the end of the wait that follows the kill, while the consumer still runs."""
     back_after_s: float | None
     """None: the memory did not come back while the consumer was running."""
     free_after_close: int

@@ -10,7 +10,7 @@ is a gRPC server that sends the same messages without a gateway. Figures are med
 
     tokens/s        tokens that reached the clients, all streams together
     per core        tokens per second of the serving process' own CPU time
-    together        tokens in one message: those that arrive while the client's last message is sent are joined
+    together        tokens in one message: tokens that arrive while the previous message is being sent are joined
     ttft            time from a request to its first token at the client; requests run one after another. The
                     worker answers at once, so this is the time of the gateway, the request plane and the client.
                     `added` is the difference to `bare`
@@ -48,7 +48,7 @@ NUM_ALONE = 200
 """Number of requests that measure the time to first token."""
 TOKENS_IN_ALL = 40_000
 LEAST_TOKENS, MOST_TOKENS = 256, 2000
-"""Tokens of one stream."""
+"""The number of tokens of one stream lies between these bounds."""
 
 
 @dataclass(frozen=True, slots=True)

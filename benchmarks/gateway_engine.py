@@ -30,7 +30,7 @@ from worker.request_plane import RequestServer
 NETWORK = NetworkConfig(security="none", heartbeat_interval_s=0.25, peer_timeout_s=30.0)
 SHORTEST_STEP_S = 0.001
 FIRST_WORD = 40
-"""The token id of the first answer token; later tokens count up from it."""
+"""The id of an answer's first token. The ids of later tokens count up from it."""
 NUM_WORDS = 200
 
 

@@ -10,7 +10,7 @@ tests that were left out because a package or time was missing count as failed. 
 runs the same commands on tiny shapes, with kernels in Triton's interpreter. It proves that the commands work,
 and keeps no figures.
 
-    smoke      each kernel once compared with its reference, one graph, one sampled step; finds a broken machine in a
+    smoke      each kernel compared with its reference, one graph, one sampled step; finds a broken machine in a
                minute
     kernels    the tests of the kernels (--shapes few, many)
     attention  the attention kernel's tests three times: an error that appears in some runs only is a race
@@ -96,7 +96,7 @@ def let_processes_import_baton() -> None:
 
 
 def judged(row: Row, is_strict: bool) -> Row:
-    """The row as strict mode judges it: a test that was left out has failed."""
+    """Returns the row as strict mode judges it: in strict mode, a test that was left out counts as failed."""
     return replace(row, is_failed=True) if is_strict and row.is_skipped else row
 
 

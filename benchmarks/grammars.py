@@ -50,7 +50,7 @@ NUM_SCHEMA_CHARACTERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Schemas:
-    """Medians of the time to first token, in milliseconds."""
+    """Times to first token in milliseconds: the median for free text, and medians of the differences from it."""
 
     free_ms: float
     new_less_free_ms: float
@@ -86,7 +86,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request for one token, in milliseconds."""
+    """What one request for one token took, in milliseconds."""
 
     first_token_ms: float
     here_cpu_ms: float
@@ -167,7 +167,7 @@ async def first_token_ms(client: GatewayClient, question: str, sampling: dict[st
 
 
 async def measure_tools(client: GatewayClient, worker: psutil.Process, num_rounds: int) -> Tools:
-    """Alternates the three kinds of requests. Each kind is the first one equally often."""
+    """Alternates the three kinds of requests. Each kind comes first in equally many rounds."""
     tool, rng, kinds = large_tool(), random.Random(0), ("plain", "auto", "required")
     rows: list[dict[str, Asked]] = []
     for number in range(NUM_WARM_UPS + num_rounds):

@@ -1,4 +1,4 @@
-"""How long prompts disturb chats in vLLM, and in Baton with separate or colocated workers.
+"""How much long prompts disturb chats in vLLM, and in Baton with separate or colocated workers.
 
     python -m benchmarks.interference [--peer PYTHON] [--rounds 3] [--json FILE] [--svg FILE]
         [--set scheduler.max_num_batched_tokens=256 ...]       keys of Baton's configuration

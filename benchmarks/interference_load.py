@@ -1,4 +1,4 @@
-"""Chats and long prompts at the same time, over `/v1/completions` of any server, and their answers."""
+"""Sends chats and long prompts at the same time to `/v1/completions` of any server, and records the answers."""
 
 import asyncio
 import json
@@ -25,7 +25,8 @@ class Workload:
     long_answer: int = 4
     long_every_s: float = 3.0
     seconds: float = 15.0
-    """How long clients send requests. Requests that run at the end are completed, and count as sent."""
+    """How long clients send requests. Requests that still run after this time are completed, and their latencies
+    count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,8 @@ async def play(client: Client, workload: Workload) -> list[Seen]:
     seen: list[Seen] = []
 
     async def chat(number: int) -> None:
-        await asyncio.sleep(
-            number * 0.1
-        )  # else all of them decode in step, also where no other work disturbs them
+        # If all chats began at once, their decode steps would coincide even without long prompts.
+        await asyncio.sleep(number * 0.1)
         while time.perf_counter() - client.began < workload.seconds:
             seen.append(await client.ask(workload.chat_prompt, workload.chat_answer, is_chat=True))
 

@@ -33,7 +33,7 @@ class Peer:
     def __init__(
         self, python: str, module: str, arguments: Sequence[str] = (), timeout_s: float = ANSWER_TIMEOUT_S
     ) -> None:
-        """`timeout_s` limits each answer; the first includes the start."""
+        """`timeout_s` limits the wait for each answer. The first wait includes the start of the process."""
         self._name = " ".join((python, "-m", module, *arguments))
         self._timeout_s = timeout_s
         self._process = subprocess.Popen(

@@ -3,8 +3,9 @@
     python -m benchmarks.scheduler_instructions
 
 Times differ by a tenth from run to run, instructions by less than a thousandth. So this shows changes that
-`benchmarks.scheduler` cannot. Each row runs twice, and the longer run has 64 more steps. The difference is divided by
-their number. It includes the few instructions that make the model's tokens. Compare figures of the same Python only.
+`benchmarks.scheduler` cannot. Each row runs twice, and the longer run has 64 more steps. The difference in instructions
+is divided by 64. It includes the few instructions that make the model's tokens. Compare figures of the same Python
+only.
 """
 
 import argparse

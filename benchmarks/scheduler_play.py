@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from benchmarks.scheduler_workloads import RequestSpec, Workload, token_at
 
 MAX_STEPS = 3_000
-"""Limit of steps. A workload that is not done after so many steps never ends."""
+"""Limit of steps. A workload that is not done after this many steps counts as endless."""
 
 
 @dataclass(frozen=True, slots=True)

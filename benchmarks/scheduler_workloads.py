@@ -20,7 +20,7 @@ question, or a request's answer."""
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The engine that gets the workload. All names but the last four are those of `SchedulerConfig`."""
+    """Settings of the engine that gets the workload. All names but the last four are those of `SchedulerConfig`."""
 
     policy: str
     max_num_seqs: int

@@ -1,4 +1,4 @@
-"""Whether Baton's scheduler decides as vLLM's V1 does, step by step, for random workloads.
+"""Checks step by step, for random workloads, whether Baton's scheduler decides as vLLM's V1 does.
 
 Can record V1's decisions.
 
@@ -146,7 +146,7 @@ def _record(reference: Peer, folder: Path, first: int, num_workloads: int) -> No
 def _steps_of(reference: Peer, workload: Workload) -> list[str]:
     """The recording of one workload: a list of one line.
 
-    Empty if V1's steps show a flaw: then they cannot be compared.
+    The list is empty if V1's steps show a flaw, since such steps cannot be compared.
     """
     theirs = reference.ask({"play": workload.to_json(), "num_ahead": 0})
     is_flawed = theirs["is_misled"] or theirs["is_forgetful"] or len(theirs["steps"]) == MAX_STEPS

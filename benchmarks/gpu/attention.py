@@ -31,7 +31,7 @@ def run(setting: Setting, emit: Emit) -> None:
 
 
 def compare(failures: list[set[str]]) -> Row:
-    """Compares the failures of the runs: only a race explains a failure in some runs."""
+    """Compares the failures of the runs. If a test failed in some runs only, the cause is a race."""
     always = failures[0].intersection(*failures)
     moving = sorted({name for run in failures for name in run} - always)
     return Row(

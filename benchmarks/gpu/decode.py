@@ -46,7 +46,8 @@ from engine.loading.loader import LoadedModel
 
 PART = "decode"
 SWITCHED_BATCH = 16
-"""The batch for the switches. It is the most rows that the products for few rows accept."""
+"""How many requests decode in a step for a switch that has no effect on a single request. The products for few rows
+accept at most this many rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,14 @@ class Sizes:
     models: dict[str, dict[str, Any]]
     dtype: Dtype
     max_error: float
-    """Error of the logits, relative to torch's logits on the same device and weights."""
+    """Largest allowed error of the logits, relative to torch's logits on the same device and weights."""
     block_size: int
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     check_contexts: tuple[int, ...]
     """Contexts of the step that is compared with torch's."""
     num_tokens: int
-    """Number of decode steps of a loop."""
+    """How many decode steps the engine loop computes."""
     rounds: int
     reserve_bytes: int
     """Device memory that KV blocks leave free for everything else."""

@@ -27,15 +27,17 @@ class Comparison:
     """Its blocks are filled with keys and values."""
     context: int
     max_batch: int
-    """Batch for switches that have no effect on a single request."""
+    """How many requests decode in a step for a switch that has no effect on a single request."""
     rounds: int
     max_error: float
-    """Error of the logits, relative to the logits with all switches on."""
+    """Largest allowed error of the logits, relative to the logits with all switches on."""
 
 
 def switch_rows(setting: Setting, part: str, name: str, comparison: Comparison) -> Iterator[Row]:
-    """Yields a row for each switch that is off, and one for all switches off. A row is about one request; only for the
-    switch `timed_products` it is about `max_batch` requests."""
+    """Yields a row for each switch, in which only this switch is off, and a row in which all switches are off.
+
+    For `timed_products`, the steps decode `max_batch` requests. All other steps decode one request.
+    """
     for field in fields(KernelSwitches):
         off = KernelSwitches(**{field.name: False})
         batch = comparison.max_batch if field.name == "timed_products" else 1
@@ -48,7 +50,7 @@ def _compare(
 ) -> Row:
     """Compares a step with the switches of `off` and a step with all switches on.
 
-    Both steps are recorded first, and then timed directly after each other: clocks change.
+    Both steps are recorded first, and then timed directly after each other, since the device's clock rate changes.
     """
     with (
         _recorded(setting, comparison, batch, KernelSwitches()) as (on_RV, replay_on),

@@ -69,7 +69,7 @@ class InstantLoads:
         return ()
 
     def shutdown(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no transfer is under way."""
 
 
 @dataclass(slots=True)
@@ -165,10 +165,10 @@ class LoopedEngine:
             self._done.set()
 
     def send_kv_change(self, client_ids: tuple[str, ...], change: KVChange) -> None:
-        """There are no subscribers."""
+        """Does nothing: there are no subscribers."""
 
     def beat(self) -> None:
-        """There are no heartbeats."""
+        """Does nothing: there are no heartbeats."""
 
 
 def recorded_loop(

@@ -55,7 +55,7 @@ class Setting:
         return max(0.0, self.ends_at - time.monotonic())
 
     def chosen(self, models: dict[str, Any]) -> dict[str, Any]:
-        """The selected ones of these models, in their order."""
+        """Those of `models` that the command selects, in the order of `models`."""
         return {name: config for name, config in models.items() if not self.models or name in self.models}
 
     def folder_for_files(self) -> Path:

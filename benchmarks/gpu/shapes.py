@@ -91,7 +91,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def expected_experts(num_experts: int, num_chosen: int, num_tokens: int) -> float:
-    """How many experts this many tokens use, if each token chooses at random."""
+    """How many experts this many tokens use together, on average, if each token chooses at random."""
     return num_experts * (1.0 - (1.0 - num_chosen / num_experts) ** num_tokens)
 
 

@@ -66,7 +66,7 @@ def _attention(shapes: Shapes, kind: str, dtype: torch.dtype, kv_dtype: torch.dt
 
 
 def _merge(shapes: Shapes) -> Iterator[SmokeCase]:
-    """Merges two rows of three parts each. The rows lie one row apart."""
+    """Merges two rows of three parts each. The parts of the two rows alternate."""
     num_heads, _, head_dim = shapes.heads
     partial_PQD = shapes.randn(6, num_heads, head_dim, dtype=torch.float32)
     weight_PQ = shapes.randn(6, num_heads, dtype=torch.float32)

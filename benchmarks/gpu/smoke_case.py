@@ -21,7 +21,7 @@ class SmokeCase:
     """Launches on the same inputs each time. Returns new tensors, or copies."""
     reference: Callable[[], Outputs]
     max_error: float
-    """Error of each output, relative to the reference's norm. 0: every element must be equal."""
+    """Largest allowed error of each output, relative to the reference's norm. 0: every element must be equal."""
 
 
 Maker = Callable[[], Iterable[SmokeCase]]
@@ -43,7 +43,7 @@ class Shapes:
     block_size: int
     vocab: int
     max_error: float
-    """Error of products, sums and functions whose results are rounded to `dtype`."""
+    """Largest allowed error of products, sums and functions whose results are rounded to `dtype`."""
     max_error_fp8: float
 
     @classmethod

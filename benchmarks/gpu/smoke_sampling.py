@@ -29,7 +29,7 @@ FILTERS: dict[str, dict[str, Any]] = {
     "gumbel_draw": {},
     "filtered_draw": {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
 }
-"""Row kinds, by the last kernel that is launched for such rows and has work to do."""
+"""Sampling parameters of a case's rows, by the kernel that the case tests: the last one that has work for such rows."""
 
 
 def makers(shapes: Shapes) -> list[Maker]:
@@ -44,7 +44,7 @@ def _draws(shapes: Shapes) -> Iterator[SmokeCase]:
 def _draw(shapes: Shapes, file: str, filters: dict[str, Any]) -> SmokeCase:
     """A case with its reference on the host.
 
-    Logarithms on a GPU differ in the last bits; sorting gives the same order.
+    Logarithms on a GPU may differ in the last bits from those on the host. The drawn tokens must still be equal.
     """
     logits_RV = 3 * shapes.randn(NUM_ROWS, shapes.vocab)
     params_RF = params(NUM_ROWS, **filters)

@@ -326,7 +326,7 @@ def families_table() -> str:
 
 def keys_table() -> str:
     """The table of what is refused, by its configuration key."""
-    rows = ["| key | values without effect; null is one, too | read for |", "|---|---|---|"]
+    rows = ["| key | values without effect, besides null | read for |", "|---|---|---|"]
     for key, harmless in VALUES_WITHOUT_EFFECT.items():
         values = ", ".join(f"`{str(value).lower()}`" for value in harmless)
         readers = ", ".join(f"`{family.value}`" for family in Family if key in KEYS_READ[family])
