@@ -59,7 +59,8 @@ class SamplingParams:
 
     max_tokens: int = 16
     min_tokens: int = 0
-    """Before this many tokens, EOS and stop tokens cannot be sampled, and stop strings have no effect."""
+    """Of this many tokens at the beginning, none is EOS or a stop token, and a stop string that ends within them has no
+    effect."""
 
     temperature: float = 1.0
     """0 is greedy: the arg max, whatever the other settings."""

@@ -126,16 +126,23 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that cannot belong to a stop string; empty once `matched` is set."""
+    def push(self, text: str, may_end: bool = True) -> str:
+        """The text that cannot belong to a stop string; empty once `matched` is set. If not `may_end`, a stop string
+        that ends within this text has no effect. One that only begins within it still counts, unless it contains one
+        without effect."""
         if self.matched is not None:
             return ""
         if self._state == _NOTHING and self._initials.isdisjoint(text):
             return text
         for character in text:
-            self._state = self._after(self._state, character)
-            if self._state == _WHOLE:
+            before, self._state = self._state, self._after(self._state, character)
+            if self._state == _WHOLE and may_end:
                 return self._end(self._held + text)
+            while self._state == _WHOLE and before != _NOTHING:
+                before = self._shorter[before]
+                self._state = self._after(before, character)
+            if self._state == _WHOLE:
+                self._state = _NOTHING
         keep = self._state % self._stride
         text = self._held + text
         self._held = text[len(text) - keep :]
@@ -220,14 +227,16 @@ class TextStream:
             text = (
                 "" if is_end and not self._detokenizer.keeps(token_id) else self._detokenizer.push(token_id)
             )
-            if self._num_tokens < self._min_tokens:
-                pieces.append(self._stops.flush() + text)  # too early to look for stop strings
-                continue
-            pieces.append(self._stops.push(text))
+            pieces.append(self._stops.push(text, self._may_end))
             if self._stops.matched is not None:
                 return index, "".join(pieces)
         return len(token_ids), "".join(pieces)
 
     def flush(self) -> str:
         """The rest of the text. Call this when no more tokens follow."""
-        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        return self._stops.push(self._detokenizer.flush(), self._may_end) + self._stops.flush()
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether a stop string may end the answer at the last token."""
+        return self._num_tokens > self._min_tokens

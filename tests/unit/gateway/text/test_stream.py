@@ -161,12 +161,40 @@ def test_tokens_past_a_stop_string_do_not_count() -> None:
     assert num_counted < len(tokens)
 
 
-def test_c10_stop_strings_are_not_looked_for_before_min_tokens() -> None:
-    tokens = ids("abab")
-    stream = TextStream(TOKENIZER, ["a"], len(tokens) - 1, True)
-    num_counted, text = stream.push(tokens)
-    assert (text, stream.matched_stop) == ("ab", "a")
-    assert num_counted == len(tokens) - 1
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "shown", "num_counted"),
+    [
+        ("a", 0, "", 1),
+        ("a", 1, "ab", 3),  # as EOS, which the first token cannot be
+        ("ba", 2, "a", 3),  # begins within the first tokens, but ends after them
+        ("bab", 3, "a", 4),
+        ("ab", 3, "ab", 4),  # once within the first tokens, once after them
+        ("bab", 4, "abab", 4),
+        ("aba", 3, "abab", 4),
+        ("abax", 2, "abab", 4),
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_c10_a_stop_string_that_ends_within_min_tokens_has_no_effect(
+    stop: str, min_tokens: int, shown: str, num_counted: int, at_once: int
+) -> None:
+    """As in vLLM."""
+    tokens, text, counted = ids("abab"), "", 0
+    stream = TextStream(TOKENIZER, [stop], min_tokens, True)
+    for at in range(0, len(tokens), at_once):
+        if stream.matched_stop is None:
+            num, more = stream.push(tokens[at : at + at_once])
+            counted, text = counted + num, text + more
+    assert (text + stream.flush(), counted) == (shown, num_counted)
+
+
+def test_c10_a_stop_string_may_overlap_one_without_effect() -> None:
+    matcher = StopStrings(["one!?", "!?two"])
+    assert matcher.push("so one!?", may_end=False) == "so one"
+    assert matcher.push("two") == ""
+    assert matcher.matched == "!?two"
+    matcher = StopStrings(["abab"])
+    assert [matcher.push("abab", may_end=False), matcher.push("ab"), matcher.matched] == ["ab", "", "abab"]
 
 
 @pytest.mark.parametrize("stops", [[], ["zzz"]])
