@@ -60,7 +60,8 @@ async def test_prompts_of_every_kind_get_n_answers_each_in_their_order(
     folder: Path, prompt: Any, echoes: list[str], stream: bool
 ) -> None:
     async with openai_with(folder, answering(ANSWER)) as (under_test, client):
-        options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+        every_chunk: Any = {"include_usage": True, "continuous_usage_stats": True}
+        options: dict[str, Any] = {"stream_options": every_chunk} if stream else {}
         answer: Any = await client.completions.create(
             model="tiny", prompt=prompt, n=2, echo=True, best_of=2, stream=stream, **options
         )
@@ -73,6 +74,7 @@ async def test_prompts_of_every_kind_get_n_answers_each_in_their_order(
         requests = [await under_test.workers["d0"].next_request() for _ in texts]
         assert len({request.request_id for request in requests}) == len(texts)
         usage = chunks[-1].usage
+        assert {chunk.usage.prompt_tokens for chunk in chunks} == {usage.prompt_tokens}
         assert usage.prompt_tokens == sum(len(TOKENIZER.encode(echo).ids) for echo in echoes)
         assert usage.completion_tokens == len(texts) * len(ANSWER)
 

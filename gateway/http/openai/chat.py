@@ -68,7 +68,9 @@ class ChatAnswer(OpenAIAnswer):
         complete."""
 
     def opening(self) -> bytes:
-        return "".join(self._event(index, self._role) for index in range(len(self._choices))).encode("ascii")
+        usage = self._usage_so_far
+        events = (self._event(index, self._role, usage=usage) for index in range(len(self._choices)))
+        return "".join(events).encode("ascii")
 
     def piece(self, index: int, delta: Delta) -> bytes:
         return super().piece(index, self._with_logprobs_of_text(index, delta))

@@ -45,8 +45,10 @@ class CompletionAnswer(OpenAIAnswer):
     def opening(self) -> bytes:
         if self._echoes_logprobs:
             return b""
+        usage = self._usage_so_far
         echoes = [(index, ascii_json(echo)) for index, echo in enumerate(self._echoes) if echo]
-        return "".join(self._event(index, f'"text":{echo}') for index, echo in echoes).encode("ascii")
+        events = (self._event(index, f'"text":{echo}', usage=usage) for index, echo in echoes)
+        return "".join(events).encode("ascii")
 
     def piece(self, index: int, delta: Delta) -> bytes:
         shown = self._shown(delta)

@@ -97,11 +97,10 @@ class OpenAIAnswer(ABC):
 
     def piece(self, index: int, delta: Delta) -> bytes:
         self._count.on_delta(index, delta)
-        usage = self._count.usage if self._says_usage_so_far else None
         logprobs = "null"
         if self._logprobs is not None:
             logprobs = in_ascii("".join(self._logprobs[index].write(LogprobColumns(delta.logprobs))))
-        return self._events(index, delta, logprobs, usage).encode("ascii")
+        return self._events(index, delta, logprobs, self._usage_so_far).encode("ascii")
 
     def ending(self) -> bytes:
         """If the client asked for usage, the last chunk has the usage and no choice."""
@@ -139,6 +138,11 @@ class OpenAIAnswer(ABC):
         if self._ranked_tokens is not None:
             yield ',"prompt_logprobs":'
             yield from self._ranked_tokens.write(choice.prompt_logprobs)
+
+    @property
+    def _usage_so_far(self) -> Usage | None:
+        """The usage that each event has; None if the client did not ask for it."""
+        return self._count.usage if self._says_usage_so_far else None
 
     def _event(
         self,
