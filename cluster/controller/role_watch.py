@@ -155,7 +155,8 @@ class RoleWatch:
         if self._limit is None:
             return at_most
         limit, since = self._limit
-        num_hours = int((self._now - since) / FADE_S)
+        # After 1,990 hours, the power would be too large for a float.
+        num_hours = min(int((self._now - since) / FADE_S), 1000)
         return min(at_most, limit * ROOM_TO_SPARE ** (1 - num_hours))
 
     def _mean(self, over_s: float) -> tuple[float, float]:

@@ -208,6 +208,15 @@ def test_a_load_that_was_too_much_is_remembered_and_fades(running: int, hours: f
     assert at == pytest.approx(max(75.0, 10.0 + hours * 3600.0), abs=5.0)
 
 
+def test_a_load_that_was_too_much_months_ago_limits_nothing() -> None:
+    planner = make_planner(autoscaling_config(decode=2))
+    look(planner, fleet(1, 2, busy=True, itl_p99_s=0.083), 0.0, 10.0)
+    after = 100 * 86_400.0
+    assert changes(look(planner, fleet(1, 3, busy=True), after, 60.0)) == [
+        (after + 60.0, ScaleDecision(D, 2))
+    ]
+
+
 def test_a_shortage_without_work_sets_no_limit() -> None:
     planner = make_planner(autoscaling_config(decode=2))
     look(planner, fleet(1, 2, oldest_queued_s=9.0), 0.0, 10.0)
