@@ -9,7 +9,7 @@ from typing import Protocol
 from baton.clock import Clock
 from baton.config import AutoscalingConfig
 from baton.errors import ClusterError, FleetError
-from baton.fleet import GatewayReport, ReplicaDescription
+from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.system.standstill import Standstill
 from baton.worker import WorkerRole
 from cluster.controller.observation import merge
@@ -118,16 +118,23 @@ class Autoscaler:
             if isinstance(change, ScaleDecision):
                 await self._fleet.scale(change.role, change.count)
                 return
-            if change.replaces_unplaced:
-                replicas, leaving = self._fleet.replicas_to_scale(), self._fleet.leaving
-                count = sum(r.role is change.role and r.name not in leaving for r in replicas)
-                await self._fleet.scale(change.role, count - 1)
             await self._fleet.set_role(change.worker, change.role)
+            if change.replaces_unplaced:  # afterwards: the fleet keeps its last decode replica, placed or not
+                await self._remove_unplaced(change.role)
         except Exception as error:  # an error must not end later decisions or other changes
             if not isinstance(error, FleetError | ClusterError):
                 logger.exception("a change failed unexpectedly")
             self._planner.refused(change, self._running_s())
             logger.info("%s", self._log.note(f"the change failed: {error}"))
+
+    async def _remove_unplaced(self, role: WorkerRole) -> None:
+        """Removes a replica of this role that still waits for a node with room, if there is one."""
+        leaving = self._fleet.leaving
+        states = [
+            r.state for r in self._fleet.replicas_to_scale() if r.role is role and r.name not in leaving
+        ]
+        if ReplicaState.PLACING in states:
+            await self._fleet.scale(role, len(states) - 1)
 
 
 class DecisionLog:

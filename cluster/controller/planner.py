@@ -99,6 +99,9 @@ class _Role:
     """When a worker was last seen leaving."""
     decided_at: float = float("-inf")
     """When the planner last decided a change."""
+    is_replacing: bool = False
+    """A worker changes to this role, and then takes the place of a replica that no node has room for. Until then, both
+    count."""
     unplaced_since: float | None = None
     """Since when some replica has waited for a node with room."""
     bounded_to: int | None = None
@@ -142,6 +145,7 @@ class _Role:
         if self.leaving:
             self.seen_leaving_at = now
         states = [worker.replica.state for worker in self.staying]
+        self.is_replacing = self.is_replacing and ReplicaState.STARTING in states
         self.unplaced_since = held_since(self.unplaced_since, ReplicaState.PLACING in states, now)
         self.incomplete_since = held_since(
             self.incomplete_since, any(state is not ReplicaState.SERVING for state in states), now
@@ -172,6 +176,8 @@ class Planner:
         decision = next(self._decisions(now), None) or self._steady()
         if isinstance(decision.change, RoleChange):
             self._note_change(self._roles, now)
+            for role in self._roles:
+                role.is_replacing = decision.change.replaces_unplaced and role.role is decision.role
         elif decision.change is not None:
             self._note_change([role for role in self._roles if role.role is decision.role], now)
         return decision
@@ -209,12 +215,12 @@ class Planner:
     def _back_into_bounds(self, role: _Role) -> Iterator[Decision]:
         """The decision to return into the bounds. In a dry run, it is made only once: no change follows it, and it must
         not hide other decisions."""
-        count = role.high if role.count > role.high else max(role.count, min(role.low, role.most))
+        is_above = role.count > role.high + role.is_replacing
+        count = role.high if is_above else max(role.count, min(role.low, role.most))
         was_said = self._config.mode == "dry_run" and role.bounded_to == count
         role.bounded_to = None if count == role.count else count
         if count == role.count or was_said:
             return
-        is_above = count < role.count
         bound = f"above the maximum of {role.high}" if is_above else f"below the minimum of {role.low}"
         yield _scale(role, count, f"{role.count} is {bound}")
 

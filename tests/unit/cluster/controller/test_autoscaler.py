@@ -28,11 +28,13 @@ class FakeFleet:
         self.problem = problem
         self.take_time: Callable[[], None] = lambda: None
         self.leaving: tuple[str, ...] = ()
+        self.states: dict[str, ReplicaState] = {}
+        """Of replicas that do not serve."""
         self.commands: list[tuple[Any, ...]] = []
 
     def replicas_to_scale(self) -> Sequence[ReplicaDescription]:
         return [
-            ReplicaDescription(name=name, role=role, state=ReplicaState.SERVING)
+            ReplicaDescription(name=name, role=role, state=self.states.get(name, ReplicaState.SERVING))
             for name, role in self.roles.items()
         ]
 
@@ -115,15 +117,20 @@ def test_no_role_changes_if_the_workers_of_the_roles_have_other_ranks() -> None:
     assert fleet.commands == [("scale", D, 2)]
 
 
-def test_a_worker_that_replaces_an_unplaced_one_leaves_the_number_of_those_that_stay() -> None:
-    """A worker that drains for good does not count: `scale` does not count it either."""
+@pytest.mark.parametrize(("state", "commands"), [("placing", [("scale", D, 2)]), ("starting", [])])
+def test_a_worker_that_replaces_an_unplaced_one_leaves_the_number_of_those_that_stay(
+    state: str, commands: list[tuple[Any, ...]]
+) -> None:
+    """A worker that drains for good does not count: `scale` does not count it either. If the replica was placed after
+    all, it stays."""
     fleet = FakeFleet(P, P, D, D, D)
     fleet.leaving = ("w2",)
+    fleet.states = {"w4": ReplicaState(state)}
     autoscaler = autoscaler_of(fleet, VirtualClock(), prefill=2, decode=3)
     change = RoleChange("w0", D, replaces_unplaced=True)
     with patch.object(autoscaler._planner, "observe", return_value=Decision("a change", change)):
         asyncio.run(autoscaler.decide_once())
-    assert fleet.commands == [("scale", D, 1), ("set_role", "w0", D)]
+    assert fleet.commands == [("set_role", "w0", D), *commands]
 
 
 def test_the_same_reason_for_no_change_is_logged_once() -> None:

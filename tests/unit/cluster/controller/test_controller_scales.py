@@ -123,6 +123,29 @@ async def test_a_fleet_grows_while_a_worker_changes_its_role() -> None:
         await reporting_until(tested, lambda it: num_serving(it, WorkerRole.DECODE) == 2, 0)
 
 
+@in_virtual_time
+async def test_a_prefill_worker_takes_the_place_of_the_only_decode_worker_that_no_node_has_room_for() -> None:
+    bounds = {"min_prefill": 1, "max_prefill": 2, "max_decode": 1}
+    async with fleet(scaled_config(2, 1, 100.0, **bounds)) as tested:
+        await tested.all_serve(3)
+        tested.launcher.latest("w0").may_drain.clear()
+        tested.launcher.room.clear()
+        tested.launcher.latest("w2").kill("its node is gone")
+        await reporting_until(
+            tested, lambda it: "prefill -> decode" in " ".join(it.decisions), 0, oldest_queued_s=9.0
+        )
+        changes_until = virtual_loop().now() + 2.0
+        await reporting_until(tested, lambda _: virtual_loop().now() > changes_until, 0, oldest_queued_s=9.0)
+        tested.launcher.latest("w0").may_drain.set()
+        healed = await reporting_until(tested, lambda it: len(it.replicas) == 2, 0)
+        assert [(each.name, each.role.value) for each in healed.replicas] == [
+            ("w0", "decode"),
+            ("w1", "prefill"),
+        ]
+        assert [said for said in healed.decisions if "failed" in said or "maximum" in said] == []
+        tested.launcher.room.set()
+
+
 def test_a_fleet_that_is_not_scaled_heeds_no_report() -> None:
     async def stay() -> None:
         async with fleet(scaled_config(1, 1, mode="off")) as tested:
