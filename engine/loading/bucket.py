@@ -64,7 +64,7 @@ def fetch(url: str, cache_dir: Path, on_progress: Progress, *, weights: bool = T
 def _fetch(url: str, cache_dir: Path, on_progress: Progress, weights: bool) -> Path:
     store, root = fsspec.core.url_to_fs(url)
     is_file = url.endswith(".gguf")
-    found = {root: store.info(root)} if is_file else store.find(root, maxdepth=1, detail=True)
+    found = {root: store.info(root)} if is_file else _listing(store, root)
     files = {path.rpartition("/")[2]: info for path, info in found.items()}
     if not files:
         raise ModelError(f"{url} holds no file")
@@ -95,9 +95,18 @@ def _fetch(url: str, cache_dir: Path, on_progress: Progress, weights: bool) -> P
     return folder / chosen[0] if is_gguf else folder
 
 
+def _listing(store: Any, folder: str) -> dict[str, dict[str, Any]]:
+    """The files of a folder, which may not exist. Raises the store's error if it refuses or fails."""
+    try:
+        found: dict[str, dict[str, Any]] = store.find(folder, maxdepth=1, detail=True, on_error="raise")
+    except FileNotFoundError:
+        return {}
+    return found
+
+
 def _templates(store: Any, root: str, files: dict[str, dict[str, Any]]) -> list[str]:
     """Adds the model's further chat templates to `files`; returns their paths in the model's folder."""
-    found = store.find(f"{str(root).rstrip('/')}/{TEMPLATES_FOLDER}", maxdepth=1, detail=True)
+    found = _listing(store, f"{str(root).rstrip('/')}/{TEMPLATES_FOLDER}")
     paths = {f"{TEMPLATES_FOLDER}/{path.rpartition('/')[2]}": info for path, info in found.items()}
     templates = {path: info for path, info in paths.items() if is_template(path)}
     files.update(templates)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from baton.errors import ModelError
@@ -30,6 +31,10 @@ class InMemory(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         file = super()._open(path, mode, **options)
         return io.BytesIO(file.getvalue()) if mode == "rb" else file  # each reader has a position of its own
+
+    def find(self, path: str, *args: Any, **options: Any) -> Any:
+        """Lists as s3fs does, which leaves out folders that it cannot list, unless told otherwise."""
+        return AbstractFileSystem.find(self, path, *args, **options)
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -173,11 +178,27 @@ def test_an_empty_folder_and_an_error_of_the_store_are_said(
     with pytest.raises(ModelError, match="s3://bucket/nothing holds no file"):
         resolve("s3://bucket/nothing", tmp_path)
 
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError("Access Denied")
+    def refuse(_store: object, path: str, **_: object) -> None:
+        raise PermissionError(f"Access Denied: {path}")
 
-    monkeypatch.setattr(type(store), "find", refuse)
+    monkeypatch.setattr(type(store), "ls", refuse)
     with pytest.raises(ModelError, match=f"cannot copy {URL} to {tmp_path}: PermissionError: Access Denied"):
+        resolve(URL, tmp_path)
+
+
+def test_a_folder_of_templates_that_cannot_be_listed_is_not_left_out(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker without these templates would have another model."""
+    ls = type(store).ls
+
+    def fail_below(files: Any, path: str, **options: Any) -> Any:
+        if path.endswith("additional_chat_templates"):
+            raise OSError("Please reduce your request rate")
+        return ls(files, path, **options)
+
+    monkeypatch.setattr(type(store), "ls", fail_below)
+    with pytest.raises(ModelError, match=f"cannot copy {URL} to {tmp_path}: OSError: Please reduce"):
         resolve(URL, tmp_path)
 
 
