@@ -62,6 +62,8 @@ def gguf_files(paths: Collection[str]) -> list[str]:
 def gguf_file(paths: Collection[str], wanted: str | None, model: str) -> str:
     """The one GGUF file of `paths` that matches `wanted`: a quantization, a file's name, or a pattern.
 
+    `model`: a name of the Hub, or the URL of a folder in an object store.
+
     ModelError if there is no such file, if several match, or if the file is one of several parts. If there are GGUF
     files to choose from, the message proposes a name that works, such as `MODEL:Q4_K_M`.
     """
@@ -85,7 +87,8 @@ def gguf_file(paths: Collection[str], wanted: str | None, model: str) -> str:
         else f"{len(matching) or 'no'} GGUF files that match {wanted!r}"
     )
     shown = ", ".join(found[:MAX_SHOWN]) + (", ..." if len(found) > MAX_SHOWN else "")
-    raise ModelError(f"{model} has {problem}; name one, such as {model}:{_example(found)}. There are {shown}")
+    one = f"{model.rstrip('/')}/{found[0]}" if "://" in model else f"{model}:{_example(found)}"
+    raise ModelError(f"{model} has {problem}; name one, such as {one}. There are {shown}")
 
 
 class TensorEntry(NamedTuple):

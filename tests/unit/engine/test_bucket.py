@@ -1,6 +1,7 @@
 """Folders of object stores, by fsspec's own file system in memory."""
 
 import io
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -200,6 +201,15 @@ def test_a_folder_of_templates_that_cannot_be_listed_is_not_left_out(
     monkeypatch.setattr(type(store), "ls", fail_below)
     with pytest.raises(ModelError, match=f"cannot copy {URL} to {tmp_path}: OSError: Please reduce"):
         resolve(URL, tmp_path)
+
+
+def test_one_of_several_gguf_files_is_named_by_its_url(store: Any, tmp_path: Path) -> None:
+    for name in ("a-q4_0.gguf", "a-q8_0.gguf"):
+        store.pipe(f"/bucket/quantized/{name}", b"GGUF")
+    with pytest.raises(ModelError, match="has several GGUF files") as refused:
+        fetch("s3://bucket/quantized/", tmp_path, lambda *_: None)
+    (url,) = re.findall("such as ([^ ]+)[.] There", str(refused.value))
+    assert fetch(url, tmp_path, lambda *_: None).name == "a-q4_0.gguf"
 
 
 def test_every_scheme_has_an_extra_of_its_name() -> None:
