@@ -1,5 +1,6 @@
 """Where a socket listens, and the address under which peers reach it; knows no plane and no message."""
 
+import asyncio
 import errno
 import socket
 from typing import Any
@@ -92,6 +93,19 @@ def connect(dialler: "zmq.Socket[Any]", address: str) -> None:
     if "[" in address:
         dialler.setsockopt(zmq.IPV6, 1)
     dialler.connect(address)
+
+
+async def has_ipv4(host: str, timeout_s: float) -> bool:
+    """Whether this is a name with an IPv4 address, or such an address. False, too, if the name is not found in time.
+
+    Before it connects to a name, ZeroMQ looks for IPv4 addresses only or, with its option IPV6, for IPv6 addresses
+    and, without any, IPv4 addresses. So a socket needs the option if this is false.
+    """
+    lookup = asyncio.get_running_loop().getaddrinfo(host, None, family=socket.AF_INET)
+    try:
+        return bool(await asyncio.wait_for(lookup, timeout_s))
+    except (OSError, TimeoutError):
+        return False
 
 
 def _host_of(listener: "zmq.Socket[Any]", bind_host: str) -> str:

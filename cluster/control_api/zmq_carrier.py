@@ -20,9 +20,10 @@ from baton.messages.control_codec import (
     read_reply,
     write_call,
 )
-from baton.system.addresses import connect
+from baton.system.addresses import has_ipv4
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import FAILED_HANDSHAKES, REFUSED, PlaneKeys, connection_events, secure_client
+from baton.system.hosts import host_of
 from baton.system.tasks import end_tasks
 from cluster.control_api.calls import CallNotSent, ControlClient
 from cluster.control_api.server_socket import MAX_CALLS_OF_ONE, set_heartbeats
@@ -66,6 +67,7 @@ class ZmqCarrier:
         """Set once there is a connection or a refusal."""
 
     async def __aenter__(self) -> Self:
+        is_ipv4 = await has_ipv4(host_of(self.address), CONNECT_S)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -79,7 +81,8 @@ class ZmqCarrier:
         self._monitor = self._socket.get_monitor_socket(
             FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
-        connect(self._socket, f"tcp://{self.address}")
+        self._socket.setsockopt(zmq.IPV6, 0 if is_ipv4 else 1)
+        self._socket.connect(f"tcp://{self.address}")
         self._tasks = [
             asyncio.create_task(self._receive_replies(), name="control replies"),
             asyncio.create_task(self._watch_connection(), name="control connection"),

@@ -4,6 +4,7 @@ import errno
 import re
 import socket
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +16,8 @@ from baton.errors import ConfigError
 from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
 from baton.system.addresses import addresses_of, connect, listen
 from baton.system.curve import secure_client
-from baton.system.hosts import WILDCARDS
+from baton.system.hosts import WILDCARDS, in_url
+from cluster.control_api.zmq_carrier import ZmqCarrier
 from kv_transfer.transport.zmq_tcp import ZmqChannel
 from tests.factories.gateway import gateway_with
 from tests.factories.hosts import BIND_HOSTS
@@ -134,3 +136,23 @@ async def test_a_port_that_is_in_use_on_one_address_of_a_name_is_an_error(
         with pytest.raises(ConfigError, match=rf"gateway\.grpc_port: cannot listen on 127\.0\.0\.2:{port}"):
             async with gateway_with(folder, {}, {}, grpc_port=port):
                 raise AssertionError("it started")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ipv4"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", False), ("six", False), ("unknown", False)],
+)
+async def test_a_name_without_ipv4_addresses_is_looked_up_as_ipv6(
+    host: str, is_ipv4: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a Service in an IPv6 cluster, which may have no address yet."""
+    lookup = socket.getaddrinfo
+
+    def found(name: str, *arguments: object, **options: Any) -> object:
+        if name in ("six", "unknown"):
+            raise socket.gaierror("it has no address of this family")
+        return lookup(name, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    async with ZmqCarrier(f"{in_url(host)}:1", None, NetworkConfig()) as carrier:
+        assert carrier._socket.getsockopt(zmq.IPV6) == (not is_ipv4)
