@@ -134,6 +134,18 @@ def test_another_file_is_not_kept(tmp_path: Path, url: str) -> None:
     assert set(there(tmp_path)) == {"config.json"}, "no draft either"
 
 
+@pytest.mark.parametrize(
+    "body", [b"Content-Length: 9\r\n\r\nhalf", b"Transfer-Encoding: chunked\r\n\r\n9\r\nhalf"]
+)
+def test_a_connection_that_breaks_is_no_wrong_hash(tmp_path: Path, url: str, body: bytes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Quiet, "do_GET", lambda answer: answer.wfile.write(b"HTTP/1.1 200 OK\r\n" + body))
+        done = fetch(tmp_path, url)
+    assert done.returncode == 1
+    assert done.stderr == "fetch_model.py: config.json: the connection broke before the end of the file\n"
+    assert there(tmp_path) == {}, "no draft either"
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/a b", "http://[::1"])
 def test_an_unusable_url_is_named(tmp_path: Path, url: str) -> None:
     done = fetch(tmp_path, url.replace("//", "//me:s3cret@"))

@@ -18,7 +18,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -73,9 +73,15 @@ def fetch(url: str, path: Path, sha256: str) -> None:
     try:
         digest = hashlib.sha256()
         with os.fdopen(descriptor, "wb") as file, urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
-            while chunk := response.read(CHUNK_BYTES):
-                digest.update(chunk)
-                file.write(chunk)
+            try:
+                while chunk := response.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    file.write(chunk)
+                is_cut_off = bool(response.length)  # the bytes of Content-Length that have not come
+            except IncompleteRead:
+                is_cut_off = True
+            if is_cut_off:
+                raise OSError("the connection broke before the end of the file")
         if digest.hexdigest() != sha256:
             raise OSError(f"{path.name}: sha256 is {digest.hexdigest()}, expected {sha256}")
         os.chmod(draft, 0o644)
