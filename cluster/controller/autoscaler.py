@@ -79,7 +79,12 @@ class Autoscaler:
         async with asyncio.TaskGroup() as changes:
             while True:
                 await asyncio.sleep(self._config.interval_s)
-                changes.create_task(self._carry_out(self._decide()))
+                try:
+                    decision = self._decide()
+                except Exception:  # the next decision may succeed
+                    logger.exception("a decision failed unexpectedly")
+                    continue
+                changes.create_task(self._carry_out(decision))
 
     async def decide_once(self) -> Decision:
         """Decides once, and returns when the change is carried out."""

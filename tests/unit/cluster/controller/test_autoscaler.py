@@ -11,6 +11,7 @@ import pytest
 from baton.clock import VirtualClock
 from baton.errors import FleetError
 from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerRole
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.observation import merge
@@ -108,6 +109,25 @@ def test_a_refused_change_is_logged_and_not_tried_again_at_once(kind: type[Excep
     look_often(autoscaler, fleet, clock, 7, running=0, **SLOW)
     assert fleet.commands == [("set_role", "w0", D), ("scale", D, 2)]
     assert "the change failed: w0 still holds leased blocks" in autoscaler.decisions
+
+
+async def test_a_decision_that_fails_does_not_end_the_autoscaler(caplog: pytest.LogCaptureFixture) -> None:
+    decided = asyncio.Event()
+
+    class Fleet(FakeFleet):
+        def replicas_to_scale(self) -> Sequence[ReplicaDescription]:
+            if not caplog.records:
+                raise OverflowError("Result too large")
+            decided.set()
+            return super().replicas_to_scale()
+
+    clock, fleet = VirtualClock(), Fleet(P, D)
+    autoscaler = autoscaler_of(fleet, clock, interval_s=0.01)
+    autoscaler.report(gateway_report(workers=fleet.statuses(1)))
+    running = asyncio.create_task(autoscaler.run())
+    await decided.wait()
+    await end_tasks(running)
+    assert [record.message for record in caplog.records[:1]] == ["a decision failed unexpectedly"]
 
 
 def test_no_role_changes_if_the_workers_of_the_roles_have_other_ranks() -> None:
