@@ -208,6 +208,8 @@ def _end(finish: Finish) -> dict[str, object]:
             "handover_s": timing.handover_s,
             "decode_s": timing.decode_s,
             "total_s": timing.total_s,
+            "attempt_began_s": timing.attempt_began_s,
+            "num_tokens_before": timing.num_tokens_before,
             "ttft_parts": asdict(timing.ttft_parts) if timing.ttft_parts else None,
             "handover_parts": asdict(timing.handover_parts) if timing.handover_parts else None,
         },
@@ -220,6 +222,7 @@ def _transfer(seen: SeenTransfer) -> dict[str, object]:
     return {
         "worker": seen.worker,
         "role": record.role.value,
+        "attempt": record.attempt + 1,
         "peer": record.peer,
         "transport": record.transport,
         "num_bytes": record.num_bytes,

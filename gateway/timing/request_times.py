@@ -37,6 +37,10 @@ class Timing:
     """Parts that add up to `handover_s`; None if nothing was handed over."""
     handover_ended_s: float = 0.0
     """Time from the request's arrival until the first token after the hand-over arrived."""
+    attempt_began_s: float = 0.0
+    """Time from the request's arrival until the latest attempt began."""
+    num_tokens_before: int = 0
+    """How many tokens earlier attempts delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +186,8 @@ class RequestTimes:
             ttft_parts=self.ttft_parts,
             handover_parts=parts,
             handover_ended_s=ttft_s + sum(gaps[: num_tokens_before + 1]) if is_handed_over else 0.0,
+            attempt_began_s=self._attempt_began_s,
+            num_tokens_before=num_tokens_before,
         )
 
     def _exposed_s(self, placement: Placement) -> float | None:

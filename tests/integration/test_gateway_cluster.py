@@ -18,6 +18,7 @@ from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts, WorkerRole
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, AS_ADMIN, WATCHER
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with, silent
+from tests.factories.paced_fleet import Pace, PacedFleet
 
 ANSWER = [7, 8, 9, 10]
 FILES = {file.name for file in files("gateway.http.page").iterdir() if "__" not in file.name}
@@ -176,6 +177,19 @@ async def test_a_request_that_moves_says_where_to(folder: Path) -> None:
         events = max(stories, key=len)
     assert [data["decode"] for name, data in events if name == "placed"] == ["w0", "w1"]
     assert (events[-1][0], events[-1][1]["num_attempts"]) == ("end", 2)
+    timing = events[-1][1]["timing"]
+    assert 0 < timing["attempt_began_s"] < timing["ttft_s"]
+    assert timing["num_tokens_before"] == 0
+
+
+async def test_transfers_say_which_attempt_they_belong_to(folder: Path) -> None:
+    """The page shows those of the last attempt, whose number is that of all attempts."""
+    fleet = PacedFleet(folder, "hi", Pace(prefill_s=0.001, step_s=0.001))
+    async with gateway_with(folder, fleet.scripts("w0"), fleet.scripts("w1")) as under_test:
+        fleet.workers = under_test.workers
+        name, end = (await story(under_test))[-1]
+    assert (name, end["num_attempts"]) == ("end", 1)
+    assert {transfer["attempt"] for transfer in end["transfers"]} == {1}
 
 
 def test_a_request_that_fails_ends_with_the_error_of_any_other(folder: Path) -> None:

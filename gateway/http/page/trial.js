@@ -55,6 +55,7 @@ export class Trial {
     this.controller = new AbortController();
     this.hasEnded = false;
     this.numTokens = 0;
+    this.numTokensBefore = 0; // tokens of earlier attempts
     this.placement = null;
     this.numAttempts = 0;
     setText(byId("run"), "Stop");
@@ -79,6 +80,7 @@ export class Trial {
   #placed(placement) {
     this.placement = placement;
     this.numAttempts += 1;
+    this.numTokensBefore = this.numTokens;
     const { prefill, decode } = placement;
     this.runsOn([prefill, decode]);
     const again = this.numAttempts > 1 ? `, attempt ${this.numAttempts}` : "";
@@ -96,7 +98,7 @@ export class Trial {
       this.stages.set("prefill", "done");
       if (this.placement.prefill) this.stages.set("transfer", "active");
     }
-    if (this.numTokens > 1 || !this.placement.prefill) {
+    if (this.numTokens > this.numTokensBefore + 1 || !this.placement.prefill) {
       if (this.stages.state("transfer") === "active") this.stages.set("transfer", "done");
       this.stages.set("decode", "active", `on ${this.placement.decode}, ${plural(this.numTokens, "token")}`);
     }
@@ -128,7 +130,7 @@ export class Trial {
 
   #summarize({ timing, placement, num_completion_tokens: number, finish_reason: reason, num_attempts: attempts }) {
     const parts = [`First token after ${duration(timing.ttft_s)}`];
-    if (placement.prefill && timing.handover_s) parts.push(`the next ${duration(timing.handover_s)} later`);
+    if (placement.prefill && timing.handover_s && !timing.num_tokens_before) parts.push(`the next ${duration(timing.handover_s)} later`);
     if (number > 1 && timing.decode_s > 0) parts.push(`${rate((number - 1) / timing.decode_s)} tokens/s`);
     parts.push(`${duration(timing.total_s)} in all`, `ended by ${reason}`);
     if (attempts > 1) parts.push(`${attempts} attempts`);

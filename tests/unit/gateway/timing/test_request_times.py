@@ -119,6 +119,17 @@ def test_without_a_gap_around_a_hand_over_its_first_step_counts_no_time(
     assert timing.handover_parts.first_step_s == first_step_s
 
 
+def test_the_timing_says_when_the_latest_attempt_began_and_what_it_found() -> None:
+    times = RequestTimes(10.0, 0.0, LatencyWindow())
+    times.begin_attempt(0, PAIR, 11.0)
+    times.note_tokens("p0", 1, 12.0)
+    times.end_attempt(13.0)
+    times.begin_attempt(1, ALONE, 14.0)
+    times.note_tokens("d0", 2, 15.0)
+    timing = times.timing(ALONE, 1, 16.0)
+    assert (timing.attempt_began_s, timing.num_tokens_before) == (4.0, 1)
+
+
 def test_the_first_token_counts_from_the_arrival_and_the_others_from_the_one_before() -> None:
     window = LatencyWindow()
     times = RequestTimes(10.0, 0.0, window)
