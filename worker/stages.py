@@ -7,6 +7,7 @@ from baton.clock import Clock
 from baton.request import FinishReason, RequestOutput, StageTimes
 from baton.step import ReceivedKV, SchedulerOutput
 from baton.transfer import TransferRecord
+from kv_transfer.commands import BeginLoad, BeginSend
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class _Marks:
     client_id: str
     arrived: float
     first_scheduled: float | None = None
+    transfer_began: float | None = None
     first_token: float | None = None
     second_token: float | None = None
     received: ReceivedKV | None = None
@@ -36,10 +38,11 @@ class StageTimer:
         self._marks[request_id] = _Marks(client_id, self._clock.now())
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """Notes that requests that are new to the runner leave the queue now."""
-        if not plan.scheduled_new_reqs:
-            return
+        """Notes that requests that are new to the runner leave the queue now, and which hand-overs begin now."""
         now = self._clock.now()
+        for command in () if plan.kv_connector_metadata is None else plan.kv_connector_metadata.at_once:
+            if isinstance(command, BeginSend | BeginLoad) and (marks := self._marks.get(command.request_id)):
+                marks.transfer_began = now
         for request in plan.scheduled_new_reqs:
             marks = self._marks.get(request.request_id)
             if marks is not None and marks.first_scheduled is None:
@@ -56,10 +59,10 @@ class StageTimer:
         now = self._clock.now()
         for request_id, record in records.items():
             if marks := self._marks.get(request_id):
-                marks.transfers.append(_since_arrival(record, now - marks.arrived))
+                marks.transfers.append(_since_arrival(record, marks, now))
             elif handed_over := self._handed_over.pop(request_id, None):
                 marks, stages = handed_over
-                transfers = (*stages.transfers, _since_arrival(record, now - marks.arrived))
+                transfers = (*stages.transfers, _since_arrival(record, marks, now))
                 stages = replace(stages, transfers=transfers)
                 yield marks.client_id, RequestOutput(request_id, 0, stage_times=stages)
 
@@ -89,9 +92,12 @@ class StageTimer:
             marks.second_token = now
 
 
-def _since_arrival(record: TransferRecord, waited_s: float) -> TransferRecord:
-    """The record shifted so that its end lies `waited_s` after the request's arrival."""
-    return record.shifted(max(0.0, waited_s - record.ended_s))
+def _since_arrival(record: TransferRecord, marks: _Marks, now: float) -> TransferRecord:
+    """The record, counted from the request's arrival. The hand-over may have ended a whole step before the engine
+    takes its record, so the time of its begin counts."""
+    latest_s = max(0.0, now - marks.arrived - record.ended_s)
+    began_s = latest_s if marks.transfer_began is None else marks.transfer_began - marks.arrived
+    return record.shifted(min(began_s, latest_s))
 
 
 def _stages(marks: _Marks, now: float, reason: FinishReason | None) -> StageTimes:

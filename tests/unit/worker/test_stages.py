@@ -150,6 +150,22 @@ def test_c34_the_time_of_a_transfer_that_failed_is_the_transfers_and_not_the_que
     assert output.stage_times.transfers[0].ended_s == 101.0
 
 
+def test_a_transfer_that_ended_during_a_step_has_its_own_times_and_not_those_of_the_steps_end() -> None:
+    clock, connector = VirtualClock(), FakeBlockMover()
+    core = make_core(StepHook(lambda _: clock.advance(8.0)), connector, clock, async_scheduling=False)
+    transfer = KVTransferParams(TransferRole.CONSUMER, "t", 0, PEER, OnLoadFailure.REPORT)
+    core.add_request(make_engine_request(max_tokens=1, kv_transfer=transfer), "gateway")
+    clock.advance(1.0)
+    core.step()
+    clock.advance(8.0)  # a step of other requests, in which the load fails
+    record = replace(FAILED, events=(*FAILED.events[:2], TransferEvent(TransferEventKind.FAILED, 2.0)))
+    news = FailedKV("r", 0, FAILED.reason)
+    connector.outputs.append(KVConnectorOutput(failed_recving=(news,), transfers={"r": record}))
+    (output,) = core.step()["gateway"]
+    assert output.stage_times is not None
+    assert output.stage_times.transfers == (record.shifted(1.0),)
+
+
 def test_a_release_after_the_prefills_end_is_reported_once_more_and_then_dropped() -> None:
     clock, connector = VirtualClock(), FakeBlockMover()
     core = make_core(StepHook(lambda _: clock.advance(0.5)), connector, clock, async_scheduling=False)
@@ -165,7 +181,7 @@ def test_a_release_after_the_prefills_end_is_reported_once_more_and_then_dropped
         connector.outputs.append(KVConnectorOutput(finished_sending=("r",), transfers={"r": record}))
     (report,) = core.step()["gateway"]
     assert (report.token_ids, report.finish_reason, report.error) == ((), None, None)
-    assert report.stage_times == StageTimes(prefill_s=0.5, transfers=(record.shifted(0.25),))
+    assert report.stage_times == StageTimes(prefill_s=0.5, transfers=(record,))
     assert core.step() == {}
 
 
