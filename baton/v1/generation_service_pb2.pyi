@@ -235,7 +235,9 @@ class Chat(_message.Message):
         TOOL_CALLS_FIELD_NUMBER: _builtins.int
         TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
         role: _builtins.str
-        """`system`, `user`, `assistant`, `tool`, or another role that the model's template knows."""
+        """`system`, `user`, `assistant`, `tool`, or another role that the model's template knows. `developer`, OpenAI's newer
+        name, is treated as `system`.
+        """
         content: _builtins.str
         """May be empty beside `tool_calls`."""
         reasoning: _builtins.str

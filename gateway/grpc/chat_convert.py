@@ -143,9 +143,8 @@ def _turn_from(turn: pb.Chat.Message, path: str) -> ChatMessage:
         if missing := next((name for name in ("id", "name") if not getattr(call, name)), None):
             raise InvalidRequest(f"{path}.tool_calls.{index}.{missing}", "must not be empty")
         calls.append(ToolCall(call.id, call.name, call.arguments))
-    return ChatMessage(
-        turn.role, turn.content, turn.reasoning or None, tuple(calls), turn.tool_call_id or None
-    )
+    role = "system" if turn.role == "developer" else turn.role
+    return ChatMessage(role, turn.content, turn.reasoning or None, tuple(calls), turn.tool_call_id or None)
 
 
 def _tools_from(messages: Iterable[pb.Tool]) -> tuple[Tool, ...]:

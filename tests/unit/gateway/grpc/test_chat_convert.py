@@ -57,6 +57,11 @@ def test_a_conversation_arrives_as_it_was_sent() -> None:
     assert conversation_from(conversation_to_message(WHOLE)) == WHOLE
 
 
+def test_a_developers_message_is_a_system_message_as_over_http() -> None:
+    chat = pb.Chat(messages=[pb.Chat.Message(role="developer", content="Be brief"), USER])
+    assert conversation_from(chat).messages == (ChatMessage("system", "Be brief"), ChatMessage("user", "hi"))
+
+
 def test_unset_fields_take_their_defaults() -> None:
     assert conversation_from(pb.Chat(messages=[USER])) == Conversation((ChatMessage("user", "hi"),))
     (tool,) = conversation_from(pb.Chat(messages=[USER], tools=[TOOL])).tools
