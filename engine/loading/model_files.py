@@ -143,6 +143,10 @@ def _entry(file: Path, first: int, entry: Mapping[str, Any]) -> TensorEntry:
     """One tensor of the header. `first`: the position from which offsets count."""
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
+    if any(type(number) is not int for number in (begin, end, *shape)):
+        raise ValueError(
+            f"a tensor has the shape {list(shape)} and the range {begin} to {end}, not whole numbers"
+        )
     if not 0 <= begin <= end or not all(size >= 0 for size in shape):
         raise ValueError(f"the range of a tensor of shape {list(shape)} is {begin} to {end}")
     return TensorEntry(file, str(entry["dtype"]), shape, first + begin, end - begin)
