@@ -5,6 +5,7 @@ import stat
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError
@@ -18,7 +19,7 @@ from gateway.auth.callers import ANYBODY, Caller, Right
 from gateway.auth.key_store import KeyStore
 from gateway.auth.limits import CallerRates
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_FASTEST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The C loader if available. Reading the file blocks the event loop, and the Python loader takes seconds for
 thousands of keys."""
 _MAX_FILE_BYTES = 16 * 2**20
@@ -105,6 +106,20 @@ def _denied(caller: Caller, right: Right) -> PermissionDenied:
     )
 
 
+class _RepeatedKeyError(yaml.YAMLError):
+    """A mapping has a key twice. Quotes no key, since it may be a secret in the wrong place."""
+
+
+class _Loader(_FASTEST_LOADER):  # type: ignore[misc]  # the base class depends on the installation
+    """Refuses a mapping that has a key twice: PyYAML would ignore all but the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(set(names)) < len(names):
+            raise _RepeatedKeyError(f"has a key twice in the mapping in line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
 class _KeyFile(Section):
     api_keys: tuple[ApiKey, ...] = Field(strict=False)
 
@@ -122,7 +137,9 @@ def _read_key_store(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
     except OSError as error:
         raise Lost(f"{source}: cannot be read: {error.strerror}") from error
     try:
-        keys = yaml.load(content, _LOADER)
+        keys = yaml.load(content, _Loader)
+    except _RepeatedKeyError as error:
+        raise ConfigError(f"{source}: {error}") from None
     except (
         Exception
     ):  # besides YAMLError, whatever PyYAML raises for an impossible value; some quote the file

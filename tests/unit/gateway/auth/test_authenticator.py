@@ -255,6 +255,8 @@ def test_an_empty_key_file_admits_no_caller(tmp_path: Path) -> None:
         ("- {name: a, sha256: " + "0" * 64 + ", scopes: [root]}", "scopes"),
         ("- {name: a, sha256: " + "0" * 64 + ", max_concurent: 1}", "0: has an unknown key"),
         ("- {name: a, sha256: " + "0" * 64 + ", baton-secret: 1}", "0: has an unknown key"),
+        ("- {name: a, sha256: " + "0" * 64 + ",\n   name: b}", "has a key twice in the mapping in line 1"),
+        ("- {name: a, baton-secret: 1, baton-secret: 2}", "has a key twice in the mapping in line 1"),
         ("baton-secret\n", "got a value of type str"),
         ("a: baton-secret\n", "got a value of type dict"),
         ("- {name: 'a baton-secret', sha256: " + "0" * 64 + "}", "name: got a value of type str"),
