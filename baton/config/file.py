@@ -5,6 +5,7 @@ configuration once, when they start. Only the code that composes a process reads
 unknown key, a wrong type or an impossible value raises a ConfigError that names it.
 """
 
+import re
 from pathlib import Path
 from typing import Any, Self
 
@@ -271,6 +272,12 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add((key.tag, key.value))
         return node
+
+
+# Numbers such as 1e-07, as YAML 1.2 and Helm write them. PyYAML reads them as texts.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def _problem(error: yaml.YAMLError) -> str:

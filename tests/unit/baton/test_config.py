@@ -232,6 +232,14 @@ def test_a_key_may_replace_one_of_a_mapping_that_is_merged(tmp_path: Path) -> No
     assert (network.peer_timeout_s, network.reconnect_grace_s) == (9, 2)
 
 
+@pytest.mark.parametrize("number", ["1e-07", "1E-7", "1.0e-07", "0.0000001"])
+def test_a_number_may_have_an_exponent(tmp_path: Path, number: str) -> None:
+    """Helm writes small numbers as 1e-07."""
+    path = tmp_path / "baton.yaml"
+    path.write_text(f"gateway: {{otlp_endpoint: 'http://127.0.0.1:4318', trace_sample_ratio: {number}}}\n")
+    assert BatonConfig.from_yaml(path).gateway.trace_sample_ratio == 1e-7
+
+
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         BatonConfig.from_yaml(tmp_path / "nowhere.yaml")
