@@ -15,7 +15,7 @@ from engine.loading.demands import check_demands, check_groups
 from engine.loading.dtype import dtype_of
 from engine.loading.model_files import check_tokenizer
 from engine.loading.stored_head import as_stored
-from engine.loading.stored_weights import Size, StoredWeights, is_quantized, read_weights
+from engine.loading.stored_weights import Size, StoredWeights, dummy_weights, is_quantized, read_weights
 from engine.loading.vocabulary import ROUNDED_GROUP_SIZE, bits_in_groups, vocabulary_bytes
 from engine.model_config import (
     ModelArchitecture,
@@ -46,7 +46,7 @@ class Footprint:
     """
 
     weights: StoredWeights | None
-    """None if no weights are read, or if this folder has none."""
+    """None if this folder lacks some weights. With `load_format: dummy`: the weights that a worker makes."""
     weight_bytes: int
     """Bytes of the weights in the worker's memory; 0 without weights."""
     kv_bytes_per_token: int
@@ -91,10 +91,7 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
     `config` must name the data type. ModelError if a model is not supported, or a file is damaged.
     ConfigError if the configuration asks for something that this model cannot do."""
     architecture = check_small_files(config, folder)
-    is_read = config.model.load_format == "auto"
-    if is_read:
-        architecture = as_stored(architecture, folder)
-    weights = read_weights(folder, architecture) if is_read else None
+    architecture, weights = _weights_of(config, folder, architecture)
     if not is_quantized(folder):
         check_groups(config, architecture)
     kept = 0 if weights is None else _kept_bytes(config, config.model.quantization, architecture, weights)
@@ -127,6 +124,16 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
         draft_weight_bytes=draft_kept,
         fullest_rank_bytes=fullest,
     )
+
+
+def _weights_of(
+    config: BatonConfig, folder: Path, architecture: ModelArchitecture
+) -> tuple[ModelArchitecture, StoredWeights | None]:
+    """The weights of a model or draft model, with the architecture that they have."""
+    if config.model.load_format == "dummy":
+        return architecture, dummy_weights(architecture, BYTES[config.model.dtype])
+    architecture = as_stored(architecture, folder)
+    return architecture, read_weights(folder, architecture)
 
 
 def check_small_files(config: BatonConfig, folder: Path) -> ModelArchitecture:
@@ -298,10 +305,8 @@ def _fullest_rank(
 
 def _draft_bytes(config: BatonConfig, folder: Path) -> int:
     """Bytes of the draft model's weights in the worker's memory."""
-    if config.model.load_format != "auto":
-        return 0
-    architecture = as_stored(read_architecture(folder), folder)
-    if (weights := read_weights(folder, architecture)) is None:
+    architecture, weights = _weights_of(config, folder, read_architecture(folder))
+    if weights is None:
         return 0
     quantization = config.speculation.draft_quantization or config.model.quantization
     return _kept_bytes(config, quantization, architecture, weights)

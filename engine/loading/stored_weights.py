@@ -147,6 +147,30 @@ def read_weights(folder: Path, architecture: ModelArchitecture) -> StoredWeights
     )
 
 
+def dummy_weights(architecture: ModelArchitecture, number_bytes: int) -> StoredWeights:
+    """The tensors that `load_format: dummy` makes, without norms and biases. `number_bytes`: the bytes of a number."""
+    a = architecture
+    of_experts = (
+        sum(3 * m.num_experts * m.intermediate_size for m in a.mixtures if m is not None) * a.hidden_size
+    )
+    of_chosen = (
+        sum(3 * m.num_chosen * m.intermediate_size for m in a.mixtures if m is not None) * a.hidden_size
+    )
+    of_routers = sum(m.num_experts for m in a.mixtures if m is not None) * a.hidden_size
+    in_table = a.vocab_size * a.hidden_size
+    table = StoredTable(in_table, in_table * number_bytes, in_table * number_bytes)
+    num_tables = 1 if a.tie_word_embeddings else 2
+    count = a.weights_per_token - of_chosen + of_experts + of_routers + num_tables * in_table
+    return StoredWeights(
+        num_parameters=count,
+        num_bytes=count * number_bytes,
+        is_gguf=False,
+        num_expert_bytes=of_experts * number_bytes,
+        embeddings=table,
+        lm_head=StoredTable() if a.tie_word_embeddings else table,
+    )
+
+
 def quantization_of(folder: Path) -> Quantization | None:
     """The quantization that a folder's config.json declares, or None; see `read_quantization`."""
     return read_quantization(read_json(folder / "config.json"))

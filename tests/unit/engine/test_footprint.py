@@ -329,10 +329,24 @@ def test_floats_of_4_bits_are_kept_on_a_cpu(tmp_path: Path, device: str, bits: f
 
 def test_a_folder_without_weights_says_only_what_kv_takes(tmp_path: Path) -> None:
     folder = make_model_dir(tmp_path / "m")
-    dummy = footprint(config_of(model={"dtype": "float32", "load_format": "dummy"}), folder)
     (folder / "model.safetensors").unlink()
-    assert footprint(config_of(), folder) == dummy
-    assert str(dummy) == "0.75 KiB of KV per token; 2,048 MiB of KV hold 2,796,176 tokens on each worker"
+    takes = footprint(config_of(), folder)
+    assert str(takes) == "0.75 KiB of KV per token; 2,048 MiB of KV hold 2,796,176 tokens on each worker"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_dummy_weights_take_as_much_as_a_worker_makes(
+    case: Any, dtype: Literal["float32", "bfloat16"], tmp_path: Path
+) -> None:
+    folder = make_model_dir(tmp_path / "m", case.architecture, **case.overrides)
+    (folder / "model.safetensors").unlink()
+    config = config_of(model={"dtype": dtype, "load_format": "dummy"})
+    takes = footprint(config, folder)
+    made = sum(prod(take.part_shape) for take in takes_of(read_architecture(folder)))
+    assert takes.weights is not None
+    assert takes.weights.num_parameters == pytest.approx(made, rel=0.05)
+    assert takes.weight_bytes >= takes.weights.num_parameters * module.BYTES[dtype]
 
 
 def test_what_has_no_room_is_refused_with_the_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
