@@ -33,6 +33,8 @@ from engine.loading.model_files import (
 
 EXTRAS = {"s3": "s3fs", "gs": "gcsfs"}
 """Scheme -> the package that reads it. Baton's extra for the package has the name of the scheme."""
+BUCKETS = "buckets"
+"""The folder of the cache that has all copies."""
 CHUNK_BYTES = 8 << 20
 
 
@@ -69,7 +71,7 @@ def _fetch(url: str, cache_dir: Path, on_progress: Progress, weights: bool) -> P
     if not files:
         raise ModelError(f"{url} holds no file")
     templates = [] if is_file else _templates(store, root, files)
-    folder = cache_dir / "buckets" / _digest(url, files) / str(root).rstrip("/").rpartition("/")[2]
+    folder = cache_dir / BUCKETS / _digest(url, files) / str(root).rstrip("/").rpartition("/")[2]
     with exclusive(
         folder.parent / ".lock", lambda: on_progress(f"waiting for another process that reads {url}", 0.0)
     ) as is_alone:

@@ -9,6 +9,7 @@ from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, CacheNotFound, c
 
 from baton.config import BatonConfig
 from baton.errors import ConfigError, ModelError
+from engine.loading.bucket import BUCKETS
 from engine.loading.dtype import ChosenDtype, dtype_of, with_chosen_dtype
 from engine.loading.footprint import Footprint, check_room, footprint
 from engine.loading.gguf import read_gguf
@@ -43,12 +44,15 @@ class CachedModel:
 
 
 def cached_models(config: BatonConfig, cache_dir: Path) -> list[CachedModel]:
-    """The models that Baton knows by name, then models of the Hub in the order of their names, latest commit first.
+    """The models that Baton knows by name, then copies from object stores, then models of the Hub in the order of their
+    names, latest commit first.
 
     Reads headers, but no weights.
     """
     known = [name for name in PRETRAINED if is_cached(name, cache_dir)]
     found = [_examined(config, cache_dir, name, resolve(name, cache_dir)) for name in known]
+    for copy in sorted((cache_dir / BUCKETS).glob("*/*/")):
+        found += _of_copy(config, cache_dir, copy)
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
@@ -60,6 +64,17 @@ def cached_models(config: BatonConfig, cache_dir: Path) -> list[CachedModel]:
                 model for revision in revisions for model in _of_revision(config, cache_dir, repo, revision)
             ]
     return found
+
+
+def _of_copy(config: BatonConfig, cache_dir: Path, folder: Path) -> Iterator[CachedModel]:
+    """The models of a copy from an object store: its folder, or each of its GGUF files. Their names are paths, since
+    the cache does not know the URL."""
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    files = gguf_files(sizes)
+    if has_safetensors(sizes) or not files:
+        yield _examined(config, cache_dir, str(folder), folder, rest="`baton serve` with its URL")
+    for name in files:
+        yield _examined(config, cache_dir, str(folder / name), folder / name, sizes[name])
 
 
 def _of_revision(
@@ -88,7 +103,9 @@ def _examined(
     size_bytes: int | None = None,
     commit: str | None = None,
     refs: tuple[str, ...] = (),
+    rest: str | None = None,
 ) -> CachedModel:
+    """`rest`: the command that downloads missing weights."""
     architecture = stored_as = problem = ""
     dtype: ChosenDtype | None = None
     memory = None
@@ -98,9 +115,8 @@ def _examined(
         asked = with_chosen_dtype(config, folder)
         memory, dtype = footprint(asked, folder), dtype_of(asked)
         if memory.weights is None:
-            raise ModelError(
-                f"not all of its weights are here; `baton serve --model {name}` downloads the rest"
-            )
+            command = rest or f"`baton serve --model {name}`"
+            raise ModelError(f"not all of its weights are here; {command} downloads the rest")
         check_room(memory, asked, name)
     except (ConfigError, ModelError) as error:
         problem = str(error)

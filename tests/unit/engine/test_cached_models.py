@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,30 @@ def test_a_gguf_file_is_a_model_of_its_own(home: Path, tmp_path: Path, folder: P
     assert found["acme/tiny:tiny-Q8_0.gguf"].stored_as == "Q8_0"
     assert found["acme/tiny:tiny-Q8_0.gguf"].problem == ""
     assert "broken.gguf" in found["acme/tiny:broken.gguf"].problem
+
+
+def test_copies_from_object_stores_are_listed_by_their_paths(
+    home: Path, tmp_path: Path, folder: Path
+) -> None:
+    copies = tmp_path / "baton" / "buckets"
+    whole, part, gguf = (
+        copies / ("a" * 16) / "tiny",
+        copies / ("b" * 16) / "tiny",
+        copies / ("c" * 16) / "t.gguf",
+    )
+    shutil.copytree(folder, whole)
+    shutil.copytree(folder, part, ignore=shutil.ignore_patterns("*.safetensors"))
+    gguf.mkdir(parents=True)
+    make_gguf(gguf / "t.gguf", folder, "Q8_0")
+    (whole.parent / ".lock").touch()
+    found = listed(tmp_path)
+    assert list(found) == [str(whole), str(part), str(gguf / "t.gguf")]
+    assert found[str(whole)].problem == ""
+    assert found[str(whole)].size_bytes == sum(file.stat().st_size for file in folder.iterdir())
+    assert found[str(part)].problem == (
+        "not all of its weights are here; `baton serve` with its URL downloads the rest"
+    )
+    assert (found[str(gguf / "t.gguf")].stored_as, found[str(gguf / "t.gguf")].problem) == ("Q8_0", "")
 
 
 @pytest.mark.parametrize(
