@@ -10,7 +10,7 @@ class TransferEventKind(Enum):
     """Events of a hand-over, in the order in which they happen. Each end sees only some of them."""
 
     BEGUN = "begun"
-    """The worker accepted the request, and its transfer thread knows of it."""
+    """The worker accepted the request, and its engine began the hand-over."""
     ASKED = "asked"
     """Consumer: blocks are reserved, and the producer was asked for its pieces."""
     FIRST_PIECE = "first_piece"

@@ -96,10 +96,13 @@ class Timelines:
         self._clock = clock
         self._timelines: dict[str, _Timeline] = {}
 
-    def begin(self, request_id: str, transfer: KVTransferParams) -> None:
-        """Starts a timeline; `conclude` or `forget` must follow."""
-        self._timelines[request_id] = _Timeline(transfer, self._clock.now())
-        self.mark(request_id, TransferEventKind.BEGUN)
+    def begin(self, request_id: str, transfer: KVTransferParams, began_at: float | None = None) -> None:
+        """Starts a timeline; `conclude` or `forget` must follow. `began_at`: when the engine began the hand-over;
+        None: now."""
+        began_at = self._clock.now() if began_at is None else began_at
+        self._timelines[request_id] = _Timeline(
+            transfer, began_at, [TransferEvent(TransferEventKind.BEGUN, 0.0)]
+        )
 
     def mark(self, request_id: str, kind: TransferEventKind) -> None:
         """Records an event now; repetitions are ignored."""

@@ -82,12 +82,13 @@ class TransferEndpoint:
         self.counters = counters
         self.metrics = metrics
 
-    def execute(self, command: TransferCommand) -> None:
-        """Carries out one command of the engine."""
+    def execute(self, command: TransferCommand, issued_at: float | None = None) -> None:
+        """Carries out one command of the engine. `issued_at`: when the engine issued it; None: now. Hand-overs count
+        their times from there."""
         if isinstance(command, ConsumerCommand):
-            self._consumer_end.execute(command)
+            self._consumer_end.execute(command, issued_at)
         else:
-            self._producer_end.execute(command)
+            self._producer_end.execute(command, issued_at)
 
     def on_arrival(self, arrival: Arrival) -> None:
         """Handles a peer's message. Counts and drops a bad message; if it is a consumer's, answers `Unreadable`."""

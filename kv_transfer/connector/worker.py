@@ -85,7 +85,7 @@ class KVConnectorWorker:
         )
         self._clock = clock
         self._on_kv_output = on_kv_output
-        self._commands: queue.SimpleQueue[tuple[Sequence[TransferCommand], threading.Event]] = (
+        self._commands: queue.SimpleQueue[tuple[Sequence[TransferCommand], float, threading.Event]] = (
             queue.SimpleQueue()
         )
         self._outputs: queue.SimpleQueue[KVConnectorOutput] = queue.SimpleQueue()
@@ -159,7 +159,7 @@ class KVConnectorWorker:
 
     def _post(self, commands: Sequence[TransferCommand]) -> None:
         done = threading.Event()
-        self._commands.put((commands, done))
+        self._commands.put((commands, self._clock.now(), done))
         self._wakeup.set()
         withdraws = any(isinstance(command, WithdrawBlocks) for command in commands)
         # The next step writes withdrawn blocks.
@@ -201,9 +201,9 @@ class KVConnectorWorker:
 
     def _execute_commands(self) -> None:
         while not self._commands.empty():
-            commands, done = self._commands.get()
+            commands, issued_at, done = self._commands.get()
             for command in commands:
-                self._endpoint.execute(command)
+                self._endpoint.execute(command, issued_at)
             done.set()
 
     def _publish(self) -> None:

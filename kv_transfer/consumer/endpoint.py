@@ -67,11 +67,11 @@ class ConsumerEndpoint:
         self.output = KVConnectorOutput()
         """Outcomes and records of loads, until the connector takes them."""
 
-    def execute(self, command: ConsumerCommand) -> None:
-        """Carries out one command of the engine."""
+    def execute(self, command: ConsumerCommand, issued_at: float | None = None) -> None:
+        """See TransferEndpoint."""
         match command:
             case BeginLoad():
-                self._begin(command)
+                self._begin(command, issued_at)
             case LoadBlocks():
                 self._load(command)
             case AbortLoad():
@@ -131,9 +131,9 @@ class ConsumerEndpoint:
 
     # commands
 
-    def _begin(self, command: BeginLoad) -> None:
+    def _begin(self, command: BeginLoad, issued_at: float | None) -> None:
         now = self._clock.now()
-        self._timelines.begin(command.request_id, command.transfer)
+        self._timelines.begin(command.request_id, command.transfer, issued_at)
         for side in self._rank_transfers.open(command.request_id, command.transfer):
             self._do(
                 self._consumer.begin(

@@ -63,14 +63,14 @@ class ProducerEndpoint:
         with several rank transfers may be listed as unwanted several times.
         """
 
-    def execute(self, command: ProducerCommand) -> None:
-        """Carries out an engine's command. After `WithdrawBlocks`, its blocks are not offered any more."""
+    def execute(self, command: ProducerCommand, issued_at: float | None = None) -> None:
+        """See TransferEndpoint. After `WithdrawBlocks`, its blocks are not offered any more."""
         if isinstance(command, NoteStarvation):
             self._do(self._producer.note_starvation(command.is_starved))
             return
         request_id, now, output = command.request_id, self._clock.now(), self.output
         if isinstance(command, BeginSend):
-            self._begin(command)
+            self._begin(command, issued_at)
             return
         if isinstance(command, FinishSend):
             self._timelines.mark(request_id, TransferEventKind.PREFILLED)
@@ -118,9 +118,9 @@ class ProducerEndpoint:
     def __len__(self) -> int:
         return max(len(self._producer), len(self._rank_transfers))
 
-    def _begin(self, command: BeginSend) -> None:
+    def _begin(self, command: BeginSend, issued_at: float | None) -> None:
         sides = self._rank_transfers.open(command.request_id, command.transfer)
-        self._timelines.begin(command.request_id, command.transfer)
+        self._timelines.begin(command.request_id, command.transfer, issued_at)
         self._open.begin(command.request_id, [side.rank_transfer for side in sides])
         for side in sides:
             self._do(

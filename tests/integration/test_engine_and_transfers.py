@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from baton.clock import SystemClock
+from baton.clock import SystemClock, VirtualClock
 from baton.config import KVTransferConfig
 from baton.kv import PROTOCOL_VERSION, KVFingerprint, KVTransferParams, TransferRole, WorkerRef
 from baton.request import ErrorKind, FinishReason
@@ -16,6 +16,7 @@ from baton.step import SchedulerOutput
 from baton.transfer import TransferEventKind
 from decode_worker import DecodeRole
 from engine.pipeline import DeviceLostError, StepLauncher
+from kv_transfer.commands import AbortSend, BeginSend, KVConnectorMetadata
 from kv_transfer.connector.worker import KVConnectorWorker
 from prefill_worker import PrefillRole
 from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
@@ -192,3 +193,31 @@ def test_c48_a_requests_own_deadline_fires_on_an_idle_engine_while_it_loads() ->
         end = running.until_finished("loads")
         assert (end.finish_reason, end.error) == (FinishReason.ABORT, "the request's deadline passed")
         wait_until(lambda: running.loop.snapshot.kv_blocks.free == NUM_BLOCKS - 1)
+
+
+def test_a_hand_over_counts_from_the_command_and_not_from_the_transfer_threads_turn() -> None:
+    """Otherwise its times on the request's axis would be early while the thread waits for a processor."""
+    clock, has_output = VirtualClock(), threading.Event()
+    connector = KVConnectorWorker(
+        KVTransferConfig(),
+        "127.0.0.1",
+        KEYS.kv,
+        "incarnation-1",
+        clock,
+        np.zeros((NUM_BLOCKS, BLOCK_NBYTES), np.uint8),
+        FINGERPRINT,
+        has_output.set,
+    )
+    try:
+        abort = AbortSend("r", "cancelled", is_unneeded=True, is_held=True)
+        connector.send_commands(KVConnectorMetadata((BeginSend("r", TO_NOBODY, 32), abort), (), ()))
+        clock.advance(7.0)
+        connector.start()
+        assert has_output.wait(60)
+        record = connector.get_finished().transfers["r"]
+    finally:
+        connector.shutdown()
+    assert [(event.kind, event.at_s) for event in record.events] == [
+        (TransferEventKind.BEGUN, 0.0),
+        (TransferEventKind.NOT_NEEDED, 7.0),
+    ]
