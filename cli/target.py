@@ -34,6 +34,8 @@ def target_from(options: argparse.Namespace, environment: Mapping[str, str]) -> 
 
     ConfigError names the bad flag, and shows no key.
     """
+    if not options.target.strip():
+        raise ConfigError(f"--target: got {options.target!r}; use HOST:PORT")
     cert, key = options.tls_cert, options.tls_key
     if (cert is None) != (key is None):
         raise ConfigError(
