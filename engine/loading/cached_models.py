@@ -1,11 +1,19 @@
 """cached_models: the models in the Hub's cache and in Baton's cache, and whether each would load on this machine."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, CacheNotFound, constants, scan_cache_dir
+from huggingface_hub import (
+    CachedRepoInfo,
+    CachedRevisionInfo,
+    CacheNotFound,
+    HFCacheInfo,
+    constants,
+    scan_cache_dir,
+)
 
 from baton.config import BatonConfig
 from baton.errors import ConfigError, ModelError
@@ -54,16 +62,29 @@ def cached_models(config: BatonConfig, cache_dir: Path) -> list[CachedModel]:
     for copy in sorted((cache_dir / BUCKETS).glob("*/*/")):
         found += _of_copy(config, cache_dir, copy)
     try:
-        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+        hub = scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
-        repos = frozenset()
-    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        return found
+    by_name = {name: [model] for name, model in _damaged(hub)}
+    for repo in hub.repos:
         if repo.repo_type == "model":
             revisions = sorted(repo.revisions, key=lambda revision: -revision.last_modified)
-            found += [
+            by_name[repo.repo_id] = [
                 model for revision in revisions for model in _of_revision(config, cache_dir, repo, revision)
             ]
-    return found
+    return found + [model for _, models in sorted(by_name.items()) for model in models]
+
+
+def _damaged(hub: HFCacheInfo) -> Iterator[tuple[str, CachedModel]]:
+    """The models, by name, that the Hub's library leaves out, since their folders lack files."""
+    known = {repo.repo_path.name for repo in hub.repos}
+    for folder in Path(constants.HF_HUB_CACHE).glob("models--*"):
+        if folder.name not in known:
+            name = folder.name.removeprefix("models--").replace("--", "/")
+            reasons = [str(each) for each in hub.warnings if folder.name in re.split("[/)]", str(each))]
+            problem = f"files are missing; `baton serve --model {name}` downloads them"
+            problem = ": ".join([*reasons[:1], problem])
+            yield name, CachedModel(name, folder, 0, None, (), "", "", None, None, problem)
 
 
 def _of_copy(config: BatonConfig, cache_dir: Path, folder: Path) -> Iterator[CachedModel]:

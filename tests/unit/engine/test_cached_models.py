@@ -109,6 +109,17 @@ def test_copies_from_object_stores_are_listed_by_their_paths(
     assert (found[str(gguf / "t.gguf")].stored_as, found[str(gguf / "t.gguf")].problem) == ("Q8_0", "")
 
 
+def test_a_model_whose_files_are_gone_is_listed(home: Path, tmp_path: Path, folder: Path) -> None:
+    """The Hub's library leaves it out."""
+    snapshot = add(home, "acme/tiny", folder)
+    add(home, "acme/other", folder)
+    (snapshot / "tokenizer.json").resolve().unlink()
+    found = listed(tmp_path)
+    assert list(found) == ["acme/other", "acme/tiny"]
+    assert found["acme/other"].problem == ""
+    assert "tokenizer.json: files are missing; `baton serve --model acme/tiny`" in found["acme/tiny"].problem
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
