@@ -44,9 +44,9 @@ def target_from(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     credentials = Credentials(
         api_key=_api_key(options, environment),
         uses_tls=options.tls or options.tls_ca is not None or cert is not None,
-        ca_pem=_read("--tls-ca", options.tls_ca),
-        cert_pem=_read("--tls-cert", cert),
-        key_pem=_read("--tls-key", key),
+        ca_pem=_read("--tls-ca", options.tls_ca, "CERTIFICATE-----"),
+        cert_pem=_read("--tls-cert", cert, "CERTIFICATE-----"),
+        key_pem=_read("--tls-key", key, "PRIVATE KEY-----"),
     )
     return Target(options.target, credentials)
 
@@ -80,11 +80,16 @@ def _checked(text: str, source: str) -> str:
     return key
 
 
-def _read(flag: str, path: Path | None) -> bytes | None:
+def _read(flag: str, path: Path | None, mark: str = "") -> bytes | None:
+    """The content of the file, which must contain `mark`. For other files, gRPC would only say that the gateway does
+    not answer."""
     if path is None:
         return None
     try:
         with path.open("rb") as file:
-            return file.read(_MAX_FILE_BYTES)
+            content = file.read(_MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from error
+    if mark.encode() not in content:
+        raise ConfigError(f"{flag} {path}: contains no {mark.rstrip('-').lower()} in PEM")
+    return content

@@ -53,18 +53,24 @@ def test_a_target_must_not_be_empty(address: str) -> None:
 
 
 def test_certificates_imply_tls(tmp_path: Path) -> None:
-    pem = tmp_path / "pem"
-    pem.write_text("PEM")
+    cert, key, other = tmp_path / "cert", tmp_path / "key", tmp_path / "other"
+    cert.write_text("-----BEGIN CERTIFICATE-----")
+    key.write_text("-----BEGIN PRIVATE KEY-----")
+    other.write_text("{}")
     assert not target().credentials.uses_tls
     assert target("--tls").credentials.uses_tls
-    with_ca = target("--tls-ca", str(pem)).credentials
-    assert (with_ca.uses_tls, with_ca.ca_pem) == (True, b"PEM")
-    own = target("--tls-cert", str(pem), "--tls-key", str(pem)).credentials
-    assert (own.uses_tls, own.cert_pem, own.key_pem) == (True, b"PEM", b"PEM")
+    with_ca = target("--tls-ca", str(cert)).credentials
+    assert (with_ca.uses_tls, with_ca.ca_pem) == (True, cert.read_bytes())
+    own = target("--tls-cert", str(cert), "--tls-key", str(key)).credentials
+    assert (own.uses_tls, own.cert_pem, own.key_pem) == (True, cert.read_bytes(), key.read_bytes())
     with pytest.raises(ConfigError, match="--tls-cert and --tls-key must be given together"):
-        target("--tls-cert", str(pem))
+        target("--tls-cert", str(cert))
     with pytest.raises(ConfigError, match="--tls-ca /none: cannot be read: No such file"):
         target("--tls-ca", "/none")
+    with pytest.raises(ConfigError, match=f"--tls-ca {other}: contains no certificate in PEM"):
+        target("--tls-ca", str(other))
+    with pytest.raises(ConfigError, match=f"--tls-key {cert}: contains no private key in PEM"):
+        target("--tls-cert", str(cert), "--tls-key", str(cert))
 
 
 def test_a_proxy_is_named_only_where_grpc_uses_it() -> None:
