@@ -221,6 +221,7 @@ class RequestState:
             self._draft_outputs.setdefault(output.first_position, output)
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._last = (output, output.first_position + len(output.token_ids))
+        if output.token_ids or self._last is not None:
             self._note_fallback(attempt, worker, output)
         if output.first_position == len(self._delivered) and not self._early:  # nearly all outputs
             return self._deliver(worker, output.token_ids, output.logprobs or (), now)

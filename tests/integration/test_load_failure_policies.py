@@ -9,7 +9,7 @@ import pytest
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, StageTimes
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
-from gateway import GatewayError
+from gateway import GatewayError, Tokenizer
 from tests.factories.gateway import (
     NETWORK,
     GatewayUnderTest,
@@ -146,6 +146,23 @@ async def test_c53_a_prompt_that_the_decode_worker_recomputed_counts_as_fallback
         tokens, placement = await answer(under_test)
         assert tokens == ANSWER
         assert (placement["mode"], placement["attempts"]) == ("local", 1)
+        assert await paths(under_test) == {"fallback": 1}
+
+
+async def test_c53_a_recomputed_prompt_counts_as_fallback_if_a_stop_string_ends_the_answer(
+    folder: Path,
+) -> None:
+    """The gateway finds the stop string, so the worker's last output never arrives."""
+
+    def script(request: EngineRequest) -> list[RequestOutput]:
+        first, *rest = outputs_of(request, ANSWER)[:-1]
+        return [with_stages(first, transfer_bytes=0), *rest]
+
+    stop = Tokenizer(folder).decode(ANSWER[2:3], skip_special_tokens=True)
+    workers = {"p0": handing_over}, {"d0": script}
+    async with gateway_with(folder, *workers, load_failure_policy="recompute") as under_test:
+        _, placement = await answer(under_test, sampling={"stop": [stop]})
+        assert placement["mode"] == "local"
         assert await paths(under_test) == {"fallback": 1}
 
 
