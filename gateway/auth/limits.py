@@ -36,7 +36,8 @@ class TokenBucket:
 
 
 class CallerRates:
-    """The buckets of all callers. If a caller's rate changes, the caller gets a new, full bucket."""
+    """The buckets of all callers. If a caller's rate changes, the caller gets a new, full bucket at its next `check`.
+    Running requests have the rate with which they began, so `count` never changes the bucket."""
 
     def __init__(self, unit: Literal["requests", "tokens"]) -> None:
         self._unit = unit
@@ -44,28 +45,26 @@ class CallerRates:
 
     def check(self, caller: Caller, now: float) -> RateLimited | None:
         """The error if the caller must wait; it contains the time to wait."""
-        bucket = self._bucket(caller, now)
-        if bucket is None or not (wait_s := bucket.wait_s(now)):
+        per_minute = self._per_minute(caller)
+        if per_minute is None:
+            self._buckets.pop(caller.name, None)
+            return None
+        known = self._buckets.get(caller.name)
+        if known is None or known[0] != per_minute:
+            known = self._buckets[caller.name] = (per_minute, TokenBucket(per_minute / 60.0, per_minute, now))
+        if not (wait_s := known[1].wait_s(now)):
             return None
         return RateLimited(
-            f"the key of '{caller.name}' allows {self._per_minute(caller)} {self._unit} per minute, which are used up; "
+            f"the key of '{caller.name}' allows {per_minute} {self._unit} per minute, which are used up; "
             f"try again in {wait_s:.1f} s",
             wait_s,
         )
 
     def count(self, caller: Caller, number: int, now: float) -> None:
-        """Counts what the caller uses, even beyond its limit. A negative number takes usage back."""
-        if bucket := self._bucket(caller, now):
-            bucket.spend(number, now)
-
-    def _bucket(self, caller: Caller, now: float) -> TokenBucket | None:
-        per_minute = self._per_minute(caller)
-        if per_minute is None:
-            return None
-        known = self._buckets.get(caller.name)
-        if known is None or known[0] != per_minute:
-            known = self._buckets[caller.name] = (per_minute, TokenBucket(per_minute / 60.0, per_minute, now))
-        return known[1]
+        """Counts what the caller uses, even beyond its limit. A negative number takes usage back. Call `check` first,
+        at least once for each caller."""
+        if known := self._buckets.get(caller.name):
+            known[1].spend(number, now)
 
     def _per_minute(self, caller: Caller) -> int | None:
         return caller.requests_per_minute if self._unit == "requests" else caller.tokens_per_minute

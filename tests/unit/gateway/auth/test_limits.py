@@ -51,6 +51,24 @@ def test_a_rate_that_is_changed_holds_at_once() -> None:
     assert waits == [0.0, 0.0, 0.0, 30.0]
 
 
+def test_a_request_that_began_with_another_rate_counts_against_the_present_one() -> None:
+    rates = CallerRates("tokens")
+    unlimited, before, after = (Caller("a", tokens_per_minute=number) for number in (None, 600, 60))
+    assert rates.check(unlimited, 0.0) is None
+    assert rates.check(before, 0.0) is None
+    assert count(rates, after, 0.0, number=50) == 0.0
+    for running in (unlimited, before):
+        rates.count(running, 5, 0.0)
+    assert count(rates, after, 0.0) == pytest.approx(1.0), "all 60 tokens are used up"
+
+
+def test_what_is_used_without_a_limit_does_not_count_against_a_later_limit() -> None:
+    rates, limited, unlimited = CallerRates("tokens"), Caller("a", tokens_per_minute=60), Caller("a")
+    assert count(rates, limited, 0.0) == 0.0
+    assert count(rates, unlimited, 0.0, number=10_000) == 0.0
+    assert count(rates, limited, 1.0) == 0.0
+
+
 @given(
     st.integers(1, 600),
     st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 50)), min_size=1, max_size=200),
