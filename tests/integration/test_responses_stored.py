@@ -15,9 +15,10 @@ from openai.types.responses import Response
 
 from baton.clock import VirtualClock
 from baton.config import BatonConfig, GatewayConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, StoreUnavailable
 from baton.request import EngineRequest, FinishReason, RequestOutput
 from cluster.serve.gateway import check_access
+from gateway.http.responses.store import MemoryStore
 from gateway.http.responses.stores import store_for
 from tests.factories.api_keys import ALICE, API_KEYS, BOB
 from tests.factories.gateway import GatewayUnderTest, beginning, gateway_with, outputs_of, silent
@@ -271,6 +272,26 @@ async def test_a_redis_that_goes_while_an_answer_runs_ends_its_stream(folder: Pa
             assert last.response.error is not None
             assert last.response.error.code == "server_error"
             assert last.response.output_text == "The cache is the baton"
+
+
+async def test_a_store_that_goes_before_a_response_is_cancelled_is_a_503(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise StoreUnavailable("the store cannot be reached")
+
+    async with openai_with(folder, begins) as (_, client):
+        stream = await client.responses.create(model="tiny", input="Hello", stream=True)
+        first = await anext(aiter(stream))
+        assert first.type == "response.created"
+        for name in ("keep", "response"):
+            monkeypatch.setattr(MemoryStore, name, fail)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.responses.cancel(first.response.id)
+        assert caught.value.status_code == 503
+        *_rest, last = [event async for event in stream]
+        assert last.type == "response.failed"
+        assert last.response.status == "cancelled"
 
 
 @pytest.mark.parametrize("url", ["redis://", "http://127.0.0.1", "disk"])

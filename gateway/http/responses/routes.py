@@ -59,7 +59,8 @@ class StoredResponses:
         return DeletedResponse(response_id, "response", True)
 
     async def cancel(self, caller: Caller, response_id: str) -> bytes:
-        """Ends a response that runs on this gateway, and returns its final state."""
+        """Ends a response that runs on this gateway, and returns its final state. Raises UnknownResponse if it was not
+        stored, and StoreUnavailable if the store cannot be reached."""
         running = None if self._running is None else self._running.find(caller.name, response_id)
         if running is None:
             stored = json.loads(await self.get(caller, response_id))
@@ -68,9 +69,8 @@ class StoredResponses:
                 f"the response has ended ({stored['status']}); only a running one can be cancelled",
             )
         self._driver.abort(response_id.removeprefix("resp_"), caller)
-        if (ended := await running.wait_for_end()) is None:
-            raise _unknown(response_id)
-        return ended
+        ended = await running.wait_for_end()
+        return ended if ended is not None else await self.get(caller, response_id)
 
     async def input_items(
         self, caller: Caller, response_id: str, after: str | None, limit: int, order: Literal["asc", "desc"]
