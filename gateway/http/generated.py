@@ -114,18 +114,34 @@ async def answering(
     """Runs the requests of one call and yields their deltas; see `batches_of`. All requests end when the
     context ends.
 
-    Raises DeadlinePassed at the client's deadline. Workers know the deadline, too, but a worker may no longer
-    respond. `names`: see `in_terms_of`.
+    Raises DeadlinePassed if the next deltas do not arrive by the client's deadline. Workers know the deadline, too, but
+    a worker may no longer respond. `names`: see `in_terms_of`.
     """
-    try:
-        async with (
-            asyncio.timeout(requests[0].timeout_s),
-            aclosing(batches_of(driver, requests)) as batches,
-        ):
-            with in_terms_of(names):
+    timeout_s = requests[0].timeout_s
+    deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+    async with aclosing(batches_of(driver, requests)) as batches:
+        with in_terms_of(names):
+            if deadline is None:
                 yield batches
-    except TimeoutError:
-        raise DeadlinePassed("the request's deadline passed") from None
+                return
+            async with aclosing(_arriving_by(deadline, batches)) as timely:
+                yield timely
+
+
+async def _arriving_by(
+    deadline: float, batches: AsyncGenerator[Sequence[ChoiceDelta], None]
+) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
+    """Limits only the time to wait for a batch. If the deadline passes while a batch is sent to a slow client, its
+    events must not be cut off: their numbers are used up, and other events follow."""
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                batch = await anext(batches)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise DeadlinePassed("the request's deadline passed") from None
+        yield batch
 
 
 def log_if_internal(error: Exception, request_id: str) -> None:
