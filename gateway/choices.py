@@ -167,12 +167,32 @@ async def in_turns(batches: AsyncIterator[Sequence[ChoiceDelta]]) -> AsyncGenera
     budget = TurnBudget()
     async for batch in batches:
         for index, delta in batch:
-            for part in _parts(delta):
+            for part in answer_parts(delta):
                 yield index, part
                 await budget.pause_if_spent()
 
 
-def _parts(delta: Delta) -> Iterator[Delta]:
+async def in_portions(
+    batches: AsyncIterator[Sequence[ChoiceDelta]],
+) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
+    """Yields the deltas in batches of at most PORTION_TOKENS tokens. Other tasks run in between. If a client reads
+    slowly, thousands of its tokens may be available together."""
+    budget = TurnBudget()
+    async for batch in batches:
+        portion: list[ChoiceDelta] = []
+        num_tokens = 0
+        for index, delta in batch:
+            for part in answer_parts(delta):
+                num_tokens += len(part.token_ids)
+                if portion and num_tokens > PORTION_TOKENS:
+                    yield portion
+                    await budget.pause_if_spent()
+                    portion, num_tokens = [], len(part.token_ids)
+                portion.append((index, part))
+        yield portion
+
+
+def answer_parts(delta: Delta) -> Iterator[Delta]:
     """Splits a delta into parts with equal shares of text and tokens. The first part has the prompt's
     log-probabilities, the last part the finish."""
     num_tokens = len(delta.token_ids)

@@ -11,7 +11,7 @@ from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from gateway.auth.callers import current_caller
 from gateway.call_ids import CallIds
-from gateway.choices import prompt_parts
+from gateway.choices import answer_parts, prompt_parts
 from gateway.grpc import convert
 from gateway.grpc.chat_convert import CLIENT_NAMES, event_to_message, wants_events
 from gateway.grpc.guard import trace_of
@@ -41,7 +41,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         reasoning = ReasoningCount(gateway_request)
         async with aclosing(self._driver.generate(gateway_request)) as deltas:
             async for delta in deltas:
-                for part in prompt_parts(delta):
+                # The delta of a slow reader may have thousands of tokens. The guard writes a part before the next.
+                for part in (part for each in prompt_parts(delta) for part in answer_parts(each)):
                     events = part.events(parser) if has_events else ()
                     messages = [event_to_message(call_ids, event) for event in events]
                     reasoning.on_tokens(part.token_ids)

@@ -198,7 +198,7 @@ async def _streamed(
 ) -> AsyncIterator[pb.GenerateResponse]:
     prompt_token_ids = gateway_requests[0].prompt_token_ids
     first_token_ids = dict.fromkeys(range(len(gateway_requests)), prompt_token_ids[0])
-    async for index, delta in (each async for batch in batches for each in batch):
+    async for index, delta in in_turns(batches):
         input_logprobs = None
         if delta.prompt_logprobs is not None:
             input_logprobs = convert.input_logprobs_to_message(

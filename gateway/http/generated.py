@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import DeadlinePassed
-from gateway.choices import ChoiceDelta, batches_of, in_turns
+from gateway.choices import ChoiceDelta, batches_of, in_portions, in_turns
 from gateway.error_codes import codes_of
 from gateway.http.errors import in_terms_of
 from gateway.http.event_stream import EventSender, EventStream, while_connected
@@ -86,12 +86,13 @@ class GeneratedResponse(Response):
         await send_json(self._answer.whole(), send)
 
     async def _stream(self, send: EventSender) -> None:
-        """Sends the events of each delta; events that are available together are sent together."""
+        """Sends the events of each delta; events that are available together are sent together, up to PORTION_TOKENS
+        tokens."""
         answer = self._answer
         is_open = False
         try:
             async with answering(self._driver, self._requests, self._names) as batches:
-                async for batch in batches:
+                async for batch in in_portions(batches):
                     pieces = [] if is_open else [answer.opening()]
                     for index, delta in batch:
                         pieces.append(answer.piece(index, delta))

@@ -1,21 +1,27 @@
 """Clients that do not read: their workers are done with them all the same, and what waits for them is bounded."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from baton.errors import RequestAborted, SlowReader
 from baton.request import EngineRequest, FinishReason
 from baton.sampling import SamplingParams
 from gateway.auth.callers import ANYBODY
+from gateway.choices import PORTION_TOKENS
+from gateway.grpc.generated import vllm_engine_pb2 as vllm_pb
+from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import TextStream, Tokenizer
-from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of, silent
+from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, silent
 
 MAX_UNREAD = 20
 
@@ -71,6 +77,31 @@ async def test_outputs_that_arrive_while_the_gateway_is_busy_are_sent_together(f
         read = await rest
         assert sum(len(delta.token_ids) for delta in read) == num_messages
         assert len(read) < num_messages
+
+
+async def test_many_tokens_that_wait_are_sent_in_portions_over_every_api(folder: Path) -> None:
+    """So the events of one stream do not hold up others, even with log-probabilities."""
+    token_ids = [6, 7] * (2 * PORTION_TOKENS)
+    async with gateway_with(folder, {}, {"w0": answering(token_ids)}, max_model_len=2_000) as under_test:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = {"prompt": "Hello", "max_tokens": len(token_ids), "stream": True, "stream_options": options}
+        async with under_test.http() as client:
+            lines = (await client.post("/v1/completions", json={"model": "tiny", **body})).text.split("\n")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        so_far = [0, *(chunk["usage"]["completion_tokens"] for chunk in chunks)]
+        over_http = [after - before for before, after in pairwise(so_far)]
+        answer = await under_test.ask(sampling={"max_tokens": len(token_ids)})
+        over_grpc = [len(event.token_ids) for event in answer]
+        async with grpc.aio.insecure_channel(under_test.grpc_target) as channel:
+            params = vllm_pb.SamplingParams(max_tokens=len(token_ids))
+            request = vllm_pb.GenerateRequest(
+                request_id="r", text="Hello", sampling_params=params, stream=True
+            )
+            responses = [each async for each in VllmEngineStub(channel).Generate(request)]
+        of_vllm = [len(response.chunk.token_ids) for response in responses]
+        for sizes in (over_http, over_grpc, of_vllm):
+            assert sum(sizes) == len(token_ids)
+            assert max(sizes) == PORTION_TOKENS
 
 
 async def _all(deltas: AsyncIterator[Delta]) -> list[Delta]:

@@ -1,5 +1,6 @@
 """An answer that is not streamed: how much it may hold, and in which portions it is collected."""
 
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,10 @@ from gateway.auth.callers import Caller
 from gateway.choices import (
     MAX_VALUES,
     PORTION_TOKENS,
+    ChoiceDelta,
     batches_of,
     check_whole_answer,
+    in_portions,
     in_turns,
     prompt_parts,
 )
@@ -170,3 +173,27 @@ def test_a_long_delta_is_collected_in_portions_and_others_run_in_between() -> No
     assert [part.finish for part in parts] == [None] * (len(parts) - 1) + [deltas[-1].finish]
     assert max(len(part.token_ids) for part in parts) == PORTION_TOKENS
     assert clock.longest_turn_s < 2 * TURN_S
+
+
+async def test_portions_of_a_stream_have_all_that_is_available_together_but_not_too_many_tokens() -> None:
+    def delta(num_tokens: int) -> Delta:
+        return Delta(tuple(range(num_tokens)), "a" * num_tokens)
+
+    half = PORTION_TOKENS // 2
+    together = [
+        (0, delta(half)),
+        (1, delta(half)),
+        (0, delta(1)),
+        (1, delta(3 * PORTION_TOKENS)),
+        (2, Delta()),
+    ]
+
+    async def batches() -> AsyncIterator[list[ChoiceDelta]]:
+        yield together
+        yield [(0, Delta(finish=finish_of()))]
+
+    portions = [portion async for portion in in_portions(batches())]
+    sizes = [[(index, len(each.token_ids)) for index, each in portion] for portion in portions]
+    whole = [(1, PORTION_TOKENS)]
+    assert sizes == [[(0, half), (1, half)], [(0, 1)], whole, whole, [*whole, (2, 0)], [(0, 0)]]
+    assert "".join(each.text for portion in portions for _, each in portion) == "a" * (4 * PORTION_TOKENS + 1)
