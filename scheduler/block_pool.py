@@ -71,7 +71,8 @@ class FreeList:
 class BlockPool:
     """All blocks of one device. Callers check `num_free` first; a call either completes or asserts.
 
-    `events` receives every content hash that becomes available or unavailable for hits in group 0.
+    `events` receives every content hash that becomes available or unavailable for hits in group 0. `forget_all`
+    reports only that none is available any more.
     """
 
     def __init__(self, num_blocks: int, events: BlockEvents, num_groups: int = 1) -> None:

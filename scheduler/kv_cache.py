@@ -137,10 +137,10 @@ class KVCache:
     ) -> bool:
         """Allocates a table for the first `num_tokens` tokens of a request: `hits` first, then new blocks.
 
-        Full blocks of the first `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. The KV of the
-        first `num_ready` tokens exists already, or is loaded. So in the rows of these tokens, a windowed group gets a
-        block only if later tokens need the block. Returns False, and changes nothing, if fewer than `num_spare` blocks
-        would be left free.
+        Full blocks of the first `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. The KV of the first
+        `num_ready` tokens exists already, or a load will bring it. So in the rows of these tokens, a windowed group
+        gets a block only if later tokens need the block. Returns False, and changes nothing, if fewer than `num_spare`
+        blocks would be left free.
         """
         assert request.block_table is None, f"{request.request_id} has blocks"
         num_before_window = 0

@@ -1,4 +1,4 @@
-"""Work that waits at a scheduler, as input for routing; knows requests, not why they wait."""
+"""Work that a scheduler still has to do, as input for routing; reads only the states of requests."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Whether a device can be trusted. The device check is a step with one known token.
 
-It runs before a worker serves. It also runs after another step has failed. If the check fails, too, the device is at
-fault, not a request of the failed step.
+It runs before a worker serves. It also runs after a step of a single request has failed, and after logits that are not
+finite. If the check fails, too, the device is at fault, not a request of the failed step.
 """
 
 import logging

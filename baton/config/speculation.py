@@ -39,8 +39,8 @@ class SpeculationConfig(Section):
     """`draft_model`: how the model of the key `draft_model` keeps its matrices, as in `model.quantization`. If unset:
     like the served model."""
     draft_layers: int | None = Field(None, ge=1)
-    """`draft_model`: the first layers of the served model guess, instead of another model. Their weights take no
-    further memory. It needs `engine.tensor_parallel` 1."""
+    """`draft_model`: guesses come from this many of the first layers of the served model, not from another model.
+    Their weights take no further memory. It needs `engine.tensor_parallel` 1."""
     forced_tokens: bool | None = None
     """Append the tokens that a structured output's grammar forces, without a step for each of them. It needs a CPU. If
     unset: yes on a CPU, no on a GPU."""

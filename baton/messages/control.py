@@ -109,7 +109,8 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class FleetConfiguration:
-    """The configuration that the fleet was started with, without the sections that belong to each process."""
+    """The configuration that the fleet was started with, without the sections that each process configures for
+    itself."""
 
     sections: str
     """JSON: the keys that were set, by section."""

@@ -1,7 +1,8 @@
 """The request plane: every message between a gateway and a worker, as a typed value.
 
-Hello and Heartbeat begin with the version of the plane, in every version of it. So two ends that cannot understand
-each other's messages can still say why: `foreign_version`. No other message is sent before both have arrived.
+In every version of the plane but the first, the first field of Hello and Heartbeat is the number of the version. So
+two ends that cannot understand each other's messages can still say why: `foreign_version`. No other message is sent
+before both have arrived.
 """
 
 from dataclasses import dataclass, field

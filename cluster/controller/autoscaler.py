@@ -18,7 +18,7 @@ from cluster.controller.planner import Bounds, Decision, NoChange, Planner, Role
 logger = logging.getLogger(__name__)
 
 _STALE_AFTER = 3.0
-"""Intervals after which the report of a silent gateway no longer counts."""
+"""The report of a silent gateway no longer counts after this many intervals."""
 _PACE = 2.0
 """Two decisions are at most this many intervals apart; a longer gap is a standstill of this process."""
 _MAX_GATEWAYS = 1000

@@ -1,12 +1,13 @@
 """Completes the draw of each row: finds the winner among the tokens that the filters keep; sorts nothing.
 
-The first candidate is the arg max of score + noise over all tokens. If it is kept, it is also the arg max over the kept
-tokens. Otherwise no token of its weight or less is kept, so the next candidate is the arg max over the tokens that
-weigh more than it. Whether a token is kept depends on how many tokens weigh more, and on the sum of their weights.
-Each pass over the row counts the tokens above four weights at once: the candidate's weight, and three larger weights,
-which may raise the floor further (the floor: tokens of this weight or less are not kept). The algorithm follows the
-rejection sampling of FlashInfer ("Sorting-Free GPU Kernels for LLM Sampling", 2025). But here, noise is a function of
-the token, instead of new random numbers in each round.
+The first candidate is the arg max of score + noise over all tokens. If it is kept, it is also the arg max over the
+kept tokens. Otherwise no token of its weight or less is kept, so the next candidate is the arg max over the tokens
+that weigh more than it. Whether a token is kept depends on how many tokens weigh more, and on the sum of their
+weights. No token is kept whose weight is at most the *floor*. Each round tests four weights at once: the candidate's
+weight (or the floor, if this is higher), and three larger weights. For each of them, a pass over the row counts the
+tokens that weigh more, and sums their weights. The largest weight that turns out not to be kept becomes the new floor.
+The algorithm follows the rejection sampling of FlashInfer ("Sorting-Free GPU Kernels for LLM Sampling", 2025). But
+here, noise is a function of the token, instead of new random numbers in each round.
 
 A pass reads only chunks whose likeliest token is above the floor. Most passes are short: a sampled token tends to have
 few tokens above it.

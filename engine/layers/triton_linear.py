@@ -48,7 +48,8 @@ class FewRows:
     """Scales of 8-bit weights."""
 
     def supports(self, x_TI: Activations) -> bool:
-        """Whether kernels support `x_TI`: at most 16 rows, not in 8 bits, no float32 for 8-bit weights."""
+        """Whether kernels support `x_TI`: it has at most 16 rows, is not in 8 bits, and is not float32 if the weights
+        have 8 bits."""
         rows_TI = x_TI.rows_TE if isinstance(x_TI, UnnormedRows) else x_TI
         if not isinstance(rows_TI, torch.Tensor) or len(rows_TI) > MAX_TOKENS:
             return False

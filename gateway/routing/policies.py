@@ -12,8 +12,8 @@ from gateway.routing.placement import Pair
 from gateway.routing.worker_estimate import WorkerEstimate
 
 NUM_JOINT = 8
-"""How many prefill workers, and how many decode workers, are compared in pairs. These are the workers with
-the least cost of their own. In smaller fleets, all pairs are compared."""
+"""The router compares the pairs of this many prefill workers with this many decode workers: those with the least
+cost of their own. In smaller fleets, all pairs are compared."""
 
 Workers = Sequence[WorkerEstimate]
 Chosen = tuple[WorkerEstimate, WorkerEstimate]

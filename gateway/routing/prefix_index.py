@@ -40,8 +40,8 @@ class _Place:
     log: "array[int]" = field(default_factory=lambda: array("Q"))
     """Keys of all blocks that the worker stored. Removed blocks stay in the log until there are too many of them."""
     former_log: "array[int]" = field(default_factory=lambda: array("Q"))
-    """The rest of a log that had too many removed blocks. The keys of stored blocks are copied from it to `log`, a few
-    at a time."""
+    """The rest of a log that had too many removed blocks. The keys of blocks that the worker still has are copied from
+    it to `log`, a few at a time."""
     copied: set[Key] = field(default_factory=set)
     """The keys that were copied already. Empty while `former_log` is empty."""
     num_blocks: int = 0
