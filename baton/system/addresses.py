@@ -95,17 +95,17 @@ def connect(dialler: "zmq.Socket[Any]", address: str) -> None:
     dialler.connect(address)
 
 
-async def has_ipv4(host: str, timeout_s: float) -> bool:
-    """Whether this is a name with an IPv4 address, or such an address. False, too, if the name is not found in time.
+async def needs_ipv6(host: str) -> bool | None:
+    """Whether a socket needs ZeroMQ's option IPV6 to connect to this name or address; None if it is not found.
 
-    Before it connects to a name, ZeroMQ looks for IPv4 addresses only or, with its option IPV6, for IPv6 addresses
-    and, without any, IPv4 addresses. So a socket needs the option if this is false.
+    Without the option, ZeroMQ finds only IPv4 addresses. With the option, ZeroMQ finds IPv4 addresses only of names
+    without IPv6 addresses.
     """
-    lookup = asyncio.get_running_loop().getaddrinfo(host, None, family=socket.AF_INET)
     try:
-        return bool(await asyncio.wait_for(lookup, timeout_s))
-    except (OSError, TimeoutError):
-        return False
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    return all(family != socket.AF_INET for family, *_ in found)
 
 
 def _host_of(listener: "zmq.Socket[Any]", bind_host: str) -> str:

@@ -63,9 +63,12 @@ class StopSignals:
             signal.signal(number, lambda number, _: self._on_signal(number))
 
     def _on_early_signal(self, number: int, _frame: FrameType | None) -> None:
+        is_repeated = self.stop.is_set()
         self.stop.set()
         if number == signal.SIGHUP:
             self._leave_terminal()
+            if is_repeated:
+                return
         raise KeyboardInterrupt
 
     def _on_signal(self, number: int) -> None:

@@ -20,7 +20,7 @@ from baton.messages.control_codec import (
     read_reply,
     write_call,
 )
-from baton.system.addresses import has_ipv4
+from baton.system.addresses import needs_ipv6
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import FAILED_HANDSHAKES, REFUSED, PlaneKeys, connection_events, secure_client
 from baton.system.hosts import host_of
@@ -67,7 +67,6 @@ class ZmqCarrier:
         """Set once there is a connection or a refusal."""
 
     async def __aenter__(self) -> Self:
-        is_ipv4 = await has_ipv4(host_of(self.address), CONNECT_S)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -81,9 +80,8 @@ class ZmqCarrier:
         self._monitor = self._socket.get_monitor_socket(
             FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
-        self._socket.setsockopt(zmq.IPV6, 0 if is_ipv4 else 1)
-        self._socket.connect(f"tcp://{self.address}")
         self._tasks = [
+            asyncio.create_task(self._connect(), name="control lookup"),
             asyncio.create_task(self._receive_replies(), name="control replies"),
             asyncio.create_task(self._watch_connection(), name="control connection"),
         ]
@@ -133,6 +131,13 @@ class ZmqCarrier:
         if not self._is_connected:
             why = self.refusal or f"no answer for {CONNECT_S:g} s"
             raise CallNotSent(f"no connection to the control server at {self.address}: {why}")
+
+    async def _connect(self) -> None:
+        """Connects as soon as the server's name is known, for example to the DNS of a cluster that has just begun."""
+        while (is_ipv6 := await needs_ipv6(host_of(self.address))) is None:  # noqa: ASYNC110 - DNS has no events
+            await asyncio.sleep(_RECONNECT_MAX_MS / 1000)
+        self._socket.setsockopt(zmq.IPV6, int(is_ipv6))
+        self._socket.connect(f"tcp://{self.address}")
 
     async def _receive_replies(self) -> None:
         while True:

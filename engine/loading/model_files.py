@@ -87,7 +87,8 @@ def gguf_file(paths: Collection[str], wanted: str | None, model: str) -> str:
         else f"{len(matching) or 'no'} GGUF files that match {wanted!r}"
     )
     shown = ", ".join(found[:MAX_SHOWN]) + (", ..." if len(found) > MAX_SHOWN else "")
-    one = f"{model.rstrip('/')}/{found[0]}" if "://" in model else f"{model}:{_example(found)}"
+    whole = next((file for file in found if not _is_part(file)), found[0])
+    one = f"{model.rstrip('/')}/{whole}" if "://" in model else f"{model}:{_example(found)}"
     raise ModelError(f"{model} has {problem}; name one, such as {one}. There are {shown}")
 
 

@@ -22,6 +22,7 @@ from gateway.auth.limits import CallerRates
 _FASTEST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The C loader if available. Reading the file blocks the event loop, and the Python loader takes seconds for
 thousands of keys."""
+_MERGE = "tag:yaml.org,2002:merge"
 _MAX_FILE_BYTES = 16 * 2**20
 _HOW = "send the header `Authorization: Bearer KEY` (in gRPC: as metadata; for /v1/messages also `x-api-key: KEY`)"
 
@@ -111,13 +112,29 @@ class _RepeatedKeyError(yaml.YAMLError):
 
 
 class _Loader(_FASTEST_LOADER):  # type: ignore[misc]  # the base class depends on the installation
-    """Refuses a mapping that has a key twice: PyYAML would ignore all but the last."""
+    """Refuses a mapping that has a key twice: PyYAML would ignore all but the last. A merged mapping (`<<`) may have
+    the same keys."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if len(set(names)) < len(names):
-            raise _RepeatedKeyError(f"has a key twice in the mapping in line {node.start_mark.line + 1}")
-        return super().construct_mapping(node, deep)
+    def get_single_node(self) -> Any:
+        root = super().get_single_node()
+        waiting, seen = [root], set()
+        while waiting:
+            node = waiting.pop()
+            if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+                continue
+            seen.add(id(node))
+            if isinstance(node, yaml.MappingNode):
+                _check_keys(node)
+                waiting += [each for pair in node.value for each in pair]
+            else:
+                waiting += node.value
+        return root
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
+    if len(set(names)) < len(names):
+        raise _RepeatedKeyError(f"has a key twice in the mapping in line {node.start_mark.line + 1}")
 
 
 class _KeyFile(Section):

@@ -25,8 +25,6 @@ NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 
 _NOTHING = 0
 """The state of StopStrings after a text whose end is not the beginning of any stop string."""
-_WHOLE = 2**32 - 2
-"""The state after a text that ends with a stop string."""
 _UNKNOWN = 2**32 - 1
 
 
@@ -122,46 +120,56 @@ class StopStrings:
         self._stride = max(map(len, stops), default=0) + 1
         self._shorter = array("I", [_UNKNOWN]) * (len(self._stops) * self._stride)
         """For each state, the state of its longest proper suffix."""
+        self._ends = bytearray(len(self._shorter))
+        """For each state, whether a stop string ends there."""
         self._state = _NOTHING
         self._held = ""
+        self._num_early = 0
+        """How many of the characters of `_held` came before a stop string might end."""
         self.matched: str | None = None
 
     def push(self, text: str, may_end: bool = True) -> str:
         """The text that cannot belong to a stop string; empty once `matched` is set. If not `may_end`, a stop string
-        that ends within this text has no effect. One that only begins within it still counts, unless it contains one
-        without effect."""
+        that ends within this text has no effect. One that only begins within it still counts."""
         if self.matched is not None:
             return ""
         if self._state == _NOTHING and self._initials.isdisjoint(text):
             return text
-        for character in text:
-            before, self._state = self._state, self._after(self._state, character)
-            if self._state == _WHOLE and may_end:
-                return self._end(self._held + text)
-            while self._state == _WHOLE and before != _NOTHING:
-                before = self._shorter[before]
-                self._state = self._after(before, character)
-            if self._state == _WHOLE:
-                self._state = _NOTHING
-        keep = self._state % self._stride
-        text = self._held + text
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        text, num_held = self._held + text, len(self._held)
+        if not may_end:
+            self._num_early = len(text)
+        for character in text[num_held:]:
+            self._state = self._after(self._state, character)
+            if may_end and self._state != _NOTHING and self._ends[self._state]:
+                return self._end(text)
+        while self._is_no_beginning(self._state):
+            self._state = self._shorter[self._state]
+        num_free = len(text) - self._state % self._stride
+        self._held, self._num_early = text[num_free:], max(0, self._num_early - num_free)
+        return text[:num_free]
 
     def flush(self) -> str:
         """The text that is still held back, which turned out not to be a stop string."""
-        self._state = _NOTHING
+        self._state, self._num_early = _NOTHING, 0
         held, self._held = self._held, ""
         return held
 
     def _end(self, text: str) -> str:
         """The text before the earliest stop string."""
-        at, self.matched = min((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0)
+        earliest = ((text.find(stop, max(0, self._num_early + 1 - len(stop))), stop) for stop in self._stops)
+        at, self.matched = min((at, stop) for at, stop in earliest if at >= 0)
         self._held = ""
         return text[:at]
 
+    def _is_no_beginning(self, state: int) -> bool:
+        """Whether this is a whole stop string with which no other one begins."""
+        first, length = divmod(state, self._stride)
+        if length == 0 or length < len(self._stops[first]):
+            return False
+        return first + 1 == len(self._stops) or not self._stops[first + 1].startswith(self._stops[first])
+
     def _after(self, state: int, character: str) -> int:
-        """The state after one more character, or _WHOLE if a stop string ends with it."""
+        """The state after one more character."""
         while (longer := self._longer(state, character)) == _NOTHING and state != _NOTHING:
             state = self._shorter[state]
         return longer
@@ -176,14 +184,11 @@ class StopStrings:
             if first == len(self._stops) or not self._stops[first].startswith(beginning):
                 return _NOTHING
             stop = self._stops[first]
-        if len(stop) == length + 1:
-            return _WHOLE
         longer = first * self._stride + length + 1
         if self._shorter[longer] == _UNKNOWN:
             shorter = self._after(self._shorter[state], character) if state != _NOTHING else _NOTHING
-            if shorter == _WHOLE:
-                return _WHOLE
             self._shorter[longer] = shorter
+            self._ends[longer] = len(stop) == length + 1 or self._ends[shorter]
         return longer
 
 

@@ -1,10 +1,10 @@
 """Where workers listen and what they tell others: whatever `network` says, the published address can be dialled."""
 
+import asyncio
 import errno
 import re
 import socket
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +16,7 @@ from baton.errors import ConfigError
 from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
 from baton.system.addresses import addresses_of, connect, listen
 from baton.system.curve import secure_client
-from baton.system.hosts import WILDCARDS, in_url
+from baton.system.hosts import WILDCARDS
 from cluster.control_api.zmq_carrier import ZmqCarrier
 from kv_transfer.transport.zmq_tcp import ZmqChannel
 from tests.factories.gateway import gateway_with
@@ -139,20 +139,30 @@ async def test_a_port_that_is_in_use_on_one_address_of_a_name_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("host", "is_ipv4"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", False), ("six", False), ("unknown", False)],
+    ("families", "is_ipv6"),
+    [
+        ([socket.AF_INET], False),
+        ([socket.AF_INET6], True),
+        ([socket.AF_INET6, socket.AF_INET], False),
+    ],
 )
-async def test_a_name_without_ipv4_addresses_is_looked_up_as_ipv6(
-    host: str, is_ipv4: bool, monkeypatch: pytest.MonkeyPatch
+async def test_a_fleet_is_found_by_a_name_of_either_family_once_the_name_is_known(
+    families: list[socket.AddressFamily], is_ipv6: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As that of a Service in an IPv6 cluster, which may have no address yet."""
-    lookup = socket.getaddrinfo
+    connected, tries = asyncio.Event(), 0
 
-    def found(name: str, *arguments: object, **options: Any) -> object:
-        if name in ("six", "unknown"):
-            raise socket.gaierror("it has no address of this family")
-        return lookup(name, *arguments, **options)  # type: ignore[arg-type]
+    def found(*_: object, **__: object) -> list[tuple[object, ...]]:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise socket.gaierror("it is not known yet")
+        return [(family, socket.SOCK_STREAM, 6, "", ()) for family in families]
 
+    monkeypatch.setattr("cluster.control_api.zmq_carrier._RECONNECT_MAX_MS", 1)
     monkeypatch.setattr(socket, "getaddrinfo", found)
-    async with ZmqCarrier(f"{in_url(host)}:1", None, NetworkConfig()) as carrier:
-        assert carrier._socket.getsockopt(zmq.IPV6) == (not is_ipv4)
+    async with ZmqCarrier("fleet.invalid:1", None, NetworkConfig()) as carrier:
+        monkeypatch.setattr(carrier._socket, "connect", lambda _address: connected.set())
+        await connected.wait()
+        assert carrier._socket.getsockopt(zmq.IPV6) == is_ipv6
+    assert tries == 2

@@ -204,7 +204,7 @@ def test_a_folder_of_templates_that_cannot_be_listed_is_not_left_out(
 
 
 def test_one_of_several_gguf_files_is_named_by_its_url(store: Any, tmp_path: Path) -> None:
-    for name in ("a-q4_0.gguf", "a-q8_0.gguf"):
+    for name in ("a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "a-q4_0.gguf", "a-q8_0.gguf"):
         store.pipe(f"/bucket/quantized/{name}", b"GGUF")
     with pytest.raises(ModelError, match="has several GGUF files") as refused:
         fetch("s3://bucket/quantized/", tmp_path, lambda *_: None)

@@ -65,6 +65,13 @@ def test_before_there_is_a_loop_a_signal_is_a_keyboard_interrupt(number: signal.
     assert signal.getsignal(number) is former
 
 
+def test_a_second_hang_up_does_not_interrupt_the_cleanup() -> None:
+    with StopSignals():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_in_the_loop_the_first_signal_stops_and_the_second_hurries(number: signal.Signals) -> None:
     seen = []

@@ -230,6 +230,20 @@ def test_a_key_file_that_is_missing_or_that_others_may_write_is_refused_at_the_s
         Authenticator(GatewayConfig(api_keys_file=str(tmp_path / "none")), VirtualClock())
 
 
+def test_entries_of_a_key_file_may_share_values(tmp_path: Path) -> None:
+    """A merged mapping may have the same keys, in each form that YAML allows."""
+    digests = ["a" * 63 + str(number) for number in range(3)]
+    path = tmp_path / "keys.yaml"
+    path.write_text(
+        f"- &a {{name: a, sha256: {digests[0]}, max_concurrent: 3}}\n"
+        f"- {{<<: &b {{<<: *a, name: b, sha256: {digests[1]}}}, name: c, sha256: {digests[2]}}}\n"
+        "- *b\n"
+        f"- {{<<: *a, <<: {{name: d}}, name: e, sha256: {'b' * 64}}}\n"
+    )
+    path.chmod(0o600)
+    Authenticator(GatewayConfig(api_keys_file=str(path)), VirtualClock())
+
+
 def test_an_empty_key_file_admits_no_caller(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.touch()

@@ -197,6 +197,15 @@ def test_c10_a_stop_string_may_overlap_one_without_effect() -> None:
     assert [matcher.push("abab", may_end=False), matcher.push("ab"), matcher.matched] == ["ab", "", "abab"]
 
 
+def test_c10_a_longer_stop_string_ends_the_answer_after_a_shorter_one_without_effect() -> None:
+    matcher = StopStrings(["Human", "Human:"])
+    assert matcher.push("A Human", may_end=False) == "A "
+    assert (matcher.push(":"), matcher.matched) == ("", "Human:")
+    matcher = StopStrings(["Human", "Human:"])
+    assert matcher.push("A Human", may_end=False) + matcher.push(" is") == "A Human is"
+    assert (matcher.push(" a Human"), matcher.matched) == (" a ", "Human")
+
+
 @pytest.mark.parametrize("stops", [[], ["zzz"]])
 def test_without_a_match_flush_gives_the_rest(stops: list[str]) -> None:
     stream = TextStream(TOKENIZER, stops, 0, True)
