@@ -146,7 +146,7 @@ class Admission:
             assert request.num_tokens == request.num_computed_tokens + 1, "a received request lacks one token"
             granted = self._kv.extend_table(request, request.num_tokens)
             assert granted == (), "a load reserves the block of the first new token"
-            step.start(request, 1)
+            step.start(request, 1, is_loaded=True)
             request.move_to(RequestStatus.RUNNING)
             received.append(request)
         return received

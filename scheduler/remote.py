@@ -122,7 +122,6 @@ class RemotePrompts:
         if request is None:
             return None
         self._counters["kv_prompt_loads_done"] += 1
-        request.first_token = received.first_token
         request.num_computed_tokens = request.num_initial_tokens
         self._kv.cache_received(request, request.num_initial_tokens)
         request.move_to(RequestStatus.WAITING)

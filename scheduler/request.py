@@ -206,7 +206,7 @@ class Request:
         self.queue_key: QueueKey = ()
         """Its place in the queue: a key of `Order`, written by Admission and Preemption."""
         self.first_token: FirstToken | None = None
-        """The first new token of a hand-over: sampled here on the producer, received here on the consumer."""
+        """On the producer: the first new token, which is handed over with the prompt."""
 
     @property
     def num_tokens(self) -> int:

@@ -35,8 +35,8 @@ class StepPlan:
         self._new_block_ids: list[tuple[int, ...]] = []
         self._num_computed_tokens: list[int] = []
 
-    def start(self, request: Request, num_tokens: int) -> None:
-        """Adds a request that is new to the runner."""
+    def start(self, request: Request, num_tokens: int, *, is_loaded: bool = False) -> None:
+        """Adds a request that is new to the runner. `is_loaded`: its computed tokens came from another worker."""
         assert request.block_table is not None
         self._new.append(
             NewRequestData(
@@ -47,7 +47,7 @@ class StepPlan:
                 stop_token_ids=request.stop_token_ids,
                 block_ids=request.block_table.block_ids,
                 num_computed_tokens=request.num_computed_tokens,
-                is_loaded=request.first_token is not None,
+                is_loaded=is_loaded,
             )
         )
         self.num_reused_tokens += request.num_computed_tokens

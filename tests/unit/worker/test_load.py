@@ -156,6 +156,21 @@ def test_the_token_behind_a_received_or_swapped_in_prompt_is_no_prompt() -> None
     assert set(num_prompt_tokens) == {0}
 
 
+def test_a_received_prompt_that_is_computed_here_after_a_failed_step_is_a_prompt() -> None:
+    connector = FakeConnector()
+    scheduler = make_scheduler(connector)
+    driver, counts = Driver(scheduler, FakeRunner(memory=connector.memory), num_ahead=1), PromptTokens()
+    first, other = (make_request(n, max_tokens=4, role=TransferRole.CONSUMER) for n in (40, 30))
+    driver.add(first, other)
+    counts.count(driver.step())
+    for request in (first, other):
+        driver.note(flatten(scheduler.update_connector_output(received(request))))
+    driver.step()
+    driver.fail()  # from now on, each of them computes alone
+    assert counts.count(driver.step()) == 41, "the prompt and the token that came with it"
+    driver.run_to_end()
+
+
 @pytest.mark.parametrize("is_preempted", [False, True])
 def test_c64_a_forced_run_of_several_steps_is_no_prompt(is_preempted: bool) -> None:
     def force(request_id: str, position: int) -> tuple[int, ...]:
