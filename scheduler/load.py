@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from scheduler.request import Request, RequestStatus
 
-_HAS_NOT_RUN = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM}
+_MAY_BE_NEW = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,13 @@ def waiting_load(requests: Iterable[Request]) -> WaitingLoad:
         num_missing = len(request.all_token_ids) - request.num_computed_tokens
         if num_missing > 1:
             num_prompt_tokens += num_missing
-        if request.status in _HAS_NOT_RUN and (oldest is None or request.arrival_time < oldest):
+        if _waits_for_first_step(request) and (oldest is None or request.arrival_time < oldest):
             oldest = request.arrival_time
     return WaitingLoad(num_prompt_tokens, oldest)
+
+
+def _waits_for_first_step(request: Request) -> bool:
+    """False for a request that has run, and begins again after a failed step. A consumer gets one token with its
+    prompt."""
+    num_given = request.num_initial_tokens + request.is_consumer
+    return request.status in _MAY_BE_NEW and len(request.all_token_ids) <= num_given

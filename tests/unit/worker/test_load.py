@@ -80,6 +80,20 @@ def test_what_waits_is_what_is_to_be_computed_here() -> None:
     assert waiting_load([]).oldest_arrival is None
 
 
+def test_requests_that_begin_again_after_a_failed_step_do_not_wait_for_their_first_step() -> None:
+    driver = Driver(make_scheduler(), num_ahead=1)
+    old, young = make_request(20, arrival_time=1.0), make_request(20, arrival_time=2.0)
+    driver.add(old)
+    driver.step()
+    driver.complete()
+    driver.add(young)
+    driver.step()
+    driver.fail()
+    assert (old.status, young.status) == (RequestStatus.WAITING, RequestStatus.WAITING)
+    assert waiting_load([old, young]).oldest_arrival == 2.0
+    driver.run_to_end()
+
+
 def test_c61_drafts_are_no_prompt_tokens() -> None:
     clock = VirtualClock()
 
