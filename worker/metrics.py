@@ -15,7 +15,10 @@ from worker.step_counts import StepCounts
 Labelled = dict[tuple[str, ...], float]
 
 COUNTERS = {
-    "preemptions": ("num_preemptions", "Requests preempted because blocks ran out"),
+    "preemptions": (
+        "num_preemptions",
+        "Requests preempted: blocks ran out, a step failed, or the prefix cache was emptied by force",
+    ),
     "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the prefix cache"),
     "non_finite_steps": ("non_finite_steps", "Steps whose logits were not all finite"),
