@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from baton.clock import SystemClock
 from baton.errors import BatonError, ClusterError, ConfigError, ModelError, WireError
 from baton.step import KVConnectorOutput
 from baton.system.module_command import module_command
-from baton.system.standstill import wait_awake
+from baton.system.progress import Progress, ProgressObserver
+from baton.system.standstill import pace_of, wait_awake
 from engine.ranks.channel import RankChannel, frame_of
 from engine.ranks.messages import (
     FROM_RANK,
@@ -46,12 +48,19 @@ STOP_TIMEOUT_S = 10.0
 EXPLANATION_TIMEOUT_S = 1.0
 """If another rank's failure made rank 0's step fail, that rank's report or end arrives within this time."""
 
+_SILENCE_MARGIN_S = 2.0
+"""A rank may be silent for this much longer than a step may take, since it reports nothing during a step."""
+
 
 class RankLink:
     """One rank's process, and its latest reports."""
 
     def __init__(
-        self, setup: Setup, module: str, on_message: Callable[["RankLink", FromRank | None], None]
+        self,
+        setup: Setup,
+        module: str,
+        max_step_s: float,
+        on_message: Callable[["RankLink", FromRank | None], None],
     ) -> None:
         """Starts the process. `on_message` runs on the link's own thread, with None when the connection closes."""
         self.rank = setup.rank
@@ -71,6 +80,9 @@ class RankLink:
                 # A rank must import modules from the same folders as this process; Ray may have changed them.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
+        what = f"rank {self.rank} (pid {self.process.pid})"
+        self.progress = Progress(what, SystemClock(), max_step_s + _SILENCE_MARGIN_S)
+        """A piece of work ends when the rank sends its next message."""
         self._reader = threading.Thread(target=self._read, name=f"rank-{self.rank}", daemon=True)
         self._reader.start()
         self.channel.send(setup)
@@ -100,9 +112,11 @@ class RankLink:
     def _read(self) -> None:
         try:
             while (message := self.channel.receive()) is not None:
+                self.progress.begin()
                 self._on_message(self, message)
         except WireError as error:
             self._on_message(self, RankFailed(f"its message cannot be read: {error}"))
+        self.progress.end()
         self._on_message(self, None)
 
 
@@ -112,6 +126,7 @@ class RankGroup:
     def __init__(
         self,
         setups: Sequence[Setup],
+        max_step_s: float,
         on_kv_output: Callable[[], None],
         on_failure: Callable[[], None],
         module: str = "engine.ranks.entry",
@@ -119,20 +134,21 @@ class RankGroup:
         """Starts a process for each setup, as `python -m module`. The group's threads call the two callbacks.
 
         After `serve`, they call `on_kv_output` when there are outputs to collect. They call `on_failure` when a rank
-        fails.
+        fails. `max_step_s`: the longest time of a step. A rank that sends nothing for longer has failed, too.
         """
         self.num_computed = 0
         """How many plans rank 0 has computed."""
+        self._max_step_s = max_step_s
         self._on_kv_output = on_kv_output
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._failure: Exception | None = None
         self._is_serving = False
-        self._is_stopping = False
+        self._stopping = threading.Event()
         self._links: list[RankLink] = []
         try:
             for setup in setups:
-                self._links.append(RankLink(setup, module, self._handle))
+                self._links.append(RankLink(setup, module, max_step_s, self._handle))
         except OSError as error:
             self.stop()
             raise ClusterError(f"cannot start rank {len(self._links) + 1} of the worker: {error}") from error
@@ -152,8 +168,9 @@ class RankGroup:
         self._wait(lambda link: link.is_ready, "connected to the other ranks", timeout_s)
 
     def serve(self) -> None:
-        """Begins to call `on_kv_output`. From now on the engine handles failures."""
+        """Begins to call `on_kv_output`, and to watch for silent ranks. From now on the engine handles failures."""
         self._is_serving = True
+        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
         if self._failure is not None:
             self._on_kv_output()
 
@@ -200,8 +217,8 @@ class RankGroup:
 
     def begin_stop(self) -> None:
         """Tells the ranks to stop, once."""
-        if not self._is_stopping:
-            self._is_stopping = True
+        if not self._stopping.is_set():
+            self._stopping.set()
             self.send(Stop())
 
     def _wait(self, is_done: Callable[[RankLink], bool], what: str, timeout_s: float) -> None:
@@ -218,6 +235,17 @@ class RankGroup:
                 f"rank {' and '.join(late)} of the worker had not {what} within {timeout_s:g} s "
                 "(cluster.start_timeout_s, engine.rank_timeout_s)"
             )
+
+    def _watch(self) -> None:
+        """Fails if a rank is silent for too long. Only this notices a stopped rank while the worker waits for its KV.
+
+        No step runs then, so rank 0 waits for no rank in a collective call.
+        """
+        pace_s = pace_of(self._max_step_s)
+        observer = ProgressObserver(tuple(link.progress for link in self._links), pace_s)
+        while self._failure is None and not self._stopping.wait(pace_s / 2):
+            if (hang := observer.look(time.monotonic())) is not None:
+                self._fail(RuntimeError(hang))
 
     def _wait_for_failure(self) -> None:
         with self._changed:
@@ -246,7 +274,7 @@ class RankGroup:
             case RankFailed(error):
                 how = f"rank {link.rank} failed: {error}"
                 self._fail(RuntimeError(how) if self._is_serving else ClusterError(how))
-            case None if not self._is_stopping and self._failure is None:
+            case None if not self._stopping.is_set() and self._failure is None:
                 how = link.how_it_ended()
                 self._fail(RuntimeError(how) if self._is_serving else ClusterError(f"{how} before it served"))
 
@@ -256,7 +284,7 @@ class RankGroup:
         Stores only the first failure: later ones follow from it.
         """
         with self._changed:
-            if self._failure is not None or self._is_stopping:
+            if self._failure is not None or self._stopping.is_set():
                 return
             self._failure = failure
             self._changed.notify_all()

@@ -13,7 +13,7 @@
      |--- Stop --------------------------------->|
 
 A rank does not report computed steps, since the other ranks wait for it in the collectives. It reports its
-first failure, and ends.
+first failure, and ends. It sends a Report at least every half second, except while it computes a step.
 """
 
 from dataclasses import dataclass
@@ -116,7 +116,7 @@ class KVOutput:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Counters of the rank's connector."""
+    """Counters of the rank's connector, and a sign of life."""
 
     counters: dict[str, int]
     peers: tuple[KVPeerCounts, ...]

@@ -61,7 +61,7 @@ from kv_transfer import BlockMover
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.5
-"""Time between two reads of the connector's counters, which also change without plans."""
+"""Time between two reports. The connector's counters also change without plans, and rank 0 waits for reports."""
 
 Channel = RankChannel[FromRank, ToRank]
 
@@ -130,7 +130,6 @@ class RankLoop:
         self._under_way: deque[int] = deque()
         """The numbers of the steps whose results were not taken yet."""
         self._num_computed = 0
-        self._report = Report({}, ())
         self._report_at = clock.now()
 
     def run(self) -> None:
@@ -180,10 +179,7 @@ class RankLoop:
 
     def _report_if_due(self) -> None:
         if self._clock.now() >= self._report_at:
-            report = Report(self._connector.counters(), self._connector.peers())
-            if report != self._report:
-                self._report = report
-                self._channel.send(report)
+            self._channel.send(Report(self._connector.counters(), self._connector.peers()))
             self._report_at = self._clock.now() + REPORT_INTERVAL_S
 
 

@@ -46,7 +46,8 @@ class RankProcesses:
             Setup(rank, num_ranks, text, kv_keys, str(model_path), incarnation, meeting_file)
             for rank in range(1, num_ranks)
         ]
-        self._group = RankGroup(setups, on_kv_output, self.collectives.abort, module)
+        max_step_s = config.engine.progress_timeout_s
+        self._group = RankGroup(setups, max_step_s, on_kv_output, self.collectives.abort, module)
 
     def join(self, digest: str) -> tuple[Loaded, ...]:
         """Connects the collectives once all ranks have loaded rank 0's model; returns what each rank reported.

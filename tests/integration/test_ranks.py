@@ -115,9 +115,9 @@ def starting(
 
 
 @contextmanager
-def running(folder: Path, num_ranks: int = 2) -> Iterator[RunningRanks]:
+def running(folder: Path, num_ranks: int = 2, **config: Any) -> Iterator[RunningRanks]:
     woken = threading.Event()
-    with starting(folder, num_ranks, woken.set) as others:
+    with starting(folder, num_ranks, woken.set, **config) as others:
         ranks = RunningRanks(others, folder, woken)
         try:
             yield ranks
@@ -233,6 +233,27 @@ def test_c54_a_rank_whose_transfer_thread_hangs_ends_the_worker(tmp_path: Path) 
         ranks.connector.start_load_kv(KVConnectorMetadata((), (LoadBlocks("stuck", 0, (1,)),), ()))
         reason = r"rank 1 failed: its KV transfer has made no progress for 1\.\d s; its limit is 1\.0 s"
         assert re.fullmatch(reason, ranks.fails())
+
+
+def test_c54_a_stopped_rank_ends_the_worker_even_if_no_step_waits_for_it(tmp_path: Path) -> None:
+    """All requests wait for KV, and part of it must arrive on that rank."""
+    with running(tmp_path, engine={"progress_timeout_s": 0.5}) as ranks:
+        (pid,) = rank_pids(os.getpid())
+        os.kill(pid, signal.SIGSTOP)
+        ranks.connector.start_load_kv(KVConnectorMetadata((), (LoadBlocks("r", 0, (1,)),), ()))
+        reason = rf"rank 1 \(pid {pid}\) has made no progress for \d\.\d s; its limit is 2\.5 s"
+        assert re.fullmatch(reason, ranks.fails())
+
+
+def test_c54_an_idle_rank_reports_again_and_again(tmp_path: Path) -> None:
+    with running(tmp_path) as ranks:
+        (link,) = ranks.others._group.links
+        end = time.monotonic() + 60.0
+        for _ in range(2):
+            former = link.report
+            while link.report is former:
+                assert time.monotonic() < end
+                time.sleep(0.05)
 
 
 def test_c54_a_rank_that_hangs_in_a_step_is_a_step_of_the_worker_that_does_not_end(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_no_step_follows_one_that_failed_on_rank_0(monkeypatch: pytest.MonkeyPat
     def fail(plan: SchedulerOutput) -> None:
         raise ValueError("out of memory")
 
-    group = RankGroup([], lambda: None, lambda: None)
+    group = RankGroup([], 60.0, lambda: None, lambda: None)
     group.serve()
     core = make_core(pipeline=RankedPipeline(StreamPipeline(FailStop(StepHook(fail)), is_async=False), group))
     core.add_request(make_engine_request("r"), "gateway")
