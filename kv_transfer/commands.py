@@ -81,6 +81,9 @@ class LoadBlocks:
     request_id: str
     first_index: int
     block_ids: tuple[int | None, ...]
+    may_be_postponed: bool = True
+    """False: the prompt is known to be complete, since it has arrived on another rank. So this rank's producer only
+    seems to be stuck."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,18 @@ have no rank transfer.
 
 A load has arrived when all its parts have arrived. It fails when one part fails. Then the other parts are
 given up, and the load ends when the last part reports its end. Of a failed load, only the blocks that every
-part has are kept. Blocks become free when no part uses them any more.
+part has are kept. Blocks become free when no part uses them any more. If one part is postponed, the other parts
+are postponed, too. But if another part has arrived by then, the prompt is complete, and the postponed parts are
+loaded again at once.
 """
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from baton.kv import KVTransferParams, TransferRole
 from baton.step import FailedKV, ReceivedKV
+from kv_transfer.commands import LoadBlocks
 from kv_transfer.pool import PieceView, RankPool
 from kv_transfer.protocol.effects import RankTransfer
 from kv_transfer.protocol.geometry import RankLayout
@@ -124,7 +127,9 @@ class RankTransfers:
 
 @dataclass(slots=True)
 class _Load(Generic[P]):
+    command: LoadBlocks
     open: set[P]
+    postponed: set[P] = field(default_factory=set)
     received: ReceivedKV | None = None
     """The sum of the parts that have arrived."""
     failed: FailedKV | None = None
@@ -148,7 +153,15 @@ class GiveUp(Generic[P]):
     """One part was postponed, not failed: postpone `parts`, too."""
 
 
-LoadOutcome = ReceivedKV | FailedKV | LoadQuiesced | GiveUp[P] | None
+@dataclass(frozen=True, slots=True)
+class LoadAgain(Generic[P]):
+    """All other parts have arrived: load the postponed `parts` again, into the same blocks."""
+
+    command: LoadBlocks
+    parts: tuple[P, ...]
+
+
+LoadOutcome = ReceivedKV | FailedKV | LoadQuiesced | GiveUp[P] | LoadAgain[P] | None
 """What the report of a part means for the whole load. None: nothing yet, or the report is ignored. FailedKV with
 `is_postponed`: all parts wait for another load. FailedKV without it: the caller must abort the postponed parts."""
 
@@ -159,8 +172,8 @@ class Loads(Generic[P]):
     def __init__(self) -> None:
         self._loads: dict[str, _Load[P]] = {}
 
-    def begin(self, request_id: str, parts: Iterable[P]) -> None:
-        self._loads[request_id] = _Load(set(parts))
+    def begin(self, command: LoadBlocks, parts: Iterable[P]) -> None:
+        self._loads[command.request_id] = _Load(command, set(parts))
 
     def abort(self, request_id: str) -> None:
         """Call it if the request ended on this worker. The caller also aborts every open part."""
@@ -178,6 +191,8 @@ class Loads(Generic[P]):
         load = self._close(failed.request_id, part)
         if load is None:
             return None
+        if failed.is_postponed:
+            load.postponed.add(part)
         if load.failed is not None:
             load.failed = _least(load.failed, failed)
             return self._outcome(failed.request_id, load)
@@ -205,12 +220,14 @@ class Loads(Generic[P]):
     def _outcome(self, request_id: str, load: _Load[P]) -> LoadOutcome[P]:
         if load.open:
             return None
+        is_postponed = load.failed is not None and load.failed.is_postponed
+        if is_postponed and load.received is not None and not load.is_aborted:
+            load.open, load.postponed, load.failed = load.postponed, set(), None
+            return LoadAgain(replace(load.command, may_be_postponed=False), tuple(load.open))
         del self._loads[request_id]
         if load.is_aborted:
             return LoadQuiesced()
-        if load.failed is None:
-            return load.received
-        return replace(load.failed, is_postponed=load.failed.is_postponed and load.received is None)
+        return load.received if load.failed is None else load.failed
 
 
 def _sum(one: ReceivedKV, other: ReceivedKV) -> ReceivedKV:

@@ -14,7 +14,7 @@ from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferRecord
 from baton.worker import KVPeerCounts
 from kv_transfer.commands import AbortLoad, AbortSend, BeginSend, GiveUpLoad, KVConnectorMetadata
-from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiesced, Loads, Sends
+from kv_transfer.parts import GiveUp, LoadAgain, LoadOutcome, LoadQuiesced, Loads, Sends
 from kv_transfer.records import combine
 
 
@@ -76,7 +76,7 @@ class RankedConnector:
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
         for command in metadata.loads if metadata is not None else ():
-            self._loads.begin(command.request_id, range(len(self._ranks)))
+            self._loads.begin(command, range(len(self._ranks)))
         for rank in self._ranks:
             rank.start_load_kv(metadata)
 
@@ -131,6 +131,9 @@ class RankedConnector:
                 commands = KVConnectorMetadata((give_up,), (), ())
                 for number in ranks:
                     self._ranks[number].send_commands(commands)
+            case LoadAgain(command, ranks):
+                for number in ranks:
+                    self._ranks[number].start_load_kv(KVConnectorMetadata((), (command,), ()))
             case ReceivedKV():
                 return KVConnectorOutput(finished_recving=(outcome,), transfers=self._record(request_id))
             case FailedKV(is_postponed=True):

@@ -14,7 +14,7 @@ from baton.transfer import TransferEventKind
 from kv_transfer.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.consumer.block_writer import BlockWriter, WrittenPieces
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
-from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiesced, Loads, RankTransfers
+from kv_transfer.parts import GiveUp, LoadAgain, LoadOutcome, LoadQuiesced, Loads, RankTransfers
 from kv_transfer.pool import PieceView, RankPool
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import (
@@ -142,7 +142,7 @@ class ConsumerEndpoint:
             )
 
     def _load(self, command: LoadBlocks) -> None:
-        request_id, now = command.request_id, self._clock.now()
+        request_id = command.request_id
         sides = self._rank_transfers.of(request_id)
         self._timelines.mark(request_id, TransferEventKind.ASKED)
         if (refusal := self._rank_transfers.refusal(request_id)) is not None:
@@ -154,12 +154,18 @@ class ConsumerEndpoint:
             failed, transfers = FailedKV(request_id, 0, reason), self._timelines.conclude(request_id)
             self.output += KVConnectorOutput(failed_recving=(failed,), transfers=transfers)
             return
-        self._loads.begin(request_id, [side.rank_transfer for side in sides])
-        layout = self._pool.layout
+        rank_transfers = [side.rank_transfer for side in sides]
+        self._loads.begin(command, rank_transfers)
+        self._load_rank_transfers(command, rank_transfers)
+
+    def _load_rank_transfers(self, command: LoadBlocks, rank_transfers: Iterable[RankTransfer]) -> None:
+        layout, now = self._pool.layout, self._clock.now()
         first_position = command.first_index // layout.groups.num_groups * layout.block_size
         effects: list[Effect] = []
-        for side in sides:  # begin all before `_do`: if one fails, `_do` ends the others
-            effects += self._consumer.load(side.rank_transfer, first_position, command.block_ids, now)
+        for rank_transfer in rank_transfers:  # begin all before `_do`: if one fails, `_do` ends the others
+            effects += self._consumer.load(
+                rank_transfer, first_position, command.block_ids, now, command.may_be_postponed
+            )
         self._do(effects)
 
     def _abort(self, command: AbortLoad) -> None:
@@ -304,6 +310,8 @@ class ConsumerEndpoint:
             case GiveUp(parts=parts):
                 for rank_transfer in parts:
                     self._give_up(rank_transfer, outcome)
+            case LoadAgain(command, rank_transfers):
+                self._load_rank_transfers(command, rank_transfers)
             case FailedKV(is_postponed=True):
                 self.output += KVConnectorOutput(failed_recving=(outcome,))
             case FailedKV():

@@ -94,14 +94,18 @@ class Consumer:
         return self._ask(transfer, now)
 
     def load(
-        self, rank_transfer: RankTransfer, first_position: int, block_ids: tuple[int | None, ...], now: float
+        self,
+        rank_transfer: RankTransfer,
+        first_position: int,
+        block_ids: tuple[int | None, ...],
+        now: float,
+        may_be_postponed: bool = True,
     ) -> list[Effect]:
         """Starts to load into reserved blocks. They may be written until Received, Failed or Quiesced."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return [Failed(rank_transfer, 0, "another request has claimed this transfer", False)]
-        transfer.reserve(first_position, block_ids)
-        transfer.is_postponed = transfer.awaits_can_load = False
+        transfer.reserve(first_position, block_ids, may_be_postponed)
         self._counters["kv_loads_started"] += 1
         if transfer.loss is not None:
             return self._end_load(transfer, self._failed(transfer, transfer.loss))
@@ -231,9 +235,8 @@ class Consumer:
             del transfer.arriving[index]
         if transfer.state is IncomingState.DRAINING:
             return self._drain(transfer, now)
-        has_moved_on = transfer.transport not in (pieces.transport, None)
-        # Asks again. Meanwhile these pieces may have been offered over the new transport, and were not claimed.
-        if has_moved_on:
+        if transfer.transport not in (pieces.transport, None):
+            # Asks again. Meanwhile these pieces may have been offered over the new transport, and were not claimed.
             return self._ask(transfer, now)
         return self.on_unreachable(transfer.key, pieces.transport, reason, now)
 
@@ -298,10 +301,9 @@ class Consumer:
         return [Send(transfer.address, transfer.ask(self._identity, self._transports_to(transfer, now)))]
 
     def _on_opened(self, transfer: IncomingTransfer, message: Opened, now: float) -> list[Effect]:
-        if message.is_stuck and transfer.is_loading:
-            return self._postpone(
-                transfer, "the prefill worker computes nothing until other prompts are loaded", now
-            )
+        if message.is_stuck and transfer.is_loading and transfer.may_be_postponed:
+            reason = "the prefill worker computes nothing until other prompts are loaded"
+            return self._postpone(transfer, reason, now)
         if message.is_complete and transfer.state is IncomingState.HOLDING:
             return self._can_load(transfer)
         if not transfer.is_loading or message.transport is None:
@@ -384,7 +386,7 @@ class Consumer:
         """Returns to HOLDING after a postponed load, and repeats Hold. The load keeps its deadline."""
         transfer.hold_again()
         self._waits.resume_load(transfer.key, now)
-        return [outcome, *self._ask(transfer, now)]
+        return [*self._ask(transfer, now), outcome]
 
     def _can_load(self, transfer: IncomingTransfer) -> list[Effect]:
         """Reports once that a postponed load may start again."""

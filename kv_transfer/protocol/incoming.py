@@ -125,14 +125,18 @@ class IncomingTransfer:
     """While HOLDING: the load was postponed, and its room was given back."""
     awaits_can_load: bool = False
     """Our scheduler waits for the `CanLoad` of this postponed load."""
+    may_be_postponed: bool = True
+    """False: the producer's other ranks have completed the prompt, so this rank of it only seems to be stuck."""
 
     def move_to(self, state: IncomingState) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
         self.state = state
 
-    def reserve(self, first_position: int, block_ids: tuple[int | None, ...]) -> None:
+    def reserve(self, first_position: int, block_ids: tuple[int | None, ...], may_be_postponed: bool) -> None:
         """Reserves these blocks for the prompt's tokens from `first_position` on. An id of None: that block is not
         needed."""
+        self.is_postponed = self.awaits_can_load = False
+        self.may_be_postponed = may_be_postponed
         shape = self.shape
         self.first_piece = first_position // shape.num_tokens * shape.num_groups
         self.num_pieces = shape.num_pieces_for(self.num_tokens) - self.first_piece

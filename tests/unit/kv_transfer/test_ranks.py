@@ -13,7 +13,9 @@ from kv_transfer.commands import (
     BeginLoad,
     BeginSend,
     FinishSend,
+    KVConnectorMetadata,
     LoadBlocks,
+    NoteStarvation,
     SendBlocks,
 )
 from kv_transfer.connector.ranks import BlockMover, RankedConnector
@@ -29,7 +31,7 @@ from tests.factories.endpoints import (
     TOKEN,
     Fabric,
 )
-from tests.factories.hand_overs import begin, begun, finish
+from tests.factories.hand_overs import begin, begun, both_ends, finish
 
 NUM_TOKENS = 80
 RANKS = [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)]
@@ -206,10 +208,45 @@ def test_c34_a_rank_that_is_gone_is_missed_while_the_others_talk_on() -> None:
 @pytest.mark.parametrize("are_postponed", [(True, False), (False, True), (True, True)])
 def test_c31_a_load_is_postponed_only_if_all_ranks_postponed_it(are_postponed: tuple[bool, bool]) -> None:
     loads: Loads[int] = Loads()
-    loads.begin("r", range(2))
+    loads.begin(LoadBlocks("r", 0, (1,)), range(2))
     first, second = (FailedKV("r", 1, "why", is_postponed=is_postponed) for is_postponed in are_postponed)
     assert isinstance(loads.failed(0, first), GiveUp)
     assert loads.failed(1, second) == FailedKV("r", 1, "why", is_postponed=all(are_postponed))
+
+
+@pytest.mark.parametrize("num_consumers", [1, 2])
+def test_c47_a_load_that_arrived_on_one_rank_waits_for_a_late_rank_that_seems_to_be_stuck(
+    num_consumers: int,
+) -> None:
+    """The second rank of P does not know yet that another prompt has blocks, and that the prompt is complete."""
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0", 2), fabric.add("d0", num_consumers)
+    prefill.compute(NUM_TOKENS)
+    to_producer, to_consumer = both_ends(prefill.ref, decode.ref, "r")
+    other, _ = both_ends(prefill.ref, decode.ref, "other")
+    block_ids = prefill.blocks_for(NUM_TOKENS)
+    prefill.command(BeginSend("other", other, 16), BeginSend("r", to_producer, NUM_TOKENS))
+    prefill.save(SendBlocks("other", 0, (9,)))
+    prefill.command(FinishSend("other", 1, (), TOKEN), NoteStarvation(True))
+    progress = KVConnectorMetadata((NoteStarvation(False),), (), (SendBlocks("r", 0, block_ids),))
+    end = KVConnectorMetadata((FinishSend("r", len(block_ids), (), TOKEN),), (), ())
+    decode.command(BeginLoad("r", to_consumer, NUM_TOKENS))
+    for rank in prefill.connector._ranks:
+        rank.send_commands(progress)
+        rank.save_kv_blocks(progress, set())
+        rank.send_commands(end)
+        if rank is prefill.connector._ranks[0]:
+            fabric.network.cut(prefill.ref.kv_addresses[1])
+            decode.load(LoadBlocks("r", 0, decode.blocks_for(NUM_TOKENS)))
+            fabric.deliver()
+            fabric.network.mend()
+        fabric.advance(CONFIG.heartbeat_s)
+        output = decode.output()
+        assert not output.failed_recving
+    (received,) = output.finished_recving
+    assert (received.request_id, received.first_token) == ("r", TOKEN)
+    assert decode.holds(NUM_TOKENS)
+    assert prefill.output().finished_sending == ("r",)
 
 
 def test_c31_what_every_rank_says_of_postponed_and_of_unwanted_prompts_is_passed_on() -> None:
