@@ -101,18 +101,22 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
     block_size = _block_size(config)
     groups = group_layers(architecture.sliding_windows, architecture.max_position_embeddings)
     block_bytes = groups.num_layers * per_layer * block_size
-    draft_kept = 0
+    draft_kept = draft_block_bytes = 0
     if draft_folder is not None:
         draft_kept = _draft_bytes(config, draft_folder)
         draft = read_architecture(draft_folder)
         draft_per_token = draft.num_layers * _kv_bytes_per_layer(config, draft)
         per_token += draft_per_token
-        block_bytes += draft_per_token * block_size
+        draft_block_bytes = draft_per_token * block_size
+        block_bytes += draft_block_bytes
     num_spare = config.speculation.num_spare_blocks(block_size, config.scheduler.max_num_seqs)
     pool = _pool_bytes(config, kept, fullest, block_bytes, num_spare)
-    num_tokens = None
+    num_tokens, num_blocks = None, config.scheduler.num_blocks
     if pool is not None:  # one block is the null block
-        num_blocks = pool // block_bytes - num_spare
+        if num_blocks is None:
+            # All ranks use as many blocks as rank 0, which also has the draft model's KV.
+            other_ranks = max(map(config.num_ranks, WorkerRole)) - 1
+            num_blocks = pool // (block_bytes + other_ranks * draft_block_bytes) - num_spare
         num_tokens = max(num_blocks - 1, 0) // groups.groups.num_groups * block_size
     return Footprint(
         weights=weights,

@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch
 from baton.config import BatonConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from baton.errors import ConfigError, ModelError
 from engine.capacity import rank_capacity
+from engine.collectives import SilentRank
 from engine.draft_parts import STEP_TIME, Draft, cost_of, load_draft, make_drafter
 from engine.kv_cache import KVPool
+from engine.loading.footprint import footprint
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.stored_weights import kept_bits
 from engine.native.library import native_library
@@ -98,6 +101,20 @@ def test_a_draft_model_is_kept_in_as_many_bits_as_asked(model: LoadedModel, pair
         for keys in ({}, {"draft_quantization": "int4"})
     ]
     assert kept == [None, "int4"]
+
+
+@pytest.mark.parametrize("scheduler", [{}, {"num_blocks": 12}], ids=str)
+def test_rank_0_which_also_has_a_draft_models_kv_says_how_many_blocks_a_worker_has(
+    pair: tuple[Path, Path], scheduler: dict[str, Any]
+) -> None:
+    speculation = {"method": "draft_model", "draft_model": str(pair[1])}
+    values = {"model": {"dtype": "float32"}, "engine": {"tensor_parallel": 2}}
+    config = BatonConfig.from_mapping({**values, "speculation": speculation, "scheduler": scheduler})
+    half = load_model(config.model, pair[0], CPU, collectives=SilentRank(0, 2))
+    draft = load_draft(config, pair[0], half)
+    reckoned = rank_capacity(config.engine, config.scheduler, half, draft=draft).scheduler_config
+    assert reckoned.num_blocks is not None
+    assert footprint(config, *pair).num_kv_tokens == (reckoned.num_blocks - 1) * reckoned.block_size
 
 
 def test_memory_holds_the_kv_of_both_models_and_of_drafts(
