@@ -64,3 +64,4 @@ def test_no_step_follows_one_that_failed_on_rank_0(monkeypatch: pytest.MonkeyPat
     with pytest.raises(DeviceLostError, match="rank 0 failed to compute step 1: out of memory"):
         core.step()
     core.close()
+    group.stop()
