@@ -5,7 +5,10 @@ so a Redis cluster stores them on one node:
 
     ...:response:ID   a hash: what GET answers, and what a later response needs; expires
     ...:used          a sorted set: when each response was last used
-    ...:sizes         a hash: the number of bytes of each response
+    ...:sizes         a hash: the number of bytes of each response, and under TOTAL the sum of these numbers
+
+Redis itself chooses the responses to remove, in scripts. So the time to keep a response does not grow with the number
+of the caller's responses.
 """
 
 import logging
@@ -27,10 +30,57 @@ from gateway.http.responses.store import MAX_RESPONSES, StoreBounds, StoredRespo
 REDIS_TIMEOUT_S = 2.0
 """How long to wait for a connection, and for each answer."""
 MAX_CONNECTIONS = 64
-NAMESPACE = "baton:responses:1"
+NAMESPACE = "baton:responses:2"
 """Prefix of all keys. Increase its number when the form of the stored values changes."""
 
 RESPONSE, CONTEXT = b"response", b"context"
+TOTAL = "total"
+"""A field of the sizes; the id of a response begins with `resp_`."""
+
+_KEEP = f"""
+local key, used, sizes = unpack(KEYS)
+local id, response, context = unpack(ARGV, 1, 3)
+local num_bytes, now, ttl_ms, max_bytes, max_responses = tonumber(ARGV[4]), tonumber(ARGV[5]), unpack(ARGV, 6, 8)
+redis.call('HSET', key, '{RESPONSE.decode()}', response, '{CONTEXT.decode()}', context)
+redis.call('PEXPIRE', key, ttl_ms)
+redis.call('ZADD', used, ARGV[5], id)
+local former = tonumber(redis.call('HGET', sizes, id) or 0)
+redis.call('HSET', sizes, id, num_bytes)
+local total = redis.call('HINCRBY', sizes, '{TOTAL}', num_bytes - former)
+redis.call('PEXPIRE', used, ttl_ms)
+redis.call('PEXPIRE', sizes, ttl_ms)
+local dropped = {{}}
+while true do
+    local first = redis.call('ZRANGE', used, 0, 1, 'WITHSCORES')
+    local oldest, used_at = first[1], first[2]
+    if oldest == id then
+        oldest, used_at = first[3], first[4]
+    end
+    local fits = total <= tonumber(max_bytes) and redis.call('ZCARD', used) <= tonumber(max_responses)
+    if not oldest or (fits and tonumber(used_at) > now - ttl_ms / 1000) then
+        return dropped
+    end
+    redis.call('ZREM', used, oldest)
+    local size = redis.call('HGET', sizes, oldest) or 0
+    redis.call('HDEL', sizes, oldest)
+    total = redis.call('HINCRBY', sizes, '{TOTAL}', -size)
+    dropped[#dropped + 1] = oldest
+end
+"""
+"""Keeps a response. Returns the ids of the caller's responses that must be deleted: those that expired, and the least
+recently used ones beyond the bounds of one caller."""
+
+_DELETE = f"""
+local key, used, sizes = unpack(KEYS)
+local size = redis.call('HGET', sizes, ARGV[1])
+if size then
+    redis.call('ZREM', used, ARGV[1])
+    redis.call('HDEL', sizes, ARGV[1])
+    redis.call('HINCRBY', sizes, '{TOTAL}', -size)
+end
+return redis.call('DEL', key)
+"""
+"""Deletes a response. Returns how many there were."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +104,8 @@ class RedisStore:
             retry=Retry(NoBackoff(), 1, supported_errors=(ConnectionError,)),
         )
         self._redis: Redis = Redis.from_pool(pool)
+        self._keep_script = self._redis.register_script(_KEEP)
+        self._delete_script = self._redis.register_script(_DELETE)
 
     async def check(self) -> None:
         await self._await_answer(self._redis.ping())
@@ -66,23 +118,13 @@ class RedisStore:
                 stored.num_bytes,
             )
             return
-        used, sizes, key = _used(caller), _sizes(caller), _key(caller, response_id)
-        now = self._now()
-        pipeline = self._redis.pipeline(transaction=True)
-        fields: dict[Any, Any] = {
-            RESPONSE: _marked(response_id, stored.response),
-            CONTEXT: _marked(response_id, stored.context),
-        }
-        pipeline.hset(key, mapping=fields)
-        pipeline.pexpire(key, self._ttl_ms)
-        pipeline.zadd(used, {response_id: now})
-        pipeline.hset(sizes, response_id, stored.num_bytes)
-        pipeline.pexpire(used, self._ttl_ms)
-        pipeline.pexpire(sizes, self._ttl_ms)
-        pipeline.zrange(used, 0, -1, withscores=True)
-        pipeline.hgetall(sizes)
-        *_, uses, num_bytes = await self._await_answer(pipeline.execute())
-        await self._drop(caller, self._superfluous(uses, num_bytes, now))
+        keys = (_key(caller, response_id), _used(caller), _sizes(caller))
+        response, context = (_marked(response_id, text) for text in (stored.response, stored.context))
+        bounds = (self._ttl_ms, self._bounds.caller_bytes, MAX_RESPONSES)
+        values = (response_id, response, context, stored.num_bytes, self._now(), *bounds)
+        dropped = await self._await_answer(self._keep_script(keys, values))
+        if dropped:
+            await self._await_answer(self._redis.delete(*[_key(caller, each.decode()) for each in dropped]))
 
     async def response(self, caller: str, response_id: str) -> bytes | None:
         found = await self._await_answer(self._redis.hget(_key(caller, response_id), RESPONSE))
@@ -104,36 +146,11 @@ class RedisStore:
         return [_unmarked(*each) for each in zip(response_ids, found, strict=True)]
 
     async def delete(self, caller: str, response_id: str) -> bool:
-        return await self._drop(caller, [response_id]) > 0
+        keys = (_key(caller, response_id), _used(caller), _sizes(caller))
+        return bool(await self._await_answer(self._delete_script(keys, (response_id,))))
 
     async def close(self) -> None:
         await self._redis.aclose()
-
-    async def _drop(self, caller: str, response_ids: Sequence[str]) -> int:
-        """Removes responses. Returns how many of them were stored."""
-        if not response_ids:
-            return 0
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.delete(*[_key(caller, response_id) for response_id in response_ids])
-        pipeline.zrem(_used(caller), *response_ids)
-        pipeline.hdel(_sizes(caller), *response_ids)
-        num_dropped, *_ = await self._await_answer(pipeline.execute())
-        return int(num_dropped)
-
-    def _superfluous(
-        self, uses: Sequence[tuple[bytes, float]], num_bytes: dict[bytes, bytes], now: float
-    ) -> list[str]:
-        """Ids of the responses to remove: those that expired, and the least recently used ones beyond the
-        bounds of one caller."""
-        total = sum(int(num_bytes.get(response_id, 0)) for response_id, _ in uses)
-        dropped = []
-        for index, (response_id, used_at) in enumerate(uses):
-            fits = total <= self._bounds.caller_bytes and len(uses) - index <= MAX_RESPONSES
-            if fits and used_at > now - self._bounds.ttl_s:
-                break
-            dropped.append(response_id.decode())
-            total -= int(num_bytes.get(response_id, 0))
-        return dropped
 
     async def _await_answer(self, answer: Any) -> Any:
         """Redis' answer. Raises StoreUnavailable if Redis fails. The error does not contain Redis' address,

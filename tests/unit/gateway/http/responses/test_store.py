@@ -1,6 +1,7 @@
 """What is kept is bounded, per caller and together, and is its caller's alone. On a real Redis where there is one."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -145,6 +146,26 @@ async def test_their_number_is_bounded_in_redis(server: RedisServer, monkeypatch
         assert isinstance(one, RedisStore)
         names = [key.rpartition(b":")[2] for key in await keys_of(one)]
         assert sorted(names) == [b"4", b"5", b"sizes", b"used"], "nothing is left of what was dropped"
+
+
+async def test_redis_sums_the_bytes_of_a_caller(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that to keep a response does not read the sizes of all others."""
+    monkeypatch.setattr(redis_store, "MAX_RESPONSES", 4)
+    chance = random.Random(1)
+    async with redis(server) as (one, advance):
+        assert isinstance(one, RedisStore)
+        for _ in range(200):
+            advance(chance.choice([0.0, 1.0, 40.0]))
+            response_id = f"resp_{chance.randrange(6)}"
+            if chance.random() < 0.7:
+                await one.keep("alice", response_id, stored("x" * chance.randrange(3 * SIZE)))
+            else:
+                await one.delete("alice", response_id)
+            if not (keys := [key for key in await keys_of(one) if key.endswith(b":sizes")]):
+                continue
+            sizes = {name: int(size) for name, size in (await one._redis.hgetall(keys[0])).items()}
+            assert sizes.pop(redis_store.TOTAL.encode()) == sum(sizes.values()) <= ROOM.caller_bytes
+            assert len(sizes) <= 4
 
 
 async def test_memory_forgets_with_time_since_the_last_use() -> None:
