@@ -131,8 +131,10 @@ async def test_a_port_that_is_in_use_on_one_address_of_a_name_is_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.grpc.server.addresses_of", lambda _host: ["127.0.0.1", "127.0.0.2"])
-    with socket.create_server(("127.0.0.2", 0)) as other:
-        port = other.getsockname()[1]
+    free = socket.create_server(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+    with socket.create_server(("127.0.0.2", port)):
+        free.close()
         with pytest.raises(ConfigError, match=rf"gateway\.grpc_port: cannot listen on 127\.0\.0\.2:{port}"):
             async with gateway_with(folder, {}, {}, grpc_port=port):
                 raise AssertionError("it started")
