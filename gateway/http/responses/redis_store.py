@@ -34,8 +34,8 @@ NAMESPACE = "baton:responses:2"
 """Prefix of all keys. Increase its number when the form of the stored values changes."""
 
 RESPONSE, CONTEXT = b"response", b"context"
-TOTAL = "total"
-"""A field of the sizes; the id of a response begins with `resp_`."""
+TOTAL = ""
+"""A field of the sizes. Clients name responses in paths, so no name is empty, and nobody can delete this field."""
 
 _KEEP = f"""
 local key, used, sizes = unpack(KEYS)

@@ -156,6 +156,7 @@ async def test_redis_sums_the_bytes_of_a_caller(server: RedisServer, monkeypatch
         assert isinstance(one, RedisStore)
         for _ in range(200):
             advance(chance.choice([0.0, 1.0, 40.0]))
+            assert not await one.delete("alice", "total"), "the sum cannot be deleted by any name"
             response_id = f"resp_{chance.randrange(6)}"
             if chance.random() < 0.7:
                 await one.keep("alice", response_id, stored("x" * chance.randrange(3 * SIZE)))
