@@ -74,6 +74,9 @@ class Finish:
     """Drafts that workers verified for this answer, in all its attempts."""
     num_accepted_draft_tokens: int = 0
     """Drafts that were accepted."""
+    stop_reason: str | int | None = None
+    """The client's stop string, or the token of its `stop_token_ids`, that ended the answer. None after any other end,
+    such as the model's end-of-sequence token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,7 +291,10 @@ class RequestState:
         """The token that ends the answer after this many tokens, if the client named it in `stop_token_ids`."""
         if self._last is None or num_tokens < self._last[1]:
             return None
-        token_id = self._last[0].stop_token_id
+        return self._named_stop_token(self._last[0].stop_token_id)
+
+    def _named_stop_token(self, token_id: int | None) -> int | None:
+        """`token_id` if the client named it in `stop_token_ids`."""
         return token_id if token_id in self.request.sampling_params.stop_token_ids else None
 
     def _count_drafts(self, num_before: int) -> None:
@@ -321,4 +324,7 @@ class RequestState:
             num_attempts=self.num_attempts,
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_draft_tokens=self._num_accepted_draft_tokens,
+            stop_reason=self._named_stop_token(stop_token_id)
+            if self.request.text.matched_stop is None
+            else self.request.text.matched_stop,
         )

@@ -234,6 +234,7 @@ async def test_stop_strings_end_an_answer(folder: Path) -> None:
         answer = await client.chat.completions.create(model="tiny", messages=HELLO, stop="the")
         (choice,) = answer.choices
         assert (choice.message.content, choice.finish_reason) == ("The cache is ", "stop")
+        assert choice.model_extra == {"stop_reason": "the"}
 
 
 async def test_a_routing_mode_can_be_asked_for(folder: Path) -> None:

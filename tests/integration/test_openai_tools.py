@@ -121,6 +121,7 @@ async def test_a_calls_first_event_names_it_and_later_ones_have_its_arguments(fo
             "delta": {},
             "logprobs": None,
             "finish_reason": "tool_calls",
+            "stop_reason": None,
         }
         pieces = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
         begins = [piece for piece in pieces if "id" in piece]

@@ -152,6 +152,9 @@ class ChatChoice:
     message: ChatMessageAnswer
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
+    stop_reason: str | int | None = None
+    """The stop string, or the token of `stop_token_ids`, that ended the answer. Null after any other end. A field of
+    vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,8 @@ class CompletionChoice:
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    """See ChatChoice."""
     prompt_logprobs: Optional[PromptLogprobs] = None
     """Present if the request has this field."""
 
@@ -230,6 +235,8 @@ class ChatChunkChoice:
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
+    stop_reason: Optional[str | int | None] = None
+    """In the last event of the choice; see ChatChoice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +260,8 @@ class CompletionChunkChoice:
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: Optional[str | int | None] = None
+    """In the last event of the choice; see ChatChoice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from baton.request import FinishReason
 from gateway.call_ids import CallIds
 from gateway.conversation import (
     AnswerEvent,
@@ -19,7 +18,7 @@ from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.fields import StreamOptions
 from gateway.http.openai.logprobs import ChatTokens, RankedTokens
-from gateway.http.openai.openai_answer import FINISH_REASONS, AnswerHead, OpenAIAnswer
+from gateway.http.openai.openai_answer import NO_END, AnswerHead, OpenAIAnswer, end_json
 from gateway.http.whole_json import ascii_json, json_string, string_pieces
 from gateway.requests.request import Delta
 from gateway.token_parts import TokenParts
@@ -28,7 +27,6 @@ ROLE = '"delta":{"role":"assistant","content":""}'
 """The first delta of each choice of a stream."""
 ROLE_BEFORE_CALLS = '"delta":{"role":"assistant","content":null}'
 """The first delta of each choice if the answers may have calls instead of content."""
-TOOL_CALLS = '"tool_calls"'
 NOTHING_NEW = '"delta":{}'
 
 
@@ -89,26 +87,25 @@ class ChatAnswer(OpenAIAnswer):
     def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:
         events = self._events_of(index, delta)
         if events is None:
-            reason = FINISH_REASONS[delta.finish.reason if delta.finish else None]
+            end = NO_END if delta.finish is None else end_json(delta.finish)
             content = f'"delta":{{"content":{ascii_json(delta.text)}}}'
-            return self._event(index, content, logprobs, reason, usage)
+            return self._event(index, content, logprobs, end, usage)
         written = ""
-        for content, reason in self._contents(index, delta, events):
-            written += self._event(index, content, logprobs, reason, usage)
+        for content, end in self._contents(index, delta, events):
+            written += self._event(index, content, logprobs, end, usage)
             logprobs = "null"
         return written
 
     def _contents(self, index: int, delta: Delta, events: Sequence[AnswerEvent]) -> list[tuple[str, str]]:
-        """The contents of the delta's events in JSON, each with its finish reason. While the parser waits for more
-        text, there are no contents. If the delta has log-probabilities, an empty content then carries them. The finish
-        reason has a separate event, as in OpenAI's streams of calls."""
+        """The contents of the delta's events in JSON, each with the JSON of its end. While the parser waits for
+        more text, there are no contents. If the delta has log-probabilities, an empty content then carries them. The
+        finish reason has a separate event, as in OpenAI's streams of calls."""
         joined = _joined(events)
-        contents = [(content, "null") for event in joined if (content := self._content(index, event))]
+        contents = [(content, NO_END) for event in joined if (content := self._content(index, event))]
         if delta.finish is not None:
-            is_call = delta.finish.reason is FinishReason.STOP and self._ends_with_call[index]
-            contents.append((NOTHING_NEW, TOOL_CALLS if is_call else FINISH_REASONS[delta.finish.reason]))
+            contents.append((NOTHING_NEW, end_json(delta.finish, self._ends_with_call[index])))
         if delta.logprobs and not contents:
-            contents.append((NOTHING_NEW, "null"))
+            contents.append((NOTHING_NEW, NO_END))
         return contents
 
     def _whole_content(self, index: int, choice: Collected) -> Iterator[str]:
@@ -129,10 +126,6 @@ class ChatAnswer(OpenAIAnswer):
                 yield '"'
         yield from self._calls(index, parts)
         yield "}"
-
-    def _finish_reason(self, choice: Collected) -> str:
-        is_call = choice.finish_reason == "stop" and choice.parts.ends_with_calls
-        return "tool_calls" if is_call else choice.finish_reason
 
     def _calls(self, index: int, parts: AnswerParts) -> Iterator[str]:
         before = ',"tool_calls":['

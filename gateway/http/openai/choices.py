@@ -4,11 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from baton.request import FinishReason as Reason
 from gateway.conversation import AnswerEvent, AnswerParts
 from gateway.http.openai.answers import (
     CompletionTokensDetails,
-    FinishReason,
     PromptTokensDetails,
     Usage,
 )
@@ -84,8 +82,3 @@ class Collected:
     def text(self) -> Iterator[str]:
         """The answer's text as a JSON string without quotes, in pieces."""
         return string_pieces(self.parts.text)
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        assert self.finish is not None
-        return "stop" if self.finish.reason is Reason.STOP else "length"

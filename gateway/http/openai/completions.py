@@ -8,7 +8,7 @@ from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.fields import StreamOptions
 from gateway.http.openai.logprobs import CompletionLogprobsStream, RankedTokens
-from gateway.http.openai.openai_answer import FINISH_REASONS, AnswerHead, OpenAIAnswer
+from gateway.http.openai.openai_answer import NO_END, AnswerHead, OpenAIAnswer, end_json
 from gateway.http.whole_json import ascii_json, string_pieces
 from gateway.requests.request import Delta
 
@@ -62,15 +62,15 @@ class CompletionAnswer(OpenAIAnswer):
     def _shown(self, delta: Delta) -> Delta:
         """What the client sees of a delta, with the log-probabilities of the prompt among those of the answer."""
         if self._is_only_echo:
-            finish = delta.finish and replace(delta.finish, reason=FinishReason.LENGTH)
+            finish = delta.finish and replace(delta.finish, reason=FinishReason.LENGTH, stop_reason=None)
             delta = Delta(finish=finish, prompt_logprobs=delta.prompt_logprobs)
         if self._echoes_logprobs and delta.prompt_logprobs:
             delta = replace(delta, logprobs=(*delta.prompt_logprobs, *delta.logprobs))
         return delta
 
     def _events(self, index: int, delta: Delta, logprobs: str, usage: Usage | None) -> str:
-        reason = FINISH_REASONS[delta.finish.reason if delta.finish else None]
-        return self._event(index, f'"text":{ascii_json(delta.text)}', logprobs, reason, usage)
+        end = NO_END if delta.finish is None else end_json(delta.finish)
+        return self._event(index, f'"text":{ascii_json(delta.text)}', logprobs, end, usage)
 
     def _whole_content(self, index: int, choice: Collected) -> Iterator[str]:
         yield '"text":"'

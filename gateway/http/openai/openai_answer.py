@@ -26,16 +26,13 @@ from gateway.http.openai.logprobs import (
     LogprobColumns,
     RankedTokens,
 )
-from gateway.http.whole_json import in_ascii
-from gateway.requests.request import Delta
+from gateway.http.whole_json import ascii_json, in_ascii
+from gateway.requests.request import Delta, Finish
 
 DONE = b"data: [DONE]\n\n"
 
-FINISH_REASONS = {
-    None: "null",
-    FinishReason.STOP: '"stop"',
-    FinishReason.LENGTH: '"length"',
-}
+NO_END = '"finish_reason":null'
+"""The end of an event's choice if more follows."""
 
 _USAGE = TypeAdapter(Usage)
 
@@ -125,7 +122,8 @@ class OpenAIAnswer(ABC):
             yield from self._whole_content(index, choice)
             yield ',"logprobs":'
             yield from ("null",) if self._logprobs is None else self._logprobs[index].write(choice.logprobs)
-            yield f',"finish_reason":"{self._finish_reason(choice)}"'
+            assert choice.finish is not None
+            yield f",{end_json(choice.finish, choice.parts.ends_with_calls)}"
             if self.has_prompt_logprobs_by_choice:
                 yield from self._prompt_logprobs(choice)
             yield "}"
@@ -149,13 +147,13 @@ class OpenAIAnswer(ABC):
         index: int,
         content: str,
         logprobs: str = "null",
-        reason: str = "null",
+        end: str = NO_END,
         usage: Usage | None = None,
     ) -> str:
         """An event of a stream, with one choice. `content`: the JSON between the choice's index and its
-        log-probabilities."""
-        end = self._no_usage if usage is None else f',"usage":{usage_json(usage)}'
-        return f'{self._start}{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":{reason}}}]{end}}}\n\n'
+        log-probabilities. `end`: the JSON after them."""
+        usage_field = self._no_usage if usage is None else f',"usage":{usage_json(usage)}'
+        return f'{self._start}{{"index":{index},{content},"logprobs":{logprobs},{end}}}]{usage_field}}}\n\n'
 
     def _events_of(self, _index: int, _delta: Delta) -> list[AnswerEvent] | None:
         """The events of a delta of a choice; None if the choice is only text, as it is by default."""
@@ -169,8 +167,13 @@ class OpenAIAnswer(ABC):
     def _whole_content(self, index: int, choice: Collected) -> Iterator[str]:
         """The JSON between a choice's index and log-probabilities, in pieces."""
 
-    def _finish_reason(self, choice: Collected) -> str:
-        return choice.finish_reason
+
+def end_json(finish: Finish, ends_with_calls: bool = False) -> str:
+    """The JSON of `finish_reason` and of vLLM's field `stop_reason`. `ends_with_calls`: all calls of the answer are
+    complete, and there is at least one."""
+    is_call = ends_with_calls and finish.reason is FinishReason.STOP
+    reason = "tool_calls" if is_call else finish.reason.value
+    return f'"finish_reason":"{reason}","stop_reason":{ascii_json(finish.stop_reason)}'
 
 
 def usage_json(usage: Usage) -> str:

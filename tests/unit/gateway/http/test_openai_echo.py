@@ -206,6 +206,7 @@ def test_a_whole_answer_begins_with_the_prompts_tokens(
             tokenizer.decode(prompt, True) + " the baton",
             expected_logprobs(tokenizer, prompt, positions, num_top),
             "stop",
+            None,
             expected_field(tokenizer, prompt, num_top) if has_field else None,
         )
         for index, prompt in enumerate(prompts)

@@ -1,6 +1,7 @@
 """Whole answers of OpenAI's API are written in pieces: byte for byte what their shapes say, and little in one turn."""
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 from starlette.types import Message
 
-from baton.request import TokenLogprobs
+from baton.request import FinishReason, TokenLogprobs
 from baton.sampling import SamplingParams
 from gateway.choices import PORTION_TOKENS
 from gateway.http.generated import GeneratedResponse
@@ -40,10 +41,10 @@ from gateway.http.openai.logprobs import (
 )
 from gateway.http.openai.openai_answer import AnswerHead, OpenAIAnswer
 from gateway.http.whole_json import PIECE_CHARACTERS
-from gateway.requests.request import Delta, GatewayRequest
+from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.text import Detokenizer, TextStream, Tokenizer
 from gateway.turn_budget import TURN_S
-from tests.factories.answers import Answering, WorkClock, long_answer, top_of
+from tests.factories.answers import Answering, WorkClock, finish_of, long_answer, top_of
 
 HEAD = AnswerHead('a"b', 7, "módel")
 PROMPT = (5, 6, 7)
@@ -212,6 +213,37 @@ def test_no_turn_of_the_event_loop_collects_or_writes_much(
     assert b"".join(bodies) == one_go_chat(tokenizer, [deltas, deltas], usage)
     assert (sum(portions), max(portions)) == (6000, PORTION_TOKENS)
     assert clock.longest_turn_s < 1.5 * TURN_S
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason", "stop_reason"),
+    [
+        (finish_of(FinishReason.STOP), "stop", None),
+        (finish_of(FinishReason.STOP, stop_reason='"é'), "stop", '"é'),
+        (finish_of(FinishReason.STOP, stop_reason=0), "stop", 0),
+        (finish_of(FinishReason.LENGTH), "length", None),
+    ],
+)
+@pytest.mark.parametrize("kind", [ChatAnswer, CompletionAnswer])
+def test_an_answer_tells_what_stopped_it(
+    kind: type[ChatAnswer | CompletionAnswer], finish: Finish, reason: str, stop_reason: str | int | None
+) -> None:
+    """As vLLM's do, in the field `stop_reason`: whole, and in the last event of a stream."""
+    first, last = (Delta((5,), "a"), Delta((6,), "b", finish=finish))
+
+    def writer() -> ChatAnswer | CompletionAnswer:
+        count = UsageCount(len(PROMPT), num_samples=1)
+        if kind is ChatAnswer:
+            return ChatAnswer(HEAD, count, None, None, [None])
+        return CompletionAnswer(HEAD, count, None, [""], None)
+
+    (whole,) = json.loads("".join(pieces_of(writer(), [[first, last]])))["choices"]
+    stream = writer()
+    pieces = [stream.piece(0, delta).removeprefix(b"data: ") for delta in (first, last)]
+    (before,), (end,) = (json.loads(piece)["choices"] for piece in pieces)
+    assert (before["finish_reason"], "stop_reason" in before) == (None, False)
+    for choice in (whole, end):
+        assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop_reason)
 
 
 def generation_of(tokenizer: Tokenizer, **params: Any) -> GatewayRequest:

@@ -123,6 +123,7 @@ def test_a_token_that_the_client_chose_as_the_end_adds_no_text(at_once: int) -> 
         assert "".join(delta.text for delta in deltas) == text
         assert deltas[-1].finish is not None
         assert deltas[-1].finish.stop_token_id == end
+        assert deltas[-1].finish.stop_reason == (end if end in chosen else None)
 
 
 def test_c52_another_attempt_goes_on_where_the_client_is() -> None:
@@ -190,7 +191,7 @@ def test_a_stop_string_ends_the_request_before_the_workers_know() -> None:
     state = make_state(stop=("is",))
     deltas = collect(state, [("d0", output(0, *TOKENS))])
     assert deltas[-1].finish is not None
-    assert deltas[-1].finish.matched_stop == "is"
+    assert (deltas[-1].finish.matched_stop, deltas[-1].finish.stop_reason) == ("is", "is")
     assert "".join(delta.text for delta in deltas) == "The cache "
     assert deltas[-1].finish.num_completion_tokens == len(deltas[-1].token_ids) < len(TOKENS)
 
