@@ -14,11 +14,13 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from baton.config import BatonConfig, merge
 from baton.system.cpus import find_machine
+from baton.system.parent import end_with_parent
 from benchmarks.peer import QUIET, ROOT
 
 START_TIMEOUT_S = 1200.0
@@ -121,7 +123,7 @@ def _served_model(port: int) -> str | None:
 def _process(
     command: list[str], environment: Mapping[str, str], stdout: int = subprocess.PIPE
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Runs a process. The process, and everything that it started, end with the block."""
+    """Runs a process. The process, and everything that it started, end with the block, or if this process is killed."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -130,6 +132,7 @@ def _process(
         stdout=stdout,
         text=True,
         start_new_session=True,
+        preexec_fn=partial(end_with_parent, signal.SIGTERM),
     )
     try:
         yield process

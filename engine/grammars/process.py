@@ -11,7 +11,6 @@ for a token. Knows no gateway; parent and child end when stdin closes.
 """
 
 import contextlib
-import ctypes
 import mmap
 import os
 import resource
@@ -38,6 +37,7 @@ from baton.messages.grammar_check import (
     unpack,
 )
 from baton.sampling import StructuredOutput
+from baton.system.parent import end_with_parent
 from engine.grammars.library import GrammarLibrary, complaint_of, in_one_line, start_thread_with_stack
 
 NUM_FOLLOWED_TOKENS = 8
@@ -49,7 +49,6 @@ MAX_GRAMMARS_PER_CHILD = 1_000
 """A child that has answered this many grammars is replaced, since its memory grows: a new child uses no more than the
 parent."""
 
-PR_SET_PDEATHSIG = 1
 EXIT_NO_MORE_GRAMMARS = 0
 EXIT_REPLACE = 75
 
@@ -108,12 +107,6 @@ def serve_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> None:
         start_thread_with_stack(STACK_BYTES, run).join()
     finally:
         os._exit(code)
-
-
-def end_with_parent() -> None:
-    """Makes Linux kill this child when its parent ends; on other systems the child continues."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_limits() -> None:

@@ -1,6 +1,9 @@
 """The interference benchmark in small: a real server asked by its client, and what it makes of the times it saw."""
 
 import json
+import os
+import select
+import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,6 +16,7 @@ from benchmarks.interference import main, over_peer
 from benchmarks.interference_load import Seen, Slo, Workload, figures, percentile
 from benchmarks.interference_picture import draw
 from benchmarks.interference_sides import VLLM
+from benchmarks.peer import ROOT
 from tests.factories.serving import FORKING_COMMAND
 
 CHAT = Seen(True, 1.0, (1.5, 1.6, 1.8), 3)
@@ -45,6 +49,23 @@ def test_a_small_run_answers_every_request_and_leaves_a_table_a_file_and_a_pictu
     assert 0 < measured["gap_p50_ms"] <= measured["gap_p99_ms"] <= measured["gap_max_ms"]
     assert result["over_peer"] == {}
     assert ElementTree.parse(tmp_path / "picture.svg").getroot().tag.endswith("svg")
+
+
+def test_a_killed_benchmark_leaves_no_server() -> None:
+    """As after `timeout`, or when the machine has too little memory."""
+    script = """
+from benchmarks.interference_sides import _process
+with _process(["sleep", "1000"], {}) as server:
+    print(server.pid, flush=True)
+    input()
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, cwd=ROOT) as benchmark:
+        assert benchmark.stdout is not None
+        server = os.pidfd_open(int(benchmark.stdout.readline()))
+        benchmark.kill()
+        assert select.select([server], [], [], 60.0)[0] == [server], "it still runs"
+        os.close(server)
 
 
 def test_a_key_that_baton_does_not_have_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
