@@ -3,7 +3,16 @@
 from collections.abc import Iterable
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from baton.errors import ConfigError
 
@@ -18,12 +27,21 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema with the limit of times, which Helm then checks, too."""
+        schema = super().__get_pydantic_json_schema__(core, handler)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for part in (part for name, part in properties.items() if _is_wait(name)):
+            for kind in part.get("anyOf", [part]):
+                if kind["type"] == "number":
+                    kind.setdefault("maximum", MAX_TIME_S)
+        return schema
+
     @field_validator("*")
     @classmethod
     def _check_time(cls, value: object, info: ValidationInfo) -> object:
-        name = str(info.field_name)
-        is_wait = name.endswith("_s") and not name.endswith("_ttl_s")  # a time to live has its own limit
-        if is_wait and isinstance(value, float) and value > MAX_TIME_S:
+        if _is_wait(str(info.field_name)) and isinstance(value, float) and value > MAX_TIME_S:
             raise ValueError(f"got {value:g}; a time must not be above {MAX_TIME_S:.0f} (11 days)")
         return value
 
@@ -50,6 +68,10 @@ class Section(BaseModel):
             return self.model_validate({**self.model_dump(exclude_unset=True), **values})
         except ValidationError as error:
             raise ConfigError(describe(error, source)) from None
+
+
+def _is_wait(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("_ttl_s")  # a time to live has its own limit
 
 
 _CONFIDENTIAL = {"api_keys", "response_store", "otlp_endpoint"}

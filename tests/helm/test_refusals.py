@@ -239,6 +239,10 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
         {"model": {"existingClaim": "mine", "mountPath": "/home", "path": "/home/mine"}},
         ["model.mountPath (/home): pods have another volume at /home/baton"],
     ),
+    "a volume over the image's programs": (
+        {"model": {"existingClaim": "mine", "mountPath": "/usr", "path": "/usr/mine"}},
+        ["model.mountPath (/usr): the volume would hide /usr/bin, which the image needs"],
+    ),
     "a volume in one that is read-only": (
         {"model": {"existingClaim": "mine", "mountPath": "/etc/baton/m", "path": "/etc/baton/m/mine"}},
         ["model.mountPath (/etc/baton/m): pods have another volume at"],

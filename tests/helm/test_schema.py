@@ -38,6 +38,10 @@ WRONG: dict[str, tuple[Object, list[str]]] = {
         {"gateway": {"resources": {"limit": {"cpu": 1}}}},
         ["at '/gateway/resources'", "'limit' not allowed"],
     ),
+    "a time of a year": (
+        {"config": {"cluster": {"stable_after_s": 3e7}}, "controller": {"startTimeoutSeconds": 30_000_000}},
+        ["/config/cluster/stable_after_s", "/controller/startTimeoutSeconds", "maximum: got"],
+    ),
     "a port too high": ({"controller": {"port": 70000}}, ["at '/controller/port'", "want 65,535"]),
     "a port of zero": (
         {"gateway": {"httpService": {"port": 0}}},
@@ -76,6 +80,10 @@ WRONG: dict[str, tuple[Object, list[str]]] = {
     "a URL in the certificate": (
         {"security": {"tls": {"extraNames": ["https://llm.example.com"]}}},
         ["/security/tls/extraNames/0", "'https://llm.example.com' does not match"],
+    ),
+    "part of an address in the certificate": (
+        {"security": {"tls": {"extraNames": ["10.0.0.7", "1.2.3"]}}},
+        ["/security/tls/extraNames/1", "'1.2.3' does not match"],
     ),
     "a URL as a certificate's name": (
         {"security": {"tls": {"serverName": "https://llm.example.com"}}},

@@ -135,6 +135,11 @@
 {{- fail (printf "model.mountPath (%s): pods have another volume at %s; choose another folder, such as /models" $v.model.mountPath $other) -}}
 {{- end -}}
 {{- end -}}
+{{- range $folder := list "/bin" "/dev" "/lib" "/lib64" "/opt/baton" "/proc" "/sbin" "/sys" "/usr/bin" "/usr/lib" "/usr/local/bin" "/usr/local/lib" -}}
+{{- if or (eq $mount $folder) (hasPrefix (printf "%s/" $mount) $folder) -}}
+{{- fail (printf "model.mountPath (%s): the volume would hide %s, which the image needs; choose another folder, such as /models" $v.model.mountPath $folder) -}}
+{{- end -}}
+{{- end -}}
 {{- with .persistentVolumeClaim -}}
 {{- if and .create (or $isOfHub $v.model.download.files) (not (or (has "ReadWriteMany" .accessModes) (has "ReadWriteOnce" .accessModes))) -}}
 {{- fail "model.persistentVolumeClaim.accessModes: pods write what they download into the volume; add ReadWriteMany" -}}
