@@ -1,9 +1,11 @@
-"""The dashboard's file is what its source says."""
+"""The dashboard's file is what its source says, and each alert has a case that raises it."""
 
 import json
 
+import yaml
+
 from scripts import chart, dashboard
-from tests.factories.promql import DASHBOARD, alert_expressions, metrics_in
+from tests.factories.promql import DASHBOARD, FOLDER, alert_expressions, metrics_in
 
 
 def test_the_file_is_up_to_date() -> None:
@@ -29,3 +31,11 @@ def test_every_alert_is_about_something() -> None:
     assert [name for name, expression in alert_expressions() if not metrics_in(expression)] == [
         "BatonGatewayDown"
     ]
+
+
+def test_each_alert_is_raised_by_a_case_for_promtool() -> None:
+    cases = yaml.safe_load((FOLDER / "alerts_test.yaml").read_text())["tests"]
+    checks = [check for case in cases for check in case["alert_rule_test"]]
+    assert {check["alertname"] for check in checks if check["exp_alerts"]} == {
+        name for name, _ in alert_expressions()
+    }
