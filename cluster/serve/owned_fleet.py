@@ -21,6 +21,8 @@ from cluster.serve.screen import Screen
 from engine.loading.commit import commit_of, pinned, source_of, with_commit
 from engine.loading.dtype import choose_dtype, dtype_of, with_chosen_dtype, with_dtype
 from engine.loading.footprint import check_room, check_small_files, footprint
+from engine.loading.gguf_folder import gguf_of
+from engine.loading.model_files import weight_files
 from engine.loading.pretrained import default_cache_dir, resolve
 from engine.model_config import read_architecture
 
@@ -106,6 +108,9 @@ def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Pat
         if is_here and config.model.load_format == "auto":
             path = resolve(pinned(config.model.path, path), cache_dir, progress)
             draft_folder = None if draft is None else resolve(draft, cache_dir, progress)
+            for folder in filter(None, (path, draft_folder)):
+                if gguf_of(folder) is None:
+                    weight_files(folder)  # raises the error before Ray is started
     dtype = choose_dtype(config, path)
     screen.line("model", f"{source_of(path)} in {dtype}")
     takes = footprint(with_dtype(config, dtype), path, draft_folder)

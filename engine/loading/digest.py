@@ -10,8 +10,7 @@ import torch
 from engine.loading.commit import version_of
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import gguf_of
-from engine.loading.model_files import read_safetensors_header
-from engine.loading.safetensors_index import weight_files
+from engine.loading.model_files import read_safetensors_header, weight_files
 
 SPREAD_WINDOWS = 64
 WINDOW_BYTES = 4096

@@ -107,12 +107,6 @@ def gguf_of(folder: Path) -> Path | None:
     return file if is_there and not any(folder.glob("*.safetensors")) else None
 
 
-def hint_of_gguf(folder: Path) -> str:
-    """The end of a message about a folder without weights: what to do if it has other GGUF files."""
-    files = sorted(folder.glob("*.gguf"))
-    return f"; to serve a GGUF file, name the file: --model {files[0]}" if files else ""
-
-
 def describe(gguf: Path, folder: Path) -> None:
     """Writes the folder's files, except the GGUF file itself; ModelError says what is not supported."""
     file = read_gguf(gguf)

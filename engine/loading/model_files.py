@@ -45,6 +45,23 @@ def indexed_files(folder: Path, remote: Collection[str] = ()) -> list[str]:
     return names
 
 
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model folder, by name; see `indexed_files`. ModelError if one is missing."""
+    files = [path / name for name in indexed_files(path)]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(
+            f"{', '.join(missing)} does not exist; weights must be safetensors files{hint_of_gguf(path)}"
+        )
+    return files
+
+
+def hint_of_gguf(folder: Path) -> str:
+    """The end of a message about a folder without weights: what to do if it has other GGUF files."""
+    files = sorted(folder.glob("*.gguf"))
+    return f"; to serve a GGUF file, name the file: --model {files[0]}" if files else ""
+
+
 def has_safetensors(paths: Collection[str]) -> bool:
     return INDEX_NAME in paths or SINGLE_NAME in paths
 

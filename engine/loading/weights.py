@@ -16,12 +16,12 @@ from safetensors import safe_open
 
 from baton.errors import ModelError
 from engine.layers.backend import Matrix
+from engine.loading.model_files import weight_files
 from engine.loading.safetensors_index import (
     CheckpointIndex,
     StoredTensor,
     open_safetensors,
     types_for,
-    weight_files,
 )
 
 OnLoaded = Callable[[int, int], None]

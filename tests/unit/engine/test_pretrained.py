@@ -13,9 +13,8 @@ import pytest
 from baton.errors import ModelError
 from engine.loading import pretrained
 from engine.loading.gguf_folder import LAYOUT
-from engine.loading.model_files import Progress
+from engine.loading.model_files import Progress, weight_files
 from engine.loading.pretrained import PretrainedModel, default_cache_dir, is_cached, resolve
-from engine.loading.safetensors_index import weight_files
 
 GGUF_BYTES = b"GGUF" + bytes(range(256))
 CONFIG = {"model_type": "llama", "hidden_size": 8}

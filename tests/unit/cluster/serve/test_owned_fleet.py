@@ -1,6 +1,7 @@
 """What a deployment asks of a private Ray, and what it takes from the fleet that it adopts."""
 
 import io
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,24 @@ def test_no_weights_come_of_a_model_that_is_refused(
     with pytest.raises(ModelError, match="has no tokenizer"):
         resolve_model(BatonConfig(), Screen(Console(file=io.StringIO())))
     assert asked == [False]
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_a_folder_without_weights_is_refused_before_any_worker_starts(
+    is_draft: bool, tmp_path: Path, folder: Path
+) -> None:
+    """Only workers on this machine need them here."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    speculation = {"method": "draft_model", "draft_model": str(tmp_path)}
+    sections = {
+        "engine": {"kv_cache_memory_mib": 8},
+        "model": {"path": str(folder if is_draft else tmp_path)},
+        **({"speculation": speculation} if is_draft else {}),
+    }
+    screen = Screen(Console(file=io.StringIO()))
+    with pytest.raises(ModelError, match=r"model\.safetensors does not exist"):
+        resolve_model(BatonConfig.from_mapping(sections), screen)
+    resolve_model(BatonConfig.from_mapping({**sections, "cluster": {"ray_address": "head:6379"}}), screen)
 
 
 def test_all_workers_get_the_draft_model_of_one_commit_and_room_for_it(
