@@ -119,7 +119,7 @@ class GenerateRequest(_message.Message):
     """Prompts share cached prefixes only with prompts that have the same salt."""
     routing_mode: Global___RoutingMode.ValueType
     keep_special_tokens: _builtins.bool
-    """Keep special tokens, such as end-of-sequence, in the text."""
+    """Keep special tokens in the text, except the end-of-sequence token that ends the answer."""
     skip_reading_prefix_cache: _builtins.bool
     """Compute the whole prompt, whatever prefix caches have of it. Its blocks are still written to them."""
     max_model_len: _builtins.int

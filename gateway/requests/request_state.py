@@ -288,10 +288,10 @@ class RequestState:
         return Delta(token_ids[:num_counted], text, logprobs[:num_counted], self.finish, prompt_logprobs)
 
     def _stop_token_after(self, num_tokens: int) -> int | None:
-        """The token that ends the answer after this many tokens, if the client named it in `stop_token_ids`."""
+        """The end-of-sequence or stop token that ends the answer after this many tokens, if such a token does."""
         if self._last is None or num_tokens < self._last[1]:
             return None
-        return self._named_stop_token(self._last[0].stop_token_id)
+        return self._last[0].stop_token_id
 
     def _named_stop_token(self, token_id: int | None) -> int | None:
         """`token_id` if the client named it in `stop_token_ids`."""

@@ -224,7 +224,7 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int], stop_token_id: int | None = None) -> tuple[int, str]:
         """The number of tokens that count, and the text that they add. Tokens after a stop string do not count.
-        `stop_token_id`: the last token, if it adds no text because the client chose it as the end of the answer."""
+        `stop_token_id`: the last token, if it ends the answer as an end-of-sequence or stop token. It adds no text."""
         pieces = []
         for index, token_id in enumerate(token_ids, 1):
             self._num_tokens += 1

@@ -110,20 +110,25 @@ def test_a_request_that_ends_on_the_prefill_worker_is_complete() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 100])
-def test_a_token_that_the_client_chose_as_the_end_adds_no_text(at_once: int) -> None:
-    """As in vLLM. If the client did not choose it, the token is text."""
-    end = TOKENS[-1]
-    for chosen, text in (((end,), TEXT.removesuffix("on")), ((5,), TEXT)):
+def test_a_token_that_ends_the_answer_adds_no_text(at_once: int) -> None:
+    """As in vLLM, whether the client or the model named it. If the length ended the answer, its last token is text."""
+    end, shown = TOKENS[-1], TEXT.removesuffix("on")
+    for chosen, reason, text in (
+        ((end,), FinishReason.STOP, shown),
+        ((5,), FinishReason.STOP, shown),
+        ((end,), FinishReason.LENGTH, TEXT),
+    ):
         state = make_state(stop_token_ids=chosen)
         groups = [TOKENS[at : at + at_once] for at in range(0, len(TOKENS), at_once)]
         story = [("d0", output(at * at_once, *group)) for at, group in enumerate(groups)]
-        story[-1][1].finish_reason, story[-1][1].stop_token_id = FinishReason.STOP, end
+        stop_token_id = end if reason is FinishReason.STOP else None
+        story[-1][1].finish_reason, story[-1][1].stop_token_id = reason, stop_token_id
         deltas = collect(state, story)
         assert [token_id for delta in deltas for token_id in delta.token_ids] == TOKENS
         assert "".join(delta.text for delta in deltas) == text
         assert deltas[-1].finish is not None
-        assert deltas[-1].finish.stop_token_id == end
-        assert deltas[-1].finish.stop_reason == (end if end in chosen else None)
+        assert deltas[-1].finish.stop_token_id == stop_token_id
+        assert deltas[-1].finish.stop_reason == (stop_token_id if end in chosen else None)
 
 
 def test_c52_another_attempt_goes_on_where_the_client_is() -> None:
