@@ -88,7 +88,7 @@ class RunnerRequest:
         return ()
 
     def count_tokens(self) -> TokenCounts:
-        """Counts the tokens in prompt and output."""
+        """How often each token id occurs in prompt and output."""
         self.token_counts.follow(self.token_ids)
         return self.token_counts
 

@@ -15,7 +15,7 @@ from engine.models.decoder import Decoder
 from engine.step_logits import StepLogits, start_prompt_logprobs
 
 _ANY_ROW = np.zeros(1, np.int64)
-"""The rows that the last layer returns if no row of the step samples, since no layer accepts zero rows."""
+"""Row 0. If the step samples no token, the last layer returns this row, since no layer accepts zero rows."""
 
 
 class Forward(Protocol):

@@ -1,4 +1,4 @@
-"""Ending: ends requests in any state; only this module frees their blocks, or keeps them for a transfer."""
+"""Ending: ends requests in any state. When a request ends, its blocks are freed, or kept for a transfer."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -16,7 +16,8 @@ NumComputedTokens = Mapping[str, int]
 
 
 class Trial:
-    """The search. `group`: the requests whose turn it is. Steps that were planned before this turn do not count."""
+    """The search. `group`: the requests whose turn it is. A step that was planned before their turn is ignored: no
+    request passes by it."""
 
     def __init__(self) -> None:
         self._groups: deque[dict[str, int]] = deque()

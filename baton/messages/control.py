@@ -64,8 +64,9 @@ def answer_type(request: type[ControlRequest[R]]) -> type[R]:
 class ControlApi(Protocol):
     """A fleet's controller, in this process or behind a carrier.
 
-    A call raises FleetError if it is refused or fails, ClusterError if the controller is unreachable, and
-    FleetEnded once the fleet has ended for good.
+    A call raises FleetError if the fleet refuses it or cannot carry it out. ClusterError: the controller is
+    unreachable, the fleet is starting or ending, or too many calls are running. FleetEnded, which is a ClusterError:
+    the fleet has ended for good.
     """
 
     async def call(self, request: ControlRequest[R]) -> R: ...

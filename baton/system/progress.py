@@ -59,7 +59,7 @@ class Progress:
         self._piece = PieceOfWork(self._clock.now(), size)
 
     def end(self) -> None:
-        """Ends the piece; no other piece begins. May be repeated."""
+        """Ends the piece of work without beginning another one. May be repeated."""
         piece, self._piece = self._piece, None
         if piece is None or piece.size == 0 or self._least_s is None:
             return

@@ -27,7 +27,8 @@ class _Window:
 
 
 class RepeatLimit:
-    """Writes MAX_PER_WINDOW of each kind of warning or error in WINDOW_S, then a summary of the rest.
+    """Decides which warnings and errors are written: at most MAX_PER_WINDOW of each kind in WINDOW_S. A summary then
+    says how many were left out.
 
     Lower levels are always written. Not safe across threads. `now` never decreases.
     """

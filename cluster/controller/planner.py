@@ -65,7 +65,7 @@ class NoChange(Enum):
     NO_HELP = "no_help"
     """More workers of the role would not help."""
     AT_MAX = "at_max"
-    """The role already has its maximum of workers; leaving workers count."""
+    """The role already has its maximum of workers. Workers that are leaving count, too."""
 
 
 _MAY_TAKE_A_WORKER = (NoChange.NOT_YET, NoChange.CHANGING, NoChange.COOLING, NoChange.FALLING)

@@ -47,7 +47,7 @@ class NativeLinear:
 
     @classmethod
     def of_groups(cls, products: Products, weight_OI: GroupedWeight, bias_O: torch.Tensor | None) -> Self:
-        """Makes the product for weights in 4 or 8 bits. Activations are rounded to 8 bits, with one scale for each
+        """A NativeLinear with weights in 4 or 8 bits. It rounds activations to 8 bits, with one scale for each
         group."""
         w, centre = weight_OI, weight_OI.centre
         has_mins = centre is None
@@ -71,7 +71,7 @@ class NativeLinear:
 
     @classmethod
     def of_floats(cls, products: Products, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Self:
-        """Makes the product for weights in 32 or 16 bits.
+        """A NativeLinear with weights in 32 or 16 bits.
 
         Float32 weights that fit into 16 bits exactly, as in most checkpoints, are kept in 16 bits. The
         results are equal, with half the memory traffic. Bfloat16 weights are multiplied by the processor's

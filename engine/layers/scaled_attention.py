@@ -32,7 +32,8 @@ class HeadFactors:
     def of(
         cls, scale: KVScale, num_heads: int, num_kv_heads: int, device: torch.device, *, has_head_norm: bool
     ) -> Self:
-        """The factors for these scales. `has_head_norm`: whether a norm of heads follows.
+        """The factors for these scales. `has_head_norm`: whether each head of queries and keys is normalized after
+        the projection.
 
         Such a norm would undo factors of queries and keys. So the weights of the norm contain these factors
         instead."""

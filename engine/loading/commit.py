@@ -22,7 +22,8 @@ def source_of(folder: Path) -> Path:
 
 
 def version_of(folder: Path) -> str | None:
-    """The commit, or the version of a copy from an object store, .../buckets/VERSION; None for a folder elsewhere."""
+    """The commit in a path of the Hub's cache, or the version in the path of a copy from an object store
+    (.../buckets/VERSION). None for any other folder."""
     return commit_of(folder) or _name_below("buckets", 16, folder)
 
 

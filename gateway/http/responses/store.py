@@ -1,6 +1,7 @@
 """ResponseStore: stores responses after they were sent. RunningResponses: running responses that will be stored.
 
-MemoryStore is a ResponseStore in this process' memory. A store does not interpret the two texts of a response.
+MemoryStore is a ResponseStore in this process' memory. A store does not interpret the two JSON texts of a
+StoredResponse.
 """
 
 import asyncio
