@@ -21,7 +21,6 @@ Llama-3.1-8B: a block of 64 tokens has 8 MiB, a prompt of 8,192 tokens 1 GiB.
 import argparse
 import json
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -34,25 +33,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from baton.clock import SystemClock
 from baton.config import KVTransferConfig
-from baton.kv import PROTOCOL_VERSION, KVFingerprint, KVTransferParams, TransferRole, WorkerRef
-from baton.request import FirstToken
-from baton.step import KVConnectorOutput
-from kv_transfer import CudaMemory, DeviceBlocks, KVConnectorMetadata
-from kv_transfer.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
-from kv_transfer.connector.worker import KVConnectorWorker
+from baton.kv import WorkerRef
+from benchmarks.connector_end import Announce, ConnectorEnd, Give, Given
+from kv_transfer import CudaMemory, DeviceBlocks
 from tests.factories.devices import Device, PretendedDevice, Process, RealDevice
 
 KIB, MIB = 2**10, 2**20
-BLOCK_SIZE = 16
-LAYER_NBYTES = 2 * 8 * BLOCK_SIZE * 128 * 2
-"""Bytes of one layer in one block: keys and values, 8 heads of 128 numbers in bfloat16."""
+DRY_MIB = 64 * KIB
+"""What counts as a MiB in a dry run."""
 CONFIG = KVTransferConfig(transport="cuda_ipc", checksum="off")
-PATIENCE_S = 60.0
-SETTLE_S = 0.01
-"""Pause between the consumer's request and the moment when the blocks are ready. A prefill takes longer than
-the first messages of a hand-over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +51,6 @@ class Connect:
 
     num_blocks: int
     block_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Announces a prompt of this many blocks. The answer is None."""
-
-    request_id: str
-    peer: WorkerRef
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Give:
-    """Reports that all blocks of the prompt are ready.
-
-    The answer is the time of this report, sent once the blocks are free.
-    """
-
-    request_id: str
-    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,72 +66,31 @@ class Row:
     share: float
 
 
-class ConnectorEnd:
-    """A real connector over its own pool, and what the connector reports."""
+class DeviceEnd(ConnectorEnd):
+    """A connector over its own pool on the device."""
 
     def __init__(self, name: str, device: Device, wanted: Connect) -> None:
         self.memory = device.allocate(wanted.num_blocks * wanted.block_nbytes)
-        self._has_output = threading.Event()
-        num_layers = wanted.block_nbytes // LAYER_NBYTES
-        fingerprint = KVFingerprint(
-            PROTOCOL_VERSION, "benchmark", "bfloat16", "LKHTD", num_layers, 8, 128, BLOCK_SIZE, 1
-        )
-        incarnation = f"{name}-{wanted.block_nbytes}"
-        self._connector = KVConnectorWorker(
-            CONFIG,
-            "127.0.0.1",
-            None,
-            incarnation,
-            SystemClock(),
-            DeviceBlocks(self.memory, wanted.block_nbytes),
-            fingerprint,
-            self._has_output.set,
-        )
-        self._connector.start()
-        self.ref = WorkerRef(name, incarnation, (self._connector.kv_address,), BLOCK_SIZE)
-
-    def execute(self, metadata: KVConnectorMetadata) -> None:
-        self._connector.save_kv_blocks(metadata, set())
-        self._connector.send_commands(metadata)
-        self._connector.start_load_kv(metadata)
-
-    def wait_until(self, has_come: Callable[[KVConnectorOutput], object]) -> None:
-        news = KVConnectorOutput()
-        while not has_come(news):
-            assert self._has_output.wait(PATIENCE_S), "a hand-over did not end"
-            self._has_output.clear()
-            news = self._connector.get_finished()
-            assert not news.failed_recving, news.failed_recving
+        super().__init__(name, CONFIG, DeviceBlocks(self.memory, wanted.block_nbytes), wanted.block_nbytes)
 
     def stop(self) -> None:
-        self._connector.shutdown()
+        super().stop()
         self.memory.free()
 
 
 def run_producer(device: Device, pipe: Connection) -> None:
     """The producer's process: answers commands until it gets None."""
-    end: ConnectorEnd | None = None
+    end: DeviceEnd | None = None
     command: Connect | Announce | Give | None
     while (command := pipe.recv()) is not None:
-        match command:
-            case Connect():
-                if end is not None:
-                    end.stop()
-                end = ConnectorEnd("producer", device, command)
-                pipe.send(end.ref)
-            case Announce(request_id, peer, num_blocks):
-                assert end is not None
-                transfer = KVTransferParams(TransferRole.PRODUCER, request_id, 0, peer)
-                begin = BeginSend(request_id, transfer, num_blocks * BLOCK_SIZE)
-                end.execute(KVConnectorMetadata((begin,), (), ()))
-                pipe.send(None)
-            case Give(request_id, block_ids):
-                assert end is not None
-                finish = FinishSend(request_id, len(block_ids), (), FirstToken(7, None))
-                begun_at = time.perf_counter()
-                end.execute(KVConnectorMetadata((finish,), (), (SendBlocks(request_id, 0, block_ids),)))
-                end.wait_until(lambda news: news.finished_sending)
-                pipe.send(begun_at)
+        if isinstance(command, Connect):
+            if end is not None:
+                end.stop()
+            end = DeviceEnd("producer", device, command)
+            pipe.send(end.ref)
+        else:
+            assert end is not None
+            pipe.send(end.answer(command))
     if end is not None:
         end.stop()
 
@@ -174,7 +103,7 @@ class Consumer:
         self._block_nbytes = wanted.block_nbytes
         producer.pipe.send(wanted)
         self._peer: WorkerRef = producer.answer()
-        self._end = ConnectorEnd("consumer", device, wanted)
+        self._end = DeviceEnd("consumer", device, wanted)
         self._scratch = device.allocate(self._end.memory.nbytes)
         self._plain = make_plain_copy(device, self._scratch, self._end.memory)
         self._order = random.Random(wanted.num_blocks).sample(range(wanted.num_blocks), wanted.num_blocks)
@@ -185,17 +114,14 @@ class Consumer:
         self._num_requests += 1
         request_id, ours = f"{self._block_nbytes}-{self._num_requests}", self._pick(num_blocks)
         theirs = tuple(len(self._order) - 1 - block_id for block_id in ours)
-        self._producer.pipe.send(Announce(request_id, self._end.ref, num_blocks))
+        self._producer.pipe.send(Announce(0, request_id, self._end.ref, num_blocks))
         self._producer.answer()
-        transfer = KVTransferParams(TransferRole.CONSUMER, request_id, 0, self._peer)
-        begin = BeginLoad(request_id, transfer, num_blocks * BLOCK_SIZE)
-        self._end.execute(KVConnectorMetadata((begin,), (LoadBlocks(request_id, 0, ours),), ()))
-        time.sleep(SETTLE_S)
-        self._producer.pipe.send(Give(request_id, theirs))
-        self._end.wait_until(lambda news: news.finished_recving)
+        self._end.load(request_id, self._peer, ours)
+        self._producer.pipe.send(Give(0, request_id, theirs))
+        self._end.wait_until_loaded()
         ended_at = time.perf_counter()
-        begun_at: float = self._producer.answer()  # all processes of a host share this clock
-        return ended_at - begun_at
+        given: Given = self._producer.answer()
+        return ended_at - given.begun_at  # all processes of a host share this clock
 
     def copy(self, num_blocks: int) -> float:
         """Makes the plain copy, of as many bytes as these blocks have; returns the seconds that it took."""
@@ -288,7 +214,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     device: Device = PretendedDevice() if options.dry_run else RealDevice()
-    unit = LAYER_NBYTES if options.dry_run else MIB
+    unit = DRY_MIB if options.dry_run else MIB
     producer = device.start(run_producer)
     rows: list[Row] = []
     try:

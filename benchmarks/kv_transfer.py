@@ -41,23 +41,18 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.config import KVTransferConfig
-from baton.kv import KVTransferParams, TransferRole, WorkerRef
+from baton.kv import WorkerRef
+from benchmarks.connector_end import PATIENCE_S, Announce, ConnectorEnd, Give, Given
 from benchmarks.kv_transfer_producer import (
-    BLOCK_SIZE,
-    PATIENCE_S,
-    Announce,
-    Bytes,
     Connect,
-    ConnectorEnd,
-    Give,
-    Given,
     GiveRaw,
     Memory,
     Way,
+    connector_end,
     run_producer,
 )
 from engine.allocator import keep_freed_memory
-from kv_transfer.commands import BeginLoad, LoadBlocks
+from kv_transfer.transport.base import Bytes
 from kv_transfer.transport.nixl_agent import nixl_is_available
 
 KIB, MIB = 2**10, 2**20
@@ -65,10 +60,6 @@ MIN_POOL_NBYTES = 256 * MIB
 ROUNDS_NBYTES = 1024 * MIB
 """Every figure comes from at least this many bytes, or from MAX_ROUNDS rounds."""
 MIN_ROUNDS, MAX_ROUNDS = 5, 25
-SETTLE_S = 0.01
-"""Pause between the consumer's request and the moment when the blocks are ready. A prefill takes longer than
-the first messages of a hand-over."""
-
 
 WAYS = {
     "shared_memory": Way(KVTransferConfig(transport="shared_memory"), "memcpy"),
@@ -126,7 +117,7 @@ class Consumer:
         self._block_nbytes = block_nbytes
         self._pipe.send(Connect(tuple(ways), block_nbytes))
         self._peers = _answer(self._pipe)
-        self._ends = [ConnectorEnd("consumer", way, self._memory, block_nbytes) for way in ways]
+        self._ends = [connector_end("consumer", way, self._memory, block_nbytes) for way in ways]
         self._order = self._memory.order(block_nbytes, self._is_scattered)
         self._next = 0
         for way in range(len(ways)):
@@ -138,13 +129,10 @@ class Consumer:
         theirs, ours = self._pick(num_blocks)
         self._pipe.send(Announce(way, request_id, end.ref, num_blocks))
         _answer(self._pipe)
-        transfer = KVTransferParams(TransferRole.CONSUMER, request_id, 0, self._peers[way])
-        begin = BeginLoad(request_id, transfer, num_blocks * BLOCK_SIZE)
-        end.execute(begin, loads=(LoadBlocks(request_id, 0, ours),))
-        time.sleep(SETTLE_S)
+        end.load(request_id, self._peers[way], ours)
         cpu_s = time.process_time()
         self._pipe.send(Give(way, request_id, theirs))
-        end.wait_until(lambda news: news.finished_recving)
+        end.wait_until_loaded()
         return self._sample(cpu_s)
 
     def memcpy(self, num_blocks: int) -> Sample:
