@@ -12,8 +12,8 @@ from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
 from engine.kernels.attention_tuning import AttentionShape, decode_tuning, prefill_tuning
 from engine.kernels.merge_partials import merge_partials
 from engine.kernels.paged_attention import Softmax
+from tests.kernels.attention_steps import Case, PagedStep
 from tests.kernels.references import merge_partials_reference
-from tests.kernels.test_paged_attention import Case, Step
 
 NUM_PROGRAMS = 264
 """Number of programs. It is large enough that long contexts are split."""
@@ -43,7 +43,7 @@ def _attention(shapes: Shapes, kind: str, dtype: torch.dtype, kv_dtype: torch.dt
         queries, contexts, tuning = [3] if is_dry else [700], [5] if is_dry else [1500], prefill_tuning(shape)
     softmax, programs = Softmax(shapes.heads[2] ** -0.5), 8 if is_dry else NUM_PROGRAMS
     case = Case(queries, contexts, shape, tuning, softmax, programs, dtype, kv_dtype)
-    step = Step(case, shapes.device, torch.Generator(shapes.device).manual_seed(0))
+    step = PagedStep(case, shapes.device, torch.Generator(shapes.device).manual_seed(0))
     assert kind == "prefill" or step.plan.merges_RF.size, "nothing is split"
     merging = step.merging() if kind == "decode that merges" else None
 

@@ -13,7 +13,7 @@ from benchmarks.gpu.smoke_attention import NUM_PROGRAMS
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
 from engine.kernels.attention_tuning import AttentionShape, latent_tuning
 from engine.kernels.latent_store import latent_store
-from tests.kernels.test_latent_attention import Case, Step
+from tests.kernels.attention_steps import PLAIN, Case, LatentStep
 from tests.kernels.test_latent_store import latent_store_reference
 
 DEEPSEEK = (576, 512)
@@ -51,14 +51,14 @@ def _attention(
         contexts = [3, 600] if is_dry else [1, 64, 700, 9000]
         queries = [1] * len(contexts)
     tuning, programs = latent_tuning(shape, has_chunks=has_chunks), 8 if is_dry else NUM_PROGRAMS
-    case = Case(queries, contexts, shape, tuning, programs, dtype, kv_dtype)
-    step = Step(case, shapes.device, torch.Generator(shapes.device).manual_seed(0))
+    case = Case(queries, contexts, shape, tuning, PLAIN, programs, dtype, kv_dtype)
+    step = LatentStep(case, shapes.device, torch.Generator(shapes.device).manual_seed(0))
     assert has_chunks or step.plan.merges_RF.size, "nothing is split"
 
     def launch() -> Outputs:
-        step.out_TQC.fill_(torch.nan)
+        step.out_TQD.fill_(torch.nan)
         step.run()
-        return (step.out_TQC.clone(),)
+        return (step.out_TQD.clone(),)
 
     names = [str(each).removeprefix("torch.") for each in (dtype, kv_dtype)]
     yield SmokeCase(

@@ -9,7 +9,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.sweep_attention import Step as Sizes
 from benchmarks.gpu.sweep_case import Candidate, Launch, SweepCase, copies_beyond_cache, neighbours
 from engine.kernels.attention_tuning import AttentionShape, AttentionTuning, latent_tuning
-from tests.kernels.test_latent_attention import Case, Step
+from tests.kernels.attention_steps import PLAIN, Case, LatentStep
 
 ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "block_m": (16, 32, 64),
@@ -58,11 +58,13 @@ def _launch(
     dtype = torch.float32 if setting.is_dry else torch.bfloat16
     num_programs = tuning.grid(shape, setting.num_multiprocessors).num_programs
     queries, contexts = [sizes.num_queries] * sizes.num_requests, [sizes.context] * sizes.num_requests
-    case = Case(queries, contexts, shape, tuning, num_programs, dtype, dtype)
-    step = Step(case, setting.device, torch.Generator().manual_seed(0))
+    case = Case(queries, contexts, shape, tuning, PLAIN, num_programs, dtype, dtype)
+    step = LatentStep(case, setting.device, torch.Generator().manual_seed(0))
 
     def launch() -> torch.Tensor:
-        step.run()
-        return step.out_TQC
+        step.attend()
+        if step.plan.merges_RF.size:
+            step.merge()
+        return step.out_TQD
 
     return launch

@@ -1,18 +1,16 @@
 """Attention to paged latents, against float64: the kernel alone, and with the merge of its parts."""
-# ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from engine.kernels.attention_plan import ITEM_FIELDS, plan_attention
+from engine.kernels.attention_plan import ITEM_FIELDS
 from engine.kernels.attention_tuning import AttentionShape, AttentionTuning, latent_tuning
 from engine.kernels.latent_attention import LatentKV, latent_attention
-from engine.kernels.merge_partials import merge_partials
-from engine.kernels.paged_attention import Partials, Softmax, paged_attention_reference
+from engine.kernels.paged_attention import Partials
+from tests.kernels.attention_steps import Case, LatentStep
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -68,19 +66,6 @@ USUAL = ("decode, 128 heads, float8 cache", "prefill, 16 heads")
 RARE = [name for name in LAUNCHES if name not in USUAL]
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A step, and how it is computed."""
-
-    num_queries_B: list[int]
-    context_lengths_B: list[int]
-    shape: AttentionShape
-    tuning: AttentionTuning
-    num_programs: int = 3
-    dtype: torch.dtype = torch.float32
-    kv_dtype: torch.dtype = torch.float32
-
-
 SMALL = AttentionTuning(block_m=16, block_n=32, num_warps=4, num_stages=2, programs_per_multiprocessor=1)
 SHAPE = AttentionShape(4, 1, 48, 32, 4, 4, latent_rank=32)
 GATHERED = replace(SHAPE, block_size=16)
@@ -113,20 +98,20 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_is_what_torch_computes(case: Case, device: torch.device, generator: torch.Generator) -> None:
-    step = Step(case, device, generator)
+    step = LatentStep(case, device, generator)
     step.run()
     tolerance = {torch.float32: 2e-5, torch.float16: 2e-3, BF16: 1e-2}[case.dtype]
-    torch.testing.assert_close(step.out_TQC, step.reference(), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(step.out_TQD, step.reference(), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["long contexts are split", "heads in groups, split"])
 def test_splits_what_it_should(name: str, device: torch.device, generator: torch.Generator) -> None:
     """Otherwise these cases would test nothing."""
-    assert Step(CASES[name], device, generator).plan.merges_RF.size
+    assert LatentStep(CASES[name], device, generator).plan.merges_RF.size
 
 
 def test_queries_may_see_nothing_of_a_part(device: torch.device, generator: torch.Generator) -> None:
-    step = Step(Case([8], [36], replace(SHAPE, num_query_heads=2), SMALL), device, generator)
+    step = LatentStep(Case([8], [36], replace(SHAPE, num_query_heads=2), SMALL), device, generator)
     parts = [[0, 0, 8, 28, 0, 32, 0, 0], [0, 0, 8, 28, 32, 36, 8, 0]]
     step.items_IF = torch.tensor(parts, dtype=torch.int32, device=device)
     step.merges_RF = torch.tensor([[row, row, 2, 8] for row in range(8)], dtype=torch.int32, device=device)
@@ -134,80 +119,13 @@ def test_queries_may_see_nothing_of_a_part(device: torch.device, generator: torc
     step.num_merges.fill_(8)
     step.partials = Partials.empty(16, step.case.shape, device)
     step.run()
-    torch.testing.assert_close(step.out_TQC, step.reference(), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(step.out_TQD, step.reference(), atol=2e-5, rtol=2e-5)
 
 
 def test_writes_only_rows_that_items_name(device: torch.device, generator: torch.Generator) -> None:
-    step = Step(CASES["long contexts are split"], device, generator)
+    step = LatentStep(CASES["long contexts are split"], device, generator)
     step.num_items.zero_()
     step.num_merges.zero_()
     step.run()
-    assert torch.isnan(step.out_TQC).all()
+    assert torch.isnan(step.out_TQD).all()
     assert torch.isnan(step.partials.out_PQD).all()
-
-
-class Step:
-    """Requests with random contexts in scattered blocks, their plan and its buffers; outputs are NaN until written."""
-
-    def __init__(self, case: Case, device: torch.device, generator: torch.Generator) -> None:
-        self.case, shape = case, case.shape
-        seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-        drawing = torch.Generator(device).manual_seed(seed)
-        num_blocks_B = [-(-length // shape.block_size) for length in case.context_lengths_B]
-        num_tokens, num_blocks = sum(case.num_queries_B), sum(num_blocks_B) + 1
-        rows = (num_tokens, shape.num_query_heads + 1, shape.head_dim)
-        self.q_TQD = torch.randn(rows, generator=drawing, device=device).to(case.dtype)[:, :-1]
-        pool = (num_blocks, 2, 1, 1, shape.block_size, shape.head_dim)
-        blocks_NLKHSD = torch.randn(pool, generator=drawing, device=device).to(case.kv_dtype)
-        self.kv = LatentKV(blocks_NLKHSD[:, 1, 0, 0], shape)
-        order = (torch.randperm(num_blocks - 1, generator=drawing, device=device) + 1).to(torch.int32).cpu()
-        self.block_ids_BM = torch.zeros(len(num_blocks_B), max(num_blocks_B), dtype=torch.int32)
-        for row, (ids_M, count) in enumerate(zip(order.split(num_blocks_B), num_blocks_B, strict=True)):
-            self.block_ids_BM[row, :count] = ids_M
-        self.block_ids_BM = self.block_ids_BM.to(device)
-        grid = replace(case.tuning.grid(shape, 1), num_programs=case.num_programs)
-        queries_B, contexts_B = np.array(case.num_queries_B), np.array(case.context_lengths_B)
-        first_rows_B = np.cumsum(queries_B) - queries_B
-        self.plan = plan_attention(np.arange(len(queries_B)), first_rows_B, queries_B, contexts_B, grid)
-        self.items_IF, self.merges_RF = (
-            torch.from_numpy(array).to(device) for array in (self.plan.items_IF, self.plan.merges_RF)
-        )
-        self.num_items, self.num_merges = (
-            torch.tensor([len(rows)], dtype=torch.int32, device=device)
-            for rows in (self.items_IF, self.merges_RF)
-        )
-        self.partials = Partials.empty(self.plan.num_partial_rows, shape, device)
-        self.partials.out_PQD.fill_(torch.nan)
-        result = (num_tokens, shape.num_query_heads, shape.value_dim)
-        self.out_TQC = torch.full(result, torch.nan, dtype=case.dtype, device=device)
-
-    def run(self) -> None:
-        """Attention, and the merge of what is split."""
-        latent_attention(
-            self.q_TQD,
-            self.kv,
-            self.block_ids_BM,
-            self.items_IF,
-            self.num_items,
-            self.partials,
-            self.out_TQC,
-            0.2,
-            self.case.tuning,
-            self.case.num_programs,
-        )
-        if len(self.merges_RF):
-            merge_partials(
-                self.partials.out_PQD,
-                self.partials.weight_PQ,
-                self.merges_RF,
-                self.num_merges,
-                self.out_TQC,
-                self.case.num_programs,
-            )
-
-    def reference(self) -> torch.Tensor:
-        """Latents as keys and as values of one head."""
-        kv_NKHSD = self.kv.latents_NSD[:, None, None].to(torch.float64).repeat(1, 2, 1, 1, 1)
-        lengths = (self.case.num_queries_B, self.case.context_lengths_B)
-        out_TQD = paged_attention_reference(self.q_TQD, kv_NKHSD, self.block_ids_BM, *lengths, Softmax(0.2))
-        return out_TQD[..., : self.case.shape.value_dim]

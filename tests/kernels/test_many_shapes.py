@@ -27,6 +27,7 @@ from engine.kernels.skinny_epilogue import InputNorm
 from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_gate_mul, skinny_linear
 from engine.kernels.sort_pairs import ExpertPairs
 from engine.layers.fp8 import quantize_rows
+from tests.kernels.attention_steps import Case, PagedStep
 from tests.kernels.float8 import assert_same_float8
 from tests.kernels.references import (
     add_rms_norm_reference_,
@@ -37,7 +38,6 @@ from tests.kernels.references import (
     sample_reference,
     token_logprobs_reference,
 )
-from tests.kernels.test_paged_attention import Case, Step
 from tests.kernels.test_sample import params
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -260,7 +260,7 @@ def test_attention(shape: Any, device: torch.device, generator: torch.Generator)
     tuning = decode_tuning(attention) if max(queries) == 1 else prefill_tuning(attention)
     num_programs = 2 if device.type == "cpu" else 132 * tuning.programs_per_multiprocessor
     softmax = Softmax(head_dim**-0.5, window)
-    step = Step(
+    step = PagedStep(
         Case(queries, contexts, attention, tuning, softmax, num_programs, dtype, kv_dtype), device, generator
     )
     step.run()

@@ -1,25 +1,17 @@
 """Attention over the paged cache: its plan, its kernel and the merge of its parts, against float64."""
-# ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from engine.kernels.attention_plan import ITEM_FIELDS, MERGE_FIELDS, plan_attention, plan_bounds
+from engine.kernels.attention_plan import ITEM_FIELDS, MERGE_FIELDS
 from engine.kernels.attention_tuning import AttentionShape, AttentionTuning, decode_tuning, prefill_tuning
 from engine.kernels.merge_partials import merge_partials
-from engine.kernels.paged_attention import (
-    LayerKV,
-    Merging,
-    Partials,
-    Softmax,
-    paged_attention,
-    paged_attention_reference,
-)
+from engine.kernels.paged_attention import LayerKV, Merging, Partials, Softmax, paged_attention
+from tests.kernels.attention_steps import PLAIN, Case, PagedStep
 
 
 def _launch(
@@ -133,25 +125,9 @@ Decodes differ from prefills only in their tiles; those of capped prefills take 
 merges prefills."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A step, and how it is computed."""
-
-    num_queries_B: list[int]
-    context_lengths_B: list[int]
-    shape: AttentionShape
-    tuning: AttentionTuning
-    softmax: Softmax
-    num_programs: int = 3
-    dtype: torch.dtype = torch.float32
-    kv_dtype: torch.dtype = torch.float32
-    has_sinks: bool = False
-
-
 SMALL = AttentionTuning(block_m=16, block_n=32, num_warps=4, num_stages=2, programs_per_multiprocessor=1)
 SHAPE = AttentionShape(4, 2, 64, 32, 4, 4)
 GATHERED = replace(SHAPE, block_size=16)
-PLAIN = Softmax(0.2)
 
 CASES = {
     "decode": Case([1, 1, 1], [1, 33, 64], SHAPE, SMALL, PLAIN),
@@ -202,7 +178,7 @@ SPLIT = [
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_is_what_torch_computes(case: Case, device: torch.device, generator: torch.Generator) -> None:
-    step = Step(case, device, generator)
+    step = PagedStep(case, device, generator)
     step.run()
     tolerance = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[case.dtype]
     torch.testing.assert_close(step.out_TQD, step.reference(), atol=tolerance, rtol=tolerance)
@@ -211,13 +187,13 @@ def test_is_what_torch_computes(case: Case, device: torch.device, generator: tor
 @pytest.mark.parametrize("name", SPLIT)
 def test_splits_what_it_should(name: str, device: torch.device, generator: torch.Generator) -> None:
     """Otherwise these cases would test nothing."""
-    plan = Step(CASES[name], device, generator).plan
+    plan = PagedStep(CASES[name], device, generator).plan
     assert plan.merges_RF.size
     assert plan.num_partial_rows > 0
 
 
 def test_queries_may_see_nothing_of_a_part(device: torch.device, generator: torch.Generator) -> None:
-    step = Step(Case([8], [36], SHAPE, SMALL, PLAIN), device, generator)
+    step = PagedStep(Case([8], [36], SHAPE, SMALL, PLAIN), device, generator)
     parts = [[0, 0, 8, 28, 0, 32, 0, 0], [0, 0, 8, 28, 32, 36, 8, 0]]
     step.items_IF = torch.tensor(parts, dtype=torch.int32, device=device)
     step.merges_RF = torch.tensor([[row, row, 2, 8] for row in range(8)], dtype=torch.int32, device=device)
@@ -233,7 +209,7 @@ def test_the_last_part_to_be_done_merges_all(
     name: str, device: torch.device, generator: torch.Generator
 ) -> None:
     """Twice, since every launch must reset its counts."""
-    step = Step(CASES[name], device, generator)
+    step = PagedStep(CASES[name], device, generator)
     assert step.plan.merges_RF.size
     merging = step.merging()
     for _ in range(2):
@@ -247,7 +223,7 @@ def test_merges_all_queries_of_a_tile_by_groups_that_fill_none(
     device: torch.device, generator: torch.Generator
 ) -> None:
     """Six heads a group of three; a part that some queries see nothing of."""
-    step = Step(Case([8], [36], replace(SHAPE, num_query_heads=6), SMALL, PLAIN), device, generator)
+    step = PagedStep(Case([8], [36], replace(SHAPE, num_query_heads=6), SMALL, PLAIN), device, generator)
     tiles = ((0, 5), (5, 3))
     step.items_IF = torch.tensor(
         [
@@ -270,7 +246,7 @@ def test_merges_all_queries_of_a_tile_by_groups_that_fill_none(
 
 
 def test_writes_only_rows_that_items_name(device: torch.device, generator: torch.Generator) -> None:
-    step = Step(CASES["long contexts are split"], device, generator)
+    step = PagedStep(CASES["long contexts are split"], device, generator)
     step.num_items.zero_()
     step.num_merges.zero_()
     step.run()
@@ -283,7 +259,7 @@ def test_one_captured_graph_serves_any_contexts(device: torch.device, generator:
     if device.type != "cuda":
         pytest.skip("needs a GPU")
     first, second = (
-        Step(Case([1, 1], lengths, SHAPE, SMALL, PLAIN, num_programs=8), device, generator)
+        PagedStep(Case([1, 1], lengths, SHAPE, SMALL, PLAIN, num_programs=8), device, generator)
         for lengths in ([900, 40], [50, 60])
     )
     first.run()
@@ -296,100 +272,3 @@ def test_one_captured_graph_serves_any_contexts(device: torch.device, generator:
     first.kv.kv_NKHSD[: len(second.kv.kv_NKHSD)].copy_(second.kv.kv_NKHSD)
     graph.replay()
     torch.testing.assert_close(first.out_TQD, second.reference(), atol=2e-5, rtol=2e-5)
-
-
-MANY_BLOCKS = 1000
-"""Larger pools have only one layer, so that a few processes do not fill a device."""
-
-
-class Step:
-    """Requests with random contexts in scattered blocks, their plan and its buffers; outputs are NaN until written.
-
-    All is drawn on the device, from a seed of the generator: on the host, large pools take seconds.
-    """
-
-    def __init__(self, case: Case, device: torch.device, generator: torch.Generator) -> None:
-        self.case, shape = case, case.shape
-        seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-        drawing = torch.Generator(device).manual_seed(seed)
-        num_blocks_B = [-(-length // shape.block_size) for length in case.context_lengths_B]
-        num_tokens, num_blocks = sum(case.num_queries_B), sum(num_blocks_B) + 1
-        width = (shape.num_query_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        qkv_TX = torch.randn(num_tokens, width, generator=drawing, device=device).to(case.dtype)
-        self.q_TQD = qkv_TX[:, : shape.num_query_heads * shape.head_dim].unflatten(1, (-1, shape.head_dim))
-        num_layers, layer = (3, 1) if num_blocks < MANY_BLOCKS else (1, 0)
-        pool = (num_blocks, num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        blocks_NLKHSD = torch.randn(pool, generator=drawing, device=device)
-        self.kv = LayerKV(blocks_NLKHSD.to(case.kv_dtype)[:, layer], shape)
-        order = (torch.randperm(num_blocks - 1, generator=drawing, device=device) + 1).to(torch.int32).cpu()
-        self.block_ids_BM = torch.zeros(len(num_blocks_B), max(num_blocks_B), dtype=torch.int32)
-        for row, (ids_M, count) in enumerate(zip(order.split(num_blocks_B), num_blocks_B, strict=True)):
-            self.block_ids_BM[row, :count] = ids_M
-        self.block_ids_BM = self.block_ids_BM.to(device)
-        self.sinks_Q = None
-        if case.has_sinks:  # one that takes all weight, and one that takes none
-            self.sinks_Q = 4 * torch.randn(shape.num_query_heads, generator=drawing, device=device)
-            self.sinks_Q[:2] = torch.tensor([300.0, -300.0])
-        self._plan(device)
-
-    def _plan(self, device: torch.device) -> None:
-        case, shape = self.case, self.case.shape
-        queries_B = np.asarray(case.num_queries_B, np.int64)
-        grid = replace(case.tuning.grid(shape, 1), num_programs=case.num_programs)
-        self.plan = plan_attention(
-            np.arange(queries_B.size),
-            np.cumsum(queries_B) - queries_B,
-            queries_B,
-            np.asarray(case.context_lengths_B, np.int64),
-            grid,
-            case.softmax.window,
-        )
-        bounds = plan_bounds(queries_B.size, int(queries_B.sum()), grid)
-        # Items past the last one would write everywhere.
-        self.items_IF = torch.full((bounds.num_items, ITEM_FIELDS), 1, dtype=torch.int32, device=device)
-        self.items_IF[: len(self.plan.items_IF)] = torch.from_numpy(self.plan.items_IF)
-        self.num_items = torch.tensor([len(self.plan.items_IF)], dtype=torch.int32, device=device)
-        self.merges_RF = torch.zeros(bounds.num_merges, MERGE_FIELDS, dtype=torch.int32, device=device)
-        self.merges_RF[: len(self.plan.merges_RF)] = torch.from_numpy(self.plan.merges_RF)
-        self.num_merges = torch.tensor([len(self.plan.merges_RF)], dtype=torch.int32, device=device)
-        self.partials = Partials.empty(bounds.num_partial_rows, shape, device)
-        self.partials.out_PQD.fill_(math.nan)
-        self.partials.weight_PQ.fill_(math.nan)
-        self.out_TQD = torch.full(self.q_TQD.shape, math.nan, dtype=self.q_TQD.dtype, device=device)
-
-    def merging(self) -> Merging:
-        num_merges, num_kv_heads = len(self.merges_RF), self.case.shape.num_kv_heads
-        counts_RH = torch.zeros(num_merges, num_kv_heads, dtype=torch.int32, device=self.merges_RF.device)
-        return Merging(self.merges_RF, counts_RH)
-
-    def attend(self, merging: Merging | None = None) -> None:
-        case = self.case
-        paged_attention(
-            self.q_TQD, self.kv, self.block_ids_BM, self.items_IF, self.num_items, self.partials, self.out_TQD,
-            case.softmax, case.tuning, case.num_programs, merging, self.sinks_Q,
-        )  # fmt: skip
-
-    def run(self) -> None:
-        case = self.case
-        self.attend()
-        merge_partials(
-            self.partials.out_PQD,
-            self.partials.weight_PQ,
-            self.merges_RF,
-            self.num_merges,
-            self.out_TQD,
-            case.num_programs,
-            self.sinks_Q,
-        )
-
-    def reference(self) -> torch.Tensor:
-        case = self.case
-        return paged_attention_reference(
-            self.q_TQD,
-            self.kv.kv_NKHSD,
-            self.block_ids_BM,
-            case.num_queries_B,
-            case.context_lengths_B,
-            case.softmax,
-            self.sinks_Q,
-        )
