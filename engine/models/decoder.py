@@ -31,7 +31,6 @@ from engine.models.glm4 import Glm4Layer
 from engine.models.gpt_oss import GptOssLayer
 from engine.models.llama import LlamaLayer
 from engine.models.minimax import MiniMaxLayer
-from engine.models.mixture import mixture_layer
 from engine.models.olmo2 import Olmo2Layer
 from engine.models.phi3 import Phi3Layer
 from engine.models.projections import Projections, plus_one
@@ -52,8 +51,8 @@ LAYERS: Mapping[Family, Callable[[ModelArchitecture, int, Projections], Layer]] 
     Family.MISTRAL: LlamaLayer,
     Family.QWEN2: LlamaLayer,
     Family.QWEN3: LlamaLayer,
-    Family.QWEN3_MOE: mixture_layer,
-    Family.MIXTRAL: mixture_layer,
+    Family.QWEN3_MOE: LlamaLayer,
+    Family.MIXTRAL: LlamaLayer,
     Family.MINIMAX_M2: MiniMaxLayer,
     Family.SMOLLM3: LlamaLayer,
     Family.GRANITE: LlamaLayer,
@@ -61,7 +60,7 @@ LAYERS: Mapping[Family, Callable[[ModelArchitecture, int, Projections], Layer]] 
     Family.OLMO2: Olmo2Layer,
     Family.OLMO3: Olmo2Layer,
     Family.GLM4: Glm4Layer,
-    Family.GLM4_MOE: mixture_layer,
+    Family.GLM4_MOE: LlamaLayer,
     Family.GLM4_MOE_LITE: DeepSeekLayer,
     Family.GEMMA2: GemmaLayer,
     Family.GEMMA3: GemmaLayer,

@@ -1,6 +1,6 @@
-"""Layers of Qwen3-MoE, Mixtral and GLM-4.5: like Llama's, but with experts instead of an MLP.
+"""MixtureBranch: experts as a branch of a layer, with the names of their tensors; knows no attention.
 
-Suffixes: T tokens of a step, P query, key and value heads of this rank, D head dimension, E hidden size.
+Suffixes: T tokens of a step, E hidden size.
 """
 
 from typing import NamedTuple
@@ -8,12 +8,9 @@ from typing import NamedTuple
 import torch
 
 from engine.families import Family
-from engine.layers.attention import Attention
 from engine.layers.residual_stream import ResidualStream
 from engine.mixture_config import Mixture
-from engine.model_config import ModelArchitecture
-from engine.models.llama import LlamaLayer
-from engine.models.projections import ExpertNames, Projections, gate_up, order_of, qkv
+from engine.models.projections import ExpertNames, Projections, gate_up
 
 
 class BranchNames(NamedTuple):
@@ -56,35 +53,3 @@ class MixtureBranch:
             return
         branch_TE = self._mixture(rows_TE)
         stream.add_parts(branch_TE.add_(self._down_proj(self._backend.gated(self._gate_up_proj, rows_TE))))
-
-
-class MixtureOfExpertsLayer:
-    """Attention, then the experts: branches of the residual stream, each after its own norm."""
-
-    def __init__(self, architecture: ModelArchitecture, index: int, parts: Projections) -> None:
-        a, prefix = architecture, f"model.layers.{index}"
-        heads, e, mixture = f"{prefix}.self_attn", a.hidden_size, a.mixtures[index]
-        order_D = order_of(a, index)
-        assert mixture is not None
-        self._index = index
-        self._head_dim = a.head_dim
-        self._input_norm_E = parts.norm(f"{prefix}.input_layernorm", e)
-        self._qkv_proj = parts.columns(qkv(a, heads, order_D), e, has_bias=a.has_qkv_bias)
-        self._head_norm = parts.head_norm(a, heads, order_D)
-        self._o_proj = parts.rows(f"{heads}.o_proj", e, a.num_heads * a.head_dim, has_bias=a.has_o_bias)
-        self._post_norm_E = parts.norm(f"{prefix}.post_attention_layernorm", e)
-        self._experts = MixtureBranch(mixture, prefix, NAMES[a.family], e, parts)
-
-    def forward(self, stream: ResidualStream, attention: Attention) -> None:
-        """Adds both branches to the stream."""
-        qkv_TPD = self._qkv_proj(stream.normed(self._input_norm_E)).unflatten(-1, (-1, self._head_dim))
-        stream.add(self._o_proj, attention(self._index, qkv_TPD, self._head_norm))
-        self._experts.add_to(stream, self._post_norm_E)
-
-
-def mixture_layer(
-    architecture: ModelArchitecture, index: int, parts: Projections
-) -> MixtureOfExpertsLayer | LlamaLayer:
-    """The layer of this index: with experts, or with one MLP, as in some layers of Qwen3-MoE and GLM-4.5."""
-    layer = LlamaLayer if architecture.mixtures[index] is None else MixtureOfExpertsLayer
-    return layer(architecture, index, parts)
