@@ -1,11 +1,12 @@
-"""silu(gate) * up."""
+"""silu(gate) * up, alone and before a quantization."""
 
 import pytest
 import torch
 
 from engine.activation import Activation, ClampedSwiglu, Gate
-from engine.kernels.gate_mul import gate_mul
-from tests.kernels.references import gate_mul_reference
+from engine.kernels.gate_mul import gate_mul, gate_mul_fp8
+from tests.kernels.float8 import assert_same_float8
+from tests.kernels.references import gate_mul_fp8_reference, gate_mul_reference
 
 LAUNCHES = {
     "Llama-3.1-8B": lambda: gate_mul(torch.empty(1, 2 * 14336, dtype=torch.bfloat16)),
@@ -14,6 +15,8 @@ LAUNCHES = {
     "gpt-oss-20b": lambda: gate_mul(
         torch.empty(1, 2 * 2880, dtype=torch.bfloat16), ClampedSwiglu(alpha=1.702, limit=7.0)
     ),
+    "Llama-3.1-8B, float8": lambda: gate_mul_fp8(torch.empty(2, 2 * 14336, dtype=torch.bfloat16)),
+    "Qwen3-8B, float8": lambda: gate_mul_fp8(torch.empty(2, 2 * 12288, dtype=torch.bfloat16)),
 }
 
 
@@ -34,6 +37,10 @@ def test_is_what_torch_computes(
     gate_up_TM = (4 * torch.randn(num_tokens, width, generator=generator)).to(dtype).to(device)
     expected_TI = gate_mul_reference(gate_up_TM, activation)
     torch.testing.assert_close(gate_mul(gate_up_TM, activation), expected_TI)
+    q_TI, scales_T1 = gate_mul_fp8(gate_up_TM, activation)
+    expected_q_TI, expected_scales_T1 = gate_mul_fp8_reference(gate_up_TM, activation)
+    torch.testing.assert_close(scales_T1, expected_scales_T1)
+    assert_same_float8(q_TI, expected_q_TI, max_share=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -44,5 +51,11 @@ def test_a_gelu_of_large_numbers_is_finite(device: torch.device) -> None:
 
 
 def test_rows_may_lie_within_longer_ones(device: torch.device, generator: torch.Generator) -> None:
-    wide_TX = torch.randn(4, 50, generator=generator).to(device)
-    torch.testing.assert_close(gate_mul(wide_TX[:, 10:30]), gate_mul_reference(wide_TX[:, 10:30]))
+    gate_up_TM = torch.randn(4, 50, generator=generator).to(device)[:, 10:30]
+    torch.testing.assert_close(gate_mul(gate_up_TM), gate_mul_reference(gate_up_TM))
+    q_TI, _ = gate_mul_fp8(gate_up_TM)
+    assert_same_float8(q_TI, gate_mul_fp8_reference(gate_up_TM)[0], max_share=0.02)
+
+
+def test_no_rows_are_no_launch(device: torch.device) -> None:
+    assert gate_mul_fp8(torch.empty(0, 8, device=device))[0].shape == (0, 4)
