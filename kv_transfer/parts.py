@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from baton.kv import KVTransferParams, TransferRole
 from baton.step import FailedKV, ReceivedKV
-from kv_transfer.commands import LoadBlocks
+from kv_transfer.commands import GiveUpLoad, LoadBlocks
 from kv_transfer.pool import PieceView, RankPool
 from kv_transfer.protocol.effects import RankTransfer
 from kv_transfer.protocol.geometry import RankLayout
@@ -144,13 +144,10 @@ class LoadQuiesced:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Generic[P]):
-    """One part failed: fail `parts`, too. Each of them reports `failed`, unless it has already arrived."""
+    """One part failed or was postponed: end `parts`, too. Each of them reports `failed`, unless it has arrived."""
 
+    command: GiveUpLoad
     parts: tuple[P, ...]
-    reason: str
-    is_unneeded: bool
-    is_postponed: bool = False
-    """One part was postponed, not failed: postpone `parts`, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +195,8 @@ class Loads(Generic[P]):
             return self._outcome(failed.request_id, load)
         load.failed = failed
         if load.open and not load.is_aborted:
-            return GiveUp(tuple(load.open), failed.reason, failed.is_unneeded, failed.is_postponed)
+            command = GiveUpLoad(failed.request_id, failed.reason, failed.is_unneeded, failed.is_postponed)
+            return GiveUp(command, tuple(load.open))
         return self._outcome(failed.request_id, load)
 
     def quiesced(self, request_id: str, part: P) -> LoadOutcome[P]:

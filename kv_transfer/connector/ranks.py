@@ -13,7 +13,7 @@ from baton.kv import TransferRole
 from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferRecord
 from baton.worker import KVPeerCounts
-from kv_transfer.commands import AbortLoad, AbortSend, BeginSend, GiveUpLoad, KVConnectorMetadata
+from kv_transfer.commands import AbortLoad, AbortSend, BeginSend, KVConnectorMetadata
 from kv_transfer.parts import GiveUp, LoadAgain, LoadOutcome, LoadQuiesced, Loads, Sends
 from kv_transfer.records import combine
 
@@ -126,11 +126,9 @@ class RankedConnector:
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[int]) -> KVConnectorOutput:
         match outcome:
-            case GiveUp(ranks, reason, is_unneeded, is_postponed):
-                give_up = GiveUpLoad(request_id, reason, is_unneeded, is_postponed)
-                commands = KVConnectorMetadata((give_up,), (), ())
+            case GiveUp(give_up, ranks):
                 for number in ranks:
-                    self._ranks[number].send_commands(commands)
+                    self._ranks[number].send_commands(KVConnectorMetadata((give_up,), (), ()))
             case LoadAgain(command, ranks):
                 for number in ranks:
                     self._ranks[number].start_load_kv(KVConnectorMetadata((), (command,), ()))

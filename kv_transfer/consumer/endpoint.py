@@ -77,8 +77,8 @@ class ConsumerEndpoint:
             case AbortLoad():
                 self._abort(command)
             case GiveUpLoad():
-                for side in self._rank_transfers.of(command.request_id):
-                    self._give_up(side.rank_transfer, command)
+                sides = self._rank_transfers.of(command.request_id)
+                self._give_up([side.rank_transfer for side in sides], command)
 
     def on_message(self, peer: Peer, message: ToConsumer) -> None:
         """Handles a producer's message; the channel still has the payload of `Pieces`."""
@@ -177,11 +177,12 @@ class ConsumerEndpoint:
             self._rank_transfers.close(command.request_id)
             self._timelines.forget(command.request_id)
 
-    def _give_up(self, rank_transfer: RankTransfer, why: GiveUpLoad | GiveUp[RankTransfer]) -> None:
-        if why.is_postponed:
-            self._do(self._consumer.postpone(rank_transfer, why.reason, self._clock.now()))
-        else:
-            self._do(self._consumer.give_up(rank_transfer, why.reason, why.is_unneeded))
+    def _give_up(self, rank_transfers: Iterable[RankTransfer], command: GiveUpLoad) -> None:
+        reason, now = command.reason, self._clock.now()
+        for rank_transfer in rank_transfers:
+            self._do(
+                self._consumer.give_up(rank_transfer, reason, now, command.is_unneeded, command.is_postponed)
+            )
 
     # pieces
 
@@ -307,9 +308,8 @@ class ConsumerEndpoint:
     def _conclude(self, request_id: str, outcome: LoadOutcome[RankTransfer]) -> None:
         """Reports the request's outcome, if its last rank transfer has ended."""
         match outcome:
-            case GiveUp(parts=parts):
-                for rank_transfer in parts:
-                    self._give_up(rank_transfer, outcome)
+            case GiveUp(give_up, rank_transfers):
+                self._give_up(rank_transfers, give_up)
             case LoadAgain(command, rank_transfers):
                 self._load_rank_transfers(command, rank_transfers)
             case FailedKV(is_postponed=True):

@@ -133,21 +133,17 @@ class Consumer:
         self._counters["kv_loads_aborted"] += 1
         return [cancel, *self._end_load(transfer, Quiesced(rank_transfer, transfer.transport or ""))]
 
-    def give_up(self, rank_transfer: RankTransfer, reason: str, is_unneeded: bool) -> list[Effect]:
-        """Fails the load on this rank transfer, too, since the same load failed on another one. Does nothing if the
-        load has ended."""
+    def give_up(
+        self, rank_transfer: RankTransfer, reason: str, now: float, is_unneeded: bool, is_postponed: bool
+    ) -> list[Effect]:
+        """Fails or postpones the load on this rank transfer, too, since the same load failed or was postponed on
+        another one. Does nothing if the load has ended."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or not transfer.is_loading:
             return []
+        if is_postponed:
+            return self._postpone(transfer, reason, now)
         return self._lose(transfer, Loss(reason, is_unneeded))
-
-    def postpone(self, rank_transfer: RankTransfer, reason: str, now: float) -> list[Effect]:
-        """Postpones the load on this rank transfer, too, since the same load was postponed on another one. Does nothing
-        if the load has ended."""
-        transfer = self._transfers.of(rank_transfer)
-        if transfer is None or not transfer.is_loading:
-            return []
-        return self._postpone(transfer, reason, now)
 
     # messages and time
 
