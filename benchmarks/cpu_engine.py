@@ -17,7 +17,6 @@ longer. The figures are medians. Compare ratios, not figures of different runs.
 
 import argparse
 import itertools
-import json
 import os
 import random
 import statistics
@@ -32,6 +31,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.json_file import save_json
 from benchmarks.peer import Peer
 from benchmarks.safetensors_folder import with_safetensors
 from engine.loading.gguf_folder import gguf_of
@@ -245,8 +245,7 @@ def _report(cells: list[Cell], arguments: argparse.Namespace, versions: dict[str
             "cells": [asdict(cell) for cell in cells],
             "ratios": found,
         }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        save_json(arguments.json, result)
 
 
 def instructions() -> str:

@@ -10,7 +10,6 @@ over as many bytes reaches. Many rows cannot reach `floor`, since the products t
 """
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from benchmarks.json_file import save_json
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
 from engine.layers.native_linear import NativeLinear
@@ -221,9 +221,7 @@ def main() -> None:
             "threads": arguments.threads,
             "torch": torch.__version__,
         }
-        arguments.json.write_text(
-            json.dumps({**setting, "figures": figures}, indent=1) + "\n", encoding="utf-8"
-        )
+        save_json(arguments.json, {**setting, "figures": figures})
 
 
 if __name__ == "__main__":

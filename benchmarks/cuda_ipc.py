@@ -19,7 +19,6 @@ Llama-3.1-8B: a block of 64 tokens has 8 MiB, a prompt of 8,192 tokens 1 GiB.
 """
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from rich.table import Table
 from baton.config import KVTransferConfig
 from baton.kv import WorkerRef
 from benchmarks.connector_end import Announce, ConnectorEnd, Give, Given
+from benchmarks.json_file import save_json
 from kv_transfer import CudaMemory, DeviceBlocks
 from tests.factories.devices import Device, PretendedDevice, Process, RealDevice
 
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         name = "pretended" if options.dry_run else torch.cuda.get_device_name(0)
         figures = {"device": name, "torch": torch.__version__, "results": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        save_json(options.json, figures)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -11,7 +11,6 @@ belongs to its owner until the owner is killed.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cuda_ipc import MIB, Connect, Consumer, run_producer
+from benchmarks.json_file import save_json
 from tests.factories.devices import Device, PretendedDevice, RealDevice
 
 BLOCK_BYTES = MIB
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     freed = measure(device, mib * MIB, options.wait)
     print(report(freed))
     if options.json:
-        options.json.write_text(json.dumps(asdict(freed), indent=1) + "\n")
+        save_json(options.json, asdict(freed))
     return 0 if freed.back_after_s is not None else 1
 
 

@@ -40,6 +40,7 @@ from rich.table import Table
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2
+from benchmarks.json_file import save_json
 from tests.factories.models import make_model_dir
 
 PROMPT = list(range(40, 56))
@@ -270,9 +271,7 @@ def main() -> None:
     report(figures, Console())  # type: ignore[arg-type]
     if options.json is not None:
         machine = {"cores": os.cpu_count(), "python": platform.python_version()}
-        options.json.write_text(
-            json.dumps({"machine": machine, "offered": options.offered, **figures}, indent=1)
-        )
+        save_json(options.json, {"machine": machine, "offered": options.offered, **figures})
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from typing import Any
 import psutil
 
 from baton.config import BatonConfig
+from benchmarks.json_file import save_json
 from cluster.serve.child_processes import child_processes
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
@@ -253,7 +254,7 @@ def main() -> None:
     result = asyncio.run(measure(config, model_path, options.rounds))
     print(json.dumps(asdict(result), indent=1))
     if options.json is not None:
-        options.json.write_text(json.dumps(asdict(result), indent=1) + "\n")
+        save_json(options.json, asdict(result))
 
 
 if __name__ == "__main__":

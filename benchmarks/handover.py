@@ -17,7 +17,6 @@ a median over alternating rounds:
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import random
@@ -32,6 +31,7 @@ from rich.table import Table
 
 from baton.config import BatonConfig
 from baton.kv import TransferRole
+from benchmarks.json_file import save_json
 from cluster.serve.child_processes import child_processes
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
@@ -221,9 +221,7 @@ def main() -> None:
             "machine": machine,
             "rounds": options.rounds,
         }
-        options.json.write_text(
-            json.dumps({**figures, "results": [asdict(r) for r in results]}, indent=1) + "\n"
-        )
+        save_json(options.json, {**figures, "results": [asdict(r) for r in results]})
 
 
 if __name__ == "__main__":

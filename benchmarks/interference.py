@@ -33,6 +33,7 @@ from benchmarks.cpu_engine import instructions
 from benchmarks.interference_load import Client, Seen, Slo, Workload, figures, play
 from benchmarks.interference_picture import draw
 from benchmarks.interference_sides import BATON_SIDES, VLLM, Server, baton_server, vllm_server
+from benchmarks.json_file import save_json
 from benchmarks.safetensors_folder import with_safetensors
 from engine.loading.pretrained import default_cache_dir, resolve
 
@@ -77,7 +78,7 @@ def main() -> None:
             "sides": measured,
             "over_peer": over_peer(measured),
         }
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        save_json(arguments.json, result)
 
 
 def over_peer(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

@@ -19,7 +19,6 @@ CPU time of both processes in nanoseconds a byte. Other processes of the machine
 """
 
 import argparse
-import json
 import mmap
 import multiprocessing
 import os
@@ -43,6 +42,7 @@ from rich.table import Table
 from baton.config import KVTransferConfig
 from baton.kv import WorkerRef
 from benchmarks.connector_end import PATIENCE_S, Announce, ConnectorEnd, Give, Given
+from benchmarks.json_file import save_json
 from benchmarks.kv_transfer_producer import (
     Connect,
     GiveRaw,
@@ -332,7 +332,7 @@ def main() -> None:
             "results": [asdict(row) for row in rows],
             "xxh3_gb_per_s_by_block_kib": checksums,
         }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        save_json(options.json, figures)
 
 
 def _options() -> argparse.Namespace:

@@ -15,7 +15,6 @@ in bfloat16. Apart from the order of sums, this gives the same numbers as 8-bit 
 """
 
 import argparse
-import json
 import math
 import os
 import platform
@@ -31,6 +30,7 @@ from tokenizers import Tokenizer
 from baton.config import KVCacheDtype, ModelConfig
 from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
+from benchmarks.json_file import save_json
 from engine.batch import RequestBatch
 from engine.kv_cache import KVPool
 from engine.layers.backend import Activations, Backend, InputTokens, LinearLayer, Matrix, QuantizedRows
@@ -227,8 +227,7 @@ def _report(rows: list[Row], arguments: argparse.Namespace, num_tokens: int) -> 
             "instructions": instructions.name if instructions else platform.machine(),
             "rows": [asdict(row) for row in rows],
         }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        save_json(arguments.json, result)
 
 
 def _arguments() -> argparse.Namespace:

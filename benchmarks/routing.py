@@ -10,7 +10,6 @@ others on the machine.
 """
 
 import argparse
-import json
 import os
 import platform
 import random
@@ -26,6 +25,7 @@ from baton.config import GatewayConfig
 from baton.kv import WorkerRef
 from baton.messages.request_plane import KVEvents
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
+from benchmarks.json_file import save_json
 from gateway.routing.placement import RouteQuery
 from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.router import Router
@@ -47,8 +47,7 @@ def main() -> None:
     results = {part: parts[part]() for part in arguments.parts}
     if arguments.json is not None:
         head = {"python": platform.python_version(), "cpus": os.cpu_count()}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({**head, **results}, indent=2) + "\n")
+        save_json(arguments.json, {**head, **results})
 
 
 def index_part() -> dict[str, float]:

@@ -10,7 +10,6 @@ rounds. Both sides cache prefixes, and collect no statistics for people.
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -19,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.json_file import save_json
 from benchmarks.peer import Peer
 from benchmarks.scheduler_rounds import ROUNDS
 
@@ -74,8 +74,7 @@ def _report(rows: list[Row], arguments: argparse.Namespace) -> None:
             "reference": REFERENCE if arguments.reference is not None else None,
             "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
         }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        save_json(arguments.json, result)
 
 
 def _arguments() -> argparse.Namespace:

@@ -31,6 +31,7 @@ from baton.config import BatonConfig, ModelConfig, SchedulerConfig, SpeculationC
 from baton.request import EngineRequest
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from benchmarks.gpu.loop import InstantLoads
+from benchmarks.json_file import save_json
 from engine.allocator import keep_freed_memory
 from engine.draft_parts import load_draft, make_drafter
 from engine.grammars.compiler import GrammarCompiler
@@ -222,7 +223,7 @@ def main() -> None:
     if arguments.json is not None:
         result = {key: value for key, value in vars(arguments).items() if key != "json"}
         result["cells"] = [asdict(cell) for cell in cells]
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        save_json(arguments.json, result)
 
 
 def _asked_sides(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.json_file import save_json
+
 Figures = dict[str, Any]
 
 
@@ -50,8 +52,7 @@ def save(path: Path, environment: Figures, rows: Sequence[Row]) -> None:
     parts: Figures = json.loads(path.read_text())["parts"] if path.exists() else {}
     for name in dict.fromkeys(row.part for row in rows):
         parts[name] = {"environment": environment, "rows": [_plain(row) for row in rows if row.part == name]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"parts": parts}, indent=1) + "\n")
+    save_json(path, {"parts": parts})
 
 
 def _plain(row: Row) -> Figures:

@@ -37,11 +37,12 @@ def test_a_small_run_answers_every_request_and_leaves_a_table_a_file_and_a_pictu
     options += ["--rounds", "1", "--seconds", "2", "--long-every", "0.5", "--long-prompt", "300"]
     options += ["--num-chats", "2", "--chat-prompt", "8", "--chat-answer", "6"]
     options += ["--set", "engine.kv_cache_memory_mib=32", "model.dtype=float32"]
-    options += ["--json", str(tmp_path / "result.json"), "--svg", str(tmp_path / "picture.svg")]
+    result_file = tmp_path / "new" / "result.json"
+    options += ["--json", str(result_file), "--svg", str(tmp_path / "picture.svg")]
     monkeypatch.setattr(sys, "argv", ["interference", *options])
     main()
     assert side in capsys.readouterr().out
-    result = json.loads((tmp_path / "result.json").read_text())
+    result = json.loads(result_file.read_text())
     measured = result["sides"][side]
     assert measured["num_long_prompts"] == 4
     assert measured["num_chats"] >= 2
