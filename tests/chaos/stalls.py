@@ -28,10 +28,10 @@ from typing import Any
 from baton.config import BatonConfig
 from gateway import GatewayError
 from gateway.requests.record import RequestRecord
-from tests.factories.counting_proxy import CountingProxy, proxy_to
 from tests.factories.fragile_cluster import FragileCluster, FragileWorker, fragile_cluster
 from tests.factories.local_cluster import HANDING_OVER
 from tests.factories.models import make_model_dir
+from tests.factories.proxy import Proxy, proxy_to
 
 VICTIMS = {"P": "w0", "D": "w2"}
 CUT_FAULTS = {"lost node": (0, 1), "cut link to gateway": (1,), "cut link to peers": (0,)}
@@ -116,13 +116,13 @@ class Links:
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
-        self._by_port: dict[int, CountingProxy] = {}
+        self._by_port: dict[int, Proxy] = {}
 
     async def on_begun(self, worker: FragileWorker) -> None:
         for port in worker.ports:
             self._by_port[port] = await self._stack.enter_async_context(proxy_to(port, PROXY_HOST, port))
 
-    def of(self, worker: FragileWorker, fault: str) -> list[CountingProxy]:
+    def of(self, worker: FragileWorker, fault: str) -> list[Proxy]:
         return [self._by_port[worker.ports[index]] for index in CUT_FAULTS[fault]]
 
 

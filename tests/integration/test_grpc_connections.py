@@ -20,11 +20,10 @@ from baton.v1 import sampling_pb2
 from gateway import client
 from gateway.client import CallBroken, GatewayClient, GatewayError
 from gateway.grpc import guard, server
-from tests.factories.breakable_line import breakable_line
-from tests.factories.counting_proxy import proxy_to
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import answering, gateway_with, outputs_of, silent
 from tests.factories.models import make_tokenizer
+from tests.factories.proxy import proxy_to
 
 ANSWER = make_tokenizer().encode("The cache is the baton").ids
 
@@ -188,15 +187,15 @@ async def test_batons_own_client_does_not_wait_for_a_gateway_that_no_longer_answ
     monkeypatch.setattr(client, "KEEPALIVE_TIMEOUT_S", 0.5)
     async with (
         gateway_with(folder, {}, {"d0": silent}, grpc_min_client_ping_s=0.0) as under_test,
-        breakable_line(f"tcp://127.0.0.1:{under_test.gateway.grpc_port}") as line,
-        client.GatewayClient(target := line.address.removeprefix("tcp://")) as caller,
+        proxy_to(under_test.gateway.grpc_port) as line,
+        client.GatewayClient(target := f"127.0.0.1:{line.port}") as caller,
         asyncio.timeout(60),
     ):
         answer = asyncio.ensure_future(anext(caller.generate(text="Hello")))
         await under_test.workers["d0"].next_request()
         done, _ = await asyncio.wait([answer], timeout=1.5)
         assert not done, "it answers several pings"
-        line.swallows = "to worker"
+        line.swallows = "to server"
         with pytest.raises(
             CallBroken, match=f"^UNAVAILABLE: the gateway at {target} does not answer any more$"
         ):

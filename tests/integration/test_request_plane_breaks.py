@@ -18,7 +18,6 @@ from baton.request import EngineRequest, RequestOutput
 from baton.worker import WorkerRole
 from gateway.workers.worker_client import WorkerClient
 from gateway.workers.worker_listener import LossCause
-from tests.factories.breakable_line import BreakableLine, breakable_line
 from tests.factories.gateway import (
     NETWORK,
     GatewayUnderTest,
@@ -30,6 +29,7 @@ from tests.factories.gateway import (
     silent,
     tokens_of,
 )
+from tests.factories.proxy import Proxy, proxy_to
 
 ANSWER = [5, 6, 7, 8]
 BREAK_S = 0.2
@@ -42,15 +42,17 @@ def the_rest(request: EngineRequest) -> list[RequestOutput]:
 @asynccontextmanager
 async def worker_behind_a_line(
     folder: Path,
-) -> AsyncIterator[tuple[GatewayUnderTest, ScriptedWorker, BreakableLine]]:
+) -> AsyncIterator[tuple[GatewayUnderTest, ScriptedWorker, Proxy]]:
     """A gateway with only d0, behind a connection that can break; d0 computes half of each answer."""
     d0 = ScriptedWorker("d0", WorkerRole.DECODE, beginning(ANSWER[:2]))
     try:
         async with (
-            breakable_line(d0.endpoint.request_address) as line,
+            proxy_to(int(d0.endpoint.request_address.rpartition(":")[2])) as line,
             gateway_with(folder, {}, {}, routing_policy="round_robin") as under_test,
         ):
-            under_test.gateway.workers.add_worker(replace(d0.endpoint, request_address=line.address))
+            under_test.gateway.workers.add_worker(
+                replace(d0.endpoint, request_address=f"tcp://127.0.0.1:{line.port}")
+            )
             await under_test.until(lambda: len(under_test.gateway.workers.statuses) == 1)
             yield under_test, d0, line
     finally:
@@ -94,7 +96,7 @@ async def test_c42_outputs_that_were_lost_without_a_trace_are_missed(
         tokens = asyncio.create_task(answer(under_test))
         request = await d0.next_request()
         await add_healthy_worker(under_test)
-        line.swallows = "to gateway"
+        line.swallows = "to client"
         d0.say(request, the_rest(request))
         await under_test.until(lambda: line.num_swallowed > 0)
         line.cut()
@@ -106,7 +108,7 @@ async def test_c42_outputs_that_were_lost_without_a_trace_are_missed(
 
 async def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with worker_behind_a_line(folder) as (under_test, d0, line):
-        line.swallows = "to worker"
+        line.swallows = "to server"
         tokens = asyncio.create_task(answer(under_test))
         await under_test.until(lambda: under_test.gateway._driver.router.num_sub_requests["d0"] == 1)
         await add_healthy_worker(under_test)

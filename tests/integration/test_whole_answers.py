@@ -12,10 +12,10 @@ from gateway.grpc import guard
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from gateway.http.whole_json import WRITE_CHARACTERS
-from tests.factories.counting_proxy import proxy_to
 from tests.factories.gateway import GatewayUnderTest, gateway_with
 from tests.factories.models import make_tokenizer
 from tests.factories.openai import openai_for
+from tests.factories.proxy import proxy_to
 
 TEXT = make_tokenizer().encode(" the cache is the baton,").ids
 NUM_TOKENS = 500
