@@ -30,14 +30,16 @@ FLOAT32 = ModelConfig(dtype="float32")
 NUM_TOKENS = 8
 CHUNK = 7
 PROMPTS = {str(length): [(37 * i + 11 * length) % 290 + 3 for i in range(length)] for length in (5, 16, 41)}
-PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=MAX_LOGPROBS)
 
 
-def check_batch(model: LoadedModel, theirs: Any) -> dict[str, list[int]]:
+def check_batch(
+    model: LoadedModel, theirs: Any, prompts: dict[str, list[int]] = PROMPTS, num_tokens: int = NUM_TOKENS
+) -> dict[str, list[int]]:
     """All prompts at once, in chunks and blocks of 4 in shuffled order, mixed with each other's decodes."""
     driver = StepDriver(model)
-    requests = [driver.add(name, prompt, PARAMS) for name, prompt in PROMPTS.items()]
-    while running := [request for request in requests if len(request.outputs) < NUM_TOKENS]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, logprobs=MAX_LOGPROBS)
+    requests = [driver.add(name, prompt, params) for name, prompt in prompts.items()]
+    while running := [request for request in requests if len(request.outputs) < num_tokens]:
         driver.step({r.request_id: min(CHUNK, r.num_tokens - r.num_computed) for r in running})
     for request in requests:
         with torch.inference_mode():
@@ -81,11 +83,15 @@ def test_bfloat16_stays_close_to_transformers(tmp_path: Path, name: str) -> None
     """These have norms of their own, or sinks, or attend to latents."""
     case = CASES[name]
     path = make_model_dir(tmp_path, case.architecture, **case.overrides, dtype="bfloat16")
+    check_bfloat16(path, PROMPTS["41"], 20)
+
+
+def check_bfloat16(path: Path, prompt: list[int], chunk: int) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     driver = StepDriver(load_on_cpu(path, dtype="bfloat16"))
-    request = driver.add("a", PROMPTS["41"], SamplingParams(temperature=0.0, max_tokens=8, logprobs=1))
+    request = driver.add("a", prompt, SamplingParams(temperature=0.0, max_tokens=8, logprobs=1))
     while len(request.outputs) < 8:
-        driver.step({"a": min(20, request.num_tokens - request.num_computed)})
+        driver.step({"a": min(chunk, request.num_tokens - request.num_computed)})
     with torch.inference_mode():
         logits = theirs(torch.tensor([[*request.prompt, *request.outputs]])).logits[0]
     expected = logits[len(request.prompt) - 1 : -1].log_softmax(-1)

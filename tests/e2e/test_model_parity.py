@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.sampling import MAX_LOGPROBS, SamplingParams
+from tests.e2e.test_families import check_batch, check_bfloat16
+from tests.e2e.test_same_tokens import reference
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver, load_on_cpu
 
@@ -64,67 +65,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None:
-    """All prompts at once, in chunks of 7 and blocks of 4 in shuffled order, mixed with each other's decodes."""
     architecture, overrides = MODELS[name]
     path = make_model_dir(tmp_path, architecture, **overrides)
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    driver = StepDriver(load_on_cpu(path))
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     prompts = {
         str(length): torch.randint(300, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS
     }
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=MAX_LOGPROBS)
-    requests = [driver.add(request_id, prompt, params) for request_id, prompt in prompts.items()]
-    while running := [request for request in requests if len(request.outputs) < NUM_TOKENS]:
-        driver.step(
-            {request.request_id: min(7, request.num_tokens - request.num_computed) for request in running}
-        )
-
-    for request in requests:
-        with torch.inference_mode():
-            logits = reference(torch.tensor([[*request.prompt, *request.outputs]])).logits[
-                0, len(request.prompt) - 1 : -1
-            ]
-        assert request.outputs == logits.argmax(-1).tolist()
-        expected = logits.log_softmax(-1)
-        for position, logprobs in enumerate(request.logprobs):
-            token_ids = [token_id for token_id, _ in logprobs.top]
-            values = torch.tensor([value for _, value in logprobs.top])
-            torch.testing.assert_close(values, expected[position, token_ids], rtol=0, atol=2e-4)
+    check_batch(load_on_cpu(path), theirs, prompts, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_generate_gives_the_same_tokens(tmp_path: Path, architecture: str) -> None:
     """transformers decoding with its own cache, token by token."""
     path = make_model_dir(tmp_path, architecture)
-    reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    driver = StepDriver(load_on_cpu(path), block_size=16)
     prompts = {str(length): [(11 * i) % 300 for i in range(length)] for length in PROMPT_LENGTHS}
-    ours = driver.generate(prompts, NUM_TOKENS)
-    for name, prompt in prompts.items():
-        input_ids = torch.tensor([prompt])
-        theirs = reference.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=NUM_TOKENS,
-            eos_token_id=None,
-            pad_token_id=0,
-            do_sample=False,
-        )
-        assert ours[name] == theirs[0, len(prompt) :].tolist()
+    ours = StepDriver(load_on_cpu(path), block_size=16).generate(prompts, NUM_TOKENS)
+    assert list(map(tuple, ours.values())) == reference(path, list(prompts.values()), NUM_TOKENS)
 
 
 def test_bfloat16_stays_close_to_transformers(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path, dtype="bfloat16")
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    driver = StepDriver(load_on_cpu(path, dtype="bfloat16"))
-    prompt = [(13 * i) % 300 for i in range(150)]
-    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
-    request = driver.add("a", prompt, params)
-    while len(request.outputs) < 8:
-        driver.step({"a": min(60, request.num_tokens - request.num_computed)})
-    with torch.inference_mode():
-        logits = reference(torch.tensor([[*prompt, *request.outputs]])).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(request.outputs).unsqueeze(1)).squeeze(1)
-    found = torch.tensor([logprobs.logprob for logprobs in request.logprobs])
-    assert (found - expected).abs().max() < 0.25
+    check_bfloat16(path, [(13 * i) % 300 for i in range(150)], 60)
