@@ -5,51 +5,25 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import BatonConfig
 from engine.loading.pretrained import resolve
 from engine.native.library import native_library
+from tests.e2e.test_tensor_parallel import check_same_answers, make_config
 from tests.factories.gguf_files import make_gguf
-from tests.factories.local_cluster import LocalCluster, local_cluster
+from tests.factories.local_cluster import local_cluster
 from tests.factories.models import make_model_dir
 from tests.factories.quantized_checkpoints import KINDS, make_quantized
 
 pytestmark = pytest.mark.slow
 
-NUM_NEW_TOKENS = 12
-PROMPTS = [
-    tuple((5 + 7 * i + 3 * j) % 250 for j in range(length)) for i, length in enumerate((1, 16, 33, 100, 200))
-]
-
-
-def make_config(path: Path, quantization: str, num_ranks: int, **engine: object) -> BatonConfig:
-    return BatonConfig.from_mapping(
-        {
-            "model": {"path": str(path), "dtype": "float32", "quantization": quantization},
-            "engine": {"num_threads": 1, "kv_cache_memory_mib": 8, "tensor_parallel": num_ranks, **engine},
-            "scheduler": {"max_num_batched_tokens": 64},
-            "gateway": {"grpc_port": 0, "http_port": None},
-            "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
-            "kv_transfer": {"peer_timeout_s": 60.0},
-        }
-    )
-
-
-async def answers(cluster: LocalCluster, mode: str) -> list[tuple[int, ...]]:
-    """Greedy, all at once; and then nothing is held any more."""
-    options = {"mode": mode, "max_tokens": NUM_NEW_TOKENS, "temperature": 0.0, "cache_salt": mode}
-    found = await asyncio.gather(*[cluster.answer(prompt, **options) for prompt in PROMPTS])  # type: ignore[arg-type]
-    await cluster.at_rest()
-    return [answer.token_ids for answer in found]
-
 
 def check(path: Path, quantization: str, num_ranks: int, kept: str = "gguf", **engine: object) -> None:
     """`kept`: what `auto` keeps where our kernels multiply it."""
+    model: dict[str, object] = {"path": str(path), "quantization": quantization}
+    config = make_config(model, {"tensor_parallel": num_ranks, **engine})
 
     async def run() -> None:
-        async with local_cluster(make_config(path, quantization, num_ranks, **engine), path) as cluster:
-            assert await answers(cluster, "disaggregated") == await answers(cluster, "local")
-            counters = await cluster.counters("w1")
-            assert counters["kv_prompt_loads_done"] == len(PROMPTS)
+        async with local_cluster(config, path) as cluster:
+            await check_same_answers(cluster)
             description = await cluster.client.describe()
             named = {"none": "", "auto": kept if native_library() is not None else ""}
             found = {worker["quantization"] for worker in description["workers"]}

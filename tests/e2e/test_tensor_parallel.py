@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,19 +20,18 @@ PROMPTS = [
 ]
 
 
-def make_config(num_prefill_ranks: int, num_decode_ranks: int) -> BatonConfig:
+def make_config(
+    model: dict[str, object] | None = None, engine: dict[str, object] | None = None, **cluster: object
+) -> BatonConfig:
     return BatonConfig.from_mapping(
         {
-            "model": {"dtype": "float32"},
-            "engine": {"num_threads": 1, "kv_cache_memory_mib": 8},
+            "model": {"dtype": "float32", **(model or {})},
+            "engine": {"num_threads": 1, "kv_cache_memory_mib": 8, **(engine or {})},
             "scheduler": {"max_num_batched_tokens": 64},
             "gateway": {"grpc_port": 0, "http_port": None},
             "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
             "kv_transfer": {"peer_timeout_s": 60.0},
-            "cluster": {
-                "prefill_tensor_parallel": num_prefill_ranks,
-                "decode_tensor_parallel": num_decode_ranks,
-            },
+            "cluster": cluster,
         }
     )
 
@@ -60,7 +60,9 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(
     """One cluster answers disaggregated and on D alone; where D has one rank, the latter is the answer of before."""
 
     async def run() -> None:
-        config = make_config(num_prefill_ranks, num_decode_ranks)
+        config = make_config(
+            prefill_tensor_parallel=num_prefill_ranks, decode_tensor_parallel=num_decode_ranks
+        )
         async with local_cluster(config, folder) as cluster:
             ranks = [child for name in ("w0", "w1") for child in rank_processes(cluster, name)]
             assert len(ranks) == num_prefill_ranks + num_decode_ranks - 2
@@ -80,12 +82,11 @@ async def check_same_answers(cluster: LocalCluster) -> None:
 def test_ranks_with_whole_experts_hand_over_to_a_worker_without(tmp_path: Path, role: str) -> None:
     """Two ranks could not divide an expert's columns, so these have whole ones. The other worker has all."""
     path = make_model_dir(tmp_path, "mixtral", num_local_experts=5, intermediate_size=33)
-    num_ranks = {"prefill": 1, "decode": 1} | {role: 2}
-    config = make_config(num_ranks["prefill"], num_ranks["decode"])
-    cluster_config = config.cluster.with_values("test", **{f"{role}_enable_expert_parallel": True})
+    ranks: dict[str, Any] = {f"{role}_tensor_parallel": 2, f"{role}_enable_expert_parallel": True}
+    config = make_config(**ranks)
 
     async def run() -> None:
-        async with local_cluster(config.model_copy(update={"cluster": cluster_config}), path) as cluster:
+        async with local_cluster(config, path) as cluster:
             await check_same_answers(cluster)
 
     asyncio.run(run())
@@ -97,7 +98,7 @@ def test_a_worker_that_loses_a_rank_is_dead_and_says_why_and_others_answer(
     """Until then, two ranks hand over to one."""
 
     async def run() -> None:
-        async with local_cluster(make_config(2, 1), folder) as cluster:
+        async with local_cluster(make_config(prefill_tensor_parallel=2), folder) as cluster:
             await check_same_answers(cluster)
             (rank,) = rank_processes(cluster, "w0")
             rank.send_signal(signal.SIGKILL)
