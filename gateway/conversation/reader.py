@@ -163,11 +163,16 @@ class Reader:
         return False
 
     def series(
-        self, before: str, between: str, read: Callable[[], Steps[bool]], limit: int = MAX_ATTEMPT_CHARACTERS
+        self,
+        before: str,
+        between: str,
+        read: Callable[[], Steps[bool]],
+        end: str = "",
+        limit: int = MAX_ATTEMPT_CHARACTERS,
     ) -> Steps[bool]:
-        """Calls `read` after `before`, and again after each `between` that follows. False: `before` does
-        not come, or the first call returned False. `read` commits the attempt in which it is called, or
-        returns False."""
+        """Calls `read` after `before`, and again after each `between` that follows; then reads `end` if it comes
+        next. False: `before` does not come, or the first call returned False. `read` commits the attempt in which it
+        is called, or returns False."""
         self.begin_attempt(limit)
         yield from self.skip_spaces()
         if not (yield from self.skip(before)) or not (yield from read()):
@@ -178,6 +183,8 @@ class Reader:
             if not (yield from self.skip(between)) or not (yield from read()):
                 break
         self.rewind()
+        if end:
+            yield from self.skip_optional(end)
         return True
 
     def until(self, markers: Markers, show: Callable[[str], None]) -> Steps[tuple[int, int]]:

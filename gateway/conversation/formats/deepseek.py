@@ -36,10 +36,7 @@ class DeepSeekCalls:
         self._is_fenced = is_fenced
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
-        if not (yield from reader.series(CALL, CALL, lambda: _call(reader, calls))):
-            return False
-        yield from reader.skip_optional(END)
-        return True
+        return (yield from reader.series(CALL, CALL, lambda: _call(reader, calls), END))
 
     def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
         begin, end, separator = map(lark.marker, (CALL, CALL_END, SEPARATOR))

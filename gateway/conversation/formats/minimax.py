@@ -26,10 +26,7 @@ class MiniMaxCalls:
     between_sections: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
-        if not (yield from reader.series(INVOKE, INVOKE, lambda: _call(reader, calls))):
-            return False
-        yield from reader.skip_optional(END)
-        return True
+        return (yield from reader.series(INVOKE, INVOKE, lambda: _call(reader, calls), END))
 
     def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
         arguments = TAGS.guided(lark, tools, gap="\n")

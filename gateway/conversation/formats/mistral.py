@@ -19,10 +19,7 @@ class MistralCalls:
     between_sections: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
-        if not (yield from reader.series("[", ",", lambda: read_json_call(reader, calls))):
-            return False
-        yield from reader.skip_optional("]")
-        return True
+        return (yield from reader.series("[", ",", lambda: read_json_call(reader, calls), "]"))
 
     def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
         call = lark.rule("call", one_of([json_call(tool) for tool in tools]))

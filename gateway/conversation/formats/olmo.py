@@ -20,14 +20,8 @@ class OlmoCalls:
     between_sections: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
-        def read_call() -> Steps[bool]:
-            return read_python_call(reader, calls)
-
         limit = MAX_CALL_CHARACTERS if calls.num_misread < MAX_MISREAD else MAX_ATTEMPT_CHARACTERS
-        if not (yield from reader.series("", "", read_call, limit)):
-            return False
-        yield from reader.skip_optional(END)
-        return True
+        return (yield from reader.series("", "", lambda: read_python_call(reader, calls), END, limit))
 
     def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
         calls = [

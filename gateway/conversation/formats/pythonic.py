@@ -25,10 +25,7 @@ class PythonicCalls:
         def read_call() -> Steps[bool]:
             return read_python_call(reader, calls, is_known=True)
 
-        if not (yield from reader.series("[", ",", read_call, MAX_CALL_CHARACTERS)):
-            return False
-        yield from reader.skip_optional("]")
-        return True
+        return (yield from reader.series("[", ",", read_call, "]", MAX_CALL_CHARACTERS))
 
     def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
         written = [python_arguments(lark, index, tool) for index, tool in enumerate(tools)]
