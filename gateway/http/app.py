@@ -2,16 +2,18 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
+from urllib.parse import unquote
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.version import baton_version
 from gateway.auth.authenticator import Authenticator
-from gateway.http.absolute_targets import AbsoluteTargets
 from gateway.http.authentication import HttpAuthentication
 from gateway.http.description import ERRORS
 from gateway.http.errors import add_handlers
@@ -19,6 +21,8 @@ from gateway.http.host_check import OwnNames
 from gateway.http.json_route import JsonRoute
 from gateway.http.request_ids import RequestIds
 from gateway.http.request_limits import RequestLimits
+
+_ABSOLUTE = re.compile(rb"https?://(?P<host>[^/]*)(?P<path>/.*)?", re.DOTALL | re.IGNORECASE)
 
 
 def make_app(
@@ -60,3 +64,23 @@ def make_app(
     app.add_middleware(RequestIds)
     app.add_middleware(AbsoluteTargets)  # the last one added is the outermost
     return app
+
+
+class AbsoluteTargets:
+    """ASGI middleware: turns a URL as target into its path, as RFC 9112 (3.2.2) demands of every server. The URL's host
+    replaces the header `host`.
+
+    All clients send such targets to proxies; some clients send them to every server.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (url := _ABSOLUTE.fullmatch(scope["raw_path"])) is not None:
+            path = url["path"] or b"/"
+            others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+            # In place, because the layers around this one look at the path when the answer is sent.
+            scope["raw_path"], scope["path"] = path, unquote(path.decode("ascii"))
+            scope["headers"] = [(b"host", url["host"]), *others]
+        await self._app(scope, receive, send)

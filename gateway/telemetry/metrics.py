@@ -27,7 +27,6 @@ from baton.version import baton_version
 from gateway.grammars.check import VERDICTS
 from gateway.requests.record import CLIENTS_CHOICES, Outcome, RequestRecord
 from gateway.requests.request import Finish
-from gateway.telemetry import buckets
 from gateway.telemetry.call_log import INTERNAL_ERROR, CallError
 from gateway.timing.request_times import HandoverParts, SeenTransfer, Timing, TtftParts
 
@@ -42,6 +41,22 @@ USUAL_ERRORS = (Overloaded, WorkerUnavailable, DeadlinePassed, DeadlineTooClose)
 FINISHED_REASONS = (FinishReason.STOP.value, FinishReason.LENGTH.value, "abort")
 
 
+def _bounds(text: str) -> tuple[float, ...]:
+    return tuple(float(word) for word in text.split())
+
+
+# The bounds of histograms. If vLLM has the same histogram, Baton's bounds include vLLM's, so that dashboards and alerts
+# for vLLM keep their meaning. Lower bounds are added for small models and fast networks.
+TTFT_S = _bounds(".001 .0025 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560")
+ITL_S = _bounds(".001 .0025 .005 .01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80")
+REQUEST_S = _bounds(".01 .05 .1 .3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680")
+PART_S = _bounds(".0005 .001 .0025 .005 .01 .025 .05 .1 .25 .5 1 2.5 5 10 30 60")
+HANDOVER_S = _bounds(".0005 .001 .002 .005 .01 .02 .05 .1 .2 .5 1 2 5 10")
+HANDOVER_BYTES = tuple(2.0**exponent for exponent in range(14, 36, 2))
+"""Bounds from 16 KiB to 16 GiB."""
+LAG_S = _bounds(".001 .0025 .005 .01 .025 .05 .1 .25 .5 1")
+
+
 class GatewayMetrics:
     """Use it from one event loop only. Every method is fast, and none raises."""
 
@@ -50,7 +65,7 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         self._model = model_name
         self._callers = {""}  # the name for calls without a caller
-        self._itl = PlainHistogram(buckets.ITL_S)
+        self._itl = PlainHistogram(ITL_S)
         self._make_latencies()
         self._make_sizes(max_model_len)
         self._make_requests()
@@ -59,7 +74,7 @@ class GatewayMetrics:
         self._loop_lag = self._histogram(
             "event_loop_lag_seconds",
             "Longest lag of the event loop's timers in a quarter second",
-            buckets.LAG_S,
+            LAG_S,
         )
         self._longest_stall = Gauge(
             exposition.PREFIX + "event_loop_longest_stall_seconds",
@@ -177,10 +192,10 @@ class GatewayMetrics:
         yield exposition.histogram(name, meaning, ["model_name"], {(self._model,): self._itl.counts()})
 
     def _make_latencies(self) -> None:
-        of_model, latency = self._histogram_of_model, buckets.REQUEST_S
-        self._ttft = of_model("time_to_first_token_seconds", "Time to first token", buckets.TTFT_S)
+        of_model, latency = self._histogram_of_model, REQUEST_S
+        self._ttft = of_model("time_to_first_token_seconds", "Time to first token", TTFT_S)
         self._tpot = of_model(
-            "request_time_per_output_token_seconds", "Mean time between tokens of a request", buckets.ITL_S
+            "request_time_per_output_token_seconds", "Mean time between tokens of a request", ITL_S
         )
         self._e2e = of_model("e2e_request_latency_seconds", "Total time of a request", latency)
         self._queue = of_model("request_queue_time_seconds", "Time in queues of gateway and worker", latency)
@@ -190,7 +205,7 @@ class GatewayMetrics:
         self._ttft_part = self._parts("ttft_part_seconds", "Parts of the time to first token", TtftParts)
 
     def _make_sizes(self, max_model_len: int) -> None:
-        sizes = buckets.one_two_five(max_model_len)
+        sizes = _one_two_five(max_model_len)
         self._prompt_sizes = self._histogram_of_model(
             "request_prompt_tokens", "Prompt tokens per request", sizes
         )
@@ -223,7 +238,7 @@ class GatewayMetrics:
         )
 
     def _make_handovers(self) -> None:
-        by, seconds = "transport", buckets.HANDOVER_S
+        by, seconds = "transport", HANDOVER_S
         self._exposed = self._histogram(
             "kv_handover_exposed_seconds",
             "From the end of the prefill until all blocks were verified",
@@ -233,7 +248,7 @@ class GatewayMetrics:
         self._moving = self._histogram(
             "kv_handover_moving_seconds", "From the first block's arrival to the last one's", seconds, by
         )
-        self._bytes = self._histogram("kv_handover_bytes", "KV bytes moved", buckets.HANDOVER_BYTES, by)
+        self._bytes = self._histogram("kv_handover_bytes", "KV bytes moved", HANDOVER_BYTES, by)
         self._handover_gap = self._histogram(
             "handover_gap_seconds", "From token 0 to token 1 at the gateway", seconds
         )
@@ -271,10 +286,16 @@ class GatewayMetrics:
 
     def _parts(self, name: str, meaning: str, kind: type[TtftParts | HandoverParts]) -> dict[str, Histogram]:
         """One histogram for each field of `kind`, by the field's name."""
-        family = self._histogram(name, meaning, buckets.PART_S, "part")
+        family = self._histogram(name, meaning, PART_S, "part")
         return {part.name: family.labels(part.name.removesuffix("_s")) for part in fields(kind)}
 
 
 def _observe_parts(histograms: dict[str, Histogram], parts: TtftParts | HandoverParts) -> None:
     for name, histogram in histograms.items():
         histogram.observe(getattr(parts, name))
+
+
+def _one_two_five(largest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 and so on up to `largest`."""
+    steps = (factor * 10.0**exponent for exponent in range(len(str(largest))) for factor in (1, 2, 5))
+    return tuple(step for step in steps if step <= largest)
