@@ -1,6 +1,7 @@
 """A dispatcher without a gateway: its requests and workers' messages are given to it as events, one by one."""
 
 from itertools import count
+from typing import Any
 
 from baton.config import GatewayConfig
 from baton.kv import WorkerRef
@@ -39,16 +40,15 @@ def status_of(name: str) -> WorkerStatus:
     return WorkerStatus(ref, role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
 
 
-def make_request(request_id: str = "r", caller: Caller = ANYBODY) -> GatewayRequest:
-    """Its salt is its id."""
-    return GatewayRequest(
-        request_id=request_id,
-        prompt_token_ids=(1, 2, 3),
-        sampling_params=SamplingParams(max_tokens=3, seed=0),
-        text=SilentText(),
-        cache_salt=request_id,
-        caller=caller,
-    )
+def make_request(request_id: str = "r", caller: Caller = ANYBODY, **fields: Any) -> GatewayRequest:
+    """Its salt is its id, unless `fields` say otherwise."""
+    usual = {
+        "prompt_token_ids": (1, 2, 3),
+        "sampling_params": SamplingParams(max_tokens=3, seed=0),
+        "text": SilentText(),
+        "cache_salt": request_id,
+    }
+    return GatewayRequest(request_id=request_id, caller=caller, **{**usual, **fields})
 
 
 def submitted(effects: list[Effect]) -> dict[str, str]:

@@ -26,8 +26,7 @@ from gateway.requests.events import (
 from gateway.requests.request import GatewayRequest
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
-from simulator.driver import SilentText
-from tests.factories.dispatching import killed
+from tests.factories.dispatching import killed, make_request
 
 BLOCK_SIZE = 16
 
@@ -93,13 +92,12 @@ class UnderTest:
     ) -> None:
         for _ in range(number):
             name = f"{caller}{len(self.requests)}"
-            params = SamplingParams(max_tokens=9_000, seed=0)
-            request = GatewayRequest(
-                request_id=name,
+            request = make_request(
+                name,
+                Caller(caller),
                 prompt_token_ids=(1,) * prompt,
-                sampling_params=params,
-                text=SilentText(),
-                caller=Caller(caller),
+                sampling_params=SamplingParams(max_tokens=9_000, seed=0),
+                cache_salt=None,
                 mode=mode,
                 affinity_key=affinity_key,
                 priority=priority,

@@ -2,7 +2,6 @@
 behind, and which commands it sends."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 
 import pytest
 
@@ -12,13 +11,12 @@ from baton.errors import GatewayStopping, SlowReader, WorkerUnavailable
 from baton.kv import WorkerRef
 from baton.messages.request_plane import Heartbeat, KVEvents, SessionCommand, SubscribeKVEvents
 from baton.request import PackedLogprobs, TokenLogprobs
-from baton.sampling import SamplingParams
 from baton.worker import KVBlockCounts, RequestCounts, WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from gateway.requests.driver import RequestDriver, UnreadAnswer
-from gateway.requests.request import Delta, GatewayRequest
+from gateway.requests.request import Delta
 from gateway.routing.placement import RouteQuery
 from gateway.workers.worker_client import WorkerClient
-from simulator.driver import SilentText
+from tests.factories.dispatching import make_request
 
 
 def read(unread: UnreadAnswer) -> Delta:
@@ -82,13 +80,6 @@ def test_the_unread_part_is_bounded() -> None:
 
 async def test_a_bug_on_arrival_leaves_nothing_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = RequestDriver(GatewayConfig(), NetworkConfig(), None, b"key", "retry", SystemClock())
-    request = GatewayRequest(
-        request_id="r",
-        prompt_token_ids=(1,),
-        sampling_params=SamplingParams(max_tokens=1),
-        text=SilentText(),
-        timeout_s=1.0,
-    )
 
     def broken(_: RouteQuery) -> dict[str, int]:
         raise ZeroDivisionError("a bug")
@@ -96,7 +87,7 @@ async def test_a_bug_on_arrival_leaves_nothing_of_its_request(monkeypatch: pytes
     monkeypatch.setattr(driver.router, "num_tokens_to_compute", broken)
     try:
         with pytest.raises(ZeroDivisionError):
-            await anext(driver.generate(request))
+            await anext(driver.generate(make_request(timeout_s=1.0)))
         assert driver.dispatcher.num_in_flight == 0
     finally:
         await driver.stop()
@@ -104,23 +95,12 @@ async def test_a_bug_on_arrival_leaves_nothing_of_its_request(monkeypatch: pytes
 
 async def test_a_stopping_driver_ends_open_requests_and_refuses_new_ones() -> None:
     driver = RequestDriver(GatewayConfig(), NetworkConfig(), None, b"key", "retry", SystemClock())
-
-    def answer_of(request_id: str) -> AsyncGenerator[Delta, None]:
-        return driver.generate(
-            GatewayRequest(
-                request_id=request_id,
-                prompt_token_ids=(1,),
-                sampling_params=SamplingParams(max_tokens=1),
-                text=SilentText(),
-            )
-        )
-
     try:
-        waiting = asyncio.ensure_future(anext(answer_of("waits")))
+        waiting = asyncio.ensure_future(anext(driver.generate(make_request("waits"))))
         while driver.dispatcher.num_queued == 0:
             await asyncio.sleep(0)
         driver.end_requests()
-        for answer in (waiting, anext(answer_of("late"))):
+        for answer in (waiting, anext(driver.generate(make_request("late")))):
             with pytest.raises(GatewayStopping):
                 await answer
         assert driver.dispatcher.num_queued == 0

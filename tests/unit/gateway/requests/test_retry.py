@@ -9,11 +9,10 @@ from baton.request import OnPreemption
 from baton.sampling import SamplingParams
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
 from gateway.requests.attempt import Attempt, AttemptFailure, Cause
-from gateway.requests.request import GatewayRequest
 from gateway.requests.retry import MAX_ATTEMPTS, MAX_FAILURES, MAX_LOSSES, LoadFailurePolicy, RetryState
 from gateway.routing.placement import Mode, NoRoom, RouteQuery
 from gateway.routing.router import Router
-from simulator.driver import SilentText
+from tests.factories.dispatching import make_request
 
 
 class Fleet:
@@ -48,13 +47,7 @@ class Trip:
         require_disaggregated: bool = False,
     ) -> None:
         self.fleet = fleet
-        request = GatewayRequest(
-            request_id="r",
-            prompt_token_ids=(1, 2, 3),
-            sampling_params=SamplingParams(max_tokens=1_000),
-            text=SilentText(),
-            mode=mode,
-        )
+        request = make_request(sampling_params=SamplingParams(max_tokens=1_000), mode=mode)
         self.retry = RetryState(
             request, fleet.router, policy, 0.0, require_disaggregated=require_disaggregated
         )
@@ -191,18 +184,10 @@ def test_the_router_learns_what_the_request_asks_for(monkeypatch: pytest.MonkeyP
     queries: list[RouteQuery] = []
     router = Fleet("d0").router
     monkeypatch.setattr(router, "num_tokens_to_compute", queries.append)
-    request = GatewayRequest(
-        request_id="r",
-        prompt_token_ids=(1, 2, 3),
-        sampling_params=SamplingParams(max_tokens=9),
-        text=SilentText(),
-        cache_salt="salt",
-        affinity_key="key",
-        skip_reading_prefix_cache=True,
-    )
+    request = make_request(cache_salt="salt", affinity_key="key", skip_reading_prefix_cache=True)
     RetryState(request, router, "retry", 0.0).num_tokens_to_compute()
     (query,) = queries
-    assert (query.token_ids, query.max_new_tokens) == ((1, 2, 3), 9)
+    assert (query.token_ids, query.max_new_tokens) == ((1, 2, 3), 3)
     assert (query.cache_salt, query.affinity_key) == ("salt", "key")
     assert query.skip_reading_prefix_cache
 

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from baton.sampling import SamplingParams
-from gateway.requests.request import GatewayRequest
 from gateway.requests.retry import RetryState
 from gateway.routing.placement import BlockHashes, Placement
 from gateway.routing.router import HASHED_AT_ONCE
-from simulator.driver import SilentText
+from tests.factories.dispatching import make_request
 from tests.unit.gateway.routing.test_kv_aware import LONG, measured, pair_of, report_blocks
 
 
@@ -59,12 +58,9 @@ def test_a_retried_answers_tokens_are_not_taken_for_another_answers() -> None:
     assert len([*router.hashing(prompt, None, shared)]) == 1
     places = []
     for output in (mine, others):
-        request = GatewayRequest(
-            request_id="r",
-            prompt_token_ids=prompt,
-            sampling_params=SamplingParams(max_tokens=99),
-            text=SilentText(),
-            block_hashes=shared,
+        params = SamplingParams(max_tokens=99)
+        request = make_request(
+            prompt_token_ids=prompt, sampling_params=params, cache_salt=None, block_hashes=shared
         )
         placement = RetryState(request, router, "retry", 0.0).route(output)
         assert isinstance(placement, Placement)
