@@ -4,10 +4,8 @@ from itertools import count
 from typing import Any
 
 from baton.config import GatewayConfig
-from baton.kv import WorkerRef
 from baton.request import FinishReason, RequestOutput
 from baton.sampling import SamplingParams
-from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.events import Effect, SubmitTo, WorkerLost, WorkerOutputs, WorkerReported
@@ -16,6 +14,7 @@ from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.router import Router
 from gateway.workers.worker_listener import LossCause
 from simulator.driver import SilentText
+from tests.factories.routing import status
 
 
 def make_dispatcher(*workers: str, policy: LoadFailurePolicy = "retry") -> Dispatcher:
@@ -30,14 +29,8 @@ def make_dispatcher(*workers: str, policy: LoadFailurePolicy = "retry") -> Dispa
         placement_timeout_s=30.0,
     )
     for name in workers:
-        dispatcher.handle(WorkerReported(status_of(name)), 0.0)
+        dispatcher.handle(WorkerReported(status(name)), 0.0)
     return dispatcher
-
-
-def status_of(name: str) -> WorkerStatus:
-    role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
-    ref = WorkerRef(name, f"{name}-incarnation", ("tcp://here:1",), 16)
-    return WorkerStatus(ref, role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
 
 
 def make_request(request_id: str = "r", caller: Caller = ANYBODY, **fields: Any) -> GatewayRequest:

@@ -1,15 +1,14 @@
 """What one caller may hold while others are there."""
 
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
 
 from baton.config import GatewayConfig
-from baton.kv import WorkerRef
 from baton.request import FinishReason, RequestOutput
 from baton.sampling import SamplingParams
-from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from gateway.admission.shares import PRESENT_S, CallerShares
 from gateway.auth.callers import Caller
 from gateway.requests.dispatcher import Dispatcher
@@ -27,6 +26,7 @@ from gateway.requests.request import GatewayRequest
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
 from tests.factories.dispatching import killed, make_request
+from tests.factories.routing import status
 
 BLOCK_SIZE = 16
 
@@ -68,18 +68,9 @@ class UnderTest:
         """Heartbeats of all workers, each with `free` blocks."""
         free = self.blocks if free is None else free
         for name in "p" + self.decodes:
-            role = WorkerRole.PREFILL if name == "p" else WorkerRole.DECODE
-            counts = RequestCounts(sum(name in self.workers[each] for each in self.placed), 0, 0)
-            blocks = KVBlockCounts(self.blocks, free, 0, 0)
-            ref = WorkerRef(name, f"{name}-incarnation", ("tcp://here:1",), BLOCK_SIZE)
-            load = WorkerLoad(prefill_tokens_per_s=self.rate)
-            self.handle(
-                WorkerReported(
-                    WorkerStatus(
-                        ref, role, WorkerState.READY, blocks, counts, {}, load=load, max_num_seqs=self.slots
-                    )
-                )
-            )
+            running = sum(name in self.workers[each] for each in self.placed)
+            report = status(name, running, total=self.blocks, free=free, prefill_tokens_per_s=self.rate)
+            self.handle(WorkerReported(replace(report, max_num_seqs=self.slots)))
 
     def ask(
         self,

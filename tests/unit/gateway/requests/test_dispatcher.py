@@ -28,7 +28,8 @@ from gateway.requests.record import Outcome
 from gateway.requests.retry import RetryState
 from gateway.routing.placement import Mode, Placement, RouteQuery
 from gateway.workers.worker_listener import LossCause
-from tests.factories.dispatching import killed, make_dispatcher, make_request, outputs, status_of, submitted
+from tests.factories.dispatching import killed, make_dispatcher, make_request, outputs, submitted
+from tests.factories.routing import status
 
 
 def test_a_token_that_comes_with_the_failure_of_its_attempt_is_delivered() -> None:
@@ -61,7 +62,7 @@ def test_nothing_counts_or_is_kept_of_a_request_that_no_worker_got() -> None:
     dispatcher, caller, refused = make_dispatcher(), Caller("a", tokens_per_minute=3), []
     for has_worker in (False, True, True):
         if has_worker:
-            dispatcher.handle(WorkerReported(status_of("d0")), 0.0)
+            dispatcher.handle(WorkerReported(status("d0")), 0.0)
         effects = dispatcher.handle(Submitted(request := make_request(caller=caller)), 0.0)
         refused.append([type(effect.error) for effect in effects if isinstance(effect, Refuse)])
         dispatcher.handle(StreamEnded(request, GeneratorExit()), 0.0)
@@ -73,7 +74,7 @@ def test_a_request_ran_on_a_worker_until_its_part_there_ended() -> None:
     dispatcher, request = make_dispatcher("p0", "d0"), make_request()
     engine_id = submitted(dispatcher.handle(Submitted(request), 0.0))["d0"]
     dispatcher.handle(outputs("p0", engine_id, 7, end=FinishReason.HANDED_OVER), 1.0)
-    lost = [dispatcher._open.lost_with(status_of(worker)) for worker in ("p0", "d0")]
+    lost = [dispatcher._open.lost_with(status(worker)) for worker in ("p0", "d0")]
     assert [len(loss.running) for loss in lost] == [0, 1]
     assert lost[0].ever_placed == lost[1].ever_placed
 
@@ -118,11 +119,11 @@ def test_a_request_that_is_refused_on_arrival_is_recorded_as_rejected() -> None:
 
 def test_a_request_that_no_worker_can_run_delays_none_with_other_needs() -> None:
     dispatcher = make_dispatcher("d0")
-    dispatcher.handle(WorkerReported(replace(status_of("d0"), state=WorkerState.DRAINING)), 0.0)
+    dispatcher.handle(WorkerReported(status("d0", state=WorkerState.DRAINING)), 0.0)
     modes = {"needs a prefill worker": Mode.DISAGGREGATED, "needs none": Mode.LOCAL}
     for name, mode in modes.items():
         assert submitted(dispatcher.handle(Submitted(replace(make_request(name), mode=mode)), 0.0)) == {}
-    effects = dispatcher.handle(WorkerReported(status_of("d0")), 1.0)
+    effects = dispatcher.handle(WorkerReported(status("d0")), 1.0)
     assert [engine_id.partition(".")[0] for engine_id in submitted(effects).values()] == ["needs none"]
 
 
@@ -141,7 +142,7 @@ def test_a_bug_in_routing_one_request_of_a_sweep_ends_that_request_alone(
         return route(query)
 
     monkeypatch.setattr(dispatcher.router, "route", route_or_fail)
-    effects = dispatcher.handle(WorkerReported(status_of("d0")), 1.0)
+    effects = dispatcher.handle(WorkerReported(status("d0")), 1.0)
     assert [effect for effect in effects if isinstance(effect, Refuse)] == [Refuse(cursed, bug)]
     assert submitted(effects).keys() == {"d0"}
     assert (dispatcher.num_queued, dispatcher.num_in_flight) == (0, 2)
@@ -157,7 +158,7 @@ def test_a_bug_in_moving_one_request_of_a_lost_worker_ends_that_request_alone(
     dispatcher, cursed, healthy = make_dispatcher("d0"), make_request("cursed"), make_request("healthy")
     for request in (cursed, healthy):
         dispatcher.handle(Submitted(request), 0.0)
-    dispatcher.handle(WorkerReported(status_of("d1")), 0.0)
+    dispatcher.handle(WorkerReported(status("d1")), 0.0)
     original, bug = getattr(RetryState, method), ZeroDivisionError("a bug")
 
     def fail_or_go_on(retry: RetryState, *args: Any) -> Any:
@@ -206,7 +207,7 @@ def test_c42_a_worker_in_a_new_role_has_other_pairs() -> None:
     placed = submitted(dispatcher.handle(Submitted(make_request("a")), 0.0))
     dispatcher.handle(link_failure(placed["d0"]), 5.0)
     assert len(dispatcher.avoided_pairs) == 1
-    prefill = status_of("p0")
+    prefill = status("p0")
     dispatcher.handle(WorkerReported(replace(prefill, state=WorkerState.DRAINING)), 6.0)
     assert len(dispatcher.avoided_pairs) == 1
     dispatcher.handle(WorkerReported(replace(prefill, role=WorkerRole.DECODE)), 7.0)
@@ -223,10 +224,8 @@ def test_c42_a_link_that_failed_since_its_prefill_worker_was_lost_is_not_blamed(
     engine_id = submitted(dispatcher.handle(Submitted(make_request()), 0.0))["d0"]
     dispatcher.handle(WorkerLost("p0", LossCause.SILENT, "silent"), 4.0)
     if returns_as is not None:
-        status = status_of("p0")
-        if returns_as == "the next incarnation":
-            status = replace(status, ref=replace(status.ref, incarnation="next"))
-        dispatcher.handle(WorkerReported(status), 4.5)
+        same = returns_as == "the same incarnation"
+        dispatcher.handle(WorkerReported(status("p0", incarnation="incarnation" if same else "next")), 4.5)
     dispatcher.handle(link_failure(engine_id, 7), 5.0)
     assert len(dispatcher.avoided_pairs) == 0
 
@@ -245,7 +244,7 @@ def test_requests_of_a_lost_worker_go_on_in_the_order_of_the_queue() -> None:
     dispatcher = make_dispatcher("d0")
     for name, priority in (("idle", 1), ("urgent", 0)):
         dispatcher.handle(Submitted(replace(make_request(name), priority=priority)), 0.0)
-    dispatcher.handle(WorkerReported(replace(status_of("d1"), kv_blocks=KVBlockCounts(1, 1, 0, 0))), 1.0)
+    dispatcher.handle(WorkerReported(replace(status("d1"), kv_blocks=KVBlockCounts(1, 1, 0, 0))), 1.0)
     assert submitted(dispatcher.handle(killed("d0"), 2.0))["d1"].startswith("urgent.")
     assert dispatcher.num_queued == 1
 
@@ -271,7 +270,7 @@ def test_only_losses_are_logged_as_such(
     if has_requests:
         assert submitted(dispatcher.handle(Submitted(make_request()), 0.0))
     if was_draining:
-        dispatcher.handle(WorkerReported(replace(status_of("d0"), state=WorkerState.DRAINING)), 1.0)
+        dispatcher.handle(WorkerReported(status("d0", state=WorkerState.DRAINING)), 1.0)
     with caplog.at_level(logging.INFO, "gateway.requests.fleet_knowledge"):
         dispatcher.handle(WorkerLost("d0", cause, "why"), 2.0)
     (line,) = [record for record in caplog.records if record.__dict__.get("worker") == "d0"]

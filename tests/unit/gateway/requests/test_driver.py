@@ -8,15 +8,15 @@ import pytest
 from baton.clock import SystemClock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.errors import GatewayStopping, SlowReader, WorkerUnavailable
-from baton.kv import WorkerRef
 from baton.messages.request_plane import Heartbeat, KVEvents, SessionCommand, SubscribeKVEvents
 from baton.request import PackedLogprobs, TokenLogprobs
-from baton.worker import KVBlockCounts, RequestCounts, WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
+from baton.worker import WorkerEndpoint
 from gateway.requests.driver import RequestDriver, UnreadAnswer
 from gateway.requests.request import Delta
 from gateway.routing.placement import RouteQuery
 from gateway.workers.worker_client import WorkerClient
 from tests.factories.dispatching import make_request
+from tests.factories.routing import status
 
 
 def read(unread: UnreadAnswer) -> Delta:
@@ -116,19 +116,17 @@ async def test_each_session_with_a_worker_gets_one_subscription_for_kv_events(
     driver = RequestDriver(GatewayConfig(), network, None, b"key", "retry", SystemClock())
     sent: list[SessionCommand] = []
     monkeypatch.setattr(WorkerClient, "_send_command", lambda _, command: sent.append(command))
-    ref = WorkerRef("d0", "d0-incarnation", ("tcp://127.0.0.1:1",), 16)
-    counts = KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0)
-    status = WorkerStatus(ref, WorkerRole.DECODE, WorkerState.READY, *counts, {})
+    d0 = status("d0")
     try:
-        driver.workers.add_worker(WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:1", "here", 1))
+        driver.workers.add_worker(WorkerEndpoint(d0.ref, d0.role, "tcp://127.0.0.1:1", "here", 1))
         client = driver.workers.client("d0")
         assert client is not None
         for session in (1, 2, 3):  # a new session means that the former one is lost
-            client._on_heartbeat(Heartbeat(status, session, 0))
+            client._on_heartbeat(Heartbeat(d0, session, 0))
             assert sent == [SubscribeKVEvents(session)], "not in the former session, and not twice"
             sent.clear()
             driver.on_kv_events("d0", KVEvents(0, True, b"", b""))
-            client._on_heartbeat(Heartbeat(status, session, 0))
+            client._on_heartbeat(Heartbeat(d0, session, 0))
             assert not sent, "the listing has arrived"
     finally:
         await driver.stop()

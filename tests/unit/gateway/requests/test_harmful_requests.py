@@ -18,7 +18,8 @@ from gateway.requests.events import (
     WorkerReported,
 )
 from gateway.workers.worker_listener import LossCause
-from tests.factories.dispatching import killed, make_dispatcher, make_request, outputs, status_of, submitted
+from tests.factories.dispatching import killed, make_dispatcher, make_request, outputs, submitted
+from tests.factories.routing import status
 
 
 def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_later() -> None:
@@ -31,9 +32,9 @@ def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_
     assert submitted(dispatcher.handle(Submitted(bystander), 2.5)), "only suspects wait for each other"
     assert dispatcher.handle(Submitted(equal), 2.5) == [], "one at a time"
     for now in (2.7, 2.8):
-        dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), now)
+        dispatcher.handle(WorkerReported(replace(status(worker), suspects=(engine_id,))), now)
         ((worker, engine_id),) = submitted(dispatcher.handle(killed(worker), now)).items()
-    dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), 2.9)
+    dispatcher.handle(WorkerReported(replace(status(worker), suspects=(engine_id,))), 2.9)
     effects = dispatcher.handle(killed(worker), 3.0)
     refused = {effect.request: effect.error for effect in effects if isinstance(effect, Refuse)}
     assert refused.keys() == {poison, equal}
@@ -53,11 +54,11 @@ def test_c56_a_request_is_not_stopped_if_as_many_workers_end_that_never_had_it(a
     for now in range(5):
         ((worker, engine_id),) = submitted(effects).items()
         unused.discard(worker)
-        dispatcher.handle(WorkerReported(replace(status_of(worker), suspects=(engine_id,))), now)
+        dispatcher.handle(WorkerReported(replace(status(worker), suspects=(engine_id,))), now)
         if are_others_lost:
             other = min(unused)
             dispatcher.handle(killed(other), now)
-            dispatcher.handle(WorkerReported(status_of(other)), now)
+            dispatcher.handle(WorkerReported(status(other)), now)
         effects = dispatcher.handle(killed(worker), now)
     assert any(isinstance(effect, Refuse) for effect in effects) is not are_others_lost
 
@@ -72,10 +73,10 @@ def test_c56_a_worker_that_ran_one_suspect_counts_even_if_the_other_worker_refus
     for now in (1.0, 2.0):
         placed = submitted(dispatcher.handle(killed(next(iter(placed))), now))
         for name in ("d0", "d1"):
-            dispatcher.handle(WorkerReported(status_of(name)), now)
+            dispatcher.handle(WorkerReported(status(name)), now)
     (suspect,) = dispatcher.suspects._suspects.values()
     decode, prefill = placed
-    dispatcher.handle(WorkerReported(replace(status_of(prefill), suspects=(placed[prefill], *others))), 3.0)
+    dispatcher.handle(WorkerReported(replace(status(prefill), suspects=(placed[prefill], *others))), 3.0)
     refused = RequestOutput(
         request_id=placed[decode],
         first_position=0,
@@ -93,14 +94,14 @@ def test_c56_a_suspect_waits_while_it_is_anothers_turn_and_delays_nobody(busy: s
     dispatcher = make_dispatcher("p0", "d0")
     dispatcher.handle(Submitted(make_request()), 0.0)
     for now in (1.0, 2.0):
-        dispatcher.handle(WorkerReported(replace(status_of(busy), takes_suspects=now < 2.0)), now)
+        dispatcher.handle(WorkerReported(replace(status(busy), takes_suspects=now < 2.0)), now)
         dispatcher.handle(killed("d0"), now)
-        dispatcher.handle(WorkerReported(replace(status_of("d0"), takes_suspects=busy != "d0")), now)
+        dispatcher.handle(WorkerReported(replace(status("d0"), takes_suspects=busy != "d0")), now)
     assert dispatcher.num_queued == 1
     assert dispatcher.queue.oldest_since(for_worker=True) is None
     bystander = replace(make_request("bystander"), prompt_token_ids=(9,))
     assert submitted(dispatcher.handle(Submitted(bystander), 2.5))
-    assert submitted(dispatcher.handle(WorkerReported(status_of(busy)), 3.0))
+    assert submitted(dispatcher.handle(WorkerReported(status(busy)), 3.0))
 
 
 @pytest.mark.parametrize(
@@ -114,10 +115,10 @@ def test_c56_workers_that_drain_or_live_on_count_against_no_request(
     (worker,) = submitted(dispatcher.handle(Submitted(request), 0.0))
     for now in range(5):
         if is_drain_known:
-            dispatcher.handle(WorkerReported(replace(status_of(worker), state=WorkerState.DRAINING)), now)
+            dispatcher.handle(WorkerReported(status(worker, state=WorkerState.DRAINING)), now)
         lost, former = WorkerLost(worker, cause, "why"), worker
         (worker,) = submitted(dispatcher.handle(lost, now))
-        dispatcher.handle(WorkerReported(status_of(former)), now)
+        dispatcher.handle(WorkerReported(status(former)), now)
     assert len(dispatcher.suspects) == 0
     how = "lost" if cause is LossCause.SESSION_LOST else "given_back"
     assert dispatcher.tally.counters[f"migrated_{how}"] == 5
@@ -126,8 +127,8 @@ def test_c56_workers_that_drain_or_live_on_count_against_no_request(
 def test_c56_a_worker_that_serves_again_after_a_drain_is_lost_as_any_other() -> None:
     dispatcher, request = make_dispatcher("d0", "d1"), make_request()
     for worker in ("d0", "d1"):  # drained to change its role
-        dispatcher.handle(WorkerReported(replace(status_of(worker), state=WorkerState.DRAINING)), 0.0)
-        dispatcher.handle(WorkerReported(status_of(worker)), 1.0)
+        dispatcher.handle(WorkerReported(status(worker, state=WorkerState.DRAINING)), 0.0)
+        dispatcher.handle(WorkerReported(status(worker)), 1.0)
     (worker,) = submitted(dispatcher.handle(Submitted(request), 2.0))
     dispatcher.handle(killed(worker), 3.0)
     assert len(dispatcher.suspects) == 1

@@ -4,15 +4,15 @@ import pytest
 
 from baton.config import GatewayConfig
 from baton.errors import Overloaded, RequestError, WorkerUnavailable
-from baton.kv import WorkerRef
 from baton.request import OnPreemption
 from baton.sampling import SamplingParams
-from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
+from baton.worker import WorkerState
 from gateway.requests.attempt import Attempt, AttemptFailure, Cause
 from gateway.requests.retry import MAX_ATTEMPTS, MAX_FAILURES, MAX_LOSSES, LoadFailurePolicy, RetryState
 from gateway.routing.placement import Mode, NoRoom, RouteQuery
 from gateway.routing.router import Router
 from tests.factories.dispatching import make_request
+from tests.factories.routing import status
 
 
 class Fleet:
@@ -26,10 +26,7 @@ class Fleet:
 
     def on_heartbeat(self, name: str, incarnation: int = 1, state: WorkerState = WorkerState.READY) -> None:
         """Those whose name begins with p prefill."""
-        role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
-        ref = WorkerRef(name, f"{name}-{incarnation}", ("tcp://here:1",), 16)
-        status = WorkerStatus(ref, role, state, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
-        self.router.on_status(status)
+        self.router.on_status(status(name, state=state, incarnation=incarnation))
 
     def lose(self, name: str) -> None:
         self.router.on_worker_lost(name)
