@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,18 +40,13 @@ class ServeProcess:
     All its descendants inherit a marker in their environment.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        command: Sequence[str] = (*COMMAND, "serve", *OPTIONS),
-    ) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._marker = secrets.token_hex(8)
         self.temporary = Path(
             tempfile.mkdtemp(prefix="b", dir="/tmp")
         )  # a short path; otherwise Ray puts its sockets elsewhere
         self.process = subprocess.Popen(
-            [*command, *arguments],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -148,37 +143,30 @@ def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
     }
 
 
-@contextmanager
-def serving(*arguments: str, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[ServeProcess]:
+def serving(
+    *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> AbstractContextManager[ServeProcess]:
     """Runs `baton serve` with these arguments.
 
     At the end of the block nothing of it is left, even after a failure.
     """
-    serve = ServeProcess(arguments, environment)
-    try:
-        yield serve
-    finally:
-        serve.destroy()
+    return running([*COMMAND, "serve", *OPTIONS, *arguments], environment)
 
 
-@contextmanager
-def serving_with_forks(*arguments: str) -> Iterator[ServeProcess]:
+def serving_with_forks(*arguments: str) -> AbstractContextManager[ServeProcess]:
     """As `serving`, for tests with many workers that do not test how one starts."""
-    with running([*FORKING_COMMAND, "serve", *OPTIONS, *arguments], {}) as serve:
-        yield serve
+    return running([*FORKING_COMMAND, "serve", *OPTIONS, *arguments], {})
 
 
-@contextmanager
-def joining(*arguments: str, environment: Mapping[str, str]) -> Iterator[ServeProcess]:
+def joining(*arguments: str, environment: Mapping[str, str]) -> AbstractContextManager[ServeProcess]:
     """Runs `baton gateway` with these arguments, as `serving` does."""
-    with running([*COMMAND, "gateway", *OPTIONS, *arguments], environment) as gateway:
-        yield gateway
+    return running([*COMMAND, "gateway", *OPTIONS, *arguments], environment)
 
 
 @contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[ServeProcess]:
     """Runs any command that prints one JSON line when it is ready, as `serving` does."""
-    process = ServeProcess((), environment, command)
+    process = ServeProcess(command, environment)
     try:
         yield process
     finally:
