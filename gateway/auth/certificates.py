@@ -76,6 +76,7 @@ def _context(tls: Tls, client_ca_pem: bytes | None) -> ssl.SSLContext:
                 f"gateway.tls.client_ca_file {tls.client_ca_file}: {error.reason or error}"
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a CA without its root is enough, as in gRPC
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0  # in a resumed session, the client does not send its certificate again
     return context

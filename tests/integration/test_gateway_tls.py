@@ -20,7 +20,7 @@ from gateway import GatewayClient, GatewayError
 from gateway.auth.certificates import watched_certificates
 from gateway.auth.credentials import Credentials
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS
-from tests.factories.certificates import CertificateFiles
+from tests.factories.certificates import CertificateFiles, make_certificate
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
 
 MAPPED = "[::ffff:127.0.0.1]"
@@ -141,6 +141,32 @@ async def test_a_file_of_authorities_may_have_comments_in_any_language(
         assert await ask_grpc(under_test, credentials) == "tiny"
         assert await ask_https(under_test, files.trusting(own=files)) == 200
         assert await ask_https(under_test, files.trusting()) == 0
+
+
+async def test_the_authority_of_clients_may_be_an_intermediate_one(
+    folder: Path, files: CertificateFiles, tmp_path: Path
+) -> None:
+    """Its own root need not be in the file. Then a client of another authority below this root has no access."""
+    names = ("issuing", "sister")
+    for name in names:
+        authority = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+        make_certificate(tmp_path, name, (files.ca, files.folder / "ca.key"), *authority)
+        leaf = ("-addext", "basicConstraints=critical,CA:FALSE")
+        make_certificate(tmp_path, f"of-{name}", (tmp_path / f"{name}.pem", tmp_path / f"{name}.key"), *leaf)
+    tls = Tls(**{**files.tls(asks_clients=True), "client_ca_file": str(tmp_path / "issuing.pem")})
+    own, foreign = ((tmp_path / f"of-{name}.pem", tmp_path / f"of-{name}.key") for name in names)
+    credentials = [
+        Credentials(
+            uses_tls=True, ca_pem=files.ca.read_bytes(), cert_pem=cert.read_bytes(), key_pem=key.read_bytes()
+        )
+        for cert, key in (own, foreign)
+    ]
+    contexts = [files.trusting(), files.trusting()]
+    for context, pair in zip(contexts, (own, foreign), strict=True):
+        context.load_cert_chain(*pair)
+    async with gateway_with(folder, {}, {}, tls=tls, credentials=credentials[0]) as under_test:
+        assert [await ask_grpc(under_test, each) for each in credentials] == ["tiny", "UNAVAILABLE"]
+        assert [await ask_https(under_test, each) for each in contexts] == [200, 0]
 
 
 @pytest.mark.parametrize("asks_clients", [False, True])
