@@ -1,5 +1,6 @@
 """Certificates: the TLS files for gRPC and HTTP, read and checked against each other."""
 
+import codecs
 import ssl
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +58,7 @@ def _read(field: str, name: str, mark: bytes) -> bytes:
         raise ConfigError(
             f"gateway.tls.{field} {name}: contains no {mark.decode().rstrip('-').lower()} in PEM"
         )
-    return content
+    return content.removeprefix(codecs.BOM_UTF8)  # gRPC does not find a certificate or key behind this mark
 
 
 def _context(tls: Tls, client_ca_pem: bytes | None) -> ssl.SSLContext:

@@ -1,6 +1,7 @@
 """TLS at both frontends, over real sockets, with certificates made by the commands of docs/security.md."""
 
 import asyncio
+import codecs
 import contextlib
 import json
 import os
@@ -141,6 +142,19 @@ async def test_a_file_of_authorities_may_have_comments_in_any_language(
         assert await ask_grpc(under_test, credentials) == "tiny"
         assert await ask_https(under_test, files.trusting(own=files)) == 200
         assert await ask_https(under_test, files.trusting()) == 0
+
+
+async def test_files_may_begin_with_a_byte_order_mark(
+    folder: Path, files: CertificateFiles, tmp_path: Path
+) -> None:
+    """Editors of Windows write one."""
+    copies = CertificateFiles(tmp_path)
+    for name in ("gateway.pem", "gateway.key", "ca.pem"):
+        (tmp_path / name).write_bytes(codecs.BOM_UTF8 + (files.folder / name).read_bytes())
+    tls, credentials = Tls(**copies.tls(asks_clients=True)), files.credentials(has_own=True)
+    async with gateway_with(folder, {}, {}, tls=tls, credentials=credentials) as under_test:
+        assert await ask_grpc(under_test, credentials) == "tiny"
+        assert await ask_https(under_test, files.trusting(own=files)) == 200
 
 
 async def test_the_authority_of_clients_may_be_an_intermediate_one(
