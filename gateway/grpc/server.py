@@ -34,6 +34,8 @@ time applies to all connections."""
 MAX_METADATA_BYTES = 32 * 1024
 """Limit for the size of all headers of a call together."""
 
+_OR_KIND_OF_KEY = ", or does gRPC not support the key of gateway.tls (use RSA, or EC with P-256 or P-384)"
+
 AddTo = Callable[[grpc.aio.Server], None]
 
 
@@ -80,7 +82,10 @@ class GrpcServer:
             try:
                 self.port = self._listen(address)
             except RuntimeError as error:
-                raise ConfigError(f"gateway.grpc_port: cannot listen on {address}; is it in use?") from error
+                or_why = "" if self._certificates is None else _OR_KIND_OF_KEY
+                raise ConfigError(
+                    f"gateway.grpc_port: cannot listen on {address}; is it in use{or_why}?"
+                ) from error
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:

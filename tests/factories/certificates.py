@@ -58,7 +58,8 @@ def make_certificates(folder: Path) -> CertificateFiles:
 
 def make_certificate(folder: Path, name: str, issuer: tuple[Path, Path], *options: str) -> None:
     """Makes NAME.pem and NAME.key. `issuer`: the certificate and the key of the CA that signs it."""
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-noenc", "-days", "365")
+    kind = () if "-newkey" in options else ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256")
     files = ("-CA", issuer[0], "-CAkey", issuer[1], "-keyout", f"{name}.key", "-out", f"{name}.pem")
-    command = ("openssl", "req", "-x509", *curve, "-subj", f"/CN={name}", *options, *files)
+    common = ("-noenc", "-days", "365", "-subj", f"/CN={name}")
+    command = ("openssl", "req", "-x509", *kind, *common, *options, *files)
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)

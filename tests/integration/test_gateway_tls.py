@@ -279,6 +279,15 @@ async def test_a_client_is_told_why_there_is_no_connection(
     assert (await why_not(1, files.credentials())).endswith("is `baton serve` running?")
 
 
+async def test_a_kind_of_key_that_grpc_cannot_use_is_not_blamed_on_the_port_alone(
+    folder: Path, files: CertificateFiles, tmp_path: Path
+) -> None:
+    make_certificate(tmp_path, "gateway", (files.ca, files.folder / "ca.key"), "-newkey", "rsa-pss")
+    with pytest.raises(ConfigError, match=r"is it in use, or does gRPC not support the key of gateway\.tls"):
+        async with gateway_with(folder, {}, {}, tls=Tls(**CertificateFiles(tmp_path).tls())):
+            raise AssertionError("it started")
+
+
 def test_files_that_cannot_be_used_are_named(
     files: CertificateFiles, others: CertificateFiles, tmp_path: Path
 ) -> None:
