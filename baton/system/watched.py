@@ -26,11 +26,16 @@ class Lost(ConfigError):
     """The content must not be used any longer: the files are gone, or other users may have changed them."""
 
 
+class UnreadableFiles(ConfigError):
+    """The files could not be read. The cause may not be the files, but too many open files in this process."""
+
+
 class Watched(Generic[Content]):
     """The files are checked when the content is requested, at most once a second. Any thread may request it.
 
     A change that cannot be used is logged once, and the previous content stays. For example, a certificate and its
-    key may be replaced one after the other. After Lost, the previous content stays for LOST_GRACE_S only.
+    key may be replaced one after the other. After Lost, the previous content stays for LOST_GRACE_S only. After Lost
+    and UnreadableFiles, the files are read again each time, changed or not.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Content], clock: Clock) -> None:
@@ -42,6 +47,8 @@ class Watched(Generic[Content]):
         self._seen = self._look()
         self._looked_at = clock.now()
         self._content = read()
+        self._is_unread = False
+        """The last version of the files could not be read."""
         self._lost: Lost | None = None
         self._lost_at = 0.0
 
@@ -57,11 +64,10 @@ class Watched(Generic[Content]):
             return self._content
 
     def _read_if_changed(self) -> None:
-        """Reads after a change. After Lost, reads each time, since the cause may not have been the files, but too many
-        open files in this process."""
+        """Reads after a change, or if the last attempt could not read the files."""
         seen = self._look()
         is_changed, self._seen = seen != self._seen, seen
-        if not is_changed and self._lost is None:
+        if not (is_changed or self._is_unread or self._lost is not None):
             return
         names = ", ".join(map(str, self._paths))
         try:
@@ -72,10 +78,11 @@ class Watched(Generic[Content]):
                 logger.error("%s: the previous content is used for %g s more: %s", names, LOST_GRACE_S, error)
             self._lost = error
         except ConfigError as error:
+            self._is_unread = isinstance(error, UnreadableFiles)
             if is_changed:
                 logger.error("%s changed but cannot be used; keeping the previous content: %s", names, error)
         else:
-            self._lost = None
+            self._lost, self._is_unread = None, False
             logger.warning("reloaded %s, which changed", names)
 
     def _look(self) -> _Seen:

@@ -9,7 +9,7 @@ from baton.clock import Clock
 from baton.config import Tls
 from baton.errors import ConfigError
 from baton.system.home import expanded
-from baton.system.watched import Watched
+from baton.system.watched import UnreadableFiles, Watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def _read(field: str, name: str, mark: bytes) -> bytes:
     try:
         content = expanded(name).read_bytes()
     except OSError as error:
-        raise ConfigError(f"gateway.tls.{field} {name}: cannot be read: {error.strerror}") from error
+        raise UnreadableFiles(f"gateway.tls.{field} {name}: cannot be read: {error.strerror}") from error
     if mark not in content:
         raise ConfigError(
             f"gateway.tls.{field} {name}: contains no {mark.decode().rstrip('-').lower()} in PEM"
@@ -67,8 +67,9 @@ def _context(tls: Tls, client_ca_pem: bytes | None) -> ssl.SSLContext:
     context.set_alpn_protocols(["http/1.1"])
     try:
         context.load_cert_chain(expanded(tls.cert_file), expanded(tls.key_file))
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"gateway.tls: {_why(error, tls)}") from error
+    except OSError as error:
+        kind = ConfigError if isinstance(error, ssl.SSLError) else UnreadableFiles
+        raise kind(f"gateway.tls: {_why(error, tls)}") from error
     if client_ca_pem is not None:
         try:
             context.load_verify_locations(cadata=_as_ascii(client_ca_pem))

@@ -3,11 +3,13 @@
 import asyncio
 import codecs
 import contextlib
+import errno
 import json
 import os
 import shutil
 import ssl
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx2
 import openai
@@ -327,3 +329,33 @@ def test_half_a_renewal_changes_nothing(
     assert certificates.current() is before  # looks are a second apart
     clock.advance(1.0)
     assert certificates.current().cert_pem == (others.folder / "gateway.pem").read_bytes()
+
+
+@pytest.mark.parametrize("reads", [(Path, "read_bytes"), (ssl.SSLContext, "load_cert_chain")])
+def test_a_renewal_that_could_not_be_read_is_read_later(
+    reads: tuple[type, str],
+    files: CertificateFiles,
+    others: CertificateFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The process may have had too many open files."""
+    copies, clock = CertificateFiles(tmp_path), VirtualClock()
+    for file in files.folder.iterdir():
+        shutil.copy(file, tmp_path)
+    certificates = watched_certificates(Tls(**copies.tls()), clock)
+    before = certificates.current()
+    for name in ("gateway.pem", "gateway.key"):
+        shutil.copy(others.folder / name, tmp_path)
+    with monkeypatch.context() as patches:
+        patches.setattr(*reads, Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        for _ in range(3):
+            clock.advance(1.0)
+            assert certificates.current() is before
+    assert caplog.text.count("Too many open files") == 1
+    clock.advance(1.0)
+    assert certificates.current().cert_pem == (others.folder / "gateway.pem").read_bytes()
+    renewed = certificates.current()
+    clock.advance(1.0)
+    assert certificates.current() is renewed
