@@ -260,8 +260,9 @@ def _set_compression(context: Context) -> None:
 
 
 def _is_over(context: Context, error: Exception) -> bool:
-    """Whether the call already has a status, or its client has disconnected."""
-    return isinstance(error, grpc.aio.AbortError) or context.cancelled()
+    """Whether the call already has a status, or its client has ended it. gRPC may notice the latter only when it fails
+    to send."""
+    return isinstance(error, grpc.aio.AbortError | grpc.aio.InternalError) or context.cancelled()
 
 
 def _call_error(error: Exception, name: str, request_id: str) -> CallError:
@@ -278,13 +279,16 @@ def _call_error(error: Exception, name: str, request_id: str) -> CallError:
 async def _end(
     context: Context, error: Exception, name: str, request_id: str, offered: str | None
 ) -> NoReturn:
-    if _is_over(context, error):
+    if isinstance(error, grpc.aio.AbortError):
         raise error
+    if _is_over(context, error):
+        # gRPC would log any other error, with the method's name as the client sent it.
+        raise asyncio.CancelledError from None
     if codes_of(error).is_internal:
         extra = {"request_id": request_id}
         logger.error("%s failed, request %s", name, request_id, exc_info=error, extra=extra)
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await abort_call(context, error, request_id, offered)
-    except TimeoutError:
+    except (TimeoutError, grpc.aio.InternalError):
         raise asyncio.CancelledError from None

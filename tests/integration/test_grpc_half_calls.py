@@ -1,6 +1,7 @@
 """Incomplete gRPC calls: without a message, without a reader, without an end. They block no other call for ever."""
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.factories.gateway import GatewayUnderTest, gateway_with
 
 GENERATE = "/baton.v1.GenerationService/Generate"
 AS_SOMEBODY = (("authorization", f"Bearer {ADMIN}"),)
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEALTHY = health_pb2.HealthCheckResponse.SERVING
 LEAVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -158,26 +160,60 @@ async def test_a_connection_that_does_not_begin_is_closed(
         writer.close()
 
 
+@pytest.mark.parametrize("has_key", [False, True])
+async def test_a_call_that_its_client_takes_back_at_once_is_no_error_of_the_gateway(
+    folder: Path, caplog: pytest.LogCaptureFixture, has_key: bool
+) -> None:
+    """Nor does its method's name write a line into the log."""
+    metadata = {"authorization": f"Bearer {ADMIN}"} if has_key else {}
+    call, num_calls = _call("/a/b\n2026-11-30 ERROR forged", **metadata), 20
+    taken_back = b"".join(
+        _frame(kind, flags, stream, body)
+        for stream in range(1, 2 * num_calls, 2)
+        for kind, flags, body in (*call, (3, 0, b"\0\0\0\x08"))
+    )
+    async with gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test:
+        _, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.grpc_port)
+        writer.write(PREFACE + _frame(4, 0, 0, b"") + taken_back)
+        async with asyncio.timeout(60), under_test.http(headers=dict(AS_SOMEBODY)) as http:
+            metrics = ""
+            while _count(metrics, "baton_grpc_calls_total", "(other)") < num_calls:
+                await asyncio.sleep(0.01)
+                metrics = (await http.get("/metrics")).text
+        writer.close()
+    assert _count(metrics, "baton_call_errors_total", "Internal") == 0
+    assert "forged" not in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def _count(metrics: str, name: str, label: str) -> float:
+    """The sum of a counter's samples with this value of a label."""
+    lines = (line for line in metrics.splitlines() if line.startswith(name) and f'="{label}"' in line)
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
 def watch_without_reading() -> bytes:
     """HTTP/2, by hand: a call of grpc.health.v1.Health/Watch over a connection whose streams may get no data."""
+    no_window = b"\0\4" + bytes(4)  # SETTINGS_INITIAL_WINDOW_SIZE
+    call = (_frame(kind, flags, 1, body) for kind, flags, body in _call("/grpc.health.v1.Health/Watch"))
+    return PREFACE + _frame(4, 0, 0, no_window) + b"".join(call)
+
+
+def _call(path: str, **metadata: str) -> list[tuple[int, int, bytes]]:
+    """A call with an empty message, as kinds, flags and bodies of frames."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
-        ":path": "/grpc.health.v1.Health/Watch",
+        ":path": path,
         ":authority": "gateway",
         "te": "trailers",
         "content-type": "application/grpc",
+        **metadata,
     }
     # literals that enter no table: RFC 7541, 6.2.2
     block = b"".join(b"\0" + _hpack(name) + _hpack(value) for name, value in fields.items())
-    no_window = b"\0\4" + bytes(4)  # SETTINGS_INITIAL_WINDOW_SIZE
     empty_message = bytes(5)
-    return (
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-        + _frame(4, 0, 0, no_window)
-        + _frame(1, 4, 1, block)
-        + _frame(0, 1, 1, empty_message)
-    )
+    return [(1, 4, block), (0, 1, empty_message)]
 
 
 def _hpack(text: str) -> bytes:
