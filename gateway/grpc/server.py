@@ -1,6 +1,7 @@
 """GrpcServer: the gRPC services on their own port, with health, reflection, and limits for each client."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 
 import grpc
@@ -70,6 +71,7 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
         self._certificates = certificates
         self.port = 0
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_shows_no_header)
 
     async def start(self) -> None:
         """Binds the port and serves; ConfigError if the port is in use.
@@ -98,6 +100,11 @@ class GrpcServer:
         if self._certificates is None:
             return self._server.add_insecure_port(address)
         return self._server.add_secure_port(address, _credentials(self._certificates))
+
+
+def _shows_no_header(record: logging.LogRecord) -> bool:
+    """Filters gRPC's log: it would show each header that is not UTF-8, and so an API key with a wrong character."""
+    return not str(record.msg).startswith("Invalid encoding")
 
 
 def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:

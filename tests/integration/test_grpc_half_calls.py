@@ -186,6 +186,23 @@ async def test_a_call_that_its_client_takes_back_at_once_is_no_error_of_the_gate
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+async def test_a_header_that_is_not_utf_8_is_not_logged(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be a key, with a character of another encoding at its end."""
+    frames = _call("/baton.v1.GenerationService/GetModelInfo", authorization=f"Bearer {ADMIN}\xff")
+    async with gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test:
+        reader, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.grpc_port)
+        writer.write(
+            PREFACE + _frame(4, 0, 0, b"") + b"".join(_frame(*each[:2], 1, each[2]) for each in frames)
+        )
+        async with asyncio.timeout(20):
+            while b"unknown or revoked API key" not in await reader.read(65536):
+                pass
+        writer.close()
+    assert ADMIN not in caplog.text
+
+
 def _count(metrics: str, name: str, label: str) -> float:
     """The sum of a counter's samples with this value of a label."""
     lines = (line for line in metrics.splitlines() if line.startswith(name) and f'="{label}"' in line)
@@ -217,7 +234,7 @@ def _call(path: str, **metadata: str) -> list[tuple[int, int, bytes]]:
 
 
 def _hpack(text: str) -> bytes:
-    return bytes([len(text)]) + text.encode()
+    return bytes([len(text)]) + text.encode("latin-1")
 
 
 def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
