@@ -1,6 +1,7 @@
 """Target: the gateway that a command calls, and the credentials for it, from flags and environment."""
 
 import argparse
+import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +82,8 @@ def _checked(text: str, source: str) -> str:
 
 
 def _read(flag: str, path: Path | None, mark: str = "") -> bytes | None:
-    """The content of the file, which must contain `mark`. For other files, gRPC would only say that the gateway does
-    not answer."""
+    """The content of the file without a byte order mark. It must contain `mark`. For other files, gRPC would only say
+    that the gateway does not answer."""
     if path is None:
         return None
     try:
@@ -92,4 +93,4 @@ def _read(flag: str, path: Path | None, mark: str = "") -> bytes | None:
         raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from error
     if mark.encode() not in content:
         raise ConfigError(f"{flag} {path}: contains no {mark.rstrip('-').lower()} in PEM")
-    return content
+    return content.removeprefix(codecs.BOM_UTF8)

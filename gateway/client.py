@@ -42,6 +42,7 @@ _TLS_FAILURES = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by a trusted CA",
     "Hostname Verification": "its certificate is for another host name",
     "WRONG_VERSION_NUMBER": "it does not use TLS",
+    "Failed to create security handshaker": "gRPC cannot use the given CA, or the client's certificate and key",
     "Socket closed": "it requires a client certificate, and got none that it trusts",
 }
 """Explanations of TLS failures, by a part of gRPC's message."""

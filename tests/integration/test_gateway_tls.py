@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import ssl
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -275,6 +276,8 @@ async def test_a_client_is_told_why_there_is_no_connection(
         assert "its certificate is for another host name" in await why_not(port, own, MAPPED)
         assert "it requires a client certificate" in await why_not(port, files.credentials())
         assert "and does it use TLS?" in await why_not(port, Credentials())
+        mixed = replace(own, key_pem=others.credentials(has_own=True).key_pem)
+        assert "gRPC cannot use the given CA, or the client's certificate" in await why_not(port, mixed)
     async with gateway_with(folder, {}, {}) as under_test:
         assert "it does not use TLS" in await why_not(under_test.gateway.grpc_port, files.credentials())
     assert (await why_not(1, Credentials())).endswith("is `baton serve` running?")

@@ -52,6 +52,15 @@ def test_a_target_must_not_be_empty(address: str) -> None:
         target("--target", address)
 
 
+def test_files_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """gRPC would not find a certificate behind this mark."""
+    key, ca = tmp_path / "key", tmp_path / "ca.pem"
+    key.write_text("secret\n", encoding="utf-8-sig")
+    ca.write_text("-----BEGIN CERTIFICATE-----", encoding="utf-8-sig")
+    credentials = target("--api-key-file", str(key), "--tls-ca", str(ca)).credentials
+    assert (credentials.api_key, credentials.ca_pem) == ("secret", b"-----BEGIN CERTIFICATE-----")
+
+
 def test_certificates_imply_tls(tmp_path: Path) -> None:
     cert, key, other = tmp_path / "cert", tmp_path / "key", tmp_path / "other"
     cert.write_text("-----BEGIN CERTIFICATE-----")
