@@ -20,7 +20,7 @@ from gateway.http.errors import add_handlers
 from gateway.http.host_check import OwnNames
 from gateway.http.json_route import JsonRoute
 from gateway.http.request_ids import RequestIds
-from gateway.http.request_limits import RequestLimits
+from gateway.http.request_limits import OneLength, RequestLimits
 
 _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/]*)(?P<path>/.*)?", re.DOTALL | re.IGNORECASE)
 
@@ -61,6 +61,7 @@ def make_app(
     app.add_middleware(HttpAuthentication, authenticator, also_open)
     if own_names is not None:
         app.add_middleware(OwnNames, own_names)
+    app.add_middleware(OneLength)
     app.add_middleware(RequestIds)
     app.add_middleware(AbsoluteTargets)  # the last one added is the outermost
     return app

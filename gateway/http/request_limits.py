@@ -1,4 +1,5 @@
-"""RequestLimits: bounds a request's size, the time until its body arrives, and the total size of a caller's bodies."""
+"""RequestLimits: bounds a request's size, the time until its body arrives, and the total size of a caller's bodies.
+OneLength: refuses a body with two lengths."""
 
 import asyncio
 from collections import Counter
@@ -54,10 +55,6 @@ class RequestLimits:
         headers = Headers(scope=scope)
         if _header_bytes(scope) > MAX_HEADER_BYTES:
             return 431, f"the request's line and headers may have at most {MAX_HEADER_BYTES} bytes"
-        if "content-length" in headers and "transfer-encoding" in headers:
-            # If a proxy uses one of these headers and we the other, a request can hide in another request's
-            # body.
-            return 400, "set either content-length or transfer-encoding, not both"
         if int(headers.get("content-length", "0")) > self._max_bytes:  # h11 ensures that it is a number
             return 413, self._too_large
         return None
@@ -88,6 +85,24 @@ class RequestLimits:
             return message
 
         return receive_limited
+
+
+class OneLength:
+    """ASGI middleware: answers a request whose body has two lengths with 400, and closes its connection, as RFC 9112
+    (6.1) demands. If a proxy uses one of the lengths and we the other, a request can hide in another request's body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        if "content-length" not in headers or "transfer-encoding" not in headers:
+            await self._app(scope, receive, send)
+            return
+        note_error(scope, InvalidRequest.__name__)
+        message = "set either content-length or transfer-encoding, not both"
+        refusal = error_response(scope, 400, message, headers={"connection": "close"})
+        await refusal(scope, receive, send)
 
 
 class _HeldBytes:

@@ -119,6 +119,23 @@ async def test_each_limit_and_each_mistake_has_its_status_and_its_reason(folder:
             assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200
 
 
+@pytest.mark.parametrize("path", [b"/tokenize", b"/health", b"/v1/messages"])
+async def test_nothing_is_served_after_a_body_with_two_lengths(folder: Path, path: bytes) -> None:
+    """To a proxy that uses the other length, the next request would be a part of this body."""
+    two_lengths = (
+        HEAD.replace(b"/tokenize", path) + b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n"
+    )
+    hidden = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    async with gateway_with(folder, {}, {}, api_keys=API_KEYS) as under_test:
+        async with connection(under_test) as (reader, writer):
+            writer.write(two_lengths + b"2\r\n{}\r\n0\r\n\r\n" + hidden)
+            answered = await reader.read()
+        assert answered.startswith(b"HTTP/1.1 400 ")
+        assert answered.count(b"HTTP/1.1 ") == 1
+        assert b"\r\nconnection: close\r\n" in answered
+        assert b"set either content-length or transfer-encoding, not both" in answered
+
+
 async def test_a_body_that_is_malformed_at_once_has_one_answer(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
