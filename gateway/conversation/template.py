@@ -20,8 +20,9 @@ EFFORT = "reasoning_effort"
 PAST_REASONING = ("reasoning_content", "reasoning", "thinking")
 """The fields of a turn in which templates look for its reasoning."""
 
-_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
-_STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
+_STRING = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
+_CODE = re.compile(rf"\{{#(?:.*?#\}}|.*)|\{{[{{%]((?:{_STRING.pattern}|(?![%}}]\}})[^'\"])*+)", re.DOTALL)
+"""Comments, and code in group 1. A string of the code may contain what otherwise ends it."""
 _VARIABLE = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _FIELD = re.compile(r"\.(\w+)|['\"](\w+)['\"]")
 

@@ -178,6 +178,27 @@ def test_only_variables_that_the_template_reads_are_passed() -> None:
             answer_format.template_arguments(replace(HELLO, template_options={name: True}))
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        r"{{ 'the user\'s' }}",
+        r'{{ "an \" inch" }}',
+        "{{ '}}' }}",
+        "{{ '%}' ~ \"it's\" }}",
+        "{# don't {% #}",
+        "{{ '{#' }}",
+    ],
+)
+def test_a_variable_is_found_after_any_string_or_comment(before: str) -> None:
+    template = TEMPLATES["hermes"] + before + "{{ 'a } b' ~ ('on' if enable_thinking else '') }} thinking"
+    answer_format = answer_format_of(template, Vocabulary())
+
+    on = replace(HELLO, template_options={"enable_thinking": True})
+    assert rendered(answer_format, template, on).endswith("a } bon thinking")
+    with pytest.raises(InvalidRequest, match="no variable 'thinking'"):
+        answer_format.template_arguments(replace(HELLO, template_options={"thinking": True}))
+
+
 def test_reasoning_is_sent_back_where_the_template_reads_it() -> None:
     template = TEMPLATES["hermes"].replace("{{ m.content", "{{ m.reasoning_content }}{{ m.content")
     turn = ChatMessage("assistant", "Yes.", reasoning="Hm. ")
