@@ -43,7 +43,7 @@ class Detokenizer:
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
         self._kept_tokens = kept_tokens
-        self._context = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
+        self._context = self._last_of(prompt_token_ids)
         """The last tokens that became text."""
         self._stream = self._stream_after(self._context)
         self._pending: list[int] = []
@@ -94,6 +94,14 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
+
+    def _last_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """A prompt's last tokens, which begin with a whole character: decoders may show a character that follows a part
+        of another one as U+FFFD, too."""
+        counts = range(NUM_CONTEXT_TOKENS, NUM_CONTEXT_TOKENS + MAX_CHARACTER_TOKENS)
+        contexts = [list(prompt_token_ids[-count:]) for count in counts]
+        whole = (context for context in contexts if not self._decode(context).endswith("\ufffd"))
+        return next(whole, contexts[0])
 
     def _stream_after(self, token_ids: Sequence[int]) -> DecodeStream:
         """A stream that decodes the tokens after `token_ids`. If `token_ids` end within a character, the stream has no

@@ -257,6 +257,16 @@ def test_the_first_word_of_an_answer_keeps_the_space_before_it(kind: str) -> Non
         assert tokenizer.decode(prompt) + text == "the cache is the baton"
 
 
+@pytest.mark.parametrize("character", ["é", "日", "👍"])
+@pytest.mark.parametrize("kind", ["byte-fallback", "byte-level"])
+def test_the_first_word_keeps_its_space_after_characters_of_several_tokens(kind: str, character: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    prompt = tokenizer.encode(f"the {character * 3}", add_special_tokens=False).ids
+    answer = tokenizer.encode(f"the {character * 3} cache", add_special_tokens=False).ids[len(prompt) :]
+    detokenizer = Detokenizer(tokenizer, True, prompt)
+    assert "".join(map(detokenizer.push, answer)) + detokenizer.flush() == " cache"
+
+
 def test_a_prompt_that_ends_within_a_character_is_not_said_again() -> None:
     tokens = ids("xé!")
     detokenizer = Detokenizer(TOKENIZER, True, tokens[:2])
