@@ -38,7 +38,7 @@ class TokenizerPool:
         texts wait.
         """
         self._check_length("prompt", text)
-        return await self._encode(caller, text, add_special_tokens)
+        return await self._encode("prompt", caller, text, add_special_tokens)
 
     async def encode_chat(
         self,
@@ -53,7 +53,7 @@ class TokenizerPool:
         """
         text = await self._render(caller, conversation, add_generation_prompt)
         self._check_length("chat", text)
-        return await self._encode(caller, text, add_special_tokens)
+        return await self._encode("chat", caller, text, add_special_tokens)
 
     async def decode(self, caller: str, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of the tokens. Raises Overloaded if too much work of the caller waits."""
@@ -70,12 +70,20 @@ class TokenizerPool:
         self._threads.close()
         self._template_threads.close()
 
-    async def _encode(self, caller: str, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    async def _encode(self, field: str, caller: str, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        """The tokens of a text. InvalidRequest names `field` if the tokenizer knows no tokens for it."""
+
+        def encode() -> tuple[int, ...]:
+            try:
+                return self.tokenizer.encode(text, add_special_tokens)
+            except Exception as error:  # the library raises bare Exceptions
+                raise InvalidRequest(
+                    field, f"the model's tokenizer cannot encode the text: {error}"
+                ) from error
+
         if len(text) <= MAX_INLINE_CHARACTERS:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await self._threads.run(
-            caller, len(text), lambda: self.tokenizer.encode(text, add_special_tokens)
-        )
+            return encode()
+        return await self._threads.run(caller, len(text), encode)
 
     def _check_length(self, field: str, text: str) -> None:
         if len(text) > self.max_characters:

@@ -11,6 +11,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models
 
 from baton.errors import InvalidRequest, Overloaded
 from gateway.conversation import ChatMessage, Conversation, ToolCall
@@ -49,6 +51,21 @@ async def test_arguments_with_very_many_values_are_not_parsed(tmp_path: Path, ar
     async with pool_of(tokenizer(tmp_path)) as pool:
         with pytest.raises(InvalidRequest, match=r"^chat: the arguments of .* more than 262144 values"):
             await pool.encode_chat("alice", conversation)
+
+
+@pytest.mark.parametrize("number", [1, MAX_INLINE_CHARACTERS])
+async def test_a_text_for_which_a_tokenizer_has_no_tokens_is_the_clients_fault(
+    tmp_path: Path, number: int
+) -> None:
+    """A vocabulary without bytes and without a token for unknown text."""
+    folder = make_tokenizer_dir(tmp_path)
+    RustTokenizer(models.Unigram([("e", 0.0), ("s", 0.0), ("r", 0.0)])).save(str(folder / "tokenizer.json"))
+    async with pool_of(Tokenizer(folder)) as pool:
+        assert await pool.encode("alice", "ees" * number) == (0, 0, 1) * number
+        with pytest.raises(InvalidRequest, match=r"^prompt: .* cannot encode the text: .* unknown token"):
+            await pool.encode("alice", "日本" * number)
+        with pytest.raises(InvalidRequest, match=r"^chat: .* cannot encode the text: .* unknown token"):
+            await pool.encode_chat("alice", Conversation((ChatMessage("user", "日本" * number),)))
 
 
 async def test_long_texts_and_short_ones_become_the_librarys_tokens(tmp_path: Path) -> None:
