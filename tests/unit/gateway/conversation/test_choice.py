@@ -102,16 +102,18 @@ def test_described_tools_and_results_are_ordinary_turns() -> None:
     )
 
 
-def test_tools_are_described_to_the_user_where_a_template_has_no_system_role() -> None:
-    refusing = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    )
+@pytest.mark.parametrize(
+    "words", ["System role not supported", "Only user and assistant roles are supported!"]
+)
+def test_tools_are_described_to_the_user_where_a_template_has_no_system_role(words: str) -> None:
+    refusing = f"{{% if messages[0].role == 'system' %}}{{{{ raise_exception('{words}') }}}}{{% endif %}}"
     answer_format = answer_format_of(refusing + TEMPLATES["generic"], Vocabulary())
 
     turns = answer_format.template_arguments(ASKED)["conversation"]
 
     assert [turn["role"] for turn in turns] == ["user"]
     assert turns[0]["content"].endswith("\n\nIs it warm in Zürich?")
+    assert "Is it warm" in rendered(answer_format, refusing + TEMPLATES["generic"], ASKED)
 
 
 def test_a_plain_conversation_is_what_it_was() -> None:
