@@ -117,9 +117,56 @@ class Conversation:
         )
 
 
+def one_call_per_turn(messages: Messages) -> Messages:
+    """The messages, with a separate turn for each call. The call's result follows it; the text of the original turn
+    precedes it.
+
+    For templates that write only one call of a turn, or refuse a turn with several.
+    """
+    turns: list[ChatMessage] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        if not message.tool_calls:
+            turns.append(message)
+            continue
+        begin = at
+        while at < len(messages) and messages[at].role == "tool":
+            at += 1
+        turns += _calls_one_by_one(message, messages[begin:at])
+    return tuple(turns)
+
+
+def _calls_one_by_one(message: ChatMessage, results: Messages) -> list[ChatMessage]:
+    turns = [ChatMessage(message.role, message.content, name=message.name)] if message.content else []
+    results_of: dict[str | None, list[ChatMessage]] = {call.id: [] for call in message.tool_calls}
+    others: list[ChatMessage] = []
+    for result in results:
+        results_of.get(result.tool_call_id, others).append(result)
+    reasoning = message.reasoning
+    for call in message.tool_calls:
+        turns.append(ChatMessage(message.role, "", reasoning, (call,), name=message.name))
+        turns += results_of[call.id]
+        reasoning = None
+    return turns + others
+
+
 def stricter_forms(conversation: Conversation) -> Iterator[Conversation]:
-    """Yields forms of the conversation for templates that refuse the conversation itself. Each form has fewer messages
-    than the one before.
+    """Yields forms of the conversation for templates that refuse the conversation itself.
+
+    Forms with one call per turn come last, because the models wrote several calls in one turn. Llama 3's template wants
+    them.
+    """
+    yield from _joined_forms(conversation)
+    split = replace(conversation, messages=one_call_per_turn(conversation.messages))
+    if split.messages != conversation.messages:
+        yield split
+        yield from _joined_forms(split)
+
+
+def _joined_forms(conversation: Conversation) -> Iterator[Conversation]:
+    """Yields forms of the conversation, each with fewer messages than the one before.
 
     Qwen3.5's template wants system messages only at the beginning, Gemma's wants users and assistants to alternate, and
     those of Mistral want no user's message after a result.

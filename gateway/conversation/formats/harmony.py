@@ -9,7 +9,6 @@
 The prompt ends with `<|start|>assistant`. `<|call|>` and `<|return|>` end the turn.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,7 @@ from gateway.conversation.formats.harmony_parser import (
 )
 from gateway.conversation.json_call import one_of
 from gateway.conversation.lark import Lark, Vocabulary, quoted
-from gateway.conversation.messages import ChatMessage, Conversation, ToolUse
+from gateway.conversation.messages import Conversation, ToolUse, one_call_per_turn
 from gateway.conversation.template import ChatTemplate, TemplateStyle, described
 from gateway.conversation.turn_grammar import (
     checked_grammar,
@@ -61,7 +60,7 @@ class HarmonyFormat:
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
         variables = self._template.variables(conversation)
-        one_by_one = replace(conversation, messages=_one_by_one(conversation.messages))
+        one_by_one = replace(conversation, messages=one_call_per_turn(conversation.messages))
         turns = self._template.turns(one_by_one, TemplateStyle())
         # The template always writes a tool's description, so a tool without one gets an empty text.
         tools = [described(replace(tool, description=tool.description or "")) for tool in conversation.tools]
@@ -111,38 +110,6 @@ class HarmonyFormat:
     ) -> HarmonyParser:
         may_call = conversation.tool_choice.use is not ToolUse.NONE
         return HarmonyParser(conversation.tools if may_call else (), self._prefix)
-
-
-def _one_by_one(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """The messages, with a separate turn for each call. The call's result follows it; the text of the original turn
-    precedes it.
-
-    The template writes only the first call of a turn, and assigns each result to the call before it.
-    """
-    turns: list[ChatMessage] = []
-    at = 0
-    while at < len(messages):
-        message = messages[at]
-        at += 1
-        if not message.tool_calls:
-            turns.append(message)
-            continue
-        begin = at
-        while at < len(messages) and messages[at].role == "tool":
-            at += 1
-        turns += _calls_one_by_one(message, messages[begin:at])
-    return tuple(turns)
-
-
-def _calls_one_by_one(message: ChatMessage, results: Sequence[ChatMessage]) -> list[ChatMessage]:
-    turns = [ChatMessage(message.role, message.content, name=message.name)] if message.content else []
-    reasoning = message.reasoning
-    for call in message.tool_calls:
-        turns.append(ChatMessage(message.role, "", reasoning, (call,), name=message.name))
-        turns += [result for result in results if result.tool_call_id == call.id]
-        reasoning = None
-    ids = {call.id for call in message.tool_calls}
-    return turns + [result for result in results if result.tool_call_id not in ids]
 
 
 def _head(lark: Lark, channel: str) -> str:

@@ -62,6 +62,29 @@ def test_each_form_is_stricter_than_the_one_before() -> None:
     ]
 
 
+def test_a_turn_with_several_calls_becomes_a_turn_for_each_call_with_its_result() -> None:
+    first, second = (ToolCall(call_id, "search", "{}") for call_id in "12")
+    both = replace(CALL, content="Let me see", tool_calls=(first, second))
+    found, lost = RESULT, replace(RESULT, content="nothing", tool_call_id="2")
+    split = (
+        USER,
+        ChatMessage("assistant", "Let me see"),
+        replace(CALL, tool_calls=(first,)),
+        found,
+        replace(CALL, reasoning=None, tool_calls=(second,)),
+        lost,
+    )
+
+    joined = (USER, replace(split[2], content="Let me see"), *split[3:])
+    assert forms(USER, both, lost, found) == [split, joined]
+    assert forms(USER, both, lost, found, LATE) == [
+        (LATE, USER, both, lost, found),
+        (*split, LATE),
+        (LATE, *split),
+        (LATE, *joined),
+    ]
+
+
 def test_thousands_of_long_messages_take_little() -> None:
     text = "x" * 256
 

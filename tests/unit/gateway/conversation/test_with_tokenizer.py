@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError, InvalidRequest
-from gateway.conversation import AnswerFormat, Reasoning, Text
+from gateway.conversation import AnswerFormat, ChatMessage, Reasoning, Text
 from gateway.conversation.formats.harmony_parser import TOKENS
 from gateway.requests.request import Delta
 from gateway.text import TextStream, Tokenizer
@@ -156,6 +156,26 @@ def test_a_prompt_has_no_half_of_a_character_that_the_arguments_of_a_call_escape
 
     assert "\U0001f600 \ufffd" in prompt
     assert tokenizer.decode(tokenizer.encode(prompt, add_special_tokens=False), False) == prompt
+
+
+def test_a_model_that_wrote_several_calls_in_one_turn_may_continue_though_its_template_wants_one(
+    tmp_path: Path,
+) -> None:
+    """The templates of Llama 3 are such templates, though the model may write several calls."""
+    wants_one = (
+        "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}"
+    )
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES["llama"].replace("{% if m.tool_calls %}", wants_one))
+    turn = called(("search", '{"query": "a"}'), ("search", '{"query": "b"}'))
+    results = [
+        ChatMessage("tool", f"result of {call.id}", tool_call_id=call.id, name="search")
+        for call in turn.tool_calls
+    ]
+
+    prompt = tokenizer.render_chat(replace(ASKED, messages=(*ASKED.messages, turn, *results)))
+
+    parts = ('"query": "a"', "result of call_0", '"query": "b"', "result of call_1")
+    assert sorted(parts, key=prompt.index) == list(parts)
 
 
 def test_of_several_templates_the_one_for_tools_shows_the_format(tmp_path: Path) -> None:
