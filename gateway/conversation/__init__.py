@@ -24,7 +24,9 @@ from gateway.conversation.messages import (
     ToolCall,
     ToolChoice,
     ToolUse,
+    has_system_texts,
     stricter_forms,
+    with_system_first,
 )
 
 __all__ = [
@@ -52,5 +54,7 @@ __all__ = [
     "Vocabulary",
     "answer_format_of",
     "checked_response_format",
+    "has_system_texts",
     "stricter_forms",
+    "with_system_first",
 ]

@@ -183,6 +183,27 @@ def _joined_forms(conversation: Conversation) -> Iterator[Conversation]:
             yield replace(conversation, messages=messages)
 
 
+def with_system_first(conversation: Conversation) -> Conversation:
+    """The conversation, with all system messages joined to one message at the beginning."""
+    return replace(conversation, messages=_system_first(conversation.messages))
+
+
+def has_system_texts(conversation: Conversation, text: str) -> bool:
+    """Whether the text has the texts of all system messages, in order. True if no system message follows another
+    message: then `with_system_first` would change nothing."""
+    messages = conversation.messages
+    if all(message.role != "system" for message in messages[1:]):
+        return True
+    at = 0  # each search begins behind the text before, so thousands of searches read a long text only once
+    for message in messages:
+        if message.role == "system":
+            content = message.content.strip()  # some templates leave out spaces at both ends
+            if (found := text.find(content, at)) < 0:
+                return False
+            at = found + len(content)
+    return True
+
+
 def _system_first(messages: Messages) -> Messages:
     """The messages, with all system messages joined to one message at the beginning."""
     systems = [message for message in messages if message.role == "system"]

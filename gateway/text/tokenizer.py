@@ -13,7 +13,9 @@ from gateway.conversation import (
     Conversation,
     Vocabulary,
     answer_format_of,
+    has_system_texts,
     stricter_forms,
+    with_system_first,
 )
 from gateway.conversation.checks import check_num_values
 from gateway.text.plain_tokenizer import PlainTokenizer
@@ -111,7 +113,7 @@ class Tokenizer:
         """The conversation in the format of the model's training, up to the beginning of the answer.
 
         Some templates refuse what agents send, such as system messages in mid-conversation. Then messages are joined
-        until the template accepts them.
+        until the template accepts them. If a template leaves out such a system message, all system messages come first.
 
         The template is a program by the model's author; it runs in transformers' sandbox. The template's exceptions
         become an InvalidRequest that names `chat`. The calling code must limit the template's time.
@@ -121,10 +123,20 @@ class Tokenizer:
                 "chat", "this model's tokenizer has no chat template; send text or token ids"
             )
         check_num_values(conversation.messages)
+        text = self._accepted(self.answer_format, conversation, add_generation_prompt)
+        if has_system_texts(conversation, text):
+            return text
+        moved = self._accepted(self.answer_format, with_system_first(conversation), add_generation_prompt)
+        return moved if has_system_texts(conversation, moved) else text
+
+    def _accepted(
+        self, answer_format: AnswerFormat, conversation: Conversation, add_generation_prompt: bool
+    ) -> str:
+        """The conversation, or its first stricter form that the template accepts."""
         forms = stricter_forms(conversation)
         while True:
             try:
-                return self._rendered(self.answer_format, conversation, add_generation_prompt)
+                return self._rendered(answer_format, conversation, add_generation_prompt)
             except InvalidRequest:
                 if (stricter := next(forms, None)) is None:
                     raise

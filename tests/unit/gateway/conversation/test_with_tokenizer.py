@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError, InvalidRequest
-from gateway.conversation import AnswerFormat, ChatMessage, Reasoning, Text
+from gateway.conversation import AnswerFormat, ChatMessage, Conversation, Reasoning, Text
 from gateway.conversation.formats.harmony_parser import TOKENS
 from gateway.requests.request import Delta
 from gateway.text import TextStream, Tokenizer
@@ -176,6 +176,32 @@ def test_a_model_that_wrote_several_calls_in_one_turn_may_continue_though_its_te
 
     parts = ('"query": "a"', "result of call_0", '"query": "b"', "result of call_1")
     assert sorted(parts, key=prompt.index) == list(parts)
+
+
+SYSTEMS = (ChatMessage("system", "Be brief.\n"), *ASKED.messages, ChatMessage("system", "In Dutch."))
+
+
+@pytest.mark.parametrize(
+    ("system", "expected"),
+    [
+        ("{% if loop.first %}{{ m.content | trim }}\n{% endif %}", ["Be brief.", "In Dutch.", "Zürich"]),
+        ("{% if loop.last %}{{ m.content }}\n{% endif %}", ["Zürich", "In Dutch."]),
+        ("{{ m.content | trim }}\n", ["Be brief.", "Zürich", "In Dutch."]),
+        ("", ["Zürich"]),
+    ],
+    ids=["only the first", "only the last", "all", "none"],
+)
+def test_a_system_message_that_a_template_leaves_out_comes_first(
+    tmp_path: Path, system: str, expected: list[str]
+) -> None:
+    """Unless the template leaves it out there, too."""
+    template = "{% for m in messages %}{% if m.role == 'system' %}{}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    tokenizer = tokenizer_of(tmp_path, template.replace("{}", system))
+
+    prompt = tokenizer.render_chat(Conversation(SYSTEMS))
+
+    texts = ("Be brief.", "In Dutch.", "Zürich")
+    assert sorted((text for text in texts if text in prompt), key=prompt.index) == expected
 
 
 def test_of_several_templates_the_one_for_tools_shows_the_format(tmp_path: Path) -> None:
