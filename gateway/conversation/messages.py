@@ -153,7 +153,18 @@ def _calls_one_by_one(message: ChatMessage, results: Messages) -> list[ChatMessa
 
 
 def stricter_forms(conversation: Conversation) -> Iterator[Conversation]:
-    """Yields forms of the conversation for templates that refuse the conversation itself.
+    """Yields forms of the conversation for templates that refuse the conversation itself. In the last ones, each tool
+    has a description, which may be empty: Hermes's template wants one."""
+    yield from _stricter_messages(conversation)
+    if any(tool.description is None for tool in conversation.tools):
+        tools = (replace(tool, description=tool.description or "") for tool in conversation.tools)
+        described = replace(conversation, tools=tuple(tools))
+        yield described
+        yield from _stricter_messages(described)
+
+
+def _stricter_messages(conversation: Conversation) -> Iterator[Conversation]:
+    """Yields forms of the conversation with other messages.
 
     Forms with one call per turn come last, because the models wrote several calls in one turn. Llama 3's template wants
     them.

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from gateway.conversation import ChatMessage, ToolCall, stricter_forms
-from tests.factories.conversations import ASKED
+from tests.factories.conversations import ASKED, SEARCH, WEATHER
 from tests.factories.costs import expect_cost_in_proportion
 
 FIRST, LATE = ChatMessage("system", "Be brief"), ChatMessage("system", "In Dutch")
@@ -19,7 +19,8 @@ RESULT = ChatMessage("tool", "found", tool_call_id="1", name="search")
 
 
 def forms(*messages: ChatMessage) -> list[Sequence[ChatMessage]]:
-    return [form.messages for form in stricter_forms(replace(ASKED, messages=messages))]
+    conversation = replace(ASKED, messages=messages, tools=(WEATHER,))
+    return [form.messages for form in stricter_forms(conversation)]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,16 @@ def test_a_turn_with_several_calls_becomes_a_turn_for_each_call_with_its_result(
         (LATE, *split),
         (LATE, *joined),
     ]
+
+
+def test_in_the_last_forms_each_tool_has_a_description() -> None:
+    asked = replace(ASKED, messages=(USER, USER), tools=(WEATHER, SEARCH))
+    (joined, described, both) = stricter_forms(asked)
+
+    assert joined.tools == asked.tools
+    assert described.messages == asked.messages
+    assert both.messages == joined.messages
+    assert described.tools == both.tools == (WEATHER, replace(SEARCH, description=""))
 
 
 def test_thousands_of_long_messages_take_little() -> None:
