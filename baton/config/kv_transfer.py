@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from baton.config.section import Section
 
@@ -30,6 +30,12 @@ class KVTransferConfig(Section):
     """Bytes that may be on their way to one peer without acknowledgement; with `cuda_ipc` at least 512 MiB."""
     checksum: Literal["auto", "on", "off"] = "auto"
     """Verify the xxh3 checksum of every block on arrival; `auto`: only of blocks from another host."""
+
+    @field_validator("checksum", mode="before")
+    @classmethod
+    def _read_yaml(cls, checksum: object) -> object:
+        """Takes true for `on` and false for `off`, since YAML 1.1 reads the bare words so."""
+        return {True: "on", False: "off"}[checksum] if isinstance(checksum, bool) else checksum
 
     @property
     def heartbeat_s(self) -> float:
