@@ -89,7 +89,7 @@ class GatewayConfig(Section):
     A request keeps waiting if only slots are lacking, unless many other requests overtake it."""
     max_unread_tokens: int = Field(4096, ge=1)
     """A request ends if more tokens than this wait for its client to read them."""
-    max_message_mib: int = Field(16, ge=1)
+    max_message_mib: int = Field(16, ge=1, le=2047)
     """Largest request that gRPC and HTTP accept."""
     max_connections: int = Field(2048, ge=1)
     """Open connections to each of gRPC and HTTP, counted from the moment they are accepted. A further connection is
@@ -113,7 +113,7 @@ class GatewayConfig(Section):
     room for new ones."""
     response_store_ttl_s: float = Field(86400.0, gt=0.0, le=2592000.0)
     """A response is forgotten this long after it was stored or last used by another request; at most 30 days."""
-    grpc_max_streams: int = Field(1024, ge=1)
+    grpc_max_streams: int = Field(1024, ge=1, le=2**31 - 1)
     """gRPC: calls at once over one connection; further ones wait at the client."""
     grpc_keepalive_s: float = Field(60.0, ge=1.0)
     """gRPC: a connection that is silent for this long is pinged, and closed if it does not answer."""

@@ -19,6 +19,9 @@ from baton.errors import ConfigError
 MAX_TIME_S = 1_000_000.0
 """The longest wait that a key may ask for, eleven days. In milliseconds, this fits into 32 bits."""
 
+MAX_NUMBER = 2**63 - 1
+"""The largest integer that every process can store, and every message can carry."""
+
 
 class Section(BaseModel):
     """A frozen group of keys; unknown keys are refused, and so are numbers that are not finite."""
@@ -43,6 +46,13 @@ class Section(BaseModel):
     def _check_time(cls, value: object, info: ValidationInfo) -> object:
         if _is_wait(str(info.field_name)) and isinstance(value, float) and value > MAX_TIME_S:
             raise ValueError(f"got {value:g}; a time must not be above {MAX_TIME_S:.0f} (11 days)")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: object) -> object:
+        if isinstance(value, int) and not -MAX_NUMBER <= value <= MAX_NUMBER:
+            raise ValueError(f"got {value}; a number must fit into 64 bits")
         return value
 
     def refuse_changed(self, keys: Iterable[str], reason: str, section: str = "") -> None:

@@ -140,3 +140,20 @@ def test_a_key_without_effect_is_named(values: dict[str, dict[str, object]], com
     with pytest.raises(ConfigError, match=complaint) as caught:
         BatonConfig.from_mapping(values)
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "number", "complaint"),
+    [
+        ("gateway", "max_message_mib", 2048, "got 2048; .*less than or equal to 2047"),
+        ("gateway", "grpc_max_streams", 2**31, "got 2147483648; .*less than or equal to 2147483647"),
+        ("scheduler", "max_num_seqs", 2**63, "got 9223372036854775808; a number must fit into 64 bits"),
+        ("cluster", "crash_loop_deaths", 2**63, "got 9223372036854775808; a number must fit into 64 bits"),
+    ],
+)
+def test_a_number_that_no_process_can_use_is_refused(
+    section: str, key: str, number: int, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}: {complaint}"):
+        BatonConfig.from_mapping({section: {key: number}})
+    BatonConfig.from_mapping({section: {key: number - 1}})
