@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from baton.clock import SystemClock
 from baton.config import BatonConfig, NetworkConfig, Section, merge
 from baton.errors import BatonError, ConfigError
-from baton.system.home import ensure_home
+from baton.system.home import ensure_home, expanded
 from baton.system.hosts import is_address
 from baton.system.logs import PACKAGES
 from baton.system.watched import Watched
@@ -193,7 +193,7 @@ def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
     """Resolves paths against the folder of this command, since workers may run in another folder."""
     changed: dict[str, Section] = {}
     if (trace_dir := config.engine.trace_dir) is not None:
-        changed["engine"] = config.engine.model_copy(update={"trace_dir": str(here / trace_dir)})
+        changed["engine"] = config.engine.model_copy(update={"trace_dir": str(here / expanded(trace_dir))})
     draft_model = config.speculation.draft_model
     if draft_model is not None and (here / draft_model).exists():  # otherwise it is the name of a model
         path = str(here / draft_model)

@@ -131,6 +131,12 @@ def test_workers_write_where_the_command_was_started() -> None:
     assert with_absolute_paths(BatonConfig(), Path("/home/me")) == BatonConfig()
 
 
+def test_workers_write_into_a_folder_of_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = BatonConfig.from_mapping({"engine": {"trace_dir": "~/traces"}})
+    assert with_absolute_paths(config, Path("/elsewhere")).engine.trace_dir == "/home/me/traces"
+
+
 def test_a_draft_models_folder_is_found_by_workers_that_run_in_another_one(tmp_path: Path) -> None:
     (tmp_path / "draft").mkdir()
     for given, resolved in (("draft", str(tmp_path / "draft")), ("org/name", "org/name")):
