@@ -7,6 +7,7 @@ content), 2 usage; further ones are below.
 
 import argparse
 import os
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -217,13 +218,27 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _fleet(options: argparse.Namespace) -> int:
-    file, here = () if options.config is None else (options.config,), _here()
-    watched = Watched(file, lambda: with_absolute_paths(_configuration(options), here), SystemClock())
-    config = watched.current()
+    path, here, is_running = options.config, _here(), False
+
+    def read() -> BatonConfig:
+        if is_running and _is_empty(path):
+            raise ConfigError(f"{path} is empty, as after a write to a full disk")
+        return with_absolute_paths(_configuration(options), here)
+
+    watched = Watched(() if path is None else (path,), read, SystemClock())
+    config, is_running = watched.current(), True
     _prepare(config)
     from cli.commands import servers
 
     return servers.serve_fleet(config, as_json=options.json, reread=watched.current)
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size == 0
 
 
 def _gateway(options: argparse.Namespace) -> int:

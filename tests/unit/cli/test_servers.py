@@ -70,6 +70,25 @@ def test_a_fleet_reads_its_file_again_after_its_folder_is_gone(
     assert main(["fleet", str(file)]) == DONE
 
 
+def test_a_fleet_keeps_its_numbers_of_workers_if_its_file_becomes_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defaults in place of the file's content would drain most of its workers."""
+    file, clock = tmp_path / "baton.yaml", VirtualClock()
+    file.write_text("cluster: {ray_address: none, decode: 3}\n")
+    monkeypatch.setattr("cli.main.SystemClock", lambda: clock)
+
+    def serve_fleet(config: BatonConfig, as_json: bool, reread: Callable[[], BatonConfig]) -> int:
+        for text, num_workers in (("", 3), ("cluster: {ray_address: none, decode: 2}\n", 2)):
+            file.write_text(text)
+            clock.advance(60.0)
+            assert reread().cluster.decode == num_workers
+        return DONE
+
+    monkeypatch.setattr(servers, "serve_fleet", serve_fleet)
+    assert main(["fleet", str(file)]) == DONE
+
+
 def test_a_folder_that_is_gone_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
