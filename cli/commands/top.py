@@ -31,8 +31,9 @@ def run(target: Target, options: argparse.Namespace) -> int:
     """
     console = CommandConsole()
     if not console.is_terminal or console.is_dumb_terminal:
+        why = "this terminal cannot be redrawn (TERM)" if console.is_terminal else "stdout is not a terminal"
         raise ConfigError(
-            "stdout is not a terminal; use `baton status` to see the state once, or `baton status --json` in programs"
+            f"{why}; use `baton status` to see the state once, or `baton status --json` in programs"
         )
     with StopSignals() as signals:
         signals.run(_show(target, options.interval, console, signals.stop))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cli.main import USAGE, main
 from cli.views import rates, words
 from cli.views.top import TopView, bar, fit
 from tests.factories.descriptions import description, gateway, loaded_from, missing, node, worker
@@ -223,3 +224,19 @@ def test_sections_give_way_before_workers_do(
     room: int, num_workers: int, sizes: list[int], fitted: tuple[int, list[int]]
 ) -> None:
     assert fit(room, num_workers, sizes) == fitted
+
+
+@pytest.mark.parametrize(
+    ("term", "complaint"),
+    [("dumb", "this terminal cannot be redrawn (TERM)"), (None, "stdout is not a terminal")],
+)
+def test_a_screen_that_cannot_be_redrawn_is_refused_with_its_reason(
+    term: str | None, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(variable, raising=False)
+    if term is not None:
+        monkeypatch.setenv("TERM", term)
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stdout for a terminal
+    assert main(["top"]) == USAGE
+    assert complaint in capsys.readouterr().err
