@@ -44,6 +44,7 @@ from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
 from gateway.conversation import ChatMessage, Conversation, Tool, ToolChoice, ToolUse
 from gateway.conversation.described_tools import described_turns
+from gateway.conversation.template import ChatTemplate
 
 NUM_WARM_UPS = 3
 NUM_SCHEMA_CHARACTERS = 4096
@@ -196,7 +197,7 @@ def _conversation(kind: str, tool: Tool, person: int) -> Conversation:
     conversation = Conversation((question,), (tool,), ToolChoice(use))
     if kind != "plain":
         return conversation
-    turns = described_turns(conversation, has_system_role=True)
+    turns = described_turns(conversation, ChatTemplate(""))
     return Conversation(tuple(ChatMessage(turn["role"], turn["content"]) for turn in turns))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.conversation.messages import ChatMessage, Conversation, Tool
-from gateway.conversation.template import arguments_of, described
+from gateway.conversation.template import ChatTemplate, arguments_of, described
 
 INTRODUCTION = """\
 You can call functions. Their signatures, in JSON:
@@ -18,13 +18,15 @@ To call a function, write its name and its arguments as JSON within tags, and no
 </tool_call>
 Results are sent to you within <tool_response> tags."""
 
+_WITHOUT_SYSTEM_ROLE = ("System role not supported", "Only user and assistant roles are supported!")
+"""What the templates of Gemma, and the first ones of Mistral and Mixtral, say as they refuse a system message."""
 
-def described_turns(conversation: Conversation, *, has_system_role: bool) -> list[dict[str, Any]]:
+
+def described_turns(conversation: Conversation, template: ChatTemplate) -> list[dict[str, Any]]:
     """The same conversation in system, user and assistant turns. Adjacent results of calls become one user
     turn, and a user's message after them joins this turn.
 
-    `has_system_role`: whether the template knows the role `system`. If not, the system text moves to the
-    first user turn.
+    If the template does not know the role `system`, the system text moves to the first user turn.
     """
     turns: list[dict[str, Any]] = []
     is_after_result = False
@@ -33,12 +35,13 @@ def described_turns(conversation: Conversation, *, has_system_role: bool) -> lis
         if role == "user" and is_after_result:
             turns[-1]["content"] += "\n" + text
         else:
-            turns.append({"role": role, "content": text})
+            turns.append({"role": role, "content": text, **template.past_reasoning(message)})
             if message.name is not None and message.role != "tool":
                 turns[-1]["name"] = message.name
         is_after_result = message.role == "tool"
     if conversation.tools:
         _introduce(turns, conversation.tools)
+    has_system_role = not any(words in template.source for words in _WITHOUT_SYSTEM_ROLE)
     if not has_system_role and turns and turns[0]["role"] == "system":
         _join_first(turns)
     return turns

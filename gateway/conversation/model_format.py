@@ -13,9 +13,6 @@ from gateway.conversation.parser import ReasoningTags, TurnParser
 from gateway.conversation.template import ChatTemplate, TemplateStyle, described
 from gateway.conversation.turn_grammar import turn_grammar
 
-_WITHOUT_SYSTEM_ROLE = ("System role not supported", "Only user and assistant roles are supported!")
-"""What the templates of Gemma, and the first ones of Mistral and Mixtral, say as they refuse a system message."""
-
 
 class ModelFormat:
     """An AnswerFormat. Stateless; one instance serves all requests."""
@@ -45,11 +42,7 @@ class ModelFormat:
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
         variables = self._template.variables(self._checked_reasoning(conversation))
         if self._style is None:
-            has_system_role = not any(words in self._template.source for words in _WITHOUT_SYSTEM_ROLE)
-            return {
-                "conversation": described_turns(conversation, has_system_role=has_system_role),
-                **variables,
-            }
+            return {"conversation": described_turns(conversation, self._template), **variables}
         turns = self._template.turns(conversation, self._style)
         tools = [described(tool) for tool in conversation.tools]
         return {"conversation": turns, **({"tools": tools} if tools else {}), **variables}

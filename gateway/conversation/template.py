@@ -113,14 +113,19 @@ class ChatTemplate:
         """The messages as turns, in the shape that templates with tools expect."""
         return [self._turn(message, style) for message in conversation.messages]
 
+    def past_reasoning(self, message: ChatMessage) -> ChatTurn:
+        """The fields of a turn in which the template looks for its reasoning; none if the turn has no reasoning."""
+        if message.reasoning is None:
+            return {}
+        return {field: message.reasoning for field in PAST_REASONING if field in self._fields}
+
     def _turn(self, message: ChatMessage, style: TemplateStyle) -> ChatTurn:
         turn: ChatTurn = {"role": message.role, "content": message.content}
         if message.tool_calls:
             turn["tool_calls"] = [_call(call, style) for call in message.tool_calls]
             if style.has_null_content and not message.content:
                 turn["content"] = None
-        if message.reasoning is not None:
-            turn |= {field: message.reasoning for field in PAST_REASONING if field in self._fields}
+        turn |= self.past_reasoning(message)
         if message.tool_call_id is not None:
             turn["tool_call_id"] = (
                 _short(message.tool_call_id) if style.ids_are_short else message.tool_call_id

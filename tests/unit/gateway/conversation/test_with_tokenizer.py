@@ -178,6 +178,18 @@ def test_a_model_that_wrote_several_calls_in_one_turn_may_continue_though_its_te
     assert sorted(parts, key=prompt.index) == list(parts)
 
 
+def test_a_template_that_knows_no_tools_gets_the_reasoning_of_earlier_turns_if_it_reads_them(
+    tmp_path: Path,
+) -> None:
+    template = TEMPLATES["generic"].replace("{{ m.content }}", "({{ m.reasoning_content }}){{ m.content }}")
+    tokenizer = tokenizer_of(tmp_path, template)
+    turn = replace(called(("search", "{}")), reasoning="I should look.")
+
+    prompt = tokenizer.render_chat(replace(ASKED, messages=(*ASKED.messages, turn)))
+
+    assert "<|im_start|>assistant\n(I should look.)<tool_call>" in prompt
+
+
 SYSTEMS = (ChatMessage("system", "Be brief.\n"), *ASKED.messages, ChatMessage("system", "In Dutch."))
 
 
